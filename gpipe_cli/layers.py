@@ -1,0 +1,30 @@
+"""A model is a list of layer builders: the one word that models and the pipeline engine share (paper, section 2.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class LayerBuilder:
+    """How to make one layer, the smallest thing that a cut can separate.
+
+    A worker calls ``build`` only for the layers of its own cells, so a list that describes 84 billion parameters is
+    as cheap to hold as a small one. The built module maps a tensor or a tuple of tensors to a tensor or a tuple of
+    tensors; floating-point tensors carry gradient, integer and bool tensors just travel.
+
+    Attributes:
+        name: unique in the list and stable over time; parameters and checkpoints are keyed by it.
+        build: makes the module, on the CPU, with freshly drawn weights. ``functools.partial`` of a class with plain
+            values is the usual form: equal partials are measured once when costs are counted.
+        cost: the paper's optional c_i, in any unit that is the same for all layers; None lets the engine count FLOPs.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    cost: float | None = None
