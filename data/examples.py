@@ -1,0 +1,175 @@
+"""A source made of a user's own PyTorch data sets, with nothing to write but the data sets."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count, islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from .source import Batch, Report, check_limits, parts_of_replica, permutation, split_evenly
+
+if TYPE_CHECKING:
+    from .source import Part
+
+Key = tuple[int, int]
+"""(epoch, index): what a data set is asked for, so that loader processes can seed augmentation by it."""
+
+
+class ExampleSource:
+    """Mini-batches of two map-style data sets of `(input, target)`.
+
+    Input and target are each what `default_collate` can stack, or a tuple of such: a part's inputs and targets are the
+    stacked tuples. The order of an epoch is a function of (seed, epoch), and while an example is read the generators
+    of `random`, numpy and torch are seeded by (seed, epoch, index). So random augmentation is the same wherever a
+    run resumes and however many loader processes it has.
+
+    Args:
+        train: examples to train on.
+        evaluation: examples of an evaluation, read in their own order with epoch 0's seeds; may be empty.
+        batch_size: examples of a mini-batch, over all micro-batches and replicas.
+        drop_last: leave out an epoch's last examples where they do not fill a mini-batch.
+        collate: makes `(inputs, targets)`, two tuples of tensors, of a list of examples; None for the above.
+        workers: loader processes; 0 reads in the training process, just before the batch is needed.
+        seed: decides the order and the augmentation.
+
+    Raises:
+        ValueError: a value out of its limits, or fewer examples than a mini-batch takes.
+    """
+
+    def __init__(
+        self,
+        train: Dataset[Any],
+        evaluation: Dataset[Any],
+        batch_size: int,
+        drop_last: bool = True,
+        collate: Callable[[list[Any]], Part] | None = None,
+        workers: int = 0,
+        seed: int = 0,
+    ) -> None:
+        check_limits(batch_size=(batch_size, 1, None), workers=(workers, 0, None))
+        self._train_set, self._evaluation_set, self._count = train, evaluation, _length(train)
+        if self._count < (batch_size if drop_last else 1):
+            raise ValueError(
+                f"data.batch_size={batch_size}, but data.train has {self._count} examples: "
+                "lower data.batch_size, or set data.drop_last=false"
+            )
+        self._batch_size, self._drop_last, self._seed = batch_size, drop_last, seed
+        self._collate, self._workers = collate or stack_examples, workers
+
+    def prepare(self, report: Report) -> None:
+        """The data sets are ready as they come."""
+
+    def train(self, position: Any, parts: int, replica: int, replicas: int) -> Iterator[Batch]:
+        """Mini-batches without end; a position is `{"epoch": e, "batch": b}`, the next one to read."""
+        remainder = 0 if self._drop_last else self._count % self._batch_size
+        for size in (self._batch_size, remainder or self._batch_size):
+            parts_of_replica(size, parts, replica, replicas, "data.batch_size (or set data.drop_last)")
+        start = position or {"epoch": 0, "batch": 0}
+        batches = self._count // self._batch_size + bool(remainder)
+        loaded = self._load(self._train_set, self._keys(start["epoch"], start["batch"], parts, replica, replicas))
+        return _grouped(loaded, parts, _positions(start["epoch"], start["batch"], batches))
+
+    def evaluation(self, parts: int) -> Iterator[Batch]:
+        """All examples once, in order; the last batch may have fewer parts."""
+        total = _length(self._evaluation_set)
+        sizes = {first: min(self._batch_size, total - first) for first in range(0, total, self._batch_size)}
+        slices = {first: split_evenly(size, min(parts, size)) for first, size in sizes.items()}
+        keys = [[(0, first + i) for i in range(sizes[first])[part]] for first in slices for part in slices[first]]
+        loaded = self._load(self._evaluation_set, iter(keys))
+        for first, of_batch in slices.items():
+            yield Batch(list(islice(loaded, len(of_batch))), first)
+
+    def _keys(self, epoch: int, batch: int, parts: int, replica: int, replicas: int) -> Iterator[list[Key]]:
+        """The keys of each part of this replica, epoch after epoch."""
+        for current in count(epoch):
+            order = permutation(self._count, self._seed, current).tolist()
+            stop = self._count - self._batch_size + 1 if self._drop_last else self._count
+            for first in range(batch * self._batch_size, stop, self._batch_size):
+                indices = order[first : first + self._batch_size]
+                for part in parts_of_replica(len(indices), parts, replica, replicas, "data.batch_size"):
+                    yield [(current, index) for index in indices[part]]
+            batch = 0
+
+    def _load(self, examples: Dataset[Any], keys: Iterator[list[Key]]) -> Iterator[Part]:
+        seeded = _Seeded(examples, self._seed)
+        if not self._workers:
+            return (self._collate([seeded[key] for key in part]) for part in keys)
+        return iter(
+            DataLoader(
+                seeded,
+                batch_sampler=keys,
+                collate_fn=self._collate,
+                num_workers=self._workers,
+                generator=torch.Generator(),  # else the loader draws from the generator that dropout may use
+            )
+        )
+
+
+class _Seeded(Dataset[Any]):
+    """A data set asked for (epoch, index); persistent loader processes would not see an epoch set from outside."""
+
+    def __init__(self, examples: Dataset[Any], seed: int) -> None:
+        self._examples, self._seed = examples, seed
+
+    def __getitem__(self, key: Key) -> Any:
+        with _seeded(self._seed, *key):
+            return self._examples[key[1]]
+
+
+def stack_examples(examples: list[Any]) -> Part:
+    """`(inputs, targets)` of a list of `(input, target)`, both as tuples of stacked tensors.
+
+    Raises:
+        ValueError: an example is not a pair.
+    """
+    if not (isinstance(examples[0], (tuple, list)) and len(examples[0]) == 2):
+        raise ValueError(
+            f"an example of data.train or data.evaluation is not (input, target) but {type(examples[0]).__name__}: "
+            "return a pair, or give data.collate"
+        )
+    stacked = [default_collate([example[side] for example in examples]) for side in (0, 1)]
+    inputs, targets = (tuple(side) if isinstance(side, (tuple, list)) else (side,) for side in stacked)
+    return inputs, targets
+
+
+@contextmanager
+def _seeded(*key: int) -> Iterator[None]:
+    """Seed the global generators by `key`, and leave them as they were."""
+    seed = int(np.random.SeedSequence(key).generate_state(1, np.uint32)[0])
+    python, numpy, tensors = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.default_generator.manual_seed(seed)
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(tensors)
+
+
+def _grouped(loaded: Iterator[Part], parts: int, positions: Iterator[Any]) -> Iterator[Batch]:
+    for position in positions:
+        yield Batch(list(islice(loaded, parts)), position)
+
+
+def _positions(epoch: int, batch: int, batches: int) -> Iterator[dict[str, int]]:
+    """The position after each batch, counted from `epoch` and `batch`."""
+    for number in count(epoch * batches + batch + 1):
+        yield {"epoch": number // batches, "batch": number % batches}
+
+
+def _length(examples: Dataset[Any]) -> int:
+    try:
+        return len(examples)  # type: ignore[arg-type] # map-style data sets have a length, the base class none
+    except TypeError as error:
+        raise ValueError(
+            f"{type(examples).__name__} has no length: data.train and data.evaluation are map-style data sets "
+            "(__len__ and __getitem__); write a source of your own for a stream (docs/data.md)"
+        ) from error

@@ -1,0 +1,122 @@
+"""What a data source is, and the small helpers that every source of ours shares.
+
+A source is any class with the three methods of `Source`; nothing has to be inherited. Only the first worker of a
+replica reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:  # building a corpus needs no torch
+    from torch import Tensor
+
+    Part = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+Report = Callable[[str, int, int], None]
+"""`report(text, done, total)`: what is being prepared, and how far it has come."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One mini-batch, already divided into its parts.
+
+    Attributes:
+        parts: `(inputs, targets)` of each micro-batch: two tuples of CPU tensors whose first dimension counts examples.
+            Parts differ in size by at most one example.
+        position: a JSON value; `source.train(position, …)` goes on after this batch.
+    """
+
+    parts: list[Part]
+    position: Any
+
+
+class Source(Protocol):
+    """Where mini-batches come from. `data._target_` names a class with these methods."""
+
+    def prepare(self, report: Report) -> None:
+        """Build or open whatever the batches need; called once, before the first batch."""
+
+    def train(self, position: Any, parts: int, replica: int, replicas: int) -> Iterator[Batch]:
+        """Mini-batches without end, from just after `position` (None: from the start).
+
+        With D replicas a mini-batch has D·parts parts, and replica r reads r·parts … (r+1)·parts − 1.
+        Same seed and position: same batches.
+        """
+
+    def evaluation(self, parts: int) -> Iterator[Batch]:
+        """The whole evaluation set once; the last batches may have fewer parts."""
+
+
+def no_report(text: str, done: int, total: int) -> None:
+    """A `Report` that says nothing, for use outside a training run."""
+
+
+def check_limits(**values: tuple[float | None, float, float | None]) -> None:
+    """Check `key=(value, least, most)` of the keys under `data`; None as value is not checked, as limit is none.
+
+    Raises:
+        ValueError: naming the key, the value and the limit.
+    """
+    for key, (value, least, most) in values.items():
+        if value is not None and not (value >= least and (most is None or value <= most)):
+            limit = f"at least {least}" if most is None else f"between {least} and {most}"
+            raise ValueError(f"data.{key}={value}: must be {limit}")
+
+
+def split_evenly(count: int, parts: int) -> list[slice]:
+    """Slices of `range(count)` in order, `parts` of them, whose sizes differ by at most one (larger ones first)."""
+    size, larger = divmod(count, parts)
+    starts = [part * size + min(part, larger) for part in range(parts + 1)]
+    return [slice(first, last) for first, last in pairwise(starts)]
+
+
+def parts_of_replica(count: int, parts: int, replica: int, replicas: int, key: str) -> list[slice]:
+    """The slices of a mini-batch of `count` examples that replica `replica` trains on: `parts` of D·parts.
+
+    Raises:
+        ValueError: the mini-batch has fewer examples than D·parts; `key` names the setting that makes it larger.
+    """
+    if count < parts * replicas:
+        raise ValueError(
+            f"a mini-batch of {count} examples cannot be divided into {parts * replicas} micro-batches "
+            f"(pipeline.M={parts} × {replicas} replicas): raise {key} or lower pipeline.M"
+        )
+    return split_evenly(count, parts * replicas)[replica * parts : (replica + 1) * parts]
+
+
+def permutation(count: int, *key: object) -> npt.NDArray[np.int64]:
+    """A shuffled `range(count)` that is a pure function of `key`, on every platform and numpy version.
+
+    Sorting raw Philox words uses only what numpy promises never to change; `Generator.permutation` is not promised.
+    """
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
+    words = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(count)
+    return np.argsort(words, kind="stable")
+
+
+def read_ahead(items: Iterator[T], depth: int = 2) -> Iterator[T]:
+    """The same items in the same order, made up to `depth` early by one background thread."""
+    end = object()
+    with_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
+    waiting: deque[Future[Any]] = deque()
+    try:
+        while True:
+            while len(waiting) <= depth:
+                waiting.append(with_thread.submit(next, items, end))
+            item = waiting.popleft().result()
+            if item is end:
+                return
+            yield item
+    finally:
+        with_thread.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,302 @@
+"""The configuration, typed: one dataclass per component says which keys there are, their types and their limits.
+
+YAML (``conf/``) holds the values, all of them: the dataclasses have no defaults, so no value stands in two places.
+What is chosen by name (model, data, task, optimizer, schedule) keeps its keys as they are; whatever ``_target_`` names
+judges them. No torch here: the command process refuses a wrong value within half a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.typed_section import Count, CountOrZero, Positive, read_section, shown, unknown_key
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """How the model is cut and run (paper, section 2).
+
+    Attributes:
+        K: cells. M: micro-batches of a mini-batch, per replica.
+        remat: which forwards are computed again in backward. schedule: the order of a worker's instructions.
+        partition: the objective of the cut, or the number of layers of each cell.
+        cost: what the partitioner takes a layer to cost.
+        workers: processes of one replica; "auto" is settled by the command before any worker starts.
+        replicas: copies of the pipeline. threads: per worker; the same number gives the same bits.
+        backend, device: what workers talk by, and where they compute.
+    """
+
+    K: Count
+    M: Count
+    remat: Literal["always", "except_last", "never"]
+    schedule: Literal["gpipe", "1f1b"]
+    partition: Literal["min_max", "min_variance"] | list[Count]
+    cost: Literal["flops", "parameters", "declared", "profile"]
+    workers: Literal["auto"] | Count
+    replicas: Count
+    threads: Count
+    backend: Literal["auto", "gloo", "nccl"]
+    device: Literal["auto", "cpu", "cuda"]
+
+    @property
+    def worker_count(self) -> int:
+        """`workers`, once it is a number.
+
+        Raises:
+            ValueError: it is still "auto".
+        """
+        if self.workers == "auto":
+            raise ValueError("pipeline.workers=auto: the command settles it before workers start")
+        return self.workers
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The training loop.
+
+    Attributes:
+        steps, epochs, seconds: the run ends at the first of them; null: does not count.
+        evaluate_every: steps between evaluations; null: only at the end. evaluate_first: also before the first step.
+        gradient_clip: largest global gradient norm; null: no clipping.
+        nonfinite_limit: the run fails after so many updates in a row that were skipped as not finite.
+        patience: the run ends after so many evaluations in a row without a better loss; null: never.
+        samples: outputs shown after an evaluation.
+    """
+
+    steps: Count | None
+    epochs: Positive | None
+    seconds: Positive | None
+    evaluate_every: Count | None
+    evaluate_first: bool
+    gradient_clip: Positive | None
+    nonfinite_limit: Count
+    patience: Count | None
+    samples: CountOrZero
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Attributes:
+    autocast: the type that matrix products run in; null: that of the weights, float32.
+    """
+
+    autocast: Literal["bfloat16"] | None
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What is saved and where a run goes on from.
+
+    Attributes:
+        every: steps between checkpoints; null: only at the end. keep: how many of them stay, beside the best.
+        resume: null, "auto" (the newest checkpoint of this run directory, if there is one), or a run or checkpoint.
+        allow_changes: keys that may differ from the checkpoint's configuration.
+    """
+
+    every: Count | None
+    keep: Count
+    resume: str | None
+    allow_changes: list[str]
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """Attributes:
+    every: steps between console lines (where there is no progress bar) and between TensorBoard scalars.
+    tensorboard: whether to write them. console: a progress bar in a terminal and lines elsewhere, or lines always.
+    """
+
+    every: Count
+    tensorboard: bool
+    console: Literal["auto", "plain"]
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Worker processes.
+
+    Attributes:
+        grace_seconds: from the request to stop until workers are killed.
+        stall_seconds: without a sign of progress for so long the run fails; null: never.
+        inline: run everything inside the command's own process, for a debugger.
+    """
+
+    grace_seconds: Positive
+    stall_seconds: Positive | None
+    inline: bool
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The whole configuration. `model`, `data`, `task`, `optimizer` and `schedule` stay plain: see `FREE_FORM`."""
+
+    name: str | None
+    seed: CountOrZero
+    model: dict[str, Any]
+    data: dict[str, Any]
+    task: dict[str, Any]
+    optimizer: dict[str, Any]
+    schedule: dict[str, Any]
+    pipeline: PipelineConfig
+    trainer: TrainerConfig
+    precision: PrecisionConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
+    launch: LaunchConfig
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Settings:
+        """Check a resolved configuration and give its values their types.
+
+        Raises:
+            ConfigurationError: with one line for each wrong key or value: its name, the limit, what to type instead.
+        """
+        problems = [unknown_key(key, SECTIONS) for key in config if key not in SECTIONS]
+        problems += [f"{key} is missing from the configuration" for key in SECTIONS if key not in config]
+        values: dict[str, Any] = {}
+        for key, read in SECTIONS.items():
+            if key in config:
+                try:
+                    values[key] = read(config[key])
+                except ConfigurationError as error:
+                    problems.append(str(error))
+        if problems:
+            raise ConfigurationError("\n".join(problems))
+        settings = cls(**values)
+        if problems := [problem for check in CHECKS if (problem := check(settings))]:
+            raise ConfigurationError("\n".join(problems))
+        return settings
+
+
+@dataclass(frozen=True)
+class _TopLevel:
+    """The keys outside all sections."""
+
+    name: str | None
+    seed: CountOrZero
+
+
+TYPED: dict[str, type] = {
+    "pipeline": PipelineConfig,
+    "trainer": TrainerConfig,
+    "precision": PrecisionConfig,
+    "checkpoint": CheckpointConfig,
+    "logging": LoggingConfig,
+    "launch": LaunchConfig,
+}
+FREE_FORM = ("model", "data", "task", "optimizer", "schedule")
+
+
+def known_keys() -> list[str]:
+    """Every key of the typed sections and of the top level, dotted."""
+    return [*SECTIONS, *(f"{section}.{field.name}" for section, kind in TYPED.items() for field in fields(kind))]
+
+
+def _top_level_reader(name: str) -> Callable[[Any], Any]:
+    other = {"name": None, "seed": 0}  # values that pass, for the key that is not being read
+    return lambda value: getattr(read_section(_TopLevel, {**other, name: value}, ""), name)
+
+
+def _typed_reader(section: str) -> Callable[[Any], Any]:
+    return lambda value: read_section(TYPED[section], value, section)
+
+
+def _free_form_reader(section: str) -> Callable[[Any], dict[str, Any]]:
+    def read(value: Any) -> dict[str, Any]:
+        if not isinstance(value, Mapping):
+            raise ConfigurationError(f"{section} must be a section with keys, not {shown(value)}")
+        if not isinstance(value.get("_target_"), str):
+            raise ConfigurationError(
+                f"{section}._target_={shown(value.get('_target_'))}: use the dotted name of what to call, "
+                f"as {section}._target_=my_module.my_{section}"
+            )
+        return dict(value)
+
+    return read
+
+
+SECTIONS: dict[str, Callable[[Any], Any]] = {
+    **{name: _top_level_reader(name) for name in ("name", "seed")},
+    **{section: _free_form_reader(section) for section in FREE_FORM},
+    **{section: _typed_reader(section) for section in TYPED},
+}
+
+
+def _enough_examples(settings: Settings) -> str | None:
+    size, parts = settings.data.get("batch_size"), settings.pipeline.M * settings.pipeline.replicas
+    if size is None or settings.data.get("batch_tokens") is not None:
+        return None  # counted in tokens: only the data can tell
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        return f"data.batch_size={shown(size)}: use a whole number, at least 1"
+    if size >= parts:
+        return None
+    replicas = settings.pipeline.replicas
+    needs = f"pipeline.M={settings.pipeline.M}" + (f" × pipeline.replicas={replicas}" if replicas > 1 else "")
+    lower = f"pipeline.M<={size // replicas}" if size >= replicas else f"pipeline.replicas<={size}"
+    return (
+        f"{needs} needs {parts} examples in a mini-batch but data.batch_size={size}: "
+        f"use data.batch_size>={parts} or {lower}"
+    )
+
+
+def _workers_have_cells(settings: Settings) -> str | None:
+    K, workers = settings.pipeline.K, settings.pipeline.workers
+    if workers == "auto" or workers <= K:
+        return None
+    return (
+        f"pipeline.workers={workers} but pipeline.K={K}: a worker needs at least one cell, "
+        f"use pipeline.workers<={K} or pipeline.K>={workers}"
+    )
+
+
+def _sizes_match_cells(settings: Settings) -> str | None:
+    sizes, K = settings.pipeline.partition, settings.pipeline.K
+    if isinstance(sizes, str) or len(sizes) == K:
+        return None
+    return (
+        f"pipeline.partition={shown(sizes)} has {len(sizes)} sizes but pipeline.K={K}: "
+        f"give one size per cell, or use pipeline.K={len(sizes)}"
+    )
+
+
+def _has_an_end(settings: Settings) -> str | None:
+    trainer = settings.trainer
+    if trainer.steps or trainer.epochs or trainer.seconds:
+        return None
+    return "trainer.steps, trainer.epochs and trainer.seconds are all null: set one, as trainer.steps=1000"
+
+
+def _patience_is_tested(settings: Settings) -> str | None:
+    if settings.trainer.patience is None or settings.trainer.evaluate_every is not None:
+        return None
+    return "trainer.patience counts evaluations: set trainer.evaluate_every too, as trainer.evaluate_every=100"
+
+
+def _backend_fits_device(settings: Settings) -> str | None:
+    if settings.pipeline.backend != "nccl" or settings.pipeline.device != "cpu":
+        return None
+    return "pipeline.backend=nccl moves data between GPUs but pipeline.device=cpu: use pipeline.backend=gloo"
+
+
+def _inline_is_one_worker(settings: Settings) -> str | None:
+    pipeline = settings.pipeline
+    if not settings.launch.inline or (pipeline.workers in ("auto", 1) and pipeline.replicas == 1):
+        return None
+    return (
+        "launch.inline=true runs one worker inside the command: "
+        "use pipeline.workers=1 pipeline.replicas=1 (pipeline.K can stay)"
+    )
+
+
+CHECKS: tuple[Callable[[Settings], str | None], ...] = (
+    _enough_examples,
+    _workers_have_cells,
+    _sizes_match_cells,
+    _has_an_end,
+    _patience_is_tested,
+    _backend_fits_device,
+    _inline_is_one_worker,
+)

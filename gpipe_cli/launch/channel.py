@@ -1,0 +1,111 @@
+"""JSON lines between a worker and the command, over one socket pair per worker."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+from typing import Any
+
+STOP, LEAVE = b"s", b"l"  # what the command says to a worker: please end the run; all have finished, exit
+PENDING_LIMIT = 16 * 2**20  # bytes kept for a command that does not read (Ctrl-Z); later events are dropped
+
+log = logging.getLogger(__name__)
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    """One line. Scalars of numpy and torch become numbers, any other foreign object its `str`."""
+    return json.dumps(message, default=_plain).encode() + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+class WorkerChannel:
+    """The worker's end. Sending never waits for the command and never fails when the command is gone."""
+
+    def __init__(self, descriptor: int) -> None:
+        os.set_inheritable(descriptor, False)
+        self._socket = socket.socket(fileno=descriptor)
+        self._socket.setblocking(False)
+        self._pending = bytearray()
+        self._lock = threading.Lock()
+        self._stop = False
+        self._dropping = False
+
+    def send(self, message: dict[str, Any]) -> None:
+        line = encode(message)
+        with self._lock:
+            if len(self._pending) + len(line) <= PENDING_LIMIT:
+                self._pending += line
+            elif not self._dropping:
+                self._dropping = True
+                log.warning("the command does not read: its console misses events from here on")
+            self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._pending:
+                del self._pending[: self._socket.send(self._pending)]
+        except BlockingIOError:
+            return  # the rest goes with the next message
+        except OSError:
+            self._pending.clear()  # the command is gone, and so will this process be
+
+    def stop_requested(self) -> bool:
+        """Whether the command has asked for the end of the run (it stays true)."""
+        if not self._stop:
+            try:
+                self._stop = STOP in self._socket.recv(16)
+            except OSError:  # nothing to read
+                return False
+        return self._stop
+
+    def finish(self, value: Any) -> None:
+        """Hand over the entry point's result; return when every worker has done so.
+
+        Rank 0 serves the store, so it must not leave while another worker still needs it.
+
+        Raises:
+            TypeError: `value` cannot be written as JSON.
+        """
+        line = json.dumps({"finished": value}).encode() + b"\n"
+        with self._lock:
+            try:
+                self._socket.settimeout(None)
+                self._socket.sendall(bytes(self._pending) + line)
+                while (received := self._socket.recv(16)) and LEAVE not in received:
+                    pass
+            except OSError:
+                return
+
+
+class LineReader:
+    """The command's end: bytes in, complete messages out."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        connection.setblocking(False)
+        self._rest = b""
+
+    def read(self) -> list[dict[str, Any]] | None:
+        """The messages that have arrived; None when the other side is gone."""
+        try:
+            received = self.connection.recv(2**18)
+        except BlockingIOError:
+            return []
+        except OSError:
+            received = b""
+        if not received:
+            return None
+        *lines, self._rest = (self._rest + received).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def say(self, word: bytes) -> None:
+        try:
+            self.connection.send(word)
+        except OSError:
+            return  # a worker that is gone needs no telling

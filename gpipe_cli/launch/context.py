@@ -1,0 +1,110 @@
+"""What the entry point of a worker is given."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store
+
+# A peer that dies is noticed at once; this is for one that is merely slow (data preparation, the first compilation).
+GROUP_TIMEOUT_SECONDS = 1800.0
+
+
+@dataclass
+class Context:
+    """One worker's place in the job.
+
+    Attributes:
+        rank, world_size: among all workers of the job.
+        local_rank: among the workers of this machine, for choosing a device.
+        run_dir: the run directory, the same for all workers of one machine.
+        emit: hands an event (a JSON object) to the command's `on_event`. Never waits, never fails.
+        stop_requested: whether the user or the system asked for the end of the run. Workers learn it at different
+            times, so one of them has to decide for all.
+        where: what the worker is doing (cell, layer, micro_batch, instruction, step …); kept up to date by the engine,
+            shown with an error.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    run_dir: Path
+    open_store: Callable[[], Store]
+    emit: Callable[[dict[str, Any]], None]
+    stop_requested: Callable[[], bool]
+    where: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def store(self) -> Store:
+        """The key-value store that the workers share."""
+        return self.open_store()
+
+    def init_process_group(
+        self, backend: str, device: torch.device | None = None, timeout_seconds: float = GROUP_TIMEOUT_SECONDS
+    ) -> None:
+        """Join torch.distributed's default group; `device` binds an NCCL group to its GPU from the start."""
+        from torch import distributed
+
+        distributed.init_process_group(
+            backend,
+            store=distributed.PrefixStore("default_group", self.store),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=timeout_seconds),
+            device_id=device,
+        )
+
+
+def call_entry(
+    entry: str, context: Context, config: dict[str, Any], threads: int | None, always_leave_group: bool = False
+) -> Any:
+    """Import `package.module:function` and call it; leave no process group behind after success.
+
+    With an exception under way, leaving the group could hang, and would tell the peers of a lost connection before
+    the cause is on record; `always_leave_group` is for a worker without peers.
+    """
+    module, _, function = entry.partition(":")
+    main = getattr(import_module(module), function)
+    try:
+        with torch_threads(threads):
+            value = main(context, config)
+    except BaseException:
+        if always_leave_group:
+            _leave_group()
+        raise
+    _leave_group()
+    return value
+
+
+def _leave_group() -> None:
+    if "torch" in sys.modules:
+        from torch import distributed
+
+        if distributed.is_available() and distributed.is_initialized():
+            distributed.destroy_process_group()
+
+
+@contextmanager
+def torch_threads(threads: int | None) -> Iterator[None]:
+    """Use this many threads inside operations, if torch is loaded; None leaves torch's own choice."""
+    if threads is None or "torch" not in sys.modules:
+        yield
+        return
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,127 @@
+"""Being one rank of a job that torchrun, or any launcher that sets RANK and WORLD_SIZE, has started."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpipe_cli.launch import report
+from gpipe_cli.launch.context import Context, call_entry
+from gpipe_cli.launch.process import die_with_parent
+from gpipe_cli.launch.signals import StopSignals
+from gpipe_cli.launch.supervisor import OnEvent
+from gpipe_cli.launch.worker import leave
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+# Ctrl-C reaches a rank twice at once, from the terminal and from torchrun; only a later one is a second request.
+SECOND_REQUEST_SECONDS = 1.0
+ASK_STORE_SECONDS = 1.0  # how often rank 0 looks whether another rank was told to stop
+STORE_TIMEOUT_SECONDS = 300
+
+_job_numbers = itertools.count()
+
+
+def joined() -> bool:
+    """Whether this process was started as one rank of a job."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def join(entry: str, config: dict[str, Any], run_dir: Path, on_event: OnEvent) -> Any:
+    """Be the rank that the environment says (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
+
+    Several jobs of one process (a sweep) are told apart by their order, which is the same in every rank. torch's
+    thread count is left alone: torchrun sets OMP_NUM_THREADS.
+
+    Returns:
+        what the entry point returned on this rank.
+
+    Raises:
+        KeyboardInterrupt, SystemExit: after a run that ended early because it was asked to.
+        An exception of the entry point does not come through: it is put on record below `run_dir`/workers, printed,
+        and ends the process at once with exit code 1, because exit handlers may wait for peers that wait for us.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(os.getppid())
+    store_prefix = f"job{next(_job_numbers)}"
+
+    def open_store() -> Store:
+        from torch.distributed import PrefixStore
+
+        return PrefixStore(store_prefix, _base_store())
+
+    stop = _StopRequest(rank)
+    context = Context(
+        rank=rank,
+        world_size=world_size,
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        run_dir=run_dir.absolute(),
+        open_store=open_store,
+        emit=lambda event: on_event({"rank": rank, **event}),
+        stop_requested=lambda: stop.requested(context.store),
+    )
+    with StopSignals(lambda: stop.note(context.store)) as signals:
+        try:
+            value = call_entry(entry, context, config, threads=None)
+        except BaseException as error:
+            _fail(context, error)
+    if interruption := signals.interruption():
+        raise interruption
+    return value
+
+
+@functools.cache
+def _base_store() -> Store:
+    """One per process: a second rendezvous would find the addresses of the first job's process group in it."""
+    from torch.distributed.rendezvous import rendezvous
+
+    store: Store
+    store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=STORE_TIMEOUT_SECONDS))))
+    return store
+
+
+class _StopRequest:
+    """A request that any rank may receive (a machine that is taken away) and rank 0 learns of, through the store."""
+
+    KEY = "stop_requested"
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._first: float | None = None
+        self._next_look = 0.0
+
+    def note(self, store: Store) -> None:
+        """The signal handler; it runs between two Python instructions of the main thread."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now
+            if self._rank != 0:
+                store.set(self.KEY, "1")
+        elif now - self._first > SECOND_REQUEST_SECONDS:
+            leave(1)
+
+    def requested(self, store: Store) -> bool:
+        now = time.monotonic()
+        if self._first is None and self._rank == 0 and now > self._next_look:
+            self._next_look = now + ASK_STORE_SECONDS
+            if store.check([self.KEY]):
+                self._first = now
+        return self._first is not None
+
+
+def _fail(context: Context, error: BaseException) -> None:
+    directory = context.run_dir / "workers"
+    directory.mkdir(parents=True, exist_ok=True)
+    traceback.print_exc()
+    shown = report.write_error(directory, context.rank, error, context.where)
+    print(shown, file=sys.stderr)
+    leave(1)

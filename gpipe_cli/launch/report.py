@@ -1,0 +1,176 @@
+"""What went wrong: workers write a report each, the command finds the one that caused the others."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from gpipe_cli.errors import ConfigurationError
+
+LOG_LINES_SHOWN = 15
+LOG_COLUMNS_SHOWN = 200
+STARTER = -1  # in place of a rank: the process that starts the workers
+
+# What torch.distributed, gloo and NCCL say when the other side is gone.
+COMMUNICATION = re.compile(
+    r"gloo|nccl|c10d|process ?group|TCPStore|Connection (closed|reset) by peer|Broken pipe", re.IGNORECASE
+)
+SIGNAL_MEANING = {
+    signal.SIGKILL: "usually the kernel's out-of-memory killer: see `dmesg`, and use less memory per worker",
+    signal.SIGSEGV: "a crash in compiled code",
+    signal.SIGBUS: "often a full /dev/shm or disk under a memory-mapped file",
+    signal.SIGABRT: "compiled code gave up",
+}
+
+
+class WorkerFailed(RuntimeError):
+    """A worker failed; the message says which, where and why, and ends with the path of its log.
+
+    Made of one string, so that it can be pickled (joblib and submitit sweeps do).
+    """
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One worker's end, as far as it is known.
+
+    Attributes:
+        rank: STARTER for the process that starts the workers.
+        suspicion: how likely this is only the echo of another worker's end: 0 not at all, 1 perhaps, 2 surely.
+        time: seconds since the epoch.
+        text: for the console.
+    """
+
+    rank: int
+    suspicion: int
+    time: float
+    text: str
+
+
+def log_path(directory: Path, rank: int) -> Path:
+    return directory / ("starter.log" if rank == STARTER else f"rank_{rank}.log")
+
+
+def error_path(directory: Path, rank: int) -> Path:
+    return directory / ("error_starter.json" if rank == STARTER else f"error_{rank}.json")
+
+
+def write_error(directory: Path, rank: int, error: BaseException, where: dict[str, Any]) -> str:
+    """Put an exception on record, whole or not at all, and return its text for the console."""
+    if isinstance(error, ConfigurationError):
+        shown = str(error)
+    else:
+        shown = "".join(traceback.format_exception(type(error), error, _beyond_launcher(error.__traceback__))).rstrip()
+    record = {
+        "rank": rank,
+        "time": time.time(),
+        "type": type(error).__name__,
+        "message": str(error),
+        "shown": shown,
+        "configuration": isinstance(error, ConfigurationError),
+        "suspicion": suspicion(error),
+        "where": dict(where),
+    }
+    path = error_path(directory, rank)
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(record, indent=1, default=str))
+    unfinished.replace(path)
+    return _shown_error(record)
+
+
+def _beyond_launcher(stack: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback that begins in the entry point; the launcher's own frames say nothing."""
+    while stack and stack.tb_next and Path(stack.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
+        stack = stack.tb_next
+    return stack
+
+
+def suspicion(error: BaseException) -> int:
+    """Whether an exception is an echo of a peer's end: 0 if no link of its chain is a communication error, 2 if all."""
+    links = [_is_communication(link) for link in _chain(error)]
+    return 2 if all(links) else 1 if any(links) else 0
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _is_communication(error: BaseException) -> bool:
+    if any(base.__name__ == "DistError" for base in type(error).__mro__):  # torch.distributed's own family
+        return True
+    return isinstance(error, RuntimeError) and COMMUNICATION.search(str(error)) is not None
+
+
+def failure_of(directory: Path, rank: int, exit_code: int, when: float, where: dict[str, Any]) -> Failure:
+    """What is known about a worker that ended without finishing: its own report, or the way it died.
+
+    Args:
+        exit_code: as of `subprocess`: minus the signal's number for a process killed by a signal.
+        when: seconds since the epoch at which the end was seen.
+        where: the last known place of the worker, for one that left no report.
+    """
+    try:
+        record = json.loads(error_path(directory, rank).read_text())
+    except FileNotFoundError:
+        return _silent_death(directory, rank, exit_code, when, where)
+    log = "" if record["configuration"] else f"\nlog: {log_path(directory, rank)}"
+    return Failure(rank, record["suspicion"], record["time"], _shown_error(record) + log)
+
+
+def _shown_error(record: dict[str, Any]) -> str:
+    if record["configuration"]:
+        return str(record["shown"])
+    return f"{_name(record['rank'])} failed{_place(record['where'])}:\n{record['shown']}"
+
+
+def _silent_death(directory: Path, rank: int, exit_code: int, when: float, where: dict[str, Any]) -> Failure:
+    tail = last_lines(log_path(directory, rank))
+    if exit_code < 0:
+        number = signal.Signals(-exit_code)
+        meaning = f" ({SIGNAL_MEANING[number]})" if number in SIGNAL_MEANING else ""
+        how = f"was killed by {number.name}{meaning}"
+    else:
+        how = f"ended with exit code {exit_code} and left no error report"
+    # NCCL's watchdog thread aborts the whole process when a peer is gone.
+    echo = exit_code == -signal.SIGABRT and COMMUNICATION.search(tail) is not None
+    text = f"{_name(rank)} {how}{_place(where)}\nlast lines of {log_path(directory, rank)}:\n{tail or '(empty)'}"
+    return Failure(rank, 1 if echo else 0, when, text)
+
+
+def last_lines(log: Path, count: int = LOG_LINES_SHOWN) -> str:
+    if not log.exists():
+        return ""
+    with log.open("rb") as stream:
+        stream.seek(max(0, log.stat().st_size - 2**16))
+        lines = stream.read().decode(errors="replace").splitlines()[-count:]
+    return "\n".join(line[:LOG_COLUMNS_SHOWN] for line in lines)
+
+
+def root_cause(failures: list[Failure]) -> Failure:
+    """The failure that caused the others: an echo of another worker's end comes last, then the earliest counts."""
+    return min(failures, key=lambda failure: (failure.suspicion, failure.time))
+
+
+def describe_place(where: dict[str, Any]) -> str:
+    """`{"cell": 2, "micro_batch": 1}` as "cell 2, micro-batch 1"."""
+    return ", ".join(f"{key.replace('_', '-')} {value}" for key, value in where.items() if value is not None)
+
+
+def _place(where: dict[str, Any]) -> str:
+    return f" at {describe_place(where)}" if describe_place(where) else ""
+
+
+def _name(rank: int) -> str:
+    return "the process that starts the workers" if rank == STARTER else f"worker {rank}"

@@ -1,0 +1,322 @@
+"""Starting, watching and ending the workers of one job on this machine. Imports no torch.
+
+    command (this module) ──starts──> zygote ──forks──> worker 0 … K-1
+       ▲  one socket pair to each ──────┴──────────────────┘
+
+The zygote leads a session and a process group of its own, so that Ctrl-C reaches the command alone and one `killpg`
+reaches everything else, the workers' own children included. The kernel kills the workers when the zygote dies, and the
+zygote kills its group when the command dies, so no death leaves orphans. A socket at its end means that its process
+is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpipe_cli.launch import report
+from gpipe_cli.launch.channel import LEAVE, STOP, LineReader
+from gpipe_cli.launch.report import STARTER, WorkerFailed
+from gpipe_cli.launch.signals import StopSignals
+from gpipe_cli.launch.zygote import bootstrap
+
+TICK_SECONDS = 0.05
+SETTLE_SECONDS = 0.2  # after a first failure: time for the other workers' reports
+ECHO_SETTLE_SECONDS = 2.0  # … while all that is known are echoes of somebody else's end
+LEAVE_SECONDS = 10.0  # for exit handlers, once every worker has handed over its result
+STACKS_SECONDS = 0.3  # between SIGTERM, upon which workers write their stacks to their logs, and SIGKILL
+GONE_SECONDS = 5.0  # for the kernel to clear away killed processes
+
+log = logging.getLogger(__name__)
+OnEvent = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run.
+
+    Attributes:
+        run_dir: exists; logs and error reports go to its folder `workers/`.
+        workers: processes on this machine, which is the world size.
+        entry: "package.module:function", called in each worker as `function(context, config)`.
+        config: plain JSON values.
+        preload: modules that are imported once, before the workers are forked. They must not start threads or
+            touch CUDA (if they do, workers are started one by one instead, with a warning).
+        threads: per worker, for torch and OpenMP.
+        grace_seconds: from the first request to stop until the workers are killed.
+        stall_seconds: end the job when no worker has shown progress for so long; None: never.
+        fork: False starts every worker as a new interpreter. None: fork on Linux, unless the environment variable
+            GPIPE_LAUNCH=spawn is set.
+    """
+
+    run_dir: Path
+    workers: int
+    entry: str
+    config: dict[str, Any]
+    preload: tuple[str, ...] = ()
+    threads: int = 1
+    grace_seconds: float = 8.0
+    stall_seconds: float | None = None
+    fork: bool | None = None
+
+
+def launch(job: Job, on_event: OnEvent) -> Any:
+    """Run the job to its end; whatever happens, none of its processes is left when this returns or raises.
+
+    `on_event` gets the workers' events, `{"rank": r, **event}`, and the launcher's own: "stopping" (signal,
+    grace_seconds), "killed" (message) and "warning" (message).
+
+    Returns:
+        what the entry point returned on rank 0 (a JSON value).
+
+    Raises:
+        WorkerFailed: a worker raised, died or stalled; the message is for the console.
+        KeyboardInterrupt, SystemExit: the run was asked to stop by Ctrl-C, or by SIGTERM or SIGHUP (code 128 + number).
+    """
+    with StopSignals() as signals:
+        watch = _Watch(job, on_event, signals)
+        try:
+            failure = watch.until_end()
+        finally:
+            watch.end()
+    if interruption := signals.interruption():
+        if failure:
+            log.error("%s", failure)
+        raise interruption
+    if failure:
+        raise WorkerFailed(failure)
+    return watch.results[0]
+
+
+class _Processes:
+    """The zygote, its workers, and a socket to each (the zygote's stands under the key STARTER)."""
+
+    def __init__(self, job: Job, directory: Path) -> None:
+        ranks = (STARTER, *range(job.workers))
+        pairs = {rank: socket.socketpair() for rank in ranks}
+        theirs = {rank: pair[1] for rank, pair in pairs.items()}
+        with socket.create_server(("127.0.0.1", 0), backlog=max(128, job.workers)) as listener:
+            inherited = [listener.fileno(), *(end.fileno() for end in theirs.values())]
+            job_file = _job_file(job, directory, listener, [theirs[rank].fileno() for rank in ranks])
+            self.zygote = subprocess.Popen(
+                bootstrap("zygote", job_file, os.getpid()),
+                env=_environment(job),
+                pass_fds=inherited,
+                start_new_session=True,
+            )
+        self.open: dict[int, LineReader] = {}
+        self._selector = selectors.DefaultSelector()
+        for rank, (ours, end) in pairs.items():
+            end.close()
+            self.open[rank] = LineReader(ours)
+            self._selector.register(ours, selectors.EVENT_READ, rank)
+
+    def messages(self, timeout: float) -> list[tuple[int, dict[str, Any]]]:
+        """(rank, message) of all that has arrived within `timeout` seconds; closed sockets leave `open`."""
+        arrived = []
+        for key, _ in self._selector.select(timeout):
+            messages = self.open[key.data].read()
+            if messages is None:
+                self._close(key.data)
+            arrived += [(key.data, message) for message in messages or ()]
+        return arrived
+
+    def _close(self, rank: int) -> None:
+        reader = self.open.pop(rank)
+        self._selector.unregister(reader.connection)
+        reader.connection.close()
+
+    def say(self, word: bytes) -> None:
+        for rank, reader in self.open.items():
+            if rank != STARTER:
+                reader.say(word)
+
+    def signal_all(self, number: signal.Signals) -> None:
+        """To the zygote's process group, whose id is ours for as long as the zygote has not been reaped."""
+        if self.zygote.returncode is not None:
+            return
+        try:
+            os.killpg(self.zygote.pid, number)
+        except (ProcessLookupError, PermissionError):  # the latter: only zombies left (macOS)
+            return
+
+    def release(self) -> None:
+        for rank in list(self.open):
+            self._close(rank)
+        self._selector.close()
+        try:
+            self.zygote.wait(GONE_SECONDS)
+        except subprocess.TimeoutExpired:  # stuck in a driver: nothing more can be done from here
+            log.warning("process %d was killed but is not gone yet", self.zygote.pid)
+
+
+@dataclass
+class _Watch:
+    """The state of one launch: what the workers have told so far, and what that means."""
+
+    job: Job
+    on_event: OnEvent
+    signals: StopSignals
+    results: dict[int, Any] = field(default_factory=dict)
+    failures: list[report.Failure] = field(default_factory=list)
+    where: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _stop_deadline: float | None = None
+
+    def __post_init__(self) -> None:
+        self.directory = self.job.run_dir.absolute() / "workers"
+        self.directory.mkdir(exist_ok=True)
+        for old in self.directory.glob("error_*.json"):
+            old.unlink()
+        self.processes = _Processes(self.job, self.directory)
+        self._last_progress = time.monotonic()
+
+    def until_end(self) -> str | None:
+        """Watch until the job is over or has to be ended; returns what failed, for the console."""
+        while STARTER in self.processes.open:
+            self._listen(TICK_SECONDS)
+            if self.failures:
+                return self._settled_failure()
+            if len(self.results) == self.job.workers:
+                self._dismiss()
+                return None
+            if self._must_stop_now():
+                return None
+            if self._stalled():
+                return self._describe_stall()
+        return self._starter_failure()
+
+    def end(self) -> None:
+        """Leave no process: SIGTERM (stacks to the logs), SIGKILL, and wait until every socket is at its end."""
+        processes = self.processes
+        for number, seconds in ((signal.SIGTERM, STACKS_SECONDS), (signal.SIGKILL, GONE_SECONDS)):
+            processes.signal_all(number)
+            deadline = time.monotonic() + seconds
+            while processes.open and time.monotonic() < deadline:
+                processes.messages(TICK_SECONDS)
+        processes.release()
+
+    def _listen(self, timeout: float) -> None:
+        for rank, message in self.processes.messages(timeout):
+            self._last_progress = time.monotonic()
+            if "event" in message:
+                self._show({"rank": rank, **message["event"]})
+            elif "finished" in message:
+                self.results[rank] = message["finished"]
+            elif "where" in message:
+                self.where[rank] = message["where"]
+            elif "warning" in message:
+                self._show({"event": "warning", "message": message["warning"]})
+            elif message["rank"] not in self.results:
+                rank = message["rank"]
+                self.failures.append(self._failure(rank, message["exit_code"], message["time"]))
+
+    def _show(self, event: dict[str, Any]) -> None:
+        try:
+            self.on_event(event)
+        except OSError:  # the terminal that was closed (SIGHUP) shows nothing any more; still save and stop in order
+            if not self.signals.received:
+                raise
+
+    def _failure(self, rank: int, exit_code: int, when: float) -> report.Failure:
+        return report.failure_of(self.directory, rank, exit_code, when, self.where.get(rank, {}))
+
+    def _settled_failure(self) -> str:
+        start = time.monotonic()
+        while STARTER in self.processes.open:
+            echoes = all(failure.suspicion for failure in self.failures)
+            if time.monotonic() - start > (ECHO_SETTLE_SECONDS if echoes else SETTLE_SECONDS):
+                break
+            self._listen(TICK_SECONDS)
+        return report.root_cause(self.failures).text
+
+    def _dismiss(self) -> None:
+        """Every result is here: let the workers go. How one exits after that is no longer the run's business."""
+        self.processes.say(LEAVE)
+        deadline = time.monotonic() + LEAVE_SECONDS
+        while STARTER in self.processes.open and time.monotonic() < deadline:
+            self._listen(TICK_SECONDS)
+
+    def _must_stop_now(self) -> bool:
+        """Pass a first request to stop on to the workers; true at the second, or when the grace period is over."""
+        if not self.signals.received:
+            return False
+        now = time.monotonic()
+        if self._stop_deadline is None:
+            self._stop_deadline = now + self.job.grace_seconds
+            self.processes.say(STOP)
+            name = self.signals.received[0].name
+            self._show({"event": "stopping", "signal": name, "grace_seconds": self.job.grace_seconds})
+        if now < self._stop_deadline and len(self.signals.received) == 1:
+            return False
+        self._show(
+            {"event": "killed", "message": f"the workers were killed before they had stopped; {self._stack_hint()}"}
+        )
+        return True
+
+    def _stalled(self) -> bool:
+        seconds = self.job.stall_seconds
+        return seconds is not None and time.monotonic() - self._last_progress > seconds
+
+    def _describe_stall(self) -> str:
+        rows = [
+            f"  worker {rank}: {report.describe_place(self.where.get(rank, {})) or 'has not told where it is'}"
+            for rank in range(self.job.workers)
+            if rank not in self.results
+        ]
+        head = f"no worker has made progress for {self.job.stall_seconds:g} s; this is where they wait:"
+        return "\n".join([head, *rows, self._stack_hint()])
+
+    def _stack_hint(self) -> str:
+        return f"what each one was doing stands at the end of {self.directory}/rank_*.log"
+
+    def _starter_failure(self) -> str | None:
+        """The zygote is gone, before all workers were: it failed to start them, or somebody killed it."""
+        self.processes.signal_all(signal.SIGKILL)
+        code = self.processes.zygote.wait(GONE_SECONDS)
+        return self._failure(STARTER, code, time.time()).text
+
+
+def _job_file(job: Job, directory: Path, listener: socket.socket, sockets: list[int]) -> Path:
+    """Write down what the zygote and the workers need to know; descriptors keep their numbers in them."""
+    fork = sys.platform == "linux" and os.environ.get("GPIPE_LAUNCH") != "spawn" if job.fork is None else job.fork
+    content = {
+        "entry": job.entry,
+        "config": job.config,
+        "workers": job.workers,
+        "preload": job.preload,
+        "threads": job.threads,
+        "stall_seconds": job.stall_seconds,
+        "fork": fork,
+        "directory": str(directory),
+        "sys_path": sys.path,
+        "listener": listener.fileno(),
+        "port": listener.getsockname()[1],
+        "control": sockets[0],
+        "sockets": sockets[1:],
+    }
+    path = directory / "job.json"
+    path.write_text(json.dumps(content, indent=1))
+    return path
+
+
+def _environment(job: Job) -> dict[str, str]:
+    """For the workers only: the command's own environment stays as it is, or the next job of a sweep would see it."""
+    threads = str(job.threads)
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OPENBLAS_NUM_THREADS": "1",  # it starts its threads when numpy is imported, which would rule out the fork
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+    }

@@ -1,0 +1,134 @@
+"""BatchNorm under micro-batches (paper, section 2.2).
+
+In training a layer normalises with the statistics of its micro-batch (over the replicas too, when asked). The moving
+averages that evaluation uses follow the statistics of the whole *mini-batch*: they are gathered while micro-batches go
+forward, never while they are recomputed, and applied once when the step ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class DeferredBatchNorm(nn.Module):
+    """Stands in for an ``nn.BatchNorm*d``, with the same parameters and buffers under the same names.
+
+    Args:
+        replaced: the module whose parameters, buffers and settings are taken over.
+        group: replicas that share the training statistics of each micro-batch; None: each replica has its own.
+    """
+
+    def __init__(self, replaced: _BatchNorm, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.num_features, self.eps, self.momentum = replaced.num_features, replaced.eps, replaced.momentum
+        self.weight, self.bias = replaced.weight, replaced.bias
+        self.register_buffer("running_mean", replaced.running_mean)
+        self.register_buffer("running_var", replaced.running_var)
+        self.register_buffer("num_batches_tracked", replaced.num_batches_tracked)
+        self.group = group
+        self.gathering = True  # off while a micro-batch is recomputed
+        self._pooled: Tensor | None = None  # float64 (3, C): count, sum, sum of squares about zero
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` of shape (n, C, …), normalised over all dimensions but the second."""
+        if not self.training and self.running_mean is not None:
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
+        count = x.numel() // x.size(1)
+        if self.group is not None:
+            return self._normalise_over_replicas(x, count)
+        # With momentum 1 the "moving" averages that come out are just this micro-batch's statistics.
+        mean = torch.zeros(x.size(1), device=x.device, dtype=self._statistics_dtype(x))
+        variance = torch.zeros_like(mean)
+        output = F.batch_norm(x, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+        if self.gathering and self.training:
+            self._gather(count, mean, variance * ((count - 1) / count))
+        return output
+
+    def _statistics_dtype(self, x: Tensor) -> torch.dtype:
+        return self.weight.dtype if self.weight is not None else torch.promote_types(x.dtype, torch.float32)
+
+    def _normalise_over_replicas(self, x: Tensor, count: int) -> Tensor:
+        """SyncBatchNorm's mathematics with two differentiable sums; gathers only the local share."""
+        dims = [0, *range(2, x.dim())]
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        local = torch.stack([wide.sum(dims), (wide * wide).sum(dims), torch.full_like(wide.sum(dims), count)])
+        if self.gathering and self.training:
+            mean = (local[0] / count).detach()
+            self._gather(count, mean, (local[1] / count).detach() - mean * mean)
+        total = _SumOverReplicas.apply(local, self.group)
+        mean = total[0] / total[2]
+        variance = (total[1] / total[2] - mean * mean).clamp_min(0)
+        shape = [1, -1, *([1] * (x.dim() - 2))]
+        output = (wide - mean.view(shape)) * torch.rsqrt(variance + self.eps).view(shape)
+        if self.weight is not None:
+            output = output * self.weight.view(shape) + self.bias.view(shape)
+        return output.to(x.dtype)
+
+    def _gather(self, count: int, mean: Tensor, variance: Tensor) -> None:
+        if self.running_mean is None:
+            return
+        mean, variance = mean.detach().double(), variance.detach().double()
+        part = torch.stack([torch.full_like(mean, count), mean * count, (variance + mean * mean) * count])
+        self._pooled = part if self._pooled is None else self._pooled + part
+
+    def take_pooled(self) -> Tensor | None:
+        """The sums gathered since the last call, float64 (3, C), or None; starts anew."""
+        pooled, self._pooled = self._pooled, None
+        return pooled
+
+    def update_moving_averages(self, pooled: Tensor) -> None:
+        """Once per mini-batch: mean and population variance pooled over all its micro-batches."""
+        count, mean = pooled[0], pooled[1] / pooled[0]
+        variance = pooled[2] / count - mean * mean
+        self.num_batches_tracked += 1
+        share = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+
+
+class _SumOverReplicas(torch.autograd.Function):
+    """Sum over a group; its gradient is the sum of the replicas' gradients."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group  # type: ignore[attr-defined]  # torch types the context as a plain object
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.clone()
+        dist.all_reduce(total, group=ctx.group)  # type: ignore[attr-defined]
+        return total, None
+
+
+def defer_batchnorm(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
+    """``module`` with every BatchNorm in it replaced by `DeferredBatchNorm`; returns the new module if it is one."""
+    if isinstance(module, _BatchNorm):
+        return DeferredBatchNorm(module, group)
+    for name, child in module.named_children():
+        replacement = defer_batchnorm(child, group)
+        if replacement is not child:
+            setattr(module, name, replacement)
+    return module
+
+
+def finish_batchnorm(layers: Iterable[DeferredBatchNorm], replicas: dist.ProcessGroup | None) -> None:
+    """Applies what the step gathered to the moving averages; with replicas, pooled over them in one all-reduce."""
+    gathered = [(layer, pooled) for layer in layers if (pooled := layer.take_pooled()) is not None]
+    if not gathered:
+        return
+    if replicas is not None:
+        flat = torch.cat([pooled.flatten() for _, pooled in gathered])
+        dist.all_reduce(flat, group=replicas)
+        parts = flat.split([pooled.numel() for _, pooled in gathered])
+        gathered = [(layer, part.view_as(pooled)) for (layer, pooled), part in zip(gathered, parts, strict=True)]
+    for layer, pooled in gathered:
+        layer.update_moving_averages(pooled)

@@ -1,0 +1,151 @@
+"""What passes from one cell to the next: tuples of tensors, described by a `BoundarySpec`, packed into one message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import Tensor
+
+Tensors = tuple[Tensor, ...]
+
+ALIGNMENT = 64  # bytes; each tensor of a packed message starts at a multiple, so that any dtype can view it
+
+
+def as_tensors(value: object) -> Tensors:
+    """A layer's output as a tuple.
+
+    Raises:
+        TypeError: it is neither a tensor nor a tuple or list of tensors.
+    """
+    if isinstance(value, Tensor):
+        return (value,)
+    if isinstance(value, (tuple, list)) and all(isinstance(item, Tensor) for item in value):
+        return tuple(value)
+    raise TypeError(f"a layer returns a tensor or a tuple of tensors, not {type(value).__name__}")
+
+
+def is_channels_last(tensor: Tensor) -> bool:
+    """Laid out as (N, H, W, C) and not also as (N, C, H, W)."""
+    return tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def canonical(tensor: Tensor) -> Tensor:
+    """The same values in the one layout that a boundary has: contiguous, or channels-last.
+
+    Kernels choose their order of summation by strides, and a message or a leaf's gradient has lost odd ones. So that a
+    cut changes no bit, what passes between two layers is brought to this layout whether a cut lies there or not.
+    """
+    if tensor.is_contiguous():
+        return tensor.view(-1).view(tensor.shape) if 1 in tensor.shape and _has_odd_strides(tensor) else tensor
+    return tensor if is_channels_last(tensor) else tensor.contiguous()
+
+
+def _has_odd_strides(tensor: Tensor) -> bool:
+    """A dimension of size 1 may have any stride, and some kernels look at it."""
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if stride != expected:
+            return True
+        expected *= size
+    return False
+
+
+def canonical_gradient(gradient: Tensor, of_channels_last: bool) -> Tensor:
+    """The gradient in the layout of the tensor that it belongs to."""
+    if of_channels_last:
+        return gradient.contiguous(memory_format=torch.channels_last)
+    return canonical(gradient.contiguous())
+
+
+def settle(tensor: Tensor) -> Tensor:
+    """What leaves a layer, in `canonical` layout, its gradient too."""
+    tensor = canonical(tensor)
+    if tensor.requires_grad:
+        last = is_channels_last(tensor)
+        tensor.register_hook(lambda gradient: canonical_gradient(gradient, last))
+    return tensor
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape, dtype, whether a gradient flows back through it, and whether it is laid out channels-last."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_gradient: bool
+    channels_last: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, is_channels_last(tensor))
+
+    def view_of(self, message: Tensor) -> Tensor:
+        """The tensor that lies in its slice of a message."""
+        if not self.channels_last:
+            return message.view(self.dtype).view(self.shape)
+        n, c, h, w = self.shape
+        return message.view(self.dtype).view(n, h, w, c).permute(0, 3, 1, 2)
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class BoundarySpec:
+    """The tensors of one boundary for one shape of micro-batch."""
+
+    tensors: tuple[TensorSpec, ...]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> BoundarySpec:
+        return cls(tuple(TensorSpec.of(tensor) for tensor in tensors))
+
+    @cached_property
+    def gradients(self) -> BoundarySpec:
+        """What travels back: one gradient for each tensor that needs one."""
+        return BoundarySpec(tuple(replace(t, needs_gradient=False) for t in self.tensors if t.needs_gradient))
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each tensor starts in a packed message, and at the end the message's length, in bytes."""
+        positions = [0]
+        for tensor in self.tensors:
+            positions.append(positions[-1] + -(-tensor.bytes // ALIGNMENT) * ALIGNMENT)
+        return tuple(positions)
+
+    @property
+    def bytes(self) -> int:
+        return self.offsets[-1]
+
+    def to_bytes(self) -> bytes:
+        rows = [
+            [list(t.shape), str(t.dtype).removeprefix("torch."), t.needs_gradient, t.channels_last]
+            for t in self.tensors
+        ]
+        return json.dumps(rows).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> BoundarySpec:
+        rows = json.loads(data)
+        return cls(tuple(TensorSpec(tuple(shape), getattr(torch, dtype), *flags) for shape, dtype, *flags in rows))
+
+
+def pack(tensors: Sequence[Tensor], spec: BoundarySpec, device: torch.device) -> Tensor:
+    """The tensors as one message on ``device``: a flat uint8 tensor of ``spec.bytes``."""
+    message = torch.empty(spec.bytes, dtype=torch.uint8, device=device)
+    for view, tensor in zip(unpack(message, spec), tensors, strict=True):
+        view.copy_(tensor)
+    return message
+
+
+def unpack(message: Tensor, spec: BoundarySpec) -> Tensors:
+    """The tensors that lie in a packed message: views, nothing is copied."""
+    return tuple(
+        t.view_of(message[start : start + t.bytes]) for t, start in zip(spec.tensors, spec.offsets, strict=False)
+    )

@@ -1,0 +1,143 @@
+"""One cell: consecutive layers on one device, run for one micro-batch at a time (paper, section 2.1: F_k)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..layers import LayerBuilder
+from .batchnorm import DeferredBatchNorm, defer_batchnorm
+from .boundary import Tensors, as_tensors, canonical, settle
+from .randomness import NoiseSource, weights_of_layer
+
+
+class LayerFailed(RuntimeError):
+    """An exception inside a layer: says which cell, layer and micro-batch; the cause is the layer's own exception."""
+
+
+@dataclass(frozen=True)
+class BuiltLayer:
+    """A layer that lives on this worker: its place in the model's list, its name and its module."""
+
+    index: int
+    name: str
+    module: nn.Module
+
+
+def build_layer(builder: LayerBuilder, index: int, seed: int, device: torch.device) -> nn.Module:
+    """The module of layer number ``index``: weights drawn on the CPU, the same on every kind of device, then moved."""
+    with weights_of_layer(seed, index):
+        return builder.build().to(device)
+
+
+class Cell:
+    """The layers of one cell and how to run them.
+
+    Args:
+        number: which of the K cells.
+        layers: in order.
+        noise: seeds each layer's dropout.
+        sync_batchnorm: replicas over which BatchNorm's training statistics are shared.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        layers: Sequence[BuiltLayer],
+        noise: NoiseSource,
+        sync_batchnorm: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.number = number
+        self.layers = [
+            BuiltLayer(layer.index, layer.name, defer_batchnorm(layer.module, sync_batchnorm)) for layer in layers
+        ]
+        self._noise = noise
+        modules = [module for layer in self.layers for module in layer.module.modules()]
+        self.batchnorms = [module for module in modules if isinstance(module, DeferredBatchNorm)]
+        self._step_aware = [module for module in modules if hasattr(module, "begin_step")]
+        self._calls: list[tuple[BuiltLayer, Callable[..., Any], Callable[..., Tensor] | None]] = [
+            (layer, layer.module, getattr(layer.module, "auxiliary_loss", None)) for layer in self.layers
+        ]
+
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """(full name, parameter) of every parameter, in layer order; ``encoder.0.attention.query.weight``."""
+        return [(f"{layer.name}.{name}", p) for layer in self.layers for name, p in layer.module.named_parameters()]
+
+    def train(self, training: bool) -> None:
+        for layer in self.layers:
+            layer.module.train(training)
+
+    def begin_step(self, step: int, steps: int) -> None:
+        """Tells the layers that want to know (drop-path schedules) which step of how many begins."""
+        for module in self._step_aware:
+            module.begin_step(step, steps)
+
+    def run_training(
+        self, inputs: Tensors, targets: Tensors, step: int, micro_batch: int, first_time: bool
+    ) -> tuple[Tensors, dict[int, Tensor]]:
+        """F_k of one micro-batch, with the noise that belongs to it.
+
+        Args:
+            inputs: the boundary in front of the cell.
+            targets: for layers with an ``auxiliary_loss``.
+            step, micro_batch: what the noise is drawn for.
+            first_time: False when this is a recompute: BatchNorm then gathers nothing.
+
+        Returns:
+            The boundary behind the cell, and the auxiliary losses by the index of their layer.
+
+        Raises:
+            LayerFailed: from the exception of the layer.
+        """
+        for batchnorm in self.batchnorms:
+            batchnorm.gathering = first_time
+        versions = [tensor._version for tensor in inputs]
+        values = inputs
+        auxiliary: dict[int, Tensor] = {}
+        for layer, forward, auxiliary_loss in self._calls:
+            self._noise.seed_layer(step, micro_batch, layer.index)
+            try:
+                outputs = forward(values if len(values) > 1 else values[0])
+                if auxiliary_loss is not None:
+                    auxiliary[layer.index] = auxiliary_loss(outputs, targets)
+                values = _settle_new(as_tensors(outputs), values)
+            except Exception as error:
+                raise self._failure(layer, micro_batch) from error
+        self._refuse_changed_inputs(inputs, versions, micro_batch)
+        return values, auxiliary
+
+    def run_inference(self, inputs: Tensors, micro_batch: int, caches: list[dict[str, Any]] | None) -> Tensors:
+        """F_k without noise or graph; with ``caches`` (one dict a layer) one incremental call of generation."""
+        values = inputs
+        for position, layer in enumerate(self.layers):
+            argument = values if len(values) > 1 else values[0]
+            try:
+                if caches is not None and hasattr(layer.module, "decode"):
+                    outputs = layer.module.decode(argument, caches[position])
+                else:
+                    outputs = layer.module(argument)
+                values = tuple(canonical(tensor) for tensor in as_tensors(outputs))
+            except Exception as error:
+                raise self._failure(layer, micro_batch) from error
+        return values
+
+    def _failure(self, layer: BuiltLayer, micro_batch: int) -> LayerFailed:
+        return LayerFailed(f"cell {self.number}, layer {layer.name!r}, micro-batch {micro_batch}")
+
+    def _refuse_changed_inputs(self, inputs: Tensors, versions: list[int], micro_batch: int) -> None:
+        """Recompute starts from the boundary that was kept, so nobody may write into it."""
+        if any(tensor._version != version for tensor, version in zip(inputs, versions, strict=True)):
+            raise LayerFailed(
+                f"cell {self.number} (first layer {self.layers[0].name!r}), micro-batch {micro_batch}: a layer changes "
+                "its input in place, but the input of a cell is kept for re-materialization; use inplace=False there"
+            )
+
+
+def _settle_new(outputs: Tensors, inputs: Tensors) -> Tensors:
+    """`settle`, but for tensors that the layer only passes on: those were settled before."""
+    return tuple(tensor if any(tensor is passed for passed in inputs) else settle(tensor) for tensor in outputs)

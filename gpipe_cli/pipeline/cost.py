@@ -1,0 +1,324 @@
+"""What each layer costs: the c_i that the partitioner balances (paper, section 2.1), for any list of layers.
+
+FLOPs and parameters are counted on fake tensors, which have shapes and no memory: an 84-billion-parameter list is
+counted on a laptop. Layers whose builders are equal ``functools.partial`` objects and whose inputs have equal shapes
+are measured once. A layer that cannot be built on fake tensors, because its constructor looks at values, is built for
+real, alone, and let go.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..layers import LayerBuilder
+from .boundary import Tensors, as_tensors
+
+COSTS = ("flops", "parameters", "declared", "profile")
+_REPEATS = 5  # timed runs per layer under "profile", after one that warms up
+
+
+class CostError(ValueError):
+    """A layer whose cost cannot be found in the way asked for."""
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """What is known of a tensor without its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorShape:
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    def empty(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What is known of one layer.
+
+    Attributes:
+        name: the builder's.
+        parameters: numbers that the layer learns.
+        flops: of the forward's matrix products, convolutions and attention, for the example inputs (a multiply-add is
+            two); None where nothing was run on fake tensors.
+        outputs: shapes of the layer's outputs; None where nothing was run.
+        cost: c_i, for the partitioner.
+    """
+
+    name: str
+    parameters: int
+    flops: int | None
+    outputs: tuple[TensorShape, ...] | None
+    cost: float
+
+
+@dataclass(frozen=True)
+class SharedParameter:
+    """One parameter that two layers hold; each would train its own copy if a cut came between them.
+
+    Attributes:
+        layers: the names of the two, in the model's order.
+        parameters: what each of them calls it.
+    """
+
+    layers: tuple[str, str]
+    parameters: tuple[str, str]
+
+
+def layer_costs(
+    builders: Sequence[LayerBuilder], example_inputs: Tensors, how: str, device: torch.device | str = "cpu"
+) -> list[LayerCost]:
+    """The cost of every layer.
+
+    Args:
+        builders: the model.
+        example_inputs: of the first layer, for one micro-batch; only ``profile`` needs real ones, for the others fake
+            and meta tensors do.
+        how: ``flops``: the forward's FLOPs on fake tensors, plus one for each floating-point number that the layer puts
+            out, so that elementwise work counts a little and no cost is zero; a builder's ``cost``, where it has one,
+            stands for that sum. ``parameters``: their number. ``declared``: each builder's ``cost``. ``profile``:
+            seconds of forward and backward on ``device``, the median of some repeats.
+        device: where ``profile`` runs.
+
+    Raises:
+        CostError: an unknown ``how``, or a layer that cannot be measured so; it names the layer and the way out.
+    """
+    if how == "flops":
+        return _count_flops(builders, example_inputs)
+    if how == "profile":
+        return _profile(builders, example_inputs, torch.device(device))
+    if how not in COSTS:
+        raise CostError(f"pipeline.cost={how}: use {', '.join(COSTS)}")
+    numbers = count_parameters(builders)
+    if how == "parameters":
+        return [LayerCost(b.name, n, None, None, float(n)) for b, n in zip(builders, numbers, strict=True)]
+    return [
+        LayerCost(builder.name, number, None, None, _declared(builder))
+        for builder, number in zip(builders, numbers, strict=True)
+    ]
+
+
+def count_parameters(builders: Sequence[LayerBuilder]) -> list[int]:
+    """The number of parameters of each layer, counted without allocating them.
+
+    Raises:
+        CostError: a layer that cannot be built.
+    """
+    known: dict[Hashable, int] = {}
+    numbers = []
+    with torch.random.fork_rng(devices=[]):
+        for index, builder in enumerate(builders):
+            key = _build_key(builder, index)
+            if key not in known:
+                known[key] = _number_of_parameters(_build_without_memory(builder, _fake_mode()))
+            numbers.append(known[key])
+    return numbers
+
+
+def shared_parameters(builders: Sequence[LayerBuilder]) -> list[SharedParameter]:
+    """Parameters that stand in two layers, such as those of one module that two builders return.
+
+    Of equal builders the first two are enough to see whether they share.
+
+    Raises:
+        CostError: a layer that cannot be built.
+    """
+    # Weak: what two builders share is kept alive by them, and everything else is let go at once.
+    holders: dict[int, tuple[weakref.ref[nn.Parameter], str, str]] = {}
+    built: dict[Hashable, int] = {}
+    shared = []
+    with torch.random.fork_rng(devices=[]):
+        for index, builder in enumerate(builders):
+            key = _build_key(builder, index)
+            built[key] = built.get(key, 0) + 1
+            if built[key] > 2:
+                continue
+            for name, parameter in _build_without_memory(builder, _fake_mode()).named_parameters():
+                holder, layer, its_name = holders.get(id(parameter), (None, "", ""))
+                if holder is not None and holder() is parameter:
+                    shared.append(SharedParameter((layer, builder.name), (its_name, name)))
+                else:
+                    holders[id(parameter)] = (weakref.ref(parameter), builder.name, name)
+    return shared
+
+
+def _declared(builder: LayerBuilder) -> float:
+    if builder.cost is None:
+        raise CostError(
+            f"pipeline.cost=declared but layer {builder.name!r} has no cost: give every layer a `cost`, or use "
+            "pipeline.cost=flops"
+        )
+    return float(builder.cost)
+
+
+def _count_flops(builders: Sequence[LayerBuilder], example_inputs: Tensors) -> list[LayerCost]:
+    # A tail of layers that all declare their cost need not run: the way out where fake tensors cannot pass.
+    counted = 1 + max((index for index, builder in enumerate(builders) if builder.cost is None), default=-1)
+    shapes = tuple(TensorShape.of(tensor) for tensor in example_inputs)
+    known: dict[Hashable, LayerCost] = {}
+    costs = []
+    with torch.random.fork_rng(devices=[]):
+        for index, builder in enumerate(builders[:counted]):
+            key = (_build_key(builder, index), shapes)
+            if key not in known:
+                known[key] = _measure_without_memory(builder, shapes)
+            cost = known[key].cost if builder.cost is None else float(builder.cost)
+            costs.append(replace(known[key], name=builder.name, cost=cost))
+            shapes = known[key].outputs or ()
+    numbers = count_parameters(builders[counted:])
+    return costs + [
+        LayerCost(builder.name, number, None, None, _declared(builder))
+        for builder, number in zip(builders[counted:], numbers, strict=True)
+    ]
+
+
+def _measure_without_memory(builder: LayerBuilder, shapes: tuple[TensorShape, ...]) -> LayerCost:
+    fake = _fake_mode()
+    module = _build_without_memory(builder, fake)
+    # The plain form of attention is made of matrix products, which the counter knows in every release of torch.
+    plain_attention = sdpa_kernel(SDPBackend.MATH)
+    with _named(builder, shapes), fake, torch.no_grad(), plain_attention, FlopCounterMode(display=False) as counter:
+        outputs = as_tensors(module(_argument([shape.empty() for shape in shapes])))
+    elements = sum(tensor.numel() for tensor in outputs if tensor.is_floating_point())
+    flops = counter.get_total_flops()
+    made = tuple(TensorShape.of(tensor) for tensor in outputs)
+    return LayerCost(builder.name, _number_of_parameters(module), flops, made, float(flops + max(1, elements)))
+
+
+def _profile(builders: Sequence[LayerBuilder], example_inputs: Tensors, device: torch.device) -> list[LayerCost]:
+    if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in example_inputs):
+        raise CostError("pipeline.cost=profile runs the layers and needs real inputs: use pipeline.cost=flops")
+    known: dict[Hashable, tuple[LayerCost, Tensors]] = {}
+    costs = []
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        values = tuple(tensor.to(device) for tensor in example_inputs)
+        for index, builder in enumerate(builders):
+            shapes = tuple(TensorShape.of(tensor) for tensor in values)
+            key = (_build_key(builder, index), shapes)
+            if key not in known:
+                module = _build(builder).to(device)
+                with _named(builder, shapes):
+                    seconds, values = _time(module, values, device)
+                made = tuple(TensorShape.of(tensor) for tensor in values)
+                known[key] = LayerCost(builder.name, _number_of_parameters(module), None, made, seconds), values
+            cost, values = known[key]
+            costs.append(replace(cost, name=builder.name))
+    return costs
+
+
+def _time(module: nn.Module, values: Tensors, device: torch.device) -> tuple[float, Tensors]:
+    """Median seconds of a forward and its backward, and the outputs."""
+    seconds = []
+    for _ in range(1 + _REPEATS):
+        # A clone, because a layer may change its input in place, which autograd forbids for a leaf.
+        inputs = [value.detach().requires_grad_(value.is_floating_point()).clone() for value in values]
+        _wait_for(device)
+        start = time.perf_counter()
+        outputs = as_tensors(module(_argument(inputs)))
+        roots = [tensor for tensor in outputs if tensor.requires_grad]
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        _wait_for(device)
+        seconds.append(time.perf_counter() - start)
+    return median(seconds[1:]), tuple(tensor.detach() for tensor in outputs)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _argument(tensors: Sequence[Tensor]) -> Tensor | Tensors:
+    """What a layer is called with, as in a cell: one tensor alone, several as a tuple."""
+    return tensors[0] if len(tensors) == 1 else tuple(tensors)
+
+
+def _number_of_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _fake_mode() -> FakeTensorMode:
+    # Real tensors may come in: those of a module that stands ready in a builder's closure.
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _build_without_memory(builder: LayerBuilder, fake: FakeTensorMode) -> nn.Module:
+    try:
+        with fake:
+            return builder.build()
+    except Exception:
+        return _build(builder)
+
+
+def _build(builder: LayerBuilder) -> nn.Module:
+    try:
+        return builder.build()
+    except Exception as error:
+        raise CostError(
+            f"layer {builder.name!r} cannot be built: {type(error).__name__}: {error}; call its builder by hand"
+        ) from error
+
+
+@contextmanager
+def _named(builder: LayerBuilder, shapes: Sequence[TensorShape]) -> Iterator[None]:
+    """Says which layer failed on which inputs."""
+    given = f"layer {builder.name!r}, given {', '.join(map(str, shapes))}"
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise CostError(
+            f"{given}: its operations depend on the values of its inputs ({error}), which FLOPs cannot be counted "
+            "without; give it and all layers after it a `cost`, or use pipeline.cost=parameters"
+        ) from error
+    except Exception as error:
+        raise CostError(
+            f"{given}, fails while its cost is measured: {type(error).__name__}: {error}; if it runs in training, use "
+            "pipeline.cost=parameters"
+        ) from error
+
+
+def _build_key(builder: LayerBuilder, index: int) -> Hashable:
+    """Equal for layers that are built alike: classes and partials with equal arguments; else the layer's own number."""
+    if not isinstance(builder.build, (partial, type)):
+        return index
+    key = _frozen(builder.build)
+    try:
+        hash(key)
+    except TypeError:
+        return index
+    return key
+
+
+def _frozen(value: object) -> Hashable:
+    """The value, with partials, lists and dicts as tuples; with its type, because 1, 1.0 and True are equal."""
+    if isinstance(value, partial):
+        return (partial, _frozen(value.func), _frozen(value.args), _frozen(value.keywords))
+    if isinstance(value, (list, tuple)):
+        return (type(value), *map(_frozen, value))
+    if isinstance(value, Mapping):
+        return (type(value), frozenset((key, _frozen(item)) for key, item in value.items()))
+    return (type(value), value)

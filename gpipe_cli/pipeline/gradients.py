@@ -1,0 +1,69 @@
+"""Gradients of the whole model, spread over workers: summed over replicas, measured, clipped.
+
+The global norm is made of one number per parameter, worked out where the parameter lives, and summed in layer order
+in float64: the same bits for every K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+BUCKET_BYTES = 32 << 20  # gradients are reduced in flat buckets of about this size
+
+
+def reduce_over_replicas(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Sums the gradients of the D replicas in place, once per mini-batch (paper, section 2.2).
+
+    A sum, not a mean: every replica has already divided by the weight of the whole mini-batch. A parameter that got no
+    gradient on this replica counts as zero.
+    """
+    gradients = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradients.append(parameter.grad)
+    for bucket in _buckets(gradients):
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        dist.all_reduce(flat, group=group)
+        for gradient, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
+
+
+def _buckets(gradients: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+    bucket: list[Tensor] = []
+    size = 0
+    for gradient in gradients:
+        if bucket and (size >= BUCKET_BYTES or gradient.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(gradient)
+        size += gradient.numel() * gradient.element_size()
+    if bucket:
+        yield bucket
+
+
+def squared_norms(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Float64 vector on the CPU: the squared norm of each parameter's gradient, 0 where there is none."""
+    norms = [
+        torch.zeros((), dtype=torch.float64, device=p.device)
+        if p.grad is None
+        else torch.linalg.vector_norm(p.grad.detach(), dtype=torch.float64)
+        for p in parameters
+    ]
+    return torch.stack(norms).square().cpu() if norms else torch.zeros(0, dtype=torch.float64)
+
+
+def clip_factor(norm: float, limit: float | None) -> float:
+    """What brings gradients of global norm ``norm`` down to ``limit``; 1 when they are below it or there is none."""
+    return 1.0 if limit is None or not norm > limit else limit / norm
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiplies every gradient in place."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if gradients and factor != 1.0:
+        torch._foreach_mul_(gradients, factor)

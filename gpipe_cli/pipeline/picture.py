@@ -1,0 +1,161 @@
+"""Draws a timeline, as text for a terminal and as a picture for a paper (after the paper's figure 2c)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from .schedule import COMPUTE, Op
+from .simulate import Span, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LEGEND = "F forward, R recompute, B backward, with the micro-batch; . idle"
+
+# Blue and orange stay apart for every kind of colour blindness, and in grey by their lightness; the recompute is a pale
+# forward, because it is the same work again.
+_FILL = {Op.FORWARD: "#2f6db3", Op.RECOMPUTE: "#a9cdee", Op.BACKWARD: "#f0a43a"}
+_INK = {Op.FORWARD: "white", Op.RECOMPUTE: "#173a63", Op.BACKWARD: "#4a2c00"}
+_NAME = {Op.FORWARD: "forward", Op.RECOMPUTE: "recompute", Op.BACKWARD: "backward"}
+_IDLE, _GRID, _TEXT = "#eceef1", "white", "#2b2f36"
+_CHARACTERS = 0.64  # width of a digit as a share of the font's size
+_SMALLEST = 5.0  # points; smaller numbers are left out
+
+
+def draw_text(timeline: Timeline, slot: float = 1.0) -> str:
+    """The timeline as a grid of characters: a row per worker, a column per slot of time.
+
+    Each column shows what the worker does in the middle of the slot: ``F0`` the forward of micro-batch 0, ``R0`` its
+    recompute, ``B0`` its backward, ``.`` nothing. A worker with several cells has a row for each of them.
+
+    Args:
+        timeline: of ``simulate``; with unit durations and a slot of 1 it is exact.
+        slot: length of a column in the timeline's unit of time.
+    """
+    columns = max(1, round(timeline.span / slot))
+    width = 1 + len(str(max(0, timeline.micro_batches - 1)))
+    rows = _rows(timeline)
+    margin = max(len(label) for label, _, _ in rows)
+    lines = []
+    for label, cell, worker in rows:
+        grid = ["."] * columns
+        for span in timeline.spans[worker]:
+            if span.instruction.op in COMPUTE:
+                own = span.instruction.cell == cell
+                mark = f"{span.instruction.op.value}{span.instruction.micro_batch}" if own else ""
+                for column in range(*_covered(span, slot)):
+                    grid[column] = mark
+        lines.append(f"{label:<{margin}} | " + " ".join(f"{mark:>{width}}" for mark in grid))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def save_picture(timeline: Timeline, path: str | Path, title: str = "", unit: str = "") -> None:
+    """Draws the timeline into a file; its suffix says the format (.png, .svg, .pdf).
+
+    Args:
+        timeline: of ``simulate``, or measured.
+        path: the file to write.
+        title: what stands before "K = …, M = …, bubble … %", such as the kind of schedule.
+        unit: of time, for the axis, such as "ms"; with none the axis has no name but "time".
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = _rows(timeline)
+    # As wide as the micro-batches' numbers need, as high as the rows: within what a page or a screen shows.
+    bars = sum(s.instruction.op in COMPUTE for s in max(timeline.spans, key=len))
+    width = min(24.0, max(7.0, 1.6 + (0.1 + 0.06 * len(str(timeline.micro_batches))) * bars))
+    height = min(16.0, 1.35 + max(0.12, min(0.42, 8 / len(rows))) * len(rows))
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.set_xlim(0, timeline.span or 1)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    _draw_rows(axes, timeline, rows)
+    _draw_frame(axes, rows, unit)
+    _draw_words(figure, axes, timeline, title)
+    _draw_numbers(figure, axes, timeline, rows)
+    figure.savefig(path, dpi=160)
+
+
+def _rows(timeline: Timeline) -> list[tuple[str, int, int]]:
+    """(label, cell, worker) of each row, workers in order and their cells beneath them."""
+    cells = range(len(timeline.placement))
+    several = len(timeline.spans) < len(cells)
+    return [
+        (f"worker {worker} cell {cell}" if several else f"worker {worker}", cell, worker)
+        for worker in range(len(timeline.spans))
+        for cell in cells
+        if timeline.placement[cell] == worker
+    ]
+
+
+def _covered(span: Span, slot: float) -> tuple[int, int]:
+    """The columns whose middle lies in the span."""
+    return round(span.start / slot), round(span.end / slot)
+
+
+def _compute_spans(timeline: Timeline, cell: int, worker: int) -> Iterator[Span]:
+    return (s for s in timeline.spans[worker] if s.instruction.cell == cell and s.instruction.op in COMPUTE)
+
+
+def _other_cells(timeline: Timeline, cell: int, worker: int) -> Iterator[Span]:
+    return (s for s in timeline.spans[worker] if s.instruction.cell != cell and s.instruction.op in COMPUTE)
+
+
+def _draw_rows(axes: Axes, timeline: Timeline, rows: Sequence[tuple[str, int, int]]) -> None:
+    for row, (_, cell, worker) in enumerate(rows):
+        # Where the worker runs another of its cells, this cell's row is empty, but the worker is not idle.
+        others = [(s.start, s.end - s.start) for s in _other_cells(timeline, cell, worker)]
+        axes.broken_barh([(0, timeline.span)], (row - 0.42, 0.84), facecolor=_IDLE, linewidth=0)
+        axes.broken_barh(others, (row - 0.42, 0.84), facecolor=_GRID, linewidth=0)
+        for op in COMPUTE:
+            spans = (s for s in _compute_spans(timeline, cell, worker) if s.instruction.op is op)
+            bars = [(s.start, s.end - s.start) for s in spans]
+            # A white edge parts neighbours; among thousands of bars it would cover them.
+            edge = min(0.8, 60 / (1 + len(bars)) ** 1.2)
+            axes.broken_barh(bars, (row - 0.42, 0.84), facecolor=_FILL[op], edgecolor=_GRID, linewidth=edge)
+
+
+def _draw_frame(axes: Axes, rows: Sequence[tuple[str, int, int]], unit: str) -> None:
+    step = -(-len(rows) // 40)
+    axes.set_yticks(range(0, len(rows), step), [label for label, _, _ in rows[::step]])
+    axes.tick_params(length=0, colors=_TEXT, labelsize=9)
+    axes.set_xlabel(f"time ({unit})" if unit else "time", color=_TEXT, fontsize=9)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+
+
+def _draw_words(figure: Figure, axes: Axes, timeline: Timeline, title: str) -> None:
+    from matplotlib.patches import Patch
+
+    K, M = len(timeline.placement), timeline.micro_batches
+    facts = f"K = {K}, M = {M}, bubble {100 * timeline.bubble:.1f} %"
+    axes.set_title(f"{title}: {facts}" if title else facts, loc="left", color=_TEXT, fontsize=11, fontweight="bold")
+    used = [op for op in COMPUTE if any(s.instruction.op is op for spans in timeline.spans for s in spans)]
+    patches = [Patch(facecolor=_FILL[op], label=_NAME[op]) for op in used] + [Patch(facecolor=_IDLE, label="idle")]
+    figure.legend(handles=patches, loc="outside lower right", ncols=4, frameon=False, fontsize=9, labelcolor=_TEXT)
+
+
+def _draw_numbers(figure: Figure, axes: Axes, timeline: Timeline, rows: Sequence[tuple[str, int, int]]) -> None:
+    """The micro-batches' numbers, in one size for all; none on an operation whose bars are too narrow to read them."""
+    figure.draw_without_rendering()
+    area, points = axes.get_window_extent(), 72 / figure.dpi
+    tallest = min(9.0, 0.6 * area.height * points / len(rows))
+    widest = _CHARACTERS * (len(str(timeline.micro_batches - 1)) + 0.5) * (timeline.span or 1) / (area.width * points)
+    sizes = {}
+    for op in COMPUTE:
+        lengths = [s.end - s.start for spans in timeline.spans for s in spans if s.instruction.op is op]
+        size = min(tallest, median(lengths) / widest) if lengths else 0.0
+        if size >= _SMALLEST:
+            sizes[op] = size
+    for row, (_, cell, worker) in enumerate(rows):
+        for span in _compute_spans(timeline, cell, worker):
+            if span.instruction.op in sizes:
+                middle, text = (span.start + span.end) / 2, str(span.instruction.micro_batch)
+                size, ink = min(sizes.values()), _INK[span.instruction.op]
+                axes.text(middle, row, text, ha="center", va="center_baseline", fontsize=size, color=ink)

@@ -1,0 +1,53 @@
+"""Where every random number of a run comes from: a seed worked out from what the number is for.
+
+Weights come from (seed, layer); dropout and drop path from (seed, step, replica, micro-batch, layer). So they do not
+depend on K, on the worker or on what was drawn before, and recompute (paper, section 2.3) draws the same again without
+any stored generator state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from struct import pack
+
+import torch
+
+WEIGHTS, NOISE = 1, 2  # what a seed is for, so that the two never coincide
+
+
+def derive_seed(*numbers: int) -> int:
+    """A 63-bit seed from whole numbers (each 64-bit); any change of any of them gives an unrelated seed."""
+    digest = blake2b(pack(f"<{len(numbers)}q", *numbers), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@contextmanager
+def weights_of_layer(seed: int, layer: int) -> Iterator[None]:
+    """Within it, layer number ``layer`` draws its initial weights; the generator is put back afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(derive_seed(WEIGHTS, seed, layer))
+        yield
+
+
+class NoiseSource:
+    """Seeds the generator of the device before a layer runs.
+
+    Args:
+        seed: of the run.
+        replica: 0 … D−1.
+        device: whose default generator the layers draw from.
+    """
+
+    def __init__(self, seed: int, replica: int, device: torch.device) -> None:
+        self._seed, self._replica = seed, replica
+        if device.type == "cuda":
+            torch.cuda.init()
+            self._generator = torch.cuda.default_generators[device.index or 0]
+        else:
+            self._generator = torch.default_generator
+
+    def seed_layer(self, step: int, micro_batch: int, layer: int) -> None:
+        """What ``layer`` draws next depends only on these numbers."""
+        self._generator.manual_seed(derive_seed(NOISE, self._seed, step, self._replica, micro_batch, layer))

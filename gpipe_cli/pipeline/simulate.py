@@ -1,0 +1,111 @@
+"""Times a schedule without running it: the instruction lists and how long each instruction takes, a timeline out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from .schedule import COMPUTE, Instruction, InstructionLists, Message, Op, execution_order
+
+Seconds = float  # or any other unit, the same for durations and latency
+
+
+class Span(NamedTuple):
+    """When one instruction began and ended. A receive lasts as long as it waits, a send no time."""
+
+    instruction: Instruction
+    start: Seconds
+    end: Seconds
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What every worker did when, from 0.
+
+    Attributes:
+        spans: one list per worker, in order.
+        placement: ``placement[cell]`` is the cell's worker.
+    """
+
+    spans: list[list[Span]]
+    placement: tuple[int, ...]
+
+    @cached_property
+    def span(self) -> Seconds:
+        """How long the step takes, from the first start to the last end."""
+        return max((spans[-1].end for spans in self.spans if spans), default=0.0)
+
+    @cached_property
+    def busy(self) -> list[Seconds]:
+        """What each worker spends on forward, recompute and backward."""
+        return [sum(s.end - s.start for s in spans if s.instruction.op in COMPUTE) for spans in self.spans]
+
+    @property
+    def bubble(self) -> float:
+        """The share of the workers' time in which they compute nothing: idle ends, waits and uneven cells together."""
+        whole = self.span * len(self.spans)
+        return 1 - sum(self.busy) / whole if whole > 0 else 0.0
+
+    @property
+    def micro_batches(self) -> int:
+        """M."""
+        return 1 + max((s.instruction.micro_batch for spans in self.spans for s in spans), default=-1)
+
+
+def simulate(
+    lists: InstructionLists,
+    placement: Sequence[int],
+    duration: Callable[[Instruction], Seconds],
+    latency: Seconds | Callable[[Instruction], Seconds] = 0.0,
+) -> Timeline:
+    """Runs the lists on an ideal machine, where each worker starts an instruction as soon as it may.
+
+    Args:
+        lists: one list per worker.
+        placement: ``placement[cell]`` is the cell's worker.
+        duration: of a FORWARD, RECOMPUTE or BACKWARD; it is asked for no other.
+        latency: from a send to the moment the other worker can go on: one number, or a function of the send. Messages
+            travel beside the computation and beside each other.
+
+    Raises:
+        ScheduleError: the workers wait for each other for ever.
+    """
+    clock = [0.0] * len(lists)
+    arrival: dict[Message, Seconds] = {}
+    spans: list[list[Span]] = [[] for _ in lists]
+    for worker, instruction in execution_order(lists):
+        start = end = clock[worker]
+        if (sent := instruction.sent_message) is not None:
+            arrival[sent] = start + (latency(instruction) if callable(latency) else latency)
+        elif (awaited := instruction.awaited_message) is not None:
+            end = max(start, arrival[awaited])
+        else:
+            end = start + duration(instruction)
+        clock[worker] = end
+        spans[worker].append(Span(instruction, start, end))
+    return Timeline(spans, tuple(placement))
+
+
+def unit_durations(instruction: Instruction) -> Seconds:
+    """One clock for everything: the paper's figure 2c."""
+    return 1.0
+
+
+def cost_durations(cell_costs: Sequence[float], backward: float = 2.0) -> Callable[[Instruction], Seconds]:
+    """A duration in the unit of the costs: C_k for forward and recompute, ``backward`` times C_k for backward.
+
+    A backward computes the gradients of the input and of the weights, each about as dear as the forward.
+    """
+
+    def duration(instruction: Instruction) -> Seconds:
+        cost = cell_costs[instruction.cell]
+        return cost * backward if instruction.op is Op.BACKWARD else cost
+
+    return duration
+
+
+def ideal_bubble(K: int, M: int) -> float:
+    """The bubble of K equal cells on K workers with M micro-batches: (K-1) / (M+K-1) (section 2.3)."""
+    return (K - 1) / (M + K - 1)

@@ -1,0 +1,116 @@
+"""Messages between workers: receives are posted before they are needed, sends never block (design, "The engine").
+
+One message carries one boundary of one micro-batch, packed. Both sides know its size without asking: the plan of the
+mini-batch names the shapes that enter the pipeline, and for each such shape the first message on an edge is preceded
+by a description of the boundary, which both sides remember.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .boundary import BoundarySpec, Tensors, pack, unpack
+
+# Message tags: kind, then cell, then micro-batch. Steps need no tag: the exchange that ends each step separates them.
+ACTIVATION, GRADIENT, DESCRIPTION = 0, 1, 2
+MICRO_BATCHES_AT_MOST = 1 << 15
+
+
+@dataclass
+class PendingReceive:
+    """A receive that has been posted."""
+
+    work: dist.Work | None
+    message: Tensor
+    spec: BoundarySpec
+
+
+class Transport:
+    """Sends and receives boundaries for one worker.
+
+    Args:
+        ranks: global rank of the worker of each cell, in this replica.
+        device: where the tensors are used.
+        wire: where messages travel from and to: ``device``, or the CPU when the backend cannot send from the device.
+        groups: one process group per direction (activations, gradients), so that neither waits for the other.
+        control: a CPU group for descriptions.
+    """
+
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        device: torch.device,
+        wire: torch.device,
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        control: dist.ProcessGroup,
+    ) -> None:
+        self._ranks, self._device, self._wire = ranks, device, wire
+        self._groups, self._control = groups, control
+        self._sending: deque[tuple[dist.Work | None, Tensor]] = deque()
+        self._described: dict[tuple[int, Hashable], BoundarySpec] = {}
+
+    def send(self, kind: int, tensors: Tensors, spec: BoundarySpec, to_cell: int, tag_cell: int, number: int) -> None:
+        """Starts sending and returns; the message is kept until it has left."""
+        while self._sending and (self._sending[0][0] is None or self._sending[0][0].is_completed()):
+            self._sending.popleft()
+        message = pack(tensors, spec, self._wire)
+        if message.numel() == 0:
+            return
+        work = dist.isend(message, self._ranks[to_cell], group=self._groups[kind], tag=_tag(kind, tag_cell, number))
+        self._sending.append((work, message))
+
+    def post(self, kind: int, spec: BoundarySpec, from_cell: int, tag_cell: int, number: int) -> PendingReceive:
+        """Starts a receive; `finish` waits for it."""
+        message = torch.empty(spec.bytes, dtype=torch.uint8, device=self._wire)
+        if message.numel() == 0:
+            return PendingReceive(None, message, spec)
+        work = dist.irecv(message, self._ranks[from_cell], group=self._groups[kind], tag=_tag(kind, tag_cell, number))
+        return PendingReceive(work, message, spec)
+
+    def finish(self, pending: PendingReceive) -> Tensors:
+        """Waits until the message is there and returns its tensors on the device."""
+        if pending.work is not None:
+            pending.work.wait()
+        return unpack(pending.message.to(self._device), pending.spec)
+
+    def known(self, cell: int, signature: Hashable) -> BoundarySpec | None:
+        """The boundary in front of ``cell`` for micro-batches of this signature, if it was described before."""
+        return self._described.get((cell, signature))
+
+    def describe(self, cell: int, signature: Hashable, spec: BoundarySpec) -> None:
+        """Tells the worker of ``cell`` what the boundary looks like, the first time the signature occurs."""
+        if (cell, signature) in self._described:
+            return
+        self._described[(cell, signature)] = spec
+        text = torch.tensor(list(spec.to_bytes()), dtype=torch.uint8)
+        for part in (torch.tensor([len(text)]), text):
+            work = dist.isend(part, self._ranks[cell], group=self._control, tag=_tag(DESCRIPTION, cell, 0))
+            self._sending.append((work, part))
+
+    def learn(self, cell: int, from_cell: int, signature: Hashable) -> BoundarySpec:
+        """The receiving side of `describe`."""
+        size = torch.zeros(1, dtype=torch.int64)
+        tag = _tag(DESCRIPTION, cell, 0)
+        dist.recv(size, self._ranks[from_cell], group=self._control, tag=tag)
+        text = torch.zeros(int(size), dtype=torch.uint8)
+        dist.recv(text, self._ranks[from_cell], group=self._control, tag=tag)
+        spec = BoundarySpec.from_bytes(bytes(text.tolist()))
+        self._described[(cell, signature)] = spec
+        return spec
+
+    def drain(self) -> None:
+        """Waits until every message has left (the end of a step)."""
+        while self._sending:
+            work, _ = self._sending.popleft()
+            if work is not None:
+                work.wait()
+
+
+def _tag(kind: int, cell: int, number: int) -> int:
+    return (kind << 26 | cell << 15 | number) + 1

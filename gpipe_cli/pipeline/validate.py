@@ -1,0 +1,175 @@
+"""Holds instruction lists to the rules of a synchronous pipeline (paper, section 2.2) before anything runs them.
+
+The rules know nothing of how a kind orders its work, so that a new kind of schedule is checked by the same function.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+from .schedule import REMAT, Instruction, InstructionLists, Message, Op, ScheduleError, execution_order
+
+_Key = tuple[Op, int, int]  # an instruction without its class: quicker to hash
+
+
+def validate(lists: InstructionLists, placement: Sequence[int], M: int, remat: str | None = None) -> None:
+    """Checks the lists of one step.
+
+    Every cell runs every micro-batch forward once and backward once; what an instruction needs stands before it;
+    every message is sent once and received once, on the right workers; between two workers the messages of one
+    direction are received in the order in which they are sent (point-to-point queues such as NCCL's need that); and
+    the workers never wait for each other in a circle, where sends do not block and receives do.
+
+    Args:
+        lists: one list per worker.
+        placement: ``placement[cell]`` is the cell's worker.
+        M: micro-batches per mini-batch.
+        remat: None for a forward-only step. ``always`` also demands a recompute before every backward, ``never``
+            forbids them; ``except_last`` leaves it to the list.
+
+    Raises:
+        ScheduleError: the first rule broken, with the worker, the instruction and its position in the list.
+    """
+    if remat is not None and remat not in REMAT:
+        raise ScheduleError(f"pipeline.remat={remat}: use {', '.join(REMAT)}")
+    if len(lists) != max(placement) + 1:
+        raise ScheduleError(f"{len(lists)} lists of instructions for the {max(placement) + 1} workers of the placement")
+    for worker, instructions in enumerate(lists):
+        done = _check_worker(worker, instructions, placement, M, remat)
+        _check_complete(worker, done, placement, M, remat)
+    _check_messages(lists, placement)
+    deque(execution_order(lists), maxlen=0)
+
+
+def _check_worker(
+    worker: int, instructions: Sequence[Instruction], placement: Sequence[int], M: int, remat: str | None
+) -> set[_Key]:
+    """Each instruction is legal where it stands, and what it needs stands before it. Returns what the worker does."""
+    done: set[_Key] = set()
+    requirements: dict[tuple[Op, int], tuple[tuple[Op, int], ...]] = {}
+    for position, instruction in enumerate(instructions):
+        op, cell, m = instruction.op, instruction.cell, instruction.micro_batch
+        needs = requirements.get((op, cell))
+        if needs is None:
+            problem = _misplaced(worker, op, cell, placement, remat)
+            if problem:
+                raise _error(worker, position, instruction, problem)
+            needs = requirements[op, cell] = _needs(op, cell, placement, remat)
+        if not 0 <= m < M:
+            raise _error(worker, position, instruction, f"micro-batches are counted from 0 to M-1={M - 1}")
+        if (op, cell, m) in done:
+            raise _error(worker, position, instruction, "stands in the list twice")
+        if op is Op.RECOMPUTE and (Op.BACKWARD, cell, m) in done:
+            raise _error(worker, position, instruction, "recomputes after its backward")
+        for needed_op, needed_cell in needs:
+            if (needed_op, needed_cell, m) not in done:
+                needed = Instruction(needed_op, needed_cell, m)
+                later = needed in instructions
+                where = f"comes only at {instructions.index(needed)}" if later else "is not in the list"
+                raise _error(worker, position, instruction, f"needs {needed} before it, which {where}")
+        done.add((op, cell, m))
+    return done
+
+
+def _error(worker: int, position: int, instruction: Instruction, problem: str) -> ScheduleError:
+    return ScheduleError(f"worker {worker}, instruction {position}, {instruction}: {problem}")
+
+
+def _misplaced(worker: int, op: Op, cell: int, placement: Sequence[int], remat: str | None) -> str | None:
+    """Why the worker can never do this to this cell; None if it can."""
+    if not 0 <= cell < len(placement):
+        return f"cells are counted from 0 to K-1={len(placement) - 1}"
+    if placement[cell] != worker:
+        return f"cell {cell} is on worker {placement[cell]}"
+    if remat is None and op in (Op.RECOMPUTE, Op.BACKWARD, Op.SEND_GRADIENT, Op.RECEIVE_GRADIENT):
+        return "a forward-only step has no recompute, backward or gradient"
+    if remat == "never" and op is Op.RECOMPUTE:
+        return "pipeline.remat=never recomputes nothing"
+    neighbour = _neighbour(op, cell)
+    if neighbour is None:
+        return None
+    if not 0 <= neighbour < len(placement):
+        return f"there is no cell {neighbour} on the other side"
+    if placement[neighbour] == worker:
+        return f"cell {neighbour} is on the same worker, where a boundary is no message"
+    return None
+
+
+def _neighbour(op: Op, cell: int) -> int | None:
+    """The cell at the other end of a message; None for instructions that send and receive nothing."""
+    if op in (Op.SEND_ACTIVATION, Op.RECEIVE_GRADIENT):
+        return cell + 1
+    if op in (Op.RECEIVE_ACTIVATION, Op.SEND_GRADIENT):
+        return cell - 1
+    return None
+
+
+def _needs(op: Op, cell: int, placement: Sequence[int], remat: str | None) -> tuple[tuple[Op, int], ...]:
+    """What must stand before it in the same list, for the same micro-batch."""
+    if op is Op.FORWARD and cell > 0:
+        local = placement[cell - 1] == placement[cell]
+        return ((Op.FORWARD, cell - 1) if local else (Op.RECEIVE_ACTIVATION, cell),)
+    if op in (Op.RECOMPUTE, Op.SEND_ACTIVATION):
+        return ((Op.FORWARD, cell),)
+    if op is Op.SEND_GRADIENT:
+        return ((Op.BACKWARD, cell),)
+    if op is Op.BACKWARD:
+        needs = [(Op.FORWARD, cell)]
+        if remat == "always":
+            needs.append((Op.RECOMPUTE, cell))
+        if cell + 1 < len(placement):
+            local = placement[cell + 1] == placement[cell]
+            needs.append((Op.BACKWARD, cell + 1) if local else (Op.RECEIVE_GRADIENT, cell))
+        return tuple(needs)
+    return ()
+
+
+def _check_complete(worker: int, done: set[_Key], placement: Sequence[int], M: int, remat: str | None) -> None:
+    for op in (Op.FORWARD,) if remat is None else (Op.FORWARD, Op.BACKWARD):
+        for cell in (cell for cell, owner in enumerate(placement) if owner == worker):
+            for m in range(M):
+                if (op, cell, m) not in done:
+                    raise ScheduleError(f"worker {worker}: {Instruction(op, cell, m)} is missing")
+
+
+def _check_messages(lists: InstructionLists, placement: Sequence[int]) -> None:
+    """Every message awaited is sent, and in the order in which it is awaited.
+
+    That every message sent is awaited follows from what forwards and backwards need.
+    """
+    sent: dict[tuple[int, int, str], list[Message]] = defaultdict(list)
+    received: dict[tuple[int, int, str], list[Message]] = defaultdict(list)
+    for worker, instructions in enumerate(lists):
+        for instruction in instructions:
+            neighbour = _neighbour(instruction.op, instruction.cell)
+            if neighbour is None:
+                continue
+            if (message := instruction.sent_message) is not None:
+                sent[worker, placement[neighbour], message[0]].append(message)
+            elif (message := instruction.awaited_message) is not None:
+                received[placement[neighbour], worker, message[0]].append(message)
+    for channel in sorted(sent.keys() | received.keys()):
+        if sent[channel] != received[channel]:
+            raise ScheduleError(_difference(channel, sent[channel], received[channel]))
+
+
+def _difference(channel: tuple[int, int, str], sent: Sequence[Message], received: Sequence[Message]) -> str:
+    sender, receiver, direction = channel
+    for message in received:
+        if message not in sent:
+            send, receive = _ends(message)
+            return f"worker {receiver} waits at {receive}, but worker {sender} has no {send} to send it"
+    first = next(i for i, (a, b) in enumerate(zip(sent, received, strict=True)) if a != b)
+    return (
+        f"{direction} messages from worker {sender} to worker {receiver}: number {first} is sent as "
+        f"{_ends(sent[first])[0]} but received as {_ends(received[first])[1]}; receive in the order of sending"
+    )
+
+
+def _ends(message: Message) -> tuple[Instruction, Instruction]:
+    """The send and the receive of a message."""
+    direction, boundary, m = message
+    if direction == "activation":
+        return Instruction(Op.SEND_ACTIVATION, boundary, m), Instruction(Op.RECEIVE_ACTIVATION, boundary + 1, m)
+    return Instruction(Op.SEND_GRADIENT, boundary + 1, m), Instruction(Op.RECEIVE_GRADIENT, boundary, m)

@@ -1,0 +1,184 @@
+"""From the configuration's names to objects: the one place where ``_target_`` is instantiated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from hydra.utils import instantiate
+from torch import nn
+
+from ..config import PipelineConfig
+from ..data.source import Source
+from ..errors import ConfigurationError
+from ..layers import LayerBuilder
+from ..pipeline.cell import BuiltLayer, Cell, build_layer
+from ..pipeline.cost import layer_costs, shared_parameters
+from ..pipeline.partition import PartitionError, cell_costs, cell_layers, partition, place
+from ..pipeline.randomness import NoiseSource
+from ..tasks.base import Task
+from .plan import Part
+from .world import World
+
+
+def build_model(section: Mapping[str, Any]) -> list[LayerBuilder]:
+    """``model._target_`` called with the section's other keys.
+
+    Raises:
+        ConfigurationError: it failed, or did not return a list of `LayerBuilder`s with distinct names.
+    """
+    model = _instantiate("model", section)
+    if not isinstance(model, Sequence) or not model or not all(isinstance(layer, LayerBuilder) for layer in model):
+        raise ConfigurationError(
+            f"model._target_={section['_target_']} must return a non-empty list of gpipe_cli.layers.LayerBuilder, "
+            f"not {_describe(model)}"
+        )
+    names = [layer.name for layer in model]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigurationError(f"model._target_={section['_target_']} has two layers named {twice!r}: rename one")
+    return list(model)
+
+
+def build_source(section: Mapping[str, Any]) -> Source:
+    """``data._target_``: where mini-batches come from."""
+    return cast(Source, _with_methods("data", section, ("train", "evaluation")))
+
+
+def build_task(section: Mapping[str, Any]) -> Task:
+    """``task._target_``: loss and metrics."""
+    return cast(Task, _with_methods("task", section, ("weight", "loss", "evaluate", "summarize")))
+
+
+def build_optimizer(section: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """``optimizer._target_`` over this worker's parameters; a cell without any gets one that does nothing."""
+    return cast(
+        torch.optim.Optimizer,
+        _instantiate("optimizer", section, list(parameters) or [nn.Parameter(torch.zeros(1))]),
+    )
+
+
+def build_lr_schedule(
+    section: Mapping[str, Any], optimizer: torch.optim.Optimizer
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """``schedule._target_``: the learning rate over the steps."""
+    return cast(torch.optim.lr_scheduler.LRScheduler, _instantiate("schedule", section, optimizer))
+
+
+def build_autocast(precision: Mapping[str, Any], device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """The context in which forward runs: bf16 autocast or nothing."""
+    if precision.get("autocast") is None:
+        return nullcontext
+    dtype = getattr(torch, precision["autocast"])
+    return lambda: torch.autocast(device.type, dtype)
+
+
+def _instantiate(key: str, section: Mapping[str, Any], *arguments: object) -> Any:
+    try:
+        return instantiate(dict(section), *arguments, _convert_="all")
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        cause = error.__cause__ or error
+        reason = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+        raise ConfigurationError(
+            f"{key}._target_={section.get('_target_')} could not be made from the keys of `{key}`: {reason}"
+        ) from error
+
+
+def _with_methods(key: str, section: Mapping[str, Any], methods: Sequence[str]) -> object:
+    made = _instantiate(key, section)
+    missing = [name for name in methods if not callable(getattr(made, name, None))]
+    if missing:
+        raise ConfigurationError(f"{key}._target_={section['_target_']} has no method {', '.join(missing)}")
+    return cast(object, made)
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        odd = next((item for item in value if not isinstance(item, LayerBuilder)), None)
+        return "an empty list" if odd is None else f"a list with {type(odd).__name__} in it"
+    return type(value).__name__
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the model is cut into cells and put on workers, and what is known of every cell.
+
+    Attributes:
+        sizes: layers of each cell.
+        placement: worker of each cell.
+        table: one row a cell: cell, worker, layers (first, last, count), parameters, cost, share of the whole cost.
+        parameters: of the whole model.
+    """
+
+    sizes: list[int]
+    placement: tuple[int, ...]
+    table: list[dict[str, Any]]
+    parameters: int
+
+    @property
+    def layers(self) -> list[range]:
+        return cell_layers(self.sizes)
+
+
+def cut_model(
+    builders: Sequence[LayerBuilder], config: PipelineConfig, workers: int, example: Part, device: torch.device
+) -> Cut:
+    """Costs, partition and placement (paper, section 2.2), from one micro-batch's shapes.
+
+    Raises:
+        ConfigurationError: more cells than layers, sizes that do not add up, or weights shared across a cut.
+    """
+    try:
+        partition([1.0] * len(builders), config.K, config.partition)  # refuses K and sizes before costs are counted
+        costs = layer_costs(builders, example[0], config.cost, device=device)
+        sizes = partition([layer.cost for layer in costs], config.K, config.partition)
+    except PartitionError as error:
+        raise ConfigurationError(str(error)) from error
+    _refuse_sharing_across_cells(builders, sizes)
+    totals = cell_costs([layer.cost for layer in costs], sizes)
+    placement = place(totals, workers)
+    whole = sum(totals) or 1.0
+    table = [
+        {
+            "cell": number,
+            "worker": placement[number],
+            "first": builders[layers[0]].name,
+            "last": builders[layers[-1]].name,
+            "layers": len(layers),
+            "parameters": sum(costs[i].parameters for i in layers),
+            "cost": totals[number],
+            "share": totals[number] / whole,
+        }
+        for number, layers in enumerate(cell_layers(sizes))
+    ]
+    return Cut(list(sizes), tuple(placement), table, sum(layer.parameters for layer in costs))
+
+
+def _refuse_sharing_across_cells(builders: Sequence[LayerBuilder], sizes: Sequence[int]) -> None:
+    cell_of = {builders[i].name: cell for cell, layers in enumerate(cell_layers(sizes)) for i in layers}
+    for shared in shared_parameters(builders):
+        if cell_of[shared.layers[0]] != cell_of[shared.layers[1]]:
+            raise ConfigurationError(
+                f"layers {shared.layers[0]!r} and {shared.layers[1]!r} share the weight {shared.parameters[0]!r} but "
+                "lie in different cells, where each would train its own copy: untie them, or choose "
+                "pipeline.partition sizes that put both in one cell"
+            )
+
+
+def build_cells(
+    builders: Sequence[LayerBuilder], cut: Cut, world: World, seed: int, sync_batchnorm: bool
+) -> list[Cell]:
+    """This worker's cells, and only those, on its device."""
+    noise = NoiseSource(seed, world.replica, world.device)
+    group = world.same_worker if sync_batchnorm else None
+    cells = []
+    for number, layers in enumerate(cut.layers):
+        if cut.placement[number] == world.worker:
+            built = [BuiltLayer(i, builders[i].name, build_layer(builders[i], i, seed, world.device)) for i in layers]
+            cells.append(Cell(number, built, noise, group))
+    return cells

@@ -1,0 +1,107 @@
+"""Evaluation through the pipeline: forward only, the same cells, messages and schedule machinery as training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from ..data.source import Source
+from ..pipeline.cell import Cell
+from ..pipeline.engine import Pipeline
+from ..tasks.base import Task
+from .exchange import Exchange
+from .feed import Feed
+from .generation import Generator, Sample
+from .plan import PlanCodec
+from .programs import Programs
+from .world import World
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What one evaluation found.
+
+    Attributes:
+        numbers: by name, what the task makes of its sums, and scores of generated outputs.
+        loss: the first of the task's numbers: lower is better, it selects the best checkpoint. None without data.
+        samples: generated outputs to look at.
+    """
+
+    numbers: dict[str, float]
+    loss: float | None
+    samples: list[Sample] = field(default_factory=list)
+
+
+class Evaluator:
+    """Runs evaluations; every worker calls `evaluate` at the same step.
+
+    Args:
+        generator: for tasks that generate; None otherwise.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        source: Source | None,
+        task: Task,
+        cells: Sequence[Cell],
+        engine: Pipeline,
+        programs: Programs,
+        exchange: Exchange,
+        codec: PlanCodec,
+        micro_batches: int,
+        generator: Generator | None,
+    ) -> None:
+        self._world, self._source, self._task, self._cells = world, source, task, cells
+        self._engine, self._programs, self._exchange, self._codec = engine, programs, exchange, codec
+        self._micro_batches, self._generator = micro_batches, generator
+
+    def evaluate(self, final: bool) -> Evaluation:
+        """Over the whole evaluation set, each example once, whatever the replicas; ``final``: with more generation."""
+        for cell in self._cells:
+            cell.train(False)
+        numbers = self._score()
+        loss = next(iter(numbers.values()), None)
+        samples: list[Sample] = []
+        if self._generator is not None:
+            scores, samples = self._generator.evaluate(final)
+            numbers |= scores
+        for cell in self._cells:
+            cell.train(True)
+        self._engine.meter.take()
+        return Evaluation(numbers, loss, samples)
+
+    def _score(self) -> dict[str, float]:
+        world, exchange, metrics = self._world, self._exchange, self._task.metrics
+        feed = None
+        if self._source is not None:
+            batches = self._source.evaluation(self._micro_batches)
+            feed = Feed(islice(batches, world.replica, None, world.replicas), self._task.weight)
+        sums = torch.zeros(len(metrics), dtype=torch.float64)
+        weight = 0.0
+
+        def add(micro_batch: int, outputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> None:
+            sums.add_(self._task.evaluate(outputs, targets).cpu())
+
+        while True:
+            if feed is not None:
+                feed.advance()
+                self._codec.write(exchange, feed.parts, feed.weights)
+            exchange.run()
+            plan = self._codec.read(exchange, "evaluate")
+            if plan.total_parts == 0:
+                break
+            weight += plan.total_weight
+            if plan.signatures:
+                program = self._programs.forward(len(plan.signatures))[world.worker]
+                self._engine.run_forward(program, plan.signatures, feed.parts if feed is not None else None, add)
+        exchange.mine["metrics"].view(world.replicas, -1)[world.replica] += sums
+        exchange.run()
+        totals = exchange.all["metrics"].view(world.replicas, -1).sum(0).tolist()
+        if not weight:
+            return {}
+        return self._task.summarize(dict(zip(metrics, totals, strict=True)), weight)

@@ -1,0 +1,174 @@
+"""What a run leaves to be read: metrics.jsonl, evaluations.jsonl, TensorBoard, summary.json, lines for the console.
+
+Rank 0 writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .plan import Plan
+from .step_report import StepReport
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+    from .evaluation import Evaluation
+    from .loop import Progress
+
+
+class Journal:
+    """Writes on rank 0; on the other ranks every method does nothing.
+
+    Args:
+        run_dir: of the run.
+        emit: events for the console (`commands/console.py` says which).
+        active: rank 0.
+        every: TensorBoard scalars are written every so many steps.
+        tensorboard: whether to write them at all.
+        statistics: names of the task's training statistics.
+        unit: what a weight of 1 is: examples or tokens.
+        steps: of the whole run, None when something else ends it.
+        resumed_step: lines of later steps, from a run that was killed after its last checkpoint, are removed.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        emit: Callable[[dict[str, Any]], None],
+        active: bool,
+        every: int,
+        tensorboard: bool,
+        statistics: Sequence[str],
+        unit: str,
+        steps: int | None,
+        resumed_step: int,
+    ) -> None:
+        self._run_dir, self._active, self._every, self._unit, self._steps = run_dir, active, every, unit, steps
+        self._emit = emit if active else _nowhere
+        self._statistics = list(statistics)
+        self._board: SummaryWriter | None = None
+        if not active:
+            return
+        path = run_dir / "metrics.jsonl"
+        _drop_later_lines(path, resumed_step)
+        self._metrics = path.open("a", encoding="utf-8", buffering=1)
+        if tensorboard:
+            from torch.utils.tensorboard.writer import SummaryWriter  # slow to import, and only rank 0 needs it
+
+            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resumed_step + 1)
+
+    def message(self, text: str) -> None:
+        self._emit({"kind": "message", "text": text})
+
+    def warn(self, text: str) -> None:
+        self._emit({"kind": "warning", "text": text})
+
+    def preparation(self, text: str, done: int, total: int) -> None:
+        self._emit({"kind": "preparation", "text": text, "done": done, "total": total})
+
+    def cells(self, table: Sequence[Mapping[str, Any]]) -> None:
+        """The table of the K cells."""
+        self._emit({"kind": "cells", "rows": [dict(row) for row in table]})
+
+    def step(self, progress: Progress, report: StepReport, plan: Plan, lr: float, seconds: float) -> None:
+        """One training step: a line in metrics.jsonl, a tick on the console, now and then TensorBoard."""
+        if not self._active:
+            return
+        row = {
+            "step": progress.step,
+            "loss": report.loss,
+            "lr": lr,
+            "grad_norm": report.gradient_norm,
+            "examples_per_second": plan.examples / seconds,
+            f"{self._unit}_per_second": plan.total_weight / seconds,
+            "bubble": report.bubble,
+            "seconds": seconds,
+            "waited_for_data": report.waited_for_data,
+            "skipped_updates": progress.skipped,
+            **self._shares(report.statistics),
+        }
+        self._metrics.write(json.dumps(_json_safe(row)) + "\n")
+        self._emit({"kind": "progress", **_json_safe(row), "steps": self._steps})
+        if self._board is not None and progress.step % self._every == 0:
+            self._write_scalars(progress.step, row, report)
+
+    def _shares(self, statistics: Sequence[float]) -> dict[str, float]:
+        """Statistics come in pairs (part, whole), as ("clipped_logits", "logits"): their share is what one reads."""
+        pairs = zip(self._statistics[::2], statistics[::2], statistics[1::2], strict=True)
+        return {f"{name}_share": part / whole if whole else 0.0 for name, part, whole in pairs}
+
+    def _write_scalars(self, step: int, row: Mapping[str, float], report: StepReport) -> None:
+        assert self._board is not None
+        for name, value in row.items():
+            if name != "step":
+                self._board.add_scalar(f"train/{name}", value, step)
+        for cell, seconds in enumerate(report.cells):
+            for part, value in seconds.items():
+                self._board.add_scalar(f"cell_{cell:02d}/{part}_seconds", value, step)
+        for rank, worker in enumerate(report.workers):
+            self._board.add_scalar(f"memory/worker_{rank}_bytes", worker["memory_bytes"], step)
+
+    def evaluation(self, progress: Progress, result: Evaluation) -> None:
+        """One evaluation: a line in evaluations.jsonl, the console, TensorBoard with sample outputs."""
+        if not self._active:
+            return
+        numbers = {f"evaluation/{name}": value for name, value in result.numbers.items()}
+        with (self._run_dir / "evaluations.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(_json_safe({"step": progress.step, **result.numbers})) + "\n")
+        self._emit({"kind": "evaluation", "step": progress.step, "numbers": _json_safe(result.numbers)})
+        if result.samples:
+            self._emit({"kind": "samples", "rows": [vars(sample) for sample in result.samples]})
+        if self._board is not None:
+            for name, value in numbers.items():
+                self._board.add_scalar(name, value, progress.step)
+            for number, sample in enumerate(result.samples):
+                self._board.add_text(f"samples/{number}", sample.as_markdown(), progress.step)
+            self._board.flush()
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """summary.json, whole or not at all."""
+        if not self._active:
+            return
+        temporary = self._run_dir / "summary.json.partial"
+        temporary.write_text(json.dumps(_json_safe(values), indent=2) + "\n", encoding="utf-8")
+        temporary.rename(self._run_dir / "summary.json")
+
+    def close(self) -> None:
+        if self._active:
+            self._metrics.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _nowhere(event: dict[str, Any]) -> None:
+    """Where the events of all ranks but 0 go."""
+
+
+def _json_safe(value: Any) -> Any:
+    """JSON has no NaN or infinity; they become null, and every JSON reader stays happy."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _json_safe(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_safe(item) for item in value]
+    return value
+
+
+def _drop_later_lines(path: Path, step: int) -> None:
+    """A resumed run writes the steps after its checkpoint again; their first version goes, and a torn last line too."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, KeyError):
+            continue
+    path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")

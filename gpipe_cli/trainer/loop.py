@@ -1,0 +1,278 @@
+"""The training loop of one worker: steps, evaluations and checkpoints, in step with all other workers.
+
+Every worker runs the same loop and takes the same turns, because all it decides on has come through the exchange
+(`exchange.py`): the report of the step that ends together with the plan of the step that begins.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ..config import Settings
+from ..data.source import Source
+from ..pipeline.batchnorm import finish_batchnorm
+from ..pipeline.cell import Cell
+from ..pipeline.engine import Pipeline, StepPlan
+from ..pipeline.gradients import clip_factor, reduce_over_replicas, scale_gradients, squared_norms
+from ..tasks.base import Task
+from .evaluation import Evaluator
+from .exchange import Exchange
+from .feed import Feed
+from .journal import Journal
+from .plan import Plan, PlanCodec
+from .programs import Programs
+from .saving import Saver
+from .step_report import StepReport, StepReporter
+from .totals import Totals
+from .world import World
+
+
+class NonFinite(RuntimeError):
+    """Too many updates in a row had to be skipped because loss or gradients were not finite."""
+
+
+@dataclass
+class Parts:
+    """What the loop works with; see `run.assemble` for how each is made."""
+
+    settings: Settings
+    world: World
+    source: Source | None
+    task: Task
+    cells: list[Cell]
+    parameter_names: list[str]
+    own_parameters: list[int]
+    engine: Pipeline
+    programs: Programs
+    exchange: Exchange
+    codec: PlanCodec
+    reporter: StepReporter
+    optimizer: torch.optim.Optimizer
+    lr_schedule: torch.optim.lr_scheduler.LRScheduler
+    evaluator: Evaluator
+    saver: Saver
+    journal: Journal
+    stop_requested: Callable[[], bool]
+    where: dict[str, Any]
+
+
+@dataclass
+class Progress:
+    """How far the run has come; the same on every worker.
+
+    Attributes:
+        step: updates done, skipped ones counted in.
+        skipped, skipped_in_a_row: updates left out because something was not finite.
+        best: the lowest evaluation loss so far.
+        evaluations_since_best: for early stopping.
+        last_good_loss: of the last finite step.
+        stopped_by: why the loop ended.
+    """
+
+    step: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    best: float = math.inf
+    evaluations_since_best: int = 0
+    loss: float = math.nan
+    stopped_by: str = ""
+
+
+class Trainer:
+    """Runs the loop.
+
+    Args:
+        parts: everything it works with.
+        progress: where to go on from.
+        data_position: of the last mini-batch trained on, None at the beginning.
+    """
+
+    def __init__(self, parts: Parts, progress: Progress, data_position: Any) -> None:
+        self.parts, self.progress = parts, progress
+        self._settings = parts.settings.trainer
+        self._position = data_position
+        self._feed: Feed | None = None
+        self._parameters = [parameter for cell in parts.cells for _, parameter in cell.parameters()]
+        self._batchnorms = [batchnorm for cell in parts.cells for batchnorm in cell.batchnorms]
+        self._began = time.monotonic()
+        self.totals = Totals()
+        self.last_evaluation: dict[str, float] = {}
+
+    def run(self) -> None:
+        """Until the last step, the end of the data, the time limit, early stopping or a request to stop."""
+        p = self.parts
+        if self._settings.evaluate_first and self.progress.step == 0:
+            self._evaluate(final=False)
+        self._open_feed()
+        self._announce_next()
+        p.exchange.run()
+        plan = self._read_plan(self.progress.step)
+        while plan is not None:
+            plan = self._step(plan)
+            if plan is not None and self._between_steps():
+                break
+        self._finish()
+
+    # -- one step ----------------------------------------------------------------------------------------------
+
+    def _step(self, plan: Plan) -> Plan | None:
+        """One mini-batch; returns the plan of the next, or None when this was the last."""
+        p, step, began = self.parts, self.progress.step, time.perf_counter()
+        p.where["step"] = step
+        p.engine.meter.begin_step()
+        steps = self._settings.steps or 0
+        scale = 1 / plan.total_weight if plan.total_weight else 0.0
+        parts = self._feed.parts if self._feed is not None else None
+        position, waited = (self._feed.position, self._feed.seconds_waited) if self._feed is not None else (None, 0.0)
+        program = p.programs.training(len(plan.signatures))[p.world.worker]
+        record = p.engine.train_step(program, StepPlan(step, steps, plan.signatures, scale), parts)
+        span = p.engine.meter.end_step()
+        self._settle_gradients()
+        p.reporter.write_record(p.exchange, p.world.replica, record)
+        if p.world.replica == 0:
+            p.reporter.write_norms(p.exchange, p.own_parameters, squared_norms(self._parameters))
+        seconds = p.engine.meter.take()
+        p.reporter.write_times(p.exchange, p.world.replica, p.world.rank, seconds, span, waited, p.world.device)
+        self._announce_next()
+        p.exchange.run()
+        report = p.reporter.read(p.exchange, plan.total_weight)
+        next_plan = self._read_plan(step + 1)
+        self._position = position
+        self._update(report, plan, time.perf_counter() - began)
+        return next_plan
+
+    def _settle_gradients(self) -> None:
+        """Every parameter has a gradient, zero if nothing used it, so that a cut never decides who gets an update."""
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        if self.parts.world.same_worker is not None:
+            reduce_over_replicas(self._parameters, self.parts.world.same_worker)
+
+    def _update(self, report: StepReport, plan: Plan, seconds: float) -> None:
+        p, progress = self.parts, self.progress
+        lr = p.lr_schedule.get_last_lr()[0]
+        if report.finite:
+            scale_gradients(self._parameters, clip_factor(report.gradient_norm, self._settings.gradient_clip))
+            p.optimizer.step()
+            finish_batchnorm(self._batchnorms, p.world.same_worker)
+            progress.loss, progress.skipped_in_a_row = report.loss, 0
+        else:
+            progress.skipped += 1
+            progress.skipped_in_a_row += 1
+            for batchnorm in self._batchnorms:
+                batchnorm.take_pooled()
+        p.lr_schedule.step()
+        p.optimizer.zero_grad(set_to_none=True)
+        progress.step += 1
+        self.totals.add(report, plan, seconds)
+        p.journal.step(progress, report, plan, lr, seconds)
+        if not report.finite:
+            self._warn_of_non_finite(report)
+
+    def _warn_of_non_finite(self, report: StepReport) -> None:
+        p, progress = self.parts, self.progress
+        where = self._explain_non_finite(report)
+        p.journal.warn(f"step {progress.step}: {where}; update skipped ({progress.skipped} so far)")
+        if progress.skipped_in_a_row >= self._settings.nonfinite_limit:
+            raise NonFinite(
+                f"step {progress.step}: {where}; {progress.skipped_in_a_row} updates in a row had to be skipped "
+                f"(trainer.nonfinite_limit={self._settings.nonfinite_limit}). The last good weights are those of "
+                f"{p.saver.last_saved()}. Try a lower optimizer.lr, a longer warm-up or trainer.gradient_clip"
+            )
+
+    def _explain_non_finite(self, report: StepReport) -> str:
+        bad = report.first_bad_micro_batch()
+        if bad is not None:
+            replica = f" of replica {bad[0]}" if self.parts.world.replicas > 1 else ""
+            return f"the loss of micro-batch {bad[1]}{replica} is not finite ({report.losses[bad[0]][bad[1]]})"
+        if report.bad_parameter is not None:
+            return f"the gradient of {self.parts.parameter_names[report.bad_parameter]} is not finite"
+        return f"the gradient norm is not finite ({report.gradient_norm})"
+
+    # -- decisions, taken once and sent round --------------------------------------------------------------------
+
+    def _open_feed(self) -> None:
+        p = self.parts
+        if p.source is not None:
+            batches = p.source.train(self._position, p.settings.pipeline.M, p.world.replica, p.world.replicas)
+            self._feed = Feed(batches, p.task.weight)
+
+    def _announce_next(self) -> None:
+        """First workers tell what comes next; rank 0 adds whether the run should end first."""
+        p = self.parts
+        if self._feed is not None:
+            self._feed.advance()
+            p.codec.write(p.exchange, self._feed.parts, self._feed.weights)
+        if p.world.rank == 0:
+            limit = self._settings.seconds
+            if p.stop_requested():
+                p.exchange.mine["stop"][0] = 1
+            elif limit is not None and time.monotonic() - self._began >= limit:
+                p.exchange.mine["stop"][0] = 2
+            elif self._epochs_done():
+                p.exchange.mine["stop"][0] = 3
+        p.saver.report(p.exchange)
+
+    def _epochs_done(self) -> bool:
+        epochs, source = self._settings.epochs, self.parts.source
+        if epochs is None or source is None or self._feed is None:
+            return False
+        return bool(source.epoch(self._feed.position) >= epochs)  # type: ignore[attr-defined]  # checked at start
+
+    def _read_plan(self, done: int) -> Plan | None:
+        """The plan of the step after ``done`` ones, or None, with the reason in ``progress.stopped_by``."""
+        p, progress = self.parts, self.progress
+        plan = p.codec.read(p.exchange, "train")
+        p.saver.read(p.exchange)
+        stop = int(p.exchange.all["stop"].item())
+        if self._settings.steps is not None and done >= self._settings.steps:
+            progress.stopped_by = "steps"
+        elif stop:
+            progress.stopped_by = ("", "request", "time limit", "epochs")[stop]
+        elif plan.total_parts == 0:
+            progress.stopped_by = "end of data"
+        return None if progress.stopped_by else plan
+
+    # -- around the steps ----------------------------------------------------------------------------------------
+
+    def _between_steps(self) -> bool:
+        """Evaluates and saves when it is time; True when the run should end early."""
+        settings, progress = self._settings, self.progress
+        is_best = False
+        if settings.evaluate_every and progress.step % settings.evaluate_every == 0:
+            is_best = self._evaluate(final=False)
+        every = self.parts.settings.checkpoint.every
+        if is_best or (every and progress.step % every == 0):
+            self._save(is_best)
+        if settings.patience is not None and progress.evaluations_since_best >= settings.patience:
+            progress.stopped_by = "early stopping"
+        return bool(progress.stopped_by)
+
+    def _evaluate(self, final: bool) -> bool:
+        """True when this is the best evaluation loss so far."""
+        progress = self.progress
+        result = self.parts.evaluator.evaluate(final)
+        self.last_evaluation = result.numbers
+        self.parts.journal.evaluation(progress, result)
+        if result.loss is None or not result.loss < progress.best:
+            progress.evaluations_since_best += 1
+            return False
+        progress.best, progress.evaluations_since_best = result.loss, 0
+        return progress.step > 0
+
+    def _save(self, is_best: bool) -> None:
+        self.parts.saver.begin(self.parts.exchange, asdict(self.progress), self._position, is_best)
+
+    def _finish(self) -> None:
+        p = self.parts
+        stopping = self.progress.stopped_by == "request"
+        is_best = False if stopping else self._evaluate(final=True)
+        self._save(is_best)
+        p.saver.finish(p.exchange)

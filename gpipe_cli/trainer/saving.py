@@ -1,0 +1,110 @@
+"""Checkpoints in step with the loop: begun by every worker, made complete by rank 0 when all have written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..pipeline.cell import Cell
+from .checkpoint import CheckpointWriter, layer_state
+from .checkpoint_files import RunState
+from .exchange import Exchange
+from .world import World
+
+
+class Saver:
+    """This worker's share of saving.
+
+    Args:
+        run_dir: shared by all workers.
+        world: replica 0 writes; the others hold the same weights.
+        cells: whose layers this worker writes.
+        model: parameter names of every layer of the model, in order.
+        keep: checkpoints kept beside the best.
+        configuration: saved with every checkpoint, compared when a run resumes.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        world: World,
+        cells: Sequence[Cell],
+        model: Mapping[str, Sequence[str]],
+        keep: int,
+        configuration: Mapping[str, Any],
+        optimizer: torch.optim.Optimizer,
+        lr_schedule: torch.optim.lr_scheduler.LRScheduler,
+    ) -> None:
+        self._world, self._cells, self._run_dir = world, cells, run_dir
+        self._configuration, self._optimizer, self._lr_schedule = configuration, optimizer, lr_schedule
+        self._writer = CheckpointWriter(run_dir, world.worker, model, keep) if world.replica == 0 else None
+        self._pending: tuple[int, RunState, tuple[str, float] | None] | None = None
+        self._saved: Path | None = None
+
+    def fields(self) -> dict[str, int]:
+        """The exchange's fields that this needs: the last step that each worker has written, plus one."""
+        return {"written": self._world.workers}
+
+    def begin(self, exchange: Exchange, progress: Mapping[str, Any], data_position: Any, is_best: bool) -> None:
+        """Copies the worker's layers and writes them in the background; first ends the previous save."""
+        self.finish(exchange)
+        step = int(progress["step"])
+        state = RunState(
+            data_position=data_position,
+            schedule=lr_schedule_state(self._lr_schedule),
+            scalars={key: value for key, value in progress.items() if key not in ("step", "stopped_by")},
+            configuration=self._configuration,
+        )
+        self._pending = (step, state, ("loss", progress["best"]) if is_best else None)
+        if self._writer is not None:
+            layers = [layer for cell in self._cells for layer in cell.layers]
+            self._writer.begin(step, {layer.name: layer_state(layer.module, self._optimizer) for layer in layers})
+
+    def report(self, exchange: Exchange) -> None:
+        """Tells the others how far this worker's writing has come."""
+        if self._writer is not None:
+            exchange.mine["written"][self._world.worker] = self._writer.finished_step + 1
+
+    def read(self, exchange: Exchange) -> None:
+        """Rank 0 makes the checkpoint complete once everybody has written."""
+        if self._pending is None or not bool((exchange.all["written"] == self._pending[0] + 1).all()):
+            return
+        step, state, best = self._pending
+        self._pending = None
+        if self._world.rank == 0:
+            assert self._writer is not None
+            self._saved = self._writer.commit(step, state, self._world.workers, best).path
+
+    def finish(self, exchange: Exchange) -> None:
+        """Waits until a checkpoint that was begun is complete; every worker calls it at the same place."""
+        if self._pending is None:
+            return
+        if self._writer is not None:
+            self._writer.wait()
+        self.report(exchange)
+        exchange.run()
+        self.read(exchange)
+        if self._writer is not None:
+            self._writer.wait()
+
+    def last_saved(self) -> str:
+        """For messages: the last complete checkpoint of this run."""
+        return str(self._saved) if self._saved is not None else f"the newest in {self._run_dir / 'checkpoints'}, if any"
+
+
+def lr_schedule_state(lr_schedule: torch.optim.lr_scheduler.LRScheduler) -> dict[str, Any]:
+    """Its state without functions, which a resumed run makes anew from the configuration."""
+    return {key: value for key, value in lr_schedule.state_dict().items() if key != "lr_lambdas"}
+
+
+def restore_lr_schedule(
+    lr_schedule: torch.optim.lr_scheduler.LRScheduler, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+) -> None:
+    """Puts the schedule, and the learning rates that it had set, back to where ``state`` was taken."""
+    missing = {"lr_lambdas": lr_schedule.state_dict()["lr_lambdas"]} if hasattr(lr_schedule, "lr_lambdas") else {}
+    lr_schedule.load_state_dict({**state, **missing})
+    for group, lr in zip(optimizer.param_groups, lr_schedule.get_last_lr(), strict=True):
+        group["lr"] = lr

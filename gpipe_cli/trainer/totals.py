@@ -1,0 +1,85 @@
+"""Figures over a whole run: rates, the measured bubble and the one that the schedule itself predicts."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..pipeline.schedule import Instruction
+from ..pipeline.simulate import simulate
+from .plan import Plan
+from .programs import Programs
+from .step_report import StepReport
+
+WARM_UP = 2  # steps left out: allocators, kernels and shapes are met for the first time
+RECENT = 200  # steps over which the figures are taken
+
+
+@dataclass
+class Totals:
+    """Collects what the summary tells of the steps.
+
+    Attributes:
+        first_step_at: time.time() when the first step had ended.
+        peak_memory: the highest of any worker, bytes.
+    """
+
+    first_step_at: float | None = None
+    peak_memory: int = 0
+    _seen: int = 0
+    _recent: deque[tuple[StepReport, Plan, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def add(self, report: StepReport, plan: Plan, seconds: float) -> None:
+        """One training step that took ``seconds``."""
+        if self.first_step_at is None:
+            self.first_step_at = time.time()
+        if self._seen == WARM_UP:
+            self._recent.clear()
+        self._seen += 1
+        self._recent.append((report, plan, seconds))
+        self.peak_memory = max(self.peak_memory, *(int(worker["memory_bytes"]) for worker in report.workers))
+
+    @property
+    def examples_per_second(self) -> float | None:
+        seconds = sum(seconds for _, _, seconds in self._recent)
+        return sum(plan.examples for _, plan, _ in self._recent) / seconds if seconds else None
+
+    @property
+    def bubble(self) -> float | None:
+        """Mean of the measured bubbles."""
+        return sum(report.bubble for report, _, _ in self._recent) / len(self._recent) if self._recent else None
+
+    def predicted_bubble(self, programs: Programs) -> float | None:
+        """The bubble of the very schedule that ran, simulated with the mean times that its instructions took."""
+        if not self._recent:
+            return None
+        micro_batches = len(self._recent[-1][1].signatures)
+        lists = programs.training(micro_batches)
+        counts: dict[tuple[str, int], int] = {}
+        for instruction in (i for instructions in lists for i in instructions):
+            key = (instruction.op.name.lower(), instruction.cell)
+            counts[key] = counts.get(key, 0) + 1
+        means = self._cell_means()
+
+        def duration(instruction: Instruction) -> float:
+            part = instruction.op.name.lower()
+            return means[instruction.cell][part] / counts[part, instruction.cell]
+
+        return simulate(lists, programs.placement, duration).bubble
+
+    def with_times(self, table: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The table of the cells with the mean seconds that each spent per step."""
+        means = self._cell_means()
+        return [{**row, "seconds": means[number] if number < len(means) else None} for number, row in enumerate(table)]
+
+    def _cell_means(self) -> list[dict[str, float]]:
+        if not self._recent:
+            return []
+        steps = [report.cells for report, _, _ in self._recent]
+        return [
+            {part: sum(step[cell][part] for step in steps) / len(steps) for part in steps[0][cell]}
+            for cell in range(len(steps[0]))
+        ]

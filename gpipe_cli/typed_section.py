@@ -1,0 +1,170 @@
+"""Reads one section of the configuration into its dataclass: types, limits and unknown keys, named for the person.
+
+The dataclass's annotations say everything that is checked: ``int``, ``float``, ``bool``, ``str``, ``Literal[...]``,
+``list[int]``, ``list[str]``, unions of these with ``None``, and `Limit` inside ``Annotated``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from gpipe_cli.errors import ConfigurationError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a number must satisfy, beyond its type."""
+
+    at_least: float = -math.inf
+    above: float = -math.inf
+
+    def allows(self, value: float) -> bool:
+        return value >= self.at_least and value > self.above
+
+    def __str__(self) -> str:
+        return f"at least {self.at_least:g}" if self.at_least > -math.inf else f"more than {self.above:g}"
+
+
+Count = Annotated[int, Limit(at_least=1)]
+CountOrZero = Annotated[int, Limit(at_least=0)]
+Positive = Annotated[float, Limit(above=0)]
+
+
+class _Misfit(ValueError):
+    """A value that a type does not take."""
+
+
+def read_section(kind: type[T], values: object, prefix: str) -> T:
+    """Make ``kind`` from a mapping that must have exactly its fields as keys.
+
+    Args:
+        kind: a dataclass.
+        values: what stands under ``prefix`` in the configuration.
+        prefix: the section's name, empty for the top level.
+
+    Raises:
+        ConfigurationError: one line for each key that is unknown, missing or has a value that does not fit.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigurationError(f"{prefix} must be a section with keys, not {shown(values)}")
+    hints = get_type_hints(kind, include_extras=True)
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # T is always a dataclass here
+    dot = f"{prefix}." if prefix else ""
+    problems = [unknown_key(f"{dot}{key}", [dot + name for name in names]) for key in values if key not in names]
+    problems += [f"{dot}{name} is missing: every key of {prefix} needs a value" for name in names if name not in values]
+    taken = {}
+    for name in names:
+        if name in values:
+            try:
+                taken[name] = _fit(values[name], hints[name])
+            except _Misfit:
+                problems.append(f"{dot}{name}={shown(values[name])}: use {_wanted(hints[name])}")
+    if problems:
+        raise ConfigurationError("\n".join(problems))
+    return kind(**taken)
+
+
+def unknown_key(key: str, known: Iterable[str]) -> str:
+    """The sentence that refuses a key and says what to type instead."""
+    names = list(known)
+    near = nearest(key, names)
+    if near:
+        return f"there is no key {key}; did you mean {' or '.join(near)}?"
+    section = key.rpartition(".")[0]
+    return f"there is no key {key}; keys of {section or 'the configuration'}: {', '.join(sorted(names))}"
+
+
+def nearest(word: str, known: Iterable[str]) -> list[str]:
+    """At most three of ``known`` that look like ``word``; a difference of case alone is nearest of all."""
+    names = list(known)
+    same = [name for name in names if name.lower() == word.lower()]
+    if same:
+        return same
+    section, _, last = word.lower().rpartition(".")
+    siblings = {
+        name.lower().rpartition(".")[2]: name for name in names if name.lower().rpartition(".")[0] == section
+    }  # compared by the last part alone: a long section name would make all its keys look alike
+    found = [siblings[near] for near in difflib.get_close_matches(last, siblings, n=3, cutoff=0.6)]
+    if found:
+        return found
+    lowered = {name.lower(): name for name in names}
+    return [lowered[near] for near in difflib.get_close_matches(word.lower(), lowered, n=3, cutoff=0.75)]
+
+
+def shown(value: object) -> str:
+    """A value as the command line writes it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(shown(item) for item in value) + "]"
+    return str(value)
+
+
+def _fit(value: object, hint: Any) -> Any:
+    """``value`` as the type wants it; whole floats such as 1e5 are whole numbers, whole numbers are floats."""
+    origin = get_origin(hint)
+    if origin is Annotated:
+        base, limit = get_args(hint)
+        fitted = _fit(value, base)
+        if not limit.allows(fitted):
+            raise _Misfit
+        return fitted
+    if origin in (Union, types.UnionType):
+        return _fit_any(value, get_args(hint))
+    if origin is Literal:
+        choices = [choice for choice in get_args(hint) if choice == value and type(choice) is type(value)]
+        if not choices:
+            raise _Misfit
+        return choices[0]
+    if origin is list:
+        if not isinstance(value, (list, tuple)):
+            raise _Misfit
+        return [_fit(item, get_args(hint)[0]) for item in value]
+    return _fit_plain(value, hint)
+
+
+def _fit_any(value: object, hints: Iterable[Any]) -> Any:
+    for hint in hints:
+        try:
+            return _fit(value, hint)
+        except _Misfit:
+            continue
+    raise _Misfit
+
+
+def _fit_plain(value: object, kind: type) -> Any:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind is int and is_number and float(value) == value and math.isfinite(value):  # type: ignore[arg-type]
+        return int(value)  # type: ignore[call-overload]  # mypy does not follow is_number
+    if kind is float and is_number and not math.isnan(value):  # type: ignore[arg-type]
+        return float(value)  # type: ignore[arg-type]
+    if kind in (bool, str) and isinstance(value, kind):
+        return value
+    if kind is types.NoneType and value is None:
+        return None
+    raise _Misfit
+
+
+def _wanted(hint: Any) -> str:
+    """The type in words: "a whole number, at least 1"."""
+    origin = get_origin(hint)
+    if origin is Annotated:
+        base, limit = get_args(hint)
+        return f"{_wanted(base)}, {limit}"
+    if origin in (Union, types.UnionType):
+        return " or ".join(_wanted(part) for part in get_args(hint))
+    if origin is Literal:
+        return " or ".join(str(choice) for choice in get_args(hint))
+    if origin is list:
+        return "a list such as [3,5,4]" if get_args(hint)[0] is not str else "a list such as [a,b]"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", types.NoneType: "null"}
+    return words[hint]

@@ -1,0 +1,149 @@
+"""T(L,H,A): the paper's encoder-decoder Transformer for translation, as one list of sub-layers (paper, section 5).
+
+| boundary behind | tensors |
+|---|---|
+| the data | source ids [b, S], target ids [b, T] |
+| `source_embedding`, `encoder.*` | x [b, S, d], source mask [b, 1, 1, S] (True: a token), target ids [b, T] |
+| `target_embedding`, `decoder.*` | y [b, T, d], memory [b, S, d], source mask [b, 1, 1, S] |
+| `decoder.norm` | y [b, T, d] |
+| `softmax` | logits [b, T, target_vocabulary] |
+
+Padding stands on the right only. Sizes of the paper, all with d_model 1024:
+
+| model | L | H | A | source / target vocabulary | parameters | K |
+|---|---|---|---|---|---|---|
+| T(6,8192,16) | 6 | 8192 | 16 | 64000 / 32000 | 408,177,920 | |
+| T(24,8192,16) | 24 | 8192 | 16 | 64000 / 32000 | 1,239,387,392 | 4 |
+| T(12,16384,32) | 12 | 16384 | 32 | 64000 / 32000 | 1,239,203,072 | 2 |
+| T(32,16384,32) | 32 | 16384 | 32 | 64000 / 32000 | 3,086,028,032 | 8 |
+| T(64,16384,32) | 64 | 16384 | 32 | 64000 / 32000 | 6,040,947,968 | 16 |
+| Transformer Big, one language pair | 6 | 8192 | 16 | 32000 / 32000 | 375,409,920 | |
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..layers import LayerBuilder
+from .attention import CausalAttention, CrossAttention, EncoderAttention, FeedForward
+from .embedding import TokenEmbedding, VocabularyProjection
+from .sizes import check_fractions, check_sizes, depth_scale
+
+
+class SourceEmbedding(TokenEmbedding):
+    """(source ids [b, S], target ids [b, T]) to (x [b, S, d], source mask [b, 1, 1, S], target ids).
+
+    Args:
+        vocabulary, d_model, dropout: as in `TokenEmbedding`.
+        pad_id: the token that is padding.
+    """
+
+    def __init__(self, vocabulary: int, d_model: int, dropout: float, pad_id: int) -> None:
+        super().__init__(vocabulary, d_model, dropout)
+        self.pad_id = pad_id
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        source, target = inputs
+        mask = source != self.pad_id
+        mask[:, :1] = True  # a sentence that is all padding looks at one position instead of at none, which is NaN
+        return self.embed(source), mask[:, None, None, :], target
+
+
+class TargetEmbedding(TokenEmbedding):
+    """(memory, source mask, target ids [b, T]) to (y [b, T, d], memory, source mask)."""
+
+    def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        memory, mask, target = inputs
+        return self.embed(target), memory, mask
+
+    def decode(self, inputs: tuple[Tensor, Tensor, Tensor], cache: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """The next tokens, at the positions behind those of the earlier calls."""
+        memory, mask, target = inputs
+        first = cache.get("length", 0)
+        cache["length"] = first + target.shape[1]
+        return self.embed(target, first), memory, mask
+
+
+class EncoderNorm(nn.LayerNorm):
+    """The norm of the encoder's output; what stands behind it in the boundary just travels."""
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:  # type: ignore[override]  # a boundary
+        return super().forward(inputs[0]), *inputs[1:]
+
+
+class DecoderNorm(nn.LayerNorm):
+    """The norm of the decoder's output; memory and source mask end here."""
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:  # type: ignore[override]  # a boundary
+        return super().forward(inputs[0])
+
+
+def transformer(
+    L: int,
+    H: int,
+    A: int,
+    source_vocabulary: int,
+    target_vocabulary: int,
+    d_model: int = 1024,
+    dropout: float = 0.1,
+    input_dropout: float = 0.1,
+    attention_dropout: float = 0.0,
+    depth_scaled_init: bool = True,
+    depth_scale_layers: str = "both",
+    depth_scale_exponent: float = 0.5,
+    tie_embeddings: bool = False,
+    pad_id: int = 0,
+) -> list[LayerBuilder]:
+    """The list of T(L,H,A): 5·L + 5 layers.
+
+    Args:
+        L: encoder layers, and as many decoder layers.
+        H: width of the feed-forward sub-layers.
+        A: heads; attention is 64·A wide.
+        source_vocabulary, target_vocabulary: numbers of tokens.
+        d_model: width between the sub-layers; even.
+        dropout: of each residual branch.
+        input_dropout: of both embeddings.
+        attention_dropout: of the attention weights.
+        depth_scaled_init: multiply the Xavier bound of the feed-forward matrices by n^-depth_scale_exponent.
+        depth_scale_layers: what n counts: "both" stacks (2·L) or "one" (L).
+        tie_embeddings: not supported: the three tables are separate, as in the paper.
+        pad_id: the token that is padding in the source.
+
+    Raises:
+        ValueError: a value outside its limits; the message names the key.
+    """
+    check_sizes(L=L, H=H, A=A, source_vocabulary=source_vocabulary, target_vocabulary=target_vocabulary)
+    check_sizes(d_model=d_model)
+    check_fractions(dropout=dropout, input_dropout=input_dropout, attention_dropout=attention_dropout)
+    if tie_embeddings:
+        raise ValueError(
+            "model.tie_embeddings=true: the embeddings and the softmax would share a table across layers that may lie "
+            "in different cells, which is not supported: use model.tie_embeddings=false"
+        )
+    if depth_scale_layers not in ("both", "one"):
+        raise ValueError(f"model.depth_scale_layers={depth_scale_layers}: use both (n = 2·L) or one (n = L)")
+    depth = 2 * L if depth_scale_layers == "both" else L
+    init_scale = depth_scale(depth, depth_scale_exponent) if depth_scaled_init else 1.0
+    feed_forward = partial(FeedForward, d_model, H, dropout, init_scale)
+    encoder = {
+        "attention": partial(EncoderAttention, d_model, A, dropout, attention_dropout),
+        "feed_forward": feed_forward,
+    }
+    decoder = {
+        "self_attention": partial(CausalAttention, d_model, A, dropout, attention_dropout),
+        "cross_attention": partial(CrossAttention, d_model, A, dropout, attention_dropout),
+        "feed_forward": feed_forward,
+    }
+    return [
+        LayerBuilder("source_embedding", partial(SourceEmbedding, source_vocabulary, d_model, input_dropout, pad_id)),
+        *(LayerBuilder(f"encoder.{i}.{name}", build) for i in range(L) for name, build in encoder.items()),
+        LayerBuilder("encoder.norm", partial(EncoderNorm, d_model)),
+        LayerBuilder("target_embedding", partial(TargetEmbedding, target_vocabulary, d_model, input_dropout)),
+        *(LayerBuilder(f"decoder.{i}.{name}", build) for i in range(L) for name, build in decoder.items()),
+        LayerBuilder("decoder.norm", partial(DecoderNorm, d_model)),
+        LayerBuilder("softmax", partial(VocabularyProjection, d_model, target_vocabulary)),
+    ]

@@ -1,0 +1,146 @@
+"""Runs the engine over many settings, in this process or as one of several workers, and compares with a plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from small_models import CPU, build_all, mini_batch, plain_step, small_model, token_loss, weight_of
+
+from gpipe_cli.launch.context import Context
+from gpipe_cli.pipeline.batchnorm import finish_batchnorm
+from gpipe_cli.pipeline.cell import Cell
+from gpipe_cli.pipeline.engine import Pipeline, StepPlan
+from gpipe_cli.pipeline.partition import cell_layers
+from gpipe_cli.pipeline.randomness import NoiseSource
+from gpipe_cli.pipeline.schedule import schedule
+from gpipe_cli.pipeline.transport import Transport
+
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One setting of the engine."""
+
+    K: int
+    M: int
+    kind: str
+    remat: str
+    examples: int = 8
+    batchnorm: bool = False
+    dropout: float = 0.0
+
+
+def all_cases(K: int) -> list[Case]:
+    """Both schedules, the re-materialization policies, even and uneven batches, with and without BatchNorm."""
+    return [
+        Case(K, M, kind, remat, examples, batchnorm, dropout)
+        for M in (1, 3, 4)
+        for kind in ("gpipe", "1f1b")
+        for remat in ("always", "except_last", "never")
+        for examples in (8, 11)
+        for batchnorm, dropout in ((False, 0.0), (True, 0.2))
+    ]
+
+
+def sizes_of(K: int) -> list[int]:
+    return [len(part) for part in torch.arange(7).tensor_split(K)]
+
+
+def run_case(case: Case, placement: Sequence[int], worker: int, transport: Transport | None) -> list[dict[str, Any]]:
+    """A few steps of plain gradient descent; for each: losses, and by name gradients, weights and buffers held here."""
+    layers = build_all(small_model(case.batchnorm, case.dropout))
+    noise = NoiseSource(1, 0, CPU)
+    cells = [
+        Cell(k, [layers[i] for i in numbers], noise)
+        for k, numbers in enumerate(cell_layers(sizes_of(case.K)))
+        if placement[k] == worker
+    ]
+    engine = Pipeline(cells, placement, transport, token_loss, 1, CPU)
+    program = schedule(case.kind, placement, case.M, case.remat)[worker]
+    seen = []
+    for step in range(STEPS):
+        parts = mini_batch(step, case.examples, case.M)
+        signatures = tuple(tuple(inputs[0].shape) for inputs, _ in parts)
+        plan = StepPlan(step, STEPS, signatures, 1 / weight_of(parts))
+        record = engine.train_step(program, plan, parts if placement[0] == worker else None)
+        finish_batchnorm([b for cell in cells for b in cell.batchnorms], None)
+        if transport is not None:
+            dist.barrier()  # in the trainer the exchange separates the steps
+        held = dict(named for cell in cells for named in cell.parameters())
+        gradients = {name: parameter.grad.clone() for name, parameter in held.items() if parameter.grad is not None}
+        buffers = {
+            f"{layer.name}.{name}": value.clone()
+            for cell in cells
+            for layer in cell.layers
+            for name, value in layer.module.named_buffers()
+        }
+        seen.append(
+            {"losses": {k: v.item() for k, v in record.losses.items()}, "gradients": gradients} | {"buffers": buffers}
+        )
+        with torch.no_grad():
+            for parameter in held.values():
+                parameter.sub_(parameter.grad, alpha=0.1)
+                parameter.grad = None
+    return seen
+
+
+def run_plain(case: Case) -> list[dict[str, Any]]:
+    """The same steps without the engine; BatchNorm's moving averages are worked out from the whole mini-batch."""
+    layers = build_all(small_model(case.batchnorm, case.dropout))
+    seen = []
+    for step in range(STEPS):
+        parts = mini_batch(step, case.examples, case.M)
+        loss = plain_step(layers, parts, step)
+        held = {f"{layer.name}.{name}": p for layer in layers for name, p in layer.module.named_parameters()}
+        gradients = {name: p.grad.clone() for name, p in held.items() if p.grad is not None}
+        seen.append({"loss": loss, "gradients": gradients})
+        with torch.no_grad():
+            for parameter in held.values():
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=0.1)
+                    parameter.grad = None
+    return seen
+
+
+def differences(case: Case, ours: list[dict[str, Any]], plain: list[dict[str, Any]]) -> list[str]:
+    """Names of the parameters whose gradients differ from the plain model's."""
+    return [
+        f"{case}, step {step}: gradient of {name} differs by {(gradient - expected).abs().max().item():.2e}"
+        for step, (mine, theirs) in enumerate(zip(ours, plain, strict=True))
+        for name, gradient in mine["gradients"].items()
+        if not torch.allclose(gradient, expected := theirs["gradients"][name], rtol=1e-10, atol=1e-13)
+    ]
+
+
+def compare_as_processes(context: Context, config: dict[str, Any]) -> list[str]:
+    """Entry point of a worker: cell k on worker k."""
+    torch.set_default_dtype(torch.float64)
+    context.init_process_group("gloo")
+    K = context.world_size
+    world = dist.group.WORLD
+    assert world is not None
+    found: list[str] = []
+    for case in all_cases(K):
+        transport = Transport(tuple(range(K)), CPU, CPU, (world, world), world)
+        ours = run_case(case, tuple(range(K)), context.rank, transport)
+        found += differences(case, ours, run_plain(case))
+        losses: list[Any] = [None] * K
+        dist.all_gather_object(losses, [step["losses"] for step in ours])
+        in_one_process = run_case(case, (0,) * K, 0, None)
+        for step, alone in enumerate(in_one_process):
+            together: dict[Any, float] = {}
+            for worker in losses:
+                together |= worker[step]
+            if together != alone["losses"]:
+                found.append(f"{case}, step {step}: losses differ from those of one process")
+            for name, gradient in ours[step]["gradients"].items():
+                if not torch.equal(gradient, alone["gradients"][name]):
+                    found.append(f"{case}, step {step}: gradient of {name} has other bits than in one process")
+    everyone: list[Any] = [None] * K
+    dist.all_gather_object(everyone, found)
+    return [text for worker in everyone for text in worker]

@@ -1,0 +1,132 @@
+"""Small models and a plain training loop without the engine, for tests of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gpipe_cli.layers import LayerBuilder
+from gpipe_cli.pipeline.cell import BuiltLayer, build_layer
+from gpipe_cli.pipeline.engine import Part
+from gpipe_cli.pipeline.randomness import NoiseSource
+
+WORDS, WIDTH = 11, 8
+CPU = torch.device("cpu")
+
+
+class Embed(nn.Module):
+    """ids [b, t] to (x [b, t, d], mask [b, t] bool, ids, positions [t] float without gradient)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, WIDTH)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        x = self.table(ids)
+        return x, ids == 0, ids, torch.arange(ids.shape[1], dtype=x.dtype).expand(ids.shape[0], -1)
+
+
+class Mix(nn.Module):
+    """A residual branch that uses all that travels."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x, mask, ids, positions = inputs
+        branch = torch.tanh(self.linear(x) + 0.1 * positions[..., None])
+        return x + self.dropout(branch).masked_fill(mask[..., None], 0.0), mask, ids, positions
+
+
+class Norm(nn.Module):
+    """BatchNorm over the channels; its output is a transposed view, laid out oddly on purpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self.norm(inputs[0].transpose(1, 2)).transpose(1, 2), *inputs[1:]
+
+
+class Judge(nn.Module):
+    """Passes everything on and adds a loss of its own in the middle of the pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opinion = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return inputs
+
+    def auxiliary_loss(self, outputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> Tensor:
+        return 0.4 * F.cross_entropy(self.opinion(outputs[0]).flatten(0, 1), targets[0].flatten(), reduction="sum")
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        return self.out(inputs[0])
+
+
+def small_model(batchnorm: bool = False, dropout: float = 0.0) -> list[LayerBuilder]:
+    """Seven layers with everything that may pass a boundary."""
+    middle = {"norm": Norm} if batchnorm else {"mix_1": partial(Mix, dropout)}
+    layers = {
+        "embed": Embed,
+        "mix_0": partial(Mix, dropout),
+        **middle,
+        "judge": Judge,
+        "mix_2": partial(Mix, dropout),
+        "mix_3": partial(Mix, dropout),
+        "head": Head,
+    }
+    return [LayerBuilder(name, build) for name, build in layers.items()]
+
+
+def token_loss(outputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Sum over the non-padding tokens, and how many tokens it saw."""
+    (logits,), (wanted,) = outputs, targets
+    loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=0, reduction="sum")
+    return loss, torch.tensor([float(wanted.numel())], dtype=torch.float64)
+
+
+def mini_batch(step: int, examples: int, M: int) -> list[Part]:
+    """``examples`` rows in M parts whose sizes differ by at most one; their width changes from step to step."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, WORDS, (examples, 5 + step % 2), generator=generator)
+    return [((rows,), (rows.roll(1, 1),)) for rows in ids.tensor_split(M)]
+
+
+def weight_of(parts: Sequence[Part]) -> float:
+    return float(sum(int((targets[0] != 0).sum()) for _, targets in parts))
+
+
+def build_all(builders: Sequence[LayerBuilder], seed: int = 5) -> list[BuiltLayer]:
+    return [BuiltLayer(i, b.name, build_layer(b, i, seed, CPU)) for i, b in enumerate(builders)]
+
+
+def plain_step(layers: Sequence[BuiltLayer], parts: Sequence[Part], step: int, seed: int = 1) -> float:
+    """Forward and backward of a mini-batch without engine, cells or schedule; returns its loss."""
+    noise = NoiseSource(seed, 0, CPU)
+    weight, total = weight_of(parts), 0.0
+    for number, (inputs, targets) in enumerate(parts):
+        values: object = inputs[0]
+        loss = torch.zeros(())
+        for layer in layers:
+            noise.seed_layer(step, number, layer.index)
+            values = layer.module(values)
+            if hasattr(layer.module, "auxiliary_loss"):
+                loss = loss + layer.module.auxiliary_loss(values, targets)
+        loss = (loss + token_loss((values,), targets)[0]) / weight  # type: ignore[arg-type]  # the head's tensor
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's own annotation
+        total += loss.item()
+    return total

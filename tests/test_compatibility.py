@@ -1,0 +1,37 @@
+"""Which changes of the configuration stand in the way of a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpipe_cli.trainer.checkpoint_files import CheckpointError, CheckpointInfo, RunState
+from gpipe_cli.trainer.compatibility import differences, require_compatible
+
+
+def test_only_keys_that_matter_stand_in_the_way_of_a_resume() -> None:
+    saved = {
+        "seed": 1,
+        "pipeline": {"K": 2, "M": 4, "remat": "always"},
+        "model": {"L": 2, "bias": True, "size": [1, 2]},
+    }
+    new = {"seed": 1, "pipeline": {"K": 8, "M": 8, "workers": 4}, "model": {"L": 2, "bias": 1, "size": [1, 2], "x": {}}}
+    assert differences(saved, new) == {
+        "pipeline.M": (4, 8),
+        "model.bias": (True, 1),
+        "model.x": ("(not set)", {}),
+    }
+    assert not differences(saved, new, ["pipeline.M", "model"])
+
+
+def test_a_refused_resume_says_what_differs_and_what_to_type() -> None:
+    saved = {"optimizer": {"lr": 1e-5, "name": "a b"}, "pipeline": {"M": 4}}
+    info = CheckpointInfo(Path("step_00000001"), 1, RunState(configuration=saved), {}, {})
+    now = {"optimizer": {"lr": 0.1, "name": "a b", "eps": None}, "pipeline": {"M": 4, "K": 3}}
+    with pytest.raises(CheckpointError) as caught:
+        require_compatible(info, now)
+    assert "optimizer.lr: 1e-05 in the checkpoint, 0.1 now" in str(caught.value)
+    assert "type: optimizer.lr=1e-05 '~optimizer.eps'" in str(caught.value)
+    assert "type: 'checkpoint.allow_changes=[optimizer.lr,optimizer.eps]'" in str(caught.value)
+    require_compatible(info, now, ["optimizer.*"])

@@ -1,0 +1,61 @@
+"""The engine computes the plain model's gradients, whatever the schedule, cells, micro-batches and remat policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from engine_jobs import Case, all_cases, differences, run_case, run_plain
+
+from gpipe_cli.launch.supervisor import Job, launch
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("K", [1, 2, 3, 4])
+def test_every_gradient_equals_the_plain_models(K: int) -> None:
+    found = [
+        text for case in all_cases(K) for text in differences(case, run_case(case, (0,) * K, 0, None), run_plain(case))
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("K", [2, 3, 4])
+def test_every_gradient_equals_the_plain_models_as_processes(K: int, tmp_path: Path) -> None:
+    job = Job(tmp_path, K, "engine_jobs:compare_as_processes", {}, preload=("torch", "torch.distributed"))
+    found = launch(job, lambda event: None)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("batchnorm", [False, True])
+def test_cells_and_rematerialization_change_no_bit(kind: str, batchnorm: bool) -> None:
+    reference = None
+    for K in (1, 2, 3, 7):
+        for remat in ("always", "except_last", "never"):
+            seen = run_case(Case(K, 4, kind, remat, 11, batchnorm, 0.3), (0,) * K, 0, None)
+            reference = reference or seen
+            for step, (now, then) in enumerate(zip(seen, reference, strict=True)):
+                assert now["losses"] == then["losses"], (K, remat, step)
+                for part in ("gradients", "buffers"):
+                    for name in then[part]:
+                        assert torch.equal(now[part][name], then[part][name]), (K, remat, step, name)
+
+
+def test_without_dropout_or_batchnorm_the_number_of_micro_batches_does_not_matter() -> None:
+    whole = run_case(Case(3, 1, "gpipe", "never", 11), (0,) * 3, 0, None)
+    for M in (2, 3, 5, 11):
+        parts = run_case(Case(3, M, "gpipe", "except_last", 11), (0,) * 3, 0, None)
+        for step, (now, then) in enumerate(zip(parts, whole, strict=True)):
+            for name, gradient in then["gradients"].items():
+                torch.testing.assert_close(
+                    now["gradients"][name], gradient, rtol=1e-9, atol=1e-12, msg=f"{M} {step} {name}"
+                )

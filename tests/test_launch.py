@@ -1,0 +1,475 @@
+"""Workers start, report, stop and die as promised; every test ends with no process of its own left.
+
+The cases are those that other launchers were seen to fail: see docs/design.md, "Launch".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import launch_jobs
+import pytest
+
+import gpipe_cli
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.launch import report
+from gpipe_cli.launch.inline import launch_inline
+from gpipe_cli.launch.supervisor import Job, WorkerFailed, launch
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for left-over processes in /proc")
+
+COMMAND = [sys.executable, str(Path(launch_jobs.__file__))]
+GONE_SECONDS = 10.0
+MARK = "GPIPE_TEST_MARK"
+
+
+class Command:
+    """A command process that launches a job, and a way to find everything that it started."""
+
+    def __init__(self, run_dir: Path, *arguments: str, prefix: tuple[str, ...] = ()) -> None:
+        self.mark = uuid.uuid4().hex
+        package_root = str(Path(gpipe_cli.__file__).parent.parent)
+        path = os.pathsep.join(filter(None, [package_root, str(run_dir.parent), os.environ.get("PYTHONPATH")]))
+        self.run_dir = run_dir
+        self.errors = run_dir / "stderr"
+        self.process = subprocess.Popen(
+            [*prefix, *COMMAND, *arguments],
+            env={**os.environ, MARK: self.mark, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=self.errors.open("w"),
+            text=True,
+            start_new_session=True,  # as a terminal's foreground job: its own process group, for Ctrl-C
+        )
+        self.ready: list[dict[str, Any]] = []
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            yield json.loads(line)
+
+    def wait_until_ready(self, workers: int) -> None:
+        for event in self.events():
+            if event["event"] == "ready":
+                self.ready.append(event)
+            if len(self.ready) == workers:
+                time.sleep(0.1)  # from the announcement into the blocking call
+                return
+        pytest.fail(f"the command ended before its workers were ready: {self.errors.read_text()}")
+
+    def press_ctrl_c(self) -> None:
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def left_over(self) -> list[str]:
+        """The command lines of the processes that carry this command's mark; a zombie's environment is empty."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if f"{MARK}={self.mark}".encode() in (folder / "environ").read_bytes():
+                    found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+            except OSError:
+                continue
+        return found
+
+    def end(self) -> tuple[int, str]:
+        """Wait for the command and all it started to be gone, within the promised time; (exit code, stderr)."""
+        deadline = time.monotonic() + GONE_SECONDS
+        code = self.process.wait(timeout=GONE_SECONDS)
+        while (left := self.left_over()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not left
+        return code, self.errors.read_text()
+
+    def clean_up(self) -> None:
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if self.mark.encode() in (folder / "environ").read_bytes():
+                    os.kill(int(folder.name), signal.SIGKILL)
+            except OSError:
+                continue
+        self.process.wait()
+
+
+@pytest.fixture
+def command(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Starts `command("entry", workers, **fields of Job)`."""
+    started: list[Command] = []
+
+    def start(entry: str, workers: int = 3, prefix: tuple[str, ...] = (), **job: Any) -> Command:
+        options = [f"{key}={json.dumps(value)}" for key, value in job.items()]
+        run_dir = tmp_path / f"job{len(started)}"
+        run_dir.mkdir()
+        started.append(Command(run_dir, entry, str(workers), str(run_dir), *options, prefix=prefix))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.clean_up()
+
+
+# ---------------------------------------------------------------------------------------------- a run that goes well
+
+
+@pytest.mark.parametrize("fork", [True, False], ids=["fork", "spawn"])
+def test_rank_0_returns_its_value_and_sees_the_commands_directory_and_modules(command: Any, fork: bool) -> None:
+    started = command("describe", fork=fork, config={"K": 3, "name": "ü"}, threads=2)
+    *hello, result = list(started.events())
+    assert started.end()[0] == 0
+    assert sorted(event["rank"] for event in hello) == [0, 1, 2]
+    assert hello[0]["text"] == "line\nbreak"
+    value = result["value"]
+    assert value["rank"] == 0 and value["world_size"] == 3 and value["config"] == {"K": 3, "name": "ü"}
+    assert value["cwd"] == str(Path.cwd()) and value["threads"] == "2"
+    assert value["sys_path"][0] == str(Path(launch_jobs.__file__).parent)
+    assert "a line" in (started.run_dir / "workers" / "rank_2.log").read_text()
+
+
+@pytest.mark.parametrize(("workers", "fork"), [(1, True), (3, True), (2, False)], ids=["K=1", "K=3", "K=2, spawn"])
+def test_workers_meet_in_an_all_reduce(command: Any, workers: int, fork: bool) -> None:
+    started = command("all_reduce", workers, fork=fork, preload=["torch"])
+    *_, result = started.events()
+    assert started.end()[0] == 0
+    assert result["value"] == workers * (workers + 1) / 2
+
+
+def test_two_jobs_at_the_same_time_do_not_meet(command: Any) -> None:
+    both = [command("all_reduce", 2), command("all_reduce", 3)]
+    assert [list(started.events())[-1]["value"] for started in both] == [3, 6]
+    assert [started.end()[0] for started in both] == [0, 0]
+
+
+def test_sixteen_workers_start_nearly_as_fast_as_one(command: Any) -> None:
+    def seconds(workers: int) -> float:
+        begin = time.time()
+        started = command("all_reduce", workers, preload=["torch", "torch.distributed"])
+        last = max(event["time"] for event in started.events() if event["event"] == "reduced")
+        assert started.end()[0] == 0
+        return last - begin
+
+    one, sixteen = seconds(1), seconds(16)
+    assert sixteen < one + 3, f"K=1 took {one:.1f} s, K=16 {sixteen:.1f} s"
+
+
+def test_modules_that_start_threads_are_not_forked(command: Any, tmp_path: Path) -> None:
+    (tmp_path / "with_thread.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(5,), daemon=True).start()\n"
+    )
+    started = command("describe", 2, preload=["with_thread"])
+    events = list(started.events())
+    assert started.end()[0] == 0
+    assert [event["message"] for event in events if event["event"] == "warning"] == [
+        "importing the preloaded modules started 1 threads: workers start one by one, which takes longer"
+    ]
+    assert events[-1]["value"]["world_size"] == 2
+
+
+def test_a_worker_may_use_a_multiprocessing_pool(command: Any) -> None:
+    started = command("use_pool", 1)
+    assert list(started.events())[-1]["value"] == [1, 2]
+    assert started.end()[0] == 0
+
+
+def test_children_that_a_worker_leaves_behind_are_ended(command: Any) -> None:
+    started = command("leave_child_behind", 1)
+    assert started.end()[0] == 0
+
+
+def test_the_commands_own_environment_and_signal_handlers_stay_as_they_are(tmp_path: Path) -> None:
+    environment, handler = dict(os.environ), signal.getsignal(signal.SIGINT)
+    launch(Job(tmp_path, 1, "launch_jobs:describe", {}), lambda event: None)
+    assert dict(os.environ) == environment
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_a_console_that_does_not_read_holds_no_worker_up(tmp_path: Path) -> None:
+    numbers: list[int] = []
+
+    def slow(event: dict[str, Any]) -> None:
+        if not numbers:
+            time.sleep(1)  # meanwhile the workers' sockets are full
+        numbers.append(event["number"])
+
+    launch(Job(tmp_path, 1, "launch_jobs:emit_many", {"events": 2000}), slow)
+    assert numbers == list(range(2000))
+
+
+# ------------------------------------------------------------------------------------------------- a worker fails
+
+
+@pytest.mark.parametrize("fork", [True, False], ids=["fork", "spawn"])
+@pytest.mark.parametrize(
+    ("entry", "cause"),
+    [
+        ("raise_value_error", "ValueError: the real cause"),
+        ("exit_hard", "worker 1 ended with exit code 3 and left no error report"),
+        ("exit_hard_with_zero", "worker 1 ended with exit code 0 and left no error report"),
+        ("exit_politely", "SystemExit: 5"),
+        ("crash", "worker 1 was killed by SIGSEGV"),
+        ("refuse_configuration", "use pipeline.K<=8"),
+        ("return_unwritable", "not JSON serializable"),
+        ("no_such_function", "has no attribute 'no_such_function'"),
+    ],
+)
+def test_a_failing_worker_ends_the_job_with_its_cause(command: Any, entry: str, cause: str, fork: bool) -> None:
+    code, errors = command(entry, fork=fork).end()
+    assert code == 1
+    assert cause in errors
+
+
+@pytest.mark.parametrize(
+    ("entry", "cause"),
+    [
+        ("fail_beside_recv", "ValueError: the real cause"),
+        ("kill_beside_recv", "worker 1 was killed by SIGKILL (usually the kernel's out-of-memory killer"),
+        ("fail_after_leaving_group", "ValueError: the real cause"),
+    ],
+)
+def test_peers_that_wait_inside_gloo_do_not_hide_the_cause(command: Any, entry: str, cause: str) -> None:
+    code, errors = command(entry, preload=["torch"]).end()
+    assert code == 1
+    assert cause in errors
+    assert "gloo" not in errors
+
+
+def test_the_error_says_where_in_the_pipeline_it_happened_and_names_the_log(command: Any) -> None:
+    started = command("fail_beside_recv", preload=["torch"])
+    _, errors = started.end()
+    assert "worker 1 failed at cell 1, layer encoder.3, micro-batch 2, instruction F1.2:" in errors
+    assert errors.rstrip().endswith(f"log: {started.run_dir}/workers/rank_1.log")
+    assert "gpipe_cli/launch" not in errors  # its own frames say nothing
+
+
+def test_the_last_log_lines_of_a_killed_worker_are_shown(command: Any) -> None:
+    _, errors = command("kill_beside_recv", preload=["torch"]).end()
+    assert errors.rstrip().endswith("rank_1.log:\nallocating")
+
+
+def test_a_configuration_error_is_its_message_and_nothing_else(command: Any) -> None:
+    _, errors = command("refuse_configuration").end()
+    assert errors == "pipeline.K=9 but the model has 8 layers: use pipeline.K<=8\n"
+
+
+def test_a_module_that_cannot_be_preloaded_is_named(command: Any) -> None:
+    code, errors = command("describe", preload=["no_such_module"]).end()
+    assert code == 1
+    assert "No module named 'no_such_module'" in errors
+
+
+def test_a_stalled_job_ends_with_who_waits_where_and_the_stacks_in_the_logs(command: Any) -> None:
+    started = command("deadlock", preload=["torch"], stall_seconds=2.0)
+    started.wait_until_ready(3)
+    code, errors = started.end()
+    assert code == 1
+    assert "no worker has made progress for 2 s" in errors
+    assert "worker 2: cell 2, instruction r2.0" in errors
+    assert "in recv" in (started.run_dir / "workers" / "rank_0.log").read_text()
+
+
+def test_a_worker_failure_can_be_pickled() -> None:
+    assert str(pickle.loads(pickle.dumps(WorkerFailed("worker 1 failed")))) == "worker 1 failed"
+
+
+def test_echoes_of_a_peers_end_are_told_from_causes() -> None:
+    def caught(raise_it: Any) -> BaseException:
+        try:
+            raise_it()
+        except Exception as error:
+            return error
+        raise AssertionError
+
+    def wrap() -> None:
+        try:
+            raise RuntimeError("[third_party/gloo/pair.cc:534] Connection closed by peer")
+        except RuntimeError as error:
+            raise LookupError("cell 1") from error
+
+    echo = RuntimeError("[third_party/gloo/pair.cc:534] Connection closed by peer")
+    assert report.suspicion(ValueError("x")) == 0
+    assert report.suspicion(caught(wrap)) == 1
+    assert report.suspicion(echo) == 2
+
+
+# ---------------------------------------------------------------------------------------- processes that are killed
+
+
+@pytest.mark.parametrize("entry", ["sleep", "deadlock"])
+@pytest.mark.parametrize("fork", [True, False], ids=["fork", "spawn"])
+def test_nothing_survives_a_killed_command(command: Any, entry: str, fork: bool) -> None:
+    started = command(entry, 2, fork=fork, preload=["torch"] if entry == "deadlock" else [])
+    started.wait_until_ready(2)
+    started.process.kill()
+    assert started.end()[0] == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("entry", ["sleep", "deadlock"])
+def test_a_killed_starter_ends_the_job(command: Any, entry: str) -> None:
+    started = command(entry, preload=["torch"] if entry == "deadlock" else [])
+    started.wait_until_ready(3)
+    os.kill(started.ready[0]["parent"], signal.SIGKILL)
+    code, errors = started.end()
+    assert code == 1
+    assert "the process that starts the workers was killed by SIGKILL" in errors
+
+
+def test_a_worker_killed_from_outside_ends_the_job(command: Any) -> None:
+    started = command("deadlock", preload=["torch"])
+    started.wait_until_ready(3)
+    victim = next(event for event in started.ready if event["rank"] == 2)
+    os.kill(victim["pid"], signal.SIGKILL)
+    code, errors = started.end()
+    assert code == 1
+    assert "worker 2 was killed by SIGKILL" in errors
+
+
+# -------------------------------------------------------------------------------------------------- asked to stop
+
+
+SIGNALS = [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+
+
+@pytest.mark.parametrize(("number", "expected"), SIGNALS, ids=["SIGINT", "SIGTERM", "SIGHUP"])
+def test_the_first_signal_lets_the_run_save_and_end(command: Any, number: signal.Signals, expected: int) -> None:
+    started = command("run_until_stopped")
+    started.wait_until_ready(3)
+    os.killpg(started.process.pid, number)
+    assert next(started.events()) == {"event": "stopping", "signal": number.name, "grace_seconds": 8.0}
+    assert started.end()[0] == expected
+    assert (started.run_dir / "saved").exists()
+
+
+@pytest.mark.parametrize(("number", "expected"), SIGNALS[:2], ids=["SIGINT", "SIGTERM"])
+def test_a_deadlocked_job_is_killed_after_the_grace_period(command: Any, number: signal.Signals, expected: int) -> None:
+    started = command("deadlock", preload=["torch"], grace_seconds=1.0)
+    started.wait_until_ready(3)
+    os.killpg(started.process.pid, number)
+    assert [event["event"] for event in started.events()] == ["stopping", "killed"]
+    assert started.end()[0] == expected
+
+
+def test_a_second_ctrl_c_ends_the_job_at_once(command: Any) -> None:
+    started = command("deadlock", preload=["torch"], grace_seconds=60.0)
+    started.wait_until_ready(3)
+    started.press_ctrl_c()
+    assert next(started.events())["event"] == "stopping"
+    started.press_ctrl_c()
+    begin = time.monotonic()
+    assert started.end()[0] == -signal.SIGINT
+    assert time.monotonic() - begin < 5
+
+
+def test_ctrl_c_works_where_a_script_has_put_the_command_in_the_background(command: Any) -> None:
+    started = command("run_until_stopped", 1, prefix=("sh", "-c", 'trap "" INT HUP; exec "$@"', "sh"))
+    started.wait_until_ready(1)
+    os.kill(started.process.pid, signal.SIGHUP)  # ignored: nohup
+    os.kill(started.process.pid, signal.SIGINT)
+    assert next(started.events())["signal"] == "SIGINT"
+    started.end()
+    assert (started.run_dir / "saved").exists()
+
+
+def test_workers_outlive_a_sigterm_that_a_batch_system_sends_to_every_process(command: Any) -> None:
+    started = command("run_until_stopped", 2)
+    started.wait_until_ready(2)
+    for process in (*(event["pid"] for event in started.ready), started.ready[0]["parent"], started.process.pid):
+        os.kill(process, signal.SIGTERM)
+    assert started.end()[0] == 143
+    assert (started.run_dir / "saved").exists()
+
+
+def test_a_failure_while_stopping_is_told(command: Any) -> None:
+    started = command("stop_and_fail", 1)
+    started.wait_until_ready(1)
+    started.press_ctrl_c()
+    code, errors = started.end()
+    assert code == -signal.SIGINT
+    assert "OSError: disk full" in errors
+
+
+# ----------------------------------------------------------------------------------------- inside the calling process
+
+
+def test_inline_runs_the_entry_here_again_and_again(tmp_path: Path) -> None:
+    events: list[dict[str, Any]] = []
+    job = Job(tmp_path, 1, "launch_jobs:all_reduce", {})
+    assert [launch_inline(job, events.append) for _ in range(2)] == [1.0, 1.0]
+    assert [event["event"] for event in events] == ["reduced", "reduced"]
+
+
+def test_inline_refuses_more_than_one_worker(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="2 workers"):
+        launch_inline(Job(tmp_path, 2, "launch_jobs:describe", {}), print)
+
+
+# ------------------------------------------------------------------------------------------------- under torchrun
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--no-python")
+
+
+def test_ranks_of_torchrun_run_several_jobs_one_after_the_other(command: Any) -> None:
+    started = command("all_reduce,all_reduce", prefix=TORCHRUN)
+    values = [event["value"] for event in started.events() if event["event"] == "result"]
+    assert started.end()[0] == 0
+    assert values == [3.0] * 4
+
+
+def test_a_failing_rank_of_torchrun_ends_all_with_its_cause_and_place(command: Any) -> None:
+    started = command("fail_beside_recv", prefix=TORCHRUN)
+    code, errors = started.end()
+    assert code == 1
+    assert "worker 1 failed at cell 1, layer encoder.3, micro-batch 2, instruction F1.2:" in errors
+    record = json.loads((started.run_dir / "0" / "workers" / "error_1.json").read_text())
+    assert record["type"] == "ValueError" and record["suspicion"] == 0
+
+
+def test_ranks_of_torchrun_die_with_it(command: Any) -> None:
+    started = command("deadlock", prefix=TORCHRUN)
+    started.wait_until_ready(2)
+    started.process.kill()
+    assert started.end()[0] == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_any_rank_lets_all_save_and_end(command: Any, rank: int) -> None:
+    started = command("exchange_until_stopped", prefix=TORCHRUN)
+    (started.run_dir / "0").mkdir()
+    started.wait_until_ready(2)
+    os.kill(next(event["pid"] for event in started.ready if event["rank"] == rank), signal.SIGTERM)
+    started.end()
+    assert sorted(path.name for path in (started.run_dir / "0").glob("saved_*")) == ["saved_0", "saved_1"]
+
+
+def test_ctrl_c_under_torchrun_lets_all_save_and_end(command: Any) -> None:
+    started = command("exchange_until_stopped", prefix=TORCHRUN)
+    (started.run_dir / "0").mkdir()
+    started.wait_until_ready(2)
+    started.press_ctrl_c()
+    assert started.end()[0] != 0
+    assert sorted(path.name for path in (started.run_dir / "0").glob("saved_*")) == ["saved_0", "saved_1"]
+
+
+def test_two_machines_end_together_when_one_fails(command: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    nodes = [
+        command(
+            "fail_beside_recv",
+            prefix=(
+                *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}"),
+                *("--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}", "--no-python"),
+            ),
+        )
+        for node in (0, 1)
+    ]
+    ends = [node.end() for node in nodes]
+    assert [code for code, _ in ends] == [1, 1]
+    assert "ValueError: the real cause" in ends[1][1]
