@@ -10,7 +10,8 @@ import bisect
 import difflib
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
@@ -48,6 +49,7 @@ class Inventory(NamedTuple):
 
     names: dict[str, list[str]]
     units: list[str]
+    relative: list[tuple[str, str]]
 
 
 def check_languages(codes: Sequence[str] | None) -> list[str]:
@@ -76,9 +78,11 @@ def _nearest(code: object) -> str:
 
 
 def corpus_size(code: str, largest: int, smallest: int) -> int:
-    """Training pairs of a language: a straight line on a logarithmic scale over the table's ranks, as in the paper's
-    Figure 3 (sizes from billions of sentences down to tens of thousands). It does not depend on the chosen languages,
-    so that a bilingual baseline trains on exactly the pairs of the multilingual run."""
+    """Training pairs of a language: a straight line on a logarithmic scale over the table's ranks.
+
+    The paper's sizes fall in the same way (section 5). A size does not depend on the languages chosen, so that a
+    bilingual baseline trains on exactly the pairs of the multilingual run.
+    """
     share: float = (smallest / largest) ** (RANK[code] / (len(LANGUAGES) - 1))
     return round(largest * share)
 
@@ -105,12 +109,11 @@ def held_out_pairs(code: str, split: str, seed: int) -> list[tuple[int, Pair]]:
     The English items are the same for every language.
     """
     english, strings = locale_strings("en"), locale_strings(code)
-    names = {(kind, key) for kind, keys in unambiguous_inventory(code).names.items() for key in keys}
-    units = set(unambiguous_inventory(code).units)
+    known = _keys(unambiguous_inventory(code))
     found: dict[str, tuple[int, Pair]] = {}
     for number, item in enumerate(held_out_items(split, seed)):
         target, source = render(item, english), render(item, strings)
-        if target is None or source is None or source == target or not _known(item, names, units):
+        if target is None or source is None or source == target or not known.issuperset(_used(item)):
             continue
         found.setdefault(source, (number, Pair(source, target)))
     return list(found.values())
@@ -143,8 +146,10 @@ def split_of(key: str) -> str:
 
 
 def content_key(item: Item) -> str:
-    """What the English side says, without style and order: "A, B or C" and "C, A and B" have one key, and so have the
-    long and the full form of a day, with or without a time."""
+    """What the English side says, without style and order.
+
+    "A, B or C" and "C, A and B" have one key, and so have the long and the full form of a day, with or without a time.
+    """
     kind = item[0]
     if kind in ("date", "date and time"):
         return f"day {item[2]}"
@@ -155,7 +160,7 @@ def content_key(item: Item) -> str:
 
 @cache
 def unambiguous_inventory(code: str) -> Inventory:
-    """The names and units of a language that are its own, have an English, and mean one English thing only.
+    """The names, units and relative times that are a language's own, have an English, and mean one English thing only.
 
     Thai has one word for "Polish" and "Poland": no source tag tells which, so both are left out.
     """
@@ -166,25 +171,48 @@ def unambiguous_inventory(code: str) -> Inventory:
     names: dict[str, list[str]] = {kind: [] for kind in NAME_KINDS}
     for (kind, key), text in strings.names.items():
         forms = {text, *strings.currencies.get(key, {}).values()} if kind == "currency" else {text}
-        if (kind, key) in english.names and all(len(meanings[form]) == 1 for form in forms):
+        if (kind, key) in english.names and _one(meanings, forms):
             names[kind].append(key)
-    units = [unit for unit, forms in strings.units.items()
-             if unit in english.units and all(len(meanings[form]) == 1 for form in forms.values())]  # fmt: skip
-    return Inventory(names, units)
+    units = [unit for unit, forms in strings.units.items() if unit in english.units and _one(meanings, forms.values())]
+    relative = [field for field, forms in strings.relative.items() if _one(meanings, forms.values())]
+    return Inventory(names, units, relative)
+
+
+def _one(meanings: dict[str, set[str]], texts: Iterable[str]) -> bool:
+    return all(len(meanings[text]) == 1 for text in texts)
 
 
 @cache
 def core_inventory() -> Inventory:
     """What at least nine in ten of all 102 languages can say: the material of the held-out items."""
-    counts: dict[tuple[str, str], int] = {}
-    for language in LANGUAGES:
-        inventory = unambiguous_inventory(language.code)
-        for kind, keys in [*inventory.names.items(), ("unit", inventory.units)]:
-            for key in keys:
-                counts[kind, key] = counts.get((kind, key), 0) + 1
+    counts = Counter(key for language in LANGUAGES for key in _keys(unambiguous_inventory(language.code)))
     core = sorted(key for key, count in counts.items() if count >= CORE_SHARE * len(LANGUAGES))
     names = {kind: [key for of, key in core if of == kind] for kind in NAME_KINDS}
-    return Inventory(names, [key for kind, key in core if kind == "unit"])
+    relative = [(field, direction) for field, direction in core if field in RELATIVE_FIELDS]
+    return Inventory(names, [key for kind, key in core if kind == "unit"], relative)
+
+
+def _keys(inventory: Inventory) -> set[tuple[str, str]]:
+    """All of an inventory, as (kind, key); relative times are (field, direction) already."""
+    names = {(kind, key) for kind, keys in inventory.names.items() for key in keys}
+    return names | {("unit", unit) for unit in inventory.units} | set(inventory.relative)
+
+
+def _used(item: Item) -> list[tuple[str, str]]:
+    """The keys (as of `_keys`) that an item is made of."""
+    kind = item[0]
+    if kind == "list":
+        return [key for part in item[2] for key in _used(part)]
+    if kind == "language in territory":
+        return [("language", item[1]), ("territory", item[2])]
+    of_kind = {
+        "name": item[1:],
+        "money": ("currency", item[-1]),
+        "unit": ("unit", item[-1]),
+        "zone time": ("zone", item[-1]),
+        "relative": item[2:],
+    }
+    return [of_kind[kind]] if kind in of_kind else []
 
 
 def _texts(strings: LocaleStrings, english: LocaleStrings) -> Iterator[tuple[str, str]]:
@@ -201,22 +229,6 @@ def _texts(strings: LocaleStrings, english: LocaleStrings) -> Iterator[tuple[str
     for field, forms in strings.relative.items():
         for form in forms.values():
             yield form, english.relative[field]["other"]
-
-
-def _known(item: Item, names: set[tuple[str, str]], units: set[str]) -> bool:
-    """Whether every name and unit of the item is unambiguous in the language."""
-    kind = item[0]
-    if kind == "list":
-        return all(_known(part, names, units) for part in item[2])
-    if kind == "unit":
-        return item[2] in units
-    used = {
-        "name": item[1:],
-        "money": ("currency", item[2]),
-        "zone time": ("zone", item[2]),
-        "language in territory": ("language", item[1]),
-    }.get(kind)
-    return (used is None or used in names) and (kind != "language in territory" or ("territory", item[2]) in names)
 
 
 class _Draw:
@@ -261,8 +273,8 @@ class _Draw:
         return ("unit", self._number(), self._inventory.units[self._below(len(self._inventory.units))])
 
     def _relative(self) -> Item:
-        field = RELATIVE_FIELDS[self._below(len(RELATIVE_FIELDS))]
-        return ("relative", str(1 + self._below(120)), field, self._weighted({"past": 1, "future": 1}))
+        known = self._inventory.relative
+        return ("relative", str(1 + self._below(120)), *known[self._below(len(known))]) if known else self.item()
 
     def _number(self) -> str:
         """Up to 100, up to ten million, or with a digit or two after the point (the last one never 0)."""

@@ -71,9 +71,8 @@ class ExampleSource:
         for size in (self._batch_size, remainder or self._batch_size):
             parts_of_replica(size, parts, replica, replicas, "data.batch_size (or set data.drop_last)")
         start = position or {"epoch": 0, "batch": 0}
-        batches = self._count // self._batch_size + bool(remainder)
         loaded = self._load(self._train_set, self._keys(start["epoch"], start["batch"], parts, replica, replicas))
-        return _grouped(loaded, parts, _positions(start["epoch"], start["batch"], batches))
+        return _grouped(loaded, parts, _positions(start["epoch"], start["batch"], self._batches))
 
     def evaluation(self, parts: int) -> Iterator[Batch]:
         """All examples once, in order; the last batch may have fewer parts."""
@@ -84,6 +83,16 @@ class ExampleSource:
         loaded = self._load(self._evaluation_set, iter(keys))
         for first, of_batch in slices.items():
             yield Batch(list(islice(loaded, len(of_batch))), first)
+
+    def epoch(self, position: Any) -> float:
+        """How often all examples were read up to `position`."""
+        start = position or {"epoch": 0, "batch": 0}
+        return float(start["epoch"] + start["batch"] / self._batches)
+
+    @property
+    def _batches(self) -> int:
+        """Mini-batches of an epoch."""
+        return self._count // self._batch_size + bool(not self._drop_last and self._count % self._batch_size)
 
     def _keys(self, epoch: int, batch: int, parts: int, replica: int, replicas: int) -> Iterator[list[Key]]:
         """The keys of each part of this replica, epoch after epoch."""

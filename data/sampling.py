@@ -12,7 +12,7 @@ from .source import permutation
 
 
 def temperature_shares(sizes: Sequence[int], temperature: float) -> npt.NDArray[np.float64]:
-    """p ∝ size^(1/T): 1 keeps the corpus' own shares, infinity gives every language the same."""
+    """p ∝ size^(1/T). T = 1 keeps the corpus' own shares, infinity gives every language the same."""
     weights = np.asarray(sizes, np.float64) ** (1 / temperature)
     return np.asarray(weights / weights.sum())
 

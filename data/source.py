@@ -57,6 +57,8 @@ class Source(Protocol):
     def evaluation(self, parts: int) -> Iterator[Batch]:
         """The whole evaluation set once; the last batches may have fewer parts."""
 
+    # Optional: `epoch(position) -> float`, how often the data was read up to `position`; trainer.epochs needs it.
+
 
 def no_report(text: str, done: int, total: int) -> None:
     """A `Report` that says nothing, for use outside a training run."""

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,10 +29,11 @@ from .vocabulary import Vocabulary, train_vocabulary
 FORMAT = 1  # raised when the same parameters would give another corpus
 VOCABULARY_PAIRS = 56_000  # sentences shown to SentencePiece: more cost time and change little
 VOCABULARY_TEMPERATURE = 5.0
+ABANDONED_SECONDS = 24 * 3600
 
 NOTICE = """\
 Made from the Unicode Common Locale Data Repository (CLDR) as packaged by Babel.
-Copyright © 1991-2025 Unicode, Inc. All rights reserved. Used under the Unicode License V3 (SPDX: Unicode-3.0),
+Copyright © 2004-2025 Unicode, Inc. All rights reserved. Used under the Unicode License V3 (SPDX: Unicode-3.0),
 https://www.unicode.org/license.txt; provided "AS IS", without warranty of any kind.
 """
 
@@ -147,6 +149,9 @@ def open_store(parameters: CorpusParameters, cache_dir: str | None, report: Repo
 def _draft(cache: Path, name: str) -> Path:
     try:
         cache.mkdir(parents=True, exist_ok=True)
+        for left in cache.glob(".translation-*"):  # by builders that were killed
+            if time.time() - left.stat().st_mtime > ABANDONED_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
         return Path(tempfile.mkdtemp(prefix=f".{name}-", dir=cache))
     except OSError as error:
         raise OSError(f"cannot write the corpus to {cache} ({error}): set data.cache_dir or GPIPE_CACHE") from error

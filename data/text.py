@@ -105,9 +105,9 @@ class TextSource:
         """The text of the ids up to the first end mark."""
         return self._opened.vocabulary.decode(ids)
 
-    @property
-    def vocabulary_size(self) -> int:
-        return self.parameters.vocabulary
+    def epoch(self, position: Any) -> float:
+        """How often the whole text was read up to `position`."""
+        return float((position or {"batch": 0})["batch"] * self._batch_size / self._blocks)
 
     @property
     def _opened(self) -> Store:

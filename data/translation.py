@@ -29,8 +29,8 @@ class HeldOutSample(NamedTuple):
     """A sentence to translate; `source_ids` ends with the end mark, as the model reads it."""
 
     language: str
-    source_text: str
-    reference_text: str
+    source: str
+    reference: str
     source_ids: list[int]
 
 
@@ -80,30 +80,44 @@ class TranslationSource:
         check_limits(
             batch_size=(batch_size, 1, None),
             batch_tokens=(batch_tokens, 1, None),
-            temperature=(temperature, 0.1, None),
+            temperature=(temperature, 1, None),
             max_length=(max_length, 8, None),
             evaluation_per_language=(evaluation_per_language, 1, HELD_OUT_ITEMS),
         )
-        self._batch_size, self._batch_tokens = batch_size or 1, batch_tokens
+        self._pairs = batch_size or 1  # of a mini-batch; with batch_tokens, on average: prepare() counts
+        self._batch_tokens = batch_tokens
         self._temperature, self._max_length, self._seed = temperature, max_length, seed
         self._evaluation_per_language, self._cache_dir = evaluation_per_language, cache_dir
         self._store: Store | None = None
+        self._kept: list[npt.NDArray[np.int64]] = []  # of each language, the numbers of the pairs not too long
 
     def prepare(self, report: Report) -> None:
-        """Build the corpus unless it is cached, and open it."""
-        self._store = open_store(self.parameters, self._cache_dir, report)
+        """Build the corpus unless it is cached, and open it.
+
+        Raises:
+            ValueError: the vocabulary does not suit the corpus, or `max_length` leaves a language no pair.
+        """
+        self._store = store = open_store(self.parameters, self._cache_dir, report)
+        fits = np.maximum(store.source.lengths, store.target.lengths) < self._max_length
+        self._kept = [pairs.start + np.flatnonzero(fits[pairs.start : pairs.stop]) for pairs in store.ranges.values()]
+        for code, numbers in zip(store.ranges, self._kept, strict=True):
+            if not len(numbers):
+                raise ValueError(f"data.max_length={self._max_length} leaves no pair of language '{code}': raise it")
+        if self._batch_tokens is not None:
+            tokens = np.concatenate([store.target.lengths[numbers] for numbers in self._kept])
+            self._pairs = max(1, round(self._batch_tokens / (float(tokens.mean()) + 1)))
 
     def train(self, position: Any, parts: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Mini-batches without end; a position is `{"chunk": c, "batch": b}`, the next one to make."""
         start = position or {"chunk": 0, "batch": 0}
         if self._batch_tokens is None:
-            parts_of_replica(self._batch_size, parts, replica, replicas, "data.batch_size")
+            parts_of_replica(self._pairs, parts, replica, replicas, "data.batch_size")
         return read_ahead(self._train(start["chunk"], start["batch"], parts, replica, replicas))
 
     def evaluation(self, parts: int) -> Iterator[Batch]:
         """`evaluation_per_language` dev sentences of each language, shortest first."""
         samples = self.held_out("dev", self._evaluation_per_language)
-        targets = self._opened.vocabulary.encode([sample.reference_text for sample in samples])
+        targets = self._opened.vocabulary.encode([sample.reference for sample in samples])
         fitting = [i for i, ids in enumerate(targets) if len(ids) < self._max_length]
         order = sorted(fitting, key=lambda i: (len(targets[i]), len(samples[i].source_ids)))
         for first in range(0, len(order), EVALUATION_BATCH * parts):
@@ -139,9 +153,10 @@ class TranslationSource:
         """The text of target ids, up to the first end mark."""
         return self._opened.vocabulary.decode(ids)
 
-    @property
-    def vocabulary_size(self) -> int:
-        return self.parameters.vocabulary
+    def epoch(self, position: Any) -> float:
+        """Pairs read up to `position`, in sizes of the corpus (of which small languages come round more often)."""
+        start, sampler = position or {"chunk": 0, "batch": 0}, self._sampler()
+        return float((start["chunk"] * sampler.chunk + start["batch"] * self._pairs) / sum(map(len, self._kept)))
 
     @property
     def _opened(self) -> Store:
@@ -150,10 +165,9 @@ class TranslationSource:
         return self._store
 
     def _train(self, chunk: int, batch: int, parts: int, replica: int, replicas: int) -> Iterator[Batch]:
-        store, kept = self._opened, self._kept()
-        sampler = self._sampler(kept)
+        store, sampler = self._opened, self._sampler()
         for number in count(chunk):
-            batches = self._mini_batches(sampler, kept, number)
+            batches = self._mini_batches(sampler, number)
             for place in range(batch, len(batches)):
                 numbers = batches[place]
                 slices = parts_of_replica(len(numbers), parts, replica, replicas, "data.batch_tokens")
@@ -161,38 +175,22 @@ class TranslationSource:
                 yield Batch(made, {"chunk": number, "batch": place + 1})
             batch = 0
 
-    def _kept(self) -> list[npt.NDArray[np.int64]]:
-        """The sequence numbers of each language's pairs that are not too long."""
-        store = self._opened
-        fits = np.maximum(store.source.lengths, store.target.lengths) < self._max_length
-        kept = [pairs.start + np.flatnonzero(fits[pairs.start : pairs.stop]) for pairs in store.ranges.values()]
-        for code, numbers in zip(store.ranges, kept, strict=True):
-            if not len(numbers):
-                raise ValueError(f"data.max_length={self._max_length} leaves no pair of language '{code}': raise it")
-        return kept
+    def _sampler(self) -> TemperatureSampler:
+        """A new one for each stream of batches: it remembers where it is."""
+        sizes = [len(numbers) for numbers in self._kept]
+        return TemperatureSampler(sizes, self._temperature, self._pairs * CHUNK_BATCHES, self._seed)
 
-    def _sampler(self, kept: list[npt.NDArray[np.int64]]) -> TemperatureSampler:
-        if self._batch_tokens is None:
-            batch = self._batch_size
-        else:
-            tokens = np.concatenate([self._opened.target.lengths[numbers] for numbers in kept])
-            batch = max(1, round(self._batch_tokens / (float(tokens.mean()) + 1)))
-        sizes = [len(numbers) for numbers in kept]
-        return TemperatureSampler(sizes, self._temperature, batch * CHUNK_BATCHES, self._seed)
-
-    def _mini_batches(
-        self, sampler: TemperatureSampler, kept: list[npt.NDArray[np.int64]], chunk: int
-    ) -> list[npt.NDArray[np.int64]]:
-        """The sequence numbers of each mini-batch of a chunk: alike in length within, in random order among them."""
+    def _mini_batches(self, sampler: TemperatureSampler, chunk: int) -> list[npt.NDArray[np.int64]]:
+        """The pair numbers of each mini-batch of a chunk: alike in length within, in random order among them."""
         languages, indices = sampler.items(chunk)
-        starts = np.cumsum([0, *map(len, kept)])
-        numbers = np.concatenate(kept)[starts[languages] + indices]
+        starts = np.cumsum([0, *map(len, self._kept)])
+        numbers = np.concatenate(self._kept)[starts[languages] + indices]
         store = self._opened
         source, target = store.source.lengths[numbers] + 1, store.target.lengths[numbers] + 1
         # By padded target length, then by source: padding is then a fifth. Equal lengths stay as they were drawn.
         order = np.lexsort((source, -(-target // PAD_MULTIPLE)))
         if self._batch_tokens is None:
-            cuts = np.arange(self._batch_size, len(numbers), self._batch_size)
+            cuts = np.arange(self._pairs, len(numbers), self._pairs)
         else:
             tokens = np.cumsum(target[order])
             batches = max(1, round(int(tokens[-1]) / self._batch_tokens))

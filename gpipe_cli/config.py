@@ -27,6 +27,7 @@ class PipelineConfig:
         workers: processes of one replica; "auto" is settled by the command before any worker starts.
         replicas: copies of the pipeline. threads: per worker; the same number gives the same bits.
         backend, device: what workers talk by, and where they compute.
+        sync_batchnorm: whether replicas share BatchNorm's training statistics (paper, section 2.2).
     """
 
     K: Count
@@ -40,6 +41,7 @@ class PipelineConfig:
     threads: Count
     backend: Literal["auto", "gloo", "nccl"]
     device: Literal["auto", "cpu", "cuda"]
+    sync_batchnorm: bool
 
     @property
     def worker_count(self) -> int:

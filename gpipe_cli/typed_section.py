@@ -73,7 +73,7 @@ def read_section(kind: type[T], values: object, prefix: str) -> T:
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
     """The sentence that refuses a key and says what to type instead."""
-    names = list(known)
+    names = list(dict.fromkeys(known))
     near = nearest(key, names)
     if near:
         return f"there is no key {key}; did you mean {' or '.join(near)}?"
@@ -83,7 +83,7 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
     """At most three of ``known`` that look like ``word``; a difference of case alone is nearest of all."""
-    names = list(known)
+    names = list(dict.fromkeys(known))
     same = [name for name in names if name.lower() == word.lower()]
     if same:
         return same

@@ -50,7 +50,7 @@ def train(layers: Layers, optimizers: Sequence[Optimizer], steps: Sequence[int])
         hidden = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
         for layer in layers.values():
             hidden = layer(hidden)
-        hidden.square().mean().backward()
+        hidden.square().mean().backward()  # type: ignore[no-untyped-call]
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

@@ -98,9 +98,9 @@ def test_dtypes_empty_tensors_and_numbers_keep_their_bits(tmp_path: Path) -> Non
 
 
 def test_channels_last_weights_keep_their_memory_layout_and_values(tmp_path: Path) -> None:
-    layer = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    layer = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     info = save(tmp_path, 1, {"conv": layer})
-    other = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    other = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     restore_layer("conv", other, None, load_layer(info, "conv"))
     assert torch.equal(other.weight, layer.weight)
     assert other.weight.is_contiguous(memory_format=torch.channels_last)
@@ -112,7 +112,7 @@ def test_the_snapshot_is_of_the_moment_of_begin(tmp_path: Path) -> None:
     before = bits(layers["embed"].weight)  # type: ignore[arg-type]
     writer.begin(1, {name: layer_state(layer, None) for name, layer in layers.items()})
     with torch.no_grad():
-        layers["embed"].weight.zero_()  # type: ignore[operator, union-attr]
+        layers["embed"].weight.zero_()  # type: ignore[operator]
     writer.wait()
     assert bits(load_layer(writer.commit(1, RunState(), 1), "embed").weights["weight"]) == before
 
@@ -186,7 +186,7 @@ def test_an_optimizer_whose_state_cannot_be_stored_is_named() -> None:
     layer = nn.Linear(1, 1)
     optimizer = torch.optim.LBFGS(layer.parameters())
     layer(torch.ones(1, 1)).sum().backward()
-    optimizer.step(lambda: 0.0)
+    optimizer.step(lambda: 0.0)  # type: ignore[no-untyped-call]
     with pytest.raises(CheckpointError, match=r"LBFGS keeps '.*' of parameter weight as list"):
         layer_state(layer, optimizer)
 

@@ -412,7 +412,7 @@ def test_inline_refuses_more_than_one_worker(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------- under torchrun
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--no-python")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "--no-python")
 
 
 def test_ranks_of_torchrun_run_several_jobs_one_after_the_other(command: Any) -> None:

@@ -71,7 +71,7 @@ class TestGpipe:
     def test_two_cells_on_a_worker_run_one_after_the_other(self) -> None:
         assert grid("gpipe", (0, 0, 1), 2, "always") == lines("""
             worker 0 cell 0 | F0    F1        .  .    R1 B1       R0 B0
-            worker 0 cell 1 |    F0    F1 R1  . B1       R0 B0
+            worker 0 cell 1 |    F0    F1 R1  .  . B1       R0 B0
             worker 1 cell 2 |  .  . F0  . F1 R1 B1 R0 B0  .  .  .  .  .
         """)
 
@@ -148,11 +148,11 @@ class TestArguments:
             schedule("gpip", (0, 1), 2, "never")
 
     def test_unknown_remat_lists_the_known_ones(self) -> None:
-        with pytest.raises(ScheduleError, match="pipeline.remat=often: use always, except_last, never"):
+        with pytest.raises(ScheduleError, match=r"pipeline\.remat=often: use always, except_last, never"):
             schedule("gpipe", (0, 1), 2, "often")
 
     def test_no_micro_batch(self) -> None:
-        with pytest.raises(ScheduleError, match="pipeline.M=0"):
+        with pytest.raises(ScheduleError, match=r"pipeline\.M=0"):
             schedule("gpipe", (0, 1), 0, "never")
 
     def test_a_worker_without_a_cell(self) -> None:
@@ -290,7 +290,9 @@ class TestValidatorRefuses:
 
     def test_a_message_inside_a_worker(self) -> None:
         lists = parsed("F0.0 F1.0 sa0.0 B1.0 B0.0")
-        assert refusal(lists, (0, 0), 1, "never").endswith("cell 1 is on the same worker, where a boundary is no message")
+        assert refusal(lists, (0, 0), 1, "never").endswith(
+            "cell 1 is on the same worker, where a boundary is no message"
+        )
 
     def test_always_without_a_recompute(self) -> None:
         assert "B0.0: needs R0.0 before it" in refusal(schedule("gpipe", (0, 1), 1, "except_last"), (0, 1), 1, "always")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpipe_cli.trainer import checkpoint_files
-from gpipe_cli.trainer.checkpoint_files import CheckpointError, CheckpointInfo
+from ..trainer import checkpoint_files
+from ..trainer.checkpoint_files import CheckpointError, CheckpointInfo
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -69,7 +69,8 @@ def join(entry: str, config: dict[str, Any], run_dir: Path, on_event: OnEvent) -
         emit=lambda event: on_event({"rank": rank, **event}),
         stop_requested=lambda: stop.requested(context.store),
     )
-    with StopSignals(lambda: stop.note(context.store)) as signals:
+    store = context.store  # before there is a signal handler that uses it
+    with StopSignals(lambda: stop.note(store)) as signals:
         try:
             value = call_entry(entry, context, config, threads=None)
         except BaseException as error:

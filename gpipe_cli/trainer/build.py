@@ -11,12 +11,12 @@ import torch
 from hydra.utils import instantiate
 from torch import nn
 
-from ..config import PipelineConfig
+from ..config import PipelineConfig, PrecisionConfig
 from ..data.source import Source
 from ..errors import ConfigurationError
 from ..layers import LayerBuilder
 from ..pipeline.cell import BuiltLayer, Cell, build_layer
-from ..pipeline.cost import layer_costs, shared_parameters
+from ..pipeline.cost import CostError, layer_costs, shared_parameters
 from ..pipeline.partition import PartitionError, cell_costs, cell_layers, partition, place
 from ..pipeline.randomness import NoiseSource
 from ..tasks.base import Task
@@ -68,11 +68,11 @@ def build_lr_schedule(
     return cast(torch.optim.lr_scheduler.LRScheduler, _instantiate("schedule", section, optimizer))
 
 
-def build_autocast(precision: Mapping[str, Any], device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+def build_autocast(precision: PrecisionConfig, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
     """The context in which forward runs: bf16 autocast or nothing."""
-    if precision.get("autocast") is None:
+    if precision.autocast is None:
         return nullcontext
-    dtype = getattr(torch, precision["autocast"])
+    dtype = getattr(torch, precision.autocast)
     return lambda: torch.autocast(device.type, dtype)
 
 
@@ -137,11 +137,11 @@ def cut_model(
         partition([1.0] * len(builders), config.K, config.partition)  # refuses K and sizes before costs are counted
         costs = layer_costs(builders, example[0], config.cost, device=device)
         sizes = partition([layer.cost for layer in costs], config.K, config.partition)
-    except PartitionError as error:
+        totals = cell_costs([layer.cost for layer in costs], sizes)
+        placement = place(totals, workers)
+    except (PartitionError, CostError) as error:
         raise ConfigurationError(str(error)) from error
     _refuse_sharing_across_cells(builders, sizes)
-    totals = cell_costs([layer.cost for layer in costs], sizes)
-    placement = place(totals, workers)
     whole = sum(totals) or 1.0
     table = [
         {

@@ -27,8 +27,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gpipe_cli.trainer import checkpoint_commit, checkpoint_files
-from gpipe_cli.trainer.checkpoint_files import CheckpointError, CheckpointInfo, LayerFile, RunState
+from . import checkpoint_commit, checkpoint_files
+from .checkpoint_files import CheckpointError, CheckpointInfo, LayerFile, RunState
 
 OptimizerValue: TypeAlias = "Tensor | bool | int | float | str | None"
 
@@ -116,8 +116,7 @@ def _require_storable(optimizer: Optimizer | None, parameter: str, key: str, val
         return
     raise CheckpointError(
         f"{type(optimizer).__name__} keeps {key!r} of parameter {parameter} as {type(value).__name__}; a checkpoint "
-        "holds tensors, numbers, strings and None under keys without a colon: choose another optimizer, or "
-        "checkpoint.every=0"
+        "holds tensors, numbers, strings and None under keys without a colon: choose another optimizer"
     )
 
 

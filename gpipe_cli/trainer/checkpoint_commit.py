@@ -16,8 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli import __version__
-from gpipe_cli.trainer.checkpoint_files import (
+from .. import __version__
+from .checkpoint_files import (
     DISCARDED,
     FORMAT,
     PARTIAL,

@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import TypeAlias
 from urllib.parse import quote
 
+from ..errors import ConfigurationError
+
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 
 FORMAT = 1
@@ -32,7 +34,7 @@ PARTIAL = ".partial"
 DISCARDED = ".discarded"  # no longer counts, but may not be deleted yet
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(ConfigurationError):
     """A checkpoint cannot be written, found or used; the message names the file and what to do."""
 
 

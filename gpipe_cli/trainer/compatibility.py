@@ -12,9 +12,10 @@ import shlex
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
-from gpipe_cli.trainer.checkpoint_files import CheckpointError, CheckpointInfo, Json
+from .checkpoint_files import CheckpointError, CheckpointInfo, Json
 
 MAY_DIFFER = (
+    "name",
     "pipeline.K",
     "pipeline.workers",
     "pipeline.partition",
@@ -22,15 +23,18 @@ MAY_DIFFER = (
     "pipeline.remat",
     "trainer.steps",
     "trainer.epochs",
-    "trainer.hours",
-    "trainer.progress",
+    "trainer.seconds",
+    "trainer.evaluate_every",
+    "trainer.evaluate_first",
+    "trainer.nonfinite_limit",
+    "trainer.patience",
+    "trainer.samples",
     "data.workers",
-    "evaluation",
+    "data.cache_dir",
+    "data.evaluation_*",
     "checkpoint",
     "logging",
     "launch",
-    "hydra",
-    "run",
 )
 NOT_SET = "(not set)"
 _PLAIN = re.compile(r"(?!(?:null|true|false|inf|nan)$)[A-Za-z_][\w./-]*", re.IGNORECASE)  # read as a string unquoted

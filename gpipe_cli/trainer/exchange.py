@@ -2,6 +2,9 @@
 
 Adding zeros is exact, so every worker reads the same bits, whatever K, and every decision that follows from them (skip
 the update, stop, clip by this factor) is the same everywhere without another message.
+
+The sum goes through rank 0 by plain messages: gloo's all-reduce of 500 numbers takes 58 ms with 16 workers on two cores,
+this 2 ms (`benchmarks/exchange.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+SHARE, ANSWER = 1 << 30, (1 << 30) + 1  # message tags, beyond those of the pipeline's transport
 
 
 class Exchange:
@@ -32,6 +37,21 @@ class Exchange:
         """Sums what every worker wrote into ``mine`` to everybody's ``all``, and clears ``mine``."""
         total = self._mine.clone()
         if self._group is not None:
-            dist.all_reduce(total, group=self._group)
+            self._sum_through_rank_0(total, self._group)
         self.all = dict(zip(self.mine, total.split(self._sizes), strict=True))
         self._mine.zero_()
+
+    def _sum_through_rank_0(self, total: Tensor, group: dist.ProcessGroup) -> None:
+        others = range(1, group.size())
+        if group.rank() != 0:
+            answer = dist.irecv(total, 0, group=group, tag=ANSWER)
+            dist.isend(self._mine, 0, group=group, tag=SHARE).wait()
+            answer.wait()
+            return
+        received = [torch.empty_like(total) for _ in others]
+        works = [dist.irecv(share, r, group=group, tag=SHARE) for r, share in zip(others, received, strict=True)]
+        for work, share in zip(works, received, strict=True):
+            work.wait()
+            total += share
+        for work in [dist.isend(total, r, group=group, tag=ANSWER) for r in others]:
+            work.wait()

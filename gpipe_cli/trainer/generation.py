@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from ..pipeline.engine import Pipeline
+from ..tasks.generation import GenerationSettings
 from .exchange import Exchange
 from .plan import Part, PlanCodec
 from .programs import Programs
 from .world import World
 
 
-class HeldOut(Protocol):
+class Sentence(Protocol):
     """One sentence to translate."""
 
     language: str
@@ -38,7 +39,7 @@ class TextSource(Protocol):
     bos_id: int
     eos_id: int
 
-    def held_out(self, split: str, per_language: int) -> Sequence[HeldOut]: ...
+    def held_out(self, split: str, per_language: int) -> Sequence[Sentence]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -64,24 +65,6 @@ class Sample:
         return f"**{self.language}** {self.source}\n\n* reference: {self.reference}\n* output: {self.output}"
 
 
-@dataclass(frozen=True)
-class GenerationSettings:
-    """How much is generated.
-
-    Attributes:
-        per_language, per_language_at_end: sentences of each language, during the run and after its last step.
-        group: sentences of one group; as many groups as micro-batches are in flight.
-        max_length: tokens after which a sentence ends anyway.
-        samples: how many are shown.
-    """
-
-    per_language: int
-    per_language_at_end: int
-    group: int
-    max_length: int
-    samples: int
-
-
 Groups = list[list[int]]  # sentence numbers of each group of one batch
 
 
@@ -91,6 +74,8 @@ class Generator:
     Args:
         source: on the first worker of each replica, None elsewhere.
         groups: how many are in flight, at most.
+        samples: how many outputs are shown.
+        bos_id, eos_id: the tokens that begin and end a sentence.
     """
 
     def __init__(
@@ -104,12 +89,14 @@ class Generator:
         codec: PlanCodec,
         groups: int,
         settings: GenerationSettings,
+        samples: int,
         bos_id: int,
         eos_id: int,
     ) -> None:
         self._world, self._source, self._task = world, source, task
         self._engine, self._programs, self._exchange, self._codec = engine, programs, exchange, codec
-        self._groups, self._settings, self._bos, self._eos = groups, settings, bos_id, eos_id
+        self._groups, self._settings, self._samples = groups, settings, samples
+        self._bos, self._eos = bos_id, eos_id
 
     @staticmethod
     def fields(replicas: int, groups: int, settings: GenerationSettings) -> dict[str, int]:
@@ -135,11 +122,11 @@ class Generator:
         if world.rank != 0 or self._source is None:
             return {}, []
         texts = [self._source.decode(outputs[i]) for i in range(len(sentences))]
-        shown = _spread(len(sentences), self._settings.samples)
+        shown = _spread(len(sentences), self._samples)
         samples = [Sample(sentences[i].language, sentences[i].source, sentences[i].reference, texts[i]) for i in shown]
         return self._task.score(texts, [sentence.reference for sentence in sentences]), samples
 
-    def _batches(self, sentences: Sequence[HeldOut]) -> list[Groups]:
+    def _batches(self, sentences: Sequence[Sentence]) -> list[Groups]:
         """Groups of similar length, as many in a batch as are in flight together."""
         order = sorted(range(len(sentences)), key=lambda i: len(sentences[i].source_ids))
         size = self._settings.group

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 from .. import __version__
-from ..config import Settings, read_settings
+from ..config import Settings
 from ..data.source import Source
 from ..launch.context import Context
 from ..layers import LayerBuilder
@@ -20,6 +20,7 @@ from ..pipeline.cell import Cell
 from ..pipeline.engine import TASK, Pipeline
 from ..pipeline.transport import Transport
 from ..tasks.base import Task
+from ..tasks.generation import GenerationSettings
 from .build import (
     Cut,
     build_autocast,
@@ -36,7 +37,7 @@ from .checkpoint_commit import prepare_directory
 from .checkpoint_files import CheckpointInfo, open_checkpoint
 from .evaluation import Evaluator
 from .exchange import Exchange
-from .generation import GenerationSettings, Generator
+from .generation import Generator
 from .journal import Journal
 from .loop import Parts, Progress, Trainer
 from .plan import Form, PlanCodec
@@ -61,7 +62,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
         LayerFailed: an exception in a layer.
         NonFinite: too many updates in a row were not finite.
     """
-    settings = read_settings(config)
+    settings = Settings.from_config(config.get("settings", config))
     pipeline = settings.pipeline
     workers = context.world_size // pipeline.replicas
     world = join_world(context, workers, pipeline.replicas, pipeline.device, pipeline.backend)
@@ -122,12 +123,12 @@ def assemble(
         build_autocast(settings.precision, world.device),
         context.where,
     )
-    saver = Saver(context.run_dir, world, cells, model, settings.checkpoint.keep, dict(config), optimizer, lr_schedule)
+    saver = Saver(context.run_dir, world, cells, model, settings.checkpoint.keep, config["settings"], optimizer, lr_schedule)
     codec = PlanCodec(form, M, world.replica, world.replicas)
     reporter = StepReporter(
         losses, settings.pipeline.K, M, world.replicas, world.size, len(names), len(task.statistics)
     )
-    generation = generation_settings(settings, task)
+    generation: GenerationSettings | None = getattr(task, "generation", None)
     generation_fields = {} if generation is None else Generator.fields(world.replicas, M, generation)
     metrics = {"metrics": world.replicas * len(task.metrics), "stop": 1}
     fields = {**codec.fields(), **reporter.fields(), **saver.fields(), **metrics, **generation_fields}
@@ -135,7 +136,7 @@ def assemble(
     generator = None
     if generation is not None:
         generator = Generator(
-            world, cast(Any, source), cast(Any, task), engine, programs, exchange, codec, M, generation, *special
+            world, cast(Any, source), cast(Any, task), engine, programs, exchange, codec, M, generation, settings.trainer.samples, *special
         )
     evaluator = Evaluator(world, source, task, cells, engine, programs, exchange, codec, M, generator)
     parts = Parts(
@@ -206,16 +207,6 @@ def make_transport(world: World, cut: Cut) -> Transport | None:
         return None
     ranks = tuple(world.rank_of(worker) for worker in cut.placement)
     return Transport(ranks, world.device, world.wire, world.directions, world.everyone)
-
-
-def generation_settings(settings: Settings, task: Task) -> GenerationSettings | None:
-    """None for tasks that do not generate, and when nothing is to be generated."""
-    trainer = settings.trainer
-    if not hasattr(task, "next_tokens") or not (trainer.generate or trainer.generate_at_end):
-        return None
-    return GenerationSettings(
-        trainer.generate, trainer.generate_at_end, trainer.generation_group, trainer.generation_length, trainer.samples
-    )
 
 
 def restore(

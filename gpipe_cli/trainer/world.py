@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -114,5 +115,5 @@ def _choose_device(context: Context, device: str) -> torch.device:
 def _choose_backend(context: Context, device: torch.device, backend: str) -> str:
     if backend != "auto":
         return backend
-    local = int(context.local_world_size)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", context.world_size))  # torchrun sets it
     return "nccl" if device.type == "cuda" and torch.cuda.device_count() >= local else "gloo"

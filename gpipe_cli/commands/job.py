@@ -1,0 +1,203 @@
+"""One job: from the composed configuration to workers that train, and to what the person is told of it."""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from gpipe_cli.commands import sweep, torchrun
+from gpipe_cli.commands.console import Console
+from gpipe_cli.commands.devices import settle_workers
+from gpipe_cli.commands.hydra_errors import explain
+from gpipe_cli.commands.own_target import keep_typed_keys
+from gpipe_cli.config import Settings
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.launch.inline import launch_inline
+from gpipe_cli.launch.join import join, joined
+from gpipe_cli.launch.report import WorkerFailed
+from gpipe_cli.launch.supervisor import Job, launch
+
+FAILED, REFUSED = 1, 2  # exit codes: the run failed; it was never started
+
+
+@dataclass(frozen=True)
+class Program:
+    """What workers run: "package.module:function", and the modules that are imported once for all of them."""
+
+    entry: str = "gpipe_cli.trainer.run:main"
+    preload: tuple[str, ...] = ("torch", "gpipe_cli.trainer.run")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A configuration that has passed all checks.
+
+    Attributes:
+        config: plain, with the number of workers in place of "auto".
+        lines: what the person should know before the run begins.
+    """
+
+    config: dict[str, Any]
+    settings: Settings
+    lines: list[str]
+
+
+def prepare(composed: DictConfig, overrides: Sequence[str]) -> Prepared:
+    """Resolve and check a composed configuration.
+
+    Args:
+        composed: without Hydra's own node.
+        overrides: as typed.
+
+    Raises:
+        ConfigurationError: whatever is wrong with it, in words.
+    """
+    try:
+        config = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigurationError(explain(error, overrides)) from error
+    assert isinstance(config, dict)
+    config, lines = keep_typed_keys({str(key): value for key, value in config.items()}, overrides)
+    settings = Settings.from_config(config)
+    world_size = int(os.environ["WORLD_SIZE"]) if joined() else None
+    workers, line = settle_workers(settings.pipeline, settings.launch.inline, world_size)
+    config["pipeline"] = {**config["pipeline"], "workers": workers}
+    return Prepared(config, Settings.from_config(config), [line, *lines])
+
+
+def refuse_if_wrong(config: DictConfig) -> None:
+    """Check a single run's configuration before Hydra makes a run directory for it.
+
+    Raises:
+        SystemExit: it is wrong. (Hydra turns any other exception of a callback into a warning.)
+    """
+    HydraConfig.instance().set_config(config)
+    composed = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
+    try:
+        prepare(composed, list(config.hydra.overrides.task))
+    except ConfigurationError as error:
+        print(in_words(str(error)), file=sys.stderr)
+        raise SystemExit(REFUSED) from None
+
+
+def in_words(problem: str) -> str:
+    return f"gpipe-train: {problem}"
+
+
+def run_job(composed: DictConfig, program: Program) -> tuple[int, float]:
+    """Run one job to its end.
+
+    Returns:
+        The exit code, and the loss at the end (for Hydra's sweepers; NaN when the job failed).
+
+    Raises:
+        KeyboardInterrupt, SystemExit: the run was asked to stop, and with it a sweep.
+    """
+    place = HydraConfig.get()
+    run_dir = Path(place.runtime.output_dir)
+    is_sweep = place.mode == RunMode.MULTIRUN
+    with Console(*_console_settings(composed)) as console:
+        if is_sweep:
+            console.say(_job_line(place))
+        (run_dir / sweep.ERROR_FILE).unlink(missing_ok=True)
+        try:
+            prepared = prepare(composed, list(place.overrides.task))
+            with _sole_writer(run_dir):
+                result = _start(prepared, run_dir, program, console, quiet=is_sweep)
+        except (ConfigurationError, WorkerFailed) as error:
+            text = in_words(str(error)) if isinstance(error, ConfigurationError) else str(error)
+            (run_dir / sweep.ERROR_FILE).write_text(f"{error}\n")
+            console.error(text)
+            return (REFUSED if isinstance(error, ConfigurationError) else FAILED), math.nan
+        loss = result.get("loss") if isinstance(result, dict) else None
+        return 0, math.nan if loss is None else float(loss)
+
+
+def _start(prepared: Prepared, run_dir: Path, program: Program, console: Console, quiet: bool) -> Any:
+    for line in prepared.lines:
+        console.say(line)
+    try:
+        result = _launch(prepared, run_dir, program, console)
+    except (KeyboardInterrupt, SystemExit):
+        console.say(f"stopped before its end; {where_it_is(run_dir)}")
+        raise
+    if not quiet:
+        console.say(where_it_is(run_dir))
+    return result
+
+
+def _launch(prepared: Prepared, run_dir: Path, program: Program, console: Console) -> Any:
+    settings, config = prepared.settings, prepared.config
+    if joined():
+        is_first = int(os.environ["RANK"]) == 0
+        wrapped = torchrun.wrap(program.entry, config)
+        return join(torchrun.ENTRY, wrapped, run_dir, console if is_first else _ignore)
+    job = Job(
+        run_dir=run_dir,
+        workers=settings.pipeline.worker_count * settings.pipeline.replicas,
+        entry=program.entry,
+        config=config,
+        preload=program.preload,
+        threads=settings.pipeline.threads,
+        grace_seconds=settings.launch.grace_seconds,
+        stall_seconds=settings.launch.stall_seconds,
+    )
+    if not settings.launch.inline:
+        return launch(job, console)
+    try:
+        return launch_inline(job, console)
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        raise WorkerFailed(traceback.format_exc().rstrip()) from error
+
+
+def _ignore(event: dict[str, Any]) -> None:
+    """Where the events of ranks above 0 go."""
+
+
+@contextmanager
+def _sole_writer(run_dir: Path) -> Iterator[None]:
+    """Hold the run directory's lock, which the system lets go of when this process ends, however it ends."""
+    if joined():
+        yield  # the ranks above 0 share a folder they do not write to
+        return
+    with (run_dir / "run.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigurationError(
+                f"another gpipe-train is writing to {run_dir}: wait for it, or choose another hydra.run.dir"
+            ) from None
+        yield
+
+
+def _console_settings(composed: DictConfig) -> tuple[int, Any]:
+    """Of a configuration that has not been checked yet: a failure to come must be shown somehow."""
+    every, mode = OmegaConf.select(composed, "logging.every"), OmegaConf.select(composed, "logging.console")
+    return (every if isinstance(every, int) and every > 0 else 1), ("plain" if mode == "plain" else "auto")
+
+
+def _job_line(place: Any) -> str:
+    total = f"/{sweep.current.jobs}" if sweep.current is not None and sweep.current.jobs else ""
+    return f"\njob {int(place.job.num) + 1}{total}  {' '.join(word.lstrip('+') for word in place.overrides.task)}"
+
+
+def where_it_is(folder: Path) -> str:
+    """Where a run or a sweep lies and how to look at it."""
+    shown = os.path.relpath(folder)
+    shown = str(folder) if shown.startswith("..") else shown
+    return f"run directory: {shown}\nto look at it: tensorboard --logdir {shown}"

@@ -1,0 +1,60 @@
+"""`gpipe-train model._target_=my_module.my_layers`: a function of the user's in place of the group's own.
+
+The chosen YAML's keys are meant for its own function. So when a `_target_` is typed for model, data or task, only the
+keys that are typed beside it are passed on (and data.batch_size, which every data set has); none of them needs Hydra's
+`+`. Whoever wants a fixed set of keys writes a YAML file of their own and chooses it with --config-dir.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+SECTIONS = ("model", "data", "task")
+ALWAYS_KEPT: dict[str, tuple[str, ...]] = {"data": ("batch_size",)}
+OVERRIDE = re.compile(r"(?P<mark>\+{0,2})(?P<section>\w+)\.(?P<key>[^.=@]+)(?P<rest>[^=]*=.*)", re.DOTALL)
+
+
+def allow_new_keys(words: Sequence[str]) -> list[str]:
+    """The command line with `++` before the keys of each section whose `_target_` is typed in it."""
+    own = set(_typed_keys(words))
+    changed = []
+    for word in words:
+        match = OVERRIDE.fullmatch(word)
+        changed.append(f"++{word}" if match and match["section"] in own and not match["mark"] else word)
+    return changed
+
+
+def keep_typed_keys(config: Mapping[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Leave the group's own keys out of each section whose `_target_` was typed.
+
+    Args:
+        config: resolved.
+        overrides: of this job, as typed.
+
+    Returns:
+        The configuration, and a line for each such section that says what was left out.
+    """
+    kept, lines = dict(config), []
+    for section, typed in _typed_keys(overrides).items():
+        values = config[section]
+        names = {*typed, *ALWAYS_KEPT.get(section, ())}
+        kept[section] = {key: value for key, value in values.items() if key in names}
+        if left_out := [key for key in values if key not in names]:
+            taken = ", ".join(key for key in kept[section] if key != "_target_") or "no keys"
+            lines.append(
+                f"{section}._target_={values['_target_']}: called with {taken}; "
+                f"left out, because they are not its own: {', '.join(left_out)}"
+            )
+    return kept, lines
+
+
+def _typed_keys(words: Sequence[str]) -> dict[str, set[str]]:
+    """The keys typed in each section whose `_target_` is among them."""
+    typed: dict[str, set[str]] = {}
+    for word in words:
+        match = OVERRIDE.fullmatch(word)
+        if match and match["section"] in SECTIONS:
+            typed.setdefault(match["section"], set()).add(match["key"])
+    return {section: keys for section, keys in typed.items() if "_target_" in keys}

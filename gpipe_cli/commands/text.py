@@ -1,0 +1,60 @@
+"""Numbers and tables as text, the same on the console, in train.log and in sweep.md."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def number(value: object, digits: int = 4) -> str:
+    """A number in few characters: 12,345, 3.2146, 2.1e-04; other values as they are, "-" for none."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}" if abs(value) >= 1e-3 else f"{value:.1e}"
+
+
+def percent(share: object) -> str:
+    """A share of 1 as "21.3 %"."""
+    return f"{100 * share:.1f} %" if isinstance(share, (int, float)) and math.isfinite(share) else "-"
+
+
+def duration(seconds: float) -> str:
+    """0:07, 4:12, 1:02:03; fractions below ten seconds: 3.2 s."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def text_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Aligned columns under their names; numbers to the right."""
+    cells = [[number(value) for value in row] for row in rows]
+    widths = [max(len(name), *(len(row[i]) for row in cells), 0) for i, name in enumerate(columns)]
+    right = [all(_is_number(row[i]) for row in rows) for i in range(len(columns))]
+    lines = [columns, ["-" * width for width in widths], *cells]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if flush else cell.ljust(width)
+            for cell, width, flush in zip(line, widths, right, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [columns, ["---"] * len(columns), *([number(value) for value in row] for row in rows)]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _is_number(value: object) -> bool:
+    """Also of what is already written as one, such as "21.3 %"."""
+    return value is None or isinstance(value, (int, float)) or str(value)[:1].isdigit() or value == "-"

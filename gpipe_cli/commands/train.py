@@ -1,0 +1,141 @@
+"""``gpipe-train``: compose the configuration, start the workers, show what they tell. Never imports torch itself.
+
+What can be answered without Hydra (--help, --version, a flag that does not exist) is answered before it is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from gpipe_cli import __version__
+from gpipe_cli.commands.help import help_text
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.typed_section import nearest
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from gpipe_cli.commands.job import Program
+    from gpipe_cli.commands.sweep import Sweep
+
+REFUSED, INTERRUPTED = 2, 130
+HYDRA_FLAGS = (
+    *("--hydra-help", "--cfg", "-c", "--resolve", "--package", "-p", "--run", "-r", "--multirun", "-m"),
+    *("--shell-completion", "-sc", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
+    *("--experimental-rerun", "--info", "-i"),
+)
+FLAGS = ("--help", "-h", "--version", *HYDRA_FLAGS)
+
+
+def main(arguments: Sequence[str] | None = None, program: Program | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: the words of the command line; None: those of this process.
+        program: what workers run; None: the trainer.
+
+    Returns:
+        The exit code: 0; 1 when a run failed; 2 when it was refused before it began; 130 after Ctrl-C.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if {"-h", "--help"} & set(words):
+        print(help_text())
+        return 0
+    if "--version" in words:
+        print(f"gpipe-train {__version__}")
+        return 0
+    try:
+        refuse_unknown_flags(words)
+        return _run(words, program)
+    except ConfigurationError as error:
+        print(f"gpipe-train: {error}", file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def refuse_unknown_flags(words: Sequence[str]) -> None:
+    """Before Hydra's parser answers with a page of its own options.
+
+    Raises:
+        ConfigurationError: a word begins with a dash and is no flag.
+    """
+    for word in words:
+        flag = word.partition("=")[0]
+        if not word.startswith("-") or flag in FLAGS:
+            continue
+        if "=" in word:
+            raise ConfigurationError(f"{word}: keys have no dashes, type {word.lstrip('-')}")
+        near = nearest(flag, FLAGS)
+        guess = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ConfigurationError(f"there is no option {word}; {guess}`gpipe-train --help` shows what there is")
+
+
+def _run(words: Sequence[str], program: Program | None) -> int:
+    import hydra
+
+    from gpipe_cli.commands import own_target, sweep
+    from gpipe_cli.commands.hydra_errors import KNOWN, explain
+    from gpipe_cli.commands.job import Program, run_job
+
+    codes: list[int] = []
+
+    def task(composed: DictConfig) -> float:
+        code, loss = run_job(composed, program or Program())
+        codes.append(code)
+        return loss
+
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then lets exceptions through, instead of printing and exiting
+    sweep.current = None
+    try:
+        with _command_line(own_target.allow_new_keys(words)):
+            hydra.main(version_base="1.3", config_path="pkg://gpipe_cli.conf", config_name="train")(task)()
+    except KNOWN as error:
+        raise ConfigurationError(explain(error, words)) from error
+    finally:
+        if sweep.current is not None:
+            codes.append(_end_sweep(sweep.current))
+    return next((code for code in codes if code), 0) if sweep.current is None else codes[-1]
+
+
+@contextmanager
+def _command_line(words: Sequence[str]) -> Iterator[None]:
+    """Hydra reads `sys.argv`. Under torchrun only rank 0 lets it write."""
+    from gpipe_cli.commands import torchrun
+    from gpipe_cli.launch.join import joined
+
+    before = sys.argv
+    with tempfile.TemporaryDirectory(prefix="gpipe-") as folder:
+        extra: list[str] = []
+        if joined():
+            torchrun.refuse_sweep_over_workers(words)
+            extra = torchrun.overrides_of_rank(int(os.environ["RANK"]), folder)
+        sys.argv = [before[0], *words, *extra]
+        try:
+            yield
+        finally:
+            sys.argv = before
+
+
+def _end_sweep(finished: Sweep) -> int:
+    """Show the table over all jobs, also when Ctrl-C has ended the sweep; returns the exit code."""
+    from gpipe_cli.commands import sweep
+    from gpipe_cli.commands.job import where_it_is
+    from gpipe_cli.launch.join import joined
+
+    if joined() and os.environ["RANK"] != "0":
+        return 0
+    if not finished.directory.is_dir():
+        return REFUSED
+    table, all_done = sweep.finish(finished)
+    print(f"\n{table}\n\n{where_it_is(finished.directory)}", flush=True)
+    return 0 if all_done else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

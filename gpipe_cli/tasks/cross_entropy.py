@@ -1,0 +1,88 @@
+"""Cross-entropy with label smoothing and logit clipping, in two buffers of the logits' size instead of five.
+
+For one token with target y among V, c the clipped logits and ε the smoothing:
+
+    loss = −Σ_v q_v log softmax(c)_v,   q_v = ε/V + (1−ε)·[v = y]
+         = logsumexp(c) − (1−ε)·c_y − ε·mean(c)
+
+and its gradient is softmax(c) − q, zero where a logit was clipped (paper, section 5: a hard clip).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def smoothed_cross_entropy(
+    logits: Tensor, targets: Tensor, smoothing: float = 0.0, clip: float | None = None, ignore: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """The sum of the loss over the targets that count.
+
+    Args:
+        logits: [n, V]; half precision is widened to float32 for the loss.
+        targets: int64 [n].
+        smoothing: ε, spread evenly over all V classes.
+        clip: logits are clipped to [−clip, clip]; None: not at all.
+        ignore: a target that does not count, such as padding.
+
+    Returns:
+        (scalar loss, float64 [2]: how many logits were clipped, how many there are; of the targets that count).
+    """
+    loss: Tensor
+    loss, clipped, counted = _SmoothedCrossEntropy.apply(logits, targets, smoothing, clip, ignore)
+    return loss, torch.stack((clipped.double(), counted.double() * logits.shape[-1]))
+
+
+class _SmoothedCrossEntropy(torch.autograd.Function):
+    """(loss, clipped logits, targets that count); keeps the logits and one number a row for backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, smoothing: float, clip: float | None, ignore: int | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        counts = torch.ones_like(targets, dtype=torch.bool) if ignore is None else targets != ignore
+        targets = targets.where(counts, 0)[:, None]
+        scores, is_clipped = _clip(_widen(logits), clip)
+        of_target = scores.gather(1, targets)[:, 0]
+        normalizer = scores.logsumexp(1)
+        ctx.save_for_backward(logits, targets, normalizer, counts)
+        ctx.smoothing, ctx.clip = smoothing, clip
+        losses = normalizer - (1 - smoothing) * of_target - smoothing * scores.mean(1)
+        clipped = counts.new_zeros((), dtype=torch.int64) if is_clipped is None else is_clipped[counts].sum()
+        number = counts.sum()
+        ctx.mark_non_differentiable(clipped, number)
+        return losses.where(counts, 0.0).sum(), clipped, number
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        logits, targets, normalizer, counts = ctx.saved_tensors
+        scores, is_clipped = _clip(_widen(logits), ctx.clip)
+        slope = (scores - normalizer[:, None]).exp_().sub_(ctx.smoothing / logits.shape[1])
+        slope.scatter_add_(1, targets, torch.full_like(normalizer, ctx.smoothing - 1)[:, None])
+        slope.mul_((gradients[0] * counts)[:, None])
+        if is_clipped is not None:
+            slope.masked_fill_(is_clipped, 0.0)
+        return slope.to(logits.dtype), None, None, None, None
+
+
+def _widen(logits: Tensor) -> Tensor:
+    return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+
+
+def _clip(scores: Tensor, clip: float | None) -> tuple[Tensor, Tensor | None]:
+    """(clipped scores, where they were clipped or None for nowhere)."""
+    if clip is None or (scores.device.type == "cpu" and _all_within(scores, clip)):
+        return scores, None
+    clipped = scores.clamp(-clip, clip)
+    return clipped, clipped != scores
+
+
+def _all_within(scores: Tensor, clip: float) -> bool:
+    """Cheap on the CPU, where it mostly spares the clipping; on an accelerator to ask would mean to wait."""
+    if not scores.numel():
+        return True
+    low, high = scores.aminmax()
+    return -clip <= float(low) and float(high) <= clip

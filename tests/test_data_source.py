@@ -1,0 +1,349 @@
+"""What every source promises: equal batches from any position, parts that partition, shares as in the formula."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gpipe_cli.data.examples import ExampleSource
+from gpipe_cli.data.sampling import TemperatureSampler, temperature_shares
+from gpipe_cli.data.source import Batch, Source, no_report, parts_of_replica, permutation, read_ahead, split_evenly
+from gpipe_cli.data.text import TextSource
+from gpipe_cli.data.translation import TranslationSource
+from torch.utils.data import Dataset
+
+SMALL: dict[str, Any] = {"languages": ["de", "fi", "yrl"], "largest": 400, "smallest": 100, "vocabulary": 600}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("corpus"))
+
+
+class Numbers(Dataset[Any]):
+    """Example i is (i + noise, i), with noise from every global generator, as augmentation draws it."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.tensor([index + random.random() + float(np.random.rand()) + float(torch.rand(()))]), index
+
+
+def translation(cache: str, **changes: Any) -> TranslationSource:
+    source = TranslationSource(**{**SMALL, "batch_size": 10, "cache_dir": cache, **changes})
+    source.prepare(no_report)
+    return source
+
+
+def text(cache: str, **changes: Any) -> TextSource:
+    source = TextSource(**{**SMALL, "sequence_length": 32, "batch_size": 10, "cache_dir": cache, **changes})
+    source.prepare(no_report)
+    return source
+
+
+def examples(cache: str, **changes: Any) -> ExampleSource:
+    return ExampleSource(**{"train": Numbers(47), "evaluation": Numbers(23), "batch_size": 10, **changes})
+
+
+SOURCES = [translation, text, examples]
+every_source = pytest.mark.parametrize("make", SOURCES, ids=lambda make: make.__name__)
+
+
+def first(batches: Iterator[Batch], count: int) -> list[Batch]:
+    return list(islice(batches, count))
+
+
+def rows(batch: Batch, column: int = 0) -> list[list[float]]:
+    """One tensor's rows over all parts, padding removed."""
+    tensors = [(*inputs, *targets)[column] for inputs, targets in batch.parts]
+    return [[value for value in row.reshape(-1).tolist() if value != 0] for tensor in tensors for row in tensor]
+
+
+# --- every source
+
+
+@every_source
+def test_same_seed_same_batches(make: Any, cache: str) -> None:
+    one, two = (first(make(cache, seed=5).train(None, 2, 0, 1), 12) for _ in range(2))
+    assert [rows(batch) for batch in one] == [rows(batch) for batch in two]
+
+
+@every_source
+def test_another_seed_gives_other_batches(make: Any, cache: str) -> None:
+    one, two = (first(make(cache, seed=seed).train(None, 2, 0, 1), 3) for seed in (1, 2))
+    assert [rows(batch) for batch in one] != [rows(batch) for batch in two]
+
+
+@every_source
+@pytest.mark.parametrize("stop", [1, 5, 63, 64, 65, 140])
+def test_resuming_goes_on_as_if_never_stopped(make: Any, cache: str, stop: int) -> None:
+    whole = first(make(cache).train(None, 2, 0, 1), stop + 3)
+    rest = first(make(cache).train(whole[stop - 1].position, 2, 0, 1), 3)
+    assert [rows(batch) for batch in rest] == [rows(batch) for batch in whole[stop:]]
+
+
+@every_source
+def test_parts_are_the_same_examples_in_the_same_order_as_one_part(make: Any, cache: str) -> None:
+    whole, parts = (first(make(cache).train(None, count, 0, 1), 8) for count in (1, 4))
+    assert [rows(batch) for batch in whole] == [rows(batch) for batch in parts]
+
+
+@every_source
+def test_parts_differ_in_size_by_at_most_one(make: Any, cache: str) -> None:
+    batch = next(make(cache).train(None, 4, 0, 1))
+    assert [len(inputs[0]) for inputs, _ in batch.parts] == [3, 3, 2, 2]
+
+
+@every_source
+def test_replicas_divide_the_mini_batch_of_one(make: Any, cache: str) -> None:
+    whole = next(make(cache).train(None, 6, 0, 1))
+    thirds = [next(make(cache).train(None, 2, replica, 3)) for replica in range(3)]
+    assert [row for third in thirds for row in rows(third)] == rows(whole)
+    assert {str(third.position) for third in thirds} == {str(whole.position)}
+
+
+@every_source
+def test_too_many_parts_name_the_key_to_raise(make: Any, cache: str) -> None:
+    with pytest.raises(ValueError, match=r"12 micro-batches .*pipeline\.M=6 × 2 replicas.*data\.batch_size"):
+        make(cache).train(None, 6, 0, 2)
+
+
+@every_source
+def test_an_evaluation_is_the_same_set_for_any_number_of_parts(make: Any, cache: str) -> None:
+    one, three = ([row for batch in make(cache).evaluation(parts) for row in rows(batch)] for parts in (1, 3))
+    assert sorted(one) == sorted(three)
+
+
+@every_source
+def test_epochs_count_how_often_the_data_was_read(make: Any, cache: str) -> None:
+    source = make(cache)
+    positions = [None, *(batch.position for batch in first(source.train(None, 2, 0, 1), 200))]
+    epochs = [source.epoch(position) for position in positions]
+    assert epochs[0] == 0 and np.diff(epochs) == pytest.approx(epochs[1]) and epochs[1] > 0
+
+
+@every_source
+def test_a_source_has_the_methods_of_the_protocol(make: Any, cache: str) -> None:
+    source: Source = make(cache)
+    assert all(callable(getattr(source, name)) for name in ("prepare", "train", "evaluation"))
+
+
+# --- translation
+
+
+def test_a_translation_part_has_marks_where_the_model_expects_them(cache: str) -> None:
+    source = translation(cache)
+    ((source_ids, target_in), (target_out,)) = next(source.train(None, 1, 0, 1)).parts[0]
+    lengths = (target_out != source.pad_id).sum(1)
+    assert source_ids.dtype == target_in.dtype == target_out.dtype == torch.int64
+    assert target_in.shape == target_out.shape and target_in.shape[1] % 8 == source_ids.shape[1] % 8 == 0
+    assert (target_in[:, 0] == source.bos_id).all()
+    assert all(row[length - 1] == source.eos_id for row, length in zip(target_out, lengths, strict=True))
+    assert all((a[1:n] == b[: n - 1]).all() for a, b, n in zip(target_in, target_out, lengths, strict=True))
+    assert ((source_ids == source.eos_id).sum(1) == 1).all()
+
+
+def test_batch_tokens_decides_the_size_of_a_mini_batch(cache: str) -> None:
+    source = translation(cache, batch_tokens=300)
+    tokens = [sum(len(row) for row in rows(batch, 2)) for batch in first(source.train(None, 2, 0, 1), 200)]
+    assert all(240 < count < 360 for count in tokens)
+
+
+def test_a_pair_comes_once_per_epoch(cache: str) -> None:
+    source = translation(cache, languages=["yrl"], vocabulary=300)
+    seen = Counter(str(row) for batch in first(source.train(None, 1, 0, 1), 5 * 64) for row in rows(batch))
+    assert (len(seen), set(seen.values())) == (100, {32})  # five whole chunks of 64 mini-batches of 10
+
+
+def test_pairs_over_max_length_are_left_out(cache: str) -> None:
+    source = translation(cache, max_length=24)
+    shapes = [tensor.shape[1] for batch in first(source.train(None, 1, 0, 1), 100) for tensor in batch.parts[0][0]]
+    assert max(shapes) <= 24
+    evaluated = [tensor for batch in source.evaluation(2) for inputs, _ in batch.parts for tensor in inputs]
+    assert max(tensor.shape[1] for tensor in evaluated) <= 24
+
+
+def test_an_evaluation_has_so_many_sentences_of_each_language(cache: str) -> None:
+    source = translation(cache, evaluation_per_language=7)
+    assert sum(len(rows(batch)) for batch in source.evaluation(2)) == 3 * 7
+
+
+def test_held_out_samples_decode_to_their_reference(cache: str) -> None:
+    source = translation(cache)
+    samples = source.held_out("dev", per_language=20)
+    assert Counter(sample.language for sample in samples) == {"de": 20, "fi": 20, "yrl": 20}
+    assert all(sample.source_ids[-1] == source.eos_id for sample in samples)
+    assert source.decode([5, source.eos_id, 6]) == source.decode([5])
+
+
+def test_held_out_samples_of_a_language_do_not_depend_on_the_others(cache: str) -> None:
+    among = [s for s in translation(cache).held_out("test", 5) if s.language == "yrl"]
+    alone = translation(cache, languages=["yrl"], vocabulary=300).held_out("test", 5)
+    assert [s.source for s in among] == [s.source for s in alone]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 0}, r"data\.batch_size=0: must be at least 1"),
+        ({"batch_size": None}, r"data\.batch_tokens"),
+        ({"largest": 50}, r"data\.largest=50: must be at least 100"),
+        ({"vocabulary": 70_000}, r"data\.vocabulary=70000: must be between 8 and 65536"),
+        ({"temperature": 0.5}, r"data\.temperature=0\.5: must be at least 1"),
+        ({"languages": ["xx"]}, r"data\.languages: no language 'xx'"),
+        ({"evaluation_per_language": 301}, r"data\.evaluation_per_language=301"),
+    ],
+)
+def test_a_wrong_value_names_its_key_and_limit(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TranslationSource(**{**SMALL, **changes})
+
+
+def test_reading_before_prepare_says_so() -> None:
+    with pytest.raises(RuntimeError, match=r"prepare\(\)"):
+        next(TranslationSource(**SMALL).train(None, 1, 0, 1))
+
+
+# --- text
+
+
+def test_next_ids_are_the_ids_one_place_later(cache: str) -> None:
+    ((ids,), (next_ids,)) = next(text(cache).train(None, 1, 0, 1)).parts[0]
+    assert ids.shape == next_ids.shape == (10, 32)
+    assert torch.equal(ids[:, 1:], next_ids[:, :-1])
+
+
+def test_every_block_comes_once_per_epoch(cache: str) -> None:
+    source = text(cache, batch_size=1)
+    blocks = source._blocks
+    seen = Counter(str(rows(batch)) for batch in first(source.train(None, 1, 0, 1), 2 * blocks))
+    assert set(seen.values()) == {2}
+
+
+# --- examples
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_order_and_augmentation_do_not_depend_on_loader_processes(cache: str, workers: int) -> None:
+    here, there = (
+        [rows(batch) for batch in first(examples(cache, workers=count).train(None, 3, 0, 1), 9)]
+        for count in (0, workers)
+    )
+    assert here == there
+
+
+def test_augmentation_differs_between_epochs(cache: str) -> None:
+    batches = first(examples(cache, train=Numbers(10)).train(None, 1, 0, 1), 2)
+    assert sorted(map(tuple, rows(batches[0]))) != sorted(map(tuple, rows(batches[1])))
+
+
+def test_reading_an_example_leaves_the_global_generators_as_they_were(cache: str) -> None:
+    torch.manual_seed(1)
+    untouched = torch.rand(3)
+    torch.manual_seed(1)
+    next(examples(cache).train(None, 1, 0, 1))
+    assert torch.equal(torch.rand(3), untouched)
+
+
+@pytest.mark.parametrize(("drop_last", "sizes"), [(True, [10, 10, 10, 10, 10]), (False, [10, 10, 10, 10, 7])])
+def test_drop_last_decides_over_the_end_of_an_epoch(cache: str, drop_last: bool, sizes: list[int]) -> None:
+    batches = first(examples(cache, drop_last=drop_last).train(None, 2, 0, 1), 5)
+    assert [len(rows(batch)) for batch in batches] == sizes
+
+
+def test_every_example_comes_once_per_epoch(cache: str) -> None:
+    batches = first(examples(cache, drop_last=False).train(None, 2, 0, 1), 5)
+    seen = [int(target) for batch in batches for _, (targets,) in batch.parts for target in targets]
+    assert sorted(seen) == [*range(47)]
+
+
+def test_a_last_batch_too_small_for_its_parts_is_refused_before_training(cache: str) -> None:
+    with pytest.raises(ValueError, match=r"7 examples .*8 micro-batches.*data\.drop_last"):
+        examples(cache, drop_last=False).train(None, 8, 0, 1)
+
+
+def test_a_data_set_smaller_than_a_mini_batch_is_refused(cache: str) -> None:
+    with pytest.raises(ValueError, match=r"data\.batch_size=10, but data\.train has 4 examples"):
+        examples(cache, train=Numbers(4))
+
+
+def test_tuples_of_inputs_become_several_tensors(cache: str) -> None:
+    pairs: Any = [((torch.ones(2), torch.zeros(3)), i) for i in range(10)]
+    inputs, targets = next(examples(cache, train=pairs).train(None, 1, 0, 1)).parts[0]
+    assert [tuple(tensor.shape) for tensor in (*inputs, *targets)] == [(10, 2), (10, 3), (10,)]
+
+
+def test_an_example_that_is_no_pair_is_named(cache: str) -> None:
+    singles: Any = [torch.ones(2)] * 10
+    with pytest.raises(ValueError, match=r"not \(input, target\) but Tensor.*data\.collate"):
+        next(examples(cache, train=singles).train(None, 1, 0, 1))
+
+
+# --- helpers
+
+
+def test_shares_follow_the_formula() -> None:
+    assert temperature_shares([100, 1], 1.0).tolist() == pytest.approx([100 / 101, 1 / 101])
+    assert temperature_shares([32, 1], 5.0).tolist() == pytest.approx([2 / 3, 1 / 3])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 5.0, float("inf")])
+def test_languages_are_drawn_by_their_shares_to_within_one(temperature: float) -> None:
+    sizes = [3000, 500, 77, 10]
+    sampler = TemperatureSampler(sizes, temperature, chunk=64, seed=0)
+    drawn = np.bincount(np.concatenate([sampler.items(chunk)[0] for chunk in range(20)]), minlength=4)
+    assert np.abs(drawn - temperature_shares(sizes, temperature) * 20 * sampler.chunk).max() < 1
+
+
+def test_a_collection_repeats_only_after_all_its_items() -> None:
+    sampler = TemperatureSampler([3000, 10], 5.0, chunk=64, seed=0)
+    drawn = [index for c in range(9) for of, index in zip(*sampler.items(c), strict=True) if of == 1]
+    counts = Counter(map(int, drawn))
+    assert max(counts.values()) - min(counts.values()) <= 1 and len(counts) == 10
+
+
+def test_a_distant_chunk_is_known_at_once() -> None:
+    collections, indices = TemperatureSampler([3000, 10], 5.0, chunk=64, seed=0).items(10**12)
+    assert len(collections) == len(indices) == 64 and int(indices[collections == 1].max()) < 10
+
+
+def test_a_permutation_is_a_pure_function_of_its_key() -> None:
+    assert permutation(8, 0, "a").tolist() == [6, 0, 5, 4, 3, 1, 2, 7]
+    assert sorted(permutation(1000, 1).tolist()) == [*range(1000)]
+
+
+def test_split_evenly_covers_everything_in_order() -> None:
+    assert [[*range(11)[part]] for part in split_evenly(11, 3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
+
+
+def test_replicas_share_all_slices() -> None:
+    assert [part for r in range(2) for part in parts_of_replica(9, 2, r, 2, "key")] == split_evenly(9, 4)
+
+
+def test_reading_ahead_keeps_order_and_passes_errors_on() -> None:
+    def numbers() -> Iterator[int]:
+        yield from range(5)
+        raise RuntimeError("disk")
+
+    ahead = read_ahead(numbers())
+    assert [next(ahead) for _ in range(5)] == [0, 1, 2, 3, 4]
+    with pytest.raises(RuntimeError, match="disk"):
+        next(ahead)
+
+
+def test_closing_a_reader_ends_its_thread() -> None:
+    ahead = read_ahead(iter(range(1000)))
+    next(ahead)
+    ahead.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
