@@ -157,7 +157,7 @@ def test_sixteen_workers_start_nearly_as_fast_as_one(command: Any) -> None:
         return last - begin
 
     one, sixteen = seconds(1), seconds(16)
-    assert sixteen < one + 3, f"K=1 took {one:.1f} s, K=16 {sixteen:.1f} s"
+    assert sixteen < 2 * one + 3, f"K=1 took {one:.1f} s, K=16 {sixteen:.1f} s"
 
 
 def test_modules_that_start_threads_are_not_forked(command: Any, tmp_path: Path) -> None:
@@ -171,6 +171,12 @@ def test_modules_that_start_threads_are_not_forked(command: Any, tmp_path: Path)
         "importing the preloaded modules started 1 threads: workers start one by one, which takes longer"
     ]
     assert events[-1]["value"]["world_size"] == 2
+
+
+def test_the_environment_can_ask_for_new_interpreters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPIPE_LAUNCH", "spawn")
+    job = Job(tmp_path, 1, "launch_jobs:describe", {}, preload=("no_such_module",))  # only a fork preloads
+    assert launch(job, lambda event: None)["world_size"] == 1
 
 
 def test_a_worker_may_use_a_multiprocessing_pool(command: Any) -> None:
@@ -206,7 +212,6 @@ def test_a_console_that_does_not_read_holds_no_worker_up(tmp_path: Path) -> None
 # ------------------------------------------------------------------------------------------------- a worker fails
 
 
-@pytest.mark.parametrize("fork", [True, False], ids=["fork", "spawn"])
 @pytest.mark.parametrize(
     ("entry", "cause"),
     [
@@ -220,8 +225,15 @@ def test_a_console_that_does_not_read_holds_no_worker_up(tmp_path: Path) -> None
         ("no_such_function", "has no attribute 'no_such_function'"),
     ],
 )
-def test_a_failing_worker_ends_the_job_with_its_cause(command: Any, entry: str, cause: str, fork: bool) -> None:
-    code, errors = command(entry, fork=fork).end()
+def test_a_failing_worker_ends_the_job_with_its_cause(command: Any, entry: str, cause: str) -> None:
+    code, errors = command(entry).end()
+    assert code == 1
+    assert cause in errors
+
+
+@pytest.mark.parametrize(("entry", "cause"), [("raise_value_error", "the real cause"), ("crash", "killed by SIGSEGV")])
+def test_a_worker_that_was_not_forked_fails_in_the_same_way(command: Any, entry: str, cause: str) -> None:
+    code, errors = command(entry, fork=False).end()
     assert code == 1
     assert cause in errors
 
@@ -307,6 +319,13 @@ def test_echoes_of_a_peers_end_are_told_from_causes() -> None:
 def test_nothing_survives_a_killed_command(command: Any, entry: str, fork: bool) -> None:
     started = command(entry, 2, fork=fork, preload=["torch"] if entry == "deadlock" else [])
     started.wait_until_ready(2)
+    started.process.kill()
+    assert started.end()[0] == -signal.SIGKILL
+
+
+def test_nothing_survives_a_command_that_is_killed_while_its_workers_start(command: Any) -> None:
+    started = command("deadlock", preload=["torch"])
+    time.sleep(0.5)
     started.process.kill()
     assert started.end()[0] == -signal.SIGKILL
 
@@ -415,6 +434,7 @@ def test_inline_refuses_more_than_one_worker(tmp_path: Path) -> None:
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "--no-python")
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_run_several_jobs_one_after_the_other(command: Any) -> None:
     started = command("all_reduce,all_reduce", prefix=TORCHRUN)
     values = [event["value"] for event in started.events() if event["event"] == "result"]
@@ -422,15 +442,7 @@ def test_ranks_of_torchrun_run_several_jobs_one_after_the_other(command: Any) ->
     assert values == [3.0] * 4
 
 
-def test_a_failing_rank_of_torchrun_ends_all_with_its_cause_and_place(command: Any) -> None:
-    started = command("fail_beside_recv", prefix=TORCHRUN)
-    code, errors = started.end()
-    assert code == 1
-    assert "worker 1 failed at cell 1, layer encoder.3, micro-batch 2, instruction F1.2:" in errors
-    record = json.loads((started.run_dir / "0" / "workers" / "error_1.json").read_text())
-    assert record["type"] == "ValueError" and record["suspicion"] == 0
-
-
+@pytest.mark.slow
 def test_ranks_of_torchrun_die_with_it(command: Any) -> None:
     started = command("deadlock", prefix=TORCHRUN)
     started.wait_until_ready(2)
@@ -438,16 +450,17 @@ def test_ranks_of_torchrun_die_with_it(command: Any) -> None:
     assert started.end()[0] == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_signal_to_any_rank_lets_all_save_and_end(command: Any, rank: int) -> None:
+@pytest.mark.slow
+def test_a_signal_to_another_rank_than_0_lets_all_save_and_end(command: Any) -> None:
     started = command("exchange_until_stopped", prefix=TORCHRUN)
     (started.run_dir / "0").mkdir()
     started.wait_until_ready(2)
-    os.kill(next(event["pid"] for event in started.ready if event["rank"] == rank), signal.SIGTERM)
+    os.kill(next(event["pid"] for event in started.ready if event["rank"] == 1), signal.SIGTERM)
     started.end()
     assert sorted(path.name for path in (started.run_dir / "0").glob("saved_*")) == ["saved_0", "saved_1"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_under_torchrun_lets_all_save_and_end(command: Any) -> None:
     started = command("exchange_until_stopped", prefix=TORCHRUN)
     (started.run_dir / "0").mkdir()
@@ -457,6 +470,7 @@ def test_ctrl_c_under_torchrun_lets_all_save_and_end(command: Any) -> None:
     assert sorted(path.name for path in (started.run_dir / "0").glob("saved_*")) == ["saved_0", "saved_1"]
 
 
+@pytest.mark.slow
 def test_two_machines_end_together_when_one_fails(command: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -472,4 +486,8 @@ def test_two_machines_end_together_when_one_fails(command: Any) -> None:
     ]
     ends = [node.end() for node in nodes]
     assert [code for code, _ in ends] == [1, 1]
+    assert "worker 1 failed at cell 1, layer encoder.3, micro-batch 2, instruction F1.2:" in ends[1][1]
     assert "ValueError: the real cause" in ends[1][1]
+    assert "error_file: <N/A>" not in ends[1][1]
+    record = json.loads((nodes[1].run_dir / "0" / "workers" / "error_1.json").read_text())
+    assert record["type"] == "ValueError" and record["suspicion"] == 0

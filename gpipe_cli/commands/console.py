@@ -44,12 +44,13 @@ class Console:
     Args:
         every: steps between progress lines.
         mode: "auto" shows a progress bar if standard output is a terminal; "plain" never does.
+        silent: show nothing: another process of the same job does.
     """
 
-    def __init__(self, every: int, mode: Literal["auto", "plain"]) -> None:
-        self._every = every
+    def __init__(self, every: int, mode: Literal["auto", "plain"], silent: bool = False) -> None:
+        self._every, self._silent = every, silent
         self._rich = RichConsole(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
-        self._bar = _Bar(self._rich) if mode == "auto" and self._rich.is_terminal else None
+        self._bar = _Bar(self._rich) if mode == "auto" and self._rich.is_terminal and not silent else None
         self._pace = _Pace()
         self._last_line = self._last_preparation = -LONGEST_SILENCE_SECONDS
         self._warnings = _WarningsToConsole(self)
@@ -81,13 +82,16 @@ class Console:
         log.error("%s", text, extra={"shown": True})
         if self._bar:
             self._bar.close()
-        print(text, file=sys.stderr, flush=True)
+        if not self._silent:
+            print(text, file=sys.stderr, flush=True)
 
     def warn(self, text: str) -> None:
         log.warning("%s", text, extra={"shown": True})
         self._print(f"warning: {text}", style="yellow")
 
     def _print(self, text: str, style: str | None = None) -> None:
+        if self._silent:
+            return
         if self._rich.is_terminal:
             self._rich.print(text, style=style)
         else:

@@ -6,6 +6,7 @@ import fcntl
 import math
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,13 +30,21 @@ from gpipe_cli.launch.inline import launch_inline
 from gpipe_cli.launch.join import join, joined
 from gpipe_cli.launch.report import WorkerFailed
 from gpipe_cli.launch.supervisor import Job, launch
+from gpipe_cli.trainer import checkpoint_files
+from gpipe_cli.trainer.compatibility import require_compatible
 
 FAILED, REFUSED = 1, 2  # exit codes: the run failed; it was never started
 
 
 @dataclass(frozen=True)
 class Program:
-    """What workers run: "package.module:function", and the modules that are imported once for all of them."""
+    """What workers run.
+
+    Attributes:
+        entry: "package.module:function", called as `function(context, {"settings": …, "started_at": …})` with the
+            resolved configuration and the time (seconds since the epoch) at which the job began.
+        preload: modules that are imported once for all workers.
+    """
 
     entry: str = "gpipe_cli.trainer.run:main"
     preload: tuple[str, ...] = ("torch", "gpipe_cli.trainer.run")
@@ -89,7 +98,8 @@ def refuse_if_wrong(config: DictConfig) -> None:
     try:
         prepare(composed, list(config.hydra.overrides.task))
     except ConfigurationError as error:
-        print(in_words(str(error)), file=sys.stderr)
+        if torchrun.is_first():
+            print(in_words(str(error)), file=sys.stderr)
         raise SystemExit(REFUSED) from None
 
 
@@ -97,8 +107,12 @@ def in_words(problem: str) -> str:
     return f"gpipe-train: {problem}"
 
 
-def run_job(composed: DictConfig, program: Program) -> tuple[int, float]:
+def run_job(composed: DictConfig, program: Program, started_at: float) -> tuple[int, float]:
     """Run one job to its end.
+
+    Args:
+        composed: without Hydra's own node.
+        started_at: when the command was started, in seconds since the epoch; the jobs of a sweep begin at their own.
 
     Returns:
         The exit code, and the loss at the end (for Hydra's sweepers; NaN when the job failed).
@@ -109,14 +123,18 @@ def run_job(composed: DictConfig, program: Program) -> tuple[int, float]:
     place = HydraConfig.get()
     run_dir = Path(place.runtime.output_dir)
     is_sweep = place.mode == RunMode.MULTIRUN
-    with Console(*_console_settings(composed)) as console:
+    with Console(*_console_settings(composed), silent=not torchrun.is_first()) as console:
         if is_sweep:
             console.say(_job_line(place))
         (run_dir / sweep.ERROR_FILE).unlink(missing_ok=True)
         try:
             prepared = prepare(composed, list(place.overrides.task))
             with _sole_writer(run_dir):
-                result = _start(prepared, run_dir, program, console, quiet=is_sweep)
+                config = _with_checkpoint(prepared, run_dir, place, console)
+                config = {"settings": config, "started_at": time.time() if is_sweep else started_at}
+                result = _start(prepared, config, run_dir, program, console)
+            if not is_sweep:
+                console.say(where_it_is(run_dir))
         except (ConfigurationError, WorkerFailed) as error:
             text = in_words(str(error)) if isinstance(error, ConfigurationError) else str(error)
             (run_dir / sweep.ERROR_FILE).write_text(f"{error}\n")
@@ -126,25 +144,40 @@ def run_job(composed: DictConfig, program: Program) -> tuple[int, float]:
         return 0, math.nan if loss is None else float(loss)
 
 
-def _start(prepared: Prepared, run_dir: Path, program: Program, console: Console, quiet: bool) -> Any:
+def _with_checkpoint(prepared: Prepared, run_dir: Path, place: Any, console: Console) -> dict[str, Any]:
+    """The configuration with the very checkpoint to go on from in place of what `checkpoint.resume` says.
+
+    Raises:
+        CheckpointError: there is none, or it was made with another configuration.
+    """
+    config, checkpoint = prepared.config, prepared.settings.checkpoint
+    if checkpoint.resume is None or not torchrun.is_first():
+        return config
+    own_place = place.mode == RunMode.MULTIRUN or any(
+        word.startswith("hydra.run.dir=") for word in place.overrides.hydra
+    )
+    choice = checkpoint_files.resolve(checkpoint.resume, run_dir, None if own_place else run_dir.parent)
+    for warning in choice.warnings:
+        console.warn(warning)
+    if choice.checkpoint is not None:
+        require_compatible(choice.checkpoint, config, checkpoint.allow_changes)
+    path = None if choice.checkpoint is None else str(choice.checkpoint.path.absolute())
+    return {**config, "checkpoint": {**config["checkpoint"], "resume": path}}
+
+
+def _start(prepared: Prepared, config: dict[str, Any], run_dir: Path, program: Program, console: Console) -> Any:
     for line in prepared.lines:
         console.say(line)
     try:
-        result = _launch(prepared, run_dir, program, console)
+        return _launch(prepared.settings, config, run_dir, program, console)
     except (KeyboardInterrupt, SystemExit):
         console.say(f"stopped before its end; {where_it_is(run_dir)}")
         raise
-    if not quiet:
-        console.say(where_it_is(run_dir))
-    return result
 
 
-def _launch(prepared: Prepared, run_dir: Path, program: Program, console: Console) -> Any:
-    settings, config = prepared.settings, prepared.config
+def _launch(settings: Settings, config: dict[str, Any], run_dir: Path, program: Program, console: Console) -> Any:
     if joined():
-        is_first = int(os.environ["RANK"]) == 0
-        wrapped = torchrun.wrap(program.entry, config)
-        return join(torchrun.ENTRY, wrapped, run_dir, console if is_first else _ignore)
+        return join(torchrun.ENTRY, torchrun.wrap(program.entry, config), run_dir, console)
     job = Job(
         run_dir=run_dir,
         workers=settings.pipeline.worker_count * settings.pipeline.replicas,
@@ -165,15 +198,11 @@ def _launch(prepared: Prepared, run_dir: Path, program: Program, console: Consol
         raise WorkerFailed(traceback.format_exc().rstrip()) from error
 
 
-def _ignore(event: dict[str, Any]) -> None:
-    """Where the events of ranks above 0 go."""
-
-
 @contextmanager
 def _sole_writer(run_dir: Path) -> Iterator[None]:
     """Hold the run directory's lock, which the system lets go of when this process ends, however it ends."""
-    if joined():
-        yield  # the ranks above 0 share a folder they do not write to
+    if not torchrun.is_first():
+        yield
         return
     with (run_dir / "run.lock").open("w") as file:
         try:

@@ -47,7 +47,7 @@ class JobResult:
         K, M: None when the job did not come as far as a configuration.
         figures: of `FIGURES`, None where unknown.
         evaluation: the last evaluation's numbers.
-        status: "done", "failed" or "not finished".
+        status: "done", "stopped" (it saved first), "failed" or "not finished".
     """
 
     number: int
@@ -115,7 +115,7 @@ def _read_job(folder: Path) -> JobResult:
     evaluation = summary.get("evaluation") or {}
     return JobResult(
         **known,
-        status="done",
+        status="stopped" if summary.get("stopped_by") == "request" else "done",
         figures={name: summary.get(name) for name in FIGURES},
         evaluation={name: value for name, value in evaluation.items() if isinstance(value, (int, float))},
     )

@@ -1,7 +1,8 @@
-"""Being one rank of a job that torchrun has started: only rank 0 writes, and the others learn its run directory."""
+"""Being one rank of a job that torchrun has started: rank 0 decides and writes, the others follow it."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -10,22 +11,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.launch.join import joined
 
 if TYPE_CHECKING:
     from gpipe_cli.launch.context import Context
 
 ENTRY = "gpipe_cli.commands.torchrun:enter"
-KEY = "run_directory"
+KEY = "rank_0_decides"
 
 
-def overrides_of_rank(rank: int, folder: str) -> list[str]:
+def is_first() -> bool:
+    """Whether this process writes and speaks: it is alone, or rank 0 of its job."""
+    return not joined() or os.environ["RANK"] == "0"
+
+
+def overrides_elsewhere(folder: str) -> list[str]:
     """What keeps Hydra from writing into the run directory on the ranks above 0.
 
     Args:
         folder: an empty directory that they may write to instead.
     """
-    if rank == 0:
-        return []
     return [
         f"hydra.run.dir={folder}",
         f"hydra.sweep.dir={folder}",
@@ -58,10 +63,13 @@ def wrap(entry: str, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def enter(context: Context, wrapped: dict[str, Any]) -> Any:
-    """Agree on rank 0's run directory, then call the real entry point (runs in every rank)."""
+    """Take over rank 0's run directory and configuration, then call the real entry point (runs in every rank).
+
+    Each rank has composed its own: with another `${now:}`, another environment, or without seeing the checkpoints.
+    """
     if context.rank == 0:
-        context.store.set(KEY, str(context.run_dir))
-    else:
-        context.run_dir = Path(context.store.get(KEY).decode())
+        context.store.set(KEY, json.dumps([str(context.run_dir), wrapped["config"]]))
+    run_dir, config = json.loads(context.store.get(KEY))
+    context.run_dir = Path(run_dir)
     module, _, function = wrapped["entry"].partition(":")
-    return getattr(import_module(module), function)(context, wrapped["config"])
+    return getattr(import_module(module), function)(context, config)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from gpipe_cli import __version__
@@ -53,10 +54,17 @@ def main(arguments: Sequence[str] | None = None, program: Program | None = None)
         refuse_unknown_flags(words)
         return _run(words, program)
     except ConfigurationError as error:
-        print(f"gpipe-train: {error}", file=sys.stderr)
+        _say(error)
         return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _say(error: ConfigurationError) -> None:
+    from gpipe_cli.commands.torchrun import is_first
+
+    if is_first():
+        print(f"gpipe-train: {error}", file=sys.stderr)
 
 
 def refuse_unknown_flags(words: Sequence[str]) -> None:
@@ -83,10 +91,11 @@ def _run(words: Sequence[str], program: Program | None) -> int:
     from gpipe_cli.commands.hydra_errors import KNOWN, explain
     from gpipe_cli.commands.job import Program, run_job
 
+    started_at = time.time() - time.process_time()  # Python's own start, and the imports so far, are all CPU time
     codes: list[int] = []
 
     def task(composed: DictConfig) -> float:
-        code, loss = run_job(composed, program or Program())
+        code, loss = run_job(composed, program or Program(), started_at)
         codes.append(code)
         return loss
 
@@ -110,25 +119,24 @@ def _command_line(words: Sequence[str]) -> Iterator[None]:
     from gpipe_cli.launch.join import joined
 
     before = sys.argv
-    with tempfile.TemporaryDirectory(prefix="gpipe-") as folder:
-        extra: list[str] = []
+    with ExitStack() as stack:
+        stack.callback(setattr, sys, "argv", before)
         if joined():
             torchrun.refuse_sweep_over_workers(words)
-            extra = torchrun.overrides_of_rank(int(os.environ["RANK"]), folder)
+        extra = []
+        if not torchrun.is_first():
+            extra = torchrun.overrides_elsewhere(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpipe-")))
         sys.argv = [before[0], *words, *extra]
-        try:
-            yield
-        finally:
-            sys.argv = before
+        yield
 
 
 def _end_sweep(finished: Sweep) -> int:
     """Show the table over all jobs, also when Ctrl-C has ended the sweep; returns the exit code."""
     from gpipe_cli.commands import sweep
     from gpipe_cli.commands.job import where_it_is
-    from gpipe_cli.launch.join import joined
+    from gpipe_cli.commands.torchrun import is_first
 
-    if joined() and os.environ["RANK"] != "0":
+    if not is_first():
         return 0
     if not finished.directory.is_dir():
         return REFUSED

@@ -10,7 +10,7 @@ import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from gpipe_cli.launch import report
 from gpipe_cli.launch.context import Context, call_entry
@@ -119,10 +119,17 @@ class _StopRequest:
         return self._first is not None
 
 
-def _fail(context: Context, error: BaseException) -> None:
-    directory = context.run_dir / "workers"
-    directory.mkdir(parents=True, exist_ok=True)
-    traceback.print_exc()
-    shown = report.write_error(directory, context.rank, error, context.where)
-    print(shown, file=sys.stderr)
-    leave(1)
+def _fail(context: Context, error: BaseException) -> NoReturn:
+    """Put the error on record, for torchrun's own summary too, and leave whatever happens meanwhile."""
+    try:
+        directory = context.run_dir / "workers"
+        directory.mkdir(parents=True, exist_ok=True)
+        print(report.write_error(directory, context.rank, error, context.where), file=sys.stderr)
+        if "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(error, Exception):
+            from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+            ErrorHandler().record_exception(error)
+    except Exception:
+        traceback.print_exc()
+    finally:
+        leave(1)

@@ -138,15 +138,21 @@ def _shown_error(record: dict[str, Any]) -> str:
 def _silent_death(directory: Path, rank: int, exit_code: int, when: float, where: dict[str, Any]) -> Failure:
     tail = last_lines(log_path(directory, rank))
     if exit_code < 0:
-        number = signal.Signals(-exit_code)
-        meaning = f" ({SIGNAL_MEANING[number]})" if number in SIGNAL_MEANING else ""
-        how = f"was killed by {number.name}{meaning}"
+        how = f"was killed by {_describe_signal(-exit_code)}"
     else:
         how = f"ended with exit code {exit_code} and left no error report"
     # NCCL's watchdog thread aborts the whole process when a peer is gone.
     echo = exit_code == -signal.SIGABRT and COMMUNICATION.search(tail) is not None
     text = f"{_name(rank)} {how}{_place(where)}\nlast lines of {log_path(directory, rank)}:\n{tail or '(empty)'}"
     return Failure(rank, 1 if echo else 0, when, text)
+
+
+def _describe_signal(number: int) -> str:
+    try:
+        known = signal.Signals(number)
+    except ValueError:  # most real-time signals have no name
+        return f"signal {number}"
+    return f"{known.name} ({SIGNAL_MEANING[known]})" if known in SIGNAL_MEANING else known.name
 
 
 def last_lines(log: Path, count: int = LOG_LINES_SHOWN) -> str:

@@ -29,6 +29,17 @@ def main(job: dict[str, Any], rank: int, parent: int) -> NoReturn:
     The process ends by `os._exit` in every case: a normal interpreter exit runs destructors that may wait for peers.
     """
     die_with_parent(parent)
+    try:
+        _run(job, rank)
+        atexit._run_exitfuncs()
+        leave(0)
+    except BaseException:  # also when the set-up fails, or the disk is too full for a report
+        traceback.print_exc()
+    finally:
+        leave(1)
+
+
+def _run(job: dict[str, Any], rank: int) -> None:
     keep_worker_signals()
     directory = Path(job["directory"])
     redirect_output(report.log_path(directory, rank))
@@ -50,11 +61,8 @@ def main(job: dict[str, Any], rank: int, parent: int) -> NoReturn:
     try:
         channel.finish(call_entry(job["entry"], context, job["config"], job["threads"]))
     except BaseException as error:
-        traceback.print_exc()
         report.write_error(directory, rank, error, context.where)
-        leave(1)
-    atexit._run_exitfuncs()
-    leave(0)
+        raise
 
 
 def leave(code: int) -> NoReturn:

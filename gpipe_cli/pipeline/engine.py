@@ -190,9 +190,9 @@ class Pipeline:
         for instruction in program:
             op, cell, micro_batch = instruction.op, instruction.cell, instruction.micro_batch
             where["cell"], where["micro_batch"], where["instruction"] = cell, micro_batch, op.name.lower()
-            started = meter.start()
+            started = meter.mark()
             handlers[op](cell, micro_batch)
-            meter.stop(op, cell, started)
+            meter.record(instruction, started)
         where["instruction"] = None
         if self._transport is not None:
             self._transport.drain()

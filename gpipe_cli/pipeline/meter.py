@@ -1,4 +1,4 @@
-"""Where a step's time goes: seconds per cell and kind of instruction, on the CPU's clock or by CUDA events."""
+"""Where a step's time goes: when each instruction began and ended, by the CPU's clock or by CUDA events."""
 
 from __future__ import annotations
 
@@ -7,53 +7,69 @@ from collections import defaultdict
 
 import torch
 
-from .schedule import Op
+from .schedule import Instruction, Op
+from .simulate import Span
 
-COMPUTE = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD)
 WAITING = (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT)
+
+Mark = float | torch.cuda.Event
 
 
 class Meter:
-    """Adds up the time between `start` and `stop` of each instruction.
+    """Records the instructions of one step after another.
 
     On a GPU the instructions run behind the host's back, so events are recorded in their stream and read when the step
     has ended anyway; nothing is synchronised in between.
+
+    Attributes:
+        spans: of the last finished step, in seconds of the machine's monotonic clock, which all its processes share.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._device = device
-        self._seconds: dict[tuple[Op, int], float] = defaultdict(float)
-        self._events: list[tuple[Op, int, torch.cuda.Event, torch.cuda.Event]] = []
+        self._marks: list[tuple[Instruction, Mark, Mark]] = []
         self._began = 0.0
-
-    def start(self) -> float | torch.cuda.Event:
-        if self._on_gpu:
-            return self._event()
-        return time.perf_counter()
-
-    def stop(self, op: Op, cell: int, started: float | torch.cuda.Event) -> None:
-        if isinstance(started, float):
-            self._seconds[op, cell] += time.perf_counter() - started
-        else:
-            self._events.append((op, cell, started, self._event()))
+        self._began_on_gpu: torch.cuda.Event | None = None
+        self.spans: list[Span] = []
 
     def begin_step(self) -> None:
-        self._began = time.perf_counter()
-
-    def end_step(self) -> float:
-        """Seconds since `begin_step`; on a GPU waits for its work first."""
+        """Forgets what was recorded since the last step (evaluations) and starts the clock."""
+        self._marks.clear()
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
-        return time.perf_counter() - self._began
+            self._began_on_gpu = self._event()
+        self._began = time.perf_counter()
 
-    def take(self) -> dict[tuple[Op, int], float]:
-        """Seconds per (kind of instruction, cell) since the last call; call it after `end_step`."""
-        for op, cell, before, after in self._events:
-            self._seconds[op, cell] += before.elapsed_time(after) / 1000
-        self._events.clear()
-        seconds, self._seconds = dict(self._seconds), defaultdict(float)
+    def mark(self) -> Mark:
+        """The present moment."""
+        return self._event() if self._on_gpu else time.perf_counter()
+
+    def record(self, instruction: Instruction, started: Mark) -> None:
+        """``instruction`` has run from ``started`` to now."""
+        self._marks.append((instruction, started, self.mark()))
+
+    def end_step(self) -> float:
+        """Seconds since `begin_step`; on a GPU waits for its work first. Fills `spans`."""
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)
+        seconds = time.perf_counter() - self._began
+        self.spans = [Span(instruction, self._time(a), self._time(b)) for instruction, a, b in self._marks]
+        self._marks.clear()
         return seconds
+
+    def seconds(self) -> dict[tuple[Op, int], float]:
+        """Seconds per (kind of instruction, cell) in the last finished step."""
+        sums: dict[tuple[Op, int], float] = defaultdict(float)
+        for instruction, start, end in self.spans:
+            sums[instruction.op, instruction.cell] += end - start
+        return dict(sums)
+
+    def _time(self, mark: Mark) -> float:
+        if isinstance(mark, float):
+            return mark
+        assert self._began_on_gpu is not None
+        return self._began + self._began_on_gpu.elapsed_time(mark) / 1000
 
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

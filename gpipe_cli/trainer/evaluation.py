@@ -72,7 +72,6 @@ class Evaluator:
             numbers |= scores
         for cell in self._cells:
             cell.train(True)
-        self._engine.meter.take()
         return Evaluation(numbers, loss, samples)
 
     def _score(self) -> dict[str, float]:

@@ -11,7 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..pipeline.simulate import Span
+from .pictures import draw_loss, draw_step
 from .plan import Plan
+from .programs import Programs
 from .step_report import StepReport
 
 if TYPE_CHECKING:
@@ -129,6 +132,17 @@ class Journal:
             for number, sample in enumerate(result.samples):
                 self._board.add_text(f"samples/{number}", sample.as_markdown(), progress.step)
             self._board.flush()
+
+    def pictures(self, spans: Sequence[Sequence[Span]], programs: Programs) -> None:
+        """pictures/: the last step of the pipeline (replica 0) as it was measured, and the loss."""
+        if not self._active:
+            return
+        folder = self._run_dir / "pictures"
+        folder.mkdir(exist_ok=True)
+        workers = spans[: max(programs.placement) + 1]
+        if any(workers):
+            draw_step(workers, programs.placement, programs.kind, folder / "step.png")
+            draw_loss(self._run_dir, folder / "loss.png")
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """summary.json, whole or not at all."""

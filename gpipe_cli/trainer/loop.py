@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -20,6 +20,7 @@ from ..pipeline.batchnorm import finish_batchnorm
 from ..pipeline.cell import Cell
 from ..pipeline.engine import Pipeline, StepPlan
 from ..pipeline.gradients import clip_factor, reduce_over_replicas, scale_gradients, squared_norms
+from ..pipeline.simulate import Span
 from ..tasks.base import Task
 from .evaluation import Evaluator
 from .exchange import Exchange
@@ -137,8 +138,9 @@ class Trainer:
         p.reporter.write_record(p.exchange, p.world.replica, record)
         if p.world.replica == 0:
             p.reporter.write_norms(p.exchange, p.own_parameters, squared_norms(self._parameters))
-        seconds = p.engine.meter.take()
-        p.reporter.write_times(p.exchange, p.world.replica, p.world.rank, seconds, span, waited, p.world.device)
+        p.reporter.write_times(
+            p.exchange, p.world.replica, p.world.rank, p.engine.meter.seconds(), span, waited, p.world.device
+        )
         self._announce_next()
         p.exchange.run()
         report = p.reporter.read(p.exchange, plan.total_weight)
@@ -276,3 +278,4 @@ class Trainer:
         is_best = False if stopping else self._evaluate(final=True)
         self._save(is_best)
         p.saver.finish(p.exchange)
+        p.journal.pictures(cast("list[list[Span]]", p.world.gather_everyone(p.engine.meter.spans)), p.programs)

@@ -123,7 +123,9 @@ def assemble(
         build_autocast(settings.precision, world.device),
         context.where,
     )
-    saver = Saver(context.run_dir, world, cells, model, settings.checkpoint.keep, config["settings"], optimizer, lr_schedule)
+    saver = Saver(
+        context.run_dir, world, cells, model, settings.checkpoint.keep, config["settings"], optimizer, lr_schedule
+    )
     codec = PlanCodec(form, M, world.replica, world.replicas)
     reporter = StepReporter(
         losses, settings.pipeline.K, M, world.replicas, world.size, len(names), len(task.statistics)
@@ -136,7 +138,17 @@ def assemble(
     generator = None
     if generation is not None:
         generator = Generator(
-            world, cast(Any, source), cast(Any, task), engine, programs, exchange, codec, M, generation, settings.trainer.samples, *special
+            world,
+            cast(Any, source),
+            cast(Any, task),
+            engine,
+            programs,
+            exchange,
+            codec,
+            M,
+            generation,
+            settings.trainer.samples,
+            *special,
         )
     evaluator = Evaluator(world, source, task, cells, engine, programs, exchange, codec, M, generator)
     parts = Parts(

@@ -1,0 +1,212 @@
+"""Step time on emulated accelerators against the limit of the schedule, beside torch.distributed.pipelining.
+
+48 layers that sleep (backward twice the forward, 1/M of it per micro-batch) are cut into K equal cells on K real
+processes that send real gloo messages. The limit is what `gpipe_cli.pipeline.simulate` gives for the very lists of
+instructions that run, with free messages and free bookkeeping. The peers get the same layers in the same processes,
+with torch.utils.checkpoint in their stages where remat is on.
+
+A step lasts from one moment set for all workers to the end of the last one. The exchange that ends a trainer's step
+lies outside, for the engine and the peers alike (benchmarks.exchange times it). One untimed step without sleeping comes
+first; after that the contenders take turns, and the median of the repetitions is shown.
+
+plain: efficiency of the plain loop, the ceiling of the emulation: every worker at the same time runs the layers of its cell,
+forward and backward, by a plain loop without engine and messages.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.common import Report, parser, run_workers
+from benchmarks.emulator import ACCELERATOR, BACKWARD, LAYERS, WIDTH, SleepingLayer, forward_seconds
+from benchmarks.peers import torch_pipelining_step
+from gpipe_cli.launch.context import Context
+from gpipe_cli.pipeline.cell import BuiltLayer, Cell
+from gpipe_cli.pipeline.engine import Pipeline, StepPlan
+from gpipe_cli.pipeline.randomness import NoiseSource
+from gpipe_cli.pipeline.schedule import schedule
+from gpipe_cli.pipeline.simulate import cost_durations, simulate
+from gpipe_cli.pipeline.transport import Transport
+from gpipe_cli.trainer.exchange import Exchange
+
+CPU = torch.device("cpu")
+EXAMPLES = 32
+KINDS = ("gpipe", "1f1b")
+START_AHEAD = 0.05  # seconds from the exchange to the common start
+SERIAL_SECONDS = {1: 1.5, 4: 3.0, 32: 8.0}  # of forward and backward by M: long enough that sleeps exceed 1 ms
+QUICK_SERIAL_SECONDS = {1: 0.5, 4: 1.0, 32: 4.0}
+Step = Callable[[], None]
+
+
+def engine_step(kind: str, remat: str, layers: list[nn.Module], rank: int, K: int, M: int, batch: Tensor) -> Step:
+    """One training step of the engine with cell ``rank`` on this worker."""
+    first = rank * len(layers)
+    built = [BuiltLayer(first + i, f"layer.{first + i}", layer) for i, layer in enumerate(layers)]
+    placement = tuple(range(K))
+    world = dist.group.WORLD
+    assert world is not None
+    transport = Transport(placement, CPU, CPU, (world, world), world) if K > 1 else None
+    cells = [Cell(rank, built, NoiseSource(0, 0, CPU))]
+    engine = Pipeline(cells, placement, transport, sum_loss, 1, CPU)
+    program = schedule(kind, placement, M, remat)[rank]
+    parts = [((rows,), (rows,)) for rows in batch.tensor_split(M)] if rank == 0 else None
+    signatures = tuple(tuple(rows.shape) for rows in batch.tensor_split(M))
+
+    def step() -> None:
+        engine.train_step(program, StepPlan(0, 1, signatures, 1.0), parts)
+
+    return step
+
+
+def sum_loss(outputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    return (outputs[0] - targets[0]).sum(), torch.zeros(0, dtype=torch.float64)
+
+
+def plain_step(layers: list[nn.Module], M: int, batch: Tensor) -> Step:
+    """The layers of one cell, forward and backward, without engine and messages."""
+    rows_of = batch.tensor_split(M)
+
+    def step() -> None:
+        for rows in rows_of:
+            x = rows
+            for layer in layers:
+                x = layer(x)
+            (x - rows).sum().backward()  # type: ignore[no-untyped-call]  # torch's own annotation
+
+    return step
+
+
+class StopWatch:
+    """Times a step that all workers take together."""
+
+    def __init__(self, rank: int, workers: int) -> None:
+        self._rank = rank
+        self._exchange = Exchange({"start": 1, "end": workers}, dist.group.WORLD if workers > 1 else None)
+
+    def time(self, step: Step) -> float:
+        """Seconds from the common start to the end of the last worker."""
+        if self._rank == 0:
+            self._exchange.mine["start"][0] = time.perf_counter() + START_AHEAD
+        self._exchange.run()
+        start = float(self._exchange.all["start"][0])
+        ACCELERATOR.reset()
+        time.sleep(max(0.0, start - time.perf_counter()))
+        step()
+        self._exchange.mine["end"][self._rank] = time.perf_counter()
+        self._exchange.run()
+        return float(self._exchange.all["end"].max()) - start
+
+
+def limits(K: int, M: int, remat: str, serial_seconds: float) -> dict[str, float]:
+    """The shortest possible step of each kind of schedule, in seconds."""
+    cell = forward_seconds(serial_seconds, M) * LAYERS / K
+    placement = tuple(range(K))
+    duration = cost_durations([cell] * K, BACKWARD)
+    return {kind: simulate(schedule(kind, placement, M, remat), placement, duration).span for kind in KINDS}
+
+
+def contenders(rank: int, K: int, M: int, remat: str, serial_seconds: float) -> dict[str, Step | None]:
+    batch = torch.zeros(EXAMPLES, WIDTH)
+
+    def layers() -> list[nn.Module]:
+        return [SleepingLayer(forward_seconds(serial_seconds, M)) for _ in range(LAYERS // K)]
+
+    steps: dict[str, Step | None] = {"plain": plain_step(layers(), M, batch)}
+    for kind in KINDS:
+        steps[kind] = engine_step(kind, remat, layers(), rank, K, M, batch)
+        steps[f"torch {kind}"] = torch_pipelining_step(kind, layers(), remat != "never", rank, K, M, batch)
+    return steps
+
+
+def worker(context: Context, config: dict[str, Any]) -> list[dict[str, float | None]]:
+    """Entry point: for each setting the median seconds of each contender."""
+    context.init_process_group("gloo")
+    rank, K = context.rank, context.world_size
+    watch = StopWatch(rank, K)
+    medians = []
+    for setting in config["settings"]:
+        steps = contenders(rank, K, setting["M"], setting["remat"], setting["serial_seconds"])
+        seconds: dict[str, list[float]] = {name: [] for name, step in steps.items() if step is not None}
+        for repetition in range(config["repetitions"] + 1):
+            ACCELERATOR.speed = 1.0 if repetition else 0.0
+            for name in seconds:
+                step = steps[name]
+                assert step is not None
+                taken = watch.time(step)
+                if repetition:
+                    seconds[name].append(taken)
+        medians.append({name: statistics.median(seconds[name]) if name in seconds else None for name in steps})
+    return medians
+
+
+def rows_of(K: int, setting: dict[str, Any], seconds: dict[str, float | None]) -> list[dict[str, Any]]:
+    limit = limits(K, setting["M"], setting["remat"], setting["serial_seconds"])
+    plain = seconds["plain"]
+    assert plain is not None
+    rows = []
+    for kind in KINDS:
+        step, peer = seconds[kind], seconds[f"torch {kind}"]
+        assert step is not None
+        rows.append(
+            {
+                "K": K,
+                "M": setting["M"],
+                "remat": setting["remat"],
+                "schedule": kind,
+                "limit, s": limit[kind],
+                "step, s": step,
+                "of limit": limit[kind] / step,
+                "plain": setting["serial_seconds"] / K / plain,
+                "torch, s": peer,
+                "torch / ours": None if peer is None else peer / step,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--K", type=int, nargs="+", default=[1, 2, 4, 8], help="divisors of 48 (default: 1 2 4 8)")
+    options.add_argument("--M", type=int, nargs="+", default=[1, 4, 32], help="default: 1 4 32")
+    options.add_argument("--repetitions", type=int, default=3, help="timed steps of each contender (default: 3)")
+    options.add_argument("--seconds", type=float, help="serial work per step; default: 1.5, 3, 8 s for M = 1, 4, 32")
+    arguments = options.parse_args()
+    serial = QUICK_SERIAL_SECONDS if arguments.quick else SERIAL_SECONDS
+    settings = [
+        {"M": M, "remat": remat, "serial_seconds": arguments.seconds or serial.get(M, 8.0)}
+        for M in arguments.M
+        for remat in ("never", "except_last")
+    ]
+    report = Report(
+        {"K": "d", "M": "d", "remat": "", "schedule": "", "limit, s": ".3f", "step, s": ".3f", "of limit": ".3f"}
+        | {"plain": ".3f", "torch, s": ".3f", "torch / ours": ".3f"}
+    )
+    report.begin()
+    config = {"settings": settings, "repetitions": 1 if arguments.quick else arguments.repetitions}
+    for K in arguments.K:
+        medians = run_workers("benchmarks.emulated:worker", K, config, ("torch.distributed.pipelining",))
+        for setting, seconds in zip(settings, medians, strict=True):
+            for row in rows_of(K, setting, seconds):
+                report.add(row)
+    worst = min(report.rows, key=lambda row: row["of limit"])
+    beside = [row for row in report.rows if row["torch / ours"] is not None]
+    slower = [row for row in beside if row["torch / ours"] < 1]
+    report.end(
+        arguments.output,
+        [
+            f"lowest share of the limit: {worst['of limit']:.3f} at K={worst['K']} M={worst['M']} "
+            f"remat={worst['remat']} {worst['schedule']}",
+            f"faster than torch.distributed.pipelining in {len(beside) - len(slower)} of {len(beside)} cells",
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""torch.distributed.pipelining, given the same layers, for measuring beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.utils.checkpoint import checkpoint
+
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+
+class _Checkpointed(nn.Sequential):
+    """The way to re-materialize there: recompute begins when the gradient has arrived, for every micro-batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+
+
+def torch_pipelining_step(
+    kind: str, layers: Sequence[nn.Module], remat: bool, rank: int, K: int, M: int, batch: Tensor
+) -> Callable[[], None] | None:
+    """A function that runs one training step on this worker; None where torch's schedule refuses M < K."""
+    if kind == "1f1b" and M < K:
+        return None
+    module = _Checkpointed(*layers) if remat else nn.Sequential(*layers)
+    stage = PipelineStage(module, rank, K, torch.device("cpu"))
+    schedule = SCHEDULES[kind](stage, M, lambda output, target: (output - target).sum(), scale_grads=False)
+    inputs = (batch,) if rank == 0 else ()
+    target = batch if rank == K - 1 else None
+
+    def step() -> None:
+        schedule.step(*inputs, target=target, return_outputs=False)
+
+    return step
