@@ -49,12 +49,14 @@ ACCELERATOR = Accelerator()
 class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
+        ctx.save_for_backward(x)  # torch.utils.checkpoint recomputes only for a graph that has saved something
         ctx.seconds = seconds
         ACCELERATOR.compute(seconds)
         return x + weight
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        _ = ctx.saved_tensors
         ACCELERATOR.compute(ctx.seconds * BACKWARD)
         return gradients[0], gradients[0].sum(), None
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -27,7 +29,7 @@ def torch_pipelining_step(
         return None
     module = _Checkpointed(*layers) if remat else nn.Sequential(*layers)
     stage = PipelineStage(module, rank, K, torch.device("cpu"))
-    schedule = SCHEDULES[kind](stage, M, lambda output, target: (output - target).sum(), scale_grads=False)
+    schedule = SCHEDULES[kind](stage, M, partial(mse_loss, reduction="sum"), scale_grads=False)
     inputs = (batch,) if rank == 0 else ()
     target = batch if rank == K - 1 else None
 

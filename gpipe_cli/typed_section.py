@@ -74,27 +74,29 @@ def read_section(kind: type[T], values: object, prefix: str) -> T:
 def unknown_key(key: str, known: Iterable[str]) -> str:
     """The sentence that refuses a key and says what to type instead."""
     names = list(dict.fromkeys(known))
-    near = nearest(key, names)
-    if near:
+    if near := nearest(key, names):
         return f"there is no key {key}; did you mean {' or '.join(near)}?"
     section = key.rpartition(".")[0]
-    return f"there is no key {key}; keys of {section or 'the configuration'}: {', '.join(sorted(names))}"
+    siblings = [name for name in names if name.rpartition(".")[0] == section]
+    if section and siblings:
+        return f"there is no key {key}; {section} has: {', '.join(name.rpartition('.')[2] for name in siblings)}"
+    return f"there is no key {key}; sections and keys: {', '.join(dict.fromkeys(n.partition('.')[0] for n in names))}"
 
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """At most three of ``known`` that look like ``word``; a difference of case alone is nearest of all."""
+    """At most three of ``known`` that look like ``word``; a difference of case alone is nearest of all.
+
+    Inside a section that exists only its own keys count, compared by their last part: a long section name would make
+    them all look alike.
+    """
     names = list(dict.fromkeys(known))
-    same = [name for name in names if name.lower() == word.lower()]
-    if same:
+    if same := [name for name in names if name.lower() == word.lower()]:
         return same
     section, _, last = word.lower().rpartition(".")
-    siblings = {
-        name.lower().rpartition(".")[2]: name for name in names if name.lower().rpartition(".")[0] == section
-    }  # compared by the last part alone: a long section name would make all its keys look alike
-    found = [siblings[near] for near in difflib.get_close_matches(last, siblings, n=3, cutoff=0.6)]
-    if found:
-        return found
-    lowered = {name.lower(): name for name in names}
+    siblings = {name.lower().rpartition(".")[2]: name for name in names if name.lower().rpartition(".")[0] == section}
+    if siblings:
+        return [siblings[near] for near in difflib.get_close_matches(last, siblings, n=3, cutoff=0.6)]
+    lowered = {name.lower(): name for name in names if name.count(".") == word.count(".")}
     return [lowered[near] for near in difflib.get_close_matches(word.lower(), lowered, n=3, cutoff=0.75)]
 
 
@@ -142,14 +144,14 @@ def _fit_any(value: object, hints: Iterable[Any]) -> Any:
 
 
 def _fit_plain(value: object, kind: type) -> Any:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if kind is int and is_number and float(value) == value and math.isfinite(value):  # type: ignore[arg-type]
-        return int(value)  # type: ignore[call-overload]  # mypy does not follow is_number
-    if kind is float and is_number and not math.isnan(value):  # type: ignore[arg-type]
-        return float(value)  # type: ignore[arg-type]
-    if kind in (bool, str) and isinstance(value, kind):
+    if kind in (int, float) and isinstance(value, (int, float)) and not isinstance(value, bool):
+        if kind is int and float(value).is_integer():
+            return int(value)
+        if kind is float and not math.isnan(value):
+            return float(value)
+    elif kind in (bool, str) and isinstance(value, kind):
         return value
-    if kind is types.NoneType and value is None:
+    elif kind is types.NoneType and value is None:
         return None
     raise _Misfit
 

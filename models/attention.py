@@ -1,8 +1,8 @@
 """Sub-layers of pre-layer-norm Transformers: x + dropout(f(LN(x))), each a layer of the list (paper, section 5).
 
-`x` is the first tensor of the boundary; what stands behind it just travels. Attention is 64·A wide, whatever the width d
-of the model is. All projections have biases. An attention layer's `decode` is its forward for one more token, with the
-keys and values of the earlier ones read from `cache`.
+`x` is the first tensor of the boundary; what stands behind it just travels. Attention is 64·A wide, whatever the width
+d of the model is. All projections have biases. An attention layer's `decode` is its forward for one more token, with
+the keys and values of the earlier ones read from `cache`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class Attention(Sublayer):
     def split_heads(self, x: Tensor, parts: int) -> tuple[Tensor, ...]:
         """[b, t, parts·64A] as `parts` tensors [b, A, t, 64]: views."""
         batch, length, _ = x.shape
-        return x.view(batch, length, parts, self.heads, HEAD_WIDTH).permute(2, 0, 3, 1, 4).unbind(0)
+        heads = x.view(batch, length, parts, self.heads, HEAD_WIDTH).unbind(2)
+        return tuple(part.transpose(1, 2) for part in heads)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
         """[b, A, t, 64] of queries over keys and values [b, A, s, 64] to [b, t, d]; `mask` is True where to look."""
@@ -155,9 +156,7 @@ class CrossAttention(Attention):
         key, value = self.split_heads(self.key_value(memory), 2)
         return self._look(y, key, value, mask), memory, mask
 
-    def decode(
-        self, inputs: tuple[Tensor, Tensor, Tensor], cache: dict[str, Any]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def decode(self, inputs: tuple[Tensor, Tensor, Tensor], cache: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         """The next tokens of y; keys, values and mask of the source are kept from the first call of the group."""
         y, memory, mask = inputs
         if memory.shape[1]:

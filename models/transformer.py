@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from ..layers import LayerBuilder
 from .attention import CausalAttention, CrossAttention, EncoderAttention, FeedForward
 from .embedding import TokenEmbedding, VocabularyProjection
-from .sizes import check_fractions, check_sizes, depth_scale
+from .sizes import check_fractions, check_sizes, depth_scale, refuse_tied
 
 
 class SourceEmbedding(TokenEmbedding):
@@ -116,14 +116,10 @@ def transformer(
     Raises:
         ValueError: a value outside its limits; the message names the key.
     """
-    check_sizes(L=L, H=H, A=A, source_vocabulary=source_vocabulary, target_vocabulary=target_vocabulary)
-    check_sizes(d_model=d_model)
+    vocabularies = {"source_vocabulary": source_vocabulary, "target_vocabulary": target_vocabulary}
+    check_sizes(L=L, H=H, A=A, d_model=d_model, **vocabularies)
     check_fractions(dropout=dropout, input_dropout=input_dropout, attention_dropout=attention_dropout)
-    if tie_embeddings:
-        raise ValueError(
-            "model.tie_embeddings=true: the embeddings and the softmax would share a table across layers that may lie "
-            "in different cells, which is not supported: use model.tie_embeddings=false"
-        )
+    refuse_tied(tie_embeddings)
     if depth_scale_layers not in ("both", "one"):
         raise ValueError(f"model.depth_scale_layers={depth_scale_layers}: use both (n = 2·L) or one (n = L)")
     depth = 2 * L if depth_scale_layers == "both" else L

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..layers import LayerBuilder
 from .attention import CausalAttention, FeedForward
 from .embedding import TokenEmbedding, VocabularyProjection
-from .sizes import check_fractions, check_sizes, depth_scale
+from .sizes import check_fractions, check_sizes, depth_scale, refuse_tied
 
 
 class LanguageModelEmbedding(TokenEmbedding):
@@ -65,11 +65,7 @@ def transformer_lm(
     """
     check_sizes(L=L, H=H, A=A, vocabulary=vocabulary, d_model=d_model)
     check_fractions(dropout=dropout, input_dropout=input_dropout, attention_dropout=attention_dropout)
-    if tie_embeddings:
-        raise ValueError(
-            "model.tie_embeddings=true: the embedding and the softmax would share a table across layers that may lie "
-            "in different cells, which is not supported: use model.tie_embeddings=false"
-        )
+    refuse_tied(tie_embeddings)
     init_scale = depth_scale(L, depth_scale_exponent) if depth_scaled_init else 1.0
     sublayers = {
         "attention": partial(CausalAttention, d_model, A, dropout, attention_dropout),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from gpipe_cli.data import cldr
 from gpipe_cli.data.babel_strings import locale_strings
 from gpipe_cli.data.languages import LANGUAGES, RANK

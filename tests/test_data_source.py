@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Dataset
+
 from gpipe_cli.data.examples import ExampleSource
 from gpipe_cli.data.sampling import TemperatureSampler, temperature_shares
 from gpipe_cli.data.source import Batch, Source, no_report, parts_of_replica, permutation, read_ahead, split_evenly
 from gpipe_cli.data.text import TextSource
 from gpipe_cli.data.translation import TranslationSource
-from torch.utils.data import Dataset
 
 SMALL: dict[str, Any] = {"languages": ["de", "fi", "yrl"], "largest": 400, "smallest": 100, "vocabulary": 600}
 

@@ -10,94 +10,22 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import launch_jobs
 import pytest
+from launch_command import Command
 
-import gpipe_cli
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch import report
 from gpipe_cli.launch.inline import launch_inline
 from gpipe_cli.launch.supervisor import Job, WorkerFailed, launch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for left-over processes in /proc")
-
-COMMAND = [sys.executable, str(Path(launch_jobs.__file__))]
-GONE_SECONDS = 10.0
-MARK = "GPIPE_TEST_MARK"
-
-
-class Command:
-    """A command process that launches a job, and a way to find everything that it started."""
-
-    def __init__(self, run_dir: Path, *arguments: str, prefix: tuple[str, ...] = ()) -> None:
-        self.mark = uuid.uuid4().hex
-        package_root = str(Path(gpipe_cli.__file__).parent.parent)
-        path = os.pathsep.join(filter(None, [package_root, str(run_dir.parent), os.environ.get("PYTHONPATH")]))
-        self.run_dir = run_dir
-        self.errors = run_dir / "stderr"
-        self.process = subprocess.Popen(
-            [*prefix, *COMMAND, *arguments],
-            env={**os.environ, MARK: self.mark, "PYTHONPATH": path},
-            stdout=subprocess.PIPE,
-            stderr=self.errors.open("w"),
-            text=True,
-            start_new_session=True,  # as a terminal's foreground job: its own process group, for Ctrl-C
-        )
-        self.ready: list[dict[str, Any]] = []
-
-    def events(self) -> Iterator[dict[str, Any]]:
-        assert self.process.stdout
-        for line in self.process.stdout:
-            yield json.loads(line)
-
-    def wait_until_ready(self, workers: int) -> None:
-        for event in self.events():
-            if event["event"] == "ready":
-                self.ready.append(event)
-            if len(self.ready) == workers:
-                time.sleep(0.1)  # from the announcement into the blocking call
-                return
-        pytest.fail(f"the command ended before its workers were ready: {self.errors.read_text()}")
-
-    def press_ctrl_c(self) -> None:
-        os.killpg(self.process.pid, signal.SIGINT)
-
-    def left_over(self) -> list[str]:
-        """The command lines of the processes that carry this command's mark; a zombie's environment is empty."""
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if f"{MARK}={self.mark}".encode() in (folder / "environ").read_bytes():
-                    found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-            except OSError:
-                continue
-        return found
-
-    def end(self) -> tuple[int, str]:
-        """Wait for the command and all it started to be gone, within the promised time; (exit code, stderr)."""
-        deadline = time.monotonic() + GONE_SECONDS
-        code = self.process.wait(timeout=GONE_SECONDS)
-        while (left := self.left_over()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not left
-        return code, self.errors.read_text()
-
-    def clean_up(self) -> None:
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if self.mark.encode() in (folder / "environ").read_bytes():
-                    os.kill(int(folder.name), signal.SIGKILL)
-            except OSError:
-                continue
-        self.process.wait()
 
 
 @pytest.fixture

@@ -183,7 +183,7 @@ def _progress_line(event: Event, seconds_left: float | None) -> str:
     loss = event["loss"]
     parts = [
         f"loss {loss:.4f}" if loss is not None else "loss not finite",
-        f"lr {event['lr']:.2e}",
+        f"lr {event['lr']:.1e}",
         f"{number(event['examples_per_second'], 3)} examples/s",
         f"bubble {percent(event['bubble'])}",
     ]
@@ -218,14 +218,15 @@ class _Bar:
     """The live line at the bottom of a terminal."""
 
     def __init__(self, console: RichConsole) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[line]}"))
+        columns = (BarColumn(bar_width=8), TextColumn("{task.fields[line]}"))  # all of it in 80 columns
         self._progress = Progress(*columns, console=console, transient=True, refresh_per_second=4)
         self._tasks: dict[str, TaskID] = {}
 
     def preparation(self, text: str, done: int, total: int) -> None:
-        self._update(text, done, total or None, f"{done:,}" + (f"/{total:,}" if total else ""))
+        self._update(text, done, total or None, f"{text}: {done:,}" + (f" of {total:,}" if total else ""))
 
     def progress(self, step: int, steps: int | None, line: str) -> None:
+        line = line.replace("examples/s", "ex/s")
         self._update("training", step, steps, f"{step:,}{f'/{steps:,}' if steps else ''}  {line}")
 
     def _update(self, name: str, done: int, total: int | None, line: str) -> None:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-import yaml
+import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 from hydra import compose, initialize_config_module
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from gpipe_cli.config import known_keys
+from gpipe_cli.config import FREE_FORM, known_keys
 from gpipe_cli.typed_section import nearest, unknown_key
 
 KNOWN = (HydraException, OmegaConfBaseException, yaml.YAMLError)  # errors that `explain` puts into words
 NO_KEY = re.compile(r"(?:Could not override|Could not delete from config\.) '([^'=]+)")
 NO_GROUP = re.compile(r"Could not override '([^']+)'\.\s*No match in the defaults list")
 SWEEP_WITHOUT_M = re.compile(r"Ambiguous value for argument '([^']+)'")
-IS_GROUP = re.compile(r"Key '(\w+)' is not in struct")
 
 
 def explain(error: Exception, words: Sequence[str]) -> str:
@@ -29,7 +28,7 @@ def explain(error: Exception, words: Sequence[str]) -> str:
         words: the command line.
     """
     text = str(error)
-    if isinstance(error, MissingConfigException) and error.options is not None:
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _missing_option(error)
     if match := SWEEP_WITHOUT_M.search(text):
         key, _, value = match[1].partition("=")
@@ -48,21 +47,22 @@ def explain(error: Exception, words: Sequence[str]) -> str:
 
 
 def _missing_option(error: MissingConfigException) -> str:
-    group, _, option = (error.missing_cfg_file or "").removesuffix(".yaml").rpartition("/")
-    options = list(error.options or ())
-    if not group:
-        return f"there is no configuration {option}.yaml: leave out --config-name, or give --config-dir too"
+    path, options = (error.missing_cfg_file or "").removesuffix(".yaml"), list(error.options or ())
+    group, slash, option = path.rpartition("/") if path.startswith("hydra/") else path.partition("/")
+    if not slash:
+        return f"there is no configuration {path}.yaml: leave out --config-name, or give --config-dir too"
     near = nearest(option, options)
     guess = f"did you mean {' or '.join(f'{group}={name}' for name in near)}? " if near else ""
-    return f"there is no {group}={option}; {guess}{group} can be: {', '.join(options) or 'nothing'}"
+    return f"there is no {group}={option}; {guess}{group} can be: {', '.join(options) or '(nothing yet)'}"
 
 
 def _unknown(key: str, words: Sequence[str]) -> str:
-    keys = [*known_keys(), *_keys_of_chosen_groups(words)]
-    section = key.split(".", 1)[0]
-    siblings = [name for name in keys if name.startswith(f"{section}.")]
-    text = unknown_key(key, siblings if siblings and not nearest(key, keys) else keys)
-    if f"{section}._target_" in keys and not nearest(key, keys):
+    section = key.partition(".")[0]
+    if section not in FREE_FORM or "." not in key:
+        return unknown_key(key, known_keys())
+    keys = _keys_of_chosen_groups(words)
+    text = unknown_key(key, keys)
+    if not nearest(key, keys):
         text += f"; to pass it to {section}._target_ all the same, type +{key}=…"
     return text
 
@@ -80,9 +80,9 @@ def _keys_of_chosen_groups(words: Sequence[str]) -> list[str]:
 
 
 def _dotted(config: DictConfig, prefix: str = "") -> Iterator[str]:
-    for key in config:
+    for key in map(str, config):
         yield f"{prefix}{key}"
-        value = OmegaConf.select(config, str(key)) if OmegaConf.is_interpolation(config, str(key)) is False else None
+        value = None if OmegaConf.is_interpolation(config, key) else config._get_node(key)
         if isinstance(value, DictConfig):
             yield from _dotted(value, f"{prefix}{key}.")
 

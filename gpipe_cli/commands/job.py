@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -20,7 +20,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpipe_cli.commands import sweep, torchrun
-from gpipe_cli.commands.console import Console
 from gpipe_cli.commands.devices import settle_workers
 from gpipe_cli.commands.hydra_errors import explain
 from gpipe_cli.commands.own_target import keep_typed_keys
@@ -32,6 +31,9 @@ from gpipe_cli.launch.report import WorkerFailed
 from gpipe_cli.launch.supervisor import Job, launch
 from gpipe_cli.trainer import checkpoint_files
 from gpipe_cli.trainer.compatibility import require_compatible
+
+if TYPE_CHECKING:
+    from gpipe_cli.commands.console import Console
 
 FAILED, REFUSED = 1, 2  # exit codes: the run failed; it was never started
 
@@ -94,7 +96,7 @@ def refuse_if_wrong(config: DictConfig) -> None:
         SystemExit: it is wrong. (Hydra turns any other exception of a callback into a warning.)
     """
     HydraConfig.instance().set_config(config)
-    composed = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
+    composed = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     try:
         prepare(composed, list(config.hydra.overrides.task))
     except ConfigurationError as error:
@@ -120,6 +122,8 @@ def run_job(composed: DictConfig, program: Program, started_at: float) -> tuple[
     Raises:
         KeyboardInterrupt, SystemExit: the run was asked to stop, and with it a sweep.
     """
+    from gpipe_cli.commands.console import Console  # here, so that a refusal need not wait for rich
+
     place = HydraConfig.get()
     run_dir = Path(place.runtime.output_dir)
     is_sweep = place.mode == RunMode.MULTIRUN

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
@@ -153,13 +153,14 @@ def _table(jobs: Sequence[JobResult]) -> tuple[list[str], list[list[object]]]:
     columns = ["job", *others, "K", "M", "loss", "examples/s", "bubble", "predicted", "wall s", *numbers, "status"]
     rows: list[list[object]] = []
     for job in jobs:
-        figures = job.figures
         rows.append(
-            [job.number, *(job.overrides.get(key) for key in others), job.K, job.M]
-            + [figures.get("loss"), figures.get("examples_per_second")]
-            + [percent(figures.get("bubble")), percent(figures.get("bubble_predicted")), figures.get("wall_seconds")]
-            + [job.evaluation.get(name) for name in numbers]
-            + [job.status if job.error is None else f"{job.status}: {job.error}"]
+            [
+                *(job.number, *(job.overrides.get(key) for key in others), job.K, job.M),
+                *(job.figures.get("loss"), job.figures.get("examples_per_second")),
+                *(percent(job.figures.get("bubble")), percent(job.figures.get("bubble_predicted"))),
+                *(job.figures.get("wall_seconds"), *(job.evaluation.get(name) for name in numbers)),
+                job.status if job.error is None else f"{job.status}: {job.error}",
+            ]
         )
     return columns, rows
 

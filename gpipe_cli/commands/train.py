@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from gpipe_cli import __version__
-from gpipe_cli.commands.help import help_text
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.typed_section import nearest
 
@@ -45,6 +44,8 @@ def main(arguments: Sequence[str] | None = None, program: Program | None = None)
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & set(words):
+        from gpipe_cli.commands.help import help_text
+
         print(help_text())
         return 0
     if "--version" in words:

@@ -24,6 +24,10 @@ class DeferredBatchNorm(nn.Module):
         group: replicas that share the training statistics of each micro-batch; None: each replica has its own.
     """
 
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+
     def __init__(self, replaced: _BatchNorm, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.num_features, self.eps, self.momentum = replaced.num_features, replaced.eps, replaced.momentum
@@ -61,11 +65,11 @@ class DeferredBatchNorm(nn.Module):
         if self.gathering and self.training:
             mean = (local[0] / count).detach()
             self._gather(count, mean, (local[1] / count).detach() - mean * mean)
-        total = _SumOverReplicas.apply(local, self.group)
+        total: Tensor = _SumOverReplicas.apply(local, self.group)
         mean = total[0] / total[2]
         variance = (total[1] / total[2] - mean * mean).clamp_min(0)
         shape = [1, -1, *([1] * (x.dim() - 2))]
-        output = (wide - mean.view(shape)) * torch.rsqrt(variance + self.eps).view(shape)
+        output: Tensor = (wide - mean.view(shape)) * torch.rsqrt(variance + self.eps).view(shape)
         if self.weight is not None:
             output = output * self.weight.view(shape) + self.bias.view(shape)
         return output.to(x.dtype)
@@ -86,6 +90,8 @@ class DeferredBatchNorm(nn.Module):
         """Once per mini-batch: mean and population variance pooled over all its micro-batches."""
         count, mean = pooled[0], pooled[1] / pooled[0]
         variance = pooled[2] / count - mean * mean
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
         self.num_batches_tracked += 1
         share = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
@@ -128,7 +134,7 @@ def finish_batchnorm(layers: Iterable[DeferredBatchNorm], replicas: dist.Process
     if replicas is not None:
         flat = torch.cat([pooled.flatten() for _, pooled in gathered])
         dist.all_reduce(flat, group=replicas)
-        parts = flat.split([pooled.numel() for _, pooled in gathered])
+        parts = torch.split(flat, [pooled.numel() for _, pooled in gathered])
         gathered = [(layer, part.view_as(pooled)) for (layer, pooled), part in zip(gathered, parts, strict=True)]
     for layer, pooled in gathered:
         layer.update_moving_averages(pooled)

@@ -67,7 +67,7 @@ def settle(tensor: Tensor) -> Tensor:
     tensor = canonical(tensor)
     if tensor.requires_grad:
         last = is_channels_last(tensor)
-        tensor.register_hook(lambda gradient: canonical_gradient(gradient, last))
+        tensor.register_hook(lambda gradient: canonical_gradient(gradient, last))  # type: ignore[no-untyped-call]  # torch's
     return tensor
 
 
@@ -92,7 +92,8 @@ class TensorSpec:
         return message.view(self.dtype).view(n, h, w, c).permute(0, 3, 1, 2)
 
     @property
-    def bytes(self) -> int:
+    def size(self) -> int:
+        """Bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -116,11 +117,12 @@ class BoundarySpec:
         """Where each tensor starts in a packed message, and at the end the message's length, in bytes."""
         positions = [0]
         for tensor in self.tensors:
-            positions.append(positions[-1] + -(-tensor.bytes // ALIGNMENT) * ALIGNMENT)
+            positions.append(positions[-1] + -(-tensor.size // ALIGNMENT) * ALIGNMENT)
         return tuple(positions)
 
     @property
-    def bytes(self) -> int:
+    def size(self) -> int:
+        """Bytes of the packed message."""
         return self.offsets[-1]
 
     def to_bytes(self) -> bytes:
@@ -137,8 +139,8 @@ class BoundarySpec:
 
 
 def pack(tensors: Sequence[Tensor], spec: BoundarySpec, device: torch.device) -> Tensor:
-    """The tensors as one message on ``device``: a flat uint8 tensor of ``spec.bytes``."""
-    message = torch.empty(spec.bytes, dtype=torch.uint8, device=device)
+    """The tensors as one message on ``device``: a flat uint8 tensor of ``spec.size``."""
+    message = torch.empty(spec.size, dtype=torch.uint8, device=device)
     for view, tensor in zip(unpack(message, spec), tensors, strict=True):
         view.copy_(tensor)
     return message
@@ -147,5 +149,5 @@ def pack(tensors: Sequence[Tensor], spec: BoundarySpec, device: torch.device) ->
 def unpack(message: Tensor, spec: BoundarySpec) -> Tensors:
     """The tensors that lie in a packed message: views, nothing is copied."""
     return tuple(
-        t.view_of(message[start : start + t.bytes]) for t, start in zip(spec.tensors, spec.offsets, strict=False)
+        t.view_of(message[start : start + t.size]) for t, start in zip(spec.tensors, spec.offsets, strict=False)
     )

@@ -59,7 +59,7 @@ class Cell:
         self._noise = noise
         modules = [module for layer in self.layers for module in layer.module.modules()]
         self.batchnorms = [module for module in modules if isinstance(module, DeferredBatchNorm)]
-        self._step_aware = [module for module in modules if hasattr(module, "begin_step")]
+        self._step_aware: list[Any] = [module for module in modules if hasattr(module, "begin_step")]
         self._calls: list[tuple[BuiltLayer, Callable[..., Any], Callable[..., Tensor] | None]] = [
             (layer, layer.module, getattr(layer.module, "auxiliary_loss", None)) for layer in self.layers
         ]
@@ -116,11 +116,12 @@ class Cell:
         values = inputs
         for position, layer in enumerate(self.layers):
             argument = values if len(values) > 1 else values[0]
+            decode: Any = getattr(layer.module, "decode", None)
             try:
-                if caches is not None and hasattr(layer.module, "decode"):
-                    outputs = layer.module.decode(argument, caches[position])
-                else:
+                if caches is None or decode is None:
                     outputs = layer.module(argument)
+                else:
+                    outputs = decode(argument, caches[position])
                 values = tuple(canonical(tensor) for tensor in as_tensors(outputs))
             except Exception as error:
                 raise self._failure(layer, micro_batch) from error

@@ -105,6 +105,9 @@ class Pipeline:
         self._transport, self._loss, self._n_targets, self._autocast = transport, loss, targets, autocast
         self._where = where if where is not None else {}
         self._behind: dict[tuple[int, Hashable], BoundarySpec] = {}
+        self._sink: Callable[[int, Tensors, Tensors], None] | None = None
+        self._caches: dict[tuple[int, int], list[dict[str, Any]]] | None = None
+        self._recomputed: set[tuple[int, int]] = set()
         self._handlers: dict[Op, Callable[[int, int], None]] = {
             Op.FORWARD: self._forward,
             Op.RECOMPUTE: self._recompute,
@@ -167,9 +170,7 @@ class Pipeline:
     def _clear(self) -> None:
         self._plan = StepPlan(0, 0, (), 0.0)
         self._record = StepRecord()
-        self._sink: Callable[[int, Tensors, Tensors], None] | None = None
-        self._caches: dict[tuple[int, int], list[dict[str, Any]]] | None = None
-        self._recomputed: set[tuple[int, int]] = set()
+        self._sink, self._caches, self._recomputed = None, None, set()
         self._inputs: dict[tuple[int, int], Tensors] = {}  # boundary in front of (cell, micro-batch)
         self._outputs: dict[tuple[int, int], Tensors] = {}  # boundary behind it, waiting to be sent
         self._kept: dict[tuple[int, int], _Kept] = {}

@@ -29,7 +29,8 @@ def reduce_over_replicas(parameters: Iterable[nn.Parameter], group: dist.Process
     for bucket in _buckets(gradients):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         dist.all_reduce(flat, group=group)
-        for gradient, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+        sums = torch.split(flat, [gradient.numel() for gradient in bucket])
+        for gradient, summed in zip(bucket, sums, strict=True):
             gradient.copy_(summed.view_as(gradient))
 
 

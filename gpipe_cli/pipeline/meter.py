@@ -69,9 +69,9 @@ class Meter:
         if isinstance(mark, float):
             return mark
         assert self._began_on_gpu is not None
-        return self._began + self._began_on_gpu.elapsed_time(mark) / 1000
+        return self._began + float(self._began_on_gpu.elapsed_time(mark)) / 1000
 
     def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own
         event.record(torch.cuda.current_stream(self._device))
         return event

@@ -43,7 +43,7 @@ class NoiseSource:
     def __init__(self, seed: int, replica: int, device: torch.device) -> None:
         self._seed, self._replica = seed, replica
         if device.type == "cuda":
-            torch.cuda.init()
+            torch.cuda.init()  # type: ignore[no-untyped-call]  # torch's own
             self._generator = torch.cuda.default_generators[device.index or 0]
         else:
             self._generator = torch.default_generator

@@ -67,7 +67,7 @@ class Transport:
 
     def post(self, kind: int, spec: BoundarySpec, from_cell: int, tag_cell: int, number: int) -> PendingReceive:
         """Starts a receive; `finish` waits for it."""
-        message = torch.empty(spec.bytes, dtype=torch.uint8, device=self._wire)
+        message = torch.empty(spec.size, dtype=torch.uint8, device=self._wire)
         if message.numel() == 0:
             return PendingReceive(None, message, spec)
         work = dist.irecv(message, self._ranks[from_cell], group=self._groups[kind], tag=_tag(kind, tag_cell, number))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from .generation import GenerationSettings
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -52,7 +54,14 @@ class Task(Protocol):
 
 
 class GeneratingTask(Task, Protocol):
-    """A task whose model also writes text, token by token."""
+    """A task whose model also writes text, token by token.
+
+    Attributes:
+        generation: how much an evaluation generates; None: nothing.
+    """
+
+    @property
+    def generation(self) -> GenerationSettings | None: ...
 
     def next_tokens(self, logits: Tensor) -> Tensor:
         """The next token of each sentence: logits [b, t, V], of which the last position counts, to int64 [b]."""

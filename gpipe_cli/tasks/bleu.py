@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sacrebleu.metrics import BLEU
+    from sacrebleu.metrics.bleu import BLEU
 
 
 def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> tuple[float, str]:
@@ -21,9 +21,7 @@ def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> tuple[f
     return float(score.score), str(metric.get_signature())
 
 
-def bleu_of_groups(
-    hypotheses: Sequence[str], references: Sequence[str], groups: Sequence[str]
-) -> dict[str, float]:
+def bleu_of_groups(hypotheses: Sequence[str], references: Sequence[str], groups: Sequence[str]) -> dict[str, float]:
     """BLEU of each group (a language, say) as a corpus of its own; groups in the order in which they first appear.
 
     Raises:
@@ -49,6 +47,6 @@ def _check(hypotheses: Sequence[str], references: Sequence[str]) -> None:
 
 
 def _metric() -> BLEU:
-    from sacrebleu.metrics import BLEU  # here, because the import takes longer than some whole runs
+    from sacrebleu.metrics.bleu import BLEU  # here, because the import takes longer than some whole runs
 
     return BLEU(force=True)  # force: no warning about text that looks tokenised; the score is the same

@@ -51,7 +51,7 @@ class _SmoothedCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(logits, targets, normalizer, counts)
         ctx.smoothing, ctx.clip = smoothing, clip
         losses = normalizer - (1 - smoothing) * of_target - smoothing * scores.mean(1)
-        clipped = counts.new_zeros((), dtype=torch.int64) if is_clipped is None else is_clipped[counts].sum()
+        clipped = counts.new_zeros((), dtype=torch.int64) if is_clipped is None else (is_clipped.sum(1) * counts).sum()
         number = counts.sum()
         ctx.mark_non_differentiable(clipped, number)
         return losses.where(counts, 0.0).sum(), clipped, number

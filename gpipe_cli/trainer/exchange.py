@@ -30,7 +30,7 @@ class Exchange:
         self._group = group
         self._sizes = list(fields.values())
         self._mine = torch.zeros(sum(self._sizes), dtype=torch.float64)
-        self.mine: dict[str, Tensor] = dict(zip(fields, self._mine.split(self._sizes), strict=True))
+        self.mine: dict[str, Tensor] = dict(zip(fields, torch.split(self._mine, self._sizes), strict=True))
         self.all: dict[str, Tensor] = {name: tensor.clone() for name, tensor in self.mine.items()}
 
     def run(self) -> None:
@@ -38,20 +38,26 @@ class Exchange:
         total = self._mine.clone()
         if self._group is not None:
             self._sum_through_rank_0(total, self._group)
-        self.all = dict(zip(self.mine, total.split(self._sizes), strict=True))
+        self.all = dict(zip(self.mine, torch.split(total, self._sizes), strict=True))
         self._mine.zero_()
 
     def _sum_through_rank_0(self, total: Tensor, group: dist.ProcessGroup) -> None:
         others = range(1, group.size())
         if group.rank() != 0:
             answer = dist.irecv(total, 0, group=group, tag=ANSWER)
-            dist.isend(self._mine, 0, group=group, tag=SHARE).wait()
-            answer.wait()
+            _wait(dist.isend(self._mine, 0, group=group, tag=SHARE))
+            _wait(answer)
             return
         received = [torch.empty_like(total) for _ in others]
         works = [dist.irecv(share, r, group=group, tag=SHARE) for r, share in zip(others, received, strict=True)]
         for work, share in zip(works, received, strict=True):
-            work.wait()
+            _wait(work)
             total += share
         for work in [dist.isend(total, r, group=group, tag=ANSWER) for r in others]:
-            work.wait()
+            _wait(work)
+
+
+def _wait(work: dist.Work | None) -> None:
+    """torch gives None to ranks outside the group; here every rank is inside."""
+    assert work is not None
+    work.wait()

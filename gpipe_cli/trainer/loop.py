@@ -159,7 +159,7 @@ class Trainer:
 
     def _update(self, report: StepReport, plan: Plan, seconds: float) -> None:
         p, progress = self.parts, self.progress
-        lr = p.lr_schedule.get_last_lr()[0]
+        lr = float(p.lr_schedule.get_last_lr()[0])
         if report.finite:
             scale_gradients(self._parameters, clip_factor(report.gradient_norm, self._settings.gradient_clip))
             p.optimizer.step()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -62,7 +61,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
         LayerFailed: an exception in a layer.
         NonFinite: too many updates in a row were not finite.
     """
-    settings = Settings.from_config(config.get("settings", config))
+    settings = Settings.from_config(config["settings"])
     pipeline = settings.pipeline
     workers = context.world_size // pipeline.replicas
     world = join_world(context, workers, pipeline.replicas, pipeline.device, pipeline.backend)
@@ -231,8 +230,8 @@ def restore(
     for cell in cells:
         for layer in cell.layers:
             restore_layer(layer.name, layer.module, optimizer, load_layer(info, layer.name))
-    restore_lr_schedule(lr_schedule, optimizer, info.state.schedule)
-    scalars = {key: math.inf if key == "best" and value is None else value for key, value in info.state.scalars.items()}
+    restore_lr_schedule(lr_schedule, optimizer, cast("Mapping[str, Any]", info.state.schedule))
+    scalars: dict[str, Any] = {key: value for key, value in info.state.scalars.items() if value is not None}
     return Progress(step=info.step, **scalars), info.state.data_position
 
 

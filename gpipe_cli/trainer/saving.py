@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,12 @@ class Saver:
         state = RunState(
             data_position=data_position,
             schedule=lr_schedule_state(self._lr_schedule),
-            scalars={key: value for key, value in progress.items() if key not in ("step", "stopped_by")},
+            # JSON knows no infinity and no NaN: what is still at its default is left to the default again.
+            scalars={
+                key: None if isinstance(value, float) and not math.isfinite(value) else value
+                for key, value in progress.items()
+                if key not in ("step", "stopped_by")
+            },
             configuration=self._configuration,
         )
         self._pending = (step, state, ("loss", progress["best"]) if is_best else None)

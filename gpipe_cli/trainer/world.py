@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -94,14 +95,18 @@ def join_world(context: Context, workers: int, replicas: int, device: str, backe
     everyone = dist.group.WORLD
     assert everyone is not None
     # NCCL runs the messages of one group in one order; two groups keep activations and gradients independent.
-    directions = (dist.new_group(), dist.new_group()) if name == "nccl" else (everyone, everyone)
-    same_worker = None
+    directions = (_new_group(None), _new_group(None)) if name == "nccl" else (everyone, everyone)
+    same_worker: dist.ProcessGroup | None = None
     if replicas > 1:
         for worker in range(workers):  # every rank takes part in making every group
-            group = dist.new_group([replica * workers + worker for replica in range(replicas)])
+            group = _new_group([replica * workers + worker for replica in range(replicas)])
             if context.rank % workers == worker:
                 same_worker = group
     return World(context.rank, workers, replicas, chosen, wire, everyone, directions, same_worker)
+
+
+def _new_group(ranks: list[int] | None) -> dist.ProcessGroup:
+    return cast(dist.ProcessGroup, dist.new_group(ranks))
 
 
 def _choose_device(context: Context, device: str) -> torch.device:

@@ -1,0 +1,49 @@
+# `make` or `make help` lists what can be made. Everything runs in .venv, which is made on first use.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+TYPES := build/types
+
+.DEFAULT_GOAL := help
+.PHONY: help venv train test lint format types check clean
+
+help: ## show this list
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+
+venv: $(INSTALLED) ## install the tool and what its development needs into .venv
+
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "$(PYTHON) is older than 3.10: make venv PYTHON=python3.12 (or any from 3.10)"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing into .venv (a few minutes the first time: torch is large)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+train: $(INSTALLED) ## run the main job: 102 languages into English, cut into 16 cells
+	$(BIN)/gpipe-train model=transformer pipeline.K=16
+
+test: $(INSTALLED) ## run the tests
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED) ## look for mistakes and for code that is not formatted
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(INSTALLED) ## format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# conf/, models/ and data/ are parts of the package that stand beside it; mypy sees them through links in one folder.
+types: $(INSTALLED) ## check the types
+	@rm -rf $(TYPES) && mkdir -p $(TYPES)/gpipe_cli
+	@ln -s $(CURDIR)/gpipe_cli/* $(CURDIR)/conf $(CURDIR)/models $(CURDIR)/data $(TYPES)/gpipe_cli/
+	MYPYPATH=$(TYPES) $(BIN)/mypy -p gpipe_cli
+
+check: lint types ## lint, types and the fast tests
+	$(BIN)/python -m pytest -m "not slow"
+
+clean: ## remove what was built; .venv and runs stay
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

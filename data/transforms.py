@@ -1,0 +1,118 @@
+"""What is done to an image before a model sees it, bytes in and bytes out (paper, section 4).
+
+The ImageNet transforms are those of Google's public AmoebaNet code: a crop of random area and shape, flip, shifts of
+brightness and chroma; for evaluation the central 87.5 %. Transfer resizes the whole image, flips and cuts out a square.
+Random numbers come from torch's global generator, which the source seeds for each example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Transform = Callable[[Tensor], Tensor]
+"""uint8 [3, H, W] to uint8 [3, S, S]."""
+
+CROP_SHAPES = (3 / 4, 4 / 3)  # width by height of a random crop
+GREY = 128  # what a cut-out square is filled with: about zero once normalised
+RED, GREEN, BLUE = (0.0, 1.402), (-0.344136, -0.714136), (1.772, 0.0)  # what Cb and Cr add (ITU-R BT.601)
+
+
+def training_transform(
+    image_size: int,
+    crop_area: Sequence[float] | None,
+    flip: bool,
+    brightness: float,
+    chroma: float,
+    cutout: float,
+) -> Transform:
+    """The random transform of training.
+
+    Args:
+        image_size: side S of the result, in pixels.
+        crop_area: least and largest share of the image's area that a random crop keeps; None: the whole image.
+        flip: mirror every other image, left to right.
+        brightness, chroma: largest shift, as a share of the brightest value.
+        cutout: side of the square that is cut out, as a share of S; 0: none.
+    """
+    from torchvision.transforms import v2  # two seconds to import: only for those who read image files
+
+    steps: list[Callable[[Tensor], Tensor]] = []
+    if crop_area is None:
+        steps.append(v2.Resize((image_size, image_size), antialias=True))
+    else:
+        area = (crop_area[0], crop_area[1])
+        steps.append(v2.RandomResizedCrop(image_size, scale=area, ratio=CROP_SHAPES, antialias=True))
+    if flip:
+        steps.append(v2.RandomHorizontalFlip())
+    if brightness or chroma:
+        steps.append(ColourShift(brightness, chroma))
+    if cutout:
+        steps.append(Cutout(cutout))
+    return _compose(steps)
+
+
+def evaluation_transform(image_size: int, crop: float) -> Transform:
+    """One central crop of `crop` times the image's height and width, resized to a square whatever its shape."""
+    from torchvision.transforms import v2
+
+    return _compose([CentralCrop(crop), v2.Resize((image_size, image_size), antialias=True)])
+
+
+def _compose(steps: list[Callable[[Tensor], Tensor]]) -> Transform:
+    from torchvision.transforms import v2
+
+    composed: Transform = v2.Compose(steps)
+    return composed
+
+
+class CentralCrop:
+    """Keep the middle, `share` of the height and of the width."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def __call__(self, image: Tensor) -> Tensor:
+        height, width = image.shape[-2:]
+        top, left = (int((side - side * self.share) / 2) for side in (height, width))
+        return image[..., top : height - top, left : width - left]
+
+
+class ColourShift:
+    """Add one random amount to all pixels' brightness and one to each of their two chroma values, Cb and Cr."""
+
+    def __init__(self, brightness: float, chroma: float) -> None:
+        self.brightness, self.chroma = brightness, chroma
+
+    def __call__(self, image: Tensor) -> Tensor:
+        light, blue, red = (torch.rand(3, dtype=torch.float64) * 2 - 1).tolist()
+        shifts = [
+            round(255 * (light * self.brightness + self.chroma * (blue * of_blue + red * of_red)))
+            for of_blue, of_red in (RED, GREEN, BLUE)
+        ]
+        shifted = image.to(torch.int16) + torch.tensor(shifts, dtype=torch.int16)[:, None, None]
+        return shifted.clamp_(0, 255).to(torch.uint8)
+
+
+class Cutout:
+    """Fill a square with grey; its centre is any pixel, so that it may lie partly outside (DeVries & Taylor, 2017).
+
+    Args:
+        share: side of the square as a share of the image's.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def __call__(self, image: Tensor) -> Tensor:
+        rows, columns = (self._span(side) for side in image.shape[-2:])
+        cut = image.clone()
+        cut[..., rows, columns] = GREY
+        return cut
+
+    def _span(self, side: int) -> slice:
+        length = round(self.share * side)
+        first = int(torch.randint(side, ())) - length // 2
+        return slice(max(0, first), min(side, first + length))

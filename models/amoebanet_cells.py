@@ -1,0 +1,272 @@
+"""The layers of an AmoebaNet: stem, normal and reduction cells, the auxiliary head inside one of them, and the head.
+
+Behind a cell the boundary is (this cell's output, the output before it); the second is the tensor that came in, passed
+on as it is. Outputs have not been through a ReLU: every reader applies its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .amoebanet_genotypes import CellGenotype
+from .amoebanet_operations import Convolution, ConvolutionNorm, FactorizedReduction, Norm, Pair, build_operation
+
+STEM_WIDTH = 32  # channels behind the first convolution
+AUXILIARY_POOL, AUXILIARY_STRIDE = 5, 3  # of the auxiliary head's average pooling, without padding
+AUXILIARY_WIDTHS = (128, 768)  # of its two convolutions, before they are scaled
+
+Boundary = Tensor | tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class CellShape:
+    """Where a cell stands.
+
+    Attributes:
+        inputs: channels of the output of the layer before.
+        previous: channels of the output before that; None for the first cell, whose both inputs are the stem's output.
+        halve_previous: whether that output is twice as large, because the layer before is a reduction.
+        width: channels F of every state.
+        stride: 2 in a reduction cell.
+    """
+
+    inputs: int
+    previous: int | None
+    halve_previous: bool
+    width: int
+    stride: int
+
+
+class Stem(nn.Module):
+    """Images [b, c, H, W] to [b, 32, (H−1)//2, (W−1)//2]: a 3×3 convolution of stride 2 without padding, and a norm.
+
+    Args:
+        in_channels: c.
+        norm: makes the BatchNorm of so many channels.
+        channels_last: bring the images to this memory format, which all later layers keep.
+    """
+
+    def __init__(self, in_channels: int, norm: Norm, channels_last: bool) -> None:
+        super().__init__()
+        self.format = torch.channels_last if channels_last else torch.contiguous_format
+        self.convolution = Convolution(in_channels, STEM_WIDTH, (3, 3), (2, 2))
+        self.norm = norm(STEM_WIDTH)
+
+    def forward(self, images: Tensor) -> Tensor:
+        channels = self.convolution.in_channels
+        if images.dim() != 4 or images.shape[1] != channels:
+            raise ValueError(
+                f"model.in_channels={channels}, but the images are {list(images.shape)}: they must be "
+                "[b, model.in_channels, H, W]"
+            )
+        x = self.convolution(images.contiguous(memory_format=self.format))
+        # Images of one channel are in both formats at once, and the convolution may have chosen the other.
+        output: Tensor = self.norm(x.contiguous(memory_format=self.format))
+        return output
+
+
+class AmoebaCell(nn.Module):
+    """A normal or reduction cell: (x, output before x) to (output, x).
+
+    Args:
+        genotype: the nodes and what is concatenated.
+        shape: widths and stride.
+        norm: makes the BatchNorm of so many channels.
+        drop_path_keep: probability at the end of the run that an example keeps an operation's output; it falls
+            linearly from 1, and what is kept is scaled by its inverse (scheduled drop path).
+        dilate: give `dil2_sep5` its dilation.
+        pass_on: False for the last cell: nobody behind it reads x, so the output stands alone.
+    """
+
+    def __init__(
+        self,
+        genotype: CellGenotype,
+        shape: CellShape,
+        norm: Norm,
+        drop_path_keep: float,
+        dilate: bool,
+        pass_on: bool,
+    ) -> None:
+        super().__init__()
+        self.genotype, self.final_keep, self.pass_on = genotype, drop_path_keep, pass_on
+        self.keep = 1.0
+        self.enter = ConvolutionNorm(shape.inputs, shape.width, norm)
+        self.match = _match(shape, norm)
+        self.operations = _operations(genotype, shape, norm, dilate)
+        self.shrink = nn.ModuleDict(
+            {
+                f"h{state}": FactorizedReduction(shape.width, shape.width, norm, relu=False)
+                for state in genotype.concatenated
+                if state < 2 and shape.stride == 2
+            }
+        )
+
+    def begin_step(self, step: int, steps: int) -> None:
+        """The share of kept paths in step number `step` (from 0) of `steps`."""
+        self.keep = 1 - min(1.0, step / max(1, steps)) * (1 - self.final_keep)
+
+    def forward(self, inputs: Boundary) -> Boundary:
+        first = isinstance(inputs, Tensor)
+        x, previous = (inputs, inputs) if isinstance(inputs, Tensor) else inputs
+        output = self._concatenate(self._states(x, previous, first))
+        return (output, x) if self.pass_on else output
+
+    def _states(self, x: Tensor, previous: Tensor, first: bool) -> list[Tensor]:
+        """h0, h1, h2, …"""
+        activated_x = F.relu(x)
+        states = [self.enter(activated_x), previous if self.match is None else self.match(previous)]
+        activated = {1: activated_x} if first else {}
+        kept = self._kept_paths(x)
+        outputs = []
+        for number, operation in enumerate(self.operations.values()):
+            name, state = self.genotype.nodes[number // 2][number % 2]
+            if operation.reads_relu and state not in activated:
+                activated[state] = F.relu(states[state])
+            output = operation(activated[state] if operation.reads_relu else states[state])
+            outputs.append(output if kept is None or name == "none" else output * kept[number])
+            if number % 2:
+                states.append(outputs[-2] + outputs[-1])
+        return states
+
+    def _kept_paths(self, x: Tensor) -> Tensor | None:
+        """[operations, b, 1, 1, 1]: 1/keep where an example keeps an operation's output, else 0. None: all are kept."""
+        if not self.training or self.keep >= 1:
+            return None
+        chances = torch.rand(len(self.operations), x.shape[0], 1, 1, 1, device=x.device)
+        return (chances < self.keep).to(x.dtype) / self.keep
+
+    def _concatenate(self, states: list[Tensor]) -> Tensor:
+        parts = [
+            self.shrink[f"h{state}"](states[state]) if f"h{state}" in self.shrink else states[state]
+            for state in self.genotype.concatenated
+        ]
+        return torch.cat(parts, 1)
+
+
+def _operations(genotype: CellGenotype, shape: CellShape, norm: Norm, dilate: bool) -> nn.ModuleDict:
+    """Named after the states that they make: `h2_left`, `h2_right`, `h3_left`, …; only those on h0 and h1 stride."""
+    operations = nn.ModuleDict()
+    for number, node in enumerate(genotype.nodes):
+        for side, (name, state) in zip(("left", "right"), node, strict=True):
+            # The first cell takes h1, the stem's output, as it is.
+            inputs = shape.inputs if state == 1 and shape.previous is None else shape.width
+            stride = shape.stride if state < 2 else 1
+            operations[f"h{number + 2}_{side}"] = build_operation(name, inputs, shape.width, stride, norm, dilate)
+    return operations
+
+
+def _match(shape: CellShape, norm: Norm) -> nn.Module | None:
+    """Brings the earlier of the two outputs to the size and width of h0; None: it fits."""
+    if shape.previous is None:
+        return None
+    if shape.halve_previous:
+        return FactorizedReduction(shape.previous, shape.width, norm, relu=True)
+    if shape.previous != shape.width:
+        return nn.Sequential(nn.ReLU(), ConvolutionNorm(shape.previous, shape.width, norm))
+    return None
+
+
+class Classifier(nn.Linear):
+    """A linear map with a bias of zeros, drawn from N(0, 2 / fan-out)."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=(2 / self.out_features) ** 0.5)
+        nn.init.zeros_(self.bias)
+
+
+class AuxiliaryHead(nn.Module):
+    """Logits [b, classes] from the middle of the network: pooling, 1×1, a convolution over the whole map, a classifier.
+
+    Args:
+        inputs: channels of the cell's output.
+        map_size: side of its map after the pooling.
+        classes: number of logits.
+        width_scale: multiplies the widths 128 and 768 of the two convolutions.
+        norm: makes the BatchNorm of so many channels.
+    """
+
+    def __init__(self, inputs: int, map_size: int, classes: int, width_scale: float, norm: Norm) -> None:
+        super().__init__()
+        narrow, wide = (int(width * width_scale) for width in AUXILIARY_WIDTHS)
+        whole_map: Pair = (map_size, map_size)
+        self.narrow = ConvolutionNorm(inputs, narrow, norm)
+        self.whole_map = Convolution(narrow, wide, whole_map)
+        self.norm = norm(wide)
+        self.classifier = Classifier(wide, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.avg_pool2d(F.relu(x), AUXILIARY_POOL, AUXILIARY_STRIDE)
+        x = F.relu_(self.narrow(x))
+        x = F.relu_(self.norm(self.whole_map(x)))
+        if x.shape[2:] != (1, 1):
+            raise ValueError(
+                f"the auxiliary head was made for images of another size: {list(x.shape[2:])} positions are left where "
+                "one is expected: set model.image_size to the size of the images, or model.auxiliary_head=false"
+            )
+        logits: Tensor = self.classifier(x.flatten(1))
+        return logits
+
+
+@dataclass(frozen=True)
+class AuxiliarySettings:
+    """Of the auxiliary head.
+
+    Attributes:
+        map_size, classes, width_scale: as in `AuxiliaryHead`.
+        weight: of its loss in the loss of the mini-batch.
+        label_smoothing: share of the probability spread evenly over the classes.
+    """
+
+    map_size: int
+    classes: int
+    width_scale: float
+    weight: float
+    label_smoothing: float
+
+
+class AmoebaCellWithAuxiliaryHead(AmoebaCell):
+    """A cell whose output is also judged by an auxiliary head, in training only.
+
+    All parameters of the head, and nothing else, have names that begin with `auxiliary_head.`; published parameter
+    counts leave them out.
+    """
+
+    def __init__(
+        self,
+        genotype: CellGenotype,
+        shape: CellShape,
+        norm: Norm,
+        drop_path_keep: float,
+        dilate: bool,
+        pass_on: bool,
+        auxiliary: AuxiliarySettings,
+    ) -> None:
+        super().__init__(genotype, shape, norm, drop_path_keep, dilate, pass_on)
+        self.weight, self.label_smoothing = auxiliary.weight, auxiliary.label_smoothing
+        outputs = len(genotype.concatenated) * shape.width
+        self.auxiliary_head = AuxiliaryHead(outputs, auxiliary.map_size, auxiliary.classes, auxiliary.width_scale, norm)
+
+    def auxiliary_loss(self, outputs: Boundary, targets: tuple[Tensor, ...]) -> Tensor:
+        """The weighted sum over the examples of the head's smoothed cross-entropy; `targets` begin with labels [b]."""
+        logits = self.auxiliary_head(outputs if isinstance(outputs, Tensor) else outputs[0])
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        loss = F.cross_entropy(wide, targets[0], reduction="sum", label_smoothing=self.label_smoothing)
+        return self.weight * loss
+
+
+class Head(nn.Module):
+    """x [b, c, H, W] to logits [b, classes]: ReLU, the average over all positions, dropout, a linear map."""
+
+    def __init__(self, inputs: int, classes: int, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.classifier = Classifier(inputs, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = F.dropout(F.relu(x).mean((2, 3)), self.dropout, self.training)
+        logits: Tensor = self.classifier(features)
+        return logits

@@ -1,0 +1,135 @@
+"""The evolved cells of AmoebaNet-A, -B, -C and -D as data (Real et al., Regularized Evolution, arXiv 1802.01548).
+
+A cell starts from two states: h0, made of the output of the layer before, and h1, of the one before that. Each node adds
+two operations on earlier states and is the next state: the first node h2, the last h6. Some states are concatenated to
+the output; which ones is part of the genotype and cannot be derived: in B and D, h0 is used by nodes *and* concatenated.
+
+| operation | what it does, after TensorFlow's published AmoebaNet |
+|---|---|
+| `1x1` | ReLU, 1×1 convolution, norm |
+| `none` | identity; `1x1` where the stride or the width has to change |
+| `conv3` | bottleneck of a quarter of the width around a 3×3 convolution |
+| `1x7_7x1` | the same around a 1×7 and a 7×1 convolution |
+| `sep3`, `sep5`, `sep7` | twice: ReLU, k×k depthwise and 1×1 convolution, norm |
+| `dil2_sep5` | `sep5`, with dilation 2 on request (`model.dilate`) |
+| `max2`, `max3`, `avg3` | pooling; a 1×1 convolution behind it where the width has to change |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Input = tuple[str, int]  # (operation, number of the state that it reads)
+
+
+@dataclass(frozen=True)
+class CellGenotype:
+    """One kind of cell.
+
+    Attributes:
+        nodes: the two inputs of h2, h3, …; their sum is the state.
+        concatenated: numbers of the states whose concatenation is the cell's output.
+    """
+
+    nodes: tuple[tuple[Input, Input], ...]
+    concatenated: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Genotype:
+    """Normal cells keep the size of their input; reduction cells halve it."""
+
+    normal: CellGenotype
+    reduction: CellGenotype
+
+
+GENOTYPES = {
+    "A": Genotype(
+        normal=CellGenotype(
+            nodes=(
+                (("avg3", 0), ("max3", 0)),
+                (("sep3", 1), ("none", 1)),
+                (("none", 0), ("avg3", 1)),
+                (("sep3", 0), ("sep5", 2)),
+                (("avg3", 5), ("sep3", 0)),
+            ),
+            concatenated=(1, 3, 4, 6),
+        ),
+        reduction=CellGenotype(
+            nodes=(
+                (("sep3", 1), ("avg3", 0)),
+                (("max3", 0), ("sep7", 2)),
+                (("max3", 1), ("max3", 0)),
+                (("sep3", 4), ("1x7_7x1", 0)),
+                (("avg3", 1), ("sep7", 0)),
+            ),
+            concatenated=(2, 3, 4, 5, 6),
+        ),
+    ),
+    "B": Genotype(
+        normal=CellGenotype(
+            nodes=(
+                (("1x1", 1), ("max3", 1)),
+                (("none", 1), ("sep3", 0)),
+                (("1x1", 1), ("sep3", 0)),
+                (("1x1", 2), ("none", 2)),
+                (("avg3", 1), ("1x1", 5)),
+            ),
+            concatenated=(0, 3, 4, 6),
+        ),
+        reduction=CellGenotype(
+            nodes=(
+                (("max2", 0), ("max3", 0)),
+                (("none", 2), ("conv3", 1)),
+                (("dil2_sep5", 2), ("max3", 2)),
+                (("none", 3), ("sep3", 1)),
+                (("avg3", 4), ("1x1", 3)),
+            ),
+            concatenated=(5, 6),
+        ),
+    ),
+    "C": Genotype(
+        normal=CellGenotype(
+            nodes=(
+                (("avg3", 0), ("sep3", 0)),
+                (("none", 0), ("sep3", 0)),
+                (("avg3", 2), ("sep3", 1)),
+                (("none", 0), ("sep3", 1)),
+                (("avg3", 3), ("sep3", 0)),
+            ),
+            concatenated=(1, 2, 4, 5, 6),
+        ),
+        reduction=CellGenotype(
+            nodes=(
+                (("max3", 0), ("max3", 0)),
+                (("sep7", 2), ("sep3", 0)),
+                (("sep7", 0), ("max3", 1)),
+                (("sep5", 4), ("sep5", 4)),
+                (("max3", 1), ("sep3", 1)),
+            ),
+            concatenated=(0, 2, 3, 4, 5, 6),
+        ),
+    ),
+    "D": Genotype(
+        normal=CellGenotype(
+            nodes=(
+                (("1x1", 1), ("max3", 1)),
+                (("none", 1), ("1x7_7x1", 0)),
+                (("1x1", 0), ("1x7_7x1", 0)),
+                (("max3", 2), ("none", 2)),
+                (("avg3", 1), ("1x1", 5)),
+            ),
+            concatenated=(0, 3, 4, 6),
+        ),
+        reduction=CellGenotype(
+            nodes=(
+                (("max2", 0), ("max3", 0)),
+                (("none", 2), ("conv3", 1)),
+                (("1x7_7x1", 2), ("max3", 2)),
+                (("none", 3), ("max2", 1)),
+                (("avg3", 2), ("1x1", 3)),
+            ),
+            concatenated=(4, 5, 6),
+        ),
+    ),
+}

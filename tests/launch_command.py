@@ -1,0 +1,93 @@
+"""A command process that launches one of launch_jobs.py, and a way to find everything that it started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import launch_jobs
+
+import gpipe_cli
+
+COMMAND = [sys.executable, str(Path(launch_jobs.__file__))]
+GONE_SECONDS = 10.0  # what the launcher promises, whatever happens
+START_UP_SECONDS = 30.0  # two torchruns on a busy machine
+MARK = "GPIPE_TEST_MARK"
+
+
+class Command:
+    """One such process; all that it starts carries its mark in the environment."""
+
+    def __init__(self, run_dir: Path, *arguments: str, prefix: tuple[str, ...] = ()) -> None:
+        self.mark = uuid.uuid4().hex
+        package_root = str(Path(gpipe_cli.__file__).parent.parent)
+        path = os.pathsep.join(filter(None, [package_root, str(run_dir.parent), os.environ.get("PYTHONPATH")]))
+        self.run_dir = run_dir
+        self.errors = run_dir / "stderr"
+        self.process = subprocess.Popen(
+            [*prefix, *COMMAND, *arguments],
+            env={**os.environ, MARK: self.mark, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=self.errors.open("w"),
+            text=True,
+            start_new_session=True,  # as a terminal's foreground job: its own process group, for Ctrl-C
+        )
+        self.ready: list[dict[str, Any]] = []
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            yield json.loads(line)
+
+    def wait_until_ready(self, workers: int) -> None:
+        for event in self.events():
+            if event["event"] == "ready":
+                self.ready.append(event)
+            if len(self.ready) == workers:
+                time.sleep(0.1)  # from the announcement into the blocking call
+                return
+        raise AssertionError(f"the command ended before its workers were ready: {self.errors.read_text()}")
+
+    def press_ctrl_c(self) -> None:
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def left_over(self) -> list[str]:
+        """The command lines of the processes that carry this command's mark; a zombie's environment is empty."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if f"{MARK}={self.mark}".encode() in (folder / "environ").read_bytes():
+                    found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+            except OSError:
+                continue
+        return found
+
+    def end(self) -> tuple[int, str]:
+        """Wait for the command and all it started to be gone, within the promised time; (exit code, stderr).
+
+        Where the test has not waited for the workers, the time until they run counts extra.
+        """
+        allowed = GONE_SECONDS if self.ready else GONE_SECONDS + START_UP_SECONDS
+        deadline = time.monotonic() + allowed
+        code = self.process.wait(timeout=allowed)
+        while (left := self.left_over()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not left
+        return code, self.errors.read_text()
+
+    def clean_up(self) -> None:
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if self.mark.encode() in (folder / "environ").read_bytes():
+                    os.kill(int(folder.name), signal.SIGKILL)
+            except OSError:
+                continue
+        self.process.wait()

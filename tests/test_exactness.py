@@ -1,0 +1,145 @@
+"""The same run for every K: `gpipe-train` gives the same bits, as processes or as one, resumed or not, swept or not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gpipe_cli.trainer.checkpoint_files import read_manifest, step_directory
+
+COMMAND = [sys.executable, "-m", "gpipe_cli.commands.train"]
+COMMON = [
+    "debug=tiny",
+    "trainer.steps=20",
+    "trainer.evaluate_every=10",
+    "checkpoint.every=5",
+    "model.dropout=0.1",
+    "task.generation=null",
+    "logging.tensorboard=false",
+]
+WHOLE = ["pipeline.K=1", "pipeline.workers=1"]
+
+
+def train(folder: Path, *words: str) -> Path:
+    """Runs the command in ``folder`` and returns the run directory."""
+    run_dir = folder / "run"
+    done = subprocess.run(
+        [*COMMAND, *COMMON, f"hydra.run.dir={run_dir}", *words], cwd=folder, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return run_dir
+
+
+def losses(run_dir: Path) -> list[float]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return [row["loss"] for row in rows]
+
+
+def fingerprints(run_dir: Path, step: int = 20) -> dict[str, str]:
+    """Checksum of every layer's file of the last checkpoint: weights, buffers and optimizer state, bit for bit."""
+    return {name: file.sha256 for name, file in read_manifest(step_directory(run_dir, step)).layers.items()}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The reference: one cell, one worker, never stopped."""
+    return train(tmp_path_factory.mktemp("whole"), *WHOLE)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["pipeline.K=2", "pipeline.workers=2"],
+        ["pipeline.K=4", "pipeline.workers=4", "pipeline.remat=always"],
+        ["pipeline.K=8", "pipeline.workers=8"],
+        ["pipeline.K=8", "pipeline.workers=3", "pipeline.remat=never", "pipeline.partition=min_variance"],
+        ["pipeline.K=8", "pipeline.workers=1"],
+        ["pipeline.K=3", "launch.inline=true"],
+    ],
+    ids=lambda words: "-".join(word.split(".")[-1] for word in words),
+)
+def test_every_k_gives_the_same_bits(words: list[str], whole: Path, tmp_path: Path) -> None:
+    run_dir = train(tmp_path, *words)
+    assert losses(run_dir) == losses(whole)
+    assert fingerprints(run_dir) == fingerprints(whole)
+
+
+def test_a_killed_run_goes_on_at_another_k_as_if_it_had_never_stopped(whole: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    words = [*COMMAND, *COMMON, f"hydra.run.dir={run_dir}", "pipeline.K=2", "pipeline.workers=2"]
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
+        metrics = run_dir / "metrics.jsonl"
+        while running.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") >= 12):
+            time.sleep(0.01)
+        running.send_signal(signal.SIGKILL)
+    resumed = train(tmp_path, "pipeline.K=4", "pipeline.workers=3", "checkpoint.resume=auto")
+    assert losses(resumed) == losses(whole)
+    assert fingerprints(resumed) == fingerprints(whole)
+
+
+def test_sigterm_saves_and_the_run_goes_on_exactly(whole: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    words = [*COMMAND, *COMMON, f"hydra.run.dir={run_dir}", "pipeline.K=3", "checkpoint.every=null"]
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as running:
+        metrics = run_dir / "metrics.jsonl"
+        while running.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") >= 3):
+            time.sleep(0.01)
+        running.send_signal(signal.SIGTERM)
+        running.communicate(timeout=60)
+    assert running.returncode == 128 + signal.SIGTERM
+    assert list((run_dir / "checkpoints").glob("step_*/manifest.json"))
+    resumed = train(tmp_path, "pipeline.K=1", "checkpoint.every=null", "checkpoint.resume=auto")
+    assert losses(resumed) == losses(whole)
+    assert fingerprints(resumed) == fingerprints(whole)
+
+
+def test_jobs_of_a_sweep_train_as_the_run_alone(whole: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*COMMAND, "-m", *COMMON, f"hydra.sweep.dir={tmp_path / 'sweep'}", "pipeline.K=1,4", "pipeline.workers=1"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    jobs = sorted(path.parent for path in (tmp_path / "sweep").glob("*/metrics.jsonl"))
+    assert len(jobs) == 2
+    for job in jobs:
+        assert losses(job) == losses(whole)
+    assert (tmp_path / "sweep" / "sweep.json").is_file()
+
+
+def test_a_resume_with_another_model_is_refused_by_name(whole: Path, tmp_path: Path) -> None:
+    words = [
+        *COMMAND,
+        *COMMON,
+        f"hydra.run.dir={tmp_path / 'run'}",
+        f"checkpoint.resume={whole}",
+        "pipeline.M=2",
+        "seed=9",
+    ]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "pipeline.M" in done.stderr
+    assert "seed" in done.stderr
+
+
+def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
+    run_dir = train(tmp_path, *WHOLE)
+    before = losses(run_dir)
+    newest = run_dir / "checkpoints" / "step_00000020" / "layers" / "softmax.safetensors"
+    os.truncate(newest, newest.stat().st_size // 2)
+    words = [*COMMAND, *COMMON, f"hydra.run.dir={run_dir}", "checkpoint.resume=auto", "pipeline.K=2"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "softmax.safetensors" in done.stdout
+    assert "step_00000015" in done.stdout
+    assert losses(run_dir) == before
