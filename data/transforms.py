@@ -37,7 +37,7 @@ def training_transform(
         brightness, chroma: largest shift, as a share of the brightest value.
         cutout: side of the square that is cut out, as a share of S; 0: none.
     """
-    from torchvision.transforms import v2  # two seconds to import: only for those who read image files
+    from torchvision.transforms import v2  # type: ignore[import-untyped] # two seconds, only for image files
 
     steps: list[Callable[[Tensor], Tensor]] = []
     if crop_area is None:

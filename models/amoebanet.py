@@ -166,9 +166,9 @@ def _auxiliary_map(image_size: int) -> int:
     if side < AUXILIARY_POOL:
         least = next(size for size in range(image_size, 1000) if spatial_sizes(size)["stack_2"] >= AUXILIARY_POOL)
         raise ValueError(
-            f"model.auxiliary_head=true with model.image_size={image_size}: its {AUXILIARY_POOL}×{AUXILIARY_POOL} pooling "
-            f"does not fit the {side}×{side} map behind stack 2: use model.auxiliary_head=false, or images of at least "
-            f"{least} pixels a side"
+            f"model.auxiliary_head=true with model.image_size={image_size}: its {AUXILIARY_POOL}×{AUXILIARY_POOL} "
+            f"pooling does not fit the {side}×{side} map behind stack 2: use model.auxiliary_head=false, or images of "
+            f"at least {least} pixels a side"
         )
     return (side - AUXILIARY_POOL) // AUXILIARY_STRIDE + 1
 

@@ -1,8 +1,9 @@
 """The evolved cells of AmoebaNet-A, -B, -C and -D as data (Real et al., Regularized Evolution, arXiv 1802.01548).
 
-A cell starts from two states: h0, made of the output of the layer before, and h1, of the one before that. Each node adds
-two operations on earlier states and is the next state: the first node h2, the last h6. Some states are concatenated to
-the output; which ones is part of the genotype and cannot be derived: in B and D, h0 is used by nodes *and* concatenated.
+A cell starts from two states: h0, made of the output of the layer before, and h1, of the one before that. Each node
+adds two operations on earlier states and is the next state: the first node h2, the last h6. Some are concatenated
+to the output; which ones is part of the genotype and cannot be derived: in B and D, h0 is used by nodes and still
+concatenated.
 
 | operation | what it does, after TensorFlow's published AmoebaNet |
 |---|---|

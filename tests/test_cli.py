@@ -278,7 +278,7 @@ def test_names_of_job_folders_are_safe() -> None:
 
 
 def torchrun(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", *COMMAND[1:]]
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", *COMMAND[1:]]
     return subprocess.run([*start, *words], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
 
 
@@ -427,20 +427,21 @@ def test_version_is_that_of_the_package() -> None:
 
 
 def fastest(command: list[str], folder: Path) -> float:
-    """Seconds, the best of three: other work on the machine only ever adds."""
+    """Seconds of processor time, the best of three: other work on the machine only ever adds."""
     times = []
     for _ in range(3):
-        began = time.perf_counter()
+        before = os.times()
         subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True)
-        times.append(time.perf_counter() - began)
+        after = os.times()
+        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
     return min(times)
 
 
 @pytest.mark.parametrize("words", [["--help"], ["pipeline.k=4"], ["pipeline.K=0"], ["--cfg", "job"]])
 def test_short_answers_come_within_half_a_second(tmp_path: Path, words: list[str]) -> None:
-    busy = fastest([sys.executable, "-c", "import hydra, hydra.utils"], tmp_path) / 0.15  # alone: 0.15 s on two cores
+    slower = fastest([sys.executable, "-c", "import hydra, hydra.utils"], tmp_path) / 0.2  # than a machine of 2024
     taken = fastest([sys.executable, "-m", "gpipe_cli.commands.train", *words], tmp_path)
-    assert taken < 0.5 * max(1.0, busy)
+    assert taken < 0.5 * max(1.0, slower)
 
 
 def test_the_command_process_never_imports_torch(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ class _Pace:
         return True
 
     def seconds_left(self, step: int, steps: int | None) -> float | None:
-        if self._start is None or steps is None or step <= self._start[0]:
+        if self._start is None or steps is None or not self._start[0] < step < steps:
             return None
         first, began = self._start
         return (time.monotonic() - began) / (step - first) * (steps - step)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -166,9 +165,7 @@ def _table(jobs: Sequence[JobResult]) -> tuple[list[str], list[list[object]]]:
 
 
 def _as_json(job: JobResult) -> dict[str, Any]:
-    finite: Mapping[str, Any] = {
-        name: value if value is None or math.isfinite(value) else None for name, value in job.figures.items()
-    }
+    figures = {name: job.figures.get(name) for name in FIGURES}
     return {
         "job": job.number,
         "run_dir": str(job.run_dir),
@@ -177,6 +174,6 @@ def _as_json(job: JobResult) -> dict[str, Any]:
         "M": job.M,
         "status": job.status,
         "error": job.error,
-        **finite,
+        **figures,
         "evaluation": job.evaluation,
     }

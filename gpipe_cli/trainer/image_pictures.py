@@ -1,0 +1,129 @@
+"""Pictures of a classification: sample predictions, and the confusion matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+RIGHT, WRONG = "#2a7f3f", "#c0392b"
+MOST_NAMED_CLASSES = 30  # more names than this cannot be read along an axis
+MOST_PRINTED_CLASSES = 15  # nor numbers in the squares
+LONGEST_NAME = 18
+
+
+def draw_predictions(
+    images: Tensor,
+    labels: Sequence[int],
+    predictions: Sequence[int],
+    class_names: Sequence[str],
+    path: Path,
+    confidences: Sequence[float] | None = None,
+    columns: int = 8,
+) -> None:
+    """A grid of images, each with what the model says; where that is wrong, also with what is right.
+
+    Args:
+        images: uint8, or floating point in any range, [n, 3 or 1, H, W].
+        labels, predictions: class numbers, n of each.
+        confidences: the model's probability of its prediction, n of them.
+        path: of the PNG file.
+
+    Raises:
+        ValueError: not as many labels or predictions as images, or none at all.
+    """
+    if not len(images) == len(labels) == len(predictions) or not len(images):
+        raise ValueError(
+            f"{len(images)} images, {len(labels)} labels, {len(predictions)} predictions: give n ≥ 1 of each"
+        )
+    columns = min(columns, len(images))
+    rows = -(-len(images) // columns)
+    right = sum(int(label) == int(prediction) for label, prediction in zip(labels, predictions, strict=True))
+    figure = _figure(1.35 * columns + 0.3, 1.75 * rows + 0.5)
+    figure.suptitle(f"{right} of these {len(images)} right", fontsize=11)
+    pixels = _pixels(images)
+    for number, axes in enumerate(figure.subplots(rows, columns, squeeze=False).flat):
+        axes.set_axis_off()
+        if number < len(images):
+            axes.imshow(pixels[number], interpolation="nearest")
+            label, prediction = int(labels[number]), int(predictions[number])
+            says = _short(class_names[prediction])
+            if confidences is not None:
+                says += f" {confidences[number]:.0%}"
+            if label != prediction:
+                says += f"\nis {_short(class_names[label])}"
+            axes.set_title(says, fontsize=8, color=RIGHT if label == prediction else WRONG)
+    figure.savefig(path, dpi=130)
+
+
+def draw_confusion(labels: Sequence[int], predictions: Sequence[int], class_names: Sequence[str], path: Path) -> None:
+    """The confusion matrix: one row a true class, in each square the share of that class so predicted.
+
+    Up to 15 classes the squares carry their counts; over 30 the axes carry numbers, not names.
+
+    Args:
+        labels, predictions: class numbers of the same examples.
+        path: of the PNG file.
+    """
+    counts = confusion_matrix(labels, predictions, len(class_names))
+    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    side = min(9.0, 3.5 + 0.35 * len(class_names))
+    figure = _figure(side + 1, side)
+    axes = figure.add_subplot()
+    picture = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+    figure.colorbar(picture, ax=axes, fraction=0.046, label="share of the true class")
+    axes.set_title(f"{np.trace(counts) / max(1, counts.sum()):.2%} of {counts.sum():,} right", fontsize=11)
+    axes.set_xlabel("predicted")
+    axes.set_ylabel("true")
+    if len(class_names) <= MOST_NAMED_CLASSES:
+        names = [_short(name) for name in class_names]
+        upright = max(map(len, names)) <= 2
+        axes.set_xticks(range(len(names)), names, rotation=0 if upright else 90, fontsize=8)
+        axes.set_yticks(range(len(names)), names, fontsize=8)
+    if len(class_names) <= MOST_PRINTED_CLASSES:
+        _print_counts(axes, counts, shares)
+    figure.savefig(path, dpi=130)
+
+
+def confusion_matrix(labels: Sequence[int], predictions: Sequence[int], classes: int) -> npt.NDArray[np.int64]:
+    """Counts [true class, predicted class]."""
+    pairs = np.asarray(labels, np.int64) * classes + np.asarray(predictions, np.int64)
+    return np.bincount(pairs, minlength=classes * classes).reshape(classes, classes)
+
+
+def _print_counts(axes: Axes, counts: npt.NDArray[np.int64], shares: npt.NDArray[np.float64]) -> None:
+    for true, predicted in zip(*np.nonzero(counts), strict=True):
+        colour = "white" if shares[true, predicted] > 0.5 else "#444444"
+        axes.text(predicted, true, str(counts[true, predicted]), ha="center", va="center", fontsize=8, color=colour)
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second to import
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _pixels(images: Tensor) -> npt.NDArray[np.uint8]:
+    """uint8 [n, H, W, 3]; floating-point images are stretched to the full range, all of them alike."""
+    if images.is_floating_point():
+        images = images.float()
+        low, high = images.min(), images.max()
+        images = (255 * (images - low) / (high - low).clamp(min=1e-12)).round()
+    array: npt.NDArray[np.uint8] = images.cpu().to(torch.uint8).expand(-1, 3, -1, -1).permute(0, 2, 3, 1).numpy()
+    return array
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"

@@ -1,0 +1,185 @@
+"""What is installed, who imports whom, and that a wheel works outside the clone."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # comes with `build`, which the tests need anyway
+
+ROOT = Path(__file__).parent.parent
+SIDE_BY_SIDE = ("conf", "models", "data")  # packages that stand beside gpipe_cli/ in the clone
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+# Who may import whom, below gpipe_cli. Names are modules or packages; a longer name wins over a shorter one.
+ARROWS = {
+    "errors": set(),
+    "layers": set(),
+    "typed_section": {"errors"},
+    "config": {"errors", "typed_section"},
+    "commands": {
+        *("errors", "config", "typed_section", "conf", "commands", "launch"),
+        *("trainer.checkpoint_files", "trainer.compatibility"),  # what a checkpoint is, without torch
+    },
+    "commands.export": {"commands", "trainer"},
+    "launch": {"errors", "launch"},
+    "pipeline": {"errors", "layers", "pipeline"},
+    "tasks": {"errors", "tasks"},
+    "data": {"errors", "data"},
+    "models": {"errors", "layers", "models"},
+    "conf": set(),
+    "trainer": {
+        *("errors", "config", "layers", "trainer", "tasks", "pipeline"),
+        *("launch.context", "data.source"),  # a worker's place, and what a data source is
+    },
+}
+
+
+def source_files() -> dict[str, Path]:
+    """Every module of the package by its name below gpipe_cli ("" is gpipe_cli itself)."""
+    roots = {"": ROOT / "gpipe_cli", **{name: ROOT / name for name in SIDE_BY_SIDE}}
+    found = {}
+    for prefix, folder in roots.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            parts = parts[:-1] if parts[-1] == "__init__" else parts
+            found[".".join([*([prefix] if prefix else []), *parts])] = path
+    return found
+
+
+MODULES = source_files()
+
+
+def imports_of(module: str) -> set[str]:
+    """The modules below gpipe_cli that a module imports, those for type checking only left out."""
+    path = MODULES[module]
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    typing_only = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if node in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = absolute(node, package)
+            found |= {f"{base}.{alias.name}" for alias in node.names} | {base}
+    below = {name.removeprefix("gpipe_cli.") for name in found if name.startswith("gpipe_cli.")}
+    return {name for name in below if name in MODULES}
+
+
+def absolute(node: ast.ImportFrom, package: str) -> str:
+    if node.level == 0:
+        return node.module or ""
+    parts = ["gpipe_cli", *(package.split(".") if package else [])]
+    kept = parts[: len(parts) - (node.level - 1)]
+    return ".".join([*kept, *([node.module] if node.module else [])])
+
+
+def rule(module: str) -> str:
+    return max((name for name in ARROWS if module == name or module.startswith(f"{name}.")), key=len)
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if module])
+def test_imports_run_one_way(module: str) -> None:
+    allowed = ARROWS[rule(module)]
+    wrong = {
+        name
+        for name in imports_of(module)
+        if not any(name == arrow or name.startswith(f"{arrow}.") or arrow.startswith(f"{name}.") for arrow in allowed)
+    }
+    assert not wrong, f"{module} may import {sorted(allowed)}, not {sorted(wrong)}"
+
+
+@pytest.mark.parametrize("folder", SIDE_BY_SIDE)
+def test_packages_beside_gpipe_cli_import_relatively(folder: str) -> None:
+    """A user's own models.py or data/ must never be taken for ours, nor ours for theirs."""
+    for path in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not {name.partition(".")[0] for name in names} & {*SIDE_BY_SIDE, "gpipe_cli"}, path
+
+
+def test_the_package_list_is_the_tree() -> None:
+    folders = {path.parent for path in (ROOT / "gpipe_cli").rglob("__init__.py")}
+    packages = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
+    for name in SIDE_BY_SIDE:
+        inside = [path.parent for path in (ROOT / name).rglob("__init__.py")]
+        packages |= {".".join(["gpipe_cli", *folder.relative_to(ROOT).parts]) for folder in inside}
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == packages
+
+
+def test_every_command_of_the_project_exists() -> None:
+    for target in PROJECT["project"]["scripts"].values():
+        module, _, function = target.partition(":")
+        tree = ast.parse(MODULES[module.removeprefix("gpipe_cli.")].read_text(encoding="utf-8"))
+        assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder)]
+    done = subprocess.run([*build, str(copy_of_clone(folder / "clone"))], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next(folder.glob("*.whl"))
+
+
+def copy_of_clone(target: Path) -> Path:
+    """What a build reads, so that it leaves nothing in the clone."""
+    import shutil
+
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in ("gpipe_cli", *SIDE_BY_SIDE):
+        shutil.copytree(ROOT / name, target / name, ignore=ignore)
+    for name in ("pyproject.toml", "README.md"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, target / name)
+    return target
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_every_module_and_every_yaml(wheel: Path) -> None:
+    held = set(zipfile.ZipFile(wheel).namelist())
+    yaml = {f"gpipe_cli/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "conf").rglob("*.yaml")}
+    names = (module.replace(".", "/") for module in MODULES if MODULES[module].name != "__init__.py")
+    assert {*yaml, *(f"gpipe_cli/{name}.py" for name in names)} <= held
+
+
+@pytest.mark.slow
+def test_the_wheel_runs_outside_the_clone(wheel: Path, tmp_path: Path) -> None:
+    """In an environment without the clone, from a folder whose own data/ and models.py would be found first."""
+    environment = tmp_path / "environment"
+    venv.create(environment, with_pip=False)
+    site = next(environment.glob("lib/python*/site-packages"))
+    zipfile.ZipFile(wheel).extractall(site)
+    (site / "dependencies.pth").write_text(f"{next(p for p in sys.path if p.endswith('site-packages'))}\n")
+    folder = tmp_path / "elsewhere"
+    (folder / "data").mkdir(parents=True)
+    for trap in ("models.py", "conf.py", "data/__init__.py"):
+        (folder / trap).write_text("raise ImportError('this is not ours')\n")
+    python = str(environment / "bin" / "python")
+    outside = {**os.environ, "PYTHONPATH": str(folder)}
+    where = [python, "-c", "import gpipe_cli.models as m, gpipe_cli.data as d; print(m.__file__, d.__file__)"]
+    found = subprocess.run(where, cwd=folder, env=outside, capture_output=True, text=True)
+    assert found.stdout.split() == [str(site / "gpipe_cli" / name / "__init__.py") for name in ("models", "data")]
+    command = [python, "-m", "gpipe_cli.commands.train", "--cfg", "job", "model=transformer_lm", "debug=tiny"]
+    done = subprocess.run(command, cwd=folder, env=outside, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "gpipe_cli.models.transformer_lm" in done.stdout, done.stderr
