@@ -15,6 +15,7 @@ forward and backward, by a plain loop without engine and messages.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -38,7 +39,7 @@ from gpipe_cli.pipeline.transport import Transport
 from gpipe_cli.trainer.exchange import Exchange
 
 CPU = torch.device("cpu")
-EXAMPLES = 32
+EXAMPLES = 64
 KINDS = ("gpipe", "1f1b")
 START_AHEAD = 0.05  # seconds from the exchange to the common start
 SERIAL_SECONDS = {1: 1.5, 4: 3.0, 32: 8.0}  # of forward and backward by M: long enough that sleeps exceed 1 ms
@@ -61,7 +62,9 @@ def engine_step(kind: str, remat: str, layers: list[nn.Module], rank: int, K: in
     signatures = tuple(tuple(rows.shape) for rows in batch.tensor_split(M))
 
     def step() -> None:
+        engine.meter.begin_step()
         engine.train_step(program, StepPlan(0, 1, signatures, 1.0), parts)
+        engine.meter.end_step()
 
     return step
 
@@ -128,6 +131,8 @@ def contenders(rank: int, K: int, M: int, remat: str, serial_seconds: float) -> 
 
 def worker(context: Context, config: dict[str, Any]) -> list[dict[str, float | None]]:
     """Entry point: for each setting the median seconds of each contender."""
+    if config["realtime"]:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
     context.init_process_group("gloo")
     rank, K = context.rank, context.world_size
     watch = StopWatch(rank, K)
@@ -178,7 +183,10 @@ def main() -> None:
     options.add_argument("--M", type=int, nargs="+", default=[1, 4, 32], help="default: 1 4 32")
     options.add_argument("--repetitions", type=int, default=3, help="timed steps of each contender (default: 3)")
     options.add_argument("--seconds", type=float, help="serial work per step; default: 1.5, 3, 8 s for M = 1, 4, 32")
+    options.add_argument("--realtime", action="store_true", help="shut out the machine's other work (Linux, as root)")
     arguments = options.parse_args()
+    if arguments.quick:
+        arguments.repetitions = 1
     serial = QUICK_SERIAL_SECONDS if arguments.quick else SERIAL_SECONDS
     settings = [
         {"M": M, "remat": remat, "serial_seconds": arguments.seconds or serial.get(M, 8.0)}
@@ -190,7 +198,7 @@ def main() -> None:
         | {"plain": ".3f", "torch, s": ".3f", "torch / ours": ".3f"}
     )
     report.begin()
-    config = {"settings": settings, "repetitions": 1 if arguments.quick else arguments.repetitions}
+    config = {"settings": settings, "repetitions": arguments.repetitions, "realtime": arguments.realtime}
     for K in arguments.K:
         medians = run_workers("benchmarks.emulated:worker", K, config, ("torch.distributed.pipelining",))
         for setting, seconds in zip(settings, medians, strict=True):

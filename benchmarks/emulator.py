@@ -1,8 +1,9 @@
 """An emulated accelerator: layers that sleep as long as a device would compute, so K workers need no K devices.
 
-A sleep ends late by tens of microseconds, and later when the processor is busy. That belongs to the emulation and not
-to what is measured, so each overshoot is taken off the next sleep. What a layer costs the host beside its sleep
-(Python, autograd) is not paid back; the plain loop's own efficiency says how much that is.
+A sleep ends late by tens of microseconds, and later when the processor is busy; after it even a small addition is slow,
+on a cold cache. That belongs to the emulation and not to what is measured, so whatever a layer took too long, from the
+first line of its forward or backward to the last, is taken off its next sleep. What stands between two layers (Python,
+autograd, the engine) is not paid back; the plain loop's own efficiency says how much the first two are.
 """
 
 from __future__ import annotations
@@ -22,25 +23,28 @@ class Accelerator:
     """The device of this process.
 
     Attributes:
-        speed: multiplies every sleep; 0 makes a warm-up step that takes no time.
+        speed: multiplies every duration; 0 makes a warm-up step that takes no time.
     """
 
     def __init__(self) -> None:
         self.speed = 1.0
-        self._overshoot = 0.0
+        self.reset()
 
     def reset(self) -> None:
+        """Forgets what is still to be paid back."""
         self._overshoot = 0.0
+        self._due = 0.0
 
-    def compute(self, seconds: float) -> None:
-        """Takes ``seconds``, less what earlier sleeps took too long."""
-        seconds = seconds * self.speed - self._overshoot
-        if seconds <= 0:
-            self._overshoot = -seconds
-            return
-        started = time.perf_counter()
-        time.sleep(seconds)
-        self._overshoot = time.perf_counter() - started - seconds
+    def begin(self, seconds: float) -> None:
+        """The first line of something that takes ``seconds``; sleeps most of them."""
+        now = time.perf_counter()
+        self._due = now + seconds * self.speed - self._overshoot
+        if self._due > now:
+            time.sleep(self._due - now)
+
+    def end(self) -> None:
+        """Its last line."""
+        self._overshoot = time.perf_counter() - self._due
 
 
 ACCELERATOR = Accelerator()
@@ -49,16 +53,20 @@ ACCELERATOR = Accelerator()
 class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
+        ACCELERATOR.begin(seconds)
         ctx.save_for_backward(x)  # torch.utils.checkpoint recomputes only for a graph that has saved something
         ctx.seconds = seconds
-        ACCELERATOR.compute(seconds)
-        return x + weight
+        y = x + weight
+        ACCELERATOR.end()
+        return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        _ = ctx.saved_tensors
-        ACCELERATOR.compute(ctx.seconds * BACKWARD)
-        return gradients[0], gradients[0].sum(), None
+        _ = ctx.saved_tensors  # here it recomputes
+        ACCELERATOR.begin(ctx.seconds * BACKWARD)
+        of_weight = gradients[0].sum()
+        ACCELERATOR.end()
+        return gradients[0], of_weight, None
 
 
 class SleepingLayer(nn.Module):

@@ -11,6 +11,7 @@ import os
 import time
 import zipfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -140,14 +141,15 @@ def _keep(kept: Path, listing: Listing) -> None:
     """Write the list whole or not at all. A cache that cannot be written costs the next run a scan, not this one."""
     if time.time() - max(listing.changed) / 1e9 < JUST_CHANGED_SECONDS:
         return
+    arrays: dict[str, Any] = {field: _packed(values) for field, values in listing._asdict().items()}
     draft = kept.with_suffix(f".{os.getpid()}.npz")
-    try:
+    with suppress(OSError):
         kept.parent.mkdir(parents=True, exist_ok=True)
-        arrays: dict[str, Any] = {field: _packed(values) for field, values in listing._asdict().items()}
-        np.savez(draft, **arrays)
-        draft.replace(kept)
-    except OSError:
-        draft.unlink(missing_ok=True)
+        try:
+            np.savez(draft, **arrays)
+            draft.replace(kept)
+        finally:
+            draft.unlink(missing_ok=True)
 
 
 def _packed(values: list[Any]) -> np.ndarray[Any, Any]:

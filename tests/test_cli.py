@@ -194,16 +194,25 @@ def test_a_typed_target_gets_the_typed_keys_alone(tmp_path: Path) -> None:
 
 def test_a_typed_data_target_keeps_the_batch_size() -> None:
     config = {"data": {"_target_": "mine.Data", "batch_size": 8, "languages": None}}
-    kept, lines = own_target.keep_typed_keys(config, ["++data._target_=mine.Data"])
-    assert kept["data"] == {"_target_": "mine.Data", "batch_size": 8}
-    assert lines == [
-        "data._target_=mine.Data: called with batch_size; left out, because they are not its own: languages"
-    ]
+    assert own_target.keys_left_out(config, ["++data._target_=mine.Data"]) == {"data": ["languages"]}
 
 
-def test_without_a_typed_target_the_configuration_stays_as_it_is() -> None:
+def test_a_typed_target_needs_nothing_of_what_the_left_out_keys_refer_to(tmp_path: Path) -> None:
+    """model=transformer takes its vocabulary from the data; images have none."""
+    words = ["model._target_=my_module.my_layers", "data._target_=my_module.Images", "pipeline.K=1", "trainer.steps=1"]
+    assert run(tmp_path, *words).returncode == 0
+
+
+def test_a_reference_to_what_the_chosen_data_lacks_is_told_in_words(tmp_path: Path) -> None:
+    refused = run(tmp_path, "data._target_=my_module.Images")
+    assert (
+        "model.source_vocabulary is taken from data.vocabulary, which the chosen data does not have" in refused.stderr
+    )
+
+
+def test_without_a_typed_target_no_key_is_left_out() -> None:
     config = {"model": {"_target_": "gpipe_cli.models.transformer.transformer", "L": 3}}
-    assert own_target.keep_typed_keys(config, ["model.L=3", "pipeline.K=2"]) == (config, [])
+    assert own_target.keys_left_out(config, ["model.L=3", "pipeline.K=2"]) == {}
 
 
 def test_keys_of_a_typed_target_need_no_plus() -> None:
@@ -408,7 +417,8 @@ def test_help_is_short_and_names_every_group_with_its_options() -> None:
     text = help_text()
     assert len(text.splitlines()) <= 45
     assert all(len(line) <= 120 for line in text.splitlines())
-    assert "transformer*  transformer_lm" in text and "adafactor  adam*" in text
+    assert "transformer*  transformer_lm" in text
+    assert "adafactor  adam*" in text
     assert "    pipeline.K              4  " in text
 
 

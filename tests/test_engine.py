@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from engine_jobs import Case, all_cases, differences, run_case, run_plain
+from torch import nn
 
 from gpipe_cli.launch.supervisor import Job, launch
+from gpipe_cli.pipeline.cell import BuiltLayer, Cell, LayerFailed
+from gpipe_cli.pipeline.randomness import NoiseSource
 
 
 @pytest.fixture(autouse=True)
@@ -59,3 +63,20 @@ def test_without_dropout_or_batchnorm_the_number_of_micro_batches_does_not_matte
                 torch.testing.assert_close(
                     now["gradients"][name], gradient, rtol=1e-9, atol=1e-12, msg=f"{M} {step} {name}"
                 )
+
+
+def test_a_layer_that_writes_into_the_input_of_its_cell_is_refused_by_name() -> None:
+    class Greedy(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.add_(1)
+
+    cell = Cell(0, [BuiltLayer(0, "greedy", Greedy())], NoiseSource(1, 0, torch.device("cpu")))
+    with pytest.raises(LayerFailed, match=r"'greedy'.*in place.*inplace=False"):
+        cell.run_training((torch.zeros(2),), (), step=0, micro_batch=0, first_time=True)
+
+
+def test_nothing_is_left_in_the_engine_after_a_step_and_no_graph_is_alive() -> None:
+    run_case(Case(3, 4, "1f1b", "except_last", 11, True, 0.3), (0,) * 3, 0, None)
+    gc.collect()
+    alive = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor) and thing.grad_fn is not None]
+    assert not alive

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def help_text() -> str:
     main = yaml.safe_load((conf / "train.yaml").read_text(encoding="utf-8"))
     chosen = {group: option for entry in main["defaults"] if isinstance(entry, dict) for group, option in entry.items()}
     keys = [f"    {key:<23} {shown(_default(conf, main, chosen, key)):<12} {text}" for key, text in KEYS]
-    groups = [f"    {group:<11} {_options(conf, group, chosen.get(group))}" for group in GROUPS]
+    groups = [_wrapped(f"    {group:<11} ", _options(conf, group, chosen.get(group))) for group in GROUPS]
     return TEXT.format(version=__version__, keys="\n".join(keys), groups="\n".join(groups), conf=conf).rstrip()
 
 
@@ -74,6 +75,10 @@ def _default(conf: Path, main: dict[str, Any], chosen: dict[str, Any], key: str)
     if section in main:
         return main[section][name]
     return yaml.safe_load((conf / section / f"{chosen[section]}.yaml").read_text(encoding="utf-8")).get(name)
+
+
+def _wrapped(head: str, text: str) -> str:
+    return textwrap.fill(text, 110, initial_indent=head, subsequent_indent=" " * len(head))
 
 
 def _options(conf: Path, group: str, default: str | None) -> str:

@@ -9,7 +9,7 @@ import yaml  # type: ignore[import-untyped]  # its stubs are a package of their 
 from hydra import compose, initialize_config_module
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from gpipe_cli.config import FREE_FORM, known_keys
 from gpipe_cli.typed_section import nearest, unknown_key
@@ -17,6 +17,7 @@ from gpipe_cli.typed_section import nearest, unknown_key
 KNOWN = (HydraException, OmegaConfBaseException, yaml.YAMLError)  # errors that `explain` puts into words
 NO_KEY = re.compile(r"(?:Could not override|Could not delete from config\.) '([^'=]+)")
 NO_GROUP = re.compile(r"Could not override '([^']+)'\.\s*No match in the defaults list")
+REFERENCE = re.compile(r"Interpolation key '([^']+)' not found")
 SWEEP_WITHOUT_M = re.compile(r"Ambiguous value for argument '([^']+)'")
 
 
@@ -43,6 +44,13 @@ def explain(error: Exception, words: Sequence[str]) -> str:
     if isinstance(error, MissingMandatoryValue):
         key = getattr(error, "full_key", None) or text
         return f"{key} needs a value: type {key}=…"
+    if isinstance(error, InterpolationKeyError) and (match := REFERENCE.search(text)):
+        key = getattr(error, "full_key", None) or "a key"
+        section = match[1].partition(".")[0]
+        return (
+            f"{key} is taken from {match[1]}, which the chosen {section} does not have: "
+            f"choose another {section}, or type {key}=…"
+        )
     return _first_lines(error)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import math
 import os
@@ -16,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from gpipe_cli.commands import sweep, torchrun
+from gpipe_cli.commands import own_target, sweep, torchrun
 from gpipe_cli.commands.devices import settle_workers
 from gpipe_cli.commands.hydra_errors import explain
-from gpipe_cli.commands.own_target import keep_typed_keys
 from gpipe_cli.config import Settings
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch.inline import launch_inline
@@ -76,16 +76,22 @@ def prepare(composed: DictConfig, overrides: Sequence[str]) -> Prepared:
     Raises:
         ConfigurationError: whatever is wrong with it, in words.
     """
+    composed, left_out = copy.deepcopy(composed), own_target.keys_left_out(composed, overrides)
+    with open_dict(composed):
+        for section, keys in left_out.items():
+            for key in keys:
+                del composed[section][key]
     try:
-        config = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigurationError(explain(error, overrides)) from error
-    assert isinstance(config, dict)
-    config, lines = keep_typed_keys({str(key): value for key, value in config.items()}, overrides)
+    assert isinstance(plain, dict)
+    config: dict[str, Any] = {str(key): value for key, value in plain.items()}
     settings = Settings.from_config(config)
     world_size = int(os.environ["WORLD_SIZE"]) if joined() else None
     workers, line = settle_workers(settings.pipeline, settings.launch.inline, world_size)
     config["pipeline"] = {**config["pipeline"], "workers": workers}
+    lines = [own_target.describe(section, config[section], keys) for section, keys in left_out.items() if keys]
     return Prepared(config, Settings.from_config(config), [line, *lines])
 
 

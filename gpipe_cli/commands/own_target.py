@@ -26,28 +26,24 @@ def allow_new_keys(words: Sequence[str]) -> list[str]:
     return changed
 
 
-def keep_typed_keys(config: Mapping[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Leave the group's own keys out of each section whose `_target_` was typed.
+def keys_left_out(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, list[str]]:
+    """The keys, by section, that are not passed on because the section's `_target_` was typed without them.
 
     Args:
-        config: resolved.
+        config: composed; its values are not looked at, since they may refer to other keys that are left out.
         overrides: of this job, as typed.
-
-    Returns:
-        The configuration, and a line for each such section that says what was left out.
     """
-    kept, lines = dict(config), []
-    for section, typed in _typed_keys(overrides).items():
-        values = config[section]
-        names = {*typed, *ALWAYS_KEPT.get(section, ())}
-        kept[section] = {key: value for key, value in values.items() if key in names}
-        if left_out := [key for key in values if key not in names]:
-            taken = ", ".join(key for key in kept[section] if key != "_target_") or "no keys"
-            lines.append(
-                f"{section}._target_={values['_target_']}: called with {taken}; "
-                f"left out, because they are not its own: {', '.join(left_out)}"
-            )
-    return kept, lines
+    kept = {section: {*keys, *ALWAYS_KEPT.get(section, ())} for section, keys in _typed_keys(overrides).items()}
+    return {section: [str(key) for key in config[section] if key not in keys] for section, keys in kept.items()}
+
+
+def describe(section: str, values: Mapping[str, Any], left_out: Sequence[str]) -> str:
+    """The line that tells the person; `values` are those that are passed on."""
+    taken = ", ".join(key for key in values if key != "_target_") or "no keys"
+    return (
+        f"{section}._target_={values['_target_']}: called with {taken}; "
+        f"left out, because they are not its own: {', '.join(left_out)}"
+    )
 
 
 def _typed_keys(words: Sequence[str]) -> dict[str, set[str]]:

@@ -63,6 +63,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     """
     settings = Settings.from_config(config["settings"])
     pipeline = settings.pipeline
+    torch.set_num_threads(pipeline.threads)  # torchrun's workers have another number; bits depend on it
     workers = context.world_size // pipeline.replicas
     world = join_world(context, workers, pipeline.replicas, pipeline.device, pipeline.backend)
     resumed = None if settings.checkpoint.resume is None else open_checkpoint(Path(settings.checkpoint.resume))

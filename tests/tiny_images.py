@@ -1,0 +1,136 @@
+"""The image data sets of the paper in miniature, each in the very folder layout of the real one.
+
+Every image is of one colour that tells its class (`COLOURS`), so that a test can see whether image and label belong
+together after any transform.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+CLASSES = 3
+COLOURS = ((200, 40, 40), (40, 200, 40), (40, 40, 200))
+TRAIN, EVALUATION = 4, 2  # images of a class
+SPLITS = (TRAIN, EVALUATION)
+
+
+def save_image(path: Path, label: int, number: int = 0) -> None:
+    """A JPEG or PNG of the class's colour; sizes differ."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (24 + 2 * number, 20 + label), COLOURS[label]).save(path)
+
+
+def image_folder(root: Path, folders: tuple[str, str] = ("train", "val")) -> dict[str, Any]:
+    for folder, count in zip(folders, SPLITS, strict=True):
+        for label in range(CLASSES):
+            for number in range(count):
+                save_image(root / folder / f"n0000000{label}" / f"n0000000{label}_{number}.JPEG", label, number)
+    return {"dataset": "image_folder", "folders": folders}
+
+
+def imagenet(root: Path) -> dict[str, Any]:
+    return image_folder(root) | {"dataset": "imagenet", "images": [CLASSES * count for count in SPLITS]}
+
+
+def cifar10(root: Path) -> dict[str, Any]:
+    folder, names = root / "cifar-10-batches-py", [f"class {label}" for label in range(CLASSES)]
+    folder.mkdir(parents=True)
+    for name in [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]:
+        _save_pickle(folder / name, {"data": _rows(), "labels": list(range(CLASSES))})
+    _save_pickle(folder / "batches.meta", {"label_names": names})
+    return {"dataset": "cifar10"}
+
+
+def cifar100(root: Path) -> dict[str, Any]:
+    folder, names = root / "cifar-100-python", [f"class {label}" for label in range(CLASSES)]
+    folder.mkdir(parents=True)
+    for name in ("train", "test"):
+        _save_pickle(folder / name, {"data": _rows(), "fine_labels": list(range(CLASSES))})
+    _save_pickle(folder / "meta", {"fine_label_names": names})
+    return {"dataset": "cifar100"}
+
+
+def stanford_cars(root: Path) -> dict[str, Any]:
+    savemat = pytest.importorskip("scipy.io", reason="Stanford Cars has its labels in .mat files").savemat
+    base = root / "stanford_cars"
+    (base / "devkit").mkdir(parents=True)
+    names = np.array([f"class {label}" for label in range(CLASSES)], dtype=object)
+    savemat(base / "devkit" / "cars_meta.mat", {"class_names": names})
+    files = (base / "devkit" / "cars_train_annos.mat", base / "cars_test_annos_withlabels.mat")
+    for folder, file, count in zip(("cars_train", "cars_test"), files, SPLITS, strict=True):
+        rows = [(label + 1, f"{label}{number}.jpg") for label in range(CLASSES) for number in range(count)]
+        for label, name in rows:
+            save_image(base / folder / name, label - 1)
+        savemat(file, {"annotations": np.array(rows, dtype=[("class", object), ("fname", object)])})
+    return {"dataset": "stanford_cars"}
+
+
+def oxford_pets(root: Path) -> dict[str, Any]:
+    base = root / "oxford-iiit-pet"
+    (base / "annotations").mkdir(parents=True)
+    for split, count in zip(("trainval", "test"), SPLITS, strict=True):
+        rows = [(f"some_breed{label}_{split}{number}", label) for label in range(CLASSES) for number in range(count)]
+        for name, label in rows:
+            save_image(base / "images" / f"{name}.jpg", label)
+        lines = [f"{name} {label + 1} 1 1\n" for name, label in rows]
+        (base / "annotations" / f"{split}.txt").write_text("".join(lines))
+    return {"dataset": "oxford_pets"}
+
+
+def food101(root: Path) -> dict[str, Any]:
+    base = root / "food-101"
+    (base / "meta").mkdir(parents=True)
+    for split, count in zip(("train", "test"), SPLITS, strict=True):
+        lists = {
+            f"dish_{label}": [f"dish_{label}/{split}{number}" for number in range(count)] for label in range(CLASSES)
+        }
+        for label, names in enumerate(lists.values()):
+            for name in names:
+                save_image(base / "images" / f"{name}.jpg", label)
+        (base / "meta" / f"{split}.json").write_text(json.dumps(lists))
+    return {"dataset": "food101"}
+
+
+def fgvc_aircraft(root: Path) -> dict[str, Any]:
+    base, variants = root / "fgvc-aircraft-2013b" / "data", [f"Type {label} B" for label in range(CLASSES)]
+    (base / "images").mkdir(parents=True)
+    (base / "variants.txt").write_text("".join(f"{name}\n" for name in variants))
+    for place, (split, count) in enumerate(zip(("trainval", "test"), SPLITS, strict=True)):
+        rows = [(f"00{place}{label}{number}", label) for label in range(CLASSES) for number in range(count)]
+        for name, label in rows:
+            save_image(base / "images" / f"{name}.jpg", label)
+        lines = [f"{name} {variants[label]}\n" for name, label in rows]
+        (base / f"images_variant_{split}.txt").write_text("".join(lines))
+    return {"dataset": "fgvc_aircraft"}
+
+
+DATASETS: list[Callable[[Path], dict[str, Any]]] = [
+    imagenet, cifar10, cifar100, stanford_cars, oxford_pets, food101, fgvc_aircraft,
+]  # fmt: skip
+
+
+def accept_any_cifar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchvision refuses files that are not the published ones, by checksum; without one it only looks for them."""
+    from torchvision import datasets
+
+    for cifar in (datasets.CIFAR10, datasets.CIFAR100):
+        for key in ("train_list", "test_list"):
+            monkeypatch.setattr(cifar, key, [[name, None] for name, _ in getattr(cifar, key)])
+        monkeypatch.setattr(cifar, "meta", {**cifar.meta, "md5": None})
+
+
+def _rows() -> np.ndarray[Any, Any]:
+    """One image of each class as CIFAR has it: all red values, all green, all blue."""
+    return np.array([np.repeat(colour, 32 * 32) for colour in COLOURS], dtype=np.uint8)
+
+
+def _save_pickle(path: Path, value: dict[str, Any]) -> None:
+    path.write_bytes(pickle.dumps(value))
