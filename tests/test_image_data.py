@@ -15,15 +15,16 @@ import numpy as np
 import pytest
 import tiny_images
 import torch
+from PIL import Image
+from tiny_images import CLASSES, COLOURS
+from torch import Tensor
+
 from gpipe_cli.data import image_folders
 from gpipe_cli.data.digits import DigitsSource
 from gpipe_cli.data.image_loading import loader_workers
 from gpipe_cli.data.images import ImageSource
 from gpipe_cli.data.source import Batch, no_report
 from gpipe_cli.errors import ConfigurationError
-from PIL import Image
-from tiny_images import CLASSES, COLOURS
-from torch import Tensor
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+
 from gpipe_cli.data.transforms import (
     GREY,
     CentralCrop,
@@ -17,7 +19,6 @@ from gpipe_cli.data.transforms import (
 )
 from gpipe_cli.models.images import Normalise
 from gpipe_cli.trainer.image_pictures import confusion_matrix, draw_confusion, draw_predictions
-from PIL import Image
 
 
 def noise(height: int, width: int) -> torch.Tensor:
