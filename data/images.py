@@ -16,7 +16,7 @@ from .examples import ExampleSource
 from .image_datasets import KNOWN, help_for, open_images
 from .image_files import BrokenImage, Images
 from .image_loading import LoadedPart, TransformedImages, check_workers, collate, loader_workers
-from .source import Batch, Report, check_limits, split_evenly
+from .source import Batch, Report, check_limits, read_ahead, split_evenly
 from .transforms import evaluation_transform, training_transform
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class ImageSource:
     def train(self, position: Any, parts: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Mini-batches without end; a position is `{"epoch": e, "batch": b}`, the next one to read."""
         self._replicas = replicas
-        batches = self._examples().train(position, parts, replica, replicas)
+        batches = self._ahead(self._examples().train(position, parts, replica, replicas))
         return (Batch([_part(loaded) for loaded in self._loaded(batch)], batch.position) for batch in batches)
 
     def evaluation(self, parts: int, replica: int = 0, replicas: int = 1) -> Iterator[Batch]:
@@ -138,7 +138,7 @@ class ImageSource:
         count, size = len(self._prepared[1]), self._batch_size
         firsts = range(replica * size, count, replicas * size)
         mine = Subset(self._prepared[1], [i for first in firsts for i in range(first, min(first + size, count))])
-        for batch in self._examples(mine).evaluation(parts):
+        for batch in self._ahead(self._examples(mine).evaluation(parts)):
             loaded = [part for part in self._loaded(batch) if len(part.labels)]
             if any(part.broken for part in loaded):
                 loaded = _divided_again(loaded, parts)
@@ -162,9 +162,21 @@ class ImageSource:
             self._batch_size,
             self._drop_last,
             cast(Any, collate),  # its parts also tell of broken images; _loaded takes them out
-            loader_workers(self._workers, self._replicas),
+            self._loader_workers,
             self._seed,
         )
+
+    @property
+    def _loader_workers(self) -> int:
+        return loader_workers(self._workers, self._replicas)
+
+    def _ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same mini-batches, the next ones being put together while one is trained on.
+
+        Loader processes are two parts ahead each, which can be less than a mini-batch. Without them the examples are
+        read in this process, where only the training thread may seed the generators.
+        """
+        return read_ahead(batches) if self._loader_workers else batches
 
     def _loaded(self, batch: Batch) -> list[LoadedPart]:
         """The batch's parts, once their broken images are counted.
@@ -183,8 +195,8 @@ class ImageSource:
         found, limit = len(self.broken_images), self._broken_limit
         if found > limit:
             raise ConfigurationError(
-                f"{broken.name} is broken ({broken.reason}): the {found}. broken image, "
-                f"and data.broken_images_limit={limit}. Replace the file, or raise the limit to go on without it"
+                f"{broken.name} is broken ({broken.reason}). It is broken image number {found} of this run, and "
+                f"data.broken_images_limit is {limit}: replace the file, or raise the limit to go on without it"
             )
         log.warning("%s is broken (%s) and left out: %d of at most %d", broken.name, broken.reason, found, limit)
 

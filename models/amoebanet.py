@@ -73,7 +73,7 @@ def amoebanet(
     auxiliary_label_smoothing: float = 0.1,
     channels_last: bool = True,
 ) -> list[LayerBuilder]:
-    """The list of AmoebaNet (L, D): images [b, in_channels, H, W], normalised, to logits [b, classes].
+    """The list of AmoebaNet (L, D): images [b, in_channels, H, W], bytes or normalised, to logits [b, classes].
 
     Args:
         L: normal cells, in three stacks; a multiple of 3.
@@ -81,7 +81,7 @@ def amoebanet(
         classes: number of logits.
         image_size: pixels a side of the training images; only the auxiliary head depends on it.
         genotype: A, B, C or D.
-        in_channels: 3 for colour images.
+        in_channels: of the images; bytes need 3.
         dropout: probability in front of the classifier.
         drop_path_keep: share of paths kept at the end of the run; it falls linearly from 1. 1: no drop path.
         dilate: give the operation `dil2_sep5` of genotype B the dilation of its name, which the published code ignores.
@@ -143,9 +143,8 @@ def _cells(L: int, D: int, genotype: Genotype) -> Iterator[tuple[str, CellGenoty
 
 def _check_shape(L: int, D: int, genotype: str, image_size: int) -> None:
     if L % 3:
-        raise ValueError(
-            f"model.L={L}: three equal stacks of normal cells: use model.L={L - L % 3 or 3} or {L + 3 - L % 3}"
-        )
+        multiples = " or ".join(str(near) for near in (L - L % 3, L - L % 3 + 3) if near)
+        raise ValueError(f"model.L={L}: three equal stacks of normal cells: use model.L={multiples}")
     if D < SMALLEST_WIDTH:
         raise ValueError(
             f"model.D={D}: bottlenecks of D/16 channels would be empty: use model.D={SMALLEST_WIDTH} or more"

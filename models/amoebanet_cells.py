@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from .amoebanet_genotypes import CellGenotype
 from .amoebanet_operations import Convolution, ConvolutionNorm, FactorizedReduction, Norm, Pair, build_operation
+from .images import Normalise
 
 STEM_WIDTH = 32  # channels behind the first convolution
 AUXILIARY_POOL, AUXILIARY_STRIDE = 5, 3  # of the auxiliary head's average pooling, without padding
@@ -44,6 +45,8 @@ class CellShape:
 class Stem(nn.Module):
     """Images [b, c, H, W] to [b, 32, (H−1)//2, (W−1)//2]: a 3×3 convolution of stride 2 without padding, and a norm.
 
+    Bytes are scaled to [−1, 1] first; floating-point images are taken as they are.
+
     Args:
         in_channels: c.
         norm: makes the BatchNorm of so many channels.
@@ -53,6 +56,7 @@ class Stem(nn.Module):
     def __init__(self, in_channels: int, norm: Norm, channels_last: bool) -> None:
         super().__init__()
         self.format = torch.channels_last if channels_last else torch.contiguous_format
+        self.normalise = Normalise()
         self.convolution = Convolution(in_channels, STEM_WIDTH, (3, 3), (2, 2))
         self.norm = norm(STEM_WIDTH)
 
@@ -63,7 +67,7 @@ class Stem(nn.Module):
                 f"model.in_channels={channels}, but the images are {list(images.shape)}: they must be "
                 "[b, model.in_channels, H, W]"
             )
-        x = self.convolution(images.contiguous(memory_format=self.format))
+        x = self.convolution(self.normalise(images.contiguous(memory_format=self.format)))
         # Images of one channel are in both formats at once, and the convolution may have chosen the other.
         output: Tensor = self.norm(x.contiguous(memory_format=self.format))
         return output

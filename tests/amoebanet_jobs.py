@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpipe_cli.models.amoebanet import amoebanet, spatial_sizes
 from plain_amoebanet import PlainAmoebaNet
 from small_models import CPU, build_all
 from torch.nn import functional as F
 
 from gpipe_cli.launch.context import Context
+from gpipe_cli.models.amoebanet import amoebanet, spatial_sizes
 from gpipe_cli.pipeline.batchnorm import finish_batchnorm
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
 from gpipe_cli.pipeline.engine import Part, Pipeline, StepPlan

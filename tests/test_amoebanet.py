@@ -1,4 +1,4 @@
-"""AmoebaNet: the papers' genotypes, counts and sizes, each operation by hand, gradients against a plain second version."""
+"""AmoebaNet: the papers' genotypes, counts and sizes, each operation by hand, gradients against a second version."""
 
 from __future__ import annotations
 
@@ -11,17 +11,6 @@ from typing import Any
 import pytest
 import torch
 from amoebanet_jobs import SMALL, Case, differences, run_engine, run_plain
-from gpipe_cli.models.amoebanet import amoebanet, spatial_sizes
-from gpipe_cli.models.amoebanet_cells import AmoebaCell, CellShape
-from gpipe_cli.models.amoebanet_genotypes import GENOTYPES, CellGenotype
-from gpipe_cli.models.amoebanet_operations import (
-    ConvolutionNorm,
-    FactorizedReduction,
-    Pooling,
-    SameConvolution,
-    build_operation,
-    same_padding,
-)
 from plain_amoebanet import PlainAmoebaNet, operation
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -29,6 +18,16 @@ from torch.nn import functional as F
 
 from gpipe_cli.launch.supervisor import Job, launch
 from gpipe_cli.layers import LayerBuilder
+from gpipe_cli.models.amoebanet import amoebanet, spatial_sizes
+from gpipe_cli.models.amoebanet_cells import AmoebaCell, CellShape
+from gpipe_cli.models.amoebanet_genotypes import GENOTYPES, CellGenotype
+from gpipe_cli.models.amoebanet_operations import (
+    FactorizedReduction,
+    Pooling,
+    SameConvolution,
+    build_operation,
+    same_padding,
+)
 from gpipe_cli.pipeline.cost import count_parameters
 
 small = partial(amoebanet, **SMALL)  # type: ignore[arg-type]  # whole numbers and shares
@@ -48,6 +47,15 @@ def run(layers: dict[str, nn.Module], images: Tensor) -> dict[str, Any]:
     for name, layer in layers.items():
         values = boundaries[name] = layer(values)
     return boundaries
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """On maps this small a second thread costs more than it brings."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @contextmanager
@@ -219,7 +227,8 @@ def test_a_cell_hands_on_its_input_itself_and_the_last_one_its_output_alone(geno
 @pytest.mark.parametrize("in_channels", [1, 3])
 def test_every_output_keeps_the_memory_format_of_the_stem(in_channels: int) -> None:
     for channels_last, memory_format in ((True, torch.channels_last), (False, torch.contiguous_format)):
-        model = small(image_size=64, in_channels=in_channels, auxiliary_head=False, channels_last=channels_last)
+        keys = {"in_channels": in_channels, "channels_last": channels_last}
+        model = small(D=32, image_size=64, auxiliary_head=False, **keys)
         for name, boundary in run(build(model), torch.randn(2, in_channels, 64, 64)).items():
             for tensor in boundary if isinstance(boundary, tuple) else (boundary,):
                 assert tensor.dim() == 2 or tensor.is_contiguous(memory_format=memory_format), name
@@ -287,23 +296,15 @@ def test_a_convolution_of_stride_two_starts_at_the_first_pixel_of_an_even_row(si
 @pytest.mark.parametrize(
     ("pool", "k", "stride", "result"),
     [
-        ("max", 3, 2, [[6.0, 8.0], [14.0, 16.0]]),  # windows begin at the first pixel: rows 1-3 and 3-4
+        ("max", 3, 2, [[11.0, 12.0], [15.0, 16.0]]),  # windows are the rows 1 to 3 and 3 to 4
         ("max", 2, 2, [[6.0, 8.0], [14.0, 16.0]]),
         ("avg", 3, 2, [[6.0, 7.5], [12.0, 13.5]]),
-        ("avg", 3, 1, None),
+        ("avg", 3, 1, [[3.5, 4.0, 5.0, 5.5], [5.5, 6.0, 7.0, 7.5], [9.5, 10.0, 11.0, 11.5], [11.5, 12.0, 13.0, 13.5]]),
     ],
 )
-def test_pooling_of_a_square_of_sixteen_by_hand(
-    pool: str, k: int, stride: int, result: list[list[float]] | None
-) -> None:
+def test_pooling_of_the_square_of_sixteen_numbers(pool: str, k: int, stride: int, result: list[list[float]]) -> None:
     x = torch.arange(1.0, 17.0).view(1, 1, 4, 4)
-    pooled = Pooling(1, 1, norm, pool, k, stride)(x)[0, 0]
-    if result is None:
-        assert pooled[0].tolist() == [3.5, 4.0, 5.0, 5.5]  # corners average four pixels, edges six: no padding counts
-    elif pool == "max" and k == 3:
-        assert pooled.tolist() == [[11.0, 12.0], [15.0, 16.0]]
-    else:
-        assert pooled.tolist() == result
+    assert Pooling(1, 1, norm, pool, k, stride)(x)[0, 0].tolist() == result
 
 
 def test_max_pooling_never_takes_the_padding() -> None:
@@ -326,12 +327,10 @@ def test_a_factorised_reduction_of_an_odd_width_gives_the_odd_channel_to_its_sec
     assert FactorizedReduction(4, 7, norm, relu=True)(torch.randn(2, 4, 5, 5)).shape == (2, 7, 3, 3)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("stride", [1, 2])
+# A window of two has no middle, and no genotype asks for it at stride 1.
+@pytest.mark.parametrize(("name", "stride"), [(name, s) for name in NAMES for s in (1, 2) if (name, s) != ("max2", 1)])
 @pytest.mark.parametrize("inputs", [8, 12])
 def test_an_operation_equals_its_second_version(name: str, stride: int, inputs: int) -> None:
-    if name == "max2" and stride == 1:
-        pytest.skip("a window of two has no middle; no genotype asks for it at stride 1")
     torch.manual_seed(0)
     with in_float64():
         ours = build_operation(name, inputs, 8, stride, norm)
@@ -380,8 +379,7 @@ def test_batchnorm_takes_its_epsilon_and_decay_from_the_model() -> None:
 
 def cell_of(genotype: CellGenotype, keep: float) -> AmoebaCell:
     torch.manual_seed(0)
-    cell = AmoebaCell(genotype, CellShape(8, 8, False, 8, 1), lambda width: nn.Identity(), keep, False, True)
-    return cell
+    return AmoebaCell(genotype, CellShape(8, 8, False, 8, 1), lambda width: nn.Identity(), keep, False, True)
 
 
 def test_the_share_of_kept_paths_falls_linearly_over_all_steps() -> None:
@@ -438,6 +436,15 @@ def test_the_auxiliary_head_of_a_larger_map_reads_all_of_it() -> None:
     assert not found, "\n".join(found)
 
 
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_are_scaled_to_minus_one_and_one() -> None:
+    stem = build(small(image_size=32, auxiliary_head=False))["stem"].eval()
+    images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    torch.testing.assert_close(stem(images), stem(images / 127.5 - 1))
+
+
 # -- values that cannot work -----------------------------------------------------------------------------------------
 
 
@@ -476,7 +483,7 @@ def test_images_of_other_channels_or_sizes_than_the_model_was_made_for_are_refus
         build(small(image_size=32, auxiliary_head=False))["stem"](torch.zeros(2, 1, 32, 32))
     layers = build(small(image_size=67))
     outputs = run(layers, torch.randn(2, 3, 129, 129))["stack_2.0"]
-    with pytest.raises(ValueError, match="set model.image_size to the size of the images"):
+    with pytest.raises(ValueError, match=r"set model.image_size to the size of the images"):
         layers["stack_2.0"].auxiliary_loss(outputs, (torch.tensor([0, 1]),))
 
 
@@ -511,7 +518,7 @@ def test_the_other_genotypes_have_the_plain_gradients_too(
 def test_cells_and_rematerialization_change_no_bit_with_drop_path_and_dropout() -> None:
     reference = run_engine(Case(1, 3, "never", noise=True), (0,), 0, None)
     for K in (1, 2, 4, 9):
-        for remat in ("always", "except_last"):
+        for remat in ("always", "except_last") if K < 9 else ("always",):
             seen = run_engine(Case(K, 3, remat, noise=True), (0,) * K, 0, None)
             for step, (now, then) in enumerate(zip(seen, reference, strict=True)):
                 assert now["losses"] == then["losses"], (K, remat, step)

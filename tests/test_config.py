@@ -96,7 +96,7 @@ def test_debug_tiny_leaves_what_is_typed() -> None:
         (["pipeline.workers=5"], "use pipeline.workers<=4 or pipeline.K>=5"),
         (["pipeline.partition=[3,5]"], "pipeline.partition=[3,5] has 2 sizes but pipeline.K=4"),
         (["pipeline.partition=[3,5,0,1]"], "pipeline.partition=[3,5,0,1]: use min_max or min_variance or a list"),
-        (["pipeline.M=128"], "use data.batch_size>=128 or pipeline.M<=64"),
+        (["pipeline.M=128"], "use data.batch_size>=128 or pipeline.M<=96"),
         (["pipeline.M=32", "pipeline.replicas=4"], "pipeline.M=32 × pipeline.replicas=4 needs 128 examples"),
         (["data.batch_size=0"], "data.batch_size=0: use a whole number, at least 1"),
         (["trainer.steps=null"], "set one, as trainer.steps=1000"),

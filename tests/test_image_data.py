@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -213,6 +214,14 @@ def test_on_several_machines_only_the_replicas_of_this_one_share_its_cores(monke
     assert loader_workers("auto", 16) == 8
 
 
+def test_with_loader_processes_the_next_mini_batches_are_read_while_one_is_trained_on(folder: Path) -> None:
+    batches = images(folder, workers=1).train(None, 1, 0, 1)
+    next(batches)
+    assert any(thread.name.startswith("read-ahead") for thread in threading.enumerate())
+    del batches
+    assert not any(thread.name.startswith("read-ahead") for thread in threading.enumerate())
+
+
 # --- files: the layouts of the real data sets
 
 
@@ -384,7 +393,7 @@ def test_broken_images_are_replaced_alike_with_loader_processes(own_folder: Path
 def test_more_broken_images_than_the_limit_end_the_run_with_the_last_one_s_name(own_folder: Path, workers: int) -> None:
     spoil(own_folder, *BROKEN)
     source = images(own_folder, workers=workers, broken_images_limit=1)
-    with pytest.raises(ConfigurationError, match=r"n0000000\d_\d\.JPEG is broken .*data\.broken_images_limit=1"):
+    with pytest.raises(ConfigurationError, match=r"n0000000\d_\d\.JPEG is broken .*data\.broken_images_limit is 1"):
         first(source.train(None, 1, 0, 1), 3)
 
 

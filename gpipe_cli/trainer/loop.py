@@ -209,6 +209,7 @@ class Trainer:
     def _announce_next(self) -> None:
         """First workers tell what comes next; rank 0 adds whether the run should end first."""
         p = self.parts
+        epochs_done = self._epochs_done()
         if self._feed is not None:
             self._feed.advance()
             p.codec.write(p.exchange, self._feed.parts, self._feed.weights)
@@ -218,15 +219,17 @@ class Trainer:
                 p.exchange.mine["stop"][0] = 1
             elif limit is not None and time.monotonic() - self._began >= limit:
                 p.exchange.mine["stop"][0] = 2
-            elif self._epochs_done():
+            elif epochs_done:
                 p.exchange.mine["stop"][0] = 3
         p.saver.report(p.exchange)
 
     def _epochs_done(self) -> bool:
+        """Whether the mini-batch trained on last was the last of the epochs; only first workers can tell."""
         epochs, source = self._settings.epochs, self.parts.source
-        if epochs is None or source is None or self._feed is None:
+        position = self._position if self._feed is None or self._feed.position is None else self._feed.position
+        if epochs is None or source is None or position is None:
             return False
-        return bool(source.epoch(self._feed.position) >= epochs)  # type: ignore[attr-defined]  # checked at start
+        return bool(cast(Any, source).epoch(position) >= epochs)
 
     def _read_plan(self, done: int) -> Plan | None:
         """The plan of the step after ``done`` ones, or None, with the reason in ``progress.stopped_by``."""

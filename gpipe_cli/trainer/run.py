@@ -13,6 +13,7 @@ import torch
 from .. import __version__
 from ..config import Settings
 from ..data.source import Source
+from ..errors import ConfigurationError
 from ..launch.context import Context
 from ..layers import LayerBuilder
 from ..pipeline.cell import Cell
@@ -98,7 +99,7 @@ def assemble(
 ) -> tuple[Trainer, Cut]:
     """Everything that the loop works with, from the configuration; every worker calls it at the same time."""
     builders = build_model(settings.model)
-    source = open_source(settings.data, world, journal)
+    source = open_source(settings, world, journal)
     form, cut, special = cast(
         "tuple[Form, Cut, tuple[int, int]]",
         world.tell_everyone(lambda: survey(builders, settings, world, cast(Source, source))),
@@ -165,9 +166,14 @@ def assemble(
     return Trainer(parts, progress, position), cut
 
 
-def open_source(section: Mapping[str, Any], world: World, journal: Journal) -> Source | None:
+def open_source(settings: Settings, world: World, journal: Journal) -> Source | None:
     """The data source on the workers that read it; rank 0 prepares it first, the others find it prepared."""
-    source = build_source(section) if world.reads_data else None
+    source = build_source(settings.data) if world.reads_data else None
+    if source is not None and settings.trainer.epochs is not None and not hasattr(source, "epoch"):
+        raise ConfigurationError(
+            f"trainer.epochs={settings.trainer.epochs} but data._target_={settings.data['_target_']} has no method "
+            "epoch(position), so nobody knows when one has passed: use trainer.steps"
+        )
     prepare = getattr(source, "prepare", None)
     world.tell_everyone(lambda: prepare(journal.preparation) if prepare is not None else None)
     if world.rank != 0 and prepare is not None:

@@ -1,0 +1,150 @@
+"""Activation memory of a worker, counted to the byte, against the paper's N + (L/K)·(N/M).
+
+Counted is every tensor that the step keeps: what autograd saves for backward (through saved-tensor hooks), the boundary
+inputs that the engine keeps for recompute, gradients on their way, messages that are posted or being sent. Each storage
+counts once; weights, their gradients and the mini-batch that the caller holds do not. The count is taken whenever
+autograd saves something, and its highest value over all workers is shown; buffers that an operation needs only while it
+runs are not in it.
+
+The formula, in bytes: N is the boundary of the whole mini-batch, and one layer's share of N/M is what the graph of that
+layer keeps for one micro-batch, measured by itself. With remat=never the formula is N·L/K: nothing is recomputed.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.common import Report, parser, run_workers
+from benchmarks.driver import Block, engine_step, squared_loss
+from gpipe_cli.launch.context import Context
+from gpipe_cli.pipeline.engine import Part
+
+LAYERS = 16
+WIDTH = 16
+TOKENS = 8
+
+
+class Meter:
+    """Counts the bytes of all tensors that came to life after `start`."""
+
+    def __init__(self) -> None:
+        self.highest = 0
+        self._known: set[int] = set()
+
+    def start(self, known: list[Tensor]) -> None:
+        """``known`` are not counted, nor is anything that exists already."""
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self.highest = 0
+        gc.collect()
+        gc.freeze()  # what exists now is no longer listed by get_objects
+
+    def save(self, tensor: Tensor) -> Tensor:
+        """The hook: keeps the storage, in an object that the garbage collector can list."""
+        kept = tensor.detach()
+        self.highest = max(self.highest, self.now())
+        return kept
+
+    def now(self) -> int:
+        """Bytes alive at this moment."""
+        storages = {}
+        for thing in gc.get_objects():
+            if type(thing) is Tensor:
+                storage = thing.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+        return sum(size for pointer, size in storages.items() if pointer not in self._known)
+
+
+@contextmanager
+def metered(known: list[Tensor]) -> Iterator[Meter]:
+    meter = Meter()
+    meter.start(known)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(meter.save, lambda kept: kept):
+            yield meter
+    finally:
+        gc.unfreeze()
+
+
+def make_parts(M: int, examples: int) -> list[Part]:
+    """Micro-batches in storages of their own."""
+    shape = (examples // M, TOKENS, WIDTH)
+    return [((torch.randn(shape),), (torch.zeros(1),)) for _ in range(M)]
+
+
+def sum_of_squares(outputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    return squared_loss(outputs, (torch.zeros_like(outputs[0]),))
+
+
+def tensors_of(modules: list[nn.Module], parts: list[Part]) -> list[Tensor]:
+    """What does not count: weights, their gradients, and the mini-batch."""
+    weights = [parameter for module in modules for parameter in module.parameters()]
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    return [*weights, *gradients, *(tensor for inputs, targets in parts for tensor in inputs + targets)]
+
+
+def worker(context: Context, config: dict[str, Any]) -> list[int]:
+    """Entry point: the highest count of any worker, for each setting."""
+    context.init_process_group("gloo")
+    rank, K = context.rank, context.world_size
+    highest = []
+    for M, remat in config["settings"]:
+        modules: list[nn.Module] = [Block(WIDTH) for _ in range(LAYERS // K)]
+        parts = make_parts(M, config["examples"])
+        step = engine_step(modules, rank, K, parts, "gpipe", remat, sum_of_squares)
+        step()  # shapes are learnt in the first step
+        dist.barrier()
+        with metered(tensors_of(modules, parts if rank == 0 else [])) as meter:
+            step()
+        most = torch.tensor([meter.highest])
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        highest.append(int(most))
+    return highest
+
+
+def bytes_of_one_layer(examples: int) -> int:
+    """What the graph of one layer keeps for so many examples, its output included: the input of the next one."""
+    x = torch.randn(examples, TOKENS, WIDTH, requires_grad=True)
+    layer = Block(WIDTH)
+    with metered([x, *layer.parameters()]) as meter:
+        y = layer(x)
+        highest = meter.now()
+        del y
+    return highest
+
+
+def formula(K: int, M: int, remat: str, examples: int) -> float:
+    """N·L/K without re-materialization, N + (L/K)·(N/M) with it, in bytes."""
+    layer = bytes_of_one_layer(examples)
+    boundary = examples * TOKENS * WIDTH * 4
+    return layer * LAYERS / K if remat == "never" else boundary + layer * LAYERS / K / M
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--K", type=int, nargs="+", default=[1, 2, 4, 8], help="divisors of 16 (default: 1 2 4 8)")
+    options.add_argument("--M", type=int, nargs="+", default=[1, 4, 32], help="default: 1 4 32")
+    options.add_argument("--examples", type=int, default=128, help="N, a multiple of every M (default: 128)")
+    arguments = options.parse_args()
+    if arguments.quick:
+        arguments.K, arguments.M = [1, 4], [1, 4]
+    settings = [(M, remat) for remat in ("never", "except_last", "always") for M in arguments.M]
+    report = Report({"K": "d", "M": "d", "remat": "", "measured, KiB": ",.1f", "formula, KiB": ",.1f", "ratio": ".2f"})
+    report.begin()
+    for K in arguments.K:
+        config = {"settings": settings, "examples": arguments.examples}
+        for (M, remat), measured in zip(settings, run_workers("benchmarks.memory:worker", K, config), strict=True):
+            expected = formula(K, M, remat, arguments.examples)
+            sizes = {"measured, KiB": measured / 1024, "formula, KiB": expected / 1024, "ratio": measured / expected}
+            report.add({"K": K, "M": M, "remat": remat, **sizes})
+    report.end(arguments.output)
+
+
+if __name__ == "__main__":
+    main()

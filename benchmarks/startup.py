@@ -1,0 +1,61 @@
+"""Seconds from the start of gpipe-train to the end of its first training step, with K cells on K processes.
+
+Runs the installed command for one step, with the data prepared beforehand, and reads `first_step_seconds` from its
+summary.json. `command` is the whole life of the command as seen from outside, its one evaluation, checkpoint and the
+end of all processes included. Further arguments go to gpipe-train: `python -m benchmarks.startup debug=tiny`.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.common import Report, parser
+
+OVERRIDES = ("trainer.steps=1", "trainer.evaluate_first=false", "trainer.evaluate_every=null", "trainer.samples=0")
+
+
+def start_once(K: int, overrides: list[str]) -> tuple[float, float]:
+    """Seconds to the end of the first step and of the command.
+
+    Raises:
+        SystemExit: the command failed; its output is shown.
+    """
+    command = Path(sys.executable).with_name("gpipe-train")
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
+        arguments = [f"pipeline.K={K}", f"pipeline.workers={K}", *OVERRIDES, *overrides, f"hydra.run.dir={directory}"]
+        began = time.perf_counter()
+        done = subprocess.run([command, *arguments], capture_output=True, text=True, check=False)
+        seconds = time.perf_counter() - began
+        if done.returncode != 0:
+            raise SystemExit(f"gpipe-train {' '.join(arguments)} failed:\n{done.stdout}{done.stderr}")
+        summary = json.loads((Path(directory) / "summary.json").read_text())
+    return float(summary["first_step_seconds"]), seconds
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--K", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="default: 1 2 4 8 16")
+    options.add_argument("--repetitions", type=int, default=3, help="starts of each K (default: 3)")
+    options.add_argument("overrides", nargs="*", help="for gpipe-train, as model=transformer_lm")
+    arguments = options.parse_args()
+    repetitions = 1 if arguments.quick else arguments.repetitions
+    start_once(1, arguments.overrides)  # prepares the data
+    report = Report({"K": "d", "first step, s": ".2f", "more than the first K, s": "+.2f", "command, s": ".2f"})
+    report.begin()
+    for K in arguments.K:
+        starts = [start_once(K, arguments.overrides) for _ in range(repetitions)]
+        first, whole = (statistics.median(column) for column in zip(*starts, strict=True))
+        reference = report.rows[0]["first step, s"] if report.rows else first
+        more = {"more than the first K, s": first - reference}
+        report.add({"K": K, "first step, s": first, **more, "command, s": whole, "starts": starts})
+    report.end(arguments.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The trainer: every YAML trains, what a run leaves, when it stops."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from inline_run import train_inline
+
+from gpipe_cli.errors import ConfigurationError
+
+CONF = Path(__file__).parents[1] / "conf"
+GROUPS = ("optimizer", "schedule", "precision", "pipeline", "checkpoint", "logging", "experiment")
+
+
+def options() -> list[str]:
+    """One override for every YAML file of the groups that work with the default model, and the language model."""
+    found = [
+        f"{group}={path.relative_to(CONF / group).with_suffix('').as_posix()}"
+        for group in GROUPS
+        for path in sorted((CONF / group).rglob("*.yaml"))
+    ]
+    return [*found, "model=transformer_lm"]
+
+
+@pytest.mark.parametrize("option", options())
+def test_every_yaml_trains_a_tiny_step(option: str, tmp_path: Path) -> None:
+    summary, _ = train_inline(tmp_path, "debug=tiny", "trainer.steps=1", "pipeline.K=2", option)
+    assert summary["steps"] == 1
+    assert math.isfinite(summary["loss"])
+    assert summary["skipped_updates"] == 0
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_leaves_what_other_programs_rely_on(tmp_path: Path) -> None:
+    train_inline(tmp_path, "debug=tiny", "pipeline.K=3")
+    steps = rows(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert {"loss", "lr", "grad_norm", "examples_per_second", "tokens_per_second", "bubble"} <= set(steps[0])
+    assert [row["step"] for row in rows(tmp_path / "evaluations.jsonl")] == [0, 2, 4]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    needed = {
+        "steps",
+        "loss",
+        "wall_seconds",
+        "first_step_seconds",
+        "cells",
+        "parameters",
+        "bubble",
+        "bubble_predicted",
+    }
+    assert needed <= set(summary)
+    assert [cell["cell"] for cell in summary["cells"]] == [0, 1, 2]
+    assert sum(cell["parameters"] for cell in summary["cells"]) == summary["parameters"]
+    assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"step.png", "loss.png"}
+
+
+def test_bf16_trains_close_to_fp32(tmp_path: Path) -> None:
+    whole, _ = train_inline(tmp_path / "fp32", "debug=tiny", "pipeline.K=2")
+    half, _ = train_inline(tmp_path / "bf16", "debug=tiny", "pipeline.K=2", "precision=bf16")
+    assert half["loss"] != whole["loss"]
+    assert half["loss"] == pytest.approx(whole["loss"], rel=0.02)
+
+
+def test_a_time_limit_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    limits = ["trainer.steps=100000", "trainer.seconds=0.5", "trainer.evaluate_every=null"]
+    summary, _ = train_inline(tmp_path, "debug=tiny", *limits)
+    assert summary["stopped_by"] == "time limit"
+    assert (tmp_path / "checkpoints" / f"step_{summary['steps']:08d}" / "manifest.json").is_file()
+
+
+def test_patience_ends_a_run_that_no_longer_gets_better(tmp_path: Path) -> None:
+    words = ["trainer.steps=50", "trainer.evaluate_every=1", "trainer.patience=2", "optimizer.lr=0"]
+    summary, _ = train_inline(tmp_path, "debug=tiny", *words)
+    assert summary["stopped_by"] == "early stopping"
+    assert summary["steps"] == 2
+
+
+def test_epochs_end_a_run_of_a_source_that_counts_them(tmp_path: Path) -> None:
+    words = ["data.languages=[fr]", "data.smallest=100", "data.largest=100", "data.batch_size=25"]
+    summary, _ = train_inline(tmp_path, "debug=tiny", *words, "trainer.steps=null", "trainer.epochs=1")
+    assert summary["stopped_by"] == "epochs"
+    assert summary["steps"] in (3, 4)
+
+
+def test_epochs_without_a_source_that_counts_them_are_refused(tmp_path: Path) -> None:
+    words = ["data._target_=test_trainer.Uncounted", "model.source_vocabulary=9", "model.target_vocabulary=9"]
+    with pytest.raises(ConfigurationError, match=r"no method epoch\(position\)"):
+        train_inline(tmp_path, *words, "trainer.epochs=1")
+
+
+class Uncounted:
+    """A source without `epoch`."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+
+    def train(self, position: Any, parts: int, replica: int, replicas: int) -> Any: ...
+
+    def evaluation(self, parts: int) -> Any: ...
