@@ -39,6 +39,13 @@ def test_every_gradient_equals_the_plain_models_as_processes(K: int, tmp_path: P
     assert not found, "\n".join(found)
 
 
+@pytest.mark.parametrize("K", [2, 3])
+def test_gradients_equal_those_of_torch_pipelining(K: int, tmp_path: Path) -> None:
+    entry, preload = "engine_jobs:compare_with_torch_pipelining", ("torch", "torch.distributed.pipelining")
+    found = launch(Job(tmp_path, K, entry, {}, preload=preload), lambda event: None)
+    assert not found, "\n".join(found)
+
+
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("batchnorm", [False, True])
 def test_cells_and_rematerialization_change_no_bit(kind: str, batchnorm: bool) -> None:

@@ -31,6 +31,7 @@ WHOLE = ["pipeline.K=1", "pipeline.workers=1"]
 
 def train(folder: Path, *words: str) -> Path:
     """Runs the command in ``folder`` and returns the run directory."""
+    folder.mkdir(exist_ok=True)
     run_dir = folder / "run"
     done = subprocess.run(
         [*COMMAND, *COMMON, f"hydra.run.dir={run_dir}", *words], cwd=folder, capture_output=True, text=True, timeout=240
@@ -152,3 +153,14 @@ def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Pa
     assert "softmax.safetensors" in done.stdout
     assert "step_00000015" in done.stdout
     assert losses(run_dir) == before
+
+
+def test_two_replicas_train_as_one_pipeline_on_the_joined_mini_batch(tmp_path: Path) -> None:
+    """The same parts, read by two first workers; only the order of summation differs."""
+    common = ["model.dropout=0", "pipeline.K=2", "data.batch_size=30"]
+    one = train(tmp_path / "one", *common, "pipeline.workers=1", "pipeline.M=4")
+    two = train(tmp_path / "two", *common, "pipeline.workers=2", "pipeline.M=2", "pipeline.replicas=2")
+    assert losses(two) == pytest.approx(losses(one), rel=1e-4)
+    evaluations = [[json.loads(line) for line in (run / "evaluations.jsonl").open()] for run in (one, two)]
+    assert evaluations[1][0]["nll"] == pytest.approx(evaluations[0][0]["nll"], rel=1e-5)
+    assert evaluations[1][-1]["nll"] == pytest.approx(evaluations[0][-1]["nll"], rel=1e-3)
