@@ -169,7 +169,7 @@ def compare_with_torch_pipelining(context: Context, config: dict[str, Any]) -> l
     wanted = torch.arange(12) % WIDTH
     found = []
     for kind, peer in (("gpipe", ScheduleGPipe), ("1f1b", Schedule1F1B)):
-        for M in (2, 4):
+        for M in (4, 6):
             mine = build_all(builders)[2 * rank : 2 * rank + 2]
             theirs = nn.Sequential(*(layer.module for layer in build_all(builders)[2 * rank : 2 * rank + 2]))
             transport = Transport(tuple(range(K)), CPU, CPU, (world, world), world)
