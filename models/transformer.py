@@ -22,6 +22,7 @@ Padding stands on the right only. Sizes of the paper, all with d_model 1024:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -125,11 +126,11 @@ def transformer(
     depth = 2 * L if depth_scale_layers == "both" else L
     init_scale = depth_scale(depth, depth_scale_exponent) if depth_scaled_init else 1.0
     feed_forward = partial(FeedForward, d_model, H, dropout, init_scale)
-    encoder = {
+    encoder: dict[str, Callable[[], nn.Module]] = {
         "attention": partial(EncoderAttention, d_model, A, dropout, attention_dropout),
         "feed_forward": feed_forward,
     }
-    decoder = {
+    decoder: dict[str, Callable[[], nn.Module]] = {
         "self_attention": partial(CausalAttention, d_model, A, dropout, attention_dropout),
         "cross_attention": partial(CrossAttention, d_model, A, dropout, attention_dropout),
         "feed_forward": feed_forward,

@@ -7,6 +7,7 @@ A stack of masked self-attention and feed-forward sub-layers; with d_model 2048,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -67,7 +68,7 @@ def transformer_lm(
     check_fractions(dropout=dropout, input_dropout=input_dropout, attention_dropout=attention_dropout)
     refuse_tied(tie_embeddings)
     init_scale = depth_scale(L, depth_scale_exponent) if depth_scaled_init else 1.0
-    sublayers = {
+    sublayers: dict[str, Callable[[], nn.Module]] = {
         "attention": partial(CausalAttention, d_model, A, dropout, attention_dropout),
         "feed_forward": partial(FeedForward, d_model, H, dropout, init_scale),
     }

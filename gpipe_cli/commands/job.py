@@ -239,4 +239,5 @@ def where_it_is(folder: Path) -> str:
     """Where a run or a sweep lies and how to look at it."""
     shown = os.path.relpath(folder)
     shown = str(folder) if shown.startswith("..") else shown
-    return f"run directory: {shown}\nto look at it: tensorboard --logdir {shown}"
+    pictures = f"\npictures: {shown}/pictures" if (folder / "pictures").is_dir() else ""
+    return f"run directory: {shown}{pictures}\nto look at it: tensorboard --logdir {shown}"

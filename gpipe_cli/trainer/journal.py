@@ -55,6 +55,7 @@ class Journal:
         self._emit = emit if active else _nowhere
         self._statistics = list(statistics)
         self._board: SummaryWriter | None = None
+        self._evaluations: list[Mapping[str, float]] = []
         if not active:
             return
         path = run_dir / "metrics.jsonl"
@@ -120,6 +121,7 @@ class Journal:
         """One evaluation: a line in evaluations.jsonl, the console, TensorBoard with sample outputs."""
         if not self._active:
             return
+        self._evaluations.append(result.numbers)
         numbers = {f"evaluation/{name}": value for name, value in result.numbers.items()}
         with (self._run_dir / "evaluations.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(_json_safe({"step": progress.step, **result.numbers})) + "\n")
@@ -153,8 +155,13 @@ class Journal:
         temporary.rename(self._run_dir / "summary.json")
 
     def close(self) -> None:
+        """Ends the console's story with what the run has changed."""
         if self._active:
             self._metrics.close()
+        if len(self._evaluations) > 1:
+            first, last = self._evaluations[0], self._evaluations[-1]
+            changes = [f"{name} {first[name]:.4g} → {last[name]:.4g}" for name in last if name in first]
+            self._emit({"kind": "end", "text": f"first evaluation → last: {', '.join(changes)}"})
         if self._board is not None:
             self._board.close()
 

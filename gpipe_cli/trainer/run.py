@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch._dynamo  # every optimizer imports it when it is made; here it is imported once, before workers are forked
 
 from .. import __version__
 from ..config import Settings
