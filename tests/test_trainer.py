@@ -34,6 +34,30 @@ def test_every_yaml_trains_a_tiny_step(option: str, tmp_path: Path) -> None:
     assert summary["skipped_updates"] == 0
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["pipeline.schedule=1f1b", "pipeline.remat=always"],
+        ["pipeline.cost=parameters", "pipeline.partition=min_variance"],
+        ["pipeline.cost=profile"],
+        ["pipeline.partition=[1,2,17]"],
+        ["pipeline.M=5"],
+    ],
+    ids=" ".join,
+)
+def test_every_way_to_cut_and_to_run_gives_the_same_losses(words: list[str], tmp_path: Path) -> None:
+    common = ["debug=tiny", "trainer.steps=2", "pipeline.K=3", "task.generation=null"]
+    train_inline(tmp_path / "plain", *common)
+    train_inline(tmp_path / "other", *common, *words)
+    expected, found = ([row["loss"] for row in rows(tmp_path / name / "metrics.jsonl")] for name in ("plain", "other"))
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_layers_without_a_declared_cost_are_named_when_costs_should_be_declared(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"source_embedding.*pipeline\.cost"):
+        train_inline(tmp_path, "debug=tiny", "pipeline.cost=declared")
+
+
 def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 

@@ -49,6 +49,11 @@ class ClassificationTask:
         hits = best == labels[:, None]
         return torch.stack((nll, hits[:, 0].sum().double(), hits.sum().double()))
 
+    def predictions(self, outputs: Tensors, targets: Tensors) -> Tensor:
+        """For the pictures of an evaluation: [b, 3], each row (class, predicted class, its probability)."""
+        confidence, predicted = outputs[0].float().softmax(1).max(1)
+        return torch.stack((targets[0].float(), predicted.float(), confidence), dim=1)
+
     def summarize(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
         """Per example: `nll` in nats, `accuracy` (top 1) and `top5_accuracy`."""
         return {

@@ -24,13 +24,17 @@ from .plan import Part
 from .world import World
 
 
+MODEL_KEYS_READ_ELSEWHERE = ("sync_batchnorm",)  # the pipeline takes it from the model's section
+
+
 def build_model(section: Mapping[str, Any]) -> list[LayerBuilder]:
-    """``model._target_`` called with the section's other keys.
+    """``model._target_`` called with the section's other keys, but for `MODEL_KEYS_READ_ELSEWHERE`.
 
     Raises:
         ConfigurationError: it failed, or did not return a list of `LayerBuilder`s with distinct names.
     """
-    model = _instantiate("model", section)
+    own = {key: value for key, value in section.items() if key not in MODEL_KEYS_READ_ELSEWHERE}
+    model = _instantiate("model", own)
     if not isinstance(model, Sequence) or not model or not all(isinstance(layer, LayerBuilder) for layer in model):
         raise ConfigurationError(
             f"model._target_={section['_target_']} must return a non-empty list of gpipe_cli.layers.LayerBuilder, "
@@ -54,11 +58,34 @@ def build_task(section: Mapping[str, Any]) -> Task:
 
 
 def build_optimizer(section: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """``optimizer._target_`` over this worker's parameters; a cell without any gets one that does nothing."""
-    return cast(
-        torch.optim.Optimizer,
-        _instantiate("optimizer", section, list(parameters) or [nn.Parameter(torch.zeros(1))]),
-    )
+    """``optimizer._target_`` over this worker's parameters; a cell without any gets one that does nothing.
+
+    The key ``decay_only`` is ours: with ``matrices``, ``weight_decay`` holds for parameters of two or more dimensions
+    (weights of convolutions and linear maps, embeddings) and is 0 for the others (biases, norms). The optimizer then
+    has two groups on every worker, one of them perhaps empty, so that the schedule's state fits any partition.
+
+    Raises:
+        ConfigurationError: a wrong ``decay_only``, or keys that the optimizer does not take.
+    """
+    own = {key: value for key, value in section.items() if key != "decay_only"}
+    held = list(parameters) or [nn.Parameter(torch.zeros(1))]
+    return cast(torch.optim.Optimizer, _instantiate("optimizer", own, _groups(section, held)))
+
+
+def _groups(section: Mapping[str, Any], parameters: list[nn.Parameter]) -> list[Any]:
+    kind = section.get("decay_only")
+    if kind is None:
+        return parameters
+    if kind != "matrices":
+        raise ConfigurationError(f"optimizer.decay_only={kind}: use matrices, or null to decay every parameter")
+    if "weight_decay" not in section:
+        raise ConfigurationError(
+            f"optimizer.decay_only={kind} but there is no optimizer.weight_decay to restrict: set one, or leave out both"
+        )
+    return [
+        {"params": [parameter for parameter in parameters if parameter.dim() >= 2]},
+        {"params": [parameter for parameter in parameters if parameter.dim() < 2], "weight_decay": 0.0},
+    ]
 
 
 def build_lr_schedule(

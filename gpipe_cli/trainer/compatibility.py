@@ -29,6 +29,7 @@ MAY_DIFFER = (
     "trainer.nonfinite_limit",
     "trainer.patience",
     "trainer.samples",
+    "task.generation",
     "data.workers",
     "data.cache_dir",
     "data.evaluation_*",

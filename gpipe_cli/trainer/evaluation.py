@@ -17,6 +17,7 @@ from .exchange import Exchange
 from .feed import Feed
 from .generation import Generator, Sample
 from .plan import PlanCodec
+from .predictions import PredictionKeeper, Predictions
 from .programs import Programs
 from .world import World
 
@@ -29,11 +30,13 @@ class Evaluation:
         numbers: by name, what the task makes of its sums, and scores of generated outputs.
         loss: the first of the task's numbers: lower is better, it selects the best checkpoint. None without data.
         samples: generated outputs to look at.
+        predictions: of a classification, on rank 0.
     """
 
     numbers: dict[str, float]
     loss: float | None
     samples: list[Sample] = field(default_factory=list)
+    predictions: Predictions | None = None
 
 
 class Evaluator:
@@ -41,6 +44,7 @@ class Evaluator:
 
     Args:
         generator: for tasks that generate; None otherwise.
+        keeper: for tasks whose predictions are shown; None otherwise.
     """
 
     def __init__(
@@ -55,10 +59,11 @@ class Evaluator:
         codec: PlanCodec,
         micro_batches: int,
         generator: Generator | None,
+        keeper: PredictionKeeper | None = None,
     ) -> None:
         self._world, self._source, self._task, self._cells = world, source, task, cells
         self._engine, self._programs, self._exchange, self._codec = engine, programs, exchange, codec
-        self._micro_batches, self._generator = micro_batches, generator
+        self._micro_batches, self._generator, self._keeper = micro_batches, generator, keeper
 
     def evaluate(self, final: bool) -> Evaluation:
         """Over the whole evaluation set, each example once, whatever the replicas; ``final``: with more generation."""
@@ -72,7 +77,7 @@ class Evaluator:
             numbers |= scores
         for cell in self._cells:
             cell.train(True)
-        return Evaluation(numbers, loss, samples)
+        return Evaluation(numbers, loss, samples, self._keeper.finish() if self._keeper is not None else None)
 
     def _score(self) -> dict[str, float]:
         world, exchange, metrics = self._world, self._exchange, self._task.metrics
@@ -85,11 +90,15 @@ class Evaluator:
 
         def add(micro_batch: int, outputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> None:
             sums.add_(self._task.evaluate(outputs, targets).cpu())
+            if self._keeper is not None:
+                self._keeper.judged(outputs, targets)
 
         while True:
             if feed is not None:
                 feed.advance()
                 self._codec.write(exchange, feed.parts, feed.weights)
+                if self._keeper is not None:
+                    self._keeper.read(feed.parts)
             exchange.run()
             plan = self._codec.read(exchange, "evaluate")
             if plan.total_parts == 0:

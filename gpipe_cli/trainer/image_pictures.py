@@ -15,16 +15,45 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from .predictions import Predictions
+
+Numbers = Sequence[int] | npt.NDArray[np.int64]
+
 RIGHT, WRONG = "#2a7f3f", "#c0392b"
+MOST_CLASSES = 50  # of a confusion matrix; more are shown as the pairs that are most often confused
+MOST_PAIRS = 25
 MOST_NAMED_CLASSES = 30  # more names than this cannot be read along an axis
 MOST_PRINTED_CLASSES = 15  # nor numbers in the squares
 LONGEST_NAME = 18
 
 
+def draw_classification(predictions: Predictions, folder: Path) -> list[Path]:
+    """predictions.png (where the data are images) and confusion.png of one evaluation; returns what was drawn."""
+    labels, predicted, paths = predictions.labels, predictions.predicted, []
+    if predictions.images is not None:
+        shown = list(predictions.shown)
+        paths.append(folder / "predictions.png")
+        draw_predictions(
+            *(predictions.images, labels[shown], predicted[shown], predictions.class_names, paths[-1]),
+            predictions.confidences,
+        )
+    paths.append(folder / "confusion.png")
+    draw_confusion(labels, predicted, predictions.class_names, paths[-1])
+    return paths
+
+
+def read_picture(path: Path) -> npt.NDArray[np.uint8]:
+    """The pixels of a PNG file, [height, width, 3]."""
+    from PIL import Image  # matplotlib's own reader and writer
+
+    with Image.open(path) as picture:
+        return np.asarray(picture.convert("RGB"))
+
+
 def draw_predictions(
     images: Tensor,
-    labels: Sequence[int],
-    predictions: Sequence[int],
+    labels: Numbers,
+    predictions: Numbers,
     class_names: Sequence[str],
     path: Path,
     confidences: Sequence[float] | None = None,
@@ -65,23 +94,27 @@ def draw_predictions(
     figure.savefig(path, dpi=130)
 
 
-def draw_confusion(labels: Sequence[int], predictions: Sequence[int], class_names: Sequence[str], path: Path) -> None:
+def draw_confusion(labels: Numbers, predictions: Numbers, class_names: Sequence[str], path: Path) -> None:
     """The confusion matrix: one row a true class, in each square the share of that class so predicted.
 
-    Up to 15 classes the squares carry their counts; over 30 the axes carry numbers, not names.
+    Up to 15 classes the squares carry their counts; over 30 the axes carry numbers, not names. Over 50 classes nobody
+    could read a matrix: the most confused pairs take its place.
 
     Args:
         labels, predictions: class numbers of the same examples.
         path: of the PNG file.
     """
     counts = confusion_matrix(labels, predictions, len(class_names))
+    if len(class_names) > MOST_CLASSES:
+        _draw_pairs(counts, class_names, path)
+        return
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     side = min(9.0, 3.5 + 0.35 * len(class_names))
     figure = _figure(side + 1, side)
     axes = figure.add_subplot()
     picture = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
     figure.colorbar(picture, ax=axes, fraction=0.046, label="share of the true class")
-    axes.set_title(f"{np.trace(counts) / max(1, counts.sum()):.2%} of {counts.sum():,} right", fontsize=11)
+    axes.set_title(_right(counts), fontsize=11)
     axes.set_xlabel("predicted")
     axes.set_ylabel("true")
     if len(class_names) <= MOST_NAMED_CLASSES:
@@ -94,10 +127,38 @@ def draw_confusion(labels: Sequence[int], predictions: Sequence[int], class_name
     figure.savefig(path, dpi=130)
 
 
-def confusion_matrix(labels: Sequence[int], predictions: Sequence[int], classes: int) -> npt.NDArray[np.int64]:
+def confusion_matrix(labels: Numbers, predictions: Numbers, classes: int) -> npt.NDArray[np.int64]:
     """Counts [true class, predicted class]."""
     pairs = np.asarray(labels, np.int64) * classes + np.asarray(predictions, np.int64)
     return np.bincount(pairs, minlength=classes * classes).reshape(classes, classes)
+
+
+def most_confused(counts: npt.NDArray[np.int64], limit: int) -> list[tuple[int, int, int]]:
+    """(true class, predicted class, count) of at most ``limit`` pairs, the most frequent confusion first."""
+    wrong = counts.copy()
+    np.fill_diagonal(wrong, 0)
+    order = np.argsort(wrong, axis=None, kind="stable")[::-1][:limit]
+    pairs = (np.unravel_index(place, wrong.shape) for place in order)
+    return [(int(true), int(said), int(wrong[true, said])) for true, said in pairs if wrong[true, said]]
+
+
+def _draw_pairs(counts: npt.NDArray[np.int64], class_names: Sequence[str], path: Path) -> None:
+    pairs = most_confused(counts, MOST_PAIRS)
+    figure = _figure(8, 1.5 + 0.22 * len(pairs))
+    axes = figure.add_subplot()
+    names = [f"{_short(class_names[true])} → {_short(class_names[said])}" for true, said, _ in pairs]
+    shares = [count / counts[true].sum() for true, _, count in pairs]
+    bars = axes.barh(range(len(pairs)), shares, color=WRONG)
+    axes.bar_label(bars, [f" {count} of {counts[true].sum()}" for true, _, count in pairs], fontsize=8)
+    axes.set_yticks(range(len(pairs)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("share of the true class")
+    axes.set_title(f"{_right(counts)}; most frequent confusions, true → predicted", fontsize=11)
+    figure.savefig(path, dpi=130)
+
+
+def _right(counts: npt.NDArray[np.int64]) -> str:
+    return f"{np.trace(counts) / max(1, counts.sum()):.2%} of {counts.sum():,} right"
 
 
 def _print_counts(axes: Axes, counts: npt.NDArray[np.int64], shares: npt.NDArray[np.float64]) -> None:

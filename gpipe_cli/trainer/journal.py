@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..pipeline.simulate import Span
+from .image_pictures import draw_classification, read_picture
 from .pictures import draw_loss, draw_step
 from .plan import Plan
 from .programs import Programs
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from .evaluation import Evaluation
     from .loop import Progress
+    from .predictions import Predictions
 
 
 class Journal:
@@ -133,7 +135,18 @@ class Journal:
                 self._board.add_scalar(name, value, progress.step)
             for number, sample in enumerate(result.samples):
                 self._board.add_text(f"samples/{number}", sample.as_markdown(), progress.step)
+        if result.predictions is not None and progress.step > 0:  # before the first step there is nothing to see
+            self._show_predictions(result.predictions, progress.step)
+        if self._board is not None:
             self._board.flush()
+
+    def _show_predictions(self, predictions: Predictions, step: int) -> None:
+        """pictures/: sample predictions and the confusion matrix, those of the last evaluation; TensorBoard has all."""
+        folder = self._run_dir / "pictures"
+        folder.mkdir(exist_ok=True)
+        for path in draw_classification(predictions, folder):
+            if self._board is not None:
+                self._board.add_image(f"evaluation/{path.stem}", read_picture(path), step, dataformats="HWC")
 
     def pictures(self, spans: Sequence[Sequence[Span]], programs: Programs) -> None:
         """pictures/: the last step of the pipeline (replica 0) as it was measured, and the loss."""

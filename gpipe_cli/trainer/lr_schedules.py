@@ -57,6 +57,59 @@ def constant(optimizer: Optimizer, warmup_steps: int = 0) -> LambdaLR:
     return LambdaLR(optimizer, _with_warmup(warmup_steps, lambda t: 1.0))
 
 
+def exponential(
+    optimizer: Optimizer, rate: float, decay_every: float, warmup_steps: int = 0, floor: float = 0.0
+) -> LambdaLR:
+    """Falls in stairs: times `rate` after every `decay_every` updates, never below `floor` of `optimizer.lr`.
+
+    Over the first `warmup_steps` updates it rises linearly to `optimizer.lr` instead. The stairs count from the first
+    update, so with a long warm-up it ends on a later stair, as in TensorFlow's AmoebaNet.
+
+    Args:
+        decay_every: updates; need not be whole, as 2.4 epochs seldom are.
+
+    Raises:
+        ValueError: a value outside its limits.
+    """
+    _require("warmup_steps", warmup_steps, 0)
+    if not 0 < rate <= 1:
+        raise ValueError(f"schedule.rate={rate}: use a number above 0 up to 1, such as 0.97")
+    if decay_every <= 0:
+        raise ValueError(f"schedule.decay_every={decay_every}: use a number of steps above 0")
+    if not 0 <= floor <= 1:
+        raise ValueError(f"schedule.floor={floor}: use a share of optimizer.lr, from 0 to 1")
+
+    def fall(t: int) -> float:
+        return max(floor, rate ** int(t // decay_every))
+
+    return LambdaLR(optimizer, _with_warmup(warmup_steps, fall))
+
+
+def exponential_epochs(
+    optimizer: Optimizer,
+    rate: float,
+    decay_epochs: float,
+    warmup_epochs: float,
+    floor: float,
+    examples: int,
+    batch_size: int,
+) -> LambdaLR:
+    """`exponential`, told in epochs of `examples` in mini-batches of `batch_size`.
+
+    Raises:
+        ValueError: a value outside its limits.
+    """
+    _require("examples", examples, 1)
+    _require("batch_size", batch_size, 1)
+    if decay_epochs <= 0 or warmup_epochs < 0:
+        raise ValueError(
+            f"schedule.decay_epochs={decay_epochs}, schedule.warmup_epochs={warmup_epochs}: use a number of epochs "
+            "above 0 to decay, and 0 or more to warm up"
+        )
+    steps = examples / batch_size
+    return exponential(optimizer, rate, decay_epochs * steps, round(warmup_epochs * steps), floor)
+
+
 def _with_warmup(warmup_steps: int, after: Callable[[int], float]) -> Callable[[int], float]:
     return lambda t: (t + 1) / warmup_steps if t < warmup_steps else after(t)
 

@@ -42,6 +42,7 @@ from .generation import Generator
 from .journal import Journal
 from .loop import Parts, Progress, Trainer
 from .plan import Form, PlanCodec
+from .predictions import PredictionKeeper
 from .programs import Programs
 from .saving import Saver, restore_lr_schedule
 from .step_report import StepReporter
@@ -152,7 +153,8 @@ def assemble(
             settings.trainer.samples,
             *special,
         )
-    evaluator = Evaluator(world, source, task, cells, engine, programs, exchange, codec, M, generator)
+    keeper = PredictionKeeper(world, cast(Any, task), source) if hasattr(task, "predictions") else None
+    evaluator = Evaluator(world, source, task, cells, engine, programs, exchange, codec, M, generator, keeper)
     parts = Parts(
         settings, world, source, task, cells, names, own, engine, programs, exchange, codec, reporter,
         optimizer, lr_schedule, evaluator, saver, journal, context.stop_requested, context.where,

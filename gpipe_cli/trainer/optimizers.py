@@ -1,0 +1,92 @@
+"""Optimizers that torch does not have. Chosen by `optimizer._target_`, as any other class of its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+
+class TFRMSprop(Optimizer):
+    """RMSProp as TensorFlow defines it, which AmoebaNet was trained with (paper, section 4).
+
+    For a weight w with gradient g, mean square s and momentum m, in this order:
+
+        g ← g + weight_decay · w
+        s ← decay · s + (1 − decay) · g²           s is 1 at first
+        m ← momentum · m + lr · g / √(s + eps)     m is 0 at first
+        w ← w − m
+
+    `torch.optim.RMSprop` has eps outside the root, s = 0 at first, and multiplies by lr only when it subtracts m. With
+    eps of 0.1 or 1.0, as usual here, that is another optimizer; and a lower lr there also shrinks the updates that m
+    remembers.
+
+    Args:
+        params: parameters or groups of them.
+        lr: learning rate; a schedule sets it.
+        decay: of the mean square; torch calls it alpha.
+        momentum: of the updates.
+        eps: under the root.
+        weight_decay: L2, as half its product with w² in the loss.
+
+    Raises:
+        ValueError: a value outside its limits; the message names the key.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 0.01,
+        decay: float = 0.9,
+        momentum: float = 0.9,
+        eps: float = 1e-3,
+        weight_decay: float = 0.0,
+    ) -> None:
+        for key, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if value < 0:
+                raise ValueError(f"optimizer.{key}={value}: use 0 or more")
+        for key, value in (("decay", decay), ("momentum", momentum)):
+            if not 0 <= value < 1:
+                raise ValueError(f"optimizer.{key}={value}: use a number from 0 to below 1")
+        defaults = {"lr": lr, "decay": decay, "momentum": momentum, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # torch has overloads
+        """One update of every parameter that has a gradient; the gradients stay as they are."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if parameters:
+                self._update(group, parameters)
+        return loss
+
+    def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        """All parameters of a group at once: a few kernels on a GPU, however many parameters there are."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        squares, momenta = self._state_of(parameters)
+        if group["weight_decay"]:
+            gradients = list(torch._foreach_add(gradients, parameters, alpha=group["weight_decay"]))
+        torch._foreach_mul_(squares, group["decay"])
+        torch._foreach_addcmul_(squares, gradients, gradients, value=1 - group["decay"])
+        roots = torch._foreach_add(squares, group["eps"])
+        torch._foreach_sqrt_(roots)
+        torch._foreach_mul_(momenta, group["momentum"])
+        torch._foreach_addcdiv_(momenta, gradients, roots, value=group["lr"])
+        torch._foreach_sub_(parameters, momenta)
+
+    def _state_of(self, parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        for parameter in parameters:
+            state = self.state[parameter]
+            if not state:
+                state["mean_square"] = torch.ones_like(parameter)
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+        states = [self.state[parameter] for parameter in parameters]
+        return [state["mean_square"] for state in states], [state["momentum_buffer"] for state in states]
