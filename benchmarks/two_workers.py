@@ -67,8 +67,8 @@ def main() -> None:
     options.add_argument("--M", type=int, nargs="+", default=[2, 4, 8, 16], help="default: 2 4 8 16")
     options.add_argument("--width", type=int, default=512, help="of the layers (default: 512)")
     options.add_argument("--layers", type=int, default=16, help="an even number (default: 16)")
-    options.add_argument("--examples", type=int, default=64, help="of 32 tokens, in a mini-batch (default: 64)")
-    options.add_argument("--repetitions", type=int, default=7, help="of every contender (default: 7)")
+    options.add_argument("--examples", type=int, default=32, help="of 32 tokens, in a mini-batch (default: 32)")
+    options.add_argument("--repetitions", type=int, default=5, help="of every contender (default: 5)")
     arguments = options.parse_args()
     if arguments.quick:
         arguments.M, arguments.repetitions = [4], 3

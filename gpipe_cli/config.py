@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.typed_section import Count, CountOrZero, Positive, read_section, shown, unknown_key
+from gpipe_cli.typed_section import Count, CountOrZero, Positive, Share, read_section, shown, unknown_key
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ class TrainerConfig:
         nonfinite_limit: the run fails after so many updates in a row that were skipped as not finite.
         patience: the run ends after so many evaluations in a row without a better loss; null: never.
         samples: outputs shown after an evaluation.
+        average: decay of the moving average of weights and BatchNorm statistics that evaluation uses; null: none.
     """
 
     steps: Count | None
@@ -77,6 +78,7 @@ class TrainerConfig:
     nonfinite_limit: Count
     patience: Count | None
     samples: CountOrZero
+    average: Share | None
 
 
 @dataclass(frozen=True)
@@ -96,12 +98,18 @@ class CheckpointConfig:
         every: steps between checkpoints; null: only at the end. keep: how many of them stay, beside the best.
         resume: null, "auto" (the newest checkpoint of this run directory, if there is one), or a run or checkpoint.
         allow_changes: keys that may differ from the checkpoint's configuration.
+        init_from: null, or a run or checkpoint whose weights and buffers a new run begins with (transfer).
+        init_except: patterns of layers ("head") and of what is in them ("*.auxiliary_head.*") that begin anew.
+        init_average: take the averaged weights, where that run kept them.
     """
 
     every: Count | None
     keep: Count
     resume: str | None
     allow_changes: list[str]
+    init_from: str | None
+    init_except: list[str]
+    init_average: bool
 
 
 @dataclass(frozen=True)
@@ -293,6 +301,16 @@ def _inline_is_one_worker(settings: Settings) -> str | None:
     )
 
 
+def _begins_in_one_way(settings: Settings) -> str | None:
+    checkpoint = settings.checkpoint
+    if checkpoint.init_from is None or checkpoint.resume in (None, "auto"):
+        return None
+    return (
+        f"checkpoint.init_from={checkpoint.init_from} begins a new run, checkpoint.resume={checkpoint.resume} goes on "
+        "with one, whose weights it has already: leave out one of them"
+    )
+
+
 CHECKS: tuple[Callable[[Settings], str | None], ...] = (
     _enough_examples,
     _workers_have_cells,
@@ -301,4 +319,5 @@ CHECKS: tuple[Callable[[Settings], str | None], ...] = (
     _patience_is_tested,
     _backend_fits_device,
     _inline_is_one_worker,
+    _begins_in_one_way,
 )

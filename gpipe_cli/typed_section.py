@@ -24,17 +24,20 @@ class Limit:
 
     at_least: float = -math.inf
     above: float = -math.inf
+    below: float = math.inf
 
     def allows(self, value: float) -> bool:
-        return value >= self.at_least and value > self.above
+        return value >= self.at_least and self.above < value < self.below
 
     def __str__(self) -> str:
-        return f"at least {self.at_least:g}" if self.at_least > -math.inf else f"more than {self.above:g}"
+        least = f"at least {self.at_least:g}" if self.at_least > -math.inf else f"more than {self.above:g}"
+        return least if self.below == math.inf else f"{least} and less than {self.below:g}"
 
 
 Count = Annotated[int, Limit(at_least=1)]
 CountOrZero = Annotated[int, Limit(at_least=0)]
 Positive = Annotated[float, Limit(above=0)]
+Share = Annotated[float, Limit(above=0, below=1)]
 
 
 class _Misfit(ValueError):

@@ -238,11 +238,56 @@ def test_a_sweep_goes_on_after_a_failure_and_ends_in_one_table(tmp_path: Path) -
     ]
     assert "job 2/4  pipeline.K=1 seed=13" in done.stdout
     assert (
-        "| 1 | 13 | 1 | 4 | - | - | - | - | - | - | failed: ValueError: thirteen is unlucky |"
+        "| 1 | 13 | 1 | 4 | - | - | - | - | - | - | - | failed: ValueError: thirteen is unlucky |"
         in (directory / "sweep.md").read_text()
     )
     failed = next(path for path in directory.iterdir() if path.name.startswith("1_"))
     assert "thirteen is unlucky" in (failed / "train.log").read_text()
+
+
+def test_a_sweep_over_seeds_ends_in_mean_and_standard_deviation(tmp_path: Path) -> None:
+    done = run(tmp_path, "-m", "seed=1,2,3", "pipeline.K=2", "trainer.steps=1")
+    directory = only(tmp_path / "sweeps")
+    assert json.loads((directory / "sweep.json").read_text())["over_seeds"] == [
+        {
+            "overrides": {},
+            "jobs": [0, 1, 2],
+            "loss": {"mean": 0.5, "standard_deviation": 0.0},
+            "evaluation": {
+                "nll": {"mean": 2.25, "standard_deviation": 0.0},
+                "accuracy": {"mean": pytest.approx(0.92), "standard_deviation": pytest.approx(0.01)},
+            },
+        }
+    ]
+    last = (directory / "sweep.md").read_text().splitlines()[-1]
+    assert last == "| mean ± sd | 3 seeds | 2 | 4 | 0.5 ± 0 | - | - | - | - | 2.25 ± 0 | 0.92 ± 0.01 | - |"
+    assert "0.92 ± 0.01" in done.stdout
+
+
+def job(number: int, accuracy: float | None, status: str = "done", **overrides: str) -> sweep.JobResult:
+    evaluation = {} if accuracy is None else {"accuracy": accuracy}
+    return sweep.JobResult(number, Path(), overrides, 1, 1, status, evaluation=evaluation)
+
+
+def test_a_spread_is_written_with_two_digits() -> None:
+    assert [str(sweep.Spread(*values)) for values in ((0.934567, 0.012345), (0.5, 0.0), (3703.2, 632.4))] == [
+        *("0.9346 ± 0.012", "0.5 ± 0", "3,703 ± 632.4"),
+    ]
+
+
+def test_seeds_are_taken_together_for_each_combination_of_the_other_swept_keys() -> None:
+    jobs = [job(2 * i + s, 0.1 * i + 0.02 * s, seed=str(s), lr=str(i)) for i in range(3) for s in range(2)]
+    found = sweep.over_seeds(jobs)
+    assert [(seeds.overrides, [job.number for job in seeds.jobs]) for seeds in found] == [
+        *(({"lr": "0"}, [0, 1]), ({"lr": "1"}, [2, 3]), ({"lr": "2"}, [4, 5])),
+    ]
+    assert found[1].evaluation["accuracy"].mean == pytest.approx(0.11)
+
+
+def test_jobs_that_failed_and_seeds_that_stand_alone_have_no_spread() -> None:
+    jobs = [job(0, 0.5, seed="1", lr="1"), job(1, None, "failed", seed="2", lr="1"), job(2, 0.5, seed="1", lr="2")]
+    assert sweep.over_seeds(jobs) == []
+    assert sweep.over_seeds([job(0, 0.5, lr="1"), job(1, 0.5, lr="2")]) == []
 
 
 def test_a_job_that_is_refused_is_a_failed_job_of_the_sweep(tmp_path: Path) -> None:

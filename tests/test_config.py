@@ -14,6 +14,7 @@ from omegaconf.errors import InterpolationKeyError
 from gpipe_cli.config import FREE_FORM, TYPED, Settings, known_keys
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.trainer import lr_schedules
+from gpipe_cli.trainer.build import build_optimizer
 from gpipe_cli.typed_section import nearest
 
 CONF = Path(__file__).parent.parent / "conf"
@@ -107,6 +108,8 @@ def test_debug_tiny_leaves_what_is_typed() -> None:
         (["+pipelin={K: 3}"], "there is no key pipelin; did you mean pipeline?"),
         (["~trainer.steps"], "trainer.steps is missing"),
         (["model._target_=null"], "model._target_=null: use the dotted name of what to call"),
+        (["trainer.average=1"], "trainer.average=1: use a number, more than 0 and less than 1 or null"),
+        (["checkpoint.init_from=a", "checkpoint.resume=b"], "leave out one of them"),
         (["seed=-1"], "seed=-1: use a whole number, at least 0"),
     ],
 )
@@ -178,6 +181,30 @@ def test_constant_is_constant_after_its_warm_up() -> None:
     assert rates(lr_schedules.constant, 2) == [1.0, 1.0]
 
 
+def test_exponential_falls_in_stairs_that_count_from_the_first_step_down_to_its_floor() -> None:
+    stairs = {"rate": 0.5, "decay_every": 2.5, "warmup_steps": 2, "floor": 0.2}  # stairs end after steps 2.5, 5, 7.5
+    assert rates(lr_schedules.exponential, 9, **stairs) == [0.5, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.25, 0.2]
+
+
+def test_exponential_in_epochs_has_the_same_stairs() -> None:
+    epochs = {"rate": 0.5, "decay_epochs": 2.0, "warmup_epochs": 1.6, "floor": 0.0, "examples": 10, "batch_size": 8}
+    assert rates(lr_schedules.exponential_epochs, 6, **epochs) == [0.5, 1.0, 1.0, 0.5, 0.5, 0.25]  # 1.25 steps each
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"rate": 1.5}, r"schedule\.rate=1\.5: use a number above 0"),
+        ({"decay_every": 0}, r"schedule\.decay_every=0: use a number of steps above 0"),
+        ({"floor": -1}, r"schedule\.floor=-1: use a share"),
+        ({"warmup_steps": -1}, r"schedule\.warmup_steps=-1: use at least 0"),
+    ],
+)
+def test_exponential_names_a_wrong_value(wrong: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rates(lr_schedules.exponential, 1, **{"rate": 0.9, "decay_every": 2, **wrong})
+
+
 def test_a_cosine_without_an_end_says_what_to_set() -> None:
     with pytest.raises(ValueError, match=r"set trainer\.steps"):
         rates(lr_schedules.cosine, 1, steps=None)
@@ -186,6 +213,26 @@ def test_a_cosine_without_an_end_says_what_to_set() -> None:
 @pytest.mark.parametrize("option", [option for option in OPTIONS if option.startswith("optimizer=")])
 def test_every_optimizer_can_be_made(option: str) -> None:
     section = composed(option)["optimizer"]
-    module, _, name = section.pop("_target_").rpartition(".")
-    assert module == "torch.optim"
-    getattr(torch.optim, name)([torch.nn.Parameter(torch.zeros(2, 2))], **section)
+    assert type(build_optimizer(section, [torch.nn.Parameter(torch.zeros(2, 2))])).__name__ in section["_target_"]
+
+
+def test_amoebanet_brings_optimizer_schedule_and_length_of_the_run() -> None:
+    config = composed("model=amoebanet")
+    assert config["optimizer"] == composed("optimizer=rmsprop_tf")["optimizer"]
+    assert (
+        config["schedule"]["_target_"].endswith("cosine") and config["schedule"]["steps"] == config["trainer"]["steps"]
+    )
+    assert config["trainer"]["steps"] != composed()["trainer"]["steps"]
+
+
+def test_what_is_typed_wins_over_what_amoebanet_brings() -> None:
+    config = composed("model=amoebanet", "optimizer=sgd", "schedule=constant", "trainer.steps=7")
+    assert config["optimizer"] == composed("optimizer=sgd")["optimizer"]
+    assert config["schedule"] == composed("schedule=constant")["schedule"]
+    assert config["trainer"]["steps"] == 7
+
+
+def test_the_model_s_sync_batchnorm_is_the_pipeline_s() -> None:
+    assert composed("model=amoebanet", "model.sync_batchnorm=true")["pipeline"]["sync_batchnorm"] is True
+    assert composed("model=amoebanet")["pipeline"]["sync_batchnorm"] is False
+    assert composed("pipeline.sync_batchnorm=true")["pipeline"]["sync_batchnorm"] is True

@@ -183,7 +183,7 @@ def _progress_line(event: Event, seconds_left: float | None) -> str:
     loss = event["loss"]
     parts = [
         f"loss {loss:.4f}" if loss is not None else "loss not finite",
-        f"lr {event['lr']:.1e}",
+        f"accuracy {percent(event['accuracy'])}" if "accuracy" in event else f"lr {event['lr']:.1e}",
         f"{number(event['examples_per_second'], 3)} examples/s",
         f"bubble {percent(event['bubble'])}",
     ]

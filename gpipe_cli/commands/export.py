@@ -21,6 +21,7 @@ gpipe-export: write the weights of a checkpoint as one plain state_dict.
 
 checkpoint=PATH   a run directory (its newest checkpoint is taken), or one checkpoint: RUN/checkpoints/step_00000100
 output=FILE       ends in .safetensors, or in .pt for torch.load(FILE, weights_only=True)
+average=true      the moving averages of weights and BatchNorm statistics (trainer.average), as evaluation uses them
 step=N            of a run: the checkpoint of step N; step=best takes the best one, step=last (default) the newest
 overwrite=true    replace FILE if it exists
 
@@ -39,6 +40,7 @@ class Arguments:
     output: Path
     step: str = "last"
     overwrite: bool = False
+    average: bool = False
 
 
 class UsageError(ValueError):
@@ -56,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         info, warnings = choose(chosen)
         for warning in warnings:
             print(f"gpipe-export: warning: {warning}", file=sys.stderr)
-        print(export(info, chosen.output))
+        print(export(info, chosen.output, chosen.average))
     except (UsageError, CheckpointError, OSError) as error:
         print(f"gpipe-export: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
@@ -72,21 +74,26 @@ def parse(words: Sequence[str]) -> Arguments:
     given: dict[str, str] = {}
     for word in words:
         key, equals, value = word.lstrip("-").partition("=")
-        if key not in ("checkpoint", "output", "step", "overwrite") or not equals or not value:
-            raise UsageError(f"{word}: use checkpoint=RUN output=FILE, step=N|best|last or overwrite=true (see --help)")
+        if key not in ("checkpoint", "output", "step", "overwrite", "average") or not equals or not value:
+            raise UsageError(
+                f"{word}: use checkpoint=RUN output=FILE, step=N|best|last, average=true or overwrite=true (see --help)"
+            )
         given[key] = value
     if missing := [key for key in ("checkpoint", "output") if key not in given]:
         raise UsageError(f"{missing[0]}= is missing, for example: gpipe-export checkpoint=RUN output=model.safetensors")
-    step, output, overwrite = given.get("step", "last"), Path(given["output"]), given.get("overwrite", "false")
+    step, output = given.get("step", "last"), Path(given["output"])
+    yes = {}
+    for key in ("overwrite", "average"):
+        if given.get(key, "false") not in ("true", "false"):
+            raise UsageError(f"{key}={given[key]}: use true or false")
+        yes[key] = given.get(key) == "true"
     if step not in ("last", "best") and not step.isdigit():
         raise UsageError(f"step={step}: use a number, best or last")
-    if overwrite not in ("true", "false"):
-        raise UsageError(f"overwrite={overwrite}: use true or false")
     if output.suffix not in SUFFIXES:
         raise UsageError(f"output={output}: the name must end in {' or '.join(SUFFIXES)}")
-    if output.exists() and overwrite == "false":
+    if output.exists() and not yes["overwrite"]:
         raise UsageError(f"output={output} exists: add overwrite=true to replace it")
-    return Arguments(Path(given["checkpoint"]).expanduser(), output, step, overwrite == "true")
+    return Arguments(Path(given["checkpoint"]).expanduser(), output, step, **yes)
 
 
 def choose(arguments: Arguments) -> tuple[CheckpointInfo, tuple[str, ...]]:
@@ -110,11 +117,11 @@ def choose(arguments: Arguments) -> tuple[CheckpointInfo, tuple[str, ...]]:
     return checkpoint_files.open_checkpoint(directory), ()
 
 
-def export(info: CheckpointInfo, output: Path) -> str:
+def export(info: CheckpointInfo, output: Path, average: bool = False) -> str:
     """Write the state_dict, replacing ``output`` only once it is whole; returns a line about what was written."""
     from gpipe_cli.trainer.checkpoint import export_state_dict
 
-    weights = export_state_dict(info)
+    weights = export_state_dict(info, average)
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = checkpoint_files.with_suffix(output, ".tmp")
     _save(weights, temporary, output.suffix, info.step)

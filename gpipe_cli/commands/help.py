@@ -82,5 +82,7 @@ def _wrapped(head: str, text: str) -> str:
 
 
 def _options(conf: Path, group: str, default: str | None) -> str:
-    names = sorted(path.stem for path in (conf / group).glob("*.yaml"))
+    folders = ("*.yaml", "*/*.yaml") if group == "experiment" else ("*.yaml",)
+    found = (path for pattern in folders for path in (conf / group).glob(pattern))
+    names = sorted(path.relative_to(conf / group).with_suffix("").as_posix() for path in found)
     return "  ".join(f"{name}*" if name == default else name for name in names) or "(none yet)"

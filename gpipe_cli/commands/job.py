@@ -30,6 +30,7 @@ from gpipe_cli.launch.join import join, joined
 from gpipe_cli.launch.report import WorkerFailed
 from gpipe_cli.launch.supervisor import Job, launch
 from gpipe_cli.trainer import checkpoint_files
+from gpipe_cli.trainer.checkpoint_files import CheckpointInfo
 from gpipe_cli.trainer.compatibility import require_compatible
 
 if TYPE_CHECKING:
@@ -155,14 +156,34 @@ def run_job(composed: DictConfig, program: Program, started_at: float) -> tuple[
 
 
 def _with_checkpoint(prepared: Prepared, run_dir: Path, place: Any, console: Console) -> dict[str, Any]:
-    """The configuration with the very checkpoint to go on from in place of what `checkpoint.resume` says.
+    """The configuration with the very checkpoint to go on from, or to begin with, in place of what was typed.
+
+    A run with `checkpoint.resume=auto` that goes on has its weights; only a new one reads `checkpoint.init_from`.
 
     Raises:
         CheckpointError: there is none, or it was made with another configuration.
     """
-    config, checkpoint = prepared.config, prepared.settings.checkpoint
-    if checkpoint.resume is None or not torchrun.is_first():
+    config = prepared.config
+    if not torchrun.is_first():
         return config
+    resumed = _resumed(prepared, run_dir, place, console)
+    begun = None
+    if resumed is None and prepared.settings.checkpoint.init_from is not None:
+        begun, warnings = checkpoint_files.find(Path(prepared.settings.checkpoint.init_from).expanduser())
+        for warning in warnings:
+            console.warn(warning)
+    paths = {
+        key: None if info is None else str(info.path.absolute())
+        for key, info in (("resume", resumed), ("init_from", begun))
+    }
+    return {**config, "checkpoint": {**config["checkpoint"], **paths}}
+
+
+def _resumed(prepared: Prepared, run_dir: Path, place: Any, console: Console) -> CheckpointInfo | None:
+    """The checkpoint that `checkpoint.resume` means, if any."""
+    config, checkpoint = prepared.config, prepared.settings.checkpoint
+    if checkpoint.resume is None:
+        return None
     own_place = place.mode == RunMode.MULTIRUN or any(
         word.startswith("hydra.run.dir=") for word in place.overrides.hydra
     )
@@ -171,8 +192,7 @@ def _with_checkpoint(prepared: Prepared, run_dir: Path, place: Any, console: Con
         console.warn(warning)
     if choice.checkpoint is not None:
         require_compatible(choice.checkpoint, config, checkpoint.allow_changes)
-    path = None if choice.checkpoint is None else str(choice.checkpoint.path.absolute())
-    return {**config, "checkpoint": {**config["checkpoint"], "resume": path}}
+    return choice.checkpoint
 
 
 def _start(prepared: Prepared, config: dict[str, Any], run_dir: Path, program: Program, console: Console) -> Any:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
@@ -14,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe_cli.commands.text import markdown_table, percent, text_table
+from gpipe_cli.commands.text import markdown_table, number, percent, text_table
 
 ERROR_FILE = "error.txt"  # in the run directory of a failed job
 LONGEST_NAME = 100  # file systems take 255 bytes, and people read less
@@ -58,6 +59,47 @@ class JobResult:
     error: str | None = None
     figures: dict[str, float | None] = field(default_factory=dict)
     evaluation: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and standard deviation (of a sample: n − 1) of one figure over seeds."""
+
+    mean: float
+    standard_deviation: float
+
+    def __str__(self) -> str:
+        spread = self.standard_deviation
+        return f"{number(self.mean)} ± {number(spread, 2 if spread < 100 else 4)}"
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """Jobs of a sweep that differ only in `seed`, and are done: at least two.
+
+    Attributes:
+        overrides: the swept keys that they share.
+        jobs: in the order of the sweep.
+    """
+
+    overrides: dict[str, str | None]
+    jobs: list[JobResult]
+
+    @property
+    def loss(self) -> Spread | None:
+        return _spread([job.figures.get("loss") for job in self.jobs])
+
+    @property
+    def evaluation(self) -> dict[str, Spread]:
+        """Of the numbers that every job has."""
+        names = [name for name in self.jobs[0].evaluation if "/" not in name]
+        spreads = {name: _spread([job.evaluation.get(name) for job in self.jobs]) for name in names}
+        return {name: spread for name, spread in spreads.items() if spread is not None}
+
+
+def _spread(values: Sequence[float | None]) -> Spread | None:
+    known = [value for value in values if value is not None]
+    return Spread(mean(known), stdev(known)) if len(known) == len(values) else None
 
 
 current: Sweep | None = None  # set by the callback, read by the command that runs in the same process
@@ -133,7 +175,12 @@ def finish(sweep: Sweep) -> tuple[str, bool]:
     """Write sweep.json and sweep.md; returns the table for the console and whether every job is done."""
     jobs = read_jobs(sweep.directory)
     columns, rows = _table(jobs)
-    content = {"sweep": str(sweep.directory), "swept": _swept_keys(jobs), "jobs": [_as_json(job) for job in jobs]}
+    content = {
+        "sweep": str(sweep.directory),
+        "swept": _swept_keys(jobs),
+        "jobs": [_as_json(job) for job in jobs],
+        "over_seeds": [_seeds_as_json(seeds) for seeds in over_seeds(jobs)],
+    }
     (sweep.directory / "sweep.json").write_text(json.dumps(content, indent=1) + "\n")
     (sweep.directory / "sweep.md").write_text(markdown_table(columns, rows) + "\n")
     missing = (sweep.jobs or 0) - len(jobs)
@@ -144,6 +191,19 @@ def finish(sweep: Sweep) -> tuple[str, bool]:
 def _swept_keys(jobs: Sequence[JobResult]) -> list[str]:
     keys = dict.fromkeys(key for job in jobs for key in job.overrides)
     return [key for key in keys if len({job.overrides.get(key) for job in jobs}) > 1]
+
+
+def over_seeds(jobs: Sequence[JobResult]) -> list[Seeds]:
+    """The jobs that are done, grouped by all swept keys but `seed`; empty if that is not swept."""
+    swept = _swept_keys(jobs)
+    if "seed" not in swept:
+        return []
+    groups: dict[tuple[str | None, ...], list[JobResult]] = {}
+    others = [key for key in swept if key != "seed"]
+    for job in jobs:
+        if job.status == "done":
+            groups.setdefault(tuple(job.overrides.get(key) for key in others), []).append(job)
+    return [Seeds(dict(zip(others, key, strict=True)), group) for key, group in groups.items() if len(group) > 1]
 
 
 def _table(jobs: Sequence[JobResult]) -> tuple[list[str], list[list[object]]]:
@@ -161,7 +221,25 @@ def _table(jobs: Sequence[JobResult]) -> tuple[list[str], list[list[object]]]:
                 job.status if job.error is None else f"{job.status}: {job.error}",
             ]
         )
+    rows += [_seeds_row(seeds, others, numbers) for seeds in over_seeds(jobs)]
     return columns, rows
+
+
+def _seeds_row(seeds: Seeds, others: Sequence[str], numbers: Sequence[str]) -> list[object]:
+    """Mean ± standard deviation in the columns where a seed makes a difference worth knowing."""
+    first, count = seeds.jobs[0], f"{len(seeds.jobs)} seeds"
+    swept = [count if key == "seed" else seeds.overrides[key] for key in others]
+    figures = [seeds.loss, None, None, None, None, *(seeds.evaluation.get(name) for name in numbers)]
+    return ["mean ± sd", *swept, first.K, first.M, *figures, None]
+
+
+def _seeds_as_json(seeds: Seeds) -> dict[str, Any]:
+    return {
+        "overrides": seeds.overrides,
+        "jobs": [job.number for job in seeds.jobs],
+        "loss": None if seeds.loss is None else asdict(seeds.loss),
+        "evaluation": {name: asdict(spread) for name, spread in seeds.evaluation.items()},
+    }
 
 
 def _as_json(job: JobResult) -> dict[str, Any]:

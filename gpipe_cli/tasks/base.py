@@ -20,8 +20,8 @@ class Task(Protocol):
     `targets` are the data source's; `weight` sees the targets on the CPU, the others see both on the device.
 
     Attributes:
-        statistics: names of the sums that `loss` also returns, in pairs (part, whole) whose quotient is logged as
-            "<part>_share"; may be empty.
+        statistics: names of the sums that `loss` also returns, in pairs (part, whole) whose quotient is logged under
+            the name of the part, such as ("accuracy", "examples"); may be empty.
         metrics: names of the sums that `evaluate` returns.
         unit: what a weight of 1 is: "examples" or "tokens".
     """

@@ -24,7 +24,7 @@ class ClassificationTask:
     """
 
     unit = "examples"
-    statistics: tuple[str, ...] = ()
+    statistics: tuple[str, ...] = ("accuracy", "examples")
     metrics: tuple[str, ...] = ("nll", "top1", "top5")
 
     def __init__(self, label_smoothing: float = 0.1) -> None:
@@ -36,9 +36,11 @@ class ClassificationTask:
         return float(len(targets[0]))
 
     def loss(self, outputs: Tensors, targets: Tensors) -> tuple[Tensor, Tensor]:
-        """(sum over examples of the smoothed cross-entropy, no statistics)."""
-        loss, clipped = smoothed_cross_entropy(outputs[0], targets[0], self.label_smoothing)
-        return loss, clipped[:0]
+        """(sum over examples of the smoothed cross-entropy, [examples right first, examples])."""
+        logits, labels = outputs[0], targets[0]
+        loss, _ = smoothed_cross_entropy(logits, labels, self.label_smoothing)
+        right = (logits.detach().argmax(1) == labels).sum().double()
+        return loss, torch.stack((right, torch.full_like(right, len(labels))))
 
     def evaluate(self, outputs: Tensors, targets: Tensors) -> Tensor:
         """[negative log-likelihood without smoothing, examples right first, examples right among the first five]."""

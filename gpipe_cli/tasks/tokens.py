@@ -35,7 +35,7 @@ class TokenPrediction:
         if logit_clip is not None and not logit_clip > 0:
             raise ValueError(f"task.logit_clip={logit_clip}: use a positive number such as 25, or null for no clipping")
         self.label_smoothing, self.logit_clip, self.pad_id = label_smoothing, logit_clip, pad_id
-        self.statistics: tuple[str, ...] = () if logit_clip is None else ("clipped_logits", "logits")
+        self.statistics: tuple[str, ...] = () if logit_clip is None else ("clipped_logits_share", "logits")
 
     def weight(self, targets: Tensors) -> float:
         """The number of targets that are no padding."""

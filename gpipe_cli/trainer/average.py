@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from ..pipeline.cell import Cell
+from .checkpoint import named_tensors
 
 
 class WeightAverage:
     """Of the layers of one worker; it lies beside them, on their device.
 
     After update t, counted from 0 without the skipped ones, average ← average + (1 − d) · (weight − average) with
-    d = min(decay, (1 + t) / (10 + t)), as TensorFlow ramps it: a young average follows fast. It begins as the weights are
-    when it is made. Parameters and persistent buffers of a floating-point type are averaged; others (BatchNorm's
+    d = min(decay, (1 + t) / (10 + t)), as TensorFlow ramps it: a young average follows fast. It begins as the weights
+    are when it is made. Parameters and persistent buffers of a floating-point type are averaged; others (BatchNorm's
     counters) are not.
 
     Args:
@@ -73,7 +74,5 @@ class WeightAverage:
 
 def averaged_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The parameters and persistent buffers of a floating-point type, under all their names."""
-    persistent = module.state_dict().keys()
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    buffers = {name: b for name, b in module.named_buffers(remove_duplicate=False) if name in persistent}
+    parameters, buffers = named_tensors(module)
     return {name: tensor for name, tensor in {**parameters, **buffers}.items() if tensor.is_floating_point()}

@@ -23,7 +23,6 @@ from ..tasks.base import Task
 from .plan import Part
 from .world import World
 
-
 MODEL_KEYS_READ_ELSEWHERE = ("sync_batchnorm",)  # the pipeline takes it from the model's section
 
 
@@ -79,9 +78,7 @@ def _groups(section: Mapping[str, Any], parameters: list[nn.Parameter]) -> list[
     if kind != "matrices":
         raise ConfigurationError(f"optimizer.decay_only={kind}: use matrices, or null to decay every parameter")
     if "weight_decay" not in section:
-        raise ConfigurationError(
-            f"optimizer.decay_only={kind} but there is no optimizer.weight_decay to restrict: set one, or leave out both"
-        )
+        raise ConfigurationError(f"optimizer.decay_only={kind} without optimizer.weight_decay: give both, or neither")
     return [
         {"params": [parameter for parameter in parameters if parameter.dim() >= 2]},
         {"params": [parameter for parameter in parameters if parameter.dim() < 2], "weight_decay": 0.0},

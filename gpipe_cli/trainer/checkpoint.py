@@ -1,7 +1,8 @@
 """Checkpoints of a running model: snapshot, writing in the background, loading.
 
-One ``.safetensors`` file per layer, with tensors named ``weight:<parameter>``, ``buffer:<name>`` and
-``optimizer:<state key>:<parameter>``; optimizer values that are no tensors stand as JSON in the file's metadata.
+One ``.safetensors`` file per layer, with tensors named ``weight:<parameter>``, ``buffer:<name>``,
+``average:<parameter or buffer>`` (`average.py`) and ``optimizer:<state key>:<parameter>``; optimizer values that are no
+tensors stand as JSON in the file's metadata.
 Loading executes no code; torch.distributed.checkpoint is not used because its ``.metadata`` file is a pickle.
 
 How workers save together, given that they meet once per training step:
@@ -41,26 +42,36 @@ class LayerState:
         weights: parameters by their name inside the layer.
         buffers: persistent buffers, likewise.
         optimizer: parameter name -> state key -> value; parameters without optimizer state are absent.
+        averages: moving averages of weights and buffers by the same names; empty where the run keeps none.
     """
 
     weights: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     optimizer: Mapping[str, Mapping[str, OptimizerValue]] = field(default_factory=dict)
+    averages: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def averaged(self) -> dict[str, Tensor]:
+        """Weights and buffers by name, with the averages in place of those that have one."""
+        return {**self.weights, **self.buffers, **self.averages}
 
 
 # --- between a layer and its state -----------------------------------------------------------------------------------
 
 
-def layer_state(module: nn.Module, optimizer: Optimizer | None) -> LayerState:
+def layer_state(
+    module: nn.Module, optimizer: Optimizer | None, averages: Mapping[str, Tensor] | None = None
+) -> LayerState:
     """The state of one layer. Refers to the live tensors: ``CheckpointWriter.begin`` copies them, others must too.
 
     Args:
         optimizer: the worker's one optimizer over all its layers; None for a state without optimizer.
+        averages: of the layer; None: there are none.
 
     Raises:
         CheckpointError: the optimizer keeps something other than tensors, numbers, strings and None per parameter.
     """
-    weights, buffers = _named_tensors(module)
+    weights, buffers = named_tensors(module)
     kept: dict[str, Mapping[str, OptimizerValue]] = {}
     for name, parameter in weights.items():
         values = optimizer.state.get(parameter) if optimizer is not None else None
@@ -68,7 +79,7 @@ def layer_state(module: nn.Module, optimizer: Optimizer | None) -> LayerState:
             for key, value in values.items():
                 _require_storable(optimizer, name, key, value)
             kept[name] = dict(values)
-    return LayerState({name: weight.detach() for name, weight in weights.items()}, buffers, kept)
+    return LayerState({name: weight.detach() for name, weight in weights.items()}, buffers, kept, averages or {})
 
 
 @torch.no_grad()
@@ -81,7 +92,7 @@ def restore_layer(name: str, module: nn.Module, optimizer: Optimizer | None, sta
     Raises:
         CheckpointError: names, shapes or dtypes differ; the layer is then unchanged.
     """
-    weights, buffers = _named_tensors(module)
+    weights, buffers = named_tensors(module)
     _require_match(name, "parameter", weights, state.weights)
     _require_match(name, "buffer", buffers, state.buffers)
     for own, saved in ((weights, state.weights), (buffers, state.buffers)):
@@ -104,7 +115,7 @@ def restore_layer(name: str, module: nn.Module, optimizer: Optimizer | None, sta
             }
 
 
-def _named_tensors(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
+def named_tensors(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
     """Parameters and persistent buffers; under all their names, as in ``state_dict``, where a layer shares them."""
     persistent = module.state_dict().keys()
     buffers = {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if name in persistent}
@@ -257,12 +268,14 @@ def _snapshot(state: LayerState) -> LayerState:
             name: {key: _copy(value) if isinstance(value, Tensor) else value for key, value in values.items()}
             for name, values in state.optimizer.items()
         },
+        {name: _copy(tensor) for name, tensor in state.averages.items()},
     )
 
 
 def _to_file(state: LayerState) -> tuple[dict[str, Tensor], dict[str, str]]:
     tensors = {f"weight:{name}": tensor for name, tensor in state.weights.items()}
     tensors |= {f"buffer:{name}": tensor for name, tensor in state.buffers.items()}
+    tensors |= {f"average:{name}": tensor for name, tensor in state.averages.items()}
     values: dict[str, dict[str, OptimizerValue]] = {}
     for name, entries in state.optimizer.items():
         for key, value in entries.items():
@@ -288,7 +301,7 @@ def load_layer(info: CheckpointInfo, name: str) -> LayerState:
             "give the model settings (model.*) it was made with"
         )
     checkpoint_files.verify_checksum(info, name)
-    parts: dict[str, dict[str, Tensor]] = {"weight": {}, "buffer": {}}
+    parts: dict[str, dict[str, Tensor]] = {"weight": {}, "buffer": {}, "average": {}}
     optimizer: dict[str, dict[str, OptimizerValue]] = {}
     try:
         with safe_open(info.layer_path(name), framework="pt", device="cpu") as file:
@@ -304,13 +317,27 @@ def load_layer(info: CheckpointInfo, name: str) -> LayerState:
         weights = {parameter: parts["weight"].pop(parameter) for parameter in info.layers[name].parameters}
     except (SafetensorError, KeyError, ValueError) as error:
         raise CheckpointError(f"{info.layer_path(name)} is not the layer file of its manifest: {error!r}") from error
-    return LayerState(weights, parts["buffer"], optimizer)
+    return LayerState(weights, parts["buffer"], optimizer, parts["average"])
 
 
-def export_state_dict(info: CheckpointInfo) -> dict[str, Tensor]:
-    """The whole model as one plain state_dict on the CPU: ``<layer name>.<parameter or buffer>``, in model order."""
-    exported = {}
+def export_state_dict(info: CheckpointInfo, average: bool = False) -> dict[str, Tensor]:
+    """The whole model as one plain state_dict on the CPU: ``<layer name>.<parameter or buffer>``, in model order.
+
+    Args:
+        average: the moving averages in place of the weights and statistics themselves.
+
+    Raises:
+        CheckpointError: averages are wanted and the run kept none.
+    """
+    exported: dict[str, Tensor] = {}
+    found = False
     for layer in info.layers:
         state = load_layer(info, layer)
-        exported.update({f"{layer}.{name}": tensor for name, tensor in {**state.weights, **state.buffers}.items()})
+        found = found or bool(state.averages)
+        chosen = state.averaged if average else {**state.weights, **state.buffers}
+        exported.update({f"{layer}.{name}": tensor for name, tensor in chosen.items()})
+    if average and not found:
+        raise CheckpointError(
+            f"{info.path} holds no averages, because its run kept none (trainer.average=null): leave out average=true"
+        )
     return exported

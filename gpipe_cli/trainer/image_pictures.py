@@ -144,7 +144,7 @@ def most_confused(counts: npt.NDArray[np.int64], limit: int) -> list[tuple[int, 
 
 def _draw_pairs(counts: npt.NDArray[np.int64], class_names: Sequence[str], path: Path) -> None:
     pairs = most_confused(counts, MOST_PAIRS)
-    figure = _figure(8, 1.5 + 0.22 * len(pairs))
+    figure = _figure(8, 2.5 + 0.22 * len(pairs))
     axes = figure.add_subplot()
     names = [f"{_short(class_names[true])} → {_short(class_names[said])}" for true, said, _ in pairs]
     shares = [count / counts[true].sum() for true, _, count in pairs]

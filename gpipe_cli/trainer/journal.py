@@ -104,9 +104,9 @@ class Journal:
             self._write_scalars(progress.step, row, report)
 
     def _shares(self, statistics: Sequence[float]) -> dict[str, float]:
-        """Statistics come in pairs (part, whole), as ("clipped_logits", "logits"): their share is what one reads."""
+        """Statistics come in pairs (part, whole), as ("accuracy", "examples"): their share is what one reads."""
         pairs = zip(self._statistics[::2], statistics[::2], statistics[1::2], strict=True)
-        return {f"{name}_share": part / whole if whole else 0.0 for name, part, whole in pairs}
+        return {name: part / whole if whole else 0.0 for name, part, whole in pairs}
 
     def _write_scalars(self, step: int, row: Mapping[str, float], report: StepReport) -> None:
         assert self._board is not None

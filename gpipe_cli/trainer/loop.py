@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from ..pipeline.engine import Pipeline, StepPlan
 from ..pipeline.gradients import clip_factor, reduce_over_replicas, scale_gradients, squared_norms
 from ..pipeline.simulate import Span
 from ..tasks.base import Task
+from .average import WeightAverage
 from .evaluation import Evaluator
 from .exchange import Exchange
 from .feed import Feed
@@ -55,6 +57,7 @@ class Parts:
     codec: PlanCodec
     reporter: StepReporter
     optimizer: torch.optim.Optimizer
+    average: WeightAverage | None
     lr_schedule: torch.optim.lr_scheduler.LRScheduler
     evaluator: Evaluator
     saver: Saver
@@ -164,6 +167,8 @@ class Trainer:
             scale_gradients(self._parameters, clip_factor(report.gradient_norm, self._settings.gradient_clip))
             p.optimizer.step()
             finish_batchnorm(self._batchnorms, p.world.same_worker)
+            if p.average is not None:
+                p.average.update(progress.step - progress.skipped)
             progress.loss, progress.skipped_in_a_row = report.loss, 0
         else:
             progress.skipped += 1
@@ -261,9 +266,10 @@ class Trainer:
         return bool(progress.stopped_by)
 
     def _evaluate(self, final: bool) -> bool:
-        """True when this is the best evaluation loss so far."""
-        progress = self.progress
-        result = self.parts.evaluator.evaluate(final)
+        """With the averaged weights where there are any; True when this is the best evaluation loss so far."""
+        progress, average = self.progress, self.parts.average
+        with average.in_place_of_weights() if average is not None else nullcontext():
+            result = self.parts.evaluator.evaluate(final)
         self.last_evaluation = result.numbers
         self.parts.journal.evaluation(progress, result)
         if result.loss is None or not result.loss < progress.best:

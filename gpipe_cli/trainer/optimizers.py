@@ -56,7 +56,7 @@ class TFRMSprop(Optimizer):
         super().__init__(params, defaults)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # torch has overloads
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; the gradients stay as they are."""
         loss = None
         if closure is not None:

@@ -22,6 +22,7 @@ from ..pipeline.engine import TASK, Pipeline
 from ..pipeline.transport import Transport
 from ..tasks.base import Task
 from ..tasks.generation import GenerationSettings
+from .average import WeightAverage
 from .build import (
     Cut,
     build_autocast,
@@ -45,7 +46,9 @@ from .plan import Form, PlanCodec
 from .predictions import PredictionKeeper
 from .programs import Programs
 from .saving import Saver, restore_lr_schedule
+from .start_messages import batchnorm_notice
 from .step_report import StepReporter
+from .transfer import load_weights, patterns_without_effect, require_same_model
 from .world import World, join_world
 
 
@@ -102,8 +105,8 @@ def assemble(
     """Everything that the loop works with, from the configuration; every worker calls it at the same time."""
     builders = build_model(settings.model)
     source = open_source(settings, world, journal)
-    form, cut, special = cast(
-        "tuple[Form, Cut, tuple[int, int]]",
+    form, cut, special, examples = cast(
+        "tuple[Form, Cut, tuple[int, int], int]",
         world.tell_everyone(lambda: survey(builders, settings, world, cast(Source, source))),
     )
     journal.cells(cut.table)
@@ -111,6 +114,9 @@ def assemble(
     for cell in cells:
         cell.train(True)
     model, names, own, losses = whole_model(world, cells)
+    if resumed is None and settings.checkpoint.init_from is not None:
+        transfer(settings, world, cells, model, journal)
+    average = None if settings.trainer.average is None else WeightAverage(cells, settings.trainer.average)
     parameters = [parameter for cell in cells for _, parameter in cell.parameters()]
     optimizer = build_optimizer(settings.optimizer, parameters)
     lr_schedule = build_lr_schedule(settings.schedule, optimizer)
@@ -126,9 +132,8 @@ def assemble(
         build_autocast(settings.precision, world.device),
         context.where,
     )
-    saver = Saver(
-        context.run_dir, world, cells, model, settings.checkpoint.keep, config["settings"], optimizer, lr_schedule
-    )
+    keep = settings.checkpoint.keep
+    saver = Saver(context.run_dir, world, cells, model, keep, config["settings"], optimizer, lr_schedule, average)
     codec = PlanCodec(form, M, world.replica, world.replicas)
     reporter = StepReporter(
         losses, settings.pipeline.K, M, world.replicas, world.size, len(names), len(task.statistics)
@@ -157,15 +162,15 @@ def assemble(
     evaluator = Evaluator(world, source, task, cells, engine, programs, exchange, codec, M, generator, keeper)
     parts = Parts(
         settings, world, source, task, cells, names, own, engine, programs, exchange, codec, reporter,
-        optimizer, lr_schedule, evaluator, saver, journal, context.stop_requested, context.where,
+        optimizer, average, lr_schedule, evaluator, saver, journal, context.stop_requested, context.where,
     )  # fmt: skip
     progress, position = Progress(), None
     if world.rank == 0:
         prepare_directory(context.run_dir, resumed)
     if resumed is not None:
-        progress, position = restore(resumed, cells, optimizer, lr_schedule)
+        progress, position = restore(resumed, cells, optimizer, lr_schedule, average)
         journal.message(f"going on from {resumed.path}, step {resumed.step}")
-    say_batchnorm(journal, cells, settings)
+    say_batchnorm(journal, world, cells, settings, examples)
     return Trainer(parts, progress, position), cut
 
 
@@ -186,14 +191,20 @@ def open_source(settings: Settings, world: World, journal: Journal) -> Source | 
 
 def survey(
     builders: Sequence[LayerBuilder], settings: Settings, world: World, source: Source
-) -> tuple[Form, Cut, tuple[int, int]]:
-    """What rank 0 finds out for all from the first mini-batch: the form of the data and the cut of the model."""
+) -> tuple[Form, Cut, tuple[int, int], int]:
+    """What rank 0 finds out for all from the first mini-batch.
+
+    Returns:
+        The form of the data; the cut of the model; where sentences begin and end; examples of replica 0's share.
+    """
     batches = source.train(None, settings.pipeline.M, 0, world.replicas)
-    part = next(iter(batches)).parts[0]
+    parts = next(iter(batches)).parts
+    part = parts[0]
     if hasattr(batches, "close"):
         batches.close()
     cut = cut_model(builders, settings.pipeline, world.workers, part, world.device)
-    return Form.of(part), cut, (int(getattr(source, "bos_id", 0)), int(getattr(source, "eos_id", 0)))
+    special = int(getattr(source, "bos_id", 0)), int(getattr(source, "eos_id", 0))
+    return Form.of(part), cut, special, sum(len(inputs[0]) for inputs, _ in parts)
 
 
 def whole_model(world: World, cells: Sequence[Cell]) -> tuple[dict[str, list[str]], list[str], list[int], list[int]]:
@@ -230,28 +241,55 @@ def make_transport(world: World, cut: Cut) -> Transport | None:
     return Transport(ranks, world.device, world.wire, world.directions, world.everyone)
 
 
+def transfer(
+    settings: Settings, world: World, cells: Sequence[Cell], model: Mapping[str, Sequence[str]], journal: Journal
+) -> None:
+    """Weights and buffers from `checkpoint.init_from`, on every worker those of its layers; says what begins anew."""
+    wanted = settings.checkpoint
+    info = open_checkpoint(Path(cast(str, wanted.init_from)))
+    require_same_model(info, model, wanted.init_except)
+    for pattern in patterns_without_effect(info, model, wanted.init_except):
+        journal.warn(f"checkpoint.init_except: {pattern} is no layer or parameter of this model or of {info.path}")
+    new = world.gather_everyone(load_weights(info, cells, wanted.init_except, wanted.init_average))
+    names = [name for worker in cast("list[list[str]]", new[: world.workers]) for name in worker]
+    journal.message(f"weights from {info.path}; begun anew: {', '.join(sorted(names)) or 'nothing'}")
+
+
 def restore(
     info: CheckpointInfo,
     cells: Sequence[Cell],
     optimizer: torch.optim.Optimizer,
     lr_schedule: torch.optim.lr_scheduler.LRScheduler,
+    average: WeightAverage | None,
 ) -> tuple[Progress, Any]:
-    """Weights, optimizer, schedule and progress from a checkpoint; returns progress and data position."""
+    """Weights and their average, optimizer, schedule and progress from a checkpoint.
+
+    Returns:
+        Progress and data position.
+    """
     for cell in cells:
         for layer in cell.layers:
-            restore_layer(layer.name, layer.module, optimizer, load_layer(info, layer.name))
+            state = load_layer(info, layer.name)
+            restore_layer(layer.name, layer.module, optimizer, state)
+            if average is not None:
+                average.restore(layer.name, state.averages)
     restore_lr_schedule(lr_schedule, optimizer, cast("Mapping[str, Any]", info.state.schedule))
     scalars: dict[str, Any] = {key: value for key, value in info.state.scalars.items() if value is not None}
     return Progress(step=info.step, **scalars), info.state.data_position
 
 
-def say_batchnorm(journal: Journal, cells: Sequence[Cell], settings: Settings) -> None:
-    """How many examples BatchNorm sees is the one thing that M changes; nobody should have to find out."""
-    count = sum(len(cell.batchnorms) for cell in cells)
-    if count:
-        M, replicas = settings.pipeline.M, settings.pipeline.replicas
-        shared = f", shared over {replicas} replicas" if settings.pipeline.sync_batchnorm and replicas > 1 else ""
-        journal.message(f"{count} BatchNorm layers normalise over one micro-batch each (M={M}{shared})")
+def say_batchnorm(journal: Journal, world: World, cells: Sequence[Cell], settings: Settings, examples: int) -> None:
+    """``examples`` are those of replica 0; the mini-batch is `data.batch_size` where examples are counted."""
+    everyone = cast("list[int]", world.gather_everyone(sum(len(cell.batchnorms) for cell in cells)))
+    size, by_tokens = settings.data.get("batch_size"), settings.data.get("batch_tokens") is not None
+    mini_batch = size if isinstance(size, int) and not by_tokens else examples * world.replicas
+    pipeline = settings.pipeline
+    layers, together = sum(everyone[: world.workers]), pipeline.sync_batchnorm
+    notice = batchnorm_notice(layers, mini_batch, pipeline.M, pipeline.replicas, together)
+    if notice is not None:
+        journal.message(notice.text)
+    if notice is not None and notice.warning is not None:
+        journal.warn(notice.warning)
 
 
 def summarize(trainer: Trainer, cut: Cut, settings: Settings, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from ..pipeline.cell import Cell
-from .checkpoint import CheckpointWriter, layer_state
+from ..pipeline.cell import BuiltLayer, Cell
+from .average import WeightAverage
+from .checkpoint import CheckpointWriter, LayerState, layer_state
 from .checkpoint_files import RunState
 from .exchange import Exchange
 from .world import World
@@ -26,6 +27,7 @@ class Saver:
         model: parameter names of every layer of the model, in order.
         keep: checkpoints kept beside the best.
         configuration: saved with every checkpoint, compared when a run resumes.
+        average: of the weights of these cells; None: there is none.
     """
 
     def __init__(
@@ -38,9 +40,11 @@ class Saver:
         configuration: Mapping[str, Any],
         optimizer: torch.optim.Optimizer,
         lr_schedule: torch.optim.lr_scheduler.LRScheduler,
+        average: WeightAverage | None,
     ) -> None:
         self._world, self._cells, self._run_dir = world, cells, run_dir
         self._configuration, self._optimizer, self._lr_schedule = configuration, optimizer, lr_schedule
+        self._average = average
         self._writer = CheckpointWriter(run_dir, world.worker, model, keep) if world.replica == 0 else None
         self._pending: tuple[int, RunState, tuple[str, float] | None] | None = None
         self._saved: Path | None = None
@@ -66,8 +70,11 @@ class Saver:
         )
         self._pending = (step, state, ("loss", progress["best"]) if is_best else None)
         if self._writer is not None:
-            layers = [layer for cell in self._cells for layer in cell.layers]
-            self._writer.begin(step, {layer.name: layer_state(layer.module, self._optimizer) for layer in layers})
+            self._writer.begin(step, {layer.name: self._state(layer) for cell in self._cells for layer in cell.layers})
+
+    def _state(self, layer: BuiltLayer) -> LayerState:
+        averages = self._average.of(layer.name) if self._average is not None else None
+        return layer_state(layer.module, self._optimizer, averages)
 
     def report(self, exchange: Exchange) -> None:
         """Tells the others how far this worker's writing has come."""

@@ -1,0 +1,47 @@
+"""What a run says before its first step about things that a person could not see otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BatchNormNotice:
+    """What there is to say of BatchNorm.
+
+    Attributes:
+        text: how many examples each layer normalises over: the one thing in a model that M changes.
+        warning: None, or that they are too few.
+    """
+
+    text: str
+    warning: str | None
+
+
+def batchnorm_notice(layers: int, mini_batch: int, M: int, replicas: int, together: bool) -> BatchNormNotice | None:
+    """For a model with so many BatchNorm layers; None for one without.
+
+    Args:
+        mini_batch: examples, over all replicas; divided into M · replicas parts, the larger ones first.
+        together: whether replicas share the statistics of training.
+    """
+    if not layers:
+        return None
+    size, larger = divmod(mini_batch, M * replicas)
+    parts = [[size + (replica * M + m < larger) for m in range(M)] for replica in range(replicas)]
+    shared = together and replicas > 1
+    seen = [sum(column) for column in zip(*parts, strict=True)] if shared else [part for row in parts for part in row]
+    over = f"{min(seen)}" if min(seen) == max(seen) else f"{min(seen)} or {max(seen)}"
+    words = f"{layers} BatchNorm layers normalise" if layers > 1 else "1 BatchNorm layer normalises"
+    text = f"{words} over {over} example{'s' if over != '1' else ''}: mini-batch {mini_batch}, M={M}"
+    if replicas > 1:
+        text += f", {replicas} replicas {'together' if shared else 'each by itself'}"
+    if min(seen) > 1:
+        return BatchNormNotice(text, None)
+    replica_advice = " or pipeline.sync_batchnorm=true" if replicas > 1 and not shared else ""
+    return BatchNormNotice(
+        text,
+        f"a micro-batch has a single example, so BatchNorm tells the model only how the places of one example differ, "
+        f"and evaluation will look different: use pipeline.M<={max(1, mini_batch // (2 * replicas))}, "
+        f"data.batch_size>={2 * M * replicas}{replica_advice}",
+    )

@@ -1,0 +1,57 @@
+"""What a run says of BatchNorm before its first step."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpipe_cli.trainer.start_messages import batchnorm_notice
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((62, 64, 8, 1, False), "62 BatchNorm layers normalise over 8 examples: mini-batch 64, M=8"),
+        ((1, 11, 4, 1, False), "1 BatchNorm layer normalises over 2 or 3 examples: mini-batch 11, M=4"),
+        (
+            (62, 64, 8, 2, False),
+            "62 BatchNorm layers normalise over 4 examples: mini-batch 64, M=8, 2 replicas each by itself",
+        ),
+        (
+            (62, 64, 8, 2, True),
+            "62 BatchNorm layers normalise over 8 examples: mini-batch 64, M=8, 2 replicas together",
+        ),
+        (
+            (3, 9, 2, 2, True),
+            "3 BatchNorm layers normalise over 4 or 5 examples: mini-batch 9, M=2, 2 replicas together",
+        ),
+        ((62, 64, 8, 1, True), "62 BatchNorm layers normalise over 8 examples: mini-batch 64, M=8"),
+    ],
+)
+def test_the_notice_counts_the_examples_that_each_layer_sees(
+    arguments: tuple[int, int, int, int, bool], text: str
+) -> None:
+    notice = batchnorm_notice(*arguments)
+    assert notice is not None and notice.text == text and notice.warning is None
+
+
+def test_a_model_without_batchnorm_has_no_notice() -> None:
+    assert batchnorm_notice(0, 64, 8, 1, False) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        ((62, 12, 8, 1, False), "use pipeline.M<=6, data.batch_size>=16"),
+        ((62, 16, 8, 2, False), "use pipeline.M<=4, data.batch_size>=32 or pipeline.sync_batchnorm=true"),
+    ],
+)
+def test_a_single_example_is_warned_of(arguments: tuple[int, int, int, int, bool], advice: str) -> None:
+    notice = batchnorm_notice(*arguments)
+    assert notice is not None and notice.warning is not None
+    assert "a single example" in notice.warning and notice.warning.endswith(advice)
+
+
+def test_two_replicas_together_see_what_one_with_both_halves_would() -> None:
+    together, alone = batchnorm_notice(62, 16, 4, 2, True), batchnorm_notice(62, 16, 4, 1, False)
+    assert together is not None and alone is not None
+    assert together.text.split(":")[0] == alone.text.split(":")[0]

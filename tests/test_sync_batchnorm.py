@@ -1,0 +1,36 @@
+"""Replicas that share BatchNorm's statistics (paper, section 2.2) train as one model with larger micro-batches."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpipe_cli.launch.supervisor import Job, launch
+
+
+def test_two_replicas_have_the_gradients_and_statistics_of_the_joined_mini_batch(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2, "sync_batchnorm_jobs:compare", {}, preload=("torch", "torch.distributed"))
+    found = launch(job, lambda event: None)
+    assert not found, "\n".join(found)
+
+
+def train(folder: Path, name: str, *words: str) -> tuple[list[float], str]:
+    """The losses of a run of `gpipe-train`, and what it said."""
+    command = [sys.executable, "-m", "gpipe_cli.commands.train", *words, f"hydra.run.dir={folder / name}"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = (folder / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(row)["loss"] for row in rows], done.stdout
+
+
+def test_the_command_trains_two_replicas_as_one_when_told_to(tmp_path: Path) -> None:
+    words = ["debug=tiny", "model=amoebanet", "model.L=3", "trainer.steps=2", "trainer.evaluate_every=null"]
+    words += ["optimizer.lr=1e-4", "pipeline.K=1", "pipeline.M=1", "logging.tensorboard=false"]
+    one, _ = train(tmp_path, "one", *words)
+    two, said = train(tmp_path, "two", *words, "pipeline.replicas=2", "model.sync_batchnorm=true")
+    assert two == pytest.approx(one, rel=1e-4)
+    assert "over 16 examples: mini-batch 16, M=1, 2 replicas together" in said
