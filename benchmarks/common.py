@@ -22,7 +22,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     """With the options that every benchmark has; the module's docstring is the description."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--output", type=Path, metavar="FILE.json", help="write the figures there, too")
-    made.add_argument("--quick", action="store_true", help="smaller and shorter: a first impression, not for the record")
+    made.add_argument("--quick", action="store_true", help="smaller and shorter: a first impression")
     return made
 
 

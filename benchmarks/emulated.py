@@ -9,8 +9,8 @@ A step lasts from one moment set for all workers to the end of the last one. The
 lies outside, for the engine and the peers alike (benchmarks.exchange times it). One untimed step without sleeping comes
 first; after that the contenders take turns, and the median of the repetitions is shown.
 
-plain: efficiency of the plain loop, the ceiling of the emulation: every worker at the same time runs the layers of its cell,
-forward and backward, by a plain loop without engine and messages.
+plain: efficiency of the plain loop, the ceiling of the emulation: all workers at the same time run the layers of their
+own cells, forward and backward, by a plain loop without engine and messages.
 """
 
 from __future__ import annotations
@@ -18,73 +18,26 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.functional import mse_loss
+from torch import nn
 
 from benchmarks.common import Report, parser, run_workers
+from benchmarks.driver import Step, engine_step, plain_step
 from benchmarks.emulator import ACCELERATOR, BACKWARD, LAYERS, WIDTH, SleepingLayer, forward_seconds
 from benchmarks.peers import torch_pipelining_step
 from gpipe_cli.launch.context import Context
-from gpipe_cli.pipeline.cell import BuiltLayer, Cell
-from gpipe_cli.pipeline.engine import Pipeline, StepPlan
-from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.pipeline.schedule import schedule
 from gpipe_cli.pipeline.simulate import cost_durations, simulate
-from gpipe_cli.pipeline.transport import Transport
 from gpipe_cli.trainer.exchange import Exchange
 
-CPU = torch.device("cpu")
 EXAMPLES = 64
 KINDS = ("gpipe", "1f1b")
 START_AHEAD = 0.05  # seconds from the exchange to the common start
 SERIAL_SECONDS = {1: 1.5, 4: 3.0, 32: 8.0}  # of forward and backward by M: long enough that sleeps exceed 1 ms
 QUICK_SERIAL_SECONDS = {1: 0.5, 4: 1.0, 32: 4.0}
-Step = Callable[[], None]
-
-
-def engine_step(kind: str, remat: str, layers: list[nn.Module], rank: int, K: int, M: int, batch: Tensor) -> Step:
-    """One training step of the engine with cell ``rank`` on this worker."""
-    first = rank * len(layers)
-    built = [BuiltLayer(first + i, f"layer.{first + i}", layer) for i, layer in enumerate(layers)]
-    placement = tuple(range(K))
-    world = dist.group.WORLD
-    assert world is not None
-    transport = Transport(placement, CPU, CPU, (world, world), world) if K > 1 else None
-    cells = [Cell(rank, built, NoiseSource(0, 0, CPU))]
-    engine = Pipeline(cells, placement, transport, squared_loss, 1, CPU)
-    program = schedule(kind, placement, M, remat)[rank]
-    parts = [((rows,), (rows,)) for rows in batch.tensor_split(M)] if rank == 0 else None
-    signatures = tuple(tuple(rows.shape) for rows in batch.tensor_split(M))
-
-    def step() -> None:
-        engine.meter.begin_step()
-        engine.train_step(program, StepPlan(0, 1, signatures, 1.0), parts)
-        engine.meter.end_step()
-
-    return step
-
-
-def squared_loss(outputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    return mse_loss(outputs[0], targets[0], reduction="sum"), torch.zeros(0, dtype=torch.float64)
-
-
-def plain_step(layers: list[nn.Module], M: int, batch: Tensor) -> Step:
-    """The layers of one cell, forward and backward, without engine and messages."""
-    rows_of = batch.tensor_split(M)
-
-    def step() -> None:
-        for rows in rows_of:
-            x = rows
-            for layer in layers:
-                x = layer(x)
-            mse_loss(x, rows, reduction="sum").backward()  # type: ignore[no-untyped-call]  # torch's own annotation
-
-    return step
 
 
 class StopWatch:
@@ -122,9 +75,10 @@ def contenders(rank: int, K: int, M: int, remat: str, serial_seconds: float) -> 
     def layers() -> list[nn.Module]:
         return [SleepingLayer(forward_seconds(serial_seconds, M)) for _ in range(LAYERS // K)]
 
-    steps: dict[str, Step | None] = {"plain": plain_step(layers(), M, batch)}
+    parts = [((rows,), (rows,)) for rows in batch.tensor_split(M)]
+    steps: dict[str, Step | None] = {"plain": plain_step(layers(), parts)}
     for kind in KINDS:
-        steps[kind] = engine_step(kind, remat, layers(), rank, K, M, batch)
+        steps[kind] = engine_step(layers(), rank, K, parts, kind, remat)
         steps[f"torch {kind}"] = torch_pipelining_step(kind, layers(), remat != "never", rank, K, M, batch)
     return steps
 

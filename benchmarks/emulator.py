@@ -78,7 +78,7 @@ class SleepingLayer(nn.Module):
         self.seconds = seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Sleep.apply(x, self.weight, self.seconds)  # type: ignore[no-any-return,no-untyped-call]
+        return _Sleep.apply(x, self.weight, self.seconds)  # type: ignore[no-any-return]
 
 
 def forward_seconds(serial_seconds: float, M: int) -> float:

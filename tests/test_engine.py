@@ -79,7 +79,7 @@ def test_a_layer_that_writes_into_the_input_of_its_cell_is_refused_by_name() -> 
 
     cell = Cell(0, [BuiltLayer(0, "greedy", Greedy())], NoiseSource(1, 0, torch.device("cpu")))
     with pytest.raises(LayerFailed, match=r"'greedy'.*in place.*inplace=False"):
-        cell.run_training((torch.zeros(2),), (), step=0, micro_batch=0, first_time=True)
+        cell.run_training((torch.zeros(2),), (), step=0, micro_batch=0, signature=None, first_time=True)
 
 
 def test_nothing_is_left_in_the_engine_after_a_step_and_no_graph_is_alive() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -62,13 +62,33 @@ def canonical_gradient(gradient: Tensor, of_channels_last: bool) -> Tensor:
     return canonical(gradient.contiguous())
 
 
-def settle(tensor: Tensor) -> Tensor:
-    """What leaves a layer, in `canonical` layout, its gradient too."""
-    tensor = canonical(tensor)
-    if tensor.requires_grad:
-        last = is_channels_last(tensor)
-        tensor.register_hook(lambda gradient: canonical_gradient(gradient, last))  # type: ignore[no-untyped-call]  # torch's
-    return tensor
+class GradientLayouts:
+    """Brings the gradients that pass between layers to `canonical` layout, and remembers where there is nothing to do.
+
+    A hook on every tensor would cost 2 % of a small model's step. The layout of a gradient follows from the shapes, so
+    where the first one for some shapes came in canonical layout, later ones need no hook.
+    """
+
+    def __init__(self) -> None:
+        self._odd: dict[Hashable, bool] = {}
+
+    def settle(self, tensor: Tensor, place: Hashable) -> Tensor:
+        """``tensor`` in canonical layout, and its gradient too when it comes.
+
+        Args:
+            place: where in the model, and for which shapes of input.
+        """
+        tensor = canonical(tensor)
+        if tensor.requires_grad and self._odd.get(place, True):
+            last = is_channels_last(tensor)
+
+            def bring_to_layout(gradient: Tensor) -> Tensor:
+                settled = canonical_gradient(gradient, last)
+                self._odd[place] = self._odd.get(place, False) or settled is not gradient
+                return settled
+
+            tensor.register_hook(bring_to_layout)  # type: ignore[no-untyped-call]  # torch's own
+        return tensor
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..layers import LayerBuilder
 from .batchnorm import DeferredBatchNorm, defer_batchnorm
-from .boundary import Tensors, as_tensors, canonical, settle
+from .boundary import GradientLayouts, Tensors, as_tensors, canonical
 from .randomness import NoiseSource, weights_of_layer
 
 
@@ -57,6 +57,7 @@ class Cell:
             BuiltLayer(layer.index, layer.name, defer_batchnorm(layer.module, sync_batchnorm)) for layer in layers
         ]
         self._noise = noise
+        self._layouts = GradientLayouts()
         modules = [module for layer in self.layers for module in layer.module.modules()]
         self.batchnorms = [module for module in modules if isinstance(module, DeferredBatchNorm)]
         self._step_aware: list[Any] = [module for module in modules if hasattr(module, "begin_step")]
@@ -78,7 +79,13 @@ class Cell:
             module.begin_step(step, steps)
 
     def run_training(
-        self, inputs: Tensors, targets: Tensors, step: int, micro_batch: int, first_time: bool
+        self,
+        inputs: Tensors,
+        targets: Tensors,
+        step: int,
+        micro_batch: int,
+        signature: Hashable,
+        first_time: bool,
     ) -> tuple[Tensors, dict[int, Tensor]]:
         """F_k of one micro-batch, with the noise that belongs to it.
 
@@ -86,6 +93,7 @@ class Cell:
             inputs: the boundary in front of the cell.
             targets: for layers with an ``auxiliary_loss``.
             step, micro_batch: what the noise is drawn for.
+            signature: of the shapes that entered the pipeline.
             first_time: False when this is a recompute: BatchNorm then gathers nothing.
 
         Returns:
@@ -105,7 +113,7 @@ class Cell:
                 outputs = forward(values if len(values) > 1 else values[0])
                 if auxiliary_loss is not None:
                     auxiliary[layer.index] = auxiliary_loss(outputs, targets)
-                values = _settle_new(as_tensors(outputs), values)
+                values = self._settle(as_tensors(outputs), values, (layer.index, signature))
             except Exception as error:
                 raise self._failure(layer, micro_batch) from error
         self._refuse_changed_inputs(inputs, versions, micro_batch)
@@ -127,6 +135,13 @@ class Cell:
                 raise self._failure(layer, micro_batch) from error
         return values
 
+    def _settle(self, outputs: Tensors, inputs: Tensors, place: Hashable) -> Tensors:
+        """Layouts of what leaves a layer; what it only passes on was settled before."""
+        return tuple(
+            tensor if any(tensor is passed for passed in inputs) else self._layouts.settle(tensor, (place, number))
+            for number, tensor in enumerate(outputs)
+        )
+
     def _failure(self, layer: BuiltLayer, micro_batch: int) -> LayerFailed:
         return LayerFailed(f"cell {self.number}, layer {layer.name!r}, micro-batch {micro_batch}")
 
@@ -137,8 +152,3 @@ class Cell:
                 f"cell {self.number} (first layer {self.layers[0].name!r}), micro-batch {micro_batch}: a layer changes "
                 "its input in place, but the input of a cell is kept for re-materialization; use inplace=False there"
             )
-
-
-def _settle_new(outputs: Tensors, inputs: Tensors) -> Tensors:
-    """`settle`, but for tensors that the layer only passes on: those were settled before."""
-    return tuple(tensor if any(tensor is passed for passed in inputs) else settle(tensor) for tensor in outputs)

@@ -220,9 +220,7 @@ class Pipeline:
                 self._kept[cell, micro_batch] = self._forget_scored_outputs(cell, kept)
         else:
             with torch.no_grad(), self._autocast():
-                outputs, _ = self.cells[cell].run_training(
-                    self._inputs[cell, micro_batch], self._targets[micro_batch], self._plan.step, micro_batch, True
-                )
+                outputs, _ = self._run(cell, micro_batch, first_time=True)
         if cell != self._last:
             self._pass_on(cell, micro_batch, outputs, spec)
 
@@ -233,9 +231,7 @@ class Pipeline:
     def _run_with_graph(self, cell: int, micro_batch: int, first_time: bool, score: bool) -> _Kept:
         """F_k with a graph; ``score``: this is the run that backward will use, so its losses count."""
         with torch.enable_grad(), self._autocast():
-            outputs, losses = self.cells[cell].run_training(
-                self._inputs[cell, micro_batch], self._targets[micro_batch], self._plan.step, micro_batch, first_time
-            )
+            outputs, losses = self._run(cell, micro_batch, first_time)
             if cell == self._last and score:
                 losses[TASK], statistics = self._score(outputs, micro_batch)
                 seen = self._record.statistics
@@ -243,6 +239,17 @@ class Pipeline:
         if score:
             self._record.losses |= {(layer, micro_batch): loss.detach() for layer, loss in losses.items()}
         return _Kept(outputs, list(losses.values()))
+
+    def _run(self, cell: int, micro_batch: int, first_time: bool) -> tuple[Tensors, dict[int, Tensor]]:
+        plan = self._plan
+        return self.cells[cell].run_training(
+            self._inputs[cell, micro_batch],
+            self._targets[micro_batch],
+            plan.step,
+            micro_batch,
+            plan.signatures[micro_batch],
+            first_time,
+        )
 
     def _score(self, outputs: Tensors, micro_batch: int) -> tuple[Tensor, Tensor]:
         try:
