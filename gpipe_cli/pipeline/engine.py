@@ -237,7 +237,7 @@ class Pipeline:
                 seen = self._record.statistics
                 self._record.statistics = statistics if seen is None else seen + statistics
         if score:
-            self._record.losses |= {(layer, micro_batch): loss.detach() for layer, loss in losses.items()}
+            self._record.losses |= {(layer, micro_batch): loss.detach().clone() for layer, loss in losses.items()}
         return _Kept(outputs, list(losses.values()))
 
     def _run(self, cell: int, micro_batch: int, first_time: bool) -> tuple[Tensors, dict[int, Tensor]]:
