@@ -355,7 +355,7 @@ def test_the_dilated_operation_is_plain_unless_asked() -> None:
         assert module(reach).shape == reach.shape
 
 
-def test_weights_start_with_the_variance_two_over_fan_out_and_classifier_biases_at_zero() -> None:
+def test_convolutions_start_with_variance_two_over_fan_out_and_the_classifier_with_one_over_fan_in() -> None:
     torch.manual_seed(0)
     for module, fan_out in (
         (SameConvolution(64, 128, (3, 3)), 9 * 128),
@@ -364,7 +364,7 @@ def test_weights_start_with_the_variance_two_over_fan_out_and_classifier_biases_
     ):
         assert module.weight.std().item() == pytest.approx((2 / fan_out) ** 0.5, rel=0.03)
     head = build(small(classes=500, image_size=32, auxiliary_head=False))["head"]
-    assert head.classifier.weight.std().item() == pytest.approx((2 / 500) ** 0.5, rel=0.03)
+    assert head.classifier.weight.std().item() == pytest.approx(head.classifier.in_features**-0.5, rel=0.03)
     assert not head.classifier.bias.any()
 
 
