@@ -1,4 +1,4 @@
-"""BatchNorm's moving averages follow the whole mini-batch, whatever M, K and re-materialization (paper, section 2.2)."""
+"""BatchNorm's moving averages follow the whole mini-batch, whatever M, K and remat policy (paper, section 2.2)."""
 
 from __future__ import annotations
 
