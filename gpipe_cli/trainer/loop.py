@@ -75,7 +75,7 @@ class Progress:
         skipped, skipped_in_a_row: updates left out because something was not finite.
         best: the lowest evaluation loss so far.
         evaluations_since_best: for early stopping.
-        last_good_loss: of the last finite step.
+        loss: of the last finite step.
         stopped_by: why the loop ended.
     """
 
