@@ -15,25 +15,20 @@ from typing import Any, cast
 
 import torch
 
-from ..config import Settings
-from ..data.source import Source
 from ..pipeline.batchnorm import finish_batchnorm
-from ..pipeline.cell import Cell
-from ..pipeline.engine import Pipeline, StepPlan
+from ..pipeline.engine import StepPlan
 from ..pipeline.gradients import clip_factor, reduce_over_replicas, scale_gradients, squared_norms
 from ..pipeline.simulate import Span
-from ..tasks.base import Task
+from .assembly import Assembly
 from .average import WeightAverage
 from .evaluation import Evaluator
 from .exchange import Exchange
 from .feed import Feed
 from .journal import Journal
-from .plan import Plan, PlanCodec
-from .programs import Programs
+from .plan import Plan
 from .saving import Saver
 from .step_report import StepReport, StepReporter
 from .totals import Totals
-from .world import World
 
 
 class NonFinite(RuntimeError):
@@ -42,19 +37,10 @@ class NonFinite(RuntimeError):
 
 @dataclass
 class Parts:
-    """What the loop works with; see `run.assemble` for how each is made."""
+    """What the loop works with; see `training.assemble_training` for how each is made."""
 
-    settings: Settings
-    world: World
-    source: Source | None
-    task: Task
-    cells: list[Cell]
-    parameter_names: list[str]
-    own_parameters: list[int]
-    engine: Pipeline
-    programs: Programs
+    assembly: Assembly
     exchange: Exchange
-    codec: PlanCodec
     reporter: StepReporter
     optimizer: torch.optim.Optimizer
     average: WeightAverage | None
@@ -99,11 +85,12 @@ class Trainer:
 
     def __init__(self, parts: Parts, progress: Progress, data_position: Any) -> None:
         self.parts, self.progress = parts, progress
-        self._settings = parts.settings.trainer
+        self._assembly = parts.assembly
+        self._settings = parts.assembly.settings.trainer
         self._position = data_position
         self._feed: Feed | None = None
-        self._parameters = [parameter for cell in parts.cells for _, parameter in cell.parameters()]
-        self._batchnorms = [batchnorm for cell in parts.cells for batchnorm in cell.batchnorms]
+        self._parameters = [parameter for cell in parts.assembly.cells for _, parameter in cell.parameters()]
+        self._batchnorms = [batchnorm for cell in parts.assembly.cells for batchnorm in cell.batchnorms]
         self._began = time.monotonic()
         self.totals = Totals()
         self.last_evaluation: dict[str, float] = {}
@@ -127,22 +114,28 @@ class Trainer:
 
     def _step(self, plan: Plan) -> Plan | None:
         """One mini-batch; returns the plan of the next, or None when this was the last."""
-        p, step, began = self.parts, self.progress.step, time.perf_counter()
+        p, a, step, began = self.parts, self._assembly, self.progress.step, time.perf_counter()
         p.where["step"] = step
-        p.engine.meter.begin_step()
+        a.engine.meter.begin_step()
         steps = self._settings.steps or 0
         scale = 1 / plan.total_weight if plan.total_weight else 0.0
         parts = self._feed.parts if self._feed is not None else None
         position, waited = (self._feed.position, self._feed.seconds_waited) if self._feed is not None else (None, 0.0)
-        program = p.programs.training(len(plan.signatures))[p.world.worker]
-        record = p.engine.train_step(program, StepPlan(step, steps, plan.signatures, scale), parts)
-        span = p.engine.meter.end_step()
+        program = a.programs.training(len(plan.signatures))[a.world.worker]
+        record = a.engine.train_step(program, StepPlan(step, steps, plan.signatures, scale), parts)
+        span = a.engine.meter.end_step()
         self._settle_gradients()
-        p.reporter.write_record(p.exchange, p.world.replica, record)
-        if p.world.replica == 0:
-            p.reporter.write_norms(p.exchange, p.own_parameters, squared_norms(self._parameters))
+        p.reporter.write_record(p.exchange, a.world.replica, record)
+        if a.world.replica == 0:
+            p.reporter.write_norms(p.exchange, a.own_parameters, squared_norms(self._parameters))
         p.reporter.write_times(
-            p.exchange, p.world.replica, p.world.rank, p.engine.meter.seconds(), span, waited, p.world.device
+            p.exchange,
+            a.world.replica,
+            a.world.rank,
+            a.engine.meter.seconds(),
+            span,
+            waited,
+            a.world.device,
         )
         self._announce_next()
         p.exchange.run()
@@ -157,16 +150,16 @@ class Trainer:
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        if self.parts.world.same_worker is not None:
-            reduce_over_replicas(self._parameters, self.parts.world.same_worker)
+        if self._assembly.world.same_worker is not None:
+            reduce_over_replicas(self._parameters, self._assembly.world.same_worker)
 
     def _update(self, report: StepReport, plan: Plan, seconds: float) -> None:
-        p, progress = self.parts, self.progress
+        p, a, progress = self.parts, self._assembly, self.progress
         lr = float(p.lr_schedule.get_last_lr()[0])
         if report.finite:
             scale_gradients(self._parameters, clip_factor(report.gradient_norm, self._settings.gradient_clip))
             p.optimizer.step()
-            finish_batchnorm(self._batchnorms, p.world.same_worker)
+            finish_batchnorm(self._batchnorms, a.world.same_worker)
             if p.average is not None:
                 p.average.update(progress.step - progress.skipped)
             progress.loss, progress.skipped_in_a_row = report.loss, 0
@@ -197,28 +190,28 @@ class Trainer:
     def _explain_non_finite(self, report: StepReport) -> str:
         bad = report.first_bad_micro_batch()
         if bad is not None:
-            replica = f" of replica {bad[0]}" if self.parts.world.replicas > 1 else ""
+            replica = f" of replica {bad[0]}" if self._assembly.world.replicas > 1 else ""
             return f"the loss of micro-batch {bad[1]}{replica} is not finite ({report.losses[bad[0]][bad[1]]})"
         if report.bad_parameter is not None:
-            return f"the gradient of {self.parts.parameter_names[report.bad_parameter]} is not finite"
+            return f"the gradient of {self._assembly.parameter_names[report.bad_parameter]} is not finite"
         return f"the gradient norm is not finite ({report.gradient_norm})"
 
     # -- decisions, taken once and sent round --------------------------------------------------------------------
 
     def _open_feed(self) -> None:
-        p = self.parts
-        if p.source is not None:
-            batches = p.source.train(self._position, p.settings.pipeline.M, p.world.replica, p.world.replicas)
-            self._feed = Feed(batches, p.task.weight)
+        a = self._assembly
+        if a.source is not None:
+            batches = a.source.train(self._position, a.settings.pipeline.M, a.world.replica, a.world.replicas)
+            self._feed = Feed(batches, a.task.weight)
 
     def _announce_next(self) -> None:
         """First workers tell what comes next; rank 0 adds whether the run should end first."""
-        p = self.parts
+        p, a = self.parts, self._assembly
         epochs_done = self._epochs_done()
         if self._feed is not None:
             self._feed.advance()
-            p.codec.write(p.exchange, self._feed.parts, self._feed.weights)
-        if p.world.rank == 0:
+            a.codec.write(p.exchange, self._feed.parts, self._feed.weights)
+        if a.world.rank == 0:
             limit = self._settings.seconds
             if p.stop_requested():
                 p.exchange.mine["stop"][0] = 1
@@ -230,7 +223,7 @@ class Trainer:
 
     def _epochs_done(self) -> bool:
         """Whether the mini-batch trained on last was the last of the epochs; only first workers can tell."""
-        epochs, source = self._settings.epochs, self.parts.source
+        epochs, source = self._settings.epochs, self._assembly.source
         position = self._position if self._feed is None or self._feed.position is None else self._feed.position
         if epochs is None or source is None or position is None:
             return False
@@ -238,8 +231,8 @@ class Trainer:
 
     def _read_plan(self, done: int) -> Plan | None:
         """The plan of the step after ``done`` ones, or None, with the reason in ``progress.stopped_by``."""
-        p, progress = self.parts, self.progress
-        plan = p.codec.read(p.exchange, "train")
+        p, a, progress = self.parts, self._assembly, self.progress
+        plan = a.codec.read(p.exchange, "train")
         p.saver.read(p.exchange)
         stop = int(p.exchange.all["stop"].item())
         if self._settings.steps is not None and done >= self._settings.steps:
@@ -258,7 +251,7 @@ class Trainer:
         is_best = False
         if settings.evaluate_every and progress.step % settings.evaluate_every == 0:
             is_best = self._evaluate(final=False)
-        every = self.parts.settings.checkpoint.every
+        every = self._assembly.settings.checkpoint.every
         if is_best or (every and progress.step % every == 0):
             self._save(is_best)
         if settings.patience is not None and progress.evaluations_since_best >= settings.patience:
@@ -282,9 +275,12 @@ class Trainer:
         self.parts.saver.begin(self.parts.exchange, asdict(self.progress), self._position, is_best)
 
     def _finish(self) -> None:
-        p = self.parts
+        p, a = self.parts, self._assembly
         stopping = self.progress.stopped_by == "request"
         is_best = False if stopping else self._evaluate(final=True)
         self._save(is_best)
         p.saver.finish(p.exchange)
-        p.journal.pictures(cast("list[list[Span]]", p.world.gather_everyone(p.engine.meter.spans)), p.programs)
+        p.journal.pictures(
+            cast("list[list[Span]]", a.world.gather_everyone(a.engine.meter.spans)),
+            a.programs,
+        )

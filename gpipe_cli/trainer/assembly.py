@@ -1,0 +1,221 @@
+"""Puts together what a worker works with, from the configuration: once for every command that runs the pipeline.
+
+`assemble_model` makes everything up to the engine: enough to evaluate, to translate, to compare. `training.py` adds
+what learns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from ..config import Settings
+from ..data.source import Source
+from ..errors import ConfigurationError
+from ..launch.context import Context
+from ..layers import LayerBuilder
+from ..pipeline.cell import Cell
+from ..pipeline.engine import TASK, Pipeline
+from ..pipeline.transport import Transport
+from ..tasks.base import Task
+from ..tasks.generation import GenerationSettings
+from .build import Cut, build_autocast, build_cells, build_model, build_source, cut_model
+from .evaluation import Evaluator
+from .exchange import Exchange
+from .generation import Generator
+from .journal import Journal
+from .plan import Form, PlanCodec
+from .predictions import PredictionKeeper
+from .programs import Programs
+from .world import World
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What rank 0 found out for all from the first mini-batch.
+
+    Attributes:
+        form: of the data.
+        cut: of the model.
+        special: the tokens that begin and end a sentence, where there are sentences.
+        examples: of replica 0's share of the mini-batch.
+    """
+
+    form: Form
+    cut: Cut
+    special: tuple[int, int]
+    examples: int
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """One worker's part of the pipeline, ready to run.
+
+    Attributes:
+        source: of the data; on the first worker of each replica, None elsewhere.
+        cells: this worker's.
+        layers: of the whole model: the names of the parameters of each.
+        parameter_names: full names of all parameters of the model, in layer order.
+        own_parameters: the places of this worker's parameters among them.
+        losses: the indices of the layers with an auxiliary loss, and last `TASK`.
+    """
+
+    settings: Settings
+    world: World
+    task: Task
+    source: Source | None
+    survey: Survey
+    cells: list[Cell]
+    layers: dict[str, list[str]]
+    parameter_names: list[str]
+    own_parameters: list[int]
+    losses: list[int]
+    programs: Programs
+    engine: Pipeline
+    codec: PlanCodec
+
+    @property
+    def cut(self) -> Cut:
+        return self.survey.cut
+
+
+def assemble_model(context: Context, settings: Settings, world: World, task: Task, journal: Journal) -> Assembly:
+    """Data, model, cells and engine; every worker calls it at the same time.
+
+    Raises:
+        ConfigurationError: something in the configuration that shows only now.
+    """
+    builders = build_model(settings.model)
+    source = open_source(settings, world, journal)
+    found = cast(Survey, world.tell_everyone(lambda: survey(builders, settings, world, cast(Source, source))))
+    journal.cells(found.cut.table)
+    cells = build_cells(builders, found.cut, world, settings.seed, settings.pipeline.sync_batchnorm)
+    for cell in cells:
+        cell.train(True)
+    layers, names, own, losses = whole_model(world, cells)
+    placement = found.cut.placement
+    engine = Pipeline(
+        cells,
+        placement,
+        make_transport(world, found.cut),
+        task.loss,
+        len(found.form.targets),
+        world.device,
+        build_autocast(settings.precision, world.device),
+        context.where,
+    )
+    return Assembly(
+        settings=settings,
+        world=world,
+        task=task,
+        source=source,
+        survey=found,
+        cells=cells,
+        layers=layers,
+        parameter_names=names,
+        own_parameters=own,
+        losses=losses,
+        programs=Programs(settings.pipeline.schedule, placement, settings.pipeline.remat),
+        engine=engine,
+        codec=PlanCodec(found.form, settings.pipeline.M, world.replica, world.replicas),
+    )
+
+
+def evaluation_fields(assembly: Assembly) -> dict[str, int]:
+    """The exchange's fields that evaluation needs, beside those of the plan."""
+    replicas, generation = assembly.world.replicas, generation_settings(assembly.task)
+    tokens = {} if generation is None else Generator.fields(replicas, assembly.settings.pipeline.M, generation)
+    return {"metrics": replicas * len(assembly.task.metrics), **tokens}
+
+
+def assemble_evaluator(assembly: Assembly, exchange: Exchange) -> Evaluator:
+    """Evaluation through the pipeline, with generation where the task generates.
+
+    Args:
+        exchange: with the fields of `assembly.codec` and `evaluation_fields`.
+    """
+    a, M = assembly, assembly.settings.pipeline.M
+    generation, generator = generation_settings(a.task), None
+    if generation is not None:
+        generator = Generator(
+            a.world,
+            cast(Any, a.source),
+            cast(Any, a.task),
+            a.engine,
+            a.programs,
+            exchange,
+            a.codec,
+            M,
+            generation,
+            a.settings.trainer.samples,
+            *a.survey.special,
+        )
+    keeper = PredictionKeeper(a.world, cast(Any, a.task), a.source) if hasattr(a.task, "predictions") else None
+    return Evaluator(a.world, a.source, a.task, a.cells, a.engine, a.programs, exchange, a.codec, M, generator, keeper)
+
+
+def generation_settings(task: Task) -> GenerationSettings | None:
+    """None for a task that generates nothing."""
+    return getattr(task, "generation", None)
+
+
+def open_source(settings: Settings, world: World, journal: Journal) -> Source | None:
+    """The data source on the workers that read it; rank 0 prepares it first, the others find it prepared."""
+    source = build_source(settings.data) if world.reads_data else None
+    if source is not None and settings.trainer.epochs is not None and not hasattr(source, "epoch"):
+        raise ConfigurationError(
+            f"trainer.epochs={settings.trainer.epochs} but data._target_={settings.data['_target_']} has no method "
+            "epoch(position), so nobody knows when one has passed: use trainer.steps"
+        )
+    prepare = getattr(source, "prepare", None)
+    world.tell_everyone(lambda: prepare(journal.preparation) if prepare is not None else None)
+    if world.rank != 0 and prepare is not None:
+        prepare(lambda text, done, total: None)
+    return source
+
+
+def survey(builders: Sequence[LayerBuilder], settings: Settings, world: World, source: Source) -> Survey:
+    """Reads the first mini-batch and cuts the model; on rank 0."""
+    batches = source.train(None, settings.pipeline.M, 0, world.replicas)
+    parts = next(iter(batches)).parts
+    part = parts[0]
+    if hasattr(batches, "close"):
+        batches.close()
+    cut = cut_model(builders, settings.pipeline, world.workers, part, world.device)
+    special = int(getattr(source, "bos_id", 0)), int(getattr(source, "eos_id", 0))
+    return Survey(Form.of(part), cut, special, sum(len(inputs[0]) for inputs, _ in parts))
+
+
+def whole_model(world: World, cells: Sequence[Cell]) -> tuple[dict[str, list[str]], list[str], list[int], list[int]]:
+    """What all workers together hold.
+
+    Returns:
+        Parameter names by layer; all full names in layer order; the places of this worker's parameters among them; the
+        indices of the layers with an auxiliary loss, and last `TASK`.
+    """
+    mine = [
+        (
+            layer.index,
+            layer.name,
+            [name for name, _ in layer.module.named_parameters()],
+            hasattr(layer.module, "auxiliary_loss"),
+        )
+        for cell in cells
+        for layer in cell.layers
+    ]
+    everyone = cast("list[list[tuple[int, str, list[str], bool]]]", world.gather_everyone(mine))
+    layers = sorted(layer for worker in everyone[: world.workers] for layer in worker)
+    model = {name: parameters for _, name, parameters, _ in layers}
+    losses = [index for index, _, _, has_loss in layers if has_loss] + [TASK]
+    names = [f"{layer}.{parameter}" for layer, parameters in model.items() for parameter in parameters]
+    place = {name: number for number, name in enumerate(names)}
+    return model, names, [place[name] for cell in cells for name, _ in cell.parameters()], losses
+
+
+def make_transport(world: World, cut: Cut) -> Transport | None:
+    """None where all cells live on one worker."""
+    if world.workers == 1 or world.directions is None or world.everyone is None:
+        return None
+    ranks = tuple(world.rank_of(worker) for worker in cut.placement)
+    return Transport(ranks, world.device, world.wire, world.directions, world.everyone)

@@ -1,0 +1,150 @@
+"""Puts together what learns: optimizer, schedule, checkpoints and the loop, on top of the assembled pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from ..config import Settings
+from ..launch.context import Context
+from ..pipeline.cell import Cell
+from .assembly import Assembly, assemble_evaluator, evaluation_fields
+from .average import WeightAverage
+from .build import build_lr_schedule, build_optimizer
+from .checkpoint import load_layer, restore_layer
+from .checkpoint_commit import prepare_directory
+from .checkpoint_files import CheckpointInfo, open_checkpoint
+from .exchange import Exchange
+from .journal import Journal
+from .loop import Parts, Progress, Trainer
+from .saving import Saver, restore_lr_schedule
+from .start_messages import batchnorm_notice
+from .step_report import StepReporter
+from .transfer import load_weights, patterns_without_effect, require_same_model
+from .world import World
+
+
+def assemble_training(
+    context: Context,
+    config: Mapping[str, Any],
+    assembly: Assembly,
+    journal: Journal,
+    resumed: CheckpointInfo | None,
+) -> Trainer:
+    """The trainer, at its beginning or where ``resumed`` left off; every worker calls it at the same time.
+
+    Args:
+        config: with the resolved configuration under "settings", for the checkpoints.
+
+    Raises:
+        ConfigurationError: something in the configuration that shows only now.
+    """
+    settings, world, cells = assembly.settings, assembly.world, assembly.cells
+    if resumed is None and settings.checkpoint.init_from is not None:
+        transfer(settings, world, cells, assembly.layers, journal)
+    average = None if settings.trainer.average is None else WeightAverage(cells, settings.trainer.average)
+    optimizer = build_optimizer(settings.optimizer, [parameter for cell in cells for _, parameter in cell.parameters()])
+    lr_schedule = build_lr_schedule(settings.schedule, optimizer)
+    saver = Saver(
+        context.run_dir,
+        world,
+        cells,
+        assembly.layers,
+        settings.checkpoint.keep,
+        config["settings"],
+        optimizer,
+        lr_schedule,
+        average,
+    )
+    reporter = make_reporter(assembly)
+    fields = {**assembly.codec.fields(), **reporter.fields(), **saver.fields(), **evaluation_fields(assembly)}
+    exchange = Exchange({**fields, "stop": 1}, world.everyone)
+    parts = Parts(
+        assembly=assembly,
+        exchange=exchange,
+        reporter=reporter,
+        optimizer=optimizer,
+        average=average,
+        lr_schedule=lr_schedule,
+        evaluator=assemble_evaluator(assembly, exchange),
+        saver=saver,
+        journal=journal,
+        stop_requested=context.stop_requested,
+        where=context.where,
+    )
+    progress, position = Progress(), None
+    if world.rank == 0:
+        prepare_directory(context.run_dir, resumed)
+    if resumed is not None:
+        progress, position = restore(resumed, cells, optimizer, lr_schedule, average)
+        journal.message(f"going on from {resumed.path}, step {resumed.step}")
+    say_batchnorm(journal, world, cells, settings, assembly.survey.examples)
+    return Trainer(parts, progress, position)
+
+
+def make_reporter(assembly: Assembly) -> StepReporter:
+    """Writes and reads the report that ends each step."""
+    pipeline, world = assembly.settings.pipeline, assembly.world
+    return StepReporter(
+        assembly.losses,
+        pipeline.K,
+        pipeline.M,
+        world.replicas,
+        world.size,
+        len(assembly.parameter_names),
+        len(assembly.task.statistics),
+    )
+
+
+def transfer(
+    settings: Settings, world: World, cells: Sequence[Cell], model: Mapping[str, Sequence[str]], journal: Journal
+) -> None:
+    """Weights and buffers from `checkpoint.init_from`, on every worker those of its layers; says what begins anew."""
+    wanted = settings.checkpoint
+    info = open_checkpoint(Path(cast(str, wanted.init_from)))
+    require_same_model(info, model, wanted.init_except)
+    for pattern in patterns_without_effect(info, model, wanted.init_except):
+        journal.warn(f"checkpoint.init_except: {pattern} is no layer or parameter of this model or of {info.path}")
+    new = world.gather_everyone(load_weights(info, cells, wanted.init_except, wanted.init_average))
+    names = [name for worker in cast("list[list[str]]", new[: world.workers]) for name in worker]
+    journal.message(f"weights from {info.path}; begun anew: {', '.join(sorted(names)) or 'nothing'}")
+
+
+def restore(
+    info: CheckpointInfo,
+    cells: Sequence[Cell],
+    optimizer: torch.optim.Optimizer,
+    lr_schedule: torch.optim.lr_scheduler.LRScheduler,
+    average: WeightAverage | None,
+) -> tuple[Progress, Any]:
+    """Weights and their average, optimizer, schedule and progress from a checkpoint.
+
+    Returns:
+        Progress and data position.
+    """
+    for cell in cells:
+        for layer in cell.layers:
+            state = load_layer(info, layer.name)
+            restore_layer(layer.name, layer.module, optimizer, state)
+            if average is not None:
+                average.restore(layer.name, state.averages)
+    restore_lr_schedule(lr_schedule, optimizer, cast("Mapping[str, Any]", info.state.schedule))
+    scalars: dict[str, Any] = {key: value for key, value in info.state.scalars.items() if value is not None}
+    return Progress(step=info.step, **scalars), info.state.data_position
+
+
+def say_batchnorm(journal: Journal, world: World, cells: Sequence[Cell], settings: Settings, examples: int) -> None:
+    """``examples`` are those of replica 0; the mini-batch is `data.batch_size` where examples are counted."""
+    everyone = cast("list[int]", world.gather_everyone(sum(len(cell.batchnorms) for cell in cells)))
+    size, by_tokens = settings.data.get("batch_size"), settings.data.get("batch_tokens") is not None
+    mini_batch = size if isinstance(size, int) and not by_tokens else examples * world.replicas
+    pipeline = settings.pipeline
+    layers, together = sum(everyone[: world.workers]), pipeline.sync_batchnorm
+    notice = batchnorm_notice(layers, mini_batch, pipeline.M, pipeline.replicas, together)
+    if notice is not None:
+        journal.message(notice.text)
+    if notice is not None and notice.warning is not None:
+        journal.warn(notice.warning)
