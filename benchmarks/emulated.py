@@ -24,10 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.common import Report, parser, run_workers
-from benchmarks.driver import Step, engine_step, plain_step
-from benchmarks.emulator import ACCELERATOR, BACKWARD, LAYERS, WIDTH, SleepingLayer, forward_seconds
-from benchmarks.peers import torch_pipelining_step
+from benchmarks.common import Report, parser
+from gpipe_cli.bench.driver import Step, engine_step, plain_step
+from gpipe_cli.bench.emulator import ACCELERATOR, BACKWARD, LAYERS, WIDTH, SleepingLayer, forward_seconds
+from gpipe_cli.bench.peers import torch_pipelining_step
+from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.launch.context import Context
 from gpipe_cli.pipeline.schedule import schedule
 from gpipe_cli.pipeline.simulate import cost_durations, simulate

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import Report, parser, run_workers
+from benchmarks.common import Report, parser
+from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.launch.context import Context
 from gpipe_cli.trainer.exchange import Exchange
 

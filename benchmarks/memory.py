@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.common import Report, parser, run_workers
-from benchmarks.driver import Block, engine_step, squared_loss
+from benchmarks.common import Report, parser
+from gpipe_cli.bench.driver import Block, engine_step, squared_loss
+from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.launch.context import Context
 from gpipe_cli.pipeline.engine import Part
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from benchmarks.common import Report, parser
-from benchmarks.driver import CPU, Step, engine_step, plain_step
+from gpipe_cli.bench.driver import CPU, Step, engine_step, plain_step
 from gpipe_cli.models.transformer import transformer
 from gpipe_cli.pipeline.cell import build_layer
 from gpipe_cli.pipeline.engine import Part

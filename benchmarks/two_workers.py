@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import Report, parser, run_workers
-from benchmarks.driver import Block, Step, engine_step, plain_step
+from benchmarks.common import Report, parser
+from gpipe_cli.bench.driver import Block, Step, engine_step, plain_step
+from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.launch.context import Context
 
 TOKENS = 32  # of an example

@@ -1,0 +1,1 @@
+"""Measuring: emulated accelerators, peers, and the paper's tables."""
