@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -63,22 +64,40 @@ def canonical_gradient(gradient: Tensor, of_channels_last: bool) -> Tensor:
 
 
 class GradientLayouts:
-    """Brings the gradients that pass between layers to `canonical` layout, and remembers where there is nothing to do.
+    """Brings what leaves a layer, and the gradient that comes back to it, to `canonical` layout.
 
-    A hook on every tensor would cost 2 % of a small model's step. The layout of a gradient follows from the shapes, so
-    where the first one for some shapes came in canonical layout, later ones need no hook.
+    A hook on every tensor would cost 2 % of a small model's step. The layouts follow from the shapes, so where those of
+    some shapes were seen to be canonical, later ones need no hook.
     """
 
     def __init__(self) -> None:
         self._odd: dict[Hashable, bool] = {}
+        self._settled: dict[Hashable, set[int]] = defaultdict(set)
 
-    def settle(self, tensor: Tensor, place: Hashable) -> Tensor:
-        """``tensor`` in canonical layout, and its gradient too when it comes.
+    def settled(self, signature: Hashable) -> set[int]:
+        """The layers that return one tensor which, with its gradient, has been seen to need nothing.
 
         Args:
-            place: where in the model, and for which shapes of input.
+            signature: of the shapes that entered the pipeline.
         """
-        tensor = canonical(tensor)
+        return self._settled[signature]
+
+    def settle(self, outputs: Tensors, inputs: Tensors, layer: int, signature: Hashable) -> Tensors:
+        """``outputs`` of ``layer`` in canonical layout, and their gradients too when they come.
+
+        What the layer only passes on from its ``inputs`` was settled before.
+        """
+        made = tuple(
+            tensor
+            if any(tensor is passed for passed in inputs)
+            else self._settle_one(canonical(tensor), (layer, number, signature))
+            for number, tensor in enumerate(outputs)
+        )
+        if len(made) == 1 and made[0] is outputs[0] and self._odd.get((layer, 0, signature)) is False:
+            self._settled[signature].add(layer)
+        return made
+
+    def _settle_one(self, tensor: Tensor, place: Hashable) -> Tensor:
         if tensor.requires_grad and self._odd.get(place, True):
             last = is_channels_last(tensor)
 

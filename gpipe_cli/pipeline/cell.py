@@ -60,6 +60,7 @@ class Cell:
         self._layouts = GradientLayouts()
         modules = [module for layer in self.layers for module in layer.module.modules()]
         self.batchnorms = [module for module in modules if isinstance(module, DeferredBatchNorm)]
+        self._indices = [layer.index for layer in self.layers]
         self._step_aware: list[Any] = [module for module in modules if hasattr(module, "begin_step")]
         self._calls: list[tuple[BuiltLayer, Callable[..., Any], Callable[..., Tensor] | None]] = [
             (layer, layer.module, getattr(layer.module, "auxiliary_loss", None)) for layer in self.layers
@@ -107,13 +108,18 @@ class Cell:
         versions = [tensor._version for tensor in inputs]
         values = inputs
         auxiliary: dict[int, Tensor] = {}
-        for layer, forward, auxiliary_loss in self._calls:
-            self._noise.seed_layer(step, micro_batch, layer.index)
+        seeds = self._noise.seeds(step, micro_batch, self._indices)
+        settled = self._layouts.settled(signature)
+        for (layer, forward, auxiliary_loss), seed in zip(self._calls, seeds, strict=True):
+            self._noise.seed(seed)
             try:
                 outputs = forward(values if len(values) > 1 else values[0])
                 if auxiliary_loss is not None:
                     auxiliary[layer.index] = auxiliary_loss(outputs, targets)
-                values = self._settle(as_tensors(outputs), values, (layer.index, signature))
+                if layer.index in settled and isinstance(outputs, Tensor) and outputs.is_contiguous():
+                    values = (outputs,)
+                else:
+                    values = self._layouts.settle(as_tensors(outputs), values, layer.index, signature)
             except Exception as error:
                 raise self._failure(layer, micro_batch) from error
         self._refuse_changed_inputs(inputs, versions, micro_batch)
@@ -134,13 +140,6 @@ class Cell:
             except Exception as error:
                 raise self._failure(layer, micro_batch) from error
         return values
-
-    def _settle(self, outputs: Tensors, inputs: Tensors, place: Hashable) -> Tensors:
-        """Layouts of what leaves a layer; what it only passes on was settled before."""
-        return tuple(
-            tensor if any(tensor is passed for passed in inputs) else self._layouts.settle(tensor, (place, number))
-            for number, tensor in enumerate(outputs)
-        )
 
     def _failure(self, layer: BuiltLayer, micro_batch: int) -> LayerFailed:
         return LayerFailed(f"cell {self.number}, layer {layer.name!r}, micro-batch {micro_batch}")
