@@ -17,49 +17,25 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from benchmarks.common import Report, parser
 from gpipe_cli.bench.driver import Step, engine_step, plain_step
 from gpipe_cli.bench.emulator import ACCELERATOR, BACKWARD, LAYERS, WIDTH, SleepingLayer, forward_seconds
 from gpipe_cli.bench.peers import torch_pipelining_step
+from gpipe_cli.bench.stopwatch import StopWatch
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.launch.context import Context
 from gpipe_cli.pipeline.schedule import schedule
 from gpipe_cli.pipeline.simulate import cost_durations, simulate
-from gpipe_cli.trainer.exchange import Exchange
 
 EXAMPLES = 64
 KINDS = ("gpipe", "1f1b")
-START_AHEAD = 0.05  # seconds from the exchange to the common start
 SERIAL_SECONDS = {1: 1.5, 4: 3.0, 32: 8.0}  # of forward and backward by M: long enough that sleeps exceed 1 ms
 QUICK_SERIAL_SECONDS = {1: 0.5, 4: 1.0, 32: 4.0}
-
-
-class StopWatch:
-    """Times a step that all workers take together."""
-
-    def __init__(self, rank: int, workers: int) -> None:
-        self._rank = rank
-        self._exchange = Exchange({"start": 1, "end": workers}, dist.group.WORLD if workers > 1 else None)
-
-    def time(self, step: Step) -> float:
-        """Seconds from the common start to the end of the last worker."""
-        if self._rank == 0:
-            self._exchange.mine["start"][0] = time.perf_counter() + START_AHEAD
-        self._exchange.run()
-        start = float(self._exchange.all["start"][0])
-        ACCELERATOR.reset()
-        time.sleep(max(0.0, start - time.perf_counter()))
-        step()
-        self._exchange.mine["end"][self._rank] = time.perf_counter()
-        self._exchange.run()
-        return float(self._exchange.all["end"].max()) - start
 
 
 def limits(K: int, M: int, remat: str, serial_seconds: float) -> dict[str, float]:
@@ -90,7 +66,7 @@ def worker(context: Context, config: dict[str, Any]) -> list[dict[str, float | N
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
     context.init_process_group("gloo")
     rank, K = context.rank, context.world_size
-    watch = StopWatch(rank, K)
+    watch = StopWatch(rank, K, ACCELERATOR.reset)
     medians = []
     for setting in config["settings"]:
         steps = contenders(rank, K, setting["M"], setting["remat"], setting["serial_seconds"])
