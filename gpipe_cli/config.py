@@ -140,6 +140,23 @@ class LaunchConfig:
 
 
 @dataclass(frozen=True)
+class VerifyConfig:
+    """What `gpipe-verify` does.
+
+    Attributes:
+        steps: mini-batches that are compared.
+        dtype: of weights and activations: as configured, or float64.
+        tolerance: the largest relative difference that counts as rounding; "auto" follows the precision.
+        format: of the report on the console.
+    """
+
+    steps: Count
+    dtype: Literal["configured", "float64"]
+    tolerance: Literal["auto"] | Positive
+    format: Literal["text", "json"]
+
+
+@dataclass(frozen=True)
 class Settings:
     """The whole configuration. `model`, `data`, `task`, `optimizer` and `schedule` stay plain: see `FREE_FORM`."""
 
@@ -156,6 +173,7 @@ class Settings:
     checkpoint: CheckpointConfig
     logging: LoggingConfig
     launch: LaunchConfig
+    verify: VerifyConfig
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Settings:
@@ -196,6 +214,7 @@ TYPED: dict[str, type] = {
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
     "launch": LaunchConfig,
+    "verify": VerifyConfig,
 }
 FREE_FORM = ("model", "data", "task", "optimizer", "schedule")
 

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,10 +47,12 @@ class Program:
         entry: "package.module:function", called as `function(context, {"settings": …, "started_at": …})` with the
             resolved configuration and the time (seconds since the epoch) at which the job began.
         preload: modules that are imported once for all workers.
+        conclude: what the command makes of the workers' result: shows it, and returns the exit code.
     """
 
     entry: str = "gpipe_cli.trainer.run:main"
     preload: tuple[str, ...] = ("torch", "gpipe_cli.trainer.run")
+    conclude: Callable[[Any, Path, Console], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,8 @@ def run_job(composed: DictConfig, program: Program, started_at: float) -> tuple[
                 config = _with_checkpoint(prepared, run_dir, place, console)
                 config = {"settings": config, "started_at": time.time() if is_sweep else started_at}
                 result = _start(prepared, config, run_dir, program, console)
+            if program.conclude is not None:
+                return program.conclude(result, run_dir, console), math.nan
             if not is_sweep:
                 console.say(where_it_is(run_dir))
         except (ConfigurationError, WorkerFailed) as error:

@@ -36,6 +36,7 @@ MAY_DIFFER = (
     "checkpoint",
     "logging",
     "launch",
+    "verify",
 )
 NOT_SET = "(not set)"
 _PLAIN = re.compile(r"(?!(?:null|true|false|inf|nan)$)[A-Za-z_][\w./-]*", re.IGNORECASE)  # read as a string unquoted
