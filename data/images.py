@@ -129,12 +129,12 @@ class ImageSource:
         batches = self._ahead(self._examples().train(position, parts, replica, replicas))
         return (Batch([_part(loaded) for loaded in self._loaded(batch)], batch.position) for batch in batches)
 
-    def evaluation(self, parts: int, replica: int = 0, replicas: int = 1) -> Iterator[Batch]:
-        """Every evaluation image once, in order; the last mini-batch may have fewer parts.
+    def evaluation(self, parts: int) -> Iterator[Batch]:
+        """Every evaluation image once, in order; the last mini-batch may have fewer parts."""
+        return self.evaluation_share(parts, 0, 1)
 
-        With several replicas: only the mini-batches number replica, replica + replicas, … of all, so that no image
-        is decoded twice.
-        """
+    def evaluation_share(self, parts: int, replica: int, replicas: int) -> Iterator[Batch]:
+        """Of the mini-batches of `evaluation` the numbers replica, replica + replicas, …: no image is decoded twice."""
         count, size = len(self._prepared[1]), self._batch_size
         firsts = range(replica * size, count, replicas * size)
         mine = Subset(self._prepared[1], [i for first in firsts for i in range(first, min(first + size, count))])
@@ -144,6 +144,11 @@ class ImageSource:
                 loaded = _divided_again(loaded, parts)
             if loaded:
                 yield Batch([_part(part) for part in loaded], batch.position)
+
+    @property
+    def defects(self) -> dict[str, int]:
+        """How many images were met that could not be read."""
+        return {"broken_images": len(self.broken_images)}
 
     def epoch(self, position: Any) -> float:
         """How often the training images were read up to `position`."""

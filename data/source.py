@@ -58,6 +58,9 @@ class Source(Protocol):
         """The whole evaluation set once; the last batches may have fewer parts."""
 
     # Optional: `epoch(position) -> float`, how often the data was read up to `position`; trainer.epochs needs it.
+    # Optional: `evaluation_share(parts, replica, replicas)`, of the mini-batches of `evaluation` the numbers replica,
+    # replica + replicas, …: where reading is dear, so that replicas do not all read everything.
+    # Optional: `defects`, a dict of counts (broken files, left-out lines) that goes into summary.json.
 
 
 def no_report(text: str, done: int, total: int) -> None:

@@ -193,8 +193,8 @@ def test_loader_processes_change_neither_order_nor_augmentation(folder: Path) ->
 def test_replicas_may_share_an_evaluation_without_reading_an_image_twice(folder: Path) -> None:
     source = images(folder, batch_size=2)
     every = list(source.evaluation(1))
-    assert equal(list(source.evaluation(1, 0, 2)), every[0::2])
-    assert equal(list(source.evaluation(1, 1, 2)), every[1::2])
+    assert equal(list(source.evaluation_share(1, 0, 2)), every[0::2])
+    assert equal(list(source.evaluation_share(1, 1, 2)), every[1::2])
 
 
 @pytest.mark.parametrize(("cores", "replicas", "workers"), [(2, 1, 2), (96, 1, 16), (96, 8, 12), (2, 4, 1)])

@@ -21,6 +21,7 @@ from ..pipeline.transport import Transport
 from ..tasks.base import Task
 from ..tasks.generation import GenerationSettings
 from .build import Cut, build_autocast, build_cells, build_model, build_source, cut_model
+from .data_notices import forward_warnings
 from .evaluation import Evaluator
 from .exchange import Exchange
 from .generation import Generator
@@ -88,6 +89,8 @@ def assemble_model(context: Context, settings: Settings, world: World, task: Tas
     """
     builders = build_model(settings.model)
     source = open_source(settings, world, journal)
+    if source is not None:
+        forward_warnings(source, context.emit)
     found = cast(Survey, world.tell_everyone(lambda: survey(builders, settings, world, cast(Source, source))))
     journal.cells(found.cut.table)
     cells = build_cells(builders, found.cut, world, settings.seed, settings.pipeline.sync_batchnorm)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from ..data.source import Source
+from ..data.source import Batch, Source
 from ..pipeline.cell import Cell
 from ..pipeline.engine import Pipeline
 from ..tasks.base import Task
@@ -79,12 +80,18 @@ class Evaluator:
             cell.train(True)
         return Evaluation(numbers, loss, samples, self._keeper.finish() if self._keeper is not None else None)
 
+    def _share(self, source: Source) -> Iterator[Batch]:
+        """This replica's mini-batches of the evaluation set."""
+        world, share = self._world, getattr(source, "evaluation_share", None)
+        if share is not None:
+            return cast("Iterator[Batch]", share(self._micro_batches, world.replica, world.replicas))
+        return islice(source.evaluation(self._micro_batches), world.replica, None, world.replicas)
+
     def _score(self) -> dict[str, float]:
         world, exchange, metrics = self._world, self._exchange, self._task.metrics
         feed = None
         if self._source is not None:
-            batches = self._source.evaluation(self._micro_batches)
-            feed = Feed(islice(batches, world.replica, None, world.replicas), self._task.weight)
+            feed = Feed(self._share(self._source), self._task.weight)
         sums = torch.zeros(len(metrics), dtype=torch.float64)
         weight = 0.0
 

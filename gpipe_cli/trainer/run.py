@@ -17,6 +17,7 @@ from ..launch.context import Context
 from .assembly import assemble_model
 from .build import build_task
 from .checkpoint_files import open_checkpoint
+from .data_notices import count_defects
 from .journal import Journal
 from .loop import Trainer
 from .training import assemble_training
@@ -89,6 +90,7 @@ def summarize(trainer: Trainer, config: Mapping[str, Any]) -> dict[str, Any]:
         "cells": totals.with_times(cut.table),
         "parameters": cut.parameters,
         "peak_memory_bytes": totals.peak_memory,
+        "data_defects": count_defects(assembly.world, assembly.source),
         "device": str(assembly.world.device.type),
         "versions": {"gpipe_cli": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -48,6 +49,8 @@ def assemble_training(
     average = None if settings.trainer.average is None else WeightAverage(cells, settings.trainer.average)
     optimizer = build_optimizer(settings.optimizer, [parameter for cell in cells for _, parameter in cell.parameters()])
     lr_schedule = build_lr_schedule(settings.schedule, optimizer)
+    # The schedule counts steps, also one whose update is skipped; torch warns when that happens to the very first.
+    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
     saver = Saver(
         context.run_dir,
         world,
