@@ -133,9 +133,9 @@ def count_parameters(builders: Sequence[LayerBuilder]) -> list[int]:
     numbers = []
     with torch.random.fork_rng(devices=[]):
         for index, builder in enumerate(builders):
-            key = _build_key(builder, index)
+            key = build_key(builder, index)
             if key not in known:
-                known[key] = _number_of_parameters(_build_without_memory(builder, _fake_mode()))
+                known[key] = _number_of_parameters(build_without_memory(builder, fake_mode()))
             numbers.append(known[key])
     return numbers
 
@@ -154,11 +154,11 @@ def shared_parameters(builders: Sequence[LayerBuilder]) -> list[SharedParameter]
     shared = []
     with torch.random.fork_rng(devices=[]):
         for index, builder in enumerate(builders):
-            key = _build_key(builder, index)
+            key = build_key(builder, index)
             built[key] = built.get(key, 0) + 1
             if built[key] > 2:
                 continue
-            for name, parameter in _build_without_memory(builder, _fake_mode()).named_parameters():
+            for name, parameter in build_without_memory(builder, fake_mode()).named_parameters():
                 holder, layer, its_name = holders.get(id(parameter), (None, "", ""))
                 if holder is not None and holder() is parameter:
                     shared.append(SharedParameter((layer, builder.name), (its_name, name)))
@@ -184,7 +184,7 @@ def _count_flops(builders: Sequence[LayerBuilder], example_inputs: Tensors) -> l
     costs = []
     with torch.random.fork_rng(devices=[]):
         for index, builder in enumerate(builders[:counted]):
-            key = (_build_key(builder, index), shapes)
+            key = (build_key(builder, index), shapes)
             if key not in known:
                 known[key] = _measure_without_memory(builder, shapes)
             cost = known[key].cost if builder.cost is None else float(builder.cost)
@@ -198,12 +198,12 @@ def _count_flops(builders: Sequence[LayerBuilder], example_inputs: Tensors) -> l
 
 
 def _measure_without_memory(builder: LayerBuilder, shapes: tuple[TensorShape, ...]) -> LayerCost:
-    fake = _fake_mode()
-    module = _build_without_memory(builder, fake)
+    fake = fake_mode()
+    module = build_without_memory(builder, fake)
     # The plain form of attention is made of matrix products, which the counter knows in every release of torch.
     plain_attention = sdpa_kernel(SDPBackend.MATH)
     with _named(builder, shapes), fake, torch.no_grad(), plain_attention, FlopCounterMode(display=False) as counter:
-        outputs = as_tensors(module(_argument([shape.empty() for shape in shapes])))
+        outputs = as_tensors(module(as_argument([shape.empty() for shape in shapes])))
     elements = sum(tensor.numel() for tensor in outputs if tensor.is_floating_point())
     flops = counter.get_total_flops()
     made = tuple(TensorShape.of(tensor) for tensor in outputs)
@@ -219,7 +219,7 @@ def _profile(builders: Sequence[LayerBuilder], example_inputs: Tensors, device: 
         values = tuple(tensor.to(device) for tensor in example_inputs)
         for index, builder in enumerate(builders):
             shapes = tuple(TensorShape.of(tensor) for tensor in values)
-            key = (_build_key(builder, index), shapes)
+            key = (build_key(builder, index), shapes)
             if key not in known:
                 module = _build(builder).to(device)
                 with _named(builder, shapes):
@@ -239,7 +239,7 @@ def _time(module: nn.Module, values: Tensors, device: torch.device) -> tuple[flo
         inputs = [value.detach().requires_grad_(value.is_floating_point()).clone() for value in values]
         _wait_for(device)
         start = time.perf_counter()
-        outputs = as_tensors(module(_argument(inputs)))
+        outputs = as_tensors(module(as_argument(inputs)))
         roots = [tensor for tensor in outputs if tensor.requires_grad]
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
         _wait_for(device)
@@ -252,7 +252,7 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _argument(tensors: Sequence[Tensor]) -> Tensor | Tensors:
+def as_argument(tensors: Sequence[Tensor]) -> Tensor | Tensors:
     """What a layer is called with, as in a cell: one tensor alone, several as a tuple."""
     return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
@@ -261,12 +261,18 @@ def _number_of_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _fake_mode() -> FakeTensorMode:
+def fake_mode() -> FakeTensorMode:
+    """In which tensors have shapes and no memory."""
     # Real tensors may come in: those of a module that stands ready in a builder's closure.
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def _build_without_memory(builder: LayerBuilder, fake: FakeTensorMode) -> nn.Module:
+def build_without_memory(builder: LayerBuilder, fake: FakeTensorMode) -> nn.Module:
+    """The layer with fake weights; with real ones if its constructor looks at values.
+
+    Raises:
+        CostError: it cannot be built.
+    """
     try:
         with fake:
             return builder.build()
@@ -301,7 +307,7 @@ def _named(builder: LayerBuilder, shapes: Sequence[TensorShape]) -> Iterator[Non
         ) from error
 
 
-def _build_key(builder: LayerBuilder, index: int) -> Hashable:
+def build_key(builder: LayerBuilder, index: int) -> Hashable:
     """Equal for layers that are built alike: classes and partials with equal arguments; else the layer's own number."""
     if not isinstance(builder.build, (partial, type)):
         return index
