@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from .critical_path import Place
 from .schedule import COMPUTE, Op
 from .simulate import Span, Timeline
 
@@ -21,7 +22,7 @@ LEGEND = "F forward, R recompute, B backward, with the micro-batch; . idle"
 _FILL = {Op.FORWARD: "#2f6db3", Op.RECOMPUTE: "#a9cdee", Op.BACKWARD: "#f0a43a"}
 _INK = {Op.FORWARD: "white", Op.RECOMPUTE: "#173a63", Op.BACKWARD: "#4a2c00"}
 _NAME = {Op.FORWARD: "forward", Op.RECOMPUTE: "recompute", Op.BACKWARD: "backward"}
-_IDLE, _GRID, _TEXT = "#eceef1", "white", "#2b2f36"
+_IDLE, _GRID, _TEXT, _CRITICAL = "#eceef1", "white", "#2b2f36", "#b3123a"
 _CHARACTERS = 0.64  # width of a digit as a share of the font's size
 _SMALLEST = 5.0  # points; smaller numbers are left out
 
@@ -53,32 +54,55 @@ def draw_text(timeline: Timeline, slot: float = 1.0) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+class Panel(NamedTuple):
+    """One timeline of a picture.
+
+    Attributes:
+        timeline: of ``simulate``, or measured.
+        title: what stands before "K = …, M = …, bubble … %", such as the kind of schedule.
+        critical: the spans of its critical path, to be marked.
+    """
+
+    timeline: Timeline
+    title: str = ""
+    critical: Sequence[Place] = ()
+
+
 def save_picture(timeline: Timeline, path: str | Path, title: str = "", unit: str = "") -> None:
     """Draws the timeline into a file; its suffix says the format (.png, .svg, .pdf).
 
     Args:
         timeline: of ``simulate``, or measured.
         path: the file to write.
-        title: what stands before "K = …, M = …, bubble … %", such as the kind of schedule.
+        title: as in `Panel`.
         unit: of time, for the axis, such as "ms"; with none the axis has no name but "time".
     """
+    save_panels([Panel(timeline, title)], path, unit)
+
+
+def save_panels(panels: Sequence[Panel], path: str | Path, unit: str = "") -> None:
+    """Draws timelines below each other, on one scale of time, into a file as `save_picture` does."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = _rows(timeline)
+    tables = [_rows(panel.timeline) for panel in panels]
     # As wide as the micro-batches' numbers need, as high as the rows: within what a page or a screen shows.
-    bars = sum(s.instruction.op in COMPUTE for s in max(timeline.spans, key=len))
-    width = min(24.0, max(7.0, 1.6 + (0.1 + 0.06 * len(str(timeline.micro_batches))) * bars))
-    height = min(16.0, 1.35 + max(0.12, min(0.42, 8 / len(rows))) * len(rows))
-    figure = Figure(figsize=(width, height), layout="constrained")
+    bars = max(sum(s.instruction.op in COMPUTE for s in max(p.timeline.spans, key=len)) for p in panels)
+    width = min(24.0, max(7.0, 1.6 + (0.1 + 0.06 * len(str(panels[0].timeline.micro_batches))) * bars))
+    heights = [0.95 + max(0.12, min(0.42, 8 / len(rows))) * len(rows) for rows in tables]
+    figure = Figure(figsize=(width, min(16.0 * len(panels), 0.4 + sum(heights))), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.set_xlim(0, timeline.span or 1)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    _draw_rows(axes, timeline, rows)
-    _draw_frame(axes, rows, unit)
-    _draw_words(figure, axes, timeline, title)
-    _draw_numbers(figure, axes, timeline, rows)
+    column = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, panel, rows in zip(column, panels, tables, strict=True):
+        axes.set_xlim(0, max(p.timeline.span for p in panels) or 1)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        _draw_rows(axes, panel.timeline, rows)
+        _draw_frame(axes, rows, unit)
+        _draw_title(axes, panel)
+        _draw_critical_path(axes, panel, rows)
+    _draw_legend(figure, panels)
+    for axes, panel, rows in zip(column, panels, tables, strict=True):
+        _draw_numbers(figure, axes, panel.timeline, rows)
     figure.savefig(path, dpi=160)
 
 
@@ -130,15 +154,40 @@ def _draw_frame(axes: Axes, rows: Sequence[tuple[str, int, int]], unit: str) -> 
         spine.set_visible(False)
 
 
-def _draw_words(figure: Figure, axes: Axes, timeline: Timeline, title: str) -> None:
-    from matplotlib.patches import Patch
-
+def _draw_title(axes: Axes, panel: Panel) -> None:
+    timeline = panel.timeline
     K, M = len(timeline.placement), timeline.micro_batches
     facts = f"K = {K}, M = {M}, bubble {100 * timeline.bubble:.1f} %"
-    axes.set_title(f"{title}: {facts}" if title else facts, loc="left", color=_TEXT, fontsize=11, fontweight="bold")
-    used = [op for op in COMPUTE if any(s.instruction.op is op for spans in timeline.spans for s in spans)]
-    patches = [Patch(facecolor=_FILL[op], label=_NAME[op]) for op in used] + [Patch(facecolor=_IDLE, label="idle")]
-    figure.legend(handles=patches, loc="outside lower right", ncols=4, frameon=False, fontsize=9, labelcolor=_TEXT)
+    text = f"{panel.title}: {facts}" if panel.title else facts
+    axes.set_title(text, loc="left", color=_TEXT, fontsize=11, fontweight="bold")
+
+
+def _draw_critical_path(axes: Axes, panel: Panel, rows: Sequence[tuple[str, int, int]]) -> None:
+    """A line along the lower edge of the computations that decide how long the step takes."""
+    row_of = {(worker, cell): row for row, (_, cell, worker) in enumerate(rows)}
+    times: list[float] = []
+    heights: list[float] = []
+    for worker, number in panel.critical:
+        instruction, start, end = panel.timeline.spans[worker][number]
+        if instruction.op in COMPUTE:
+            times += [start, end]
+            heights += [row_of[worker, instruction.cell] + 0.4] * 2
+    axes.plot(times, heights, color=_CRITICAL, linewidth=2.0, solid_joinstyle="round")
+
+
+def _draw_legend(figure: Figure, panels: Sequence[Panel]) -> None:
+    from matplotlib.artist import Artist
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    seen = {s.instruction.op for panel in panels for spans in panel.timeline.spans for s in spans}
+    handles: list[Artist] = [Patch(facecolor=_FILL[op], label=_NAME[op]) for op in COMPUTE if op in seen]
+    handles.append(Patch(facecolor=_IDLE, label="idle"))
+    if any(panel.critical for panel in panels):
+        handles.append(Line2D([], [], color=_CRITICAL, linewidth=2.0, label="critical path"))
+    figure.legend(
+        handles=handles, loc="outside lower right", ncols=len(handles), frameon=False, fontsize=9, labelcolor=_TEXT
+    )
 
 
 def _draw_numbers(figure: Figure, axes: Axes, timeline: Timeline, rows: Sequence[tuple[str, int, int]]) -> None:
