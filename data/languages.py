@@ -124,3 +124,4 @@ LANGUAGES: tuple[Language, ...] = (
 )
 
 RANK: dict[str, int] = {language.code: rank for rank, language in enumerate(LANGUAGES)}
+SCRIPTS: dict[str, str] = {language.code: language.script for language in LANGUAGES}

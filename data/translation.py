@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from .cldr import HELD_OUT_ITEMS
-from .languages import RANK
+from .languages import RANK, SCRIPTS
 from .sampling import TemperatureSampler
 from .source import Batch, Report, check_limits, parts_of_replica, permutation, read_ahead, split_evenly
 from .store import CorpusParameters, HeldOutPair, Ragged, Store, open_store
@@ -157,6 +157,16 @@ class TranslationSource:
         """Pairs read up to `position`, in sizes of the corpus (of which small languages come round more often)."""
         start, sampler = position or {"chunk": 0, "batch": 0}, self._sampler()
         return float((start["chunk"] * sampler.chunk + start["batch"] * self._pairs) / sum(map(len, self._kept)))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Training pairs of each language, once the corpus is open."""
+        return {code: len(pairs) for code, pairs in self._opened.ranges.items()}
+
+    @property
+    def scripts(self) -> dict[str, str]:
+        """The script of each language, as far as it is known."""
+        return {code: SCRIPTS[code] for code in self.sizes if code in SCRIPTS}
 
     @property
     def _opened(self) -> Store:
