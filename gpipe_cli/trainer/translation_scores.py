@@ -22,8 +22,8 @@ class TranslationScores:
     Attributes:
         numbers: `bleu` of all sentences as one corpus; `bleu_average`, the mean over languages; `bleu_high`,
             `bleu_middle`, `bleu_low`, the means over the thirds of `resource_levels`; then, for those who want to know
-            more, `bleu_high/Latin` and so on (languages of that level in that script) and `bleu/<language>`, in the order
-            of their training pairs.
+            more, `bleu_high/Latin` and so on (languages of that level in that script) and `bleu/<language>`, by falling
+            numbers of training pairs.
         signature: sacreBLEU's, which says how it was counted.
     """
 
