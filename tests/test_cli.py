@@ -149,7 +149,7 @@ def test_resume_auto_without_any_checkpoint_begins_at_the_beginning(tmp_path: Pa
         (["optimizer.spead=3"], "there is no key optimizer.spead"),
         (["modle=transformer"], "there is no key modle; did you mean model?"),
         (["optimizer=adm"], "there is no optimizer=adm; did you mean optimizer=adam"),
-        (["optimizer=lamb"], "optimizer can be: adafactor, adam, adamw, rmsprop, rmsprop_tf, sgd"),
+        (["optimizer=lamb"], "optimizer can be: adafactor, adafactor_momentum, adam, adamw, rmsprop, rmsprop_tf, sgd"),
         (["pipeline.K=1,2"], "pipeline.K=1,2 is a sweep: type gpipe-train -m … pipeline.K=1,2"),
         (["pipeline.partition=[1,2"], "could not read 'pipeline.partition=[1,2'"),
         (["pipeline.K=0", "trainer.steps=x"], "gpipe-train: pipeline.K=0: use a whole number, at least 1\ntrainer."),
@@ -463,7 +463,7 @@ def test_help_is_short_and_names_every_group_with_its_options() -> None:
     assert len(text.splitlines()) <= 45
     assert all(len(line) <= 120 for line in text.splitlines())
     assert "transformer*  transformer_lm" in text
-    assert "adafactor  adam*" in text
+    assert "adafactor_momentum  adam*" in text
     assert "    pipeline.K              4  " in text
 
 

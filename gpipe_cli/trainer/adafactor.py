@@ -1,0 +1,120 @@
+"""Adafactor with momentum, which the paper's translation models were trained with. Chosen by `optimizer._target_`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+LEAST_SCALE = 1e-3  # of a parameter that is all but zero, where updates are scaled by the parameter
+
+
+class Adafactor(Optimizer):
+    """Shazeer and Stern's Adafactor (arXiv 1804.04235) as Tensor2Tensor and Lingvo have it, with a first moment.
+
+    For a weight w with gradient g, in step t = 1, 2, …:
+
+        b ← beta2, or 1 − t^−decay_exponent where beta2 is None
+        V ← b · V + (1 − b) · (g² + eps)     of a matrix only the means of rows R and columns C: V = R·C / mean(R)
+        u ← g / √V
+        u ← u / max(1, rms(u) / clip)
+        u ← lr · u, times max(rms(w), 0.001) with parameter_scale
+        m ← beta1 · m + (1 − beta1) · u      with the learning rate inside, so that m remembers what was moved
+        w ← w − lr · weight_decay · w − m
+
+    `torch.optim.Adafactor` has no momentum, always scales by the parameter, and takes the smaller of lr and 1/√t.
+    Nothing is shared between parameters: the result is the same wherever a model is cut.
+
+    A matrix is what has two or more dimensions; the last two are factored. Memory: one number for each weight (m, none
+    with beta1 of 0) and one for each row and column, where Adam needs two for each weight.
+
+    Args:
+        params: parameters or groups of them.
+        lr: learning rate; a schedule sets it.
+        beta1: decay of the momentum; 0: none.
+        beta2: decay of the squares; None: 1 − t^−decay_exponent, which rises to 1.
+        decay_exponent: see beta2.
+        eps: added to the squares.
+        clip: the largest root mean square of an update, before the learning rate; None: no limit.
+        parameter_scale: multiply updates by the root mean square of the weights, before the step.
+        weight_decay: of the weights themselves, not through the gradient.
+
+    Raises:
+        ValueError: a value outside its limits; the message names the key.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1.0,
+        beta1: float = 0.9,
+        beta2: float | None = None,
+        decay_exponent: float = 0.8,
+        eps: float = 1e-30,
+        clip: float | None = 1.0,
+        parameter_scale: bool = False,
+        weight_decay: float = 0.0,
+    ) -> None:
+        for key, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if value < 0:
+                raise ValueError(f"optimizer.{key}={value}: use 0 or more")
+        for key, share in (("beta1", beta1), ("beta2", beta2)):
+            if share is not None and not 0 <= share < 1:
+                raise ValueError(f"optimizer.{key}={share}: use a number from 0 to below 1")
+        if decay_exponent <= 0:
+            raise ValueError(f"optimizer.decay_exponent={decay_exponent}: use a number above 0, such as 0.8")
+        if clip is not None and clip <= 0:
+            raise ValueError(f"optimizer.clip={clip}: use a number above 0, or null for no limit")
+        keys = {"beta1": beta1, "beta2": beta2, "decay_exponent": decay_exponent, "eps": eps, "clip": clip}
+        more = {"lr": lr, "parameter_scale": parameter_scale, "weight_decay": weight_decay}
+        super().__init__(params, {**keys, **more})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient; the gradients stay as they are."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(group, parameter, parameter.grad)
+        return loss
+
+    def _update(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> None:
+        state = self.state[parameter]
+        state["step"] = state.get("step", 0) + 1
+        beta2 = 1 - state["step"] ** -group["decay_exponent"] if group["beta2"] is None else group["beta2"]
+        update = gradient / _second_moment(state, gradient.square() + group["eps"], beta2).sqrt()
+        if group["clip"] is not None:
+            update /= (_rms(update) / group["clip"]).clamp(min=1.0)
+        update *= group["lr"]
+        if group["parameter_scale"]:
+            update *= _rms(parameter).clamp(min=LEAST_SCALE)
+        if group["beta1"]:
+            momentum = state.setdefault("momentum", torch.zeros_like(parameter))
+            update = momentum.lerp_(update, 1 - group["beta1"])
+        if group["weight_decay"]:
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.sub_(update)
+
+
+def _second_moment(state: dict[str, Any], squares: Tensor, beta2: float) -> Tensor:
+    """The moving average of the squares; of a matrix, the product of those of its rows and columns."""
+    if squares.dim() < 2:
+        average = state.setdefault("square", torch.zeros_like(squares))
+        return average.lerp_(squares, 1 - beta2)
+    rows = state.setdefault("rows", torch.zeros_like(squares[..., :1]))
+    columns = state.setdefault("columns", torch.zeros_like(squares[..., :1, :]))
+    rows.lerp_(squares.mean(-1, keepdim=True), 1 - beta2)
+    columns.lerp_(squares.mean(-2, keepdim=True), 1 - beta2)
+    return rows * columns / rows.mean(-2, keepdim=True)
+
+
+def _rms(tensor: Tensor) -> Tensor:
+    return tensor.square().mean().sqrt()
