@@ -32,7 +32,8 @@ ARROWS = {
         *("trainer.checkpoint_files", "trainer.compatibility"),  # what a checkpoint is, without torch
     },
     "commands.export": {"commands", "trainer"},
-    "bench": {"errors", "layers", "bench", "models", "pipeline", "trainer", "tasks", "launch"},
+    "commands.bench": {"commands", "bench", "errors", "launch", "typed_section"},
+    "bench": {"errors", "typed_section", "layers", "bench", "models", "pipeline", "trainer", "tasks", "launch"},
     "launch": {"errors", "launch"},
     "pipeline": {"errors", "layers", "pipeline"},
     "tasks": {"errors", "tasks"},

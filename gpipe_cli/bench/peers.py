@@ -7,11 +7,12 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+CPU = torch.device("cpu")
 
 
 class _Checkpointed(nn.Sequential):
@@ -27,9 +28,36 @@ def torch_pipelining_step(
     """A function that runs one training step on this worker; None where torch's schedule refuses M < K."""
     if kind == "1f1b" and M < K:
         return None
-    module = _Checkpointed(*layers) if remat else nn.Sequential(*layers)
-    stage = PipelineStage(module, rank, K, torch.device("cpu"))
+    stage = PipelineStage(_stage_module(layers, remat), rank, K, CPU)
     schedule = SCHEDULES[kind](stage, M, partial(mse_loss, reduction="sum"), scale_grads=False)
+    return _step(schedule, rank, K, batch)
+
+
+def torch_interleaved_step(
+    chunks: Sequence[Sequence[nn.Module]], remat: bool, rank: int, K: int, M: int, batch: Tensor
+) -> Callable[[], None] | None:
+    """The same with several stages a worker: chunk c of this worker is stage c·K + rank.
+
+    Returns:
+        None where torch's schedule refuses an M that is no multiple of K.
+    """
+    if M % K:
+        return None
+    stages = [
+        PipelineStage(_stage_module(layers, remat), number * K + rank, len(chunks) * K, CPU)
+        for number, layers in enumerate(chunks)
+    ]
+    loss = partial(mse_loss, reduction="sum")
+    return _step(ScheduleInterleaved1F1B([*stages], M, loss, scale_grads=False), rank, K, batch)
+
+
+def _stage_module(layers: Sequence[nn.Module], remat: bool) -> nn.Module:
+    return _Checkpointed(*layers) if remat else nn.Sequential(*layers)
+
+
+def _step(
+    schedule: ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B, rank: int, K: int, batch: Tensor
+) -> Callable[[], None]:
     inputs = (batch,) if rank == 0 else ()
     target = batch if rank == K - 1 else None
 

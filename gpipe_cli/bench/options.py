@@ -1,0 +1,40 @@
+"""The options of ``gpipe-bench``: types and limits; the defaults stand in ``conf/bench.yaml``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from gpipe_cli.typed_section import Count, Positive
+
+Family = Literal["amoebanet", "transformer"]
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """See ``conf/bench.yaml``."""
+
+    table: Literal[1, 2, 3, 4] | None
+    quick: bool
+    out: str
+    models: list[Family]
+    K: list[Count]
+    M: list[Count] | None
+    remat: Literal["always", "except_last", "never"]
+    schedules: list[str]
+    peers: bool
+    repetitions: Count | None
+    seconds: Positive | None
+    realtime: bool
+    layers: Literal["auto", "emulated", "real"]
+    small: bool
+    batch: Count | None
+    device_flops: Positive
+    bandwidth: Positive
+    latency: float
+    memory: list[str]
+
+    @property
+    def timed_steps(self) -> int:
+        """Of each contender."""
+        return self.repetitions or (1 if self.quick else 3)

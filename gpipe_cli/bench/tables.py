@@ -1,0 +1,56 @@
+"""A finished table: its rows, what has to be said with it, and its curves for the plot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of a plot.
+
+    Attributes:
+        panel: title of the part of the picture that it stands in.
+        role: "paper", "ours", "ideal", "limit" or "peer": how it is drawn.
+        points: (x, y).
+    """
+
+    panel: str
+    label: str
+    role: str
+    points: Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One stacked bar of a plot: shares of a whole, by name, in order."""
+
+    label: str
+    shares: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Table:
+    """What one command found.
+
+    Attributes:
+        name: of the files, as "table2".
+        title: one line.
+        columns, rows: as they are printed; None prints as a dash.
+        notes: the protocol and what is remarkable, one sentence each.
+        facts: for programs: everything measured, in full precision.
+        curves, bars: for the plot; one of them is empty.
+        axes: names of the curves' axes.
+    """
+
+    name: str
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    notes: Sequence[str]
+    facts: dict[str, Any]
+    curves: Sequence[Curve] = ()
+    bars: Sequence[Bar] = ()
+    axes: tuple[str, str] = field(default=("cells K", "normalised throughput"))

@@ -1,0 +1,157 @@
+"""One worker's part of the throughput tables on emulated accelerators: contenders take turns, each step is timed."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gpipe_cli.launch.context import Context
+from gpipe_cli.pipeline.cell import BuiltLayer, Cell
+from gpipe_cli.pipeline.engine import Part, Pipeline, StepPlan
+from gpipe_cli.pipeline.randomness import NoiseSource
+from gpipe_cli.pipeline.schedule import schedule
+from gpipe_cli.pipeline.transport import Transport
+
+from .driver import CPU, Step, plain_step, squared_loss
+from .emulator import ACCELERATOR, WIDTH, SleepingLayer
+from .link import Link, LinkTransport, measured_carry
+from .peers import torch_interleaved_step, torch_pipelining_step
+from .stopwatch import StopWatch
+
+EXAMPLES = 64  # rows of the emulated mini-batch; they say nothing about the model's
+LINK_MESSAGES = 20
+
+
+class EmulatedModel:
+    """A model whose layers sleep, cut into cells, for one setting.
+
+    Args:
+        seconds: of each layer's forward of one micro-batch.
+    """
+
+    def __init__(self, seconds: Sequence[float], M: int, remat: str) -> None:
+        self._seconds, self.M, self.remat = seconds, M, remat
+        self.batch = torch.zeros(EXAMPLES, WIDTH)
+
+    def layers(self, sizes: Sequence[int], cell: int) -> list[BuiltLayer]:
+        """New layers of one cell."""
+        ends = [0, *accumulate(sizes)]
+        return [BuiltLayer(i, f"layer.{i}", SleepingLayer(self._seconds[i])) for i in range(ends[cell], ends[cell + 1])]
+
+    def modules(self, sizes: Sequence[int], cell: int) -> list[Any]:
+        return [layer.module for layer in self.layers(sizes, cell)]
+
+    @property
+    def parts(self) -> list[Part]:
+        return [((rows,), (rows,)) for rows in self.batch.tensor_split(self.M)]
+
+    def engine_step(self, kind: str, sizes: Sequence[int], rank: int, K: int, link: Link | None) -> Step:
+        """A training step of this worker by the engine; cells go round the workers."""
+        placement = tuple(cell % K for cell in range(len(sizes)))
+        mine = [cell for cell, worker in enumerate(placement) if worker == rank]
+        cells = [Cell(cell, self.layers(sizes, cell), NoiseSource(0, 0, CPU)) for cell in mine]
+        transport = make_transport(placement, link)
+        engine = Pipeline(cells, placement, transport, squared_loss, 1, CPU)
+        program = schedule(kind, placement, self.M, self.remat)[rank]
+        parts = self.parts
+        plan = StepPlan(0, 1, tuple((inputs[0].shape,) for inputs, _ in parts), 1.0)
+
+        def step() -> None:
+            if isinstance(transport, LinkTransport):
+                transport.speed = ACCELERATOR.speed
+            engine.meter.begin_step()
+            engine.train_step(program, plan, parts if rank == 0 else None)
+            engine.meter.end_step()
+
+        return step
+
+
+def make_transport(placement: tuple[int, ...], link: Link | None) -> Transport | None:
+    world = dist.group.WORLD
+    if world is None or world.size() == 1:
+        return None
+    if link is None:
+        return Transport(placement, CPU, CPU, (world, world), world)
+    return LinkTransport(link, placement, CPU, CPU, (world, world), world)
+
+
+def contender(name: str, model: EmulatedModel, cuts: dict[int, list[int]], rank: int, K: int) -> Step | None:
+    """The step of one contender by its name; None where it refuses the setting.
+
+    Args:
+        name: a kind of schedule of the engine, or "torch gpipe", "torch 1f1b", "torch interleaved", or "plain": one
+            device runs all layers, while the other workers wait.
+        cuts: number of cells to the layers of each.
+    """
+    remat = model.remat != "never"
+    if name == "plain":
+        layers = [module for cell in range(K) for module in model.modules(cuts[K], cell)]
+        return plain_step(layers, model.parts) if rank == 0 else lambda: None
+    if name == "torch interleaved":
+        if 2 * K not in cuts:
+            return None
+        chunks = [model.modules(cuts[2 * K], rank), model.modules(cuts[2 * K], K + rank)]
+        return torch_interleaved_step(chunks, remat, rank, K, model.M, model.batch)
+    if name.startswith("torch "):
+        kind = name.removeprefix("torch ")
+        return torch_pipelining_step(kind, model.modules(cuts[K], rank), remat, rank, K, model.M, model.batch)
+    cells = 2 * K if name.startswith("interleaved") else K
+    return model.engine_step(name, cuts[cells], rank, K, None) if cells in cuts else None
+
+
+def worker(context: Context, config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Entry point: for each setting the median seconds of each contender.
+
+    Args:
+        config: ``repetitions``, ``realtime`` and ``settings``, each with ``seconds`` (of each layer's forward of one
+            micro-batch), ``cuts``, ``M``, ``remat``, ``contenders`` and ``link`` (None, or `Link`'s fields).
+
+    Returns:
+        For each setting ``seconds`` by contender (None where one refuses) and ``carry``: seconds that one message in
+        front of cell 1 was measured to take, or None without a link.
+    """
+    if config["realtime"]:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
+    context.init_process_group("gloo")
+    rank, K = context.rank, context.world_size
+    watch = StopWatch(rank, K, ACCELERATOR.reset)
+    return [measure(setting, config["repetitions"], watch, rank, K) for setting in config["settings"]]
+
+
+def measure(setting: dict[str, Any], repetitions: int, watch: StopWatch, rank: int, K: int) -> dict[str, Any]:
+    model = EmulatedModel(setting["seconds"], setting["M"], setting["remat"])
+    cuts = {int(cells): sizes for cells, sizes in setting["cuts"].items()}
+    link = None if setting["link"] is None else Link(tuple(setting["link"]["carry"]), setting["link"]["latency"])
+    steps: dict[str, Step | None] = {}
+    for name in setting["contenders"]:
+        steps[name] = (
+            contender(name, model, cuts, rank, K) if link is None else model.engine_step(name, cuts[K], rank, K, link)
+        )
+    seconds: dict[str, list[float]] = {name: [] for name, step in steps.items() if step is not None}
+    for repetition in range(repetitions + 1):
+        ACCELERATOR.speed = 1.0 if repetition else 0.0
+        for name in seconds:
+            step = steps[name]
+            assert step is not None
+            taken = watch.time(step)
+            if repetition:
+                seconds[name].append(taken)
+    return {
+        "seconds": {name: statistics.median(seconds[name]) if name in seconds else None for name in steps},
+        "carry": None if link is None else link_check(link, rank, K),
+    }
+
+
+def link_check(link: Link, rank: int, K: int) -> float:
+    """Measured seconds of one message in front of cell 1, on every worker."""
+    transport = make_transport(tuple(range(K)), link)
+    assert isinstance(transport, LinkTransport)
+    carry = torch.tensor([measured_carry(transport, rank, LINK_MESSAGES)], dtype=torch.float64)
+    dist.all_reduce(carry)
+    return float(carry)

@@ -1,0 +1,153 @@
+"""What tables 2 and 3 measure: the models, and each of them at one K and M on emulated accelerators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from gpipe_cli.pipeline.schedule import Instruction, Op, ScheduleError, schedule
+from gpipe_cli.pipeline.simulate import cost_durations, simulate
+
+from .options import BenchOptions
+from .paper import TABLE_2, TABLE_3, Throughputs
+from .profiles import BACKWARD, Profile
+
+PEERS = ("torch gpipe", "torch 1f1b", "torch interleaved")
+QUICK_PEERS = ("torch gpipe",)
+PLAIN = "plain"
+SERIAL_SECONDS = {1: 1.0, 4: 2.0, 32: 6.0}  # by M: sleeps should last a millisecond, short steps drown in overhead
+QUICK_SERIAL_SECONDS = {1: 0.4, 4: 0.8, 32: 3.0}
+LONGEST_SERIAL_SECONDS, LONGEST_QUICK_SERIAL_SECONDS = 6.0, 3.0  # for other M
+BATCH = {"amoebanet": 128, "transformer": 32}
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How the two tables differ.
+
+    Attributes:
+        sizes: of each family's model.
+        paper: its figures.
+        linked: messages take time.
+    """
+
+    number: int
+    title: str
+    sizes: dict[str, tuple[int, ...]]
+    paper: dict[str, Throughputs]
+    M: tuple[int, ...]
+    linked: bool
+
+
+TABLES = {
+    2: Protocol(
+        2,
+        "normalised throughput",
+        {"amoebanet": (18, 256), "transformer": (48,)},
+        TABLE_2,
+        (1, 4, 32),
+        False,
+    ),
+    3: Protocol(
+        3,
+        "normalised throughput without fast links",
+        {"amoebanet": (18, 128), "transformer": (24,)},
+        TABLE_3,
+        (32,),
+        True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One model at one K and M on emulated accelerators.
+
+    Attributes:
+        serial_seconds: forward and backward of the mini-batch on one emulated device.
+        scale: seconds of the emulation for one second of the device; None without a link.
+    """
+
+    profile: Profile
+    K: int
+    M: int
+    serial_seconds: float
+    options: BenchOptions
+    linked: bool
+
+    @property
+    def examples(self) -> int:
+        return self.options.batch or BATCH[self.profile.model.family]
+
+    @property
+    def scale(self) -> float:
+        return self.serial_seconds / (self.profile.serial_seconds(self.options.device_flops) * self.examples)
+
+    @property
+    def message_bytes(self) -> list[int]:
+        """Of a micro-batch, in front of each cell."""
+        return [size * self.examples // self.M for size in self.profile.boundaries(self.K)]
+
+    @property
+    def carry(self) -> list[float]:
+        """Seconds of the emulation that a message in front of each cell keeps its link busy."""
+        return [size / self.options.bandwidth * self.scale for size in self.message_bytes]
+
+    @property
+    def latency(self) -> float:
+        return self.options.latency * self.scale
+
+    def contenders(self) -> list[str]:
+        kinds = [kind for kind in self.options.schedules if self.limit(kind) is not None]
+        if self.linked or not self.options.peers:
+            return kinds
+        plain = [PLAIN] if min(self.options.K) == self.K else []
+        return [*kinds, *(QUICK_PEERS if self.options.quick else PEERS), *plain]
+
+    def cells(self, kind: str) -> int:
+        """Interleaved schedules have two cells a worker."""
+        return 2 * self.K if kind.startswith("interleaved") else self.K
+
+    def limit(self, kind: str) -> float | None:
+        """The shortest possible step: the very lists of instructions, simulated, with nothing between them.
+
+        None where the schedule refuses the setting.
+        """
+        placement = tuple(cell % self.K for cell in range(self.cells(kind)))
+        forward = self.serial_seconds / (1 + BACKWARD) / self.M
+        cells = [share * forward for share in self.profile.cell_shares(len(placement))]
+        carry, latency = self.carry, self.latency
+
+        def on_the_way(send: Instruction) -> float:
+            front = send.cell + 1 if send.op is Op.SEND_ACTIVATION else send.cell
+            return carry[front] + latency if self.linked else 0.0
+
+        try:
+            lists = schedule(kind, placement, self.M, self.options.remat)
+        except ScheduleError:
+            return None
+        return simulate(lists, placement, cost_durations(cells, BACKWARD), on_the_way).span
+
+    def config(self) -> dict[str, Any]:
+        """What the workers are told."""
+        whole = sum(self.profile.costs)
+        forward = self.serial_seconds / (1 + BACKWARD) / self.M
+        layers = len(self.profile.costs)
+        cuts = {str(cells): self.profile.cut(cells) for cells in (self.K, 2 * self.K) if cells <= layers}
+        return {
+            "seconds": [cost / whole * forward for cost in self.profile.costs],
+            "cuts": cuts,
+            "M": self.M,
+            "remat": self.options.remat,
+            "contenders": self.contenders(),
+            "link": {"carry": self.carry, "latency": self.latency} if self.linked else None,
+        }
+
+
+def serial_seconds(M: int, options: BenchOptions) -> float:
+    """Forward and backward of an emulated mini-batch."""
+    if options.seconds is not None:
+        return options.seconds
+    if options.quick:
+        return QUICK_SERIAL_SECONDS.get(M, LONGEST_QUICK_SERIAL_SECONDS)
+    return SERIAL_SECONDS.get(M, LONGEST_SERIAL_SECONDS)

@@ -1,0 +1,149 @@
+"""``gpipe-bench``: measures the paper's tables 1 to 4 on this machine. Imports no torch; its workers do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
+
+from gpipe_cli.bench.machine import machine, machine_line
+from gpipe_cli.bench.options import BenchOptions
+from gpipe_cli.bench.plots import draw
+from gpipe_cli.bench.tables import Table
+from gpipe_cli.commands.help import conf_folder
+from gpipe_cli.commands.text import duration, markdown_table, text_table
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.launch.report import WorkerFailed
+from gpipe_cli.typed_section import read_section, unknown_key
+
+HELP = """\
+gpipe-bench: one of the paper's tables, measured here, with the paper's figures beside it.
+
+    gpipe-bench table=2 quick=true        normalised throughput for K = 2, 4, 8 and M = 1, 4, 32, emulated accelerators
+    gpipe-bench table=3                   the same with slow links between the workers
+    gpipe-bench table=4                   where a training step goes
+    gpipe-bench table=1                   the largest models that fit
+
+Ends in a table, and writes it with its figures and its plot: OUT/tableN.md, .json, .png, .svg. The keys:
+
+"""
+MAKERS = {
+    1: "gpipe_cli.bench.capacity_table:capacity_table",
+    2: "gpipe_cli.bench.throughput_tables:throughput_table",
+    3: "gpipe_cli.bench.throughput_tables:throughput_table",
+    4: "gpipe_cli.bench.breakdown_table:breakdown_table",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status: 0, 1 when a measurement failed, 2 for a wrong call."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or {"-h", "--help"} & set(words):
+        print(HELP + keys_text(), end="")
+        return 0 if words else 2
+    try:
+        options = parse(words)
+        run(options)
+    except ConfigurationError as error:
+        print(f"gpipe-bench: {error}", file=sys.stderr)
+        return 2
+    except WorkerFailed as error:
+        print(f"gpipe-bench: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("gpipe-bench: stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+def keys_text() -> str:
+    """Every key with its default and meaning, as the YAML has them."""
+    lines = (conf_folder() / "bench.yaml").read_text(encoding="utf-8").splitlines()
+    return "\n".join(f"    {line}".rstrip() for line in lines if not line.startswith("#")).strip("\n") + "\n"
+
+
+def parse(words: Sequence[str]) -> BenchOptions:
+    """Reads ``key=value`` words over the defaults of ``conf/bench.yaml``.
+
+    Raises:
+        ConfigurationError: a key is unknown, a value does not fit, or the table is missing.
+    """
+    values: dict[str, Any] = yaml.safe_load((conf_folder() / "bench.yaml").read_text(encoding="utf-8"))
+    hints = get_type_hints(BenchOptions)
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key not in values:
+            raise ConfigurationError(unknown_key(key, values))
+        if not equals:
+            raise ConfigurationError(f"{word}: write {key}=VALUE (see gpipe-bench --help)")
+        values[key] = read_value(value, "list" in str(hints[key]))
+    options = read_section(BenchOptions, values, "")
+    if options.table is None:
+        raise ConfigurationError("which table? gpipe-bench table=1, 2, 3 or 4 (see --help)")
+    return options
+
+
+def read_value(text: str, is_list: bool) -> Any:
+    """A value as YAML reads it; ``2,4`` is a list where one is wanted, and so is a single ``2``."""
+    try:
+        value = yaml.safe_load(f"[{text.strip('[]')}]" if is_list and text != "null" else text)
+    except yaml.YAMLError:
+        return text
+    if isinstance(value, str):
+        try:
+            return float(value)  # 1e9, which YAML takes for a word
+        except ValueError:
+            return value
+    return value
+
+
+def run(options: BenchOptions) -> None:
+    assert options.table is not None
+    module, _, function = MAKERS[options.table].partition(":")
+    make: Callable[[int, BenchOptions, Callable[[str], None]], Table] = getattr(import_module(module), function)
+    folder = Path(options.out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"out={options.out}: {error.strerror}; name a directory that can be written"
+        ) from error
+    where, began = machine_line(), time.monotonic()
+    print(where, flush=True)
+    table = make(options.table, options, lambda text: print(f"  {text}", flush=True))
+    seconds = time.monotonic() - began
+    print(f"\n{table.title}\n\n{text_table(table.columns, table.rows)}\n")
+    for note in table.notes:
+        print(f"* {note}")
+    paths = write(table, options, folder, where, seconds)
+    print(f"\n{duration(seconds)}; written: {', '.join(str(path) for path in paths)}")
+
+
+def write(table: Table, options: BenchOptions, folder: Path, where: str, seconds: float) -> list[Path]:
+    """The table as Markdown and JSON, and its plot; returns the files."""
+    notes = "\n".join(f"* {note}" for note in table.notes)
+    markdown, figures = folder / f"{table.name}.md", folder / f"{table.name}.json"
+    markdown.write_text(
+        f"# {table.title}\n\n{markdown_table(table.columns, table.rows)}\n\n{notes}\n\n{where}\n", encoding="utf-8"
+    )
+    content = {
+        "title": table.title,
+        "options": dataclasses.asdict(options),
+        "machine": machine(),
+        "seconds": round(seconds, 1),
+        "notes": list(table.notes),
+        **table.facts,
+    }
+    figures.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return [markdown, figures, *draw(table, folder)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
