@@ -168,15 +168,15 @@ def test_the_perplexity_of_a_hopeless_model_is_infinite() -> None:
 # -- generation and BLEU ---------------------------------------------------------------------------------------------
 
 
-def test_the_next_token_is_the_most_probable_one_at_the_last_position() -> None:
-    logits = torch.tensor([[[0.0, 9.0, 0.0], [0.0, 1.0, 2.0]], [[0.0, 0.0, 9.0], [0.0, 5.0, 2.0]]])
-    tokens = TranslationTask().next_tokens(logits)
-    assert tokens.tolist() == [2, 1] and tokens.dtype == torch.int64
+def test_the_next_tokens_probabilities_are_those_of_the_last_position() -> None:
+    logits = torch.tensor([[[0.0, 9.0, 0.0], [0.0, 0.0, math.log(3.0)]]])
+    found = TranslationTask(pad_id=None).log_probabilities(logits)
+    assert found.exp().tolist() == [pytest.approx([0.2, 0.2, 0.6])]
 
 
 def test_padding_is_never_generated() -> None:
     logits = torch.tensor([[[9.0, 1.0, 2.0]]])
-    assert TranslationTask(pad_id=0).next_tokens(logits).tolist() == [2]
+    assert TranslationTask(pad_id=0).log_probabilities(logits)[0, 0] == -math.inf
     assert logits[0, 0, 0] == 9.0
 
 

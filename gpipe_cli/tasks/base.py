@@ -63,8 +63,8 @@ class GeneratingTask(Task, Protocol):
     @property
     def generation(self) -> GenerationSettings | None: ...
 
-    def next_tokens(self, logits: Tensor) -> Tensor:
-        """The next token of each sentence: logits [b, t, V], of which the last position counts, to int64 [b]."""
+    def log_probabilities(self, logits: Tensor) -> Tensor:
+        """Of the next token: logits [b, t, V], of which the last position counts, to float32 [b, V]; −∞ for never."""
 
     def score(
         self, hypotheses: Sequence[str], references: Sequence[str], groups: Sequence[str] | None = None

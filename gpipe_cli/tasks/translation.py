@@ -1,8 +1,9 @@
-"""Translation (paper, section 5): label-smoothed loss with clipped logits, greedy decoding, BLEU."""
+"""Translation (paper, section 5): label-smoothed loss with clipped logits, decoding, BLEU."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -26,20 +27,20 @@ class TranslationTask(TokenPrediction):
         label_smoothing: float = 0.1,
         logit_clip: float | None = 25.0,
         pad_id: int | None = 0,
-        generation: Mapping[str, int] | None = None,
+        generation: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(label_smoothing, logit_clip, pad_id)
         self.generation = None if generation is None else GenerationSettings(**generation)
 
-    def next_tokens(self, logits: Tensor) -> Tensor:
-        """The most probable next token of each sentence: logits [b, t, V], of which the last position counts, to [b].
+    def log_probabilities(self, logits: Tensor) -> Tensor:
+        """Of the next token of each hypothesis: logits [b, t, V], of which the last position counts, to float32 [b, V].
 
-        Of equal ones, the first. Padding is never chosen: it would read as a translation that goes on in silence.
+        Padding has none (−∞): it would read as a translation that goes on in silence.
         """
-        last = logits[:, -1].clone()
+        last = logits[:, -1].float().log_softmax(-1)
         if self.pad_id is not None:
             last[:, self.pad_id] = -float("inf")
-        return last.argmax(-1)
+        return last
 
     def score(
         self, hypotheses: Sequence[str], references: Sequence[str], groups: Sequence[str] | None = None

@@ -22,6 +22,7 @@ from ..tasks.base import Task
 from ..tasks.generation import GenerationSettings
 from .build import Cut, build_autocast, build_cells, build_model, build_source, cut_model
 from .data_notices import forward_warnings
+from .decoding import Decoder, Machinery, Marks
 from .evaluation import Evaluator
 from .exchange import Exchange
 from .generation import Generator
@@ -127,9 +128,7 @@ def assemble_model(context: Context, settings: Settings, world: World, task: Tas
 
 def evaluation_fields(assembly: Assembly) -> dict[str, int]:
     """The exchange's fields that evaluation needs, beside those of the plan."""
-    replicas, generation = assembly.world.replicas, generation_settings(assembly.task)
-    tokens = {} if generation is None else Generator.fields(replicas, assembly.settings.pipeline.M, generation)
-    return {"metrics": replicas * len(assembly.task.metrics), **tokens}
+    return {"metrics": assembly.world.replicas * len(assembly.task.metrics)}
 
 
 def assemble_evaluator(assembly: Assembly, exchange: Exchange) -> Evaluator:
@@ -141,21 +140,18 @@ def assemble_evaluator(assembly: Assembly, exchange: Exchange) -> Evaluator:
     a, M = assembly, assembly.settings.pipeline.M
     generation, generator = generation_settings(a.task), None
     if generation is not None:
-        generator = Generator(
-            a.world,
-            cast(Any, a.source),
-            cast(Any, a.task),
-            a.engine,
-            a.programs,
-            exchange,
-            a.codec,
-            M,
-            generation,
-            a.settings.trainer.samples,
-            *a.survey.special,
-        )
+        decoder, samples = assemble_decoder(a, generation), a.settings.trainer.samples
+        speaks = a.world.rank == 0
+        generator = Generator(decoder, cast(Any, a.source), cast(Any, a.task), generation, samples, speaks)
     keeper = PredictionKeeper(a.world, cast(Any, a.task), a.source) if hasattr(a.task, "predictions") else None
     return Evaluator(a.world, a.source, a.task, a.cells, a.engine, a.programs, exchange, a.codec, M, generator, keeper)
+
+
+def assemble_decoder(assembly: Assembly, generation: GenerationSettings) -> Decoder:
+    """Beam search through the pipeline; the cells must not be in training when it runs."""
+    a, M = assembly, assembly.settings.pipeline.M
+    marks = Marks(*a.survey.special, int(getattr(a.source, "pad_id", 0)))
+    return Decoder(Machinery(a.world, a.engine, a.programs, a.codec, M), cast(Any, a.task), generation, marks)
 
 
 def generation_settings(task: Task) -> GenerationSettings | None:

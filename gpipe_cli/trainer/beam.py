@@ -1,0 +1,167 @@
+"""Beam search for one group of sentences: which hypotheses live on, which have ended, which is the best.
+
+Pure tensors: nothing here knows where the probabilities come from. Greedy decoding is a beam of one.
+
+A hypothesis y has the score log p(y|x) / ((|y| + 5) / 5)^exponent, |y| counting its end-of-sentence token (Lingvo's
+form of Wu et al., 2016, eq. 14; the paper names no search of its own).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+DEAD = -float("inf")  # the total of a place in the beam that holds no hypothesis
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A finished translation.
+
+    Attributes:
+        tokens: without the end-of-sentence token.
+        log_probability: log p(y|x), that of the end-of-sentence token too; only a translation that reached its longest
+            length without an end has none.
+    """
+
+    tokens: list[int]
+    log_probability: float
+
+
+class Continuation(NamedTuple):
+    """What goes on: for each row of the next round its parent, a row of this round, and its token; both [rows]."""
+
+    parents: Tensor
+    tokens: Tensor
+
+
+def length_penalty(length: Tensor, exponent: float) -> Tensor:
+    """((length + 5) / 5)^exponent, float64."""
+    penalty: Tensor = ((length.double() + 5) / 5) ** exponent
+    return penalty
+
+
+class BeamSearch:
+    """The state of one group; `advance` is called once for each token.
+
+    In the first round a sentence has one row, its beginning; afterwards it has `beam` rows, until it is done. It is
+    done as soon as `beam` of its hypotheses have ended, no living one can still beat the best of these, or its longest
+    length is reached; then the best living one counts if none has ended. A hypothesis ends when its continuation by
+    the end-of-sentence token is among the best `beam` continuations. Of equal continuations the one with the lower row,
+    then the lower token, comes first.
+
+    Args:
+        limits: the longest translation of each sentence, in tokens, the end-of-sentence token included; [sentences].
+        beam: hypotheses of a sentence that are kept.
+        exponent: of the length penalty; at least 0, and 0 leaves the length out.
+        eos_id: the token that ends a sentence.
+    """
+
+    def __init__(self, limits: Tensor, beam: int, exponent: float, eos_id: int) -> None:
+        count = len(limits)
+        self._beam, self._exponent, self._eos = beam, exponent, eos_id
+        self._limits = limits.cpu()
+        self._sentences = torch.arange(count)  # those not done, in the order of their rows
+        self._totals = torch.zeros(count, 1)  # log-probabilities of the living hypotheses, [not done, width]
+        self._history = torch.zeros(count, 1, 0, dtype=torch.int64)  # their tokens, [not done, width, round]
+        self._ended = torch.zeros(count, dtype=torch.int64)
+        self._best_score = torch.full((count,), DEAD, dtype=torch.float64)
+        self._best: list[Hypothesis | None] = [None] * count
+
+    @property
+    def rows(self) -> int:
+        """How many rows the next round's probabilities have."""
+        return self._totals.numel()
+
+    def advance(self, log_probabilities: Tensor) -> Continuation:
+        """Takes the log-probabilities of the next token, [rows, V]; returns what goes on, nothing when all are done."""
+        totals, places, tokens = self._candidates(log_probabilities)
+        length = self._history.shape[2] + 1
+        self._end_hypotheses(totals, places, tokens, length)
+        parents = self._keep_living(totals, places, tokens)
+        going_on = ~self._done(length)
+        for place in (~going_on).nonzero().flatten().tolist():
+            self._settle(place)
+        self._sentences, self._totals = self._sentences[going_on], self._totals[going_on]
+        self._history = self._history[going_on]
+        return Continuation(parents[going_on].flatten(), self._history[:, :, -1].flatten())
+
+    def best(self) -> list[Hypothesis]:
+        """The translation of each sentence, once all are done."""
+        return [hypothesis for hypothesis in self._best if hypothesis is not None]
+
+    def _candidates(self, log_probabilities: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The best 2·beam continuations of each sentence, best first: totals, places in the beam, tokens.
+
+        Each place offers one end of sentence, so at least `beam` of them go on.
+        """
+        count, width = self._totals.shape
+        vocabulary = log_probabilities.shape[-1]
+        known = self._totals.to(log_probabilities.device, torch.float32)
+        continued = (known[:, :, None] + log_probabilities.float().view(count, width, vocabulary)).flatten(1)
+        totals, order = _first_of_equals(continued, min(2 * self._beam, continued.shape[1]))
+        totals, order = totals.cpu(), order.cpu()
+        missing = 2 * self._beam - totals.shape[1]
+        if missing > 0:  # a vocabulary smaller than the beam
+            totals = torch.nn.functional.pad(totals, (0, missing), value=DEAD)
+            order = torch.nn.functional.pad(order, (0, missing))
+        return totals, order // vocabulary, order % vocabulary
+
+    def _end_hypotheses(self, totals: Tensor, places: Tensor, tokens: Tensor, length: int) -> None:
+        """Of each sentence, the ends among its best `beam` continuations."""
+        first = slice(0, self._beam)
+        ends = (tokens[:, first] == self._eos) & (totals[:, first] > DEAD)
+        self._ended[self._sentences] += ends.sum(1)
+        scores = totals[:, first].double() / length_penalty(torch.tensor(length), self._exponent)
+        scores = torch.where(ends, scores, DEAD)
+        which = scores.argmax(1)  # of equal ones the first
+        values = scores.gather(1, which[:, None])[:, 0]
+        for place in (values > self._best_score[self._sentences]).nonzero().flatten().tolist():
+            sentence, column = int(self._sentences[place]), int(which[place])
+            tokens_before = self._history[place, places[place, column]].tolist()
+            self._best_score[sentence] = values[place]
+            self._best[sentence] = Hypothesis(tokens_before, float(totals[place, column]))
+
+    def _keep_living(self, totals: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
+        """The first `beam` continuations that do not end become the living ones; returns their parents, [n, beam]."""
+        width = self._totals.shape[1]
+        living = (tokens != self._eos) & (totals > DEAD)
+        chosen = torch.sort(living.int(), dim=1, descending=True, stable=True).indices[:, : self._beam]
+        places = places.gather(1, chosen)
+        self._totals = torch.where(living, totals, DEAD).gather(1, chosen)
+        earlier = self._history.gather(1, places[:, :, None].expand(-1, -1, self._history.shape[2]))
+        self._history = torch.cat((earlier, tokens.gather(1, chosen)[:, :, None]), dim=2)
+        return torch.arange(len(places))[:, None] * width + places
+
+    def _done(self, length: int) -> Tensor:
+        """Which of the sentences are done, [not done before]."""
+        limits, best = self._limits[self._sentences], self._best_score[self._sentences]
+        # A living hypothesis only loses probability, and no length is kinder to it than the longest.
+        hope = self._totals.amax(1).double() / length_penalty(limits, self._exponent)
+        return (self._ended[self._sentences] >= self._beam) | (best >= hope) | (length >= limits)
+
+    def _settle(self, place: int) -> None:
+        """A sentence that is done without an ended hypothesis has the best of the living ones."""
+        sentence = int(self._sentences[place])
+        if self._best[sentence] is None:
+            first = int(self._totals[place].argmax())
+            total = float(self._totals[place, first])
+            tokens = self._history[place, first].tolist() if total > DEAD else []
+            self._best[sentence] = Hypothesis(tokens, total)
+
+
+def _first_of_equals(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The largest ``count`` of each row, descending; of equal ones the first. `topk` alone promises no order."""
+    reach = min(count + 1, values.shape[1])
+    found, order = values.topk(reach, dim=1)
+    if reach > count and bool((tied := found[:, count - 1] == found[:, count]).any()):
+        found, order = found.clone(), order.clone()
+        found[tied], order[tied] = (part[:, :reach] for part in values[tied].sort(dim=1, descending=True, stable=True))
+    found, order = found[:, :count], order[:, :count]
+    by_place = order.sort(dim=1).indices
+    found, order = found.gather(1, by_place), order.gather(1, by_place)
+    by_value = found.sort(dim=1, descending=True, stable=True).indices
+    return found.gather(1, by_value), order.gather(1, by_value)
