@@ -16,8 +16,8 @@ from ..data.source import Source
 from ..errors import ConfigurationError
 from ..layers import LayerBuilder
 from ..pipeline.cell import BuiltLayer, Cell, build_layer
-from ..pipeline.cost import CostError, layer_costs, shared_parameters
-from ..pipeline.partition import PartitionError, cell_costs, cell_layers, partition, place
+from ..pipeline.cost import CostError, LayerCost, layer_costs, shared_parameters
+from ..pipeline.partition import PartitionError, cell_costs, cell_layers, partition, placement
 from ..pipeline.randomness import NoiseSource
 from ..tasks.base import Task
 from .plan import Part
@@ -160,12 +160,27 @@ def cut_model(
     try:
         partition([1.0] * len(builders), config.K, config.partition)  # refuses K and sizes before costs are counted
         costs = layer_costs(builders, example[0], config.cost, device=device)
+    except (PartitionError, CostError) as error:
+        raise ConfigurationError(str(error)) from error
+    cut = cut_by_costs(builders, costs, config, workers)
+    refuse_sharing_across_cells(builders, cut.sizes)
+    return cut
+
+
+def cut_by_costs(
+    builders: Sequence[LayerBuilder], costs: Sequence[LayerCost], config: PipelineConfig, workers: int
+) -> Cut:
+    """Partition and placement from known costs.
+
+    Raises:
+        ConfigurationError: more cells than layers, sizes that do not add up, or more workers than cells.
+    """
+    try:
         sizes = partition([layer.cost for layer in costs], config.K, config.partition)
         totals = cell_costs([layer.cost for layer in costs], sizes)
         placement = place(totals, workers)
-    except (PartitionError, CostError) as error:
+    except PartitionError as error:
         raise ConfigurationError(str(error)) from error
-    _refuse_sharing_across_cells(builders, sizes)
     whole = sum(totals) or 1.0
     table = [
         {
@@ -183,7 +198,12 @@ def cut_model(
     return Cut(list(sizes), tuple(placement), table, sum(layer.parameters for layer in costs))
 
 
-def _refuse_sharing_across_cells(builders: Sequence[LayerBuilder], sizes: Sequence[int]) -> None:
+def refuse_sharing_across_cells(builders: Sequence[LayerBuilder], sizes: Sequence[int]) -> None:
+    """Weights that two layers share must lie in one cell.
+
+    Raises:
+        ConfigurationError: they do not; it names layers and weight.
+    """
     cell_of = {builders[i].name: cell for cell, layers in enumerate(cell_layers(sizes)) for i in layers}
     for shared in shared_parameters(builders):
         if cell_of[shared.layers[0]] != cell_of[shared.layers[1]]:
