@@ -15,6 +15,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 import numpy.typing as npt
 
+from .orders import ROUND_ROBIN
+
 OBJECTIVES = ("min_max", "min_variance")
 _EXACT_SQUARES = 1 << 26  # sums of integers below this have squares that float64 holds exactly
 
@@ -93,6 +95,26 @@ def place(cell_costs: Sequence[float], workers: int) -> tuple[int, ...]:
         )
     sizes = partition(cell_costs, workers, "min_max")
     return tuple(worker for worker, size in enumerate(sizes) for _ in range(size))
+
+
+def round_robin(K: int, workers: int) -> tuple[int, ...]:
+    """Puts cell c on worker c mod W, each worker having K/W of the K cells.
+
+    Raises:
+        PartitionError: no worker, or K is no multiple of the workers.
+    """
+    if workers < 1 or K % workers:
+        fitting = [str(number) for number in range(1, K + 1) if K % number == 0]
+        raise PartitionError(
+            f"pipeline.schedule=interleaved_1f1b gives each worker the same number of cells, but pipeline.K={K} is no "
+            f"multiple of {_count(workers, 'worker')}: use pipeline.workers={' or '.join(fitting)} or another K"
+        )
+    return tuple(cell % workers for cell in range(K))
+
+
+def placement(kind: str, cell_costs: Sequence[float], workers: int) -> tuple[int, ...]:
+    """The worker of each cell, as the kind of schedule needs it: see `place` and `round_robin`."""
+    return round_robin(len(cell_costs), workers) if kind in ROUND_ROBIN else place(cell_costs, workers)
 
 
 def _checked_sizes(sizes: Sequence[int], K: int, L: int) -> list[int]:

@@ -178,14 +178,14 @@ def cut_by_costs(
     try:
         sizes = partition([layer.cost for layer in costs], config.K, config.partition)
         totals = cell_costs([layer.cost for layer in costs], sizes)
-        placement = place(totals, workers)
+        workers_of = placement(config.schedule, totals, workers)
     except PartitionError as error:
         raise ConfigurationError(str(error)) from error
     whole = sum(totals) or 1.0
     table = [
         {
             "cell": number,
-            "worker": placement[number],
+            "worker": workers_of[number],
             "first": builders[layers[0]].name,
             "last": builders[layers[-1]].name,
             "layers": len(layers),
@@ -195,7 +195,7 @@ def cut_by_costs(
         }
         for number, layers in enumerate(cell_layers(sizes))
     ]
-    return Cut(list(sizes), tuple(placement), table, sum(layer.parameters for layer in costs))
+    return Cut(list(sizes), tuple(workers_of), table, sum(layer.parameters for layer in costs))
 
 
 def refuse_sharing_across_cells(builders: Sequence[LayerBuilder], sizes: Sequence[int]) -> None:
