@@ -81,6 +81,11 @@ class DeferredBatchNorm(nn.Module):
         part = torch.stack([torch.full_like(mean, count), mean * count, (variance + mean * mean) * count])
         self._pooled = part if self._pooled is None else self._pooled + part
 
+    @property
+    def gathered_count(self) -> float:
+        """How many values a channel has been averaged over since the last `take_pooled`."""
+        return 0.0 if self._pooled is None else self._pooled[0, 0].item()
+
     def take_pooled(self) -> Tensor | None:
         """The sums gathered since the last call, float64 (3, C), or None; starts anew."""
         pooled, self._pooled = self._pooled, None

@@ -1,0 +1,105 @@
+"""``gpipe-verify``: is the pipelined run the plain one? The same configuration as gpipe-train. Never imports torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpipe_cli import __version__
+
+if TYPE_CHECKING:
+    from gpipe_cli.commands.console import Console
+
+DIFFERENT = 1
+HELP = """\
+gpipe-verify: runs two steps of a configuration as gpipe-train would (its workers, K, M, schedule), the same two steps
+in one process by a plain loop without the engine, and compares: loss, outputs of layers, every gradient by name, the
+gradient norm, BatchNorm statistics, optimizer state, weights after each step.
+
+    gpipe-verify model=transformer pipeline.K=4 pipeline.M=8
+    gpipe-verify debug=tiny pipeline.schedule=1f1b          the same in seconds, for large models
+    gpipe-verify model._target_=my_module.my_layers         your own layers
+    gpipe-verify -m pipeline.K=1,2,4 pipeline.remat=always,never
+
+It takes every key of gpipe-train, and
+
+    verify.steps=2          how many mini-batches
+    verify.dtype=float64    both sides in float64: tells rounding from error
+    verify.tolerance=1e-6   the largest relative difference that counts as rounding
+    verify.format=json      one JSON object on standard output; everything else goes to standard error
+
+Exit code: 0 the same, 1 different (or the run failed), 2 refused. More: docs/verifying.md.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if {"-h", "--help"} & set(words):
+        print(HELP, end="")
+        return 0
+    if "--version" in words:
+        print(f"gpipe-verify {__version__}")
+        return 0
+    from gpipe_cli.commands import train
+    from gpipe_cli.commands.job import Program
+
+    program = Program(
+        entry="gpipe_cli.trainer.verify:main", preload=("torch", "gpipe_cli.trainer.verify"), conclude=conclude
+    )
+    words = with_own_run_directory(words)
+    if "verify.format=json" in words:
+        with redirect_stdout(sys.stderr):
+            return train.main(words, program)
+    return train.main(words, program)
+
+
+def with_own_run_directory(words: Sequence[str]) -> list[str]:
+    """`runs/<time>_verify`, unless the person names another."""
+    if any(word.startswith("hydra.run.dir=") for word in words):
+        return list(words)
+    now = time.strftime("%Y-%m-%d_%H-%M-%S") + f"-{time.time_ns() // 1000 % 1_000_000:06d}"
+    return [*words, f"hydra.run.dir=runs/{now}_verify"]
+
+
+def conclude(report: Any, run_dir: Path, console: Console) -> int:
+    """Show the report of rank 0; other ranks (under torchrun) have none."""
+    if report is None:
+        return 0
+    if report["format"] == "json":
+        print(json.dumps(report, indent=1), file=sys.__stdout__, flush=True)
+    for line in as_text(report):
+        console.say(line)
+    return 0 if report["agrees"] else DIFFERENT
+
+
+def as_text(report: dict[str, Any]) -> list[str]:
+    """A table for each step, what was found, and the verdict last."""
+    from gpipe_cli.commands.text import text_table
+
+    columns = ["", "compared", "largest difference", "relative", "where", "verdict"]
+    lines = []
+    for step in report["steps"]:
+        rows = [
+            [q["name"], q["compared"], _size(q["absolute"]), _size(q["relative"]), _where(q), q["verdict"]]
+            for q in step["quantities"]
+        ]
+        lines.append(f"\nstep {step['step']}\n{text_table(columns, rows)}")
+    return [*lines, "", *report["findings"], report["verdict"]]
+
+
+def _where(quantity: dict[str, Any]) -> str:
+    return "" if quantity["absolute"] == 0 and quantity["relative"] == 0 else str(quantity["where"])
+
+
+def _size(value: float | None) -> str:
+    return "inf" if value is None else "0" if value == 0 else f"{value:.1e}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,265 @@
+"""Training without the engine: all layers in one process, one after the other, as `nn.Sequential` would run them.
+
+It shares with the pipeline what defines the run (the layers, the task, the optimizer, the data, where random numbers
+come from), and nothing of how the pipeline runs it: no cells, no schedule, no recompute, torch's own BatchNorm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..config import Settings
+from ..layers import LayerBuilder
+from ..pipeline.boundary import Tensors, as_tensors
+from ..pipeline.cell import build_layer
+from ..pipeline.randomness import NoiseSource
+from ..tasks.base import Task
+from .build import build_autocast, build_lr_schedule, build_optimizer
+from .plan import Part
+from .verify_record import (
+    OUTPUT,
+    WEIGHTS,
+    Key,
+    LayerTrace,
+    StepState,
+    copied,
+    named,
+    named_buffers,
+    optimizer_state,
+)
+
+
+@dataclass
+class PooledStatistics:
+    """Of one BatchNorm over a mini-batch, from its inputs, in float64; a value a channel.
+
+    Attributes:
+        count: values of a channel. sums, squares: of them and of their squares.
+    """
+
+    count: int = 0
+    sums: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
+    squares: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
+
+    def add(self, x: Tensor) -> None:
+        """Takes in an input of shape (n, C, …)."""
+        values = x.detach().double().transpose(0, 1).flatten(1)
+        self.count += values.shape[1]
+        self.sums = self.sums.to(values.device) + values.sum(1)
+        self.squares = self.squares.to(values.device) + values.square().sum(1)
+
+
+class PlainTraining:
+    """The plain model and its optimizer.
+
+    Args:
+        builders: of all layers.
+        settings: of the run.
+        task: for the loss.
+        device: where all of it runs.
+    """
+
+    def __init__(self, builders: Sequence[LayerBuilder], settings: Settings, task: Task, device: torch.device) -> None:
+        self._settings, self._task, self._device = settings, task, device
+        self.layers = [
+            (index, builder.name, build_layer(builder, index, settings.seed, device))
+            for index, builder in enumerate(builders)
+        ]
+        self.parameters = dict(named(self.layers))
+        for _, _, module in self.layers:
+            module.train(True)
+        own = list({id(p): p for p in self.parameters.values()}.values())
+        self._optimizer = build_optimizer(settings.optimizer, own)
+        self._lr_schedule = build_lr_schedule(settings.schedule, self._optimizer)
+        self._autocast: Callable[[], AbstractContextManager[Any]] = build_autocast(settings.precision, device)
+        self._batchnorms: dict[Key, _BatchNorm] = {
+            (index, f"{layer}.{name}".rstrip(".")): module
+            for index, layer, whole in self.layers
+            for name, module in whole.named_modules()
+            if isinstance(module, _BatchNorm)
+        }
+        self._statistics: dict[Key, PooledStatistics] = {}
+        for key, batchnorm in self._batchnorms.items():
+            batchnorm.register_forward_pre_hook(_GatherInput(self._statistics, key))
+        self.draws_noise: set[int] = set()  # layers that have drawn random numbers
+
+    @property
+    def has_batchnorm(self) -> bool:
+        return bool(self._batchnorms)
+
+    def held(self) -> StepState:
+        """Weights and buffers as they are now."""
+        return StepState(weights=copied(self.parameters), buffers=copied(named_buffers(self.layers)))
+
+    @torch.no_grad()
+    def load(self, state: StepState) -> None:
+        """Weights and buffers of another way to run the model."""
+        buffers = named_buffers(self.layers)
+        for key, tensor in {**state.weights, **state.buffers}.items():
+            (self.parameters.get(key) if key in self.parameters else buffers[key]).copy_(tensor)  # type: ignore[union-attr]
+
+    # -- forward and backward ----------------------------------------------------------------------------------------
+
+    def gradients(self, step: int, parts: Sequence[Sequence[Part]], order: Sequence[int]) -> StepState:
+        """Forward and backward of one mini-batch.
+
+        Args:
+            step: number of the training step.
+            parts: of each replica, its micro-batches.
+            order: in which a replica's micro-batches are added up; the sum is the same but for rounding.
+        """
+        weight = sum(self._task.weight(targets) for replica in parts for _, targets in replica)
+        scale = 1 / weight if weight else 0.0
+        seen, losses = LayerTrace(), dict[tuple[int, int], float]()
+        self._statistics.clear()
+        with _FrozenAverages(self._batchnorms.values()):
+            totals: list[dict[Key, Tensor]] = []
+            for replica, micro_batches in enumerate(parts):
+                noise = NoiseSource(self._settings.seed, replica, self._device)
+                self._begin_step(step)
+                for number in order:
+                    losses[replica, number] = self._micro_batch(
+                        step, replica, number, micro_batches[number], scale, noise, seen
+                    )
+                totals.append(self._take_gradients())
+        for other in totals[1:]:
+            for key, gradient in other.items():
+                totals[0][key] = totals[0][key] + gradient
+        whole = sum(losses[key] for key in sorted(losses))
+        return StepState(
+            loss=whole * scale if weight else 0.0,
+            losses=losses,
+            gradient_norm=_norm(totals[0].values()),
+            gradients=copied(totals[0]),
+            counted={key: float(statistics.count) for key, statistics in self._statistics.items()},
+            trace=seen.trace,
+        )
+
+    def _begin_step(self, step: int) -> None:
+        for _, _, layer in self.layers:
+            for module in layer.modules():
+                if hasattr(module, "begin_step"):
+                    module.begin_step(step, self._settings.trainer.steps or 0)
+
+    def _micro_batch(
+        self, step: int, replica: int, number: int, part: Part, scale: float, noise: NoiseSource, seen: LayerTrace
+    ) -> float:
+        """Adds the gradients of one micro-batch; returns its unscaled loss."""
+        inputs, targets = (tuple(tensor.to(self._device) for tensor in tensors) for tensors in part)
+        values: Tensors = inputs
+        losses: list[Tensor] = []
+        with self._autocast():
+            for index, _, module in self.layers:
+                noise.seed_layer(step, number, index)
+                before = _generator_state(self._device)
+                seen.weights(WEIGHTS, replica, number, index, module)
+                returned = module(values if len(values) > 1 else values[0])
+                outputs = as_tensors(returned)
+                seen.outputs(OUTPUT, replica, number, index, outputs, values)
+                auxiliary = getattr(module, "auxiliary_loss", None)
+                if auxiliary is not None:
+                    losses.append(auxiliary(returned, targets))
+                if not torch.equal(before, _generator_state(self._device)):
+                    self.draws_noise.add(index)
+                values = outputs
+            losses.append(self._task.loss(values, targets)[0])
+        roots = [loss for loss in losses if loss.requires_grad]
+        if roots:
+            torch.autograd.backward(roots, [torch.full_like(root, scale) for root in roots])
+        return sum(loss.item() for loss in losses)
+
+    def _take_gradients(self) -> dict[Key, Tensor]:
+        """The gradients so far, zero where there is none, and begins anew."""
+        gradients = {}
+        for key, parameter in self.parameters.items():
+            gradients[key] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        return gradients
+
+    # -- update --------------------------------------------------------------------------------------------------------
+
+    def update(self, state: StepState, gradients: Mapping[Key, Tensor]) -> None:
+        """Clipping, optimizer, learning rate and BatchNorm's moving averages; what they leave goes into ``state``.
+
+        Args:
+            state: of the mini-batch, from `gradients`.
+            gradients: unclipped; those of ``state``, or others that the update is to be worked out from.
+        """
+        norm, limit = _norm(gradients.values()), self._settings.trainer.gradient_clip
+        factor = limit / norm if limit is not None and norm > limit else 1.0
+        if math.isfinite(state.loss) and math.isfinite(norm):
+            for key, parameter in self.parameters.items():
+                gradient = gradients[key].to(self._device)
+                parameter.grad = gradient * factor if factor != 1.0 else gradient.clone()
+            self._optimizer.step()
+            self._update_averages()
+        self._lr_schedule.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        after = self.held()
+        state.weights, state.buffers = after.weights, after.buffers
+        state.optimizer = copied(optimizer_state(self._optimizer, self.parameters))
+
+    @torch.no_grad()
+    def _update_averages(self) -> None:
+        """Once a mini-batch, with the mean and the (population) variance of all its values (paper, section 2.2)."""
+        for key, statistics in self._statistics.items():
+            batchnorm = self._batchnorms[key]
+            if batchnorm.running_mean is None or batchnorm.running_var is None:
+                continue
+            assert batchnorm.num_batches_tracked is not None
+            batchnorm.num_batches_tracked += 1
+            momentum = batchnorm.momentum
+            share = 1 / float(batchnorm.num_batches_tracked) if momentum is None else momentum
+            mean = statistics.sums / statistics.count
+            variance = statistics.squares / statistics.count - mean.square()
+            for average, value in ((batchnorm.running_mean, mean), (batchnorm.running_var, variance)):
+                average.copy_(average.double() * (1 - share) + value * share)
+
+
+def read_parts(batch_streams: Iterable[Any]) -> list[list[Part]] | None:
+    """The next mini-batch: the micro-batches of every replica, or None when the data has ended."""
+    batches = [next(stream, None) for stream in batch_streams]
+    return None if any(batch is None for batch in batches) else [list(cast(Any, batch).parts) for batch in batches]
+
+
+class _GatherInput:
+    """A hook in front of a BatchNorm in training."""
+
+    def __init__(self, statistics: dict[Key, PooledStatistics], key: Key) -> None:
+        self._statistics, self._key = statistics, key
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        self._statistics.setdefault(self._key, PooledStatistics()).add(inputs[0])
+
+
+class _FrozenAverages:
+    """Within it, torch's BatchNorm leaves its moving averages alone: it would update them with every micro-batch."""
+
+    def __init__(self, batchnorms: Iterable[_BatchNorm]) -> None:
+        self._batchnorms = list(batchnorms)
+
+    def __enter__(self) -> None:
+        self._before = [(b.running_mean, b.running_var, b.num_batches_tracked) for b in self._batchnorms]
+        for batchnorm in self._batchnorms:
+            batchnorm.running_mean = batchnorm.running_var = batchnorm.num_batches_tracked = None
+
+    def __exit__(self, *_: object) -> None:
+        for batchnorm, (mean, variance, count) in zip(self._batchnorms, self._before, strict=True):
+            batchnorm.running_mean, batchnorm.running_var, batchnorm.num_batches_tracked = mean, variance, count
+
+
+def _norm(gradients: Iterable[Tensor]) -> float:
+    return math.sqrt(sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in gradients))
+
+
+def _generator_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

@@ -1,0 +1,157 @@
+"""What every worker of gpipe-verify runs: some steps of the real trainer, then on rank 0 the same steps without it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch._dynamo  # every optimizer imports it when it is made; here it is imported once, before workers are forked
+import torch.distributed as dist
+
+from ..config import Settings
+from ..launch.context import Context
+from ..pipeline.schedule import Op
+from .assembly import Assembly, assemble_model
+from .build import build_model, build_task
+from .compare import compare, gradients_agree
+from .diagnose import Compared, Model, diagnose
+from .journal import Journal
+from .plain import PlainTraining, read_parts
+from .training import assemble_training
+from .verify_limits import refuse_what_cannot_be_verified, require_memory
+from .verify_record import StepState
+from .verify_report import Report
+from .verify_watch import WatchedTrainer
+from .world import World, join_world
+
+TOLERANCES = {"float64": 1e-9, "bfloat16": 0.05, "float32": 1e-4}
+
+
+def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
+    """One worker's life.
+
+    Returns:
+        On rank 0 the report as plain values (`verify_report.Report.as_json`); None elsewhere.
+
+    Raises:
+        ConfigurationError: this configuration cannot be verified, or something in it that shows only now.
+        LayerFailed: an exception in a layer.
+    """
+    settings = Settings.from_config(config["settings"])
+    refuse_what_cannot_be_verified(settings)
+    with _default_dtype(settings):
+        return _verify(context, config, in_wanted_dtype(settings))
+
+
+def _verify(context: Context, config: dict[str, Any], settings: Settings) -> dict[str, Any] | None:
+    pipeline = settings.pipeline
+    torch.set_num_threads(pipeline.threads)
+    workers = context.world_size // pipeline.replicas
+    world = join_world(context, workers, pipeline.replicas, pipeline.device, pipeline.backend)
+    journal = _Lines(context, world.rank == 0)
+    assembly = assemble_model(context, settings, world, build_task(settings.task), journal)
+    world.tell_everyone(lambda: require_memory(assembly.cut.parameters, torch.get_default_dtype(), world.device))
+    trainer = WatchedTrainer(assemble_training(context, config, assembly, journal, None))
+    start = trainer.held()
+    trainer.run_steps(settings.verify.steps)
+    begun, *steps = _gather(world, [start, *trainer.states])
+    if world.rank != 0:
+        return None
+    report = compare_with_plain(assembly, begun, steps)
+    (context.run_dir / "verify.json").write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
+    return report.as_json()
+
+
+def compare_with_plain(assembly: Assembly, begun: StepState, steps: Sequence[StepState]) -> Report:
+    """Runs the steps again without the engine, on rank 0, and compares.
+
+    Where gradients agree within the tolerance, the plain optimizer works from the pipeline's: an optimizer such as Adam
+    turns the rounding of a gradient near zero into a whole step, and that is no error of the pipeline.
+
+    Args:
+        begun: weights and buffers of the pipeline before the first step.
+        steps: what each step of the pipeline left.
+    """
+    settings, world = assembly.settings, assembly.world
+    tolerance = tolerance_of(settings)
+    plain = PlainTraining(build_model(settings.model), settings, assembly.task, world.device)
+    names = list(assembly.layers)
+    if settings.checkpoint.init_from is not None:
+        plain.load(begun)
+    source = assembly.source
+    assert source is not None
+    streams = [source.train(None, settings.pipeline.M, replica, world.replicas) for replica in range(world.replicas)]
+    compared: list[Compared] = []
+    for number, ours in enumerate(steps):
+        parts = read_parts(streams)
+        assert parts is not None
+        before = plain.held()
+        theirs = plain.gradients(number, parts, backward_order(assembly, len(parts[0])))
+        agree = gradients_agree(ours, theirs, tolerance)
+        plain.update(theirs, ours.gradients if agree else theirs.gradients)
+        found = compare(ours, theirs, before, tolerance, names)
+        compared.append(Compared(number + 1, ours, theirs, before, found))
+    cells = [cell for cell, layers in enumerate(assembly.cut.layers) for _ in layers]
+    model = Model(names, cells, frozenset(plain.draws_noise), settings.pipeline.M, world.replicas)
+    return Report(settings, tolerance, [c.step for c in compared], diagnose(compared, model, tolerance), steps[-1].loss)
+
+
+def backward_order(assembly: Assembly, micro_batches: int) -> list[int]:
+    """In which order the schedule adds up the gradients of micro-batches: as the worker of the last cell does."""
+    last = len(assembly.cut.placement) - 1
+    program = assembly.programs.training(micro_batches)[assembly.cut.placement[last]]
+    return [i.micro_batch for i in program if i.op is Op.BACKWARD and i.cell == last]
+
+
+def tolerance_of(settings: Settings) -> float:
+    wanted = settings.verify.tolerance
+    if wanted != "auto":
+        return wanted
+    return TOLERANCES[settings.precision.autocast or str(torch.get_default_dtype()).removeprefix("torch.")]
+
+
+def in_wanted_dtype(settings: Settings) -> Settings:
+    """With `verify.dtype=float64` the data come in float64 too."""
+    if settings.verify.dtype == "configured":
+        return settings
+    section = {"_target_": "gpipe_cli.trainer.verify_source.Widened", "source": settings.data}
+    return dataclasses.replace(settings, data={**section, "batch_size": settings.data.get("batch_size")})
+
+
+@contextmanager
+def _default_dtype(settings: Settings) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    if settings.verify.dtype == "float64":
+        torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _gather(world: World, mine: list[StepState]) -> list[StepState]:
+    """On rank 0 the whole model's states: tensors from the workers of replica 0, fingerprints from all."""
+    if world.replica > 0:
+        mine = [StepState(counted=state.counted, trace=state.trace) for state in mine]
+    everyone: list[list[StepState]] = [mine]
+    if world.everyone is not None:
+        received: list[Any] | None = [None] * world.size if world.rank == 0 else None
+        dist.gather_object(mine, received, dst=0, group=world.everyone)
+        everyone = cast("list[list[StepState]]", received or [mine])
+    whole = everyone[0]
+    for other in everyone[1:]:
+        for state, further in zip(whole, other, strict=True):
+            state.take(further)
+    return whole
+
+
+class _Lines(Journal):
+    """What a run tells of its preparation, but no record of its steps."""
+
+    def __init__(self, context: Context, active: bool) -> None:
+        super().__init__(context.run_dir, context.emit, False, 1, False, (), "", None, 0)
+        self._emit: Callable[[dict[str, Any]], None] = context.emit if active else self._emit

@@ -1,0 +1,39 @@
+"""A data source in float64, for gpipe-verify."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from ..data.source import Batch, Source
+
+
+class Widened:
+    """The batches of another source with every floating-point tensor in float64.
+
+    Args:
+        source: made from the configuration's own section.
+        batch_size: what the section says of it; the source knows it already.
+    """
+
+    def __init__(self, source: Source, batch_size: object = None) -> None:
+        self._source = source
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def train(self, position: Any, parts: int, replica: int, replicas: int) -> Iterator[Batch]:
+        return map(_widen, self._source.train(position, parts, replica, replicas))
+
+    def evaluation(self, parts: int) -> Iterator[Batch]:
+        return map(_widen, self._source.evaluation(parts))
+
+
+def _widen(batch: Batch) -> Batch:
+    return Batch([(_wide(inputs), _wide(targets)) for inputs, targets in batch.parts], batch.position)
+
+
+def _wide(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors)
