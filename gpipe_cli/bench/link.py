@@ -9,7 +9,6 @@ emulated layers put out.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -81,12 +80,18 @@ def _stamped(spec: BoundarySpec) -> BoundarySpec:
     return replace(spec, tensors=(*spec.tensors, STAMP))
 
 
-def measured_carry(transport: LinkTransport, rank: int, messages: int) -> float:
-    """Seconds a message, when worker 0 sends so many to worker 1 in a row: what a link's bandwidth comes to.
+def measured_seconds(transport: LinkTransport, rank: int, messages: int, times: float) -> float:
+    """Seconds a message, when worker 0 sends so many to worker 1 in a row.
 
-    Other workers take no part and get 0.
+    Args:
+        times: how many of the messages in front of cell 1 make up one message here; 0: free ones, so that what remains
+            is what sending and receiving cost on this machine.
+
+    Returns:
+        On worker 1; 0 on the others.
     """
     spec, arrivals = BoundarySpec((TensorSpec((8,), torch.float32, False),)), []
+    transport.speed = times
     for number in range(messages):
         if rank == 0:
             transport.send(ACTIVATION, (torch.zeros(8),), spec, 1, 1, number)
@@ -95,15 +100,3 @@ def measured_carry(transport: LinkTransport, rank: int, messages: int) -> float:
             arrivals.append(time.perf_counter())
     transport.drain()
     return (arrivals[-1] - arrivals[0]) / (messages - 1) if arrivals else 0.0
-
-
-def link_of(boundaries: Sequence[int], bandwidth: float, latency: float, scale: float) -> Link:
-    """The link of one setting.
-
-    Args:
-        boundaries: bytes of a micro-batch in front of each cell.
-        bandwidth: bytes a second, of the real link.
-        latency: seconds, of the real link.
-        scale: seconds here for one second there.
-    """
-    return Link(tuple(size / bandwidth * scale for size in boundaries), latency * scale)

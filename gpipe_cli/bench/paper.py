@@ -27,11 +27,11 @@ TABLE_3 = {
 # Table 4: shares of a step. The slice of the weight update has no label: it is what the others leave.
 TABLE_4 = {
     "computation": 0.656,
-    "re-computation": 0.225,
+    "recomputation": 0.225,
     "bubble": 0.041,
-    "load imbalance": 0.032,
-    "set-up": 0.029,
-    "weight update": 0.017,
+    "load_imbalance": 0.032,
+    "setup": 0.029,
+    "weight_update": 0.017,
 }
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .tables import Bar, Curve, Table
+from gpipe_cli.trainer.breakdown import draw_breakdown
+
+from .tables import Curve, Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,12 +22,16 @@ STYLES = {
     "peer": {"color": "#7fa88b", "marker": ".", "linewidth": 1.0},
 }
 COLUMNS_AT_MOST = 3
-BAR_COLORS = ("#2f6db3", "#a9cdee", "#d5d8dd", "#f0a43a", "#9a6fb0", "#7fa88b", "#c0504d", "#444444")
 
 
 def draw(table: Table, folder: Path) -> list[Path]:
     """Writes ``NAME.png`` and ``NAME.svg``; nothing for a table without curves and bars."""
-    if not (table.curves or table.bars):
+    paths = [folder / f"{table.name}.png", folder / f"{table.name}.svg"]
+    if table.bars:
+        for path in paths:
+            draw_breakdown(table.bars, path, table.title)
+        return paths
+    if not table.curves:
         return []
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -34,12 +40,8 @@ def draw(table: Table, folder: Path) -> list[Path]:
     with rc_context({"svg.hashsalt": "gpipe", "font.size": 9}):
         figure = Figure(layout="constrained")
         FigureCanvasAgg(figure)
-        if table.bars:
-            _draw_bars(figure, table.bars)
-        else:
-            _draw_curves(figure, table)
+        _draw_curves(figure, table)
         figure.suptitle(table.title, fontsize=11)
-        paths = [folder / f"{table.name}.png", folder / f"{table.name}.svg"]
         for path in paths:
             figure.savefig(path, dpi=110)
     return paths
@@ -51,7 +53,7 @@ def _draw_curves(figure: Figure, table: Table) -> None:
         panels.setdefault(curve.panel, []).append(curve)
     columns = min(COLUMNS_AT_MOST, len(panels))
     rows = -(-len(panels) // columns)
-    figure.set_size_inches(3.6 * columns + 0.4, 3.0 * rows + 0.4)
+    figure.set_size_inches(3.2 * columns + 0.6, 2.7 * rows + 0.9)
     grid = figure.subplots(rows, columns, squeeze=False)
     for place in range(rows * columns):
         axes = grid[place // columns][place % columns]
@@ -61,8 +63,14 @@ def _draw_curves(figure: Figure, table: Table) -> None:
         panel = list(panels)[place]
         _draw_panel(axes, panels[panel])
         axes.set_title(panel, fontsize=9)
-        axes.set_xlabel(table.axes[0])
-        axes.set_ylabel(table.axes[1])
+        if place // columns == rows - 1:
+            axes.set_xlabel(table.axes[0])
+        if place % columns == 0:
+            axes.set_ylabel(table.axes[1])
+    lines = {line.get_label(): line for axes in figure.axes for line in axes.get_lines()}
+    figure.legend(
+        lines.values(), [str(label) for label in lines], loc="outside lower center", ncols=4, frameon=False, fontsize=8
+    )
 
 
 def _draw_panel(axes: Axes, curves: list[Curve]) -> None:
@@ -74,25 +82,5 @@ def _draw_panel(axes: Axes, curves: list[Curve]) -> None:
             peers += 1
         axes.plot(*zip(*curve.points, strict=True), label=curve.label, **style)
     axes.set_xticks(sorted({x for curve in curves for x, _ in curve.points}))
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.08 * max(y for curve in curves for _, y in curve.points))
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False, fontsize=7)
-
-
-def _draw_bars(figure: Figure, bars: tuple[Bar, ...] | list[Bar]) -> None:
-    figure.set_size_inches(8.5, 0.8 * len(bars) + 1.6)
-    axes = figure.subplots()
-    names = list(dict.fromkeys(name for bar in bars for name in bar.shares))
-    left = [0.0] * len(bars)
-    for number, name in enumerate(names):
-        widths = [100 * bar.shares.get(name, 0.0) for bar in bars]
-        color = BAR_COLORS[number % len(BAR_COLORS)]
-        drawn = axes.barh(range(len(bars)), widths, left=left, height=0.6, color=color, label=name, edgecolor="white")
-        texts = [f"{width:.0f}" if width >= 3 else "" for width in widths]
-        axes.bar_label(drawn, texts, label_type="center", fontsize=8)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
-    axes.invert_yaxis()
-    axes.set_xlabel("% of a step")
-    axes.legend(frameon=False, fontsize=8, ncols=min(4, len(names)), loc="upper center", bbox_to_anchor=(0.5, -0.35))
-    axes.spines[["top", "right", "left"]].set_visible(False)

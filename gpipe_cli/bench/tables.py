@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,14 +24,6 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Bar:
-    """One stacked bar of a plot: shares of a whole, by name, in order."""
-
-    label: str
-    shares: dict[str, float]
-
-
-@dataclass(frozen=True)
 class Table:
     """What one command found.
 
@@ -41,7 +33,8 @@ class Table:
         columns, rows: as they are printed; None prints as a dash.
         notes: the protocol and what is remarkable, one sentence each.
         facts: for programs: everything measured, in full precision.
-        curves, bars: for the plot; one of them is empty.
+        curves: for the plot.
+        bars: in their place, shares of a step: column to name to share.
         axes: names of the curves' axes.
     """
 
@@ -52,5 +45,5 @@ class Table:
     notes: Sequence[str]
     facts: dict[str, Any]
     curves: Sequence[Curve] = ()
-    bars: Sequence[Bar] = ()
+    bars: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     axes: tuple[str, str] = field(default=("cells K", "normalised throughput"))

@@ -20,12 +20,13 @@ from gpipe_cli.pipeline.transport import Transport
 
 from .driver import CPU, Step, plain_step, squared_loss
 from .emulator import ACCELERATOR, WIDTH, SleepingLayer
-from .link import Link, LinkTransport, measured_carry
+from .link import Link, LinkTransport, measured_seconds
 from .peers import torch_interleaved_step, torch_pipelining_step
 from .stopwatch import StopWatch
 
 EXAMPLES = 64  # rows of the emulated mini-batch; they say nothing about the model's
-LINK_MESSAGES = 20
+LINK_MESSAGES = 20  # in a row, to measure a link
+LINK_SECONDS = 0.005  # each at least so long: a short one drowns in what gloo takes
 
 
 class EmulatedModel:
@@ -113,8 +114,7 @@ def worker(context: Context, config: dict[str, Any]) -> list[dict[str, Any]]:
             micro-batch), ``cuts``, ``M``, ``remat``, ``contenders`` and ``link`` (None, or `Link`'s fields).
 
     Returns:
-        For each setting ``seconds`` by contender (None where one refuses) and ``carry``: seconds that one message in
-        front of cell 1 was measured to take, or None without a link.
+        For each setting ``seconds`` by contender (None where one refuses) and ``link``: `link_check`, or None.
     """
     if config["realtime"]:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
@@ -144,14 +144,19 @@ def measure(setting: dict[str, Any], repetitions: int, watch: StopWatch, rank: i
                 seconds[name].append(taken)
     return {
         "seconds": {name: statistics.median(seconds[name]) if name in seconds else None for name in steps},
-        "carry": None if link is None else link_check(link, rank, K),
+        "link": None if link is None else link_check(link, rank, K),
     }
 
 
-def link_check(link: Link, rank: int, K: int) -> float:
-    """Measured seconds of one message in front of cell 1, on every worker."""
+def link_check(link: Link, rank: int, K: int) -> dict[str, float]:
+    """What the links come to: ``carry``, seconds of one message in front of cell 1, and ``host``, of a free one."""
     transport = make_transport(tuple(range(K)), link)
     assert isinstance(transport, LinkTransport)
-    carry = torch.tensor([measured_carry(transport, rank, LINK_MESSAGES)], dtype=torch.float64)
-    dist.all_reduce(carry)
-    return float(carry)
+    times = max(1.0, LINK_SECONDS / link.carry[1])
+    found = [
+        measured_seconds(transport, rank, LINK_MESSAGES, times) / times,
+        measured_seconds(transport, rank, LINK_MESSAGES, 0.0),
+    ]
+    seconds = torch.tensor(found, dtype=torch.float64)
+    dist.all_reduce(seconds)
+    return {"carry": float(seconds[0]), "host": float(seconds[1])}

@@ -37,7 +37,7 @@ class Result:
 
     Attributes:
         seconds: of a step, by contender; None where one refuses the setting.
-        carry: measured seconds of a message in front of cell 1; None without a link.
+        link: measured seconds of a message in front of cell 1 (``carry``) and of a free one (``host``); None without.
         unit: throughput of the reference, in mini-batches of one second's work a second.
         limit: shortest possible seconds of the step; of the reference ``limit_unit``, as a throughput.
     """
@@ -45,7 +45,7 @@ class Result:
     setting: Setting
     kind: str
     seconds: dict[str, float | None]
-    carry: float | None
+    link: dict[str, float] | None
     unit: float
     limit: float
     limit_unit: float
@@ -73,9 +73,9 @@ class Result:
     @property
     def bandwidth(self) -> float | None:
         """Bytes a second of the emulated device's link, as measured."""
-        if self.carry is None:
+        if self.link is None:
             return None
-        return self.setting.message_bytes[1] / self.carry * self.setting.scale
+        return self.setting.message_bytes[1] / self.link["carry"] * self.setting.scale
 
     def facts(self) -> dict[str, Any]:
         """For programs."""
@@ -95,6 +95,7 @@ class Result:
             "normalised": {name: self.normalised(name) for name in self.seconds},
             "cell_shares": setting.profile.cell_shares(setting.K),
             "message_bytes": setting.message_bytes[1:],
+            "link": self.link,
             "link_bytes_per_second": self.bandwidth,
         }
 
@@ -167,7 +168,7 @@ def make_results(
                 setting,
                 kind,
                 measured[number]["seconds"],
-                measured[number]["carry"],
+                measured[number]["link"],
                 of_reference.serial_seconds / measured[at]["seconds"][kind],
                 limit,
                 of_reference.serial_seconds / limit_there,
@@ -240,13 +241,16 @@ def notes(protocol: Protocol, results: Sequence[Result], options: BenchOptions) 
 def link_notes(results: Sequence[Result], options: BenchOptions) -> list[str]:
     """How the link was limited and what it came to."""
     measured = [result.bandwidth for result in results if result.bandwidth is not None]
+    host = [result.link["host"] for result in results if result.link is not None]
     largest = max(max(result.setting.message_bytes) for result in results)
+    busiest = max(max(r.setting.carry) * 1e3 for r in results)
     return [
         f"Links: {options.bandwidth / 1e9:g} GB/s in each direction and {options.latency * 1e6:g} µs, against "
         f"{options.device_flops / 1e12:g} TFLOP/s of compute, all stretched by one factor to the emulation's time. "
         "A message of the real boundary's bytes (fp32) is handed over when it would be there; one at a time on a link.",
-        f"The links measured: {min(measured) / 1e9:.2f} to {max(measured) / 1e9:.2f} GB/s, by 20 messages in a row "
-        f"from worker 0 to worker 1. Largest message: {largest / 1e6:.1f} MB.",
+        f"The links measured: {min(measured) / 1e9:.2f} to {max(measured) / 1e9:.2f} GB/s, by 20 messages of 5 ms or "
+        f"more in a row from worker 0 to 1. Largest message: {largest / 1e6:.1f} MB, {busiest:.2f} ms here; a free "
+        f"message takes {min(host) * 1e3:.2f} to {max(host) * 1e3:.2f} ms here, which is this machine's own.",
     ]
 
 
