@@ -33,7 +33,7 @@ class PipelineConfig:
     K: Count
     M: Count
     remat: Literal["always", "except_last", "never"]
-    schedule: Literal["gpipe", "1f1b"]
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
     partition: Literal["min_max", "min_variance"] | list[Count]
     cost: Literal["flops", "parameters", "declared", "profile"]
     workers: Literal["auto"] | Count
@@ -67,6 +67,7 @@ class TrainerConfig:
         patience: the run ends after so many evaluations in a row without a better loss; null: never.
         samples: outputs shown after an evaluation.
         average: decay of the moving average of weights and BatchNorm statistics that evaluation uses; null: none.
+        trace_steps: the number of a step, or several, that are recorded for a trace viewer; null: none.
     """
 
     steps: Count | None
@@ -79,6 +80,13 @@ class TrainerConfig:
     patience: Count | None
     samples: CountOrZero
     average: Share | None
+    trace_steps: Count | list[Count] | None
+
+    @property
+    def traced_steps(self) -> list[int]:
+        """`trace_steps` as a list."""
+        steps = self.trace_steps
+        return steps if isinstance(steps, list) else [] if steps is None else [steps]
 
 
 @dataclass(frozen=True)
@@ -281,6 +289,18 @@ def _workers_have_cells(settings: Settings) -> str | None:
     )
 
 
+def _cells_go_round(settings: Settings) -> str | None:
+    pipeline = settings.pipeline
+    K, workers = pipeline.K, pipeline.workers
+    if pipeline.schedule != "interleaved_1f1b" or workers == "auto" or workers > K or K % workers == 0:
+        return None
+    return (
+        f"pipeline.schedule=interleaved_1f1b gives each worker the same number of cells, but pipeline.K={K} is no "
+        f"multiple of pipeline.workers={workers}: use pipeline.K={K - K % workers} or {K - K % workers + workers}, or "
+        f"pipeline.workers={' or '.join(str(number) for number in range(1, K + 1) if K % number == 0)}"
+    )
+
+
 def _sizes_match_cells(settings: Settings) -> str | None:
     sizes, K = settings.pipeline.partition, settings.pipeline.K
     if isinstance(sizes, str) or len(sizes) == K:
@@ -296,6 +316,17 @@ def _has_an_end(settings: Settings) -> str | None:
     if trainer.steps or trainer.epochs or trainer.seconds:
         return None
     return "trainer.steps, trainer.epochs and trainer.seconds are all null: set one, as trainer.steps=1000"
+
+
+def _traced_steps_are_run(settings: Settings) -> str | None:
+    trainer = settings.trainer
+    late = [step for step in trainer.traced_steps if trainer.steps is not None and step > trainer.steps]
+    if not late:
+        return None
+    return (
+        f"trainer.trace_steps={shown(trainer.trace_steps)} but trainer.steps={trainer.steps}: step {late[0]} never "
+        f"comes, use numbers from 1 to {trainer.steps}"
+    )
 
 
 def _patience_is_tested(settings: Settings) -> str | None:
@@ -333,8 +364,10 @@ def _begins_in_one_way(settings: Settings) -> str | None:
 CHECKS: tuple[Callable[[Settings], str | None], ...] = (
     _enough_examples,
     _workers_have_cells,
+    _cells_go_round,
     _sizes_match_cells,
     _has_an_end,
+    _traced_steps_are_run,
     _patience_is_tested,
     _backend_fits_device,
     _inline_is_one_worker,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .schedule import Message
+from .instruction import Message
 from .simulate import Timeline
 
 

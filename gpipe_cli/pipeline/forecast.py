@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .schedule import COMPUTE, InstructionLists, Message, Op, execution_order
+from .instruction import COMPUTE, InstructionLists, Message, Op, execution_order
 
 Durations = Mapping[tuple[Op, int], float]  # seconds of one instruction, by kind and cell; of `COMPUTE` only
 _RUN, _SEND, _AWAIT = range(3)

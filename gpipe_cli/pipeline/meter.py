@@ -4,42 +4,55 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
-from .schedule import Instruction, Op
+from .instruction import Instruction, Op
 from .simulate import Span
-
-WAITING = (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT)
 
 Mark = float | torch.cuda.Event
 
 
+class Phase(NamedTuple):
+    """What a worker did between the pipeline's part of one step and the next, in seconds of the meter's clock."""
+
+    name: str
+    start: float
+    end: float
+
+
 class Meter:
-    """Records the instructions of one step after another.
+    """Records the instructions of one step after another, and the phases that follow them.
 
     On a GPU the instructions run behind the host's back, so events are recorded in their stream and read when the step
     has ended anyway; nothing is synchronised in between.
 
     Attributes:
-        spans: of the last finished step, in seconds of the machine's monotonic clock, which all its processes share.
+        began: when the step did, by the machine's monotonic clock, which all its processes share.
+        spans: of the last finished step, in seconds of that clock.
+        phases: that followed it, as far as they have ended and `settle` has read them.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._device = device
         self._marks: list[tuple[Instruction, Mark, Mark]] = []
-        self._began = 0.0
+        self._phase_marks: list[tuple[str, Mark, Mark]] = []
+        self.began = 0.0
         self._began_on_gpu: torch.cuda.Event | None = None
         self.spans: list[Span] = []
+        self.phases: list[Phase] = []
 
     def begin_step(self) -> None:
         """Forgets what was recorded since the last step (evaluations) and starts the clock."""
+        self.settle()
         self._marks.clear()
         if self._on_gpu:
-            torch.cuda.synchronize(self._device)
             self._began_on_gpu = self._event()
-        self._began = time.perf_counter()
+        self.began = time.perf_counter()
 
     def mark(self) -> Mark:
         """The present moment."""
@@ -53,10 +66,26 @@ class Meter:
         """Seconds since `begin_step`; on a GPU waits for its work first. Fills `spans`."""
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
-        seconds = time.perf_counter() - self._began
+        seconds = time.perf_counter() - self.began
         self.spans = [Span(instruction, self._time(a), self._time(b)) for instruction, a, b in self._marks]
+        self.phases = []
         self._marks.clear()
         return seconds
+
+    @contextmanager
+    def phase(self, name: str, on_device: bool = False) -> Iterator[None]:
+        """Records what the body does. ``on_device``: its work runs on the device, behind the host's back."""
+        device = on_device and self._on_gpu
+        started = self._event() if device else time.perf_counter()
+        yield
+        self._phase_marks.append((name, started, self._event() if device else time.perf_counter()))
+
+    def settle(self) -> None:
+        """Fills `phases`; on a GPU waits for its work first."""
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)
+        self.phases += [Phase(name, self._time(a), self._time(b)) for name, a, b in self._phase_marks]
+        self._phase_marks.clear()
 
     def seconds(self) -> dict[tuple[Op, int], float]:
         """Seconds per (kind of instruction, cell) in the last finished step."""
@@ -69,7 +98,7 @@ class Meter:
         if isinstance(mark, float):
             return mark
         assert self._began_on_gpu is not None
-        return self._began + float(self._began_on_gpu.elapsed_time(mark)) / 1000
+        return self.began + float(self._began_on_gpu.elapsed_time(mark)) / 1000
 
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own

@@ -8,20 +8,36 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from .critical_path import Place
-from .schedule import COMPUTE, Op
+from .instruction import COMPUTE, Op
 from .simulate import Span, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LEGEND = "F forward, R recompute, B backward, with the micro-batch; . idle"
-
 # Blue and orange stay apart for every kind of colour blindness, and in grey by their lightness; the recompute is a pale
-# forward, because it is the same work again.
-_FILL = {Op.FORWARD: "#2f6db3", Op.RECOMPUTE: "#a9cdee", Op.BACKWARD: "#f0a43a"}
-_INK = {Op.FORWARD: "white", Op.RECOMPUTE: "#173a63", Op.BACKWARD: "#4a2c00"}
-_NAME = {Op.FORWARD: "forward", Op.RECOMPUTE: "recompute", Op.BACKWARD: "backward"}
+# forward, because it is the same work again. Of a backward in two halves the first has the backward's colour.
+_FILL = {
+    Op.FORWARD: "#2f6db3",
+    Op.RECOMPUTE: "#a9cdee",
+    Op.BACKWARD: "#f0a43a",
+    Op.INPUT_GRADIENT: "#f0a43a",
+    Op.WEIGHT_GRADIENT: "#1c8f78",
+}
+_INK = {
+    Op.FORWARD: "white",
+    Op.RECOMPUTE: "#173a63",
+    Op.BACKWARD: "#4a2c00",
+    Op.INPUT_GRADIENT: "#4a2c00",
+    Op.WEIGHT_GRADIENT: "white",
+}
+_NAME = {
+    Op.FORWARD: "forward",
+    Op.RECOMPUTE: "recompute",
+    Op.BACKWARD: "backward",
+    Op.INPUT_GRADIENT: "input gradient",
+    Op.WEIGHT_GRADIENT: "weight gradient",
+}
 _IDLE, _GRID, _TEXT, _CRITICAL = "#eceef1", "white", "#2b2f36", "#b3123a"
 _CHARACTERS = 0.64  # width of a digit as a share of the font's size
 _SMALLEST = 5.0  # points; smaller numbers are left out
@@ -31,7 +47,8 @@ def draw_text(timeline: Timeline, slot: float = 1.0) -> str:
     """The timeline as a grid of characters: a row per worker, a column per slot of time.
 
     Each column shows what the worker does in the middle of the slot: ``F0`` the forward of micro-batch 0, ``R0`` its
-    recompute, ``B0`` its backward, ``.`` nothing. A worker with several cells has a row for each of them.
+    recompute, ``B0`` its backward, ``I0`` and ``W0`` its halves, ``.`` nothing; `legend` says so. A worker with several
+    cells has a row for each of them.
 
     Args:
         timeline: of ``simulate``; with unit durations and a slot of 1 it is exact.
@@ -66,6 +83,12 @@ class Panel(NamedTuple):
     timeline: Timeline
     title: str = ""
     critical: Sequence[Place] = ()
+
+
+def legend(timeline: Timeline) -> str:
+    """What the letters of `draw_text` mean, those that occur."""
+    words = ", ".join(f"{op.value} {_NAME[op]}" for op in _used(timeline))
+    return f"{words}, with the micro-batch; . idle"
 
 
 def save_picture(timeline: Timeline, path: str | Path, title: str = "", unit: str = "") -> None:
@@ -118,6 +141,12 @@ def _rows(timeline: Timeline) -> list[tuple[str, int, int]]:
     ]
 
 
+def _used(timeline: Timeline) -> list[Op]:
+    """The kinds of computation that occur."""
+    seen = {s.instruction.op for spans in timeline.spans for s in spans}
+    return [op for op in COMPUTE if op in seen]
+
+
 def _covered(span: Span, slot: float) -> tuple[int, int]:
     """The columns whose middle lies in the span."""
     return round(span.start / slot), round(span.end / slot)
@@ -165,14 +194,16 @@ def _draw_title(axes: Axes, panel: Panel) -> None:
 def _draw_critical_path(axes: Axes, panel: Panel, rows: Sequence[tuple[str, int, int]]) -> None:
     """A line along the lower edge of the computations that decide how long the step takes."""
     row_of = {(worker, cell): row for row, (_, cell, worker) in enumerate(rows)}
-    times: list[float] = []
-    heights: list[float] = []
+    before: tuple[int, float, float] | None = None
     for worker, number in panel.critical:
         instruction, start, end = panel.timeline.spans[worker][number]
-        if instruction.op in COMPUTE:
-            times += [start, end]
-            heights += [row_of[worker, instruction.cell] + 0.4] * 2
-    axes.plot(times, heights, color=_CRITICAL, linewidth=2.0, solid_joinstyle="round")
+        if instruction.op not in COMPUTE:
+            continue
+        height = row_of[worker, instruction.cell] + 0.42
+        axes.plot([start, end], [height] * 2, color=_CRITICAL, linewidth=2.2, solid_capstyle="butt")
+        if before is not None and before[0] != worker:  # a message held it up
+            axes.plot([before[1], start], [before[2], height], color=_CRITICAL, linewidth=0.8)
+        before = worker, end, height
 
 
 def _draw_legend(figure: Figure, panels: Sequence[Panel]) -> None:
@@ -180,8 +211,8 @@ def _draw_legend(figure: Figure, panels: Sequence[Panel]) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    seen = {s.instruction.op for panel in panels for spans in panel.timeline.spans for s in spans}
-    handles: list[Artist] = [Patch(facecolor=_FILL[op], label=_NAME[op]) for op in COMPUTE if op in seen]
+    used = {op for panel in panels for op in _used(panel.timeline)}
+    handles: list[Artist] = [Patch(facecolor=_FILL[op], label=_NAME[op]) for op in COMPUTE if op in used]
     handles.append(Patch(facecolor=_IDLE, label="idle"))
     if any(panel.critical for panel in panels):
         handles.append(Line2D([], [], color=_CRITICAL, linewidth=2.0, label="critical path"))
@@ -195,7 +226,8 @@ def _draw_numbers(figure: Figure, axes: Axes, timeline: Timeline, rows: Sequence
     figure.draw_without_rendering()
     area, points = axes.get_window_extent(), 72 / figure.dpi
     tallest = min(9.0, 0.6 * area.height * points / len(rows))
-    widest = _CHARACTERS * (len(str(timeline.micro_batches - 1)) + 0.5) * (timeline.span or 1) / (area.width * points)
+    per_point = (axes.get_xlim()[1] - axes.get_xlim()[0]) / (area.width * points)
+    widest = _CHARACTERS * (len(str(timeline.micro_batches - 1)) + 0.5) * per_point
     sizes = {}
     for op in COMPUTE:
         lengths = [s.end - s.start for spans in timeline.spans for s in spans if s.instruction.op is op]

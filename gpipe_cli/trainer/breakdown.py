@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from ..pipeline.forecast import Durations, Forecast
-from ..pipeline.schedule import Op
+from ..pipeline.instruction import Op
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -29,6 +29,7 @@ MAY_DIFFER = (
     "trainer.nonfinite_limit",
     "trainer.patience",
     "trainer.samples",
+    "trainer.trace_steps",
     "task.generation",
     "data.workers",
     "data.cache_dir",

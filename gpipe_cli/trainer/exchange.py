@@ -9,6 +9,7 @@ cores, this 2 ms (`benchmarks/exchange.py`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 import torch
@@ -32,6 +33,7 @@ class Exchange:
         self._mine = torch.zeros(sum(self._sizes), dtype=torch.float64)
         self.mine: dict[str, Tensor] = dict(zip(fields, torch.split(self._mine, self._sizes), strict=True))
         self.all: dict[str, Tensor] = {name: tensor.clone() for name, tensor in self.mine.items()}
+        self.ended_at = time.perf_counter()  # when all workers were last at the same place
 
     def run(self) -> None:
         """Sums what every worker wrote into ``mine`` to everybody's ``all``, and clears ``mine``."""
@@ -40,6 +42,7 @@ class Exchange:
             self._sum_through_rank_0(total, self._group)
         self.all = dict(zip(self.mine, torch.split(total, self._sizes), strict=True))
         self._mine.zero_()
+        self.ended_at = time.perf_counter()
 
     def _sum_through_rank_0(self, total: Tensor, group: dist.ProcessGroup) -> None:
         others = range(1, group.size())

@@ -11,12 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..pipeline.simulate import Span
+from ..pipeline.forecast import Forecast
+from ..pipeline.simulate import Timeline
+from .breakdown import Breakdown, draw_breakdown, mean_breakdown
 from .image_pictures import draw_classification, read_picture
-from .pictures import draw_loss, draw_step
+from .pictures import draw_loss, draw_step, draw_traced_step
 from .plan import Plan
 from .programs import Programs
-from .step_report import StepReport
+from .step_report import PHASES, StepReport
+from .trace import Recording, measured_timeline, trace, write_trace
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
@@ -58,6 +61,7 @@ class Journal:
         self._statistics = list(statistics)
         self._board: SummaryWriter | None = None
         self._evaluations: list[Mapping[str, float]] = []
+        self._traced: dict[int, Timeline] = {}
         if not active:
             return
         path = run_dir / "metrics.jsonl"
@@ -81,8 +85,15 @@ class Journal:
         """The table of the K cells."""
         self._emit({"kind": "cells", "rows": [dict(row) for row in table]})
 
-    def step(self, progress: Progress, report: StepReport, plan: Plan, lr: float, seconds: float) -> None:
-        """One training step: a line in metrics.jsonl, a tick on the console, now and then TensorBoard."""
+    def step(
+        self, progress: Progress, report: StepReport, plan: Plan, lr: float, seconds: float, forecast: Forecast
+    ) -> None:
+        """One training step: a line in metrics.jsonl, a tick on the console; now and then its times, and TensorBoard.
+
+        Args:
+            seconds: of the whole step, its update included.
+            forecast: of the schedule that ran.
+        """
         if not self._active:
             return
         row = {
@@ -93,23 +104,34 @@ class Journal:
             "examples_per_second": plan.examples / seconds,
             f"{self._unit}_per_second": plan.total_weight / seconds,
             "bubble": report.bubble,
+            "bubble_predicted": forecast.bubble(forecast.mean_durations(report.cells)),
             "seconds": seconds,
             "waited_for_data": report.waited_for_data,
+            "waiting_for_data_share": min(1.0, report.waited_for_data / seconds),
+            "exchange_seconds": report.exchange_seconds,
+            "update_seconds": report.update_seconds,
             "skipped_updates": progress.skipped,
             **self._shares(report.statistics),
         }
-        self._metrics.write(json.dumps(_json_safe(row)) + "\n")
+        due = progress.step % self._every == 0
+        shares = mean_breakdown(forecast, report.cells, report.updates, seconds).shares() if due else {}
+        times = {"breakdown": shares, "cells": report.cells, "workers": report.workers} if due else {}
+        self._metrics.write(json.dumps(_json_safe({**row, **times})) + "\n")
         self._emit({"kind": "progress", **_json_safe(row), "steps": self._steps})
-        if self._board is not None and progress.step % self._every == 0:
-            self._write_scalars(progress.step, row, report)
+        if self._board is not None and due:
+            self._write_scalars(progress.step, row, report, shares)
 
     def _shares(self, statistics: Sequence[float]) -> dict[str, float]:
         """Statistics come in pairs (part, whole), as ("accuracy", "examples"): their share is what one reads."""
         pairs = zip(self._statistics[::2], statistics[::2], statistics[1::2], strict=True)
         return {name: part / whole if whole else 0.0 for name, part, whole in pairs}
 
-    def _write_scalars(self, step: int, row: Mapping[str, float], report: StepReport) -> None:
+    def _write_scalars(
+        self, step: int, row: Mapping[str, float], report: StepReport, shares: Mapping[str, float]
+    ) -> None:
         assert self._board is not None
+        for name, value in shares.items():
+            self._board.add_scalar(f"breakdown/{name}", value, step)
         for name, value in row.items():
             if name != "step":
                 self._board.add_scalar(f"train/{name}", value, step)
@@ -118,6 +140,8 @@ class Journal:
                 self._board.add_scalar(f"cell_{cell:02d}/{part}_seconds", value, step)
         for rank, worker in enumerate(report.workers):
             self._board.add_scalar(f"memory/worker_{rank}_bytes", worker["memory_bytes"], step)
+            for phase in PHASES:
+                self._board.add_scalar(f"worker_{rank:02d}/{phase}_seconds", worker[phase], step)
 
     def evaluation(self, progress: Progress, result: Evaluation) -> None:
         """One evaluation: a line in evaluations.jsonl, the console, TensorBoard with sample outputs."""
@@ -148,16 +172,40 @@ class Journal:
             if self._board is not None:
                 self._board.add_image(f"evaluation/{path.stem}", read_picture(path), step, dataformats="HWC")
 
-    def pictures(self, spans: Sequence[Sequence[Span]], programs: Programs) -> None:
-        """pictures/: the last step of the pipeline (replica 0) as it was measured, and the loss."""
+    def trace(
+        self, step: int, recordings: Sequence[Recording], programs: Programs, cells: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """trace/ and pictures/: one step of all workers, beside its schedule timed with the same durations.
+
+        Args:
+            recordings: of every rank.
+            cells: the table of the cells.
+        """
+        if not self._active:
+            return
+        layers = [f"{row['first']} … {row['last']}" if row["layers"] > 1 else str(row["first"]) for row in cells]
+        path = self._run_dir / "trace" / f"step_{step:06d}.trace.json"
+        write_trace(path, trace(step, recordings, programs.placement, layers))
+        # Drawn when the run ends: drawing takes a second, for which the other workers would wait in the next step.
+        self._traced[step] = measured_timeline(recordings, programs.placement)
+        self.message(f"step {step} recorded: {path} (open it in https://ui.perfetto.dev)")
+
+    def pictures(self, recordings: Sequence[Recording], programs: Programs, breakdown: Breakdown | None) -> None:
+        """pictures/: the pipeline's last step (replica 0) as it was measured, the loss, and where a step goes."""
         if not self._active:
             return
         folder = self._run_dir / "pictures"
         folder.mkdir(exist_ok=True)
-        workers = spans[: max(programs.placement) + 1]
-        if any(workers):
-            draw_step(workers, programs.placement, programs.kind, folder / "step.png")
+        for step, timeline in self._traced.items():
+            name = f"step_{step:06d}"
+            draw_traced_step(step, timeline, programs, [folder / f"{name}.png", folder / f"{name}.svg"])
+        measured = measured_timeline(recordings, programs.placement)
+        if any(measured.spans):
+            draw_step(measured, programs.kind, folder / "step.png")
             draw_loss(self._run_dir, folder / "loss.png")
+        if breakdown is not None:
+            draw_breakdown({"measured": breakdown.shares()}, folder / "breakdown.png", "Where a step goes")
+            self.message(f"where a step goes: {breakdown}")
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """summary.json, whole or not at all."""

@@ -18,7 +18,6 @@ import torch
 from ..pipeline.batchnorm import finish_batchnorm
 from ..pipeline.engine import StepPlan
 from ..pipeline.gradients import clip_factor, reduce_over_replicas, scale_gradients, squared_norms
-from ..pipeline.simulate import Span
 from .assembly import Assembly
 from .average import WeightAverage
 from .evaluation import Evaluator
@@ -29,6 +28,7 @@ from .plan import Plan
 from .saving import Saver
 from .step_report import StepReport, StepReporter
 from .totals import Totals
+from .trace import record_everyone
 
 
 class NonFinite(RuntimeError):
@@ -115,34 +115,34 @@ class Trainer:
     def _step(self, plan: Plan) -> Plan | None:
         """One mini-batch; returns the plan of the next, or None when this was the last."""
         p, a, step, began = self.parts, self._assembly, self.progress.step, time.perf_counter()
+        meter = a.engine.meter
         p.where["step"] = step
-        a.engine.meter.begin_step()
+        meter.begin_step()
+        before = meter.phases
         steps = self._settings.steps or 0
         scale = 1 / plan.total_weight if plan.total_weight else 0.0
         parts = self._feed.parts if self._feed is not None else None
         position, waited = (self._feed.position, self._feed.seconds_waited) if self._feed is not None else (None, 0.0)
         program = a.programs.training(len(plan.signatures))[a.world.worker]
         record = a.engine.train_step(program, StepPlan(step, steps, plan.signatures, scale), parts)
-        span = a.engine.meter.end_step()
-        self._settle_gradients()
-        p.reporter.write_record(p.exchange, a.world.replica, record)
-        if a.world.replica == 0:
-            p.reporter.write_norms(p.exchange, a.own_parameters, squared_norms(self._parameters))
-        p.reporter.write_times(
-            p.exchange,
-            a.world.replica,
-            a.world.rank,
-            a.engine.meter.seconds(),
-            span,
-            waited,
-            a.world.device,
-        )
-        self._announce_next()
-        p.exchange.run()
+        span = meter.end_step()
+        with meter.phase("gradients"):
+            self._settle_gradients()
+            p.reporter.write_record(p.exchange, a.world.replica, record)
+            if a.world.replica == 0:
+                p.reporter.write_norms(p.exchange, a.own_parameters, squared_norms(self._parameters))
+        p.reporter.write_times(p.exchange, a.world, meter, before, span, waited)
+        with meter.phase("data"):
+            self._announce_next()
+        with meter.phase("exchange"):
+            p.exchange.run()
         report = p.reporter.read(p.exchange, plan.total_weight)
         next_plan = self._read_plan(step + 1)
         self._position = position
-        self._update(report, plan, time.perf_counter() - began)
+        lr = float(p.lr_schedule.get_last_lr()[0])
+        with meter.phase("update", on_device=True):
+            self._update(report)
+        self._tell(report, plan, lr, time.perf_counter() - began)
         return next_plan
 
     def _settle_gradients(self) -> None:
@@ -153,9 +153,8 @@ class Trainer:
         if self._assembly.world.same_worker is not None:
             reduce_over_replicas(self._parameters, self._assembly.world.same_worker)
 
-    def _update(self, report: StepReport, plan: Plan, seconds: float) -> None:
+    def _update(self, report: StepReport) -> None:
         p, a, progress = self.parts, self._assembly, self.progress
-        lr = float(p.lr_schedule.get_last_lr()[0])
         if report.finite:
             scale_gradients(self._parameters, clip_factor(report.gradient_norm, self._settings.gradient_clip))
             p.optimizer.step()
@@ -171,8 +170,14 @@ class Trainer:
         p.lr_schedule.step()
         p.optimizer.zero_grad(set_to_none=True)
         progress.step += 1
+
+    def _tell(self, report: StepReport, plan: Plan, lr: float, seconds: float) -> None:
+        """What has become of the step, to whoever reads of it."""
+        p, a, progress = self.parts, self._assembly, self.progress
         self.totals.add(report, plan, seconds)
-        p.journal.step(progress, report, plan, lr, seconds)
+        p.journal.step(progress, report, plan, lr, seconds, a.programs.forecast(len(plan.signatures)))
+        if progress.step in self._settings.traced_steps:
+            p.journal.trace(progress.step, record_everyone(a.world, a.engine.meter), a.programs, a.cut.table)
         if not report.finite:
             self._warn_of_non_finite(report)
 
@@ -280,7 +285,4 @@ class Trainer:
         is_best = False if stopping else self._evaluate(final=True)
         self._save(is_best)
         p.saver.finish(p.exchange)
-        p.journal.pictures(
-            cast("list[list[Span]]", a.world.gather_everyone(a.engine.meter.spans)),
-            a.programs,
-        )
+        p.journal.pictures(record_everyone(a.world, a.engine.meter), a.programs, self.totals.breakdown(a.programs))

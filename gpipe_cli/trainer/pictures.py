@@ -8,22 +8,32 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..pipeline.picture import save_picture
-from ..pipeline.simulate import Span, Timeline
+from ..pipeline.critical_path import critical_path
+from ..pipeline.picture import Panel, save_panels, save_picture
+from ..pipeline.simulate import Timeline, simulate
+from .programs import Programs
+from .trace import mean_durations
 
 
-def draw_step(spans: Sequence[Sequence[Span]], placement: Sequence[int], kind: str, path: Path) -> None:
-    """The measured timeline of one step, one row a cell, in milliseconds.
+def draw_step(measured: Timeline, kind: str, path: Path) -> None:
+    """The measured timeline of one step, in milliseconds, one row a cell; ``kind`` is the schedule's."""
+    save_picture(measured, path, f"{kind}, a measured step", "ms")
 
-    Args:
-        spans: of each worker of one replica, on one clock.
-        kind: of the schedule, for the title.
+
+def draw_traced_step(step: int, measured: Timeline, programs: Programs, paths: Sequence[Path]) -> None:
+    """A measured step above, the simulation of its schedule with the mean measured durations below, in milliseconds.
+
+    The path that decides how long each takes is marked.
     """
-    began = min(span.start for worker in spans for span in worker)
-    shifted = [
-        [Span(s.instruction, 1e3 * (s.start - began), 1e3 * (s.end - began)) for s in worker] for worker in spans
+    durations = mean_durations(measured)
+    lists = programs.training(measured.micro_batches)
+    simulated = simulate(lists, programs.placement, lambda i: durations[i.op, i.cell])
+    panels = [
+        Panel(measured, f"{programs.kind}, step {step} as measured", critical_path(measured)),
+        Panel(simulated, "the schedule with the same durations", critical_path(simulated)),
     ]
-    save_picture(Timeline(shifted, tuple(placement)), path, f"{kind}, a measured step", "ms")
+    for path in paths:
+        save_panels(panels, path, "ms")
 
 
 def draw_loss(run_dir: Path, path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
+from ..pipeline.forecast import Forecast
 from ..pipeline.schedule import Instruction, forward_only, schedule
 from ..pipeline.validate import validate
 
@@ -22,6 +23,7 @@ class Programs:
         self.kind, self.placement, self.remat = kind, tuple(placement), remat
         self.training = cache(self._training)
         self.forward = cache(self._forward)
+        self.forecast = cache(self._forecast)
 
     def _training(self, micro_batches: int) -> list[list[Instruction]]:
         """One list per worker for a training step."""
@@ -34,3 +36,7 @@ class Programs:
         lists = forward_only(self.placement, micro_batches)
         validate(lists, self.placement, micro_batches)
         return lists
+
+    def _forecast(self, micro_batches: int) -> Forecast:
+        """What a training step takes, by the times of its instructions."""
+        return Forecast(self.training(micro_batches), self.placement)

@@ -83,6 +83,7 @@ def summarize(trainer: Trainer, config: Mapping[str, Any]) -> dict[str, Any]:
         "examples_per_second": totals.examples_per_second,
         "bubble": totals.bubble,
         "bubble_predicted": totals.predicted_bubble(assembly.programs),
+        "breakdown": None if (breakdown := totals.breakdown(assembly.programs)) is None else breakdown.shares(),
         "K": settings.pipeline.K,
         "M": settings.pipeline.M,
         "workers": assembly.world.workers,

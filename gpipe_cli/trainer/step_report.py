@@ -11,12 +11,23 @@ from dataclasses import dataclass, field
 import torch
 
 from ..pipeline.engine import StepRecord
-from ..pipeline.meter import WAITING
-from ..pipeline.schedule import Op
+from ..pipeline.instruction import COMPUTE, Op
+from ..pipeline.meter import Meter, Phase
 from .exchange import Exchange
+from .world import World
 
-PARTS_OF_STEP = ("forward", "recompute", "backward", "waiting")  # seconds per cell
-WORKER_NUMBERS = ("span", "busy", "waited_for_data", "memory_bytes")
+# What a cell's seconds are counted as. A cell waits for activations from the cell before it and for gradients from the
+# cell behind it.
+PART_OF = {
+    **{op: op.name.lower() for op in COMPUTE},
+    Op.RECEIVE_ACTIVATION: "waiting_for_activation",
+    Op.RECEIVE_GRADIENT: "waiting_for_gradient",
+    Op.SEND_ACTIVATION: "sending",
+    Op.SEND_GRADIENT: "sending",
+}
+PARTS_OF_STEP = tuple(dict.fromkeys(PART_OF.values()))  # seconds per cell
+PHASES = ("gradients", "data", "exchange", "update")  # what follows the pipeline's part of a step, in this order
+WORKER_NUMBERS = ("late", "span", "busy", "waited_for_data", "memory_bytes", *PHASES)
 
 
 @dataclass(frozen=True)
@@ -29,10 +40,14 @@ class StepReport:
         gradient_norm: global, before clipping.
         bad_parameter: index of the first parameter with a non-finite gradient, in layer order.
         statistics: sums over the mini-batch.
-        bubble: share of the workers' time between the step's begin and the end of the slowest that is not spent in
-            forward, recompute or backward.
-        cells: seconds per cell (mean over replicas) for each of `PARTS_OF_STEP`.
-        workers: for each rank the `WORKER_NUMBERS`.
+        bubble: share of the workers' time that is not computing, from when the first worker begins the step until the
+            last one ends it. What rank 0 does between the steps, such as drawing pictures, lies outside.
+        cells: seconds per cell (mean over replicas) for each of `PARTS_OF_STEP`, and "waiting", for both neighbours.
+        workers: for each rank the `WORKER_NUMBERS`: seconds from the exchange before the step to its begin on this
+            worker; from there to the end of the pipeline's part of it; and how much of that was computing;
+            seconds for which the first worker was kept waiting for this mini-batch; the memory's high-water mark; and
+            seconds of each of `PHASES` between the step before and this one, because what follows the pipeline's part
+            ends after the report has left.
     """
 
     loss: float
@@ -57,6 +72,21 @@ class StepReport:
     def waited_for_data(self) -> float:
         """Seconds that the slowest first worker waited for its mini-batch."""
         return max(worker["waited_for_data"] for worker in self.workers)
+
+    @property
+    def updates(self) -> list[float]:
+        """Seconds of every worker's weight update before this step."""
+        return [worker["update"] for worker in self.workers]
+
+    @property
+    def update_seconds(self) -> float:
+        """Of the weight update before this step, on the worker that took longest."""
+        return max(self.updates)
+
+    @property
+    def exchange_seconds(self) -> float:
+        """Of the exchange before this step, on the worker that came last: the others also waited for that one."""
+        return min(worker["exchange"] for worker in self.workers)
 
 
 class StepReporter:
@@ -109,27 +139,31 @@ class StepReporter:
     def write_times(
         self,
         exchange: Exchange,
-        replica: int,
-        rank: int,
-        seconds: dict[tuple[Op, int], float],
+        world: World,
+        meter: Meter,
+        phases: Sequence[Phase],
         span: float,
         waited_for_data: float,
-        device: torch.device,
     ) -> None:
-        """Seconds of this worker's cells, its span and its memory's high-water mark."""
-        cells = exchange.mine["cell_seconds"].view(self._replicas, self._cells, len(PARTS_OF_STEP))
+        """This worker's times and its memory's high-water mark, before the exchange that carries them.
+
+        Args:
+            phases: that came before the step that ``meter`` has recorded.
+            span: what `Meter.end_step` returned.
+        """
+        cells = [[0.0] * len(PARTS_OF_STEP) for _ in range(self._cells)]
         busy = 0.0
-        for (op, cell), spent in seconds.items():
-            part = op.name.lower()
-            if part in PARTS_OF_STEP:
-                busy += spent
-            elif op in WAITING:
-                part = "waiting"
-            else:
-                continue
-            cells[replica, cell, PARTS_OF_STEP.index(part)] += spent
-        row = exchange.mine["workers"].view(self._ranks, len(WORKER_NUMBERS))[rank]
-        row.copy_(torch.tensor([span, busy, waited_for_data, peak_memory(device)], dtype=torch.float64))
+        for (op, cell), spent in meter.seconds().items():
+            busy += spent if op in COMPUTE else 0.0
+            cells[cell][PARTS_OF_STEP.index(PART_OF[op])] += spent
+        mine = exchange.mine["cell_seconds"].view(self._replicas, self._cells, len(PARTS_OF_STEP))
+        mine[world.replica] = torch.tensor(cells, dtype=torch.float64)
+        between = dict.fromkeys(PHASES, 0.0)
+        for name, start, end in phases:
+            between[name] += end - start
+        late, memory = meter.began - exchange.ended_at, peak_memory(world.device)
+        row = [late, span, busy, waited_for_data, memory, *between.values()]
+        exchange.mine["workers"].view(self._ranks, -1)[world.rank] = torch.tensor(row, dtype=torch.float64)
 
     def read(self, exchange: Exchange, total_weight: float) -> StepReport:
         """The step's report from the last exchange, in the same order of summation for every K."""
@@ -139,7 +173,8 @@ class StepReporter:
         bad = next((i for i, square in enumerate(squares) if not math.isfinite(square)), None)
         workers = exchange.all["workers"].view(self._ranks, -1).tolist()
         rows = [dict(zip(WORKER_NUMBERS, worker, strict=True)) for worker in workers]
-        span = max(row["span"] for row in rows) * len(rows)
+        began = max(row["late"] for row in rows[:: self._ranks // self._replicas])  # those who read the data
+        span = (max(row["late"] + row["span"] for row in rows) - began) * len(rows)
         cells = exchange.all["cell_seconds"].view(self._replicas, self._cells, -1).mean(0).tolist()
         return StepReport(
             loss=sum(loss for row in losses for loss in row) / total_weight if total_weight else 0.0,
@@ -148,9 +183,13 @@ class StepReporter:
             bad_parameter=bad,
             statistics=exchange.all["statistics"].view(self._replicas, self._statistics).sum(0).tolist(),
             bubble=max(0.0, 1 - sum(row["busy"] for row in rows) / span) if span else 0.0,
-            cells=[dict(zip(PARTS_OF_STEP, cell, strict=True)) for cell in cells],
+            cells=[_with_waiting(dict(zip(PARTS_OF_STEP, cell, strict=True))) for cell in cells],
             workers=rows,
         )
+
+
+def _with_waiting(cell: dict[str, float]) -> dict[str, float]:
+    return {**cell, "waiting": cell["waiting_for_activation"] + cell["waiting_for_gradient"]}
 
 
 def peak_memory(device: torch.device) -> int:

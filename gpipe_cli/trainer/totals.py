@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..pipeline.schedule import Instruction
-from ..pipeline.simulate import simulate
+from .breakdown import Breakdown, mean_breakdown
 from .plan import Plan
 from .programs import Programs
 from .step_report import StepReport
@@ -56,19 +55,17 @@ class Totals:
         """The bubble of the very schedule that ran, simulated with the mean times that its instructions took."""
         if not self._recent:
             return None
-        micro_batches = len(self._recent[-1][1].signatures)
-        lists = programs.training(micro_batches)
-        counts: dict[tuple[str, int], int] = {}
-        for instruction in (i for instructions in lists for i in instructions):
-            key = (instruction.op.name.lower(), instruction.cell)
-            counts[key] = counts.get(key, 0) + 1
-        means = self._cell_means()
+        forecast = programs.forecast(len(self._recent[-1][1].signatures))
+        return forecast.bubble(forecast.mean_durations(self._cell_means()))
 
-        def duration(instruction: Instruction) -> float:
-            part = instruction.op.name.lower()
-            return means[instruction.cell][part] / counts[part, instruction.cell]
-
-        return simulate(lists, programs.placement, duration).bubble
+    def breakdown(self, programs: Programs) -> Breakdown | None:
+        """Where a step went (paper, Table 4), from the mean times."""
+        if not self._recent:
+            return None
+        reports, _, seconds = zip(*self._recent, strict=True)
+        updates = [sum(report.updates) / len(report.updates) for report in reports]
+        forecast = programs.forecast(len(self._recent[-1][1].signatures))
+        return mean_breakdown(forecast, self._cell_means(), updates, sum(seconds) / len(seconds))
 
     def with_times(self, table: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The table of the cells with the mean seconds that each spent per step."""
