@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import sacrebleu
 
+from gpipe_cli.tasks.translation import TranslationTask
 from gpipe_cli.trainer.translation_scores import (
     by_script_and_level,
     languages_of,
     resource_levels,
-    score_translations,
+    with_averages,
 )
 
 REFERENCES = ["the cat sat on the mat", "two dogs ran over there today", "a bird sang in the old tree", "it rains"]
@@ -23,8 +24,8 @@ def bleu(*numbers: int) -> float:
     return sacrebleu.corpus_bleu([HYPOTHESES[i] for i in numbers], [[REFERENCES[i] for i in numbers]]).score
 
 
-def numbers() -> dict[str, float]:
-    return score_translations(HYPOTHESES, REFERENCES, LANGUAGES, SIZES, SCRIPTS).numbers
+def numbers(sizes: dict[str, int] = SIZES, scripts: dict[str, str] = SCRIPTS) -> dict[str, float]:
+    return with_averages(TranslationTask().score(HYPOTHESES, REFERENCES, LANGUAGES), sizes, scripts)
 
 
 def test_each_language_is_scored_as_sacrebleu_scores_its_sentences_alone() -> None:
@@ -49,17 +50,21 @@ def test_levels_are_averaged_alone_and_by_script() -> None:
 
 
 def test_the_signature_is_sacrebleus() -> None:
-    signature = score_translations(HYPOTHESES, REFERENCES, LANGUAGES, SIZES, SCRIPTS).signature
-    assert signature == f"nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:{sacrebleu.__version__}"
+    signature = f"nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:{sacrebleu.__version__}"
+    assert TranslationTask().signature == signature
 
 
 def test_without_sizes_there_are_no_levels() -> None:
-    found = score_translations(HYPOTHESES, REFERENCES, LANGUAGES, {}, {}).numbers
-    assert list(found) == ["bleu", "bleu_average", "bleu/ru", "bleu/de", "bleu/sw"]
+    assert list(numbers({}, {})) == ["bleu", "bleu_average", "bleu/ru", "bleu/de", "bleu/sw"]
 
 
 def test_one_language_needs_no_averages() -> None:
-    assert list(score_translations(["a b"], ["a b"], ["de"], SIZES, SCRIPTS).numbers) == ["bleu", "bleu/de"]
+    scores = {"bleu": 20.0, "bleu/de": 20.0}
+    assert with_averages(scores, SIZES, SCRIPTS) == scores
+
+
+def test_other_scores_of_a_task_of_ones_own_stay() -> None:
+    assert with_averages({"chrf": 50.0, "bleu": 1.0}, SIZES, SCRIPTS) == {"chrf": 50.0, "bleu": 1.0}
 
 
 @pytest.mark.parametrize(("count", "thirds"), [(3, (1, 1, 1)), (4, (2, 1, 1)), (5, (2, 2, 1)), (102, (34, 34, 34))])

@@ -7,7 +7,7 @@ Everything that is printed also goes to train.log, as plain text. An event is a 
     preparation    text, done, total                         data being made ready; total 0: unknown
     cells          rows: [{cell, worker, first, last, layers, parameters, cost, share}]
     table          title, columns: [...], rows: [[...]]      any other table
-    progress       step, steps (or null), loss, lr, examples_per_second, bubble, skipped_updates
+    progress       step, steps (or null), loss, lr, examples_per_second, bubble, bubble_predicted, skipped_updates
     evaluation     step, numbers: {name: value}
     samples        rows: [{label: text}]                     outputs beside what they should be
     end            text                                      the last line of the run
@@ -136,14 +136,15 @@ class Console:
     def _progress(self, event: Event) -> None:
         step, steps = event["step"], event["steps"]
         first = self._pace.start(step)
-        line = _progress_line(event, self._pace.seconds_left(step, steps))
+        left = self._pace.seconds_left(step, steps)
         if self._bar:
-            self._bar.progress(step, steps, line)
+            self._bar.progress(step, steps, _progress_line(event, left, short=True))
         now = time.monotonic()
         silence = now - self._last_line
         due = step % self._every == 0 and silence >= PLAIN_SECONDS
         if first or step == steps or due or silence >= LONGEST_SILENCE_SECONDS:
             self._last_line = now
+            line = _progress_line(event, left)
             text = f"step {number(step)}{f'/{number(steps)}' if steps else ''}  {line}"
             if self._bar:
                 log.info("%s", text)
@@ -151,7 +152,8 @@ class Console:
                 self.say(text)
 
     def _evaluation(self, event: Event) -> None:
-        numbers = ", ".join(f"{name} {number(value)}" for name, value in event["numbers"].items())
+        shown = {name: value for name, value in event["numbers"].items() if "/" not in name}  # not each language's
+        numbers = ", ".join(f"{name} {number(value)}" for name, value in shown.items())
         self.say(f"evaluation after step {number(event['step'])}: {numbers}")
 
     def _samples(self, event: Event) -> None:
@@ -179,19 +181,29 @@ class Console:
     }
 
 
-def _progress_line(event: Event, seconds_left: float | None) -> str:
+def _progress_line(event: Event, seconds_left: float | None, short: bool = False) -> str:
+    """``short``: all of it in 80 columns, beside a bar."""
     loss = event["loss"]
     parts = [
         f"loss {loss:.4f}" if loss is not None else "loss not finite",
         f"accuracy {percent(event['accuracy'])}" if "accuracy" in event else f"lr {event['lr']:.1e}",
-        f"{number(event['examples_per_second'], 3)} examples/s",
-        f"bubble {percent(event['bubble'])}",
+        f"{number(event['examples_per_second'], 3)} {'ex/s' if short else 'examples/s'}",
+        _bubble(event["bubble"], event.get("bubble_predicted"), short),
     ]
     if event.get("skipped_updates"):
         parts.append(f"{event['skipped_updates']} skipped")
     if seconds_left is not None:
         parts.append(f"{duration(seconds_left)} left")
     return "  ".join(parts)
+
+
+def _bubble(measured: float | None, predicted: float | None, short: bool) -> str:
+    """The measured bubble, beside what the schedule itself would leave idle with the same times."""
+    if measured is None or predicted is None:
+        return f"bubble {percent(measured)}"
+    if short:
+        return f"bubble {100 * measured:.0f}/{100 * predicted:.0f} %"
+    return f"bubble {percent(measured)} (schedule {percent(predicted)})"
 
 
 class _Pace:
@@ -218,7 +230,7 @@ class _Bar:
     """The live line at the bottom of a terminal."""
 
     def __init__(self, console: RichConsole) -> None:
-        columns = (BarColumn(bar_width=8), TextColumn("{task.fields[line]}"))  # all of it in 80 columns
+        columns = (BarColumn(bar_width=8), TextColumn("{task.fields[line]}"))
         self._progress = Progress(*columns, console=console, transient=True, refresh_per_second=4)
         self._tasks: dict[str, TaskID] = {}
 
@@ -226,7 +238,6 @@ class _Bar:
         self._update(text, done, total or None, f"{text}: {done:,}" + (f" of {total:,}" if total else ""))
 
     def progress(self, step: int, steps: int | None, line: str) -> None:
-        line = line.replace("examples/s", "ex/s")
         self._update("training", step, steps, f"{step:,}{f'/{steps:,}' if steps else ''}  {line}")
 
     def _update(self, name: str, done: int, total: int | None, line: str) -> None:

@@ -21,6 +21,11 @@ def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> tuple[f
     return float(score.score), str(metric.get_signature())
 
 
+def bleu_signature() -> str:
+    """sacreBLEU's signature of what `corpus_bleu` counts."""
+    return corpus_bleu(["a"], ["a"])[1]
+
+
 def bleu_of_groups(hypotheses: Sequence[str], references: Sequence[str], groups: Sequence[str]) -> dict[str, float]:
     """BLEU of each group (a language, say) as a corpus of its own; groups in the order in which they first appear.
 

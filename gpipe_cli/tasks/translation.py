@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .bleu import bleu_of_groups, corpus_bleu
+from .bleu import bleu_of_groups, bleu_signature, corpus_bleu
 from .generation import GenerationSettings
 from .tokens import TokenPrediction
 
@@ -41,6 +41,11 @@ class TranslationTask(TokenPrediction):
         if self.pad_id is not None:
             last[:, self.pad_id] = -float("inf")
         return last
+
+    @property
+    def signature(self) -> str:
+        """sacreBLEU's: how the scores were counted."""
+        return bleu_signature()
 
     def score(
         self, hypotheses: Sequence[str], references: Sequence[str], groups: Sequence[str] | None = None

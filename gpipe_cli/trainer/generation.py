@@ -8,6 +8,7 @@ from typing import Protocol
 
 from ..tasks.generation import GenerationSettings
 from .decoding import Decoder
+from .translation_scores import with_averages
 
 
 class Sentence(Protocol):
@@ -26,6 +27,9 @@ class TextSource(Protocol):
     bos_id: int
     eos_id: int
 
+    # Optional: `sizes`, training pairs of each language, and `scripts`, of each language, for averages over languages.
+    # Optional: `evaluation_split`, the held-out sentences that are translated; "dev" where there is none.
+
     def held_out(self, split: str, per_language: int) -> Sequence[Sentence]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -34,7 +38,9 @@ class TextSource(Protocol):
 class ScoringTask(Protocol):
     """What generation needs of a task, beside the probabilities that decoding takes from it."""
 
-    def score(self, hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, float]: ...
+    def score(
+        self, hypotheses: Sequence[str], references: Sequence[str], groups: Sequence[str] | None = None
+    ) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,8 @@ class Generator:
         """(scores, samples) on rank 0, nothing elsewhere."""
         settings = self._settings
         per_language = settings.per_language_at_end if final else settings.per_language
-        sentences = list(self._source.held_out("dev", per_language)) if self._source is not None else []
+        split = getattr(self._source, "evaluation_split", "dev")
+        sentences = list(self._source.held_out(split, per_language)) if self._source is not None else []
         beam = settings.beam if final else settings.beam_during_run
         found = self._decoder.decode([sentence.source_ids for sentence in sentences], beam)
         if self._source is None or not self._speaks:
@@ -83,7 +90,14 @@ class Generator:
         texts = [self._source.decode(hypothesis.tokens) for hypothesis in found]
         shown = _spread(len(sentences), self._samples)
         samples = [Sample(sentences[i].language, sentences[i].source, sentences[i].reference, texts[i]) for i in shown]
-        return self._task.score(texts, [sentence.reference for sentence in sentences]), samples
+        return self._scores(texts, sentences), samples
+
+    def _scores(self, texts: Sequence[str], sentences: Sequence[Sentence]) -> dict[str, float]:
+        """The task's, for all sentences and for each language, with averages over languages."""
+        references, languages = [s.reference for s in sentences], [s.language for s in sentences]
+        scores = self._task.score(texts, references, languages)
+        sizes, scripts = getattr(self._source, "sizes", {}), getattr(self._source, "scripts", {})
+        return with_averages(scores, sizes, scripts)
 
 
 def _spread(count: int, wanted: int) -> list[int]:

@@ -1,44 +1,20 @@
-"""What is said of translations from many languages: BLEU of each, and averages by how much data a language has.
+"""What is said of translations from many languages: averages of BLEU by how much data a language has.
 
 The paper compares models by language, from the most to the least training data (section 5, figure 3).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from statistics import fmean
-
-from ..tasks.bleu import bleu_of_groups, corpus_bleu
 
 LEVELS = ("high", "middle", "low")  # resource: thirds of the languages, by their training pairs
 LATIN, OTHER = "Latin", "other"  # scripts, as far as averages tell them apart
 
 
-@dataclass(frozen=True)
-class TranslationScores:
-    """BLEU, from 0 to 100.
-
-    Attributes:
-        numbers: `bleu` of all sentences as one corpus; `bleu_average`, the mean over languages; `bleu_high`,
-            `bleu_middle`, `bleu_low`, the means over the thirds of `resource_levels`; then, for those who want to know
-            more, `bleu_high/Latin` and so on (languages of that level in that script) and `bleu/<language>`, by falling
-            numbers of training pairs.
-        signature: sacreBLEU's, which says how it was counted.
-    """
-
-    numbers: dict[str, float]
-    signature: str
-
-    @property
-    def languages(self) -> dict[str, float]:
-        """BLEU of each language."""
-        return languages_of(self.numbers)
-
-
-def languages_of(numbers: Mapping[str, float]) -> dict[str, float]:
-    """BLEU of each language among an evaluation's numbers."""
-    return {name.removeprefix("bleu/"): value for name, value in numbers.items() if name.startswith("bleu/")}
+def languages_of(scores: Mapping[str, float], metric: str = "bleu") -> dict[str, float]:
+    """The score of each language: what is called `bleu/<language>`."""
+    return {name.removeprefix(f"{metric}/"): value for name, value in scores.items() if name.startswith(f"{metric}/")}
 
 
 def resource_levels(sizes: Mapping[str, int]) -> dict[str, str]:
@@ -53,49 +29,45 @@ def resource_levels(sizes: Mapping[str, int]) -> dict[str, str]:
     return dict(zip(order, levels, strict=True))
 
 
-def score_translations(
-    hypotheses: Sequence[str],
-    references: Sequence[str],
-    languages: Sequence[str],
-    sizes: Mapping[str, int],
-    scripts: Mapping[str, str],
-) -> TranslationScores:
-    """BLEU of detokenised sentences with one reference each (sacreBLEU, 13a, cased).
+def with_averages(
+    scores: Mapping[str, float], sizes: Mapping[str, int], scripts: Mapping[str, str], metric: str = "bleu"
+) -> dict[str, float]:
+    """A task's scores, with averages over languages where there are scores of several languages.
 
-    Few sentences of a language make its own figure noisy; the averages are over languages, so the noise evens out.
+    Few sentences of a language make its own score noisy; the averages are over languages, so the noise evens out.
 
     Args:
-        languages: of each sentence.
+        scores: `bleu`, of all sentences as one corpus, and `bleu/<language>`, of each language's sentences.
         sizes: training pairs of each language; empty where nobody knows, and then there are no levels.
         scripts: of each language, such as "Latin"; languages that are not in it are in no average by script.
 
-    Raises:
-        ValueError: there are no sentences, or the lists differ in length.
+    Returns:
+        What has no slash, then `bleu_average`, the mean over languages; `bleu_high`, `bleu_middle` and `bleu_low`, the
+        means over the levels of `resource_levels`; and for those who want to know more `bleu_high/Latin`,
+        `bleu_high/other` and so on, by script too; then the languages, by falling numbers of training pairs.
     """
-    whole, signature = corpus_bleu(hypotheses, references)
-    found = bleu_of_groups(hypotheses, references, languages)
+    found = languages_of(scores, metric)
     single = {code: found[code] for code in sorted(found, key=lambda code: -sizes.get(code, 0))}
-    numbers = {"bleu": whole}
+    averages = {}
     if len(single) > 1:
-        numbers["bleu_average"] = fmean(single.values())
-        known = {code: sizes[code] for code in single if code in sizes}
-        numbers |= _averages(single, resource_levels(known), scripts)
-    return TranslationScores(numbers | {f"bleu/{code}": bleu for code, bleu in single.items()}, signature)
+        levels = resource_levels({code: sizes[code] for code in single if code in sizes})
+        averages = {f"{metric}_average": fmean(single.values()), **_averages(single, levels, scripts, metric)}
+    whole = {name: value for name, value in scores.items() if not name.startswith(f"{metric}/")}
+    return {**whole, **averages, **{f"{metric}/{code}": value for code, value in single.items()}}
 
 
-def _averages(single: Mapping[str, float], levels: Mapping[str, str], scripts: Mapping[str, str]) -> dict[str, float]:
+def _averages(
+    single: Mapping[str, float], levels: Mapping[str, str], scripts: Mapping[str, str], metric: str
+) -> dict[str, float]:
     """By level, then by level and script."""
-
-    def average(level: str, script: str | None) -> list[float]:
-        return [
-            bleu
-            for code, bleu in single.items()
-            if levels.get(code) == level and (script is None or (code in scripts and _kind(scripts[code]) == script))
-        ]
-
-    by_level = {f"bleu_{level}": average(level, None) for level in LEVELS}
-    by_both = {f"bleu_{level}/{script}": average(level, script) for level in LEVELS for script in (LATIN, OTHER)}
-    return {name: fmean(found) for name, found in (by_level | by_both).items() if found}
+    values: dict[str, list[float]] = {f"{metric}_{level}": [] for level in LEVELS}
+    values |= {f"{metric}_{level}/{script}": [] for level in LEVELS for script in (LATIN, OTHER)}
+    for code, value in single.items():
+        if code in levels:
+            values[f"{metric}_{levels[code]}"].append(value)
+            if code in scripts:
+                values[f"{metric}_{levels[code]}/{_kind(scripts[code])}"].append(value)
+    return {name: fmean(of) for name, of in values.items() if of}
 
 
 def by_script_and_level(
