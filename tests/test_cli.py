@@ -432,6 +432,11 @@ def test_numbers_that_are_not_known_are_shown_as_such() -> None:
     assert line == "step 1  loss not finite  lr 1.0e-03  800 examples/s  bubble -  2 skipped\n"
 
 
+def test_the_bubble_stands_beside_the_schedules_own() -> None:
+    line = shown({**cli_jobs.progress(2, None), "bubble_predicted": 0.15})
+    assert "bubble 20.0 % (schedule 15.0 %)" in line
+
+
 def test_the_table_of_cells_is_aligned() -> None:
     row = {"cell": 0, "worker": 0, "layers": 3, "first": "a", "last": "b", "parameters": 12345, "cost": 1, "share": 0.5}
     assert (
