@@ -33,7 +33,7 @@ class Batch:
 
     Attributes:
         parts: `(inputs, targets)` of each micro-batch: two tuples of CPU tensors whose first dimension counts examples.
-            Parts differ in size by at most one example.
+            A source that pads may give parts of alike cost instead of alike size.
         position: a JSON value; `source.train(position, …)` goes on after this batch.
     """
 

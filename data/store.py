@@ -1,74 +1,42 @@
-"""The built corpus on disk: token ids in memory-mapped arrays, beside the vocabulary and the held-out texts.
+"""A corpus of sentence pairs on disk, whoever made it: token ids in memory-mapped shards, vocabularies, held-out texts.
 
-A store is made once per CLDR version and parameters, in a folder whose name tells both. It is written beside its
-place and moved there in one step, so that a reader never sees half of it; of two builders at once, either one wins.
+    store.json                      languages, their shards, how long their sentences are; written last
+    source.model, target.model      SentencePiece; no target.model where both sides share one vocabulary
+    dev.jsonl, test.jsonl           [language, item, source, target] a line
+    train/<language>-<n>.tokens.npy      uint16 or uint32: source ids, target ids of one pair after the other
+    train/<language>-<n>.lengths.npy     uint16 (pairs, 2)
+    train/<language>-<n>.starts.npy      int64: where each block of pairs begins in tokens, and where the last one ends
+
+The arrays are numpy's own format: nothing to depend on, mapped in a tenth of a millisecond. Opening a store reads
+store.json and the vocabularies, so neither time nor memory grows with the corpus. Lengths stand apart from the ids:
+batches are formed without reading a sentence.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import shutil
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from .babel_strings import cldr_version
-from .cldr import Pair, check_languages, corpus_size, held_out_pairs, train_pairs
-from .sampling import temperature_shares
-from .source import Report, check_limits
-from .vocabulary import Vocabulary, train_vocabulary
+from .token_batches import width_of
+from .vocabulary import Vocabulary
 
-FORMAT = 1  # raised when the same parameters would give another corpus
-VOCABULARY_PAIRS = 56_000  # sentences shown to SentencePiece: more cost time and change little
-VOCABULARY_TEMPERATURE = 5.0
-ABANDONED_SECONDS = 24 * 3600
+FORMAT = 2  # raised when the same parameters would give other bytes
+LONGEST = 65_535  # tokens of a sentence: lengths are stored in two bytes
 
-NOTICE = """\
-Made from the Unicode Common Locale Data Repository (CLDR) as packaged by Babel.
-Copyright © 2004-2025 Unicode, Inc. All rights reserved. Used under the Unicode License V3 (SPDX: Unicode-3.0),
-https://www.unicode.org/license.txt; provided "AS IS", without warranty of any kind.
-"""
-
-
-@dataclass(frozen=True)
-class CorpusParameters:
-    """All that decides a corpus, besides CLDR's version."""
-
-    languages: tuple[str, ...]
-    largest: int
-    smallest: int
-    vocabulary: int  # at most 65,536: ids are stored in two bytes
-    seed: int
-
-    @classmethod
-    def checked(
-        cls, languages: Sequence[str] | None, largest: int, smallest: int, vocabulary: int, corpus_seed: int
-    ) -> CorpusParameters:
-        """The parameters from the keys of a YAML file.
-
-        Raises:
-            ValueError: a value out of its limits, or a language that is not in the table.
-        """
-        check_limits(
-            smallest=(smallest, 1, None), largest=(largest, smallest, None), vocabulary=(vocabulary, 8, 65_536)
-        )
-        return cls(tuple(check_languages(languages)), largest, smallest, vocabulary, corpus_seed)
-
-    def folder(self) -> str:
-        digest = hashlib.blake2b(json.dumps([FORMAT, asdict(self)]).encode(), digest_size=6).hexdigest()
-        return f"translation-{cldr_version()}-{digest}"
+Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+Ragged = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+"""Token ids of several sequences, one after the other, and the length of each sequence."""
 
 
 class HeldOutPair(NamedTuple):
-    """A held-out sentence; `item` numbers the English item, which all languages share."""
+    """A held-out sentence; `item` is its number, which languages that translate the same English share."""
 
     language: str
     item: int
@@ -76,130 +44,219 @@ class HeldOutPair(NamedTuple):
     target: str
 
 
-Ragged = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
-"""Token ids of several sequences, one after the other, and the length of each sequence."""
+@dataclass(frozen=True)
+class Sizes:
+    """How pairs are laid out.
+
+    Attributes:
+        block: pairs that are read together, in random order; the largest block's order is held in memory.
+        shard: pairs of a file, a multiple of `block`; about 50 tokens a pair make files of 400 MB.
+    """
+
+    block: int = 65_536
+    shard: int = 64 * 65_536
 
 
-class TokenColumn:
-    """Many token sequences in one array, sequence i at `tokens[offsets[i]:offsets[i + 1]]`; memory-mapped."""
+@dataclass(frozen=True)
+class Trained:
+    """What store.json says of a language.
 
-    def __init__(self, folder: Path, side: str) -> None:
-        self.tokens: npt.NDArray[np.uint16] = np.load(folder / f"{side}.tokens.npy", mmap_mode="r")
-        self.offsets: npt.NDArray[np.int64] = np.load(folder / f"{side}.offsets.npy", mmap_mode="r")
-        self.lengths: npt.NDArray[np.int64] = np.diff(self.offsets)
+    Attributes:
+        shards: pairs of each file.
+        widths: by padded target length with its mark, the number of pairs and of their target tokens, marks counted.
+    """
 
-    def gather(self, numbers: npt.NDArray[np.int64]) -> Ragged:
-        """The sequences of the given numbers, in that order."""
-        lengths = self.lengths[numbers]
-        within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        return self.tokens[np.repeat(self.offsets[numbers], lengths) + within].astype(np.int64), lengths
+    shards: list[int]
+    widths: dict[int, tuple[int, int]]
 
-    @staticmethod
-    def write(folder: Path, side: str, sequences: Sequence[Sequence[int]]) -> None:
-        lengths = np.fromiter((len(ids) for ids in sequences), np.int64, len(sequences))
-        tokens = np.fromiter((token for ids in sequences for token in ids), np.uint16, int(lengths.sum()))
-        np.save(folder / f"{side}.tokens.npy", tokens)
-        np.save(folder / f"{side}.offsets.npy", np.concatenate([[0], np.cumsum(lengths)]))
+    @property
+    def pairs(self) -> int:
+        return sum(self.shards)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where pairs lie: arrays with one entry a pair.
+
+    Attributes:
+        shard: number of the file, counted over all languages.
+        offset: of the first source token in it.
+        source, target: tokens of each side, without marks.
+    """
+
+    shard: npt.NDArray[np.int32]
+    offset: npt.NDArray[np.int64]
+    source: npt.NDArray[np.int64]
+    target: npt.NDArray[np.int64]
+
+    def take(self, numbers: npt.NDArray[np.int64] | slice) -> Rows:
+        return Rows(self.shard[numbers], self.offset[numbers], self.source[numbers], self.target[numbers])
+
+    def __len__(self) -> int:
+        return len(self.shard)
 
 
 class Store:
     """An opened corpus.
 
     Attributes:
-        source, target: the training sentences of all languages, one language after the other.
-        ranges: the sequence numbers of each language.
+        languages: what store.json says of each, in its order.
+        source_vocabulary, target_vocabulary: the same object where the sides share one.
+        block: pairs of a block.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.vocabulary = Vocabulary((folder / "vocabulary.model").read_bytes())
-        self.source, self.target = TokenColumn(folder, "source"), TokenColumn(folder, "target")
-        sizes: dict[str, int] = json.loads((folder / "corpus.json").read_text())["sizes"]
-        ends = np.cumsum([0, *sizes.values()]).tolist()
-        self.ranges = {code: range(ends[i], ends[i + 1]) for i, code in enumerate(sizes)}
+        said = json.loads((folder / "store.json").read_text(encoding="utf-8"))
+        self.block: int = said["block"]
+        self.languages = {
+            code: Trained(of["shards"], {int(w): (n, t) for w, (n, t) in of["widths"].items()})
+            for code, of in said["languages"].items()
+        }
+        self.source_vocabulary = Vocabulary((folder / "source.model").read_bytes())
+        own = folder / "target.model"
+        self.target_vocabulary = Vocabulary(own.read_bytes()) if own.exists() else self.source_vocabulary
+        self._shards = [(code, n) for code, of in self.languages.items() for n in range(len(of.shards))]
+        self._first_shard = np.cumsum([0, *(len(of.shards) for of in self.languages.values())]).tolist()
 
-    def held_out(self, split: str) -> list[HeldOutPair]:
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Training pairs of each language."""
+        return {code: of.pairs for code, of in self.languages.items()}
+
+    def blocks(self) -> list[list[int]]:
+        """Of each language, the pairs of each of its blocks."""
+        return [
+            [min(self.block, pairs - first) for pairs in of.shards for first in range(0, pairs, self.block)]
+            for of in self.languages.values()
+        ]
+
+    def locate(self, languages: npt.NDArray[np.int64], indices: npt.NDArray[np.int64]) -> Rows:
+        """Where the pairs stand: pair `indices[i]` of language number `languages[i]`. Reads lengths only."""
+        count = len(indices)
+        rows = Rows(np.empty(count, np.int32), *(np.empty(count, np.int64) for _ in range(3)))
+        for number, of in enumerate(self.languages.values()):
+            mine = np.flatnonzero(languages == number)
+            ends = np.cumsum(of.shards)
+            shards = np.searchsorted(ends, indices[mine], side="right")
+            for shard in np.unique(shards).tolist():
+                places = mine[shards == shard]
+                within = indices[places] - (int(ends[shard]) - of.shards[shard])
+                self._locate_in_shard(self._first_shard[number] + shard, places, within, rows)
+        return rows
+
+    def _locate_in_shard(
+        self, shard: int, places: npt.NDArray[np.int64], within: npt.NDArray[np.int64], rows: Rows
+    ) -> None:
+        lengths, starts = self._map(shard, "lengths"), self._map(shard, "starts")
+        rows.shard[places] = shard
+        for block in np.unique(within // self.block).tolist():
+            first = block * self.block
+            chosen = places[within // self.block == block]
+            in_block = within[within // self.block == block] - first
+            of_block = np.asarray(lengths[first : first + self.block]).astype(np.int64)
+            pair_lengths = of_block.sum(1)
+            begins = int(starts[block]) + np.cumsum(pair_lengths) - pair_lengths
+            rows.offset[chosen] = begins[in_block]
+            rows.source[chosen], rows.target[chosen] = of_block[in_block].T
+
+    def gather(self, rows: Rows, opened: dict[int, Tokens] | None = None) -> tuple[Ragged, Ragged]:
+        """The ids of the pairs' sources and targets.
+
+        Args:
+            opened: files that stay mapped between calls; a dictionary that the caller keeps and drops.
+        """
+        opened = {} if opened is None else opened
+        return (
+            self._gather(rows.shard, rows.offset, rows.source, opened),
+            self._gather(rows.shard, rows.offset + rows.source, rows.target, opened),
+        )
+
+    def _gather(
+        self,
+        shard: npt.NDArray[np.int32],
+        offset: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+        opened: dict[int, Tokens],
+    ) -> Ragged:
+        ids = np.empty(int(lengths.sum()), np.int64)
+        begins = np.cumsum(lengths) - lengths
+        for number in np.unique(shard).tolist():
+            if number not in opened:
+                opened[number] = self._map(number, "tokens")
+            mine = np.flatnonzero(shard == number)
+            of_mine = lengths[mine]
+            within = np.arange(int(of_mine.sum())) - np.repeat(np.cumsum(of_mine) - of_mine, of_mine)
+            ids[np.repeat(begins[mine], of_mine) + within] = opened[number][np.repeat(offset[mine], of_mine) + within]
+        return ids, lengths
+
+    def _map(self, shard: int, kind: str) -> npt.NDArray[np.generic] | Tokens:
+        code, number = self._shards[shard]
+        array: Tokens = np.load(shard_path(self.folder, code, number, kind), mmap_mode="r")
+        return array
+
+    def held_out(self, split: str) -> Iterator[HeldOutPair]:
         """All held-out sentences of "dev" or "test", language after language."""
         with (self.folder / f"{split}.jsonl").open(encoding="utf-8") as lines:
-            return [HeldOutPair(*json.loads(line)) for line in lines]
+            for line in lines:
+                yield HeldOutPair(*json.loads(line))
 
 
-def open_store(parameters: CorpusParameters, cache_dir: str | None, report: Report) -> Store:
-    """Open the corpus, building it first if the cache does not hold it (about 30 s for all 102 languages).
-
-    Args:
-        cache_dir: None for `$GPIPE_CACHE`, or `~/.cache/gpipe` where that is not set.
-
-    Raises:
-        ValueError: the vocabulary size does not suit the corpus.
-        OSError: the cache cannot be written.
-    """
-    cache = Path(cache_dir or os.environ.get("GPIPE_CACHE") or "~/.cache/gpipe").expanduser()
-    folder = cache / parameters.folder()
-    if not folder.is_dir():
-        draft = _draft(cache, folder.name)
-        try:
-            _build(parameters, draft, report)
-            _publish(draft, folder)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
-    return Store(folder)
+def shard_path(folder: Path, code: str, number: int, kind: str) -> Path:
+    """Of "tokens", "lengths" or "starts"."""
+    return folder / "train" / f"{code}-{number:05}.{kind}.npy"
 
 
-def _draft(cache: Path, name: str) -> Path:
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        for left in cache.glob(".translation-*"):  # by builders that were killed
-            if time.time() - left.stat().st_mtime > ABANDONED_SECONDS:
-                shutil.rmtree(left, ignore_errors=True)
-        return Path(tempfile.mkdtemp(prefix=f".{name}-", dir=cache))
-    except OSError as error:
-        raise OSError(f"cannot write the corpus to {cache} ({error}): set data.cache_dir or GPIPE_CACHE") from error
+def interleave(
+    sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], wide: bool
+) -> tuple[Tokens, npt.NDArray[np.uint16]]:
+    """(tokens, lengths) as a shard holds them; `wide`: ids over 65,535 need four bytes."""
+    lengths = np.array([(len(s), len(t)) for s, t in zip(sources, targets, strict=True)], np.uint16).reshape(-1, 2)
+    ids = chain.from_iterable(chain.from_iterable(zip(sources, targets, strict=True)))
+    return np.fromiter(ids, np.uint32 if wide else np.uint16, int(lengths.sum(dtype=np.int64))), lengths
 
 
-def _publish(draft: Path, folder: Path) -> None:
-    draft.chmod(0o755)
-    try:
-        draft.rename(folder)
-    except OSError:  # another process was first: a folder is never replaced by one that has files in it
-        if not folder.is_dir():
-            raise
+def write_shard(
+    folder: Path, code: str, number: int, tokens: Tokens, lengths: npt.NDArray[np.uint16], block: int
+) -> None:
+    """One file of a language's pairs, in the order given."""
+    (folder / "train").mkdir(exist_ok=True)
+    ends = np.concatenate([[0], np.cumsum(lengths.sum(1, dtype=np.int64))])
+    starts = np.append(ends[:-1:block], ends[-1]) if len(lengths) else ends
+    for kind, array in (("tokens", tokens), ("lengths", lengths), ("starts", starts)):
+        save_whole(shard_path(folder, code, number, kind), array)
 
 
-def _build(parameters: CorpusParameters, folder: Path, report: Report) -> None:
-    corpus: dict[str, list[Pair]] = {}
-    for done, code in enumerate(parameters.languages):
-        report("translation corpus: sentences", done, len(parameters.languages))
-        size = corpus_size(code, parameters.largest, parameters.smallest)
-        corpus[code] = train_pairs(code, size, parameters.seed)
-    report("translation corpus: vocabulary", 0, 1)
-    model = train_vocabulary(_vocabulary_sentences(corpus), parameters.vocabulary)
-    (folder / "vocabulary.model").write_bytes(model)
-    vocabulary = Vocabulary(model)
-    pairs = [pair for of_language in corpus.values() for pair in of_language]
-    for done, side in enumerate(("source", "target")):
-        report("translation corpus: token ids", done, 2)
-        TokenColumn.write(folder, side, vocabulary.encode([getattr(pair, side) for pair in pairs]))
-    for split in ("dev", "test"):
-        _write_held_out(folder / f"{split}.jsonl", parameters, split)
-    sizes = {code: len(of_language) for code, of_language in corpus.items()}
-    description = {"cldr": cldr_version(), "parameters": asdict(parameters), "sizes": sizes}
-    (folder / "corpus.json").write_text(json.dumps(description, indent=1))
-    (folder / "NOTICE").write_text(NOTICE, encoding="utf-8")
-    report("translation corpus", 1, 1)
+def save_whole(path: Path, array: npt.NDArray[np.generic]) -> None:
+    """The array's file, there whole or not at all."""
+    draft = path.with_name(f".{path.name}")
+    with draft.open("wb") as file:
+        np.save(file, array)
+    draft.replace(path)
 
 
-def _vocabulary_sentences(corpus: dict[str, list[Pair]]) -> Iterator[str]:
-    """Both sides of pairs drawn with temperature, so that small languages get pieces of their own."""
-    wanted = min(VOCABULARY_PAIRS, sum(map(len, corpus.values())))
-    shares = temperature_shares([len(pairs) for pairs in corpus.values()], VOCABULARY_TEMPERATURE)
-    for pairs, share in zip(corpus.values(), shares, strict=True):
-        for number in range(max(1, int(share * wanted))):
-            yield from pairs[number % len(pairs)]
+def target_widths(lengths: npt.NDArray[np.uint16]) -> dict[int, tuple[int, int]]:
+    """`Trained.widths` of pairs with these lengths."""
+    targets = lengths[:, 1].astype(np.int64) + 1
+    widths = width_of(targets)
+    return {
+        int(width): (int((widths == width).sum()), int(targets[widths == width].sum())) for width in np.unique(widths)
+    }
 
 
-def _write_held_out(path: Path, parameters: CorpusParameters, split: str) -> None:
-    with path.open("w", encoding="utf-8") as lines:
-        for code in parameters.languages:
-            for item, pair in held_out_pairs(code, split, parameters.seed):
-                lines.write(json.dumps([code, item, *pair], ensure_ascii=False) + "\n")
+def add_widths(parts: Sequence[dict[int, tuple[int, int]]]) -> dict[int, tuple[int, int]]:
+    """The widths of several shards together."""
+    total: dict[int, tuple[int, int]] = {}
+    for part in parts:
+        for width, (pairs, tokens) in part.items():
+            before = total.get(width, (0, 0))
+            total[width] = (before[0] + pairs, before[1] + tokens)
+    return dict(sorted(total.items()))
+
+
+def write_description(folder: Path, languages: dict[str, Trained], block: int, made_of: dict[str, object]) -> None:
+    """store.json, which makes a folder a store."""
+    said = {"format": FORMAT, "block": block, "languages": {code: asdict(of) for code, of in languages.items()}}
+    draft = folder / ".store.json"
+    draft.write_text(json.dumps({**said, "made_of": made_of}, indent=1, ensure_ascii=False), encoding="utf-8")
+    draft.replace(folder / "store.json")

@@ -11,8 +11,9 @@ import numpy.typing as npt
 import torch
 
 from .cldr import HELD_OUT_ITEMS
+from .cldr_corpus import CorpusParameters, open_store
 from .source import Batch, Report, check_limits, parts_of_replica, permutation, read_ahead, split_evenly
-from .store import CorpusParameters, Store, open_store
+from .store import Rows, Store
 from .vocabulary import BOS, EOS, PAD
 
 if TYPE_CHECKING:
@@ -71,11 +72,13 @@ class TextSource:
             ValueError: the corpus is shorter than one block.
         """
         self._store = store = open_store(self.parameters, self._cache_dir, report)
-        order = permutation(len(store.source.lengths), self._seed, "stream")
+        sizes = list(store.sizes.values())
+        rows = store.locate(np.repeat(np.arange(len(sizes)), sizes), np.concatenate([np.arange(n) for n in sizes]))
+        order = permutation(len(rows), self._seed, "stream")
         pieces = []
         for first in range(0, len(order), PACKED_AT_ONCE):
             report("text: one stream of tokens", first, len(order))
-            pieces.append(_packed(store, order[first : first + PACKED_AT_ONCE]))
+            pieces.append(_packed(store, rows.take(order[first : first + PACKED_AT_ONCE])))
         self._stream = np.concatenate(pieces)
         if self._blocks < 1:
             raise ValueError(
@@ -103,7 +106,7 @@ class TextSource:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids up to the first end mark."""
-        return self._opened.vocabulary.decode(ids)
+        return self._opened.source_vocabulary.decode(ids)
 
     def epoch(self, position: Any) -> float:
         """How often the whole text was read up to `position`."""
@@ -139,12 +142,12 @@ class TextSource:
             if taken[pair.language] < self._evaluation_per_language:
                 taken[pair.language] += 1
                 texts += [pair.source, pair.target]
-        return np.array([token for ids in store.vocabulary.encode(texts) for token in (*ids, EOS)], np.int64)
+        return np.array([token for ids in store.source_vocabulary.encode(texts) for token in (*ids, EOS)], np.int64)
 
 
-def _packed(store: Store, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.uint16]:
+def _packed(store: Store, rows: Rows) -> npt.NDArray[np.uint16]:
     """Source, end mark, target, end mark of each pair."""
-    sides = (store.source.gather(numbers), store.target.gather(numbers))
+    sides = store.gather(rows)
     lengths = np.stack([side[1] + 1 for side in sides], axis=1).reshape(-1)
     starts = (np.cumsum(lengths) - lengths).reshape(-1, 2)
     row = np.full(int(lengths.sum()), EOS, np.uint16)

@@ -1,4 +1,7 @@
-"""The default data: translation from 102 languages into English (paper, section 5), from the CLDR corpus."""
+"""Translation (paper, section 5): mini-batches of sentence pairs from a store, whoever made it.
+
+`TranslationSource` makes its store from CLDR, the default; `parallel_text.ParallelTextSource` from a folder.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,19 @@ import numpy.typing as npt
 import torch
 
 from .cldr import HELD_OUT_ITEMS
-from .languages import RANK, SCRIPTS
-from .sampling import TemperatureSampler
+from .cldr_corpus import CorpusParameters, open_store
+from .languages import RANK
+from .sampling import TemperatureSampler, temperature_shares
 from .source import Batch, Report, check_limits, parts_of_replica, permutation, read_ahead, split_evenly
-from .store import CorpusParameters, HeldOutPair, Ragged, Store, open_store
+from .store import HeldOutPair, Ragged, Rows, Store, Tokens
+from .token_batches import balanced, by_count, by_tokens, pairs_by_width, width_of
 from .vocabulary import BOS, EOS, PAD
 
 if TYPE_CHECKING:
     from .source import Part
 
 CHUNK_BATCHES = 64  # mini-batches that are sorted by length together
-PAD_MULTIPLE = 8  # lengths are padded to few distinct ones: few shapes to allocate and to compile for
+CHUNK_PAIRS = 2**22  # ... but no more pairs than this: they are held in memory, 40 bytes each
 EVALUATION_BATCH = 64
 
 
@@ -34,82 +39,77 @@ class HeldOutSample(NamedTuple):
     source_ids: list[int]
 
 
-class TranslationSource:
-    """Temperature-sampled mini-batches of translation pairs whose lengths are alike.
+class PairSource:
+    """Temperature-sampled mini-batches of translation pairs whose lengths are alike. A base: `_open` gives the store.
 
     A part is `((source [b, S], target_in [b, T]), (target_out [b, T],))`, int64: the source ends with the end mark,
     `target_in` begins with the beginning mark, `target_out` ends with the end mark, and padding follows.
 
     Args:
-        batch_size: sentence pairs of a mini-batch, over all micro-batches and replicas.
-        batch_tokens: if given, a mini-batch has about this many target tokens instead, padding not counted.
+        batch_size: sentence pairs of a mini-batch, over all micro-batches and replicas; each part gets as many.
+        batch_tokens: if given, a mini-batch has about this many target tokens instead, padding not counted, and its
+            parts are balanced in padded tokens.
         temperature: languages are drawn with p ∝ pairs^(1/temperature).
-        languages: CLDR codes; None for all 102. A language's pairs do not depend on the others chosen.
-        largest, smallest: training pairs of the best and the least resourced language of the whole table.
-        vocabulary: pieces of the joint vocabulary.
-        max_length: pairs with more tokens on a side, marks included, are left out.
+        max_length: the longest sequence of a batch, marks included.
         evaluation_per_language: dev sentences of each language in `evaluation`.
-        corpus_seed: decides the sentences of the corpus, held-out ones too; the same for every run that is compared.
         seed: decides the order of the batches.
-        cache_dir: where corpora are kept; None for `$GPIPE_CACHE` or `~/.cache/gpipe`.
 
     Raises:
-        ValueError: a value out of its limits, a language that is not in the table.
+        ValueError: a value out of its limits.
     """
 
     pad_id, bos_id, eos_id = PAD, BOS, EOS
 
     def __init__(
         self,
-        batch_size: int | None = 64,
-        batch_tokens: int | None = None,
-        temperature: float = 5.0,
-        languages: Sequence[str] | None = None,
-        largest: int = 30_000,
-        smallest: int = 100,
-        vocabulary: int = 8_000,
-        max_length: int = 96,
-        evaluation_per_language: int = 3,
-        corpus_seed: int = 0,
-        seed: int = 0,
-        cache_dir: str | None = None,
+        batch_size: int | None,
+        batch_tokens: int | None,
+        temperature: float,
+        max_length: int,
+        evaluation_per_language: int,
+        seed: int,
     ) -> None:
-        self.parameters = CorpusParameters.checked(languages, largest, smallest, vocabulary, corpus_seed)
         if batch_size is None and batch_tokens is None:
             raise ValueError("data.batch_size=null needs data.batch_tokens: how large is a mini-batch?")
         check_limits(
             batch_size=(batch_size, 1, None),
             batch_tokens=(batch_tokens, 1, None),
             temperature=(temperature, 1, None),
-            max_length=(max_length, 8, None),
-            evaluation_per_language=(evaluation_per_language, 1, HELD_OUT_ITEMS),
+            evaluation_per_language=(evaluation_per_language, 1, None),
         )
         self._pairs = batch_size or 1  # of a mini-batch; with batch_tokens, on average: prepare() counts
         self._batch_tokens = batch_tokens
         self._temperature, self._max_length, self._seed = temperature, max_length, seed
-        self._evaluation_per_language, self._cache_dir = evaluation_per_language, cache_dir
+        self._evaluation_per_language = evaluation_per_language
+        self._pairs_by_width: dict[int, int] = {}
         self._store: Store | None = None
-        self._kept: list[npt.NDArray[np.int64]] = []  # of each language, the numbers of the pairs not too long
+
+    def _open(self, report: Report) -> Store:
+        raise NotImplementedError
+
+    def _first_held_out(self, language: str, wanted: int) -> int:
+        """Where a choice of `wanted` of the language's held-out sentences begins."""
+        return 0
 
     def prepare(self, report: Report) -> None:
-        """Build the corpus unless it is cached, and open it.
+        """Build the corpus unless it is there, and open it.
 
         Raises:
             ValueError: the vocabulary does not suit the corpus, or `max_length` leaves a language no pair.
         """
-        self._store = store = open_store(self.parameters, self._cache_dir, report)
-        fits = np.maximum(store.source.lengths, store.target.lengths) < self._max_length
-        self._kept = [pairs.start + np.flatnonzero(fits[pairs.start : pairs.stop]) for pairs in store.ranges.values()]
-        for code, numbers in zip(store.ranges, self._kept, strict=True):
-            if not len(numbers):
-                raise ValueError(f"data.max_length={self._max_length} leaves no pair of language '{code}': raise it")
+        self._store = store = self._open(report)
         if self._batch_tokens is not None:
-            tokens = np.concatenate([store.target.lengths[numbers] for numbers in self._kept])
-            self._pairs = max(1, round(self._batch_tokens / (float(tokens.mean()) + 1)))
+            widths = _drawn_widths(store, self._temperature)
+            self._pairs_by_width = pairs_by_width(widths, self._batch_tokens)
+            share = sum(pairs / self._pairs_by_width[width] for width, (pairs, _) in widths.items())
+            self._pairs = max(1, round(sum(pairs for pairs, _ in widths.values()) / share))
 
     def train(self, position: Any, parts: int, replica: int, replicas: int) -> Iterator[Batch]:
-        """Mini-batches without end; a position is `{"chunk": c, "batch": b}`, the next one to make."""
-        start = position or {"chunk": 0, "batch": 0}
+        """Mini-batches without end; a position is `{"chunk": c, "batch": b, "pairs": n}`, the next one to make.
+
+        `pairs` is how many of the chunk's pairs were read; the order of the data does not need it, `epochs` does.
+        """
+        start = position or {"chunk": 0, "batch": 0, "pairs": 0}
         if self._batch_tokens is None:
             parts_of_replica(self._pairs, parts, replica, replicas, "data.batch_size")
         return read_ahead(self._train(start["chunk"], start["batch"], parts, replica, replicas))
@@ -117,7 +117,7 @@ class TranslationSource:
     def evaluation(self, parts: int) -> Iterator[Batch]:
         """`evaluation_per_language` dev sentences of each language, shortest first."""
         samples = self.held_out("dev", self._evaluation_per_language)
-        targets = self._opened.vocabulary.encode([sample.reference for sample in samples])
+        targets = self._opened.target_vocabulary.encode([sample.reference for sample in samples])
         fitting = [i for i, ids in enumerate(targets) if len(ids) < self._max_length]
         order = sorted(fitting, key=lambda i: (len(targets[i]), len(samples[i].source_ids)))
         for first in range(0, len(order), EVALUATION_BATCH * parts):
@@ -131,99 +131,182 @@ class TranslationSource:
             )
 
     def held_out(self, split: str = "dev", per_language: int | None = None) -> list[HeldOutSample]:
-        """Held-out sentences ("dev" or "test") as texts and ids, `per_language` of each language (None: all, ≤ 300).
+        """Held-out sentences ("dev" or "test") as texts and ids, `per_language` of each language (None: all).
 
-        Each language starts at another of the shared English items, so that few sentences still differ in English;
-        which ones depends on nothing but the language. Sources longer than `max_length` are left out.
+        Which ones depends on nothing but the language. Sources longer than `max_length` are left out.
         """
         if split not in ("dev", "test"):
             raise ValueError(f"no held-out split '{split}': use 'dev' or 'test'")
-        by_language: dict[str, list[HeldOutPair]] = {code: [] for code in self.parameters.languages}
+        by_language: dict[str, list[HeldOutPair]] = {code: [] for code in self._opened.languages}
         for pair in self._opened.held_out(split):
             by_language[pair.language].append(pair)
-        chosen = [pair for code, pairs in by_language.items() for pair in _rotated(pairs, RANK[code], per_language)]
-        sources = self._opened.vocabulary.encode([pair.source for pair in chosen])
+        chosen = [pair for code, pairs in by_language.items() for pair in self._chosen(code, pairs, per_language)]
+        sources = self._opened.source_vocabulary.encode([pair.source for pair in chosen])
         return [
             HeldOutSample(pair.language, pair.source, pair.target, [*ids, EOS])
             for pair, ids in zip(chosen, sources, strict=True)
             if len(ids) < self._max_length
         ]
 
+    def _chosen(self, code: str, pairs: list[HeldOutPair], per_language: int | None) -> list[HeldOutPair]:
+        wanted = len(pairs) if per_language is None else min(per_language, len(pairs))
+        start = 0 if per_language is None else self._first_held_out(code, per_language)
+        return [pairs[(start + i) % len(pairs)] for i in range(wanted)]
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Source ids of each text, with the end mark, as the model reads them."""
+        return [[*ids, EOS] for ids in self._opened.source_vocabulary.encode(texts)]
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of target ids, up to the first end mark."""
-        return self._opened.vocabulary.decode(ids)
-
-    def epoch(self, position: Any) -> float:
-        """Pairs read up to `position`, in sizes of the corpus (of which small languages come round more often)."""
-        start, sampler = position or {"chunk": 0, "batch": 0}, self._sampler()
-        return float((start["chunk"] * sampler.chunk + start["batch"] * self._pairs) / sum(map(len, self._kept)))
+        return self._opened.target_vocabulary.decode(ids)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Training pairs of each language, once the corpus is open."""
-        return {code: len(pairs) for code, pairs in self._opened.ranges.items()}
+        """Training pairs of each language."""
+        return self._opened.sizes
 
-    @property
-    def scripts(self) -> dict[str, str]:
-        """The script of each language, as far as it is known."""
-        return {code: SCRIPTS[code] for code in self.sizes if code in SCRIPTS}
+    def epoch(self, position: Any) -> float:
+        """Pairs read up to `position`, in sizes of the corpus (of which small languages come round more often)."""
+        chunk, read = self._place(position)
+        return float((chunk * self._chunk + read) / sum(self._opened.sizes.values()))
+
+    def epochs(self, position: Any) -> dict[str, float]:
+        """How often each language's pairs have been read up to `position`."""
+        chunk, read = self._place(position)
+        taken = self._sampler().taken(chunk * self._chunk + read)
+        return {code: count / size for (code, size), count in zip(self._opened.sizes.items(), taken, strict=True)}
+
+    def _place(self, position: Any) -> tuple[int, int]:
+        """The chunk, and how many of its pairs have been read."""
+        start = position or {"chunk": 0, "batch": 0}
+        return start["chunk"], start.get("pairs", start["batch"] * self._pairs)
 
     @property
     def _opened(self) -> Store:
         if self._store is None:
-            raise RuntimeError("TranslationSource: call prepare() before reading")
+            raise RuntimeError(f"{type(self).__name__}: call prepare() before reading")
         return self._store
 
-    def _train(self, chunk: int, batch: int, parts: int, replica: int, replicas: int) -> Iterator[Batch]:
-        store, sampler = self._opened, self._sampler()
-        for number in count(chunk):
-            batches = self._mini_batches(sampler, number)
-            for place in range(batch, len(batches)):
-                numbers = batches[place]
-                slices = parts_of_replica(len(numbers), parts, replica, replicas, "data.batch_tokens")
-                made = [_part_of_store(store, numbers[part]) for part in slices]
-                yield Batch(made, {"chunk": number, "batch": place + 1})
-            batch = 0
+    @property
+    def _chunk(self) -> int:
+        """Pairs of a chunk: whole mini-batches."""
+        return self._pairs * max(1, min(CHUNK_BATCHES, CHUNK_PAIRS // self._pairs))
 
     def _sampler(self) -> TemperatureSampler:
         """A new one for each stream of batches: it remembers where it is."""
-        sizes = [len(numbers) for numbers in self._kept]
-        return TemperatureSampler(sizes, self._temperature, self._pairs * CHUNK_BATCHES, self._seed)
+        return TemperatureSampler(self._opened.blocks(), self._temperature, self._chunk, self._seed)
 
-    def _mini_batches(self, sampler: TemperatureSampler, chunk: int) -> list[npt.NDArray[np.int64]]:
-        """The pair numbers of each mini-batch of a chunk: alike in length within, in random order among them."""
-        languages, indices = sampler.items(chunk)
-        starts = np.cumsum([0, *map(len, self._kept)])
-        numbers = np.concatenate(self._kept)[starts[languages] + indices]
-        store = self._opened
-        source, target = store.source.lengths[numbers] + 1, store.target.lengths[numbers] + 1
-        # By padded target length, then by source: padding is then a fifth. Equal lengths stay as they were drawn.
-        order = np.lexsort((source, -(-target // PAD_MULTIPLE)))
+    def _train(self, chunk: int, batch: int, parts: int, replica: int, replicas: int) -> Iterator[Batch]:
+        sampler = self._sampler()
+        mine = slice(replica * parts, (replica + 1) * parts)
+        for number in count(chunk):
+            rows = self._opened.locate(*sampler.items(number))
+            batches = self._mini_batches(rows, number)
+            opened: dict[int, Tokens] = {}  # files stay mapped for a chunk, not for ever
+            read = sum(map(len, batches[:batch]))
+            for place in range(batch, len(batches)):
+                of_batch = rows.take(batches[place])
+                read += len(of_batch)
+                cuts = self._cuts(of_batch, parts * replicas, parts, replica, replicas)[mine]
+                made = [_tensors(*self._opened.gather(of_batch.take(cut), opened)) for cut in cuts]
+                yield Batch(made, {"chunk": number, "batch": place + 1, "pairs": read})
+            batch = 0
+
+    def _cuts(self, rows: Rows, all_parts: int, parts: int, replica: int, replicas: int) -> list[slice]:
         if self._batch_tokens is None:
-            cuts = np.arange(self._pairs, len(numbers), self._pairs)
+            return split_evenly(len(rows), all_parts)
+        parts_of_replica(len(rows), parts, replica, replicas, "data.batch_tokens")
+        return balanced(rows.source + 1, rows.target + 1, all_parts)
+
+    def _mini_batches(self, rows: Rows, chunk: int) -> list[npt.NDArray[np.int64]]:
+        """The places of each mini-batch's pairs in the chunk: alike in length within, in random order among them."""
+        if self._batch_tokens is None:
+            batches = by_count(rows.source + 1, rows.target + 1, self._pairs)
         else:
-            tokens = np.cumsum(target[order])
-            batches = max(1, round(int(tokens[-1]) / self._batch_tokens))
-            cuts = np.searchsorted(tokens, np.arange(1, batches) * tokens[-1] / batches)
-        parts = np.split(numbers[order], cuts)
-        return [parts[i] for i in permutation(len(parts), self._seed, "batches", chunk)]
+            batches = by_tokens(rows.source + 1, rows.target + 1, self._pairs_by_width)
+        return [batches[i] for i in permutation(len(batches), self._seed, "batches", chunk)]
 
 
-def _rotated(pairs: list[HeldOutPair], rank: int, per_language: int | None) -> list[HeldOutPair]:
-    wanted = len(pairs) if per_language is None else min(per_language, len(pairs))
-    start = 0 if per_language is None else rank * per_language
-    return [pairs[(start + i) % len(pairs)] for i in range(wanted)]
+class TranslationSource(PairSource):
+    """Translation from 102 languages into English, from the CLDR corpus.
+
+    Args:
+        batch_size, batch_tokens, temperature, evaluation_per_language, seed: as of `PairSource`.
+        languages: CLDR codes; None for all 102. A language's pairs do not depend on the others chosen.
+        pair: one code, in place of `languages`: a bilingual run.
+        largest, smallest: training pairs of the best and the least resourced language of the whole table.
+        vocabulary: pieces of the joint vocabulary.
+        max_length: pairs with more tokens on a side, marks included, are left out.
+        corpus_seed: decides the sentences of the corpus, held-out ones too; the same for every run that is compared.
+        cache_dir: where corpora are kept; None for `$GPIPE_CACHE` or `~/.cache/gpipe`.
+
+    Raises:
+        ValueError: a value out of its limits, a language that is not in the table.
+    """
+
+    def __init__(
+        self,
+        batch_size: int | None = 64,
+        batch_tokens: int | None = None,
+        temperature: float = 5.0,
+        languages: Sequence[str] | None = None,
+        pair: str | None = None,
+        largest: int = 30_000,
+        smallest: int = 100,
+        vocabulary: int = 8_000,
+        max_length: int = 96,
+        evaluation_per_language: int = 3,
+        corpus_seed: int = 0,
+        seed: int = 0,
+        cache_dir: str | None = None,
+    ) -> None:
+        super().__init__(batch_size, batch_tokens, temperature, max_length, evaluation_per_language, seed)
+        check_limits(evaluation_per_language=(evaluation_per_language, 1, HELD_OUT_ITEMS))
+        chosen = chosen_languages(languages, pair)
+        self.parameters = CorpusParameters.checked(chosen, largest, smallest, vocabulary, corpus_seed, max_length)
+        self._cache_dir = cache_dir
+
+    def _open(self, report: Report) -> Store:
+        return open_store(self.parameters, self._cache_dir, report)
+
+    def _first_held_out(self, language: str, wanted: int) -> int:
+        """Languages share their English items: each starts at another, so that few sentences differ in English."""
+        return RANK[language] * wanted
 
 
-def _part_of_store(store: Store, numbers: npt.NDArray[np.int64]) -> Part:
-    return _tensors(store.source.gather(numbers), store.target.gather(numbers))
+def chosen_languages(languages: Sequence[str] | None, pair: str | None) -> Sequence[str] | None:
+    """The languages that `data.languages` and `data.pair` ask for.
+
+    Raises:
+        ValueError: both are given.
+    """
+    if pair is None:
+        return languages
+    if languages is not None and list(languages) != [pair]:
+        raise ValueError(
+            f"data.pair={pair} is one language, data.languages={','.join(map(str, languages))} are others: "
+            "leave out one of the keys"
+        )
+    return [pair]
+
+
+def _drawn_widths(store: Store, temperature: float) -> dict[int, tuple[float, float]]:
+    """Share of the pairs, and target tokens, of each target width, as temperature sampling draws them."""
+    drawn: dict[int, tuple[float, float]] = {}
+    shares = temperature_shares(list(store.sizes.values()), temperature)
+    for share, of in zip(shares, store.languages.values(), strict=True):
+        for width, (pairs, tokens) in of.widths.items():
+            before = drawn.get(width, (0.0, 0.0))
+            drawn[width] = (before[0] + share * pairs / of.pairs, before[1] + share * tokens / of.pairs)
+    return dict(sorted(drawn.items()))
 
 
 def _part(sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> Part:
-    return _tensors(_padded(sources), _padded(targets))
+    return _tensors(_ragged(sources), _ragged(targets))
 
 
-def _padded(sequences: Sequence[Sequence[int]]) -> Ragged:
+def _ragged(sequences: Sequence[Sequence[int]]) -> Ragged:
     return (
         np.array([token for ids in sequences for token in ids], np.int64),
         np.array([len(ids) for ids in sequences], np.int64),
@@ -241,9 +324,9 @@ def _tensors(source: Ragged, target: Ragged) -> Part:
 
 
 def _grid(ragged: Ragged, shift: int) -> npt.NDArray[np.int64]:
-    """Sequences as rows, `shift` places to the right, padded to a multiple of 8 with room for one mark."""
+    """Sequences as rows, `shift` places to the right, padded to one of the widths with room for one mark."""
     ids, lengths = ragged
-    width = -(-(int(lengths.max()) + 1) // PAD_MULTIPLE) * PAD_MULTIPLE
+    width = int(width_of(lengths.max() + 1))
     grid = np.full((len(lengths), width), PAD, np.int64)
     columns = np.arange(width)[None, :] - shift
     grid[(columns >= 0) & (columns < lengths[:, None])] = ids

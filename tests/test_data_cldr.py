@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 from pathlib import Path
@@ -12,10 +11,11 @@ import pytest
 
 from gpipe_cli.data import cldr
 from gpipe_cli.data.babel_strings import locale_strings
+from gpipe_cli.data.cldr_corpus import CorpusParameters, open_store
 from gpipe_cli.data.languages import LANGUAGES, RANK
 from gpipe_cli.data.rendering import format_number, render
 from gpipe_cli.data.source import no_report
-from gpipe_cli.data.store import CorpusParameters, Store, open_store
+from gpipe_cli.data.store import Store
 from gpipe_cli.data.vocabulary import train_vocabulary
 
 SMALL = ("es", "de", "ccp", "yrl")
@@ -191,9 +191,11 @@ TINY = CorpusParameters(("de", "yrl"), largest=300, smallest=100, vocabulary=400
 
 def test_the_store_is_the_same_bytes_each_time(tmp_path: Path) -> None:
     first, second = (open_store(TINY, str(tmp_path / name), no_report).folder for name in ("a", "b"))
-    assert {path.name: path.read_bytes() for path in first.iterdir()} == {
-        path.name: path.read_bytes() for path in second.iterdir()
-    }
+    assert _bytes(first) == _bytes(second)
+
+
+def _bytes(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_an_opened_store_is_not_built_again(tmp_path: Path) -> None:
@@ -247,20 +249,25 @@ def test_a_language_has_the_same_pairs_alone_and_among_others(tmp_path: Path) ->
 
 
 def _english(store: Store, code: str) -> list[str]:
-    return [
-        store.vocabulary.decode(store.target.gather(np.array([number]))[0].tolist()) for number in store.ranges[code]
-    ]
+    return [store.target_vocabulary.decode(ids) for ids in _targets(store, code)]
+
+
+def _targets(store: Store, code: str) -> list[list[int]]:
+    count = store.sizes[code]
+    number = [*store.languages].index(code)
+    rows = store.locate(np.full(count, number), np.arange(count))
+    ids, lengths = store.gather(rows)[1]
+    return [of.tolist() for of in np.split(ids, np.cumsum(lengths)[:-1])]
 
 
 @pytest.mark.slow
 def test_the_full_corpus_has_102_languages_and_544643_pairs(tmp_path: Path) -> None:
     parameters = CorpusParameters.checked(None, 30_000, 100, 8_000, 0)
     store = open_store(parameters, str(tmp_path), no_report)
-    sizes = json.loads((store.folder / "corpus.json").read_text())["sizes"]
-    assert (len(sizes), sum(sizes.values()), len(store.source.lengths)) == (102, 544_643, 544_643)
-    assert len(store.vocabulary) == 8_000
-    held_out = store.vocabulary.encode(
+    assert (len(store.sizes), sum(store.sizes.values())) == (102, 544_643)
+    assert len(store.target_vocabulary) == 8_000
+    held_out = store.target_vocabulary.encode(
         sorted({pair.target for split in ("dev", "test") for pair in store.held_out(split)})
     )
-    trained = np.split(store.target.tokens, store.target.offsets[1:-1])
-    assert not {tuple(ids) for ids in held_out} & {tuple(ids.tolist()) for ids in trained}
+    trained = {tuple(ids) for code in store.languages for ids in _targets(store, code)}
+    assert not {tuple(ids) for ids in held_out} & trained

@@ -302,20 +302,20 @@ def test_shares_follow_the_formula() -> None:
 @pytest.mark.parametrize("temperature", [1.0, 5.0, float("inf")])
 def test_languages_are_drawn_by_their_shares_to_within_one(temperature: float) -> None:
     sizes = [3000, 500, 77, 10]
-    sampler = TemperatureSampler(sizes, temperature, chunk=64, seed=0)
+    sampler = TemperatureSampler([[size] for size in sizes], temperature, chunk=64, seed=0)
     drawn = np.bincount(np.concatenate([sampler.items(chunk)[0] for chunk in range(20)]), minlength=4)
     assert np.abs(drawn - temperature_shares(sizes, temperature) * 20 * sampler.chunk).max() < 1
 
 
 def test_a_collection_repeats_only_after_all_its_items() -> None:
-    sampler = TemperatureSampler([3000, 10], 5.0, chunk=64, seed=0)
+    sampler = TemperatureSampler([[2000, 1000], [10]], 5.0, chunk=64, seed=0)
     drawn = [index for c in range(9) for of, index in zip(*sampler.items(c), strict=True) if of == 1]
     counts = Counter(map(int, drawn))
     assert max(counts.values()) - min(counts.values()) <= 1 and len(counts) == 10
 
 
 def test_a_distant_chunk_is_known_at_once() -> None:
-    collections, indices = TemperatureSampler([3000, 10], 5.0, chunk=64, seed=0).items(10**12)
+    collections, indices = TemperatureSampler([[2000, 1000], [10]], 5.0, chunk=64, seed=0).items(10**12)
     assert len(collections) == len(indices) == 64 and int(indices[collections == 1].max()) < 10
 
 
