@@ -11,6 +11,7 @@ from textwrap import dedent
 import pytest
 
 from gpipe_cli.pipeline import schedule as schedule_module
+from gpipe_cli.pipeline.orders import ROUND_ROBIN
 from gpipe_cli.pipeline.picture import draw_text
 from gpipe_cli.pipeline.schedule import (
     KINDS,
@@ -27,6 +28,8 @@ from gpipe_cli.pipeline.simulate import simulate, unit_durations
 from gpipe_cli.pipeline.validate import validate
 
 PLACEMENTS = [(0,), (0, 0, 0), (0, 1), (0, 1, 2, 3), (0, 0, 1), (0, 1, 1, 1, 2), (0, 0, 1, 1, 2, 2)]
+ROUND = [(0,), (0, 0, 0), (0, 1), (0, 1, 0, 1), (0, 1, 2) * 3, (0, 1, 2, 3, 4) * 2]
+SERVED = [(kind, placement) for kind in KINDS for placement in (ROUND if kind in ROUND_ROBIN else PLACEMENTS)]
 
 
 def grid(kind: str, placement: Sequence[int], M: int, remat: str) -> str:
@@ -112,6 +115,62 @@ class TestOneForwardOneBackward:
         """)
 
 
+class TestInterleaved:
+    def test_a_group_of_micro_batches_goes_through_the_first_cells_then_through_the_next(self) -> None:
+        assert grid("interleaved_1f1b", (0, 1, 0, 1), 4, "never") == lines("""
+            worker 0 cell 0 | F0 F1       F2    F3       B0    B1  .     .    B2 B3
+            worker 0 cell 2 |       F0 F1    B0    B1 F2    F3     . B2  . B3
+            worker 1 cell 1 |  . F0 F1             F2 B0 F3 B1             B2 B3  .
+            worker 1 cell 3 |  .       F0 B0 F1 B1             F2 B2 F3 B3        .
+        """)
+
+    def test_except_last_recomputes_where_the_backward_does_not_follow_its_forward(self) -> None:
+        assert grid("interleaved_1f1b", (0, 1, 0, 1), 2, "except_last") == lines("""
+            worker 0 cell 0 | F0 F1                   R0 B0 R1 B1
+            worker 0 cell 2 |       F0 F1 R0 B0 R1 B1
+            worker 1 cell 1 |  . F0 F1             R0 B0 R1 B1  .
+            worker 1 cell 3 |  .       F0 B0 F1 B1              .
+        """)
+
+    def test_five_micro_batches_on_three_workers_are_one_group(self) -> None:
+        assert grid("interleaved_1f1b", (0, 1, 2) * 2, 5, "never") == lines("""
+            worker 0 cell 0 | F0 F1 F2 F3 F4                    .     .     .     .    B0 B1 B2 B3 B4
+            worker 0 cell 3 |                F0 F1 F2 F3 F4 B0  . B1  . B2  . B3  . B4
+            worker 1 cell 1 |  . F0 F1 F2 F3 F4                          .     .    B0 B1 B2 B3 B4  .
+            worker 1 cell 4 |  .                F0 F1 F2 B0 F3 B1 F4 B2  . B3  . B4                 .
+            worker 2 cell 2 |  .  . F0 F1 F2 F3 F4                               B0 B1 B2 B3 B4  .  .
+            worker 2 cell 5 |  .  .                F0 B0 F1 B1 F2 B2 F3 B3 F4 B4                 .  .
+        """)
+
+    @pytest.mark.parametrize("placement", [(0, 1, 2, 3), (0, 0, 0)], ids=str)
+    def test_with_one_run_of_cells_on_each_worker_it_is_1f1b(self, placement: tuple[int, ...]) -> None:
+        assert schedule("interleaved_1f1b", placement, 5, "always") == schedule("1f1b", placement, 5, "always")
+
+    @pytest.mark.parametrize("placement", [(0, 0, 1, 1), (0, 1, 0), (0, 1, 0, 1, 0)], ids=str)
+    def test_another_placement_is_refused(self, placement: tuple[int, ...]) -> None:
+        with pytest.raises(ScheduleError, match=r"cell c on worker c mod W.*use one like \[0, 1, 0, 1"):
+            schedule("interleaved_1f1b", placement, 4, "never")
+
+
+class TestZeroBubble:
+    def test_weight_gradients_fill_the_idle_time(self) -> None:
+        assert grid("zero_bubble", range(4), 6, "never") == lines("""
+            worker 0 | F0 F1 F2 F3  .  .  . I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5
+            worker 1 |  . F0 F1 F2  .  . I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 I4 W3 I5 W4 W5
+            worker 2 |  .  . F0 F1  . I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 I5 W3 W4 W5
+            worker 3 |  .  .  . F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5
+        """)
+
+    def test_always_recomputes_before_the_first_half(self) -> None:
+        assert grid("zero_bubble", range(2), 3, "always") == lines("""
+            worker 0 | F0 F1 R0  . I0 W0 F2 R1 I1 W1 R2 I2 W2
+            worker 1 |  . F0 R0 I0 F1 R1 I1 W0 F2 R2 I2 W1 W2
+        """)
+
+    def test_a_worker_with_two_cells_sends_the_gradient_before_any_weight_gradient(self) -> None:
+        assert printed("zero_bubble", (0, 1, 1), 1, "never")[1] == "ra1.0 F1.0 F2.0 I2.0 I1.0 sg1.0 W2.0 W1.0"
+
+
 class TestMessages:
     def test_one_worker_sends_nothing(self) -> None:
         assert printed("gpipe", (0, 0), 1, "never") == ["F0.0 F1.0 B1.0 B0.0"]
@@ -144,7 +203,7 @@ class TestInstruction:
 
 class TestArguments:
     def test_unknown_kind_lists_the_known_ones(self) -> None:
-        with pytest.raises(ScheduleError, match="unknown kind of schedule 'gpip': use gpipe or 1f1b"):
+        with pytest.raises(ScheduleError, match="unknown kind of schedule 'gpip': use gpipe, 1f1b"):
             schedule("gpip", (0, 1), 2, "never")
 
     def test_unknown_remat_lists_the_known_ones(self) -> None:
@@ -159,17 +218,16 @@ class TestArguments:
         with pytest.raises(ScheduleError, match="every worker has a cell"):
             schedule("gpipe", (0, 2), 2, "never")
 
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ROUND_ROBIN])
     def test_round_robin_placement_is_refused_by_kinds_that_cannot_serve_it(self, kind: str) -> None:
         with pytest.raises(ScheduleError, match=r"placement is \[0, 1, 0, 1\]: use one like \[0, 0, 1, 1\]"):
             schedule(kind, (0, 1, 0, 1), 2, "never")
 
 
 class TestValidatorAccepts:
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize(("kind", "placement"), SERVED, ids=str)
     @pytest.mark.parametrize("remat", REMAT)
-    @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-    @pytest.mark.parametrize("M", [1, 2, 3, 8])
+    @pytest.mark.parametrize("M", [1, 2, 3, 8, 13])
     def test_every_training_schedule(self, kind: str, remat: str, placement: tuple[int, ...], M: int) -> None:
         validate(schedule(kind, placement, M, remat), placement, M, remat)
 
@@ -201,6 +259,21 @@ FAULTS = {
         ["F0.0 sa0.0 rg0.0", "ra1.0 F1.0 B1.0 sg1.0"],
         1,
         "worker 0: B0.0 is missing",
+    ),
+    "the weights' half of a backward is missing": (
+        ["F0.0 sa0.0 rg0.0 I0.0", "ra1.0 F1.0 B1.0 sg1.0"],
+        1,
+        "worker 0: W0.0 is missing",
+    ),
+    "the weights' half before the input's": (
+        ["F0.0 sa0.0 rg0.0 W0.0 I0.0", "ra1.0 F1.0 B1.0 sg1.0"],
+        1,
+        "worker 0, instruction 3, W0.0: needs I0.0 before it, which comes only at 4",
+    ),
+    "half a backward after a whole one": (
+        ["F0.0 sa0.0 rg0.0 B0.0 I0.0 W0.0", "ra1.0 F1.0 B1.0 sg1.0"],
+        1,
+        "worker 0, instruction 4, I0.0: has come back before",
     ),
     "a forward twice": (
         ["F0.0 F0.0 sa0.0 rg0.0 B0.0", "ra1.0 F1.0 B1.0 sg1.0"],
@@ -336,6 +409,14 @@ class TestMostKept:
     def test_1f1b_keeps_no_more_micro_batches_than_workers_from_here_to_the_end(self, worker: int) -> None:
         kept = most_kept(schedule("1f1b", range(4), 100, "never")[worker])
         assert (kept.inputs, kept.graphs) == ({worker: 4 - worker}, {worker: 4 - worker})
+
+    @pytest.mark.parametrize("worker", range(4))
+    def test_zero_bubble_keeps_no_more_than_the_first_worker_of_1f1b(self, worker: int) -> None:
+        assert most_kept(schedule("zero_bubble", range(4), 100, "never")[worker]).graphs == {worker: 4}
+
+    def test_interleaved_keeps_more_than_1f1b_but_not_the_whole_mini_batch(self) -> None:
+        first = schedule("interleaved_1f1b", (0, 1, 2, 3) * 2, 100, "never")[0]
+        assert most_kept(first, graph_bytes={0: 1, 4: 1}).bytes == 2 * (4 + 3 / 2), "W + (W-1)/v, of v cells"
 
     def test_always_keeps_the_graph_of_one_cell_at_a_time(self) -> None:
         lists = schedule("gpipe", (0, 0, 0, 1), 4, "always")

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 from matplotlib.image import imread
 
-from gpipe_cli.pipeline.picture import draw_text, save_picture
+from gpipe_cli.pipeline.picture import draw_text, legend, save_picture
 from gpipe_cli.pipeline.schedule import KINDS, Instruction, Op, ScheduleError, forward_only, schedule
 from gpipe_cli.pipeline.simulate import Timeline, cost_durations, ideal_bubble, simulate, unit_durations
 
@@ -39,6 +39,22 @@ class TestClosedFormula:
     @pytest.mark.parametrize("backward", [1.0, 2.0])
     def test_1f1b_idles_as_long_as_gpipe(self, K: int, M: int, backward: float) -> None:
         assert timeline("1f1b", K, M, backward=backward).span == timeline("gpipe", K, M, backward=backward).span
+
+    def test_zero_bubble_idles_for_a_third_of_it(self, K: int, M: int) -> None:
+        line = timeline("zero_bubble", K, M, backward=2.0)
+        if M >= K:
+            assert line.span == 3 * M + (K - 1)
+        assert line.span <= timeline("1f1b", K, M, backward=2.0).span
+
+    @pytest.mark.parametrize("v", [2, 3])
+    def test_interleaved_idles_for_a_part_of_it(self, K: int, M: int, v: int) -> None:
+        placement = tuple(range(K)) * v
+        line = simulate(
+            schedule("interleaved_1f1b", placement, M, "never"), placement, cost_durations([1 / v] * len(placement))
+        )
+        if M >= K:
+            assert line.span == pytest.approx(3 * M + 3 * (K - 1) / v)
+        assert line.span <= timeline("1f1b", K, M, backward=2.0).span + 1e-9
 
     def test_early_recompute_makes_the_bubble_smaller_than_the_formula(self, K: int, M: int) -> None:
         assert timeline("gpipe", K, M, "always", 2.0).bubble <= ideal_bubble(K, M) + 1e-12
@@ -76,6 +92,14 @@ class TestTime:
     def test_one_worker_has_no_bubble(self) -> None:
         assert simulate(schedule("1f1b", (0, 0, 0), 3, "always"), (0, 0, 0), unit_durations).bubble == 0
 
+    def test_the_halves_of_a_backward_take_half_of_it_each(self) -> None:
+        line = simulate(schedule("zero_bubble", (0,), 1, "never"), (0,), cost_durations([1.0], backward=3.0))
+        assert [(str(s.instruction), s.end - s.start) for s in line.spans[0]] == [
+            ("F0.0", 1),
+            ("I0.0", 1.5),
+            ("W0.0", 1.5),
+        ]
+
     @pytest.mark.parametrize("kind", KINDS)
     def test_recompute_starts_before_the_gradient_arrives(self, kind: str) -> None:
         line = timeline(kind, 4, 4, "always")
@@ -96,6 +120,10 @@ class TestText:
     def test_two_digit_micro_batches_stay_in_line(self) -> None:
         line = simulate(forward_only((0, 1), 11), (0, 1), unit_durations)
         assert draw_text(line).splitlines()[1].endswith("|   .  F0  F1  F2  F3  F4  F5  F6  F7  F8  F9 F10")
+
+    def test_the_legend_names_what_occurs(self) -> None:
+        assert legend(timeline("1f1b", 2, 2)) == "F forward, B backward, with the micro-batch; . idle"
+        assert "I input gradient, W weight gradient" in legend(timeline("zero_bubble", 2, 2))
 
 
 class TestPicture:

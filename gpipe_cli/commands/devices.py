@@ -84,11 +84,18 @@ def settle_workers(pipeline: PipelineConfig, inline: bool, world_size: int | Non
     elif pipeline.workers == "auto":
         devices = find_devices(pipeline.device)
         room = devices.number // pipeline.replicas // (pipeline.threads if devices.word == "core" else 1)
-        workers, why = max(1, min(pipeline.K, room)), str(devices)
+        workers, why = _fitting(pipeline, max(1, min(pipeline.K, room))), str(devices)
     else:
         workers, why = pipeline.workers, f"pipeline.workers={pipeline.workers}"
     replicas = f" × {plural(pipeline.replicas, 'replica')}" if pipeline.replicas > 1 else ""
     return workers, f"{plural(pipeline.K, 'cell')} on {plural(workers, 'worker')}{replicas} ({why})"
+
+
+def _fitting(pipeline: PipelineConfig, room: int) -> int:
+    """As many workers as there is room for; for a schedule that goes round, so many that each has as many cells."""
+    if pipeline.schedule != "interleaved_1f1b":
+        return room
+    return max(number for number in range(1, room + 1) if pipeline.K % number == 0)
 
 
 def _workers_of_job(pipeline: PipelineConfig, world_size: int) -> int:

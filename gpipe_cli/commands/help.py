@@ -16,7 +16,7 @@ KEYS = (
     ("pipeline.K", "cells that the model is cut into"),
     ("pipeline.M", "micro-batches of a mini-batch"),
     ("pipeline.remat", "recompute forwards in backward: always, except_last, never"),
-    ("pipeline.schedule", "gpipe or 1f1b"),
+    ("pipeline.schedule", "gpipe, 1f1b, interleaved_1f1b, zero_bubble"),
     ("pipeline.workers", "processes; auto: one a cell, as far as there are devices"),
     ("pipeline.replicas", "copies of the whole pipeline"),
     ("data.batch_size", "examples of a mini-batch, over all replicas"),

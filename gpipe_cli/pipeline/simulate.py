@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from .schedule import COMPUTE, Instruction, InstructionLists, Message, Op, execution_order
+from .instruction import COMPUTE, Instruction, InstructionLists, Message, Op, execution_order
 
 Seconds = float  # or any other unit, the same for durations and latency
 
@@ -39,7 +39,7 @@ class Timeline:
 
     @cached_property
     def busy(self) -> list[Seconds]:
-        """What each worker spends on forward, recompute and backward."""
+        """What each worker spends on forward, recompute and backward or its halves."""
         return [sum(s.end - s.start for s in spans if s.instruction.op in COMPUTE) for spans in self.spans]
 
     @property
@@ -65,7 +65,7 @@ def simulate(
     Args:
         lists: one list per worker.
         placement: ``placement[cell]`` is the cell's worker.
-        duration: of a FORWARD, RECOMPUTE or BACKWARD; it is asked for no other.
+        duration: of an instruction in ``COMPUTE``; it is asked for no other.
         latency: from a send to the moment the other worker can go on: one number, or a function of the send. Messages
             travel beside the computation and beside each other.
 
@@ -96,12 +96,13 @@ def unit_durations(instruction: Instruction) -> Seconds:
 def cost_durations(cell_costs: Sequence[float], backward: float = 2.0) -> Callable[[Instruction], Seconds]:
     """A duration in the unit of the costs: C_k for forward and recompute, ``backward`` times C_k for backward.
 
-    A backward computes the gradients of the input and of the weights, each about as dear as the forward.
+    A backward computes the gradients of the input and of the weights, each about as dear as the forward; where the
+    schedule has it in two halves, each takes half of it.
     """
+    factors = {Op.BACKWARD: backward, Op.INPUT_GRADIENT: backward / 2, Op.WEIGHT_GRADIENT: backward / 2}
 
     def duration(instruction: Instruction) -> Seconds:
-        cost = cell_costs[instruction.cell]
-        return cost * backward if instruction.op is Op.BACKWARD else cost
+        return cell_costs[instruction.cell] * factors.get(instruction.op, 1.0)
 
     return duration
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
-from .schedule import REMAT, Instruction, InstructionLists, Message, Op, ScheduleError, execution_order
+from .instruction import BACK, Instruction, InstructionLists, Message, Op, ScheduleError, execution_order
+from .schedule import REMAT
 
 _Key = tuple[Op, int, int]  # an instruction without its class: quicker to hash
+_TOO_LATE = {Op.RECOMPUTE: "recomputes after its backward"} | dict.fromkeys(BACK, "has come back before")
 
 
 def validate(lists: InstructionLists, placement: Sequence[int], M: int, remat: str | None = None) -> None:
     """Checks the lists of one step.
 
-    Every cell runs every micro-batch forward once and backward once; what an instruction needs stands before it;
+    Every cell runs every micro-batch forward once and backward once, either whole or in its two halves, the input's
+    before the weights'; what an instruction needs stands before it;
     every message is sent once and received once, on the right workers; between two workers the messages of one
     direction are received in the order in which they are sent (point-to-point queues such as NCCL's need that); and
     the workers never wait for each other in a circle, where sends do not block and receives do.
@@ -60,10 +63,12 @@ def _check_worker(
             raise _error(worker, position, instruction, f"micro-batches are counted from 0 to M-1={M - 1}")
         if (op, cell, m) in done:
             raise _error(worker, position, instruction, "stands in the list twice")
-        if op is Op.RECOMPUTE and (Op.BACKWARD, cell, m) in done:
-            raise _error(worker, position, instruction, "recomputes after its backward")
+        if op in (Op.RECOMPUTE, *BACK) and any((back, cell, m) in done for back in BACK):
+            raise _error(worker, position, instruction, _TOO_LATE[op])
         for needed_op, needed_cell in needs:
-            if (needed_op, needed_cell, m) not in done:
+            if (needed_op, needed_cell, m) not in done and not (
+                needed_op is Op.BACKWARD and (Op.INPUT_GRADIENT, needed_cell, m) in done
+            ):
                 needed = Instruction(needed_op, needed_cell, m)
                 later = needed in instructions
                 where = f"comes only at {instructions.index(needed)}" if later else "is not in the list"
@@ -82,7 +87,7 @@ def _misplaced(worker: int, op: Op, cell: int, placement: Sequence[int], remat: 
         return f"cells are counted from 0 to K-1={len(placement) - 1}"
     if placement[cell] != worker:
         return f"cell {cell} is on worker {placement[cell]}"
-    if remat is None and op in (Op.RECOMPUTE, Op.BACKWARD, Op.SEND_GRADIENT, Op.RECEIVE_GRADIENT):
+    if remat is None and op not in (Op.FORWARD, Op.SEND_ACTIVATION, Op.RECEIVE_ACTIVATION):
         return "a forward-only step has no recompute, backward or gradient"
     if remat == "never" and op is Op.RECOMPUTE:
         return "pipeline.remat=never recomputes nothing"
@@ -106,15 +111,17 @@ def _neighbour(op: Op, cell: int) -> int | None:
 
 
 def _needs(op: Op, cell: int, placement: Sequence[int], remat: str | None) -> tuple[tuple[Op, int], ...]:
-    """What must stand before it in the same list, for the same micro-batch."""
+    """What must stand before it in the same list, for the same micro-batch; for a BACKWARD its first half will do."""
     if op is Op.FORWARD and cell > 0:
         local = placement[cell - 1] == placement[cell]
         return ((Op.FORWARD, cell - 1) if local else (Op.RECEIVE_ACTIVATION, cell),)
     if op in (Op.RECOMPUTE, Op.SEND_ACTIVATION):
         return ((Op.FORWARD, cell),)
+    if op is Op.WEIGHT_GRADIENT:
+        return ((Op.INPUT_GRADIENT, cell),)
     if op is Op.SEND_GRADIENT:
         return ((Op.BACKWARD, cell),)
-    if op is Op.BACKWARD:
+    if op in BACK:
         needs = [(Op.FORWARD, cell)]
         if remat == "always":
             needs.append((Op.RECOMPUTE, cell))
@@ -126,9 +133,11 @@ def _needs(op: Op, cell: int, placement: Sequence[int], remat: str | None) -> tu
 
 
 def _check_complete(worker: int, done: set[_Key], placement: Sequence[int], M: int, remat: str | None) -> None:
-    for op in (Op.FORWARD,) if remat is None else (Op.FORWARD, Op.BACKWARD):
-        for cell in (cell for cell, owner in enumerate(placement) if owner == worker):
-            for m in range(M):
+    for cell in (cell for cell, owner in enumerate(placement) if owner == worker):
+        for m in range(M):
+            halves = (Op.INPUT_GRADIENT, cell, m) in done
+            back = Op.WEIGHT_GRADIENT if halves else Op.BACKWARD
+            for op in (Op.FORWARD,) if remat is None else (Op.FORWARD, back):
                 if (op, cell, m) not in done:
                     raise ScheduleError(f"worker {worker}: {Instruction(op, cell, m)} is missing")
 

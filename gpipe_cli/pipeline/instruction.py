@@ -1,0 +1,128 @@
+"""The words of a schedule: what a worker can do, printed as ``F2.0`` or ``sa1.3``, and what follows from it.
+
+| code | instruction | meaning for cell k |
+|---|---|---|
+| F | FORWARD | runs F_k |
+| R | RECOMPUTE | runs F_k again from its kept input, now keeping the graph |
+| B | BACKWARD | runs B_k, adding to the gradients of the cell's weights |
+| I | INPUT_GRADIENT | the half of B_k that others wait for: the gradient of k's input |
+| W | WEIGHT_GRADIENT | the other half: adds to the gradients of the cell's weights |
+| sa | SEND_ACTIVATION | sends k's output to the worker of cell k+1 |
+| ra | RECEIVE_ACTIVATION | waits for k's input |
+| sg | SEND_GRADIENT | sends the gradient of k's input to the worker of cell k-1 |
+| rg | RECEIVE_GRADIENT | waits for the gradient of k's output |
+
+A micro-batch comes back through a cell either by B or by I and, some time later, W.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot be made, or lists of instructions that break its rules."""
+
+
+class Op(enum.Enum):
+    """What an instruction does; the value is its code in print."""
+
+    FORWARD = "F"
+    RECOMPUTE = "R"
+    BACKWARD = "B"
+    INPUT_GRADIENT = "I"
+    WEIGHT_GRADIENT = "W"
+    SEND_ACTIVATION = "sa"
+    RECEIVE_ACTIVATION = "ra"
+    SEND_GRADIENT = "sg"
+    RECEIVE_GRADIENT = "rg"
+
+
+COMPUTE = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT)
+BACK = (Op.BACKWARD, Op.INPUT_GRADIENT)  # what makes the gradient of the cell's input
+_PRINTED = re.compile(rf"({'|'.join(op.value for op in Op)})(\d+)\.(\d+)")
+
+
+@dataclass(frozen=True, repr=False)
+class Instruction:
+    """One thing that a worker does, for one micro-batch of one cell (both counted from 0)."""
+
+    op: Op
+    cell: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.op.value}{self.cell}.{self.micro_batch}"
+
+    __repr__ = __str__
+
+    @classmethod
+    def parse(cls, text: str) -> Instruction:
+        """Reads what ``str`` printed. Raises ScheduleError for any other text."""
+        match = _PRINTED.fullmatch(text)
+        if match is None:
+            codes = ", ".join(op.value for op in Op)
+            raise ScheduleError(f"{text!r} is no instruction: write it as F2.0 or sa1.3; codes: {codes}")
+        return cls(Op(match[1]), int(match[2]), int(match[3]))
+
+    @property
+    def sent_message(self) -> Message | None:
+        """The message that this instruction sends, if it is a send."""
+        if self.op is Op.SEND_ACTIVATION:
+            return ("activation", self.cell, self.micro_batch)
+        if self.op is Op.SEND_GRADIENT:
+            return ("gradient", self.cell - 1, self.micro_batch)
+        return None
+
+    @property
+    def awaited_message(self) -> Message | None:
+        """The message that this instruction waits for, if it is a receive."""
+        if self.op is Op.RECEIVE_ACTIVATION:
+            return ("activation", self.cell - 1, self.micro_batch)
+        if self.op is Op.RECEIVE_GRADIENT:
+            return ("gradient", self.cell, self.micro_batch)
+        return None
+
+
+Message = tuple[str, int, int]  # "activation" or "gradient", the cell before the boundary, the micro-batch
+InstructionLists = Sequence[Sequence[Instruction]]
+
+
+def execution_order(lists: InstructionLists) -> Iterator[tuple[int, Instruction]]:
+    """Walks the lists as the workers would: sends never block, a receive waits for its send.
+
+    Yields:
+        (worker, instruction), in an order that one process could execute.
+
+    Raises:
+        ScheduleError: at the end, if some workers wait for ever; it names where each of them stands.
+    """
+    positions = [0] * len(lists)
+    sent: set[Message] = set()
+    waiting: dict[Message, int] = {}
+    runnable = list(range(len(lists)))
+    while runnable:
+        worker = runnable.pop()
+        while positions[worker] < len(lists[worker]):
+            instruction = lists[worker][positions[worker]]
+            awaited = instruction.awaited_message
+            if awaited is not None and awaited not in sent:
+                waiting[awaited] = worker
+                break
+            yield worker, instruction
+            positions[worker] += 1
+            message = instruction.sent_message
+            if message is not None:
+                sent.add(message)
+                if message in waiting:
+                    runnable.append(waiting.pop(message))
+    stuck = [
+        f"worker {worker} waits at {instructions[position]} (instruction {position})"
+        for worker, (instructions, position) in enumerate(zip(lists, positions, strict=True))
+        if position < len(instructions)
+    ]
+    if stuck:
+        raise ScheduleError(f"deadlock: {'; '.join(stuck)}")

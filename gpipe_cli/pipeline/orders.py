@@ -1,0 +1,153 @@
+"""The kinds of schedule: in which order each worker takes its units of work, and where its cells lie.
+
+| kind | bubble of equal cells, without recompute | micro-batches whose activations a worker keeps, at most |
+|---|---|---|
+| gpipe | (W-1)(F+B) | M |
+| 1f1b | (W-1)(F+B) | W-w on worker w |
+| interleaved_1f1b, v cells a worker | (W-1)(F+B)/v | about W + (W-1)/v |
+| zero_bubble | (W-1)(F+I-W') | W |
+
+F, B, I and W' are the times of a worker's forward, backward, and the two halves of its backward; M >= W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from .instruction import Op, ScheduleError
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What a worker does without looking left or right: one direction of one micro-batch through consecutive cells.
+
+    A kind of schedule is only an order of units; receives, recomputes and sends follow from the placement and the
+    re-materialization policy.
+    """
+
+    op: Op  # FORWARD, BACKWARD, INPUT_GRADIENT or WEIGHT_GRADIENT
+    cells: tuple[int, ...]  # ascending, all on one worker
+    micro_batch: int
+
+
+def gpipe(placement: Sequence[int], M: int) -> list[list[Unit]]:
+    """The paper's order: all forwards, then all backwards, the last micro-batch first (section 2.2)."""
+    return [
+        [Unit(Op.FORWARD, cells, m) for m in range(M)] + [Unit(Op.BACKWARD, cells, m) for m in reversed(range(M))]
+        for cells in _one_run_per_worker("gpipe", placement)
+    ]
+
+
+def one_forward_one_backward(placement: Sequence[int], M: int) -> list[list[Unit]]:
+    """Worker w of W warms up with W-1-w forwards, then alternates: at most W-w micro-batches are kept, whatever M."""
+    runs = _one_run_per_worker("1f1b", placement)
+    return [
+        _alternate(
+            [Unit(Op.FORWARD, cells, m) for m in range(M)],
+            [Unit(Op.BACKWARD, cells, m) for m in range(M)],
+            len(runs) - 1 - worker,
+        )
+        for worker, cells in enumerate(runs)
+    ]
+
+
+def interleaved(placement: Sequence[int], M: int) -> list[list[Unit]]:
+    """1F1B over v cells a worker, cell c on worker c mod W: the pipeline fills in v times smaller steps.
+
+    Micro-batches go in groups of at least W: a worker takes a group through its first cell, then through the next;
+    backward in the same order, from the last cell. Narayanan et al. 2021 ("Efficient Large-Scale Language Model
+    Training on GPU Clusters"), section 2.2, who ask for M to be a multiple of W; here the groups may be uneven.
+    """
+    K, workers = len(placement), max(placement) + 1
+    if workers in (1, K):  # each worker has one run of cells
+        return one_forward_one_backward(placement, M)
+    if K % workers or list(placement) != [cell % workers for cell in range(K)]:
+        example = [cell % workers for cell in range(-(-K // workers) * workers)]
+        raise ScheduleError(
+            "schedule interleaved_1f1b needs the same number of cells on each worker, cell c on worker c mod W, but "
+            f"the placement is {list(placement)}: use one like {example}"
+        )
+    groups = _groups(M, workers)
+    lists = []
+    for worker in range(workers):
+        cells = range(worker, K, workers)
+        forwards = [Unit(Op.FORWARD, (cell,), m) for group in groups for cell in cells for m in group]
+        backwards = [Unit(Op.BACKWARD, (cell,), m) for group in groups for cell in reversed(cells) for m in group]
+        warm_up = (len(cells) - 1) * len(groups[0]) + 2 * (workers - 1 - worker)
+        lists.append(_alternate(forwards, backwards, warm_up))
+    return lists
+
+
+def zero_bubble(placement: Sequence[int], M: int) -> list[list[Unit]]:
+    """1F1B with its backward in two halves; the weights' half, which nobody waits for, fills the idle time.
+
+    Worker w puts off the weight gradients of w micro-batches, so that every worker keeps at most W micro-batches, as
+    many as the first worker does under 1f1b. After ZB-H1 of Qi et al. 2023 ("Zero Bubble Pipeline Parallelism").
+    """
+    runs = _one_run_per_worker("zero_bubble", placement)
+    lists = []
+    for worker, cells in enumerate(runs):
+        units = _alternate(
+            [Unit(Op.FORWARD, cells, m) for m in range(M)],
+            [Unit(Op.INPUT_GRADIENT, cells, m) for m in range(M)],
+            len(runs) - 1 - worker,
+        )
+        put_off: list[Unit] = []
+        made: list[Unit] = []
+        for unit in units:
+            made.append(unit)
+            if unit.op is Op.INPUT_GRADIENT:
+                put_off.append(Unit(Op.WEIGHT_GRADIENT, cells, unit.micro_batch))
+                if len(put_off) > worker:
+                    made.append(put_off.pop(0))
+        lists.append(made + put_off)
+    return lists
+
+
+KINDS: dict[str, Callable[[Sequence[int], int], list[list[Unit]]]] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved_1f1b": interleaved,
+    "zero_bubble": zero_bubble,
+}
+ROUND_ROBIN = ("interleaved_1f1b",)  # kinds whose cell c lies on worker c mod W; of the others, neighbours lie together
+
+
+def runs_of(placement: Sequence[int]) -> list[tuple[int, ...]]:
+    """The cells in runs: as many consecutive ones together as stand on one worker."""
+    runs: list[tuple[int, ...]] = []
+    for cell, worker in enumerate(placement):
+        if cell > 0 and placement[cell - 1] == worker:
+            runs[-1] += (cell,)
+        else:
+            runs.append((cell,))
+    return runs
+
+
+def _one_run_per_worker(kind: str, placement: Sequence[int]) -> list[tuple[int, ...]]:
+    runs = runs_of(placement)
+    if [placement[cells[0]] for cells in runs] != list(range(len(runs))):
+        raise ScheduleError(
+            f"schedule {kind} needs the cells of a worker side by side and the workers in order, but the placement "
+            f"is {list(placement)}: use one like {sorted(placement)}"
+        )
+    return runs
+
+
+def _alternate(forwards: Sequence[Unit], backwards: Sequence[Unit], warm_up: int) -> list[Unit]:
+    """``warm_up`` forwards, then forward and backward in turn while there are forwards, then the other backwards."""
+    units = list(forwards[:warm_up])
+    for number, backward in enumerate(backwards):
+        units += forwards[warm_up + number : warm_up + number + 1]
+        units.append(backward)
+    return units
+
+
+def _groups(M: int, workers: int) -> list[range]:
+    """0 … M-1 in groups of W or a little more, the larger ones first; one group where M < W."""
+    number = max(1, M // workers)
+    size, larger = divmod(M, number)
+    starts = [size * i + min(i, larger) for i in range(number + 1)]
+    return [range(start, end) for start, end in pairwise(starts)]
