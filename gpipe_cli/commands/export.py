@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if words else 2
     try:
         chosen = parse(words)
-        info, warnings = choose(chosen)
+        info, warnings = checkpoint_files.choose(chosen.checkpoint, chosen.step)
         for warning in warnings:
             print(f"gpipe-export: warning: {warning}", file=sys.stderr)
         print(export(info, chosen.output, chosen.average))
@@ -94,27 +94,6 @@ def parse(words: Sequence[str]) -> Arguments:
     if output.exists() and not yes["overwrite"]:
         raise UsageError(f"output={output} exists: add overwrite=true to replace it")
     return Arguments(Path(given["checkpoint"]).expanduser(), output, step, **yes)
-
-
-def choose(arguments: Arguments) -> tuple[CheckpointInfo, tuple[str, ...]]:
-    """The checkpoint that the arguments name, and warnings about damaged newer ones.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
-    path = arguments.checkpoint
-    if arguments.step == "last":
-        return checkpoint_files.find(path)
-    run_dir = path.parent if path.name == "checkpoints" else path
-    if arguments.step == "best":
-        if (best := checkpoint_files.best(run_dir)) is None:
-            raise CheckpointError(f"{run_dir} has recorded no best checkpoint: use step=last, or a step it has kept")
-        return best, ()
-    directory = checkpoint_files.step_directory(run_dir, int(arguments.step))
-    if not directory.is_dir():
-        kept = ", ".join(str(checkpoint_files.step_of(kept)) for kept in checkpoint_files.step_directories(run_dir))
-        raise CheckpointError(f"{run_dir} has no checkpoint of step {arguments.step}; it has kept: {kept or 'none'}")
-    return checkpoint_files.open_checkpoint(directory), ()
 
 
 def export(info: CheckpointInfo, output: Path, average: bool = False) -> str:

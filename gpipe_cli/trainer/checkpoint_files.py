@@ -241,6 +241,32 @@ def find(path: Path) -> tuple[CheckpointInfo, tuple[str, ...]]:
     return choice.checkpoint, choice.warnings
 
 
+def choose(path: Path, step: str = "last") -> tuple[CheckpointInfo, tuple[str, ...]]:
+    """The checkpoint that a command was told to use, and warnings about damaged newer ones.
+
+    Args:
+        path: a run directory, its folder of checkpoints, or one checkpoint.
+        step: of a run directory: a number, "best" or "last".
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    if step == "last":
+        return find(path)
+    run_dir = path.parent if path.name == "checkpoints" else path
+    if step == "best":
+        if (chosen := best(run_dir)) is None:
+            raise CheckpointError(f"{run_dir} has recorded no best checkpoint: use step=last, or a step it has kept")
+        return chosen, ()
+    if not step.isdigit():
+        raise CheckpointError(f"step={step}: use a number, best or last")
+    directory = step_directory(run_dir, int(step))
+    if not directory.is_dir():
+        kept = ", ".join(str(step_of(kept)) for kept in step_directories(run_dir))
+        raise CheckpointError(f"{run_dir} has no checkpoint of step {step}; it has kept: {kept or 'none'}")
+    return open_checkpoint(directory), ()
+
+
 def open_checkpoint(directory: Path) -> CheckpointInfo:
     """Read the manifest of one checkpoint and check that its files are there at full size.
 
