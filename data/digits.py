@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from . import typical
 from .source import Batch, Report, check_limits, parts_of_replica, permutation, read_ahead, split_evenly
 
 if TYPE_CHECKING:
@@ -81,6 +82,10 @@ class DigitsSource:
         side = (self._image_size, self._image_size)
         self._images = F.interpolate(images[:, None] * (255 / WHITE), side, mode="bilinear", align_corners=False)
         self._labels = labels.to(torch.int64)
+
+    def typical_part(self, parts: int, longest: bool) -> tuple[Part, int]:
+        """Shapes of a micro-batch, without data: see `typical`."""
+        return typical.images(parts, self._batch_size, self._image_size)
 
     def train(self, position: Any, parts: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Mini-batches without end; a position is `{"epoch": e, "batch": b}`, the next one to make."""

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from ..errors import ConfigurationError
+from . import typical
 from .examples import ExampleSource
 from .image_datasets import KNOWN, help_for, open_images
 from .image_files import BrokenImage, Images
@@ -122,6 +123,10 @@ class ImageSource:
             TransformedImages(train, training_transform(self._image_size, *self._augmentation), self._broken_limit + 1),
             TransformedImages(evaluation, evaluation_transform(self._image_size, self._evaluation_crop), 1),
         )
+
+    def typical_part(self, parts: int, longest: bool) -> tuple[Part, int]:
+        """Shapes of a micro-batch, without data: see `typical`."""
+        return typical.images(parts, self._batch_size, self._image_size)
 
     def train(self, position: Any, parts: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Mini-batches without end; a position is `{"epoch": e, "batch": b}`, the next one to read."""

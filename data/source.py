@@ -57,6 +57,7 @@ class Source(Protocol):
     def evaluation(self, parts: int) -> Iterator[Batch]:
         """The whole evaluation set once; the last batches may have fewer parts."""
 
+    # Optional: `typical_part` (data/typical.py), for plans made without data.
     # Optional: `epoch(position) -> float`, how often the data was read up to `position`; trainer.epochs needs it.
     # Optional: `evaluation_share(parts, replica, replicas)`, of the mini-batches of `evaluation` the numbers replica,
     # replica + replicas, …: where reading is dear, so that replicas do not all read everything.
