@@ -33,6 +33,7 @@ ARROWS = {
     },
     "commands.export": {"commands", "trainer"},
     "commands.bench": {"commands", "bench", "errors", "launch", "typed_section"},
+    "commands.report": {"commands", "bench"},
     "bench": {"errors", "typed_section", "layers", "bench", "models", "pipeline", "trainer", "tasks", "launch"},
     "launch": {"errors", "launch"},
     "pipeline": {"errors", "layers", "pipeline"},

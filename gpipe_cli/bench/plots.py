@@ -37,7 +37,7 @@ def draw(table: Table, folder: Path) -> list[Path]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    with rc_context({"svg.hashsalt": "gpipe", "font.size": 9}):
+    with rc_context({"svg.hashsalt": "gpipe", "font.size": 9, "text.parse_math": False}):
         figure = Figure(layout="constrained")
         FigureCanvasAgg(figure)
         _draw_curves(figure, table)

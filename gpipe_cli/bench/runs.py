@@ -1,0 +1,148 @@
+"""Reads what finished, stopped and broken runs of gpipe-train have left, to set them beside each other. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
+
+RUN_FILES = ("summary.json", "metrics.jsonl", "error.txt", ".hydra/config.yaml")  # one of them makes a folder a run
+MEASURED_STEPS = 200  # of an unfinished run: the last ones, as summary.json of a finished one
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run as it lies in its directory.
+
+    Attributes:
+        status: "done", "stopped", "not finished" or "failed"; with what went wrong.
+        settings: the whole configuration, flat: "pipeline.K" to value.
+        loss: of the last step.
+        evaluation: the last evaluation's numbers.
+    """
+
+    folder: Path
+    status: str
+    settings: Mapping[str, Any]
+    K: int | None = None
+    M: int | None = None
+    workers: int | None = None
+    loss: float | None = None
+    examples_per_second: float | None = None
+    bubble: float | None = None
+    bubble_predicted: float | None = None
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def measured(self) -> bool:
+        """Can stand in a comparison of speed."""
+        return self.K is not None and self.M is not None and bool(self.examples_per_second)
+
+
+def find_runs(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
+    """The runs that files and directories name; a sweep's directory names all its jobs.
+
+    Returns:
+        The runs, each once, in the order of the paths, a sweep's jobs by their number; and a sentence for each path
+        that holds none.
+    """
+    folders: dict[Path, None] = {}
+    problems = []
+    for path in paths:
+        found = list(_folders(path))
+        if not found:
+            what = (
+                "holds no run of gpipe-train (no summary.json, no metrics.jsonl)" if path.exists() else "is not there"
+            )
+            problems.append(f"{path} {what}")
+        folders |= dict.fromkeys(found)
+    return [read_run(folder) for folder in folders], problems
+
+
+def _folders(path: Path) -> Iterator[Path]:
+    folder = path.parent if path.is_file() else path
+    if any((folder / name).is_file() for name in RUN_FILES):
+        yield folder
+    elif folder.is_dir():
+        for below in sorted((below for below in folder.iterdir() if below.is_dir()), key=_number):
+            yield from _folders(below)
+
+
+def _number(folder: Path) -> tuple[float, str]:
+    """Jobs of a sweep are called ``12_overrides``."""
+    number = folder.name.partition("_")[0]
+    return (int(number) if number.isdigit() else float("inf"), folder.name)
+
+
+def read_run(folder: Path) -> Run:
+    """Everything that can be read; what cannot be is said in `status`."""
+    broken: list[str] = []
+    settings = dict(_flat(_read(folder / ".hydra" / "config.yaml", yaml.safe_load, broken) or {}))
+    summary = _read(folder / "summary.json", json.loads, broken)
+    rows = _rows(folder / "metrics.jsonl", broken) if summary is None else []
+    status = _status(folder, summary, rows)
+    if summary is None:
+        speeds = [row["examples_per_second"] for row in rows[-MEASURED_STEPS:] if row.get("examples_per_second")]
+        summary = {"loss": rows[-1].get("loss") if rows else None}
+        summary["examples_per_second"] = median(speeds) if speeds else None
+    return Run(
+        folder,
+        "; ".join([status, *broken]),
+        settings,
+        *(summary.get(key, settings.get(f"pipeline.{key}")) for key in ("K", "M")),
+        summary.get("workers"),
+        *(summary.get(key) for key in ("loss", "examples_per_second", "bubble", "bubble_predicted")),
+        {k: v for k, v in (summary.get("evaluation") or {}).items() if "/" not in k and isinstance(v, (int, float))},
+    )
+
+
+def _status(folder: Path, summary: Any, rows: Sequence[Any]) -> str:
+    if (folder / "error.txt").is_file():
+        lines = (folder / "error.txt").read_text(errors="replace").strip().splitlines() or ["no message"]
+        traceback = any(line.startswith("Traceback ") for line in lines)
+        said = [line for line in lines if line and not line[0].isspace() and not line.startswith("log: ")]
+        return f"failed: {said[-1] if traceback and said else lines[0]}"
+    if summary is None:
+        return f"not finished, {len(rows)} steps on record"
+    return "stopped" if summary.get("stopped_by") == "request" else "done"
+
+
+def _read(path: Path, parse: Any, broken: list[str]) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        found = parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        found = None
+    if not isinstance(found, dict):
+        broken.append(f"{path.name} cannot be read")
+        return None
+    return found
+
+
+def _rows(path: Path, broken: list[str]) -> list[dict[str, Any]]:
+    """The steps; the last line of a killed run may be cut off."""
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        elif "metrics.jsonl is damaged" not in broken:
+            broken.append("metrics.jsonl is damaged")
+    return rows
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
