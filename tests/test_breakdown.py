@@ -8,20 +8,29 @@ import pytest
 
 from gpipe_cli.pipeline.critical_path import critical_path
 from gpipe_cli.pipeline.forecast import Forecast
-from gpipe_cli.pipeline.schedule import COMPUTE, Instruction, Op, schedule
+from gpipe_cli.pipeline.instruction import COMPUTE, Instruction, Op
+from gpipe_cli.pipeline.schedule import schedule
 from gpipe_cli.pipeline.simulate import Span, Timeline, simulate
 from gpipe_cli.trainer.breakdown import break_down, draw_breakdown
 
 
 def durations(forecast: Forecast, forward: list[float], backward: list[float]) -> dict[tuple[Op, int], float]:
-    by_op = {Op.FORWARD: forward, Op.RECOMPUTE: forward, Op.BACKWARD: backward}
-    return {(op, cell): by_op[op][cell] for op, cell in forecast.counts}
+    like_forward = (Op.FORWARD, Op.RECOMPUTE)
+    return {(op, cell): (forward if op in like_forward else backward)[cell] for op, cell in forecast.counts}
 
 
-@pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("remat", ["always", "except_last", "never"])
-@pytest.mark.parametrize("placement", [(0, 1, 2), (0, 0, 1, 1), (0,)])
-def test_a_forecast_is_the_simulation(kind: str, remat: str, placement: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "placement"),
+    [
+        ("gpipe", (0, 0, 1, 1)),
+        ("1f1b", (0, 1, 2)),
+        ("interleaved_1f1b", (0, 1, 0, 1)),
+        ("zero_bubble", (0, 1, 2)),
+        ("gpipe", (0,)),
+    ],
+)
+def test_a_forecast_is_the_simulation(kind: str, placement: tuple[int, ...], remat: str) -> None:
     forecast = Forecast(schedule(kind, placement, 5, remat), placement)
     times = durations(forecast, [1.0, 2.5, 0.5, 3.0], [2.0, 4.5, 1.25, 7.0])
     timeline = simulate(forecast.lists, placement, lambda i: times[i.op, i.cell])
