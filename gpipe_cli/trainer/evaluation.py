@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import cast
@@ -32,12 +32,16 @@ class Evaluation:
         loss: the first of the task's numbers: lower is better, it selects the best checkpoint. None without data.
         samples: generated outputs to look at.
         predictions: of a classification, on rank 0.
+        sizes: training pairs of each language, on rank 0, where texts of several languages were scored.
+        signature: how texts were scored, in the words of sacreBLEU.
     """
 
     numbers: dict[str, float]
     loss: float | None
     samples: list[Sample] = field(default_factory=list)
     predictions: Predictions | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    signature: str | None = None
 
 
 class Evaluator:
@@ -73,12 +77,16 @@ class Evaluator:
         numbers = self._score()
         loss = next(iter(numbers.values()), None)
         samples: list[Sample] = []
+        signature = None
         if self._generator is not None:
             scores, samples = self._generator.evaluate(final)
             numbers |= scores
+            signature = getattr(self._task, "signature", None) if scores else None
         for cell in self._cells:
             cell.train(True)
-        return Evaluation(numbers, loss, samples, self._keeper.finish() if self._keeper is not None else None)
+        predictions = self._keeper.finish() if self._keeper is not None else None
+        sizes = dict(getattr(self._source, "sizes", {})) if signature is not None else {}
+        return Evaluation(numbers, loss, samples, predictions, sizes, signature)
 
     def _share(self, source: Source) -> Iterator[Batch]:
         """This replica's mini-batches of the evaluation set."""

@@ -15,11 +15,13 @@ from ..pipeline.forecast import Forecast
 from ..pipeline.simulate import Timeline
 from .breakdown import Breakdown, draw_breakdown, mean_breakdown
 from .image_pictures import draw_classification, read_picture
+from .language_pictures import ModelScores, draw_languages
 from .pictures import draw_loss, draw_step, draw_traced_step
 from .plan import Plan
 from .programs import Programs
 from .step_report import PHASES, StepReport
 from .trace import Recording, measured_timeline, trace, write_trace
+from .translation_scores import languages_of
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
@@ -149,8 +151,9 @@ class Journal:
             return
         self._evaluations.append(result.numbers)
         numbers = {f"evaluation/{name}": value for name, value in result.numbers.items()}
+        counted = {} if result.signature is None else {"signature": result.signature}
         with (self._run_dir / "evaluations.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(_json_safe({"step": progress.step, **result.numbers})) + "\n")
+            file.write(json.dumps(_json_safe({"step": progress.step, **result.numbers, **counted})) + "\n")
         self._emit({"kind": "evaluation", "step": progress.step, "numbers": _json_safe(result.numbers)})
         if result.samples:
             self._emit({"kind": "samples", "rows": [vars(sample) for sample in result.samples]})
@@ -161,8 +164,19 @@ class Journal:
                 self._board.add_text(f"samples/{number}", sample.as_markdown(), progress.step)
         if result.predictions is not None and progress.step > 0:  # before the first step there is nothing to see
             self._show_predictions(result.predictions, progress.step)
+        if len(languages_of(result.numbers)) > 1 and result.sizes and progress.step > 0:
+            self._show_languages(result, progress.step)
         if self._board is not None:
             self._board.flush()
+
+    def _show_languages(self, result: Evaluation, step: int) -> None:
+        """pictures/languages.png: BLEU from the language with the most data to the one with the least."""
+        folder = self._run_dir / "pictures"
+        folder.mkdir(exist_ok=True)
+        path = folder / "languages.png"
+        draw_languages([ModelScores(f"step {step:,}", 0, languages_of(result.numbers))], result.sizes, path)
+        if self._board is not None:
+            self._board.add_image("evaluation/languages", read_picture(path), step, dataformats="HWC")
 
     def _show_predictions(self, predictions: Predictions, step: int) -> None:
         """pictures/: sample predictions and the confusion matrix, those of the last evaluation; TensorBoard has all."""
@@ -221,7 +235,8 @@ class Journal:
             self._metrics.close()
         if len(self._evaluations) > 1:
             first, last = self._evaluations[0], self._evaluations[-1]
-            changes = [f"{name} {first[name]:.4g} → {last[name]:.4g}" for name in last if name in first]
+            both = [name for name in last if name in first and "/" not in name]  # each language's would fill the screen
+            changes = [f"{name} {first[name]:.4g} → {last[name]:.4g}" for name in both]
             self._emit({"kind": "end", "text": f"first evaluation → last: {', '.join(changes)}"})
         if self._board is not None:
             self._board.close()
