@@ -14,7 +14,7 @@ import torch._dynamo  # every optimizer imports it when it is made; here it is i
 from .. import __version__
 from ..config import Settings
 from ..launch.context import Context
-from .assembly import assemble_model
+from .assembly import Assembly, assemble_model
 from .build import build_task
 from .checkpoint_files import open_checkpoint
 from .data_notices import count_defects
@@ -58,12 +58,20 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
         resumed_step=resumed.step if resumed is not None else 0,
     )
     assembly = assemble_model(context, settings, world, task, journal)
+    keep_vocabularies(assembly, context.run_dir)
     trainer = assemble_training(context, config, assembly, journal, resumed)
     trainer.run()
     summary = summarize(trainer, config)
     journal.summary(summary)
     journal.close()
     return summary
+
+
+def keep_vocabularies(assembly: Assembly, run_dir: Path) -> None:
+    """vocabulary/: what texts are written in, so that the run can translate where its data is not. Rank 0 writes it."""
+    keep = getattr(assembly.source, "keep_vocabularies", None)
+    if keep is not None and assembly.world.rank == 0:
+        keep(run_dir / "vocabulary")
 
 
 def summarize(trainer: Trainer, config: Mapping[str, Any]) -> dict[str, Any]:

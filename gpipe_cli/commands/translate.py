@@ -1,0 +1,280 @@
+"""``gpipe-translate``: lines in, translations out, by the model of a run. Never imports torch itself."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
+
+from gpipe_cli import __version__
+from gpipe_cli.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from gpipe_cli.commands.checkpointed import Checkpointed
+
+FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+EXAMPLE = "gpipe-translate checkpoint=RUN < sentences.txt"
+KEYS = ("checkpoint", "step", "input", "output", "scores", "references")
+HELP = """\
+gpipe-translate: translates lines with the model of a run, cut into cells and run by workers as in training.
+
+    gpipe-translate checkpoint=RUN < sentences.txt > translations.txt
+    echo 'viernes, 4 de mayo' | gpipe-translate checkpoint=RUN
+    gpipe-translate checkpoint=RUN input=sentences.txt output=translations.txt references=correct.txt
+
+checkpoint=PATH   a run directory, or one checkpoint: RUN/checkpoints/step_00000100
+step=N            of a run: the checkpoint of step N; step=best takes the best one, step=last (default) the newest
+input=FILE        UTF-8 text, one sentence a line; default: standard input
+output=FILE       default: standard output. Translations come in the order of the lines, an empty one for an empty line
+scores=true       before each translation its log-probability and a tab
+references=FILE   correct translations: BLEU (sacreBLEU, with its signature) on standard error at the end
+
+Any key of the run can be typed too, for example
+
+pipeline.K=4                  cells; any number fits any checkpoint. pipeline.workers, pipeline.M likewise
+task.generation.beam=8        hypotheses of each sentence that are kept; 1: greedy
+task.generation.length_exponent=0.5   what longer translations gain: scores are divided by ((tokens + 5) / 5)^exponent
+task.generation.group=64      sentences that are translated together
+"""
+# Lines on their way, at most: what workers have said and nobody has read is kept for them up to 16 MiB.
+LINES_AHEAD = 4096
+PREPARATION_SECONDS = 5.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code: 0, 1 when it failed, 2 when it was refused, 130 after Ctrl-C."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or {"-h", "--help"} & set(words):
+        print(HELP, end="")
+        return 0 if words else REFUSED
+    if "--version" in words:
+        print(f"gpipe-translate {__version__}")
+        return 0
+    from gpipe_cli.launch.report import WorkerFailed
+
+    try:
+        return _translate(words)
+    except ConfigurationError as error:
+        say(f"gpipe-translate: {error}")
+        return REFUSED
+    except WorkerFailed as error:
+        say(str(error))
+        return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # who reads our translations has enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's own end would fail to flush
+        return FAILED
+
+
+def say(text: str) -> None:
+    """To standard error: standard output holds nothing but translations."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _translate(words: Sequence[str]) -> int:
+    from gpipe_cli.commands.checkpointed import open_run, split_words
+    from gpipe_cli.launch.join import joined
+
+    chosen, overrides = split_words(words, KEYS, EXAMPLE)
+    if joined():
+        raise ConfigurationError("it starts its own workers: call it without torchrun")
+    if chosen.get("scores", "false") not in ("true", "false"):
+        raise ConfigurationError(f"scores={chosen['scores']}: use true or false")
+    references = _read_references(chosen.get("references"))
+    run = open_run(chosen["checkpoint"], overrides, chosen.get("step", "last"))
+    for line in (*run.warnings, *run.prepared.lines):
+        say(line)
+    config = worker_config(run)
+    with ExitStack() as stack:
+        lines = stack.enter_context(_opened(chosen.get("input")))
+        output = sys.stdout
+        if "output" in chosen:
+            output = stack.enter_context(Path(chosen["output"]).expanduser().open("w", encoding="utf-8"))
+        feed = Feed(lines)
+        writer = Writer(output, chosen.get("scores") == "true", feed, keep=references is not None)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpipe-translate-")))
+        result = _run(run, {**config, "input": str(feed.start(folder))}, folder, writer)
+    _tell_end(result, config["longest"], writer)
+    return _show_bleu(writer.texts, references)
+
+
+def worker_config(run: Checkpointed) -> dict[str, Any]:
+    """What the workers need: the run's configuration, but its own vocabularies in place of its corpus.
+
+    A run that kept none, as one with a data source of the user's, opens its data.
+
+    Raises:
+        ConfigurationError: the run's model does not translate, or more than one replica is wanted.
+    """
+    from gpipe_cli.data.sentences import are_kept
+
+    config = dict(run.config)
+    if run.prepared.settings.pipeline.replicas != 1:
+        raise ConfigurationError(
+            "pipeline.replicas is 1 here: start one gpipe-translate for each part of the input instead"
+        )
+    if not config["task"].get("generation"):
+        raise ConfigurationError(
+            f"{run.run_dir}: its task has no section generation, so its model is not known to generate text; if it is "
+            "a translation, type +task.generation='{per_language:1,per_language_at_end:1,group:64,max_length:64}'"
+        )
+    longest, vocabularies = config["data"].get("max_length"), run.run_dir / "vocabulary"
+    if are_kept(vocabularies):
+        config["data"] = {"_target_": "gpipe_cli.data.sentences.SentenceSource", "vocabularies": str(vocabularies)}
+    config["launch"] = {**config["launch"], "stall_seconds": None}  # a person who types is no stall
+    return {
+        "settings": config,
+        "checkpoint": str(run.info.path.absolute()),
+        "longest": longest if isinstance(longest, int) else None,
+    }
+
+
+def _run(run: Checkpointed, config: dict[str, Any], folder: Path, writer: Writer) -> dict[str, Any]:
+    from gpipe_cli.launch.inline import launch_inline
+    from gpipe_cli.launch.supervisor import Job, launch
+
+    settings = run.prepared.settings
+    entry = "gpipe_cli.trainer.translate"
+    threads, grace = settings.pipeline.threads, settings.launch.grace_seconds
+    job = Job(folder, run.workers, f"{entry}:main", config, ("torch", entry), threads, grace)
+    result = launch_inline(job, writer) if settings.launch.inline else launch(job, writer)
+    assert isinstance(result, dict)
+    return result
+
+
+@contextmanager
+def _opened(path: str | None) -> Iterator[BinaryIO]:
+    if path is None:
+        yield sys.stdin.buffer
+        return
+    try:
+        file = Path(path).expanduser().open("rb")
+    except OSError as error:
+        raise ConfigurationError(f"input={path}: {error.strerror}") from error
+    with file:
+        yield file
+
+
+def _read_references(path: str | None) -> list[str] | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"references={path}: {error}") from error
+
+
+class Feed:
+    """Hands lines to rank 0 through a named pipe, from a thread of its own: never more than `LINES_AHEAD` unanswered.
+
+    Bytes that are no UTF-8 become U+FFFD, and the line is named.
+    """
+
+    def __init__(self, lines: BinaryIO) -> None:
+        self._lines = lines
+        self._room = threading.Semaphore(LINES_AHEAD)
+
+    def start(self, folder: Path) -> Path:
+        """Returns the pipe's path. The thread ends with the input, with its reader, or with this process."""
+        path = folder / "lines"
+        os.mkfifo(path)
+        threading.Thread(target=self._pump, args=(path,), daemon=True).start()
+        return path
+
+    def answered(self, count: int) -> None:
+        """So many lines have been written as translations."""
+        self._room.release(count)
+
+    def _pump(self, path: Path) -> None:
+        try:
+            with path.open("wb", buffering=0) as pipe:
+                for number, line in enumerate(self._lines, start=1):
+                    self._room.acquire()
+                    text = line.rstrip(b"\r\n").decode(errors="replace")
+                    if "\ufffd" in text:
+                        say(f"warning: line {number} is no valid UTF-8; what could not be read became \ufffd")
+                    pipe.write(text.replace("\r", " ").encode() + b"\n")
+        except (BrokenPipeError, FileNotFoundError):
+            return  # the workers have ended; the command says why
+
+
+class Writer:
+    """Shows the workers' events: translations go to the output, everything else to standard error.
+
+    Attributes:
+        texts: all translations, if they are to be kept.
+        lines: how many translations there were.
+    """
+
+    def __init__(self, output: TextIO, scores: bool, feed: Feed, keep: bool) -> None:
+        self._output, self._scores, self._feed, self._keep = output, scores, feed, keep
+        self._last_preparation = -PREPARATION_SECONDS
+        self._began = time.monotonic()
+        self.texts: list[str] = []
+        self.lines = 0
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        kind = event.get("kind") or event.get("event")
+        if kind == "translations":
+            self._write(event["texts"], event["log_probabilities"])
+        elif kind == "preparation":
+            self._prepare(event)
+        elif kind in ("message", "warning", "killed"):
+            say(str(event.get("text") or event.get("message")))
+
+    @property
+    def seconds(self) -> float:
+        """Since the workers were started."""
+        return time.monotonic() - self._began
+
+    def _write(self, texts: Sequence[str], log_probabilities: Sequence[float]) -> None:
+        for text, total in zip(texts, log_probabilities, strict=True):
+            self._output.write(f"{total:.4f}\t{text}\n" if self._scores else f"{text}\n")
+        self._output.flush()
+        self.lines += len(texts)
+        self._feed.answered(len(texts))
+        if self._keep:
+            self.texts += texts
+        if sys.stderr.isatty() and not self._output.isatty():
+            print(f"\r{self.lines:,} lines", end="", file=sys.stderr, flush=True)
+
+    def _prepare(self, event: dict[str, Any]) -> None:
+        now, done, total = time.monotonic(), event["done"], event["total"]
+        if now - self._last_preparation >= PREPARATION_SECONDS or (total and done >= total):
+            self._last_preparation = now
+            say(f"{event['text']}: {done:,}" + (f" of {total:,}" if total else ""))
+
+
+def _tell_end(result: dict[str, Any], longest: int | None, writer: Writer) -> None:
+    from gpipe_cli.commands.text import duration
+
+    start = "\r" if sys.stderr.isatty() else ""
+    say(f"{start}{writer.lines:,} lines in {duration(writer.seconds)}, the start of the workers included")
+    if result["longer"]:
+        say(f"warning: {result['longer']:,} lines have more than {longest} tokens, which the training never saw")
+
+
+def _show_bleu(texts: Sequence[str], references: Sequence[str] | None) -> int:
+    if references is None:
+        return 0
+    from gpipe_cli.tasks.bleu import corpus_bleu
+
+    if len(texts) != len(references):
+        raise ConfigurationError(
+            f"references= has {len(references):,} lines, the input {len(texts):,}: give one for each"
+        )
+    if texts:
+        bleu, signature = corpus_bleu(texts, references)
+        say(f"BLEU {bleu:.2f}  {signature}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
