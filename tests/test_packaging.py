@@ -30,6 +30,7 @@ ARROWS = {
     "commands": {
         *("errors", "config", "typed_section", "conf", "commands", "launch"),
         *("trainer.checkpoint_files", "trainer.compatibility"),  # what a checkpoint is, without torch
+        *("trainer.translation_scores", "trainer.language_pictures"),  # BLEU of languages, without torch
     },
     "commands.export": {"commands", "trainer"},
     "commands.bench": {"commands", "bench", "errors", "launch", "typed_section"},

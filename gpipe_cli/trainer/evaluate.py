@@ -1,0 +1,86 @@
+"""What every worker of gpipe-eval runs: one evaluation of a checkpoint through the pipeline, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from ..launch.context import Context
+from .assembly import Assembly, assemble_evaluator, evaluation_fields
+from .evaluation import Evaluation
+from .exchange import Exchange
+from .from_checkpoint import assemble_from_checkpoint
+from .image_pictures import draw_classification
+from .language_pictures import ModelScores, draw_languages
+from .translation_scores import languages_of
+
+REPORT = "evaluation.json"
+
+
+def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
+    """One worker's life.
+
+    Args:
+        context: its place among the workers; its run directory is the evaluation's own.
+        config: as in `assemble_from_checkpoint`, and "about": what the report repeats of the command.
+
+    Returns:
+        On rank 0 the report, as in evaluation.json; None elsewhere.
+
+    Raises:
+        ConfigurationError: the checkpoint is of another model, or something in the configuration that shows only now.
+        LayerFailed: an exception in a layer.
+    """
+    assembly = assemble_from_checkpoint(context, config)
+    exchange = Exchange({**assembly.codec.fields(), **evaluation_fields(assembly)}, assembly.world.everyone)
+    result = assemble_evaluator(assembly, exchange).evaluate(final=True)
+    if assembly.world.rank != 0:
+        return None
+    made = {**config["about"], **report(assembly, result)}
+    write(made, context.run_dir)
+    draw(result, str(made["name"]), context.run_dir)
+    if result.samples:
+        context.emit({"kind": "samples", "rows": [vars(sample) for sample in result.samples]})
+    return made
+
+
+def report(assembly: Assembly, result: Evaluation) -> dict[str, Any]:
+    """What the evaluation found, and what has to be known to compare it with another."""
+    generation = getattr(assembly.task, "generation", None)
+    how = (
+        {}
+        if generation is None
+        else {
+            "beam": generation.beam,
+            "length_exponent": generation.length_exponent,
+            "sentences_per_language": generation.per_language_at_end,
+        }
+    )
+    return {
+        "parameters": assembly.cut.parameters,
+        "K": assembly.settings.pipeline.K,
+        "averaged_weights": assembly.settings.trainer.average is not None,
+        **how,
+        "signature": result.signature,
+        "numbers": {name: value if math.isfinite(value) else None for name, value in result.numbers.items()},
+        "sizes": dict(result.sizes),
+        "scripts": dict(getattr(assembly.source, "scripts", {})),
+    }
+
+
+def write(values: dict[str, Any], folder: Path) -> None:
+    """evaluation.json, whole or not at all."""
+    temporary = folder / f"{REPORT}.partial"
+    temporary.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.rename(folder / REPORT)
+
+
+def draw(result: Evaluation, name: str, folder: Path) -> None:
+    """languages.png of translations from several languages; of a classification, its predictions."""
+    languages = languages_of(result.numbers)
+    if len(languages) > 1 and result.sizes:
+        draw_languages([ModelScores(name, 0, languages)], result.sizes, folder / "languages.png")
+    if result.predictions is not None:
+        draw_classification(result.predictions, folder)
