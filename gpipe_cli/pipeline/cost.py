@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,8 @@ from .boundary import Tensors, as_tensors
 
 COSTS = ("flops", "parameters", "declared", "profile")
 _REPEATS = 5  # timed runs per layer under "profile", after one that warms up
+
+Autocast = Callable[[], AbstractContextManager[Any]]
 
 
 class CostError(ValueError):
@@ -101,7 +104,11 @@ class SharedParameter:
 
 
 def layer_costs(
-    builders: Sequence[LayerBuilder], example_inputs: Tensors, how: str, device: torch.device | str = "cpu"
+    builders: Sequence[LayerBuilder],
+    example_inputs: Tensors,
+    how: str,
+    device: torch.device | str = "cpu",
+    autocast: Autocast = nullcontext,
 ) -> list[LayerCost]:
     """The cost of every layer.
 
@@ -114,6 +121,7 @@ def layer_costs(
             stands for that sum. ``parameters``: their number. ``declared``: each builder's ``cost``. ``profile``:
             seconds of forward and backward on ``device``, the median of some repeats.
         device: where ``profile`` runs.
+        autocast: makes the context in which its forward runs.
 
     Raises:
         CostError: an unknown ``how``, or a layer that cannot be measured so; it names the layer and the way out.
@@ -121,7 +129,7 @@ def layer_costs(
     if how == "flops":
         return _count_flops(builders, example_inputs)
     if how == "profile":
-        return _profile(builders, example_inputs, torch.device(device))
+        return _profile(builders, example_inputs, torch.device(device), autocast)
     if how not in COSTS:
         raise CostError(f"pipeline.cost={how}: use {', '.join(COSTS)}")
     numbers = count_parameters(builders)
@@ -220,7 +228,9 @@ def _measure_without_memory(builder: LayerBuilder, shapes: tuple[TensorShape, ..
     return LayerCost(builder.name, _number_of_parameters(module), flops, made, float(flops + max(1, elements)))
 
 
-def _profile(builders: Sequence[LayerBuilder], example_inputs: Tensors, device: torch.device) -> list[LayerCost]:
+def _profile(
+    builders: Sequence[LayerBuilder], example_inputs: Tensors, device: torch.device, autocast: Autocast
+) -> list[LayerCost]:
     if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in example_inputs):
         raise CostError("pipeline.cost=profile runs the layers and needs real inputs: use pipeline.cost=flops")
     known: dict[Hashable, tuple[LayerCost, Tensors]] = {}
@@ -233,7 +243,7 @@ def _profile(builders: Sequence[LayerBuilder], example_inputs: Tensors, device: 
             if key not in known:
                 module = _build(builder).to(device)
                 with _named(builder, shapes):
-                    seconds, values = _time(module, values, device)
+                    seconds, values = _time(module, values, device, autocast)
                 made = tuple(TensorShape.of(tensor) for tensor in values)
                 known[key] = LayerCost(builder.name, _number_of_parameters(module), None, made, seconds), values
             cost, values = known[key]
@@ -241,7 +251,7 @@ def _profile(builders: Sequence[LayerBuilder], example_inputs: Tensors, device: 
     return costs
 
 
-def _time(module: nn.Module, values: Tensors, device: torch.device) -> tuple[float, Tensors]:
+def _time(module: nn.Module, values: Tensors, device: torch.device, autocast: Autocast) -> tuple[float, Tensors]:
     """Median seconds of a forward and its backward, and the outputs."""
     seconds = []
     for _ in range(1 + _REPEATS):
@@ -249,7 +259,8 @@ def _time(module: nn.Module, values: Tensors, device: torch.device) -> tuple[flo
         inputs = [value.detach().requires_grad_(value.is_floating_point()).clone() for value in values]
         _wait_for(device)
         start = time.perf_counter()
-        outputs = as_tensors(module(as_argument(inputs)))
+        with autocast():
+            outputs = as_tensors(module(as_argument(inputs)))
         roots = [tensor for tensor in outputs if tensor.requires_grad]
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
         _wait_for(device)

@@ -6,8 +6,9 @@ what learns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from ..config import Settings
@@ -29,6 +30,7 @@ from .generation import Generator
 from .journal import Journal
 from .plan import Form, PlanCodec
 from .predictions import PredictionKeeper
+from .profiles import profiled_costs
 from .programs import Programs
 from .world import World
 
@@ -92,7 +94,9 @@ def assemble_model(context: Context, settings: Settings, world: World, task: Tas
     source = open_source(settings, world, journal)
     if source is not None:
         forward_warnings(source, context.emit)
-    found = cast(Survey, world.tell_everyone(lambda: survey(builders, settings, world, cast(Source, source))))
+    found = cast(
+        Survey, world.tell_everyone(lambda: survey(builders, settings, world, cast(Source, source), journal.message))
+    )
     journal.cells(found.cut.table)
     cells = build_cells(builders, found.cut, world, settings.seed, settings.pipeline.sync_batchnorm)
     for cell in cells:
@@ -174,14 +178,17 @@ def open_source(settings: Settings, world: World, journal: Journal) -> Source | 
     return source
 
 
-def survey(builders: Sequence[LayerBuilder], settings: Settings, world: World, source: Source) -> Survey:
+def survey(
+    builders: Sequence[LayerBuilder], settings: Settings, world: World, source: Source, say: Callable[[str], None]
+) -> Survey:
     """Reads the first mini-batch and cuts the model; on rank 0."""
     batches = source.train(None, settings.pipeline.M, 0, world.replicas)
     parts = next(iter(batches)).parts
     part = parts[0]
     if hasattr(batches, "close"):
         batches.close()
-    cut = cut_model(builders, settings.pipeline, world.workers, part, world.device)
+    profile = partial(profiled_costs, builders, part[0], settings, world.device, say)
+    cut = cut_model(builders, settings.pipeline, world.workers, part, world.device, profile)
     special = int(getattr(source, "bos_id", 0)), int(getattr(source, "eos_id", 0))
     return Survey(Form.of(part), cut, special, sum(len(inputs[0]) for inputs, _ in parts))
 

@@ -150,16 +150,27 @@ class Cut:
 
 
 def cut_model(
-    builders: Sequence[LayerBuilder], config: PipelineConfig, workers: int, example: Part, device: torch.device
+    builders: Sequence[LayerBuilder],
+    config: PipelineConfig,
+    workers: int,
+    example: Part,
+    device: torch.device,
+    profile: Callable[[], list[LayerCost]] | None = None,
 ) -> Cut:
     """Costs, partition and placement (paper, section 2.2), from one micro-batch's shapes.
+
+    Args:
+        profile: gives the costs with `pipeline.cost=profile`; None: they are measured, and forgotten.
 
     Raises:
         ConfigurationError: more cells than layers, sizes that do not add up, or weights shared across a cut.
     """
     try:
         partition([1.0] * len(builders), config.K, config.partition)  # refuses K and sizes before costs are counted
-        costs = layer_costs(builders, example[0], config.cost, device=device)
+        if config.cost == "profile" and profile is not None:
+            costs = profile()
+        else:
+            costs = layer_costs(builders, example[0], config.cost, device=device)
     except (PartitionError, CostError) as error:
         raise ConfigurationError(str(error)) from error
     cut = cut_by_costs(builders, costs, config, workers)

@@ -1,0 +1,143 @@
+"""Timed profiles of the layers (`pipeline.cost=profile`), kept on disk: measured once, and the same cut ever after.
+
+Without that a run would be cut by times that waver from start to start, and a resumed run differently from its first
+half. What a profile depends on is its key; a file whose key is another's is not used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.utils import get_object
+
+from ..config import Settings
+from ..layers import LayerBuilder
+from ..pipeline.boundary import Tensors
+from ..pipeline.cost import LayerCost, TensorShape, layer_costs
+from .build import build_autocast
+
+FORMAT = 1  # of the files; another one is measured anew
+
+
+@dataclass(frozen=True)
+class ProfileKey:
+    """What the times depend on; equal keys share a profile.
+
+    Attributes:
+        values: plain values that JSON can hold.
+    """
+
+    values: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls, builders: Sequence[LayerBuilder], inputs: Tensors, settings: Settings, device: torch.device
+    ) -> ProfileKey:
+        """The model's section and the file that it names, its layers, the shapes that enter, and what computes."""
+        return cls(
+            {
+                "format": FORMAT,
+                "model": settings.model,
+                "source": _source(settings.model["_target_"]),
+                "layers": [builder.name for builder in builders],
+                "inputs": [str(TensorShape.of(tensor)) for tensor in inputs],
+                "device": device_name(device),
+                "threads": torch.get_num_threads(),
+                "autocast": settings.precision.autocast,
+                "torch": torch.__version__,
+            }
+        )
+
+    def path(self, cache_dir: Path) -> Path:
+        text = json.dumps(self.values, sort_keys=True, default=str)
+        return cache_dir / "profiles" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def profiled_costs(
+    builders: Sequence[LayerBuilder],
+    inputs: Tensors,
+    settings: Settings,
+    device: torch.device,
+    say: Callable[[str], None],
+    cache_dir: Path | None = None,
+) -> list[LayerCost]:
+    """What each layer costs in seconds of forward and backward, from the cache or measured now.
+
+    Args:
+        builders: the model.
+        inputs: of the first layer, for one micro-batch.
+        device: where it is measured.
+        say: is told where the times come from.
+        cache_dir: None for `$GPIPE_CACHE`, or `~/.cache/gpipe` where that is not set.
+
+    Raises:
+        CostError: a layer that cannot be measured.
+    """
+    cache = cache_dir or Path(os.environ.get("GPIPE_CACHE") or "~/.cache/gpipe").expanduser()
+    key = ProfileKey.of(builders, inputs, settings, device)
+    path = key.path(cache)
+    known = _read(path, key)
+    if known is not None:
+        say(f"profile of {len(known)} layers from {path}; remove the file to measure anew")
+        return known
+    began = time.perf_counter()
+    autocast = build_autocast(settings.precision, device)
+    costs = layer_costs(builders, inputs, "profile", device, autocast)
+    seconds = time.perf_counter() - began
+    kept = _write(path, key, costs)
+    say(f"profile of {len(costs)} layers measured in {seconds:.1f} s{f', kept in {path}' if kept else ''}")
+    return costs
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's or the processor's name; what computes at another speed has another."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return "cpu"
+
+
+def _source(target: str) -> str:
+    """A hash of the file that holds the model's function: whoever changes it wants it measured anew."""
+    with suppress(Exception):  # a function without a file of its own (from C, from a prompt) is known by its name alone
+        file = inspect.getsourcefile(get_object(target))
+        if file is not None:
+            return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return ""
+
+
+def _read(path: Path, key: ProfileKey) -> list[LayerCost] | None:
+    """None where there is no such file, or one that this program cannot use."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["key"] != json.loads(json.dumps(key.values, default=str)):
+            return None
+        return [LayerCost(row["name"], row["parameters"], None, None, row["seconds"]) for row in content["layers"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(path: Path, key: ProfileKey, costs: Sequence[LayerCost]) -> bool:
+    """Whole or not at all; False where the cache cannot be written, which costs time at the next start and no more."""
+    rows = [{"name": cost.name, "parameters": cost.parameters, "seconds": cost.cost} for cost in costs]
+    temporary = path.with_suffix(f".{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps({"key": key.values, "layers": rows}, indent=1, default=str) + "\n")
+        temporary.replace(path)
+    except OSError:
+        return False
+    return True
