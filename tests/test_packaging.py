@@ -33,9 +33,15 @@ ARROWS = {
         *("trainer.translation_scores", "trainer.language_pictures"),  # BLEU of languages, without torch
     },
     "commands.export": {"commands", "trainer"},
+    "commands.plan": {"commands", "config", "errors", "planner", "pipeline"},
+    "commands.plan_report": {"commands", "planner", "pipeline"},
     "commands.bench": {"commands", "bench", "errors", "launch", "typed_section"},
     "commands.report": {"commands", "bench"},
     "bench": {"errors", "typed_section", "layers", "bench", "models", "pipeline", "trainer", "tasks", "launch"},
+    "planner": {
+        *("errors", "typed_section", "config", "layers", "planner", "pipeline", "data.source"),
+        *("trainer.build", "trainer.plan"),  # what the configuration's names stand for; what a micro-batch is
+    },
     "launch": {"errors", "launch"},
     "pipeline": {"errors", "layers", "pipeline"},
     "tasks": {"errors", "tasks"},

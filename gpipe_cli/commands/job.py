@@ -79,6 +79,20 @@ def prepare(composed: DictConfig, overrides: Sequence[str]) -> Prepared:
     Raises:
         ConfigurationError: whatever is wrong with it, in words.
     """
+    config, lines = resolve(composed, overrides)
+    settings = Settings.from_config(config)
+    world_size = int(os.environ["WORLD_SIZE"]) if joined() else None
+    workers, line = settle_workers(settings.pipeline, settings.launch.inline, world_size)
+    config["pipeline"] = {**config["pipeline"], "workers": workers}
+    return Prepared(config, Settings.from_config(config), [line, *lines])
+
+
+def resolve(composed: DictConfig, overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """A composed configuration as plain values, and a line for each `_target_` whose section leaves out keys.
+
+    Raises:
+        ConfigurationError: a value that is missing or refers to nothing.
+    """
     composed, left_out = copy.deepcopy(composed), own_target.keys_left_out(composed, overrides)
     with open_dict(composed):
         for section, keys in left_out.items():
@@ -90,12 +104,7 @@ def prepare(composed: DictConfig, overrides: Sequence[str]) -> Prepared:
         raise ConfigurationError(explain(error, overrides)) from error
     assert isinstance(plain, dict)
     config: dict[str, Any] = {str(key): value for key, value in plain.items()}
-    settings = Settings.from_config(config)
-    world_size = int(os.environ["WORLD_SIZE"]) if joined() else None
-    workers, line = settle_workers(settings.pipeline, settings.launch.inline, world_size)
-    config["pipeline"] = {**config["pipeline"], "workers": workers}
-    lines = [own_target.describe(section, config[section], keys) for section, keys in left_out.items() if keys]
-    return Prepared(config, Settings.from_config(config), [line, *lines])
+    return config, [own_target.describe(section, config[section], keys) for section, keys in left_out.items() if keys]
 
 
 def refuse_if_wrong(config: DictConfig) -> None:

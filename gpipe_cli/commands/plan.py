@@ -1,0 +1,235 @@
+"""``gpipe-plan``: what a run would need and how long its steps would take, without running it.
+
+The configuration is gpipe-train's, with one more section, `plan`. Nothing is written but the picture that is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpipe_cli import __version__
+from gpipe_cli.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from gpipe_cli.config import Settings
+    from gpipe_cli.planner.options import Options
+    from gpipe_cli.planner.plan import Plan
+
+HELP = """\
+gpipe-plan: how a run would be cut, what each device would hold, how large the bubble is, how long a step takes.
+No hardware, no data, no weights: seconds for any size of model.
+
+    gpipe-plan model=transformer_lm model.L=1663 pipeline.K=128 pipeline.M=32
+    gpipe-plan -m pipeline.K=2,4,8 pipeline.M=8,32          one table
+    gpipe-plan model=amoebanet plan.fit=16GB                the smallest K, then M, then the least recomputing that fit
+    gpipe-plan plan.best=true plan.device=a100-40gb         the fastest M, remat and schedule for pipeline.K
+    gpipe-plan model=transformer_lm plan.grow=model.L       the largest model that fits
+
+Every key of gpipe-train (gpipe-train --help), and:
+
+    plan.device=NAME        {devices},
+                            this (measured now), or {{flops: 1e13, memory: 16GB, bandwidth: 5e11, link: 1e10}}
+    plan.efficiency=0.5     share of the device's FLOP/s that is reached; plan.bandwidth_efficiency likewise
+    plan.memory=16GB        most bytes a device may hold; as given, or that of the device
+    plan.longest=true       sequences as long as the data allows, for memory at its worst
+    plan.format=json        one JSON object on standard output
+    plan.picture=FILE       the schedule drawn: .svg, .png, .pdf
+
+--config-dir DIR adds YAML files of your own. Every key: conf/plan/default.yaml; more: docs/planning.md.
+"""
+REFUSED = 2
+
+
+@dataclass(frozen=True)
+class Request:
+    """One configuration to plan.
+
+    Attributes:
+        overrides: as typed; with a sweep, those of this job.
+        lines: what the person should know.
+    """
+
+    overrides: list[str]
+    settings: Settings
+    options: Options
+    lines: list[str]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns 0, or 2 for a wrong call, which one that fits nothing is too."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if {"-h", "--help"} & set(words):
+        from gpipe_cli.planner.devices import PRESETS
+
+        print(HELP.format(devices=", ".join(PRESETS)), end="")
+        return 0
+    if "--version" in words:
+        print(f"gpipe-plan {__version__}")
+        return 0
+    try:
+        return _run(words)
+    except ConfigurationError as error:
+        print(f"gpipe-plan: {error}", file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(words: Sequence[str]) -> int:
+    overrides, folder, is_sweep = read_words(words)
+    requests = [make_request(job, folder) for job in (expand(overrides) if is_sweep else [overrides])]
+    if not is_sweep:
+        return _plan_one(requests[0])
+    # Only now: whatever is wrong with the configuration was refused before torch was imported.
+    from gpipe_cli.planner.search import answer
+
+    swept = swept_keys(overrides)
+    plans = [answer(request.settings, request.options).plan for request in requests]
+    if requests[0].options.format == "json":
+        rows = [{"overrides": r.overrides, **p.to_json()} for r, p in zip(requests, plans, strict=True)]
+        print(json.dumps({"plans": rows}))
+        return 0
+    from gpipe_cli.commands.plan_report import sweep_table
+
+    _say_lines(requests[0])
+    values = [[_value_of(key, request.overrides) for key in swept] for request in requests]
+    print(sweep_table(swept, values, plans))
+    return 0
+
+
+def _plan_one(request: Request) -> int:
+    from gpipe_cli.planner.search import answer
+
+    found = answer(request.settings, request.options)
+    if request.options.picture is not None:
+        _draw(found.plan, request.options.picture)
+    if request.options.format == "json":
+        print(json.dumps(found.to_json()))
+    else:
+        from gpipe_cli.commands.plan_report import describe
+
+        _say_lines(request)
+        print("\n\n".join([*found.lines, describe(found.plan)]))
+    return 0
+
+
+def _say_lines(request: Request) -> None:
+    for line in request.lines:
+        print(line)
+
+
+def _draw(plan: Plan, picture: str) -> None:
+    from gpipe_cli.pipeline.picture import save_picture
+
+    Path(picture).parent.mkdir(parents=True, exist_ok=True)
+    save_picture(plan.timeline, picture, f"{plan.schedule} on {plan.device.name}", "s")
+
+
+def read_words(words: Sequence[str]) -> tuple[list[str], str | None, bool]:
+    """The overrides, the folder of `--config-dir`, and whether `-m` asks for a sweep.
+
+    Raises:
+        ConfigurationError: any other word with a dash.
+    """
+    overrides: list[str] = []
+    folder, is_sweep, rest = None, False, list(words)
+    while rest:
+        word = rest.pop(0)
+        flag, equals, value = word.partition("=")
+        if flag in ("--config-dir", "-cd"):
+            if not equals and not rest:
+                raise ConfigurationError("--config-dir needs a folder: --config-dir my_conf")
+            folder = value if equals else rest.pop(0)
+        elif word in ("-m", "--multirun"):
+            is_sweep = True
+        elif word.startswith("-"):
+            raise ConfigurationError(f"there is no option {word}; `gpipe-plan --help` shows what there is")
+        else:
+            overrides.append(word)
+    return overrides, folder, is_sweep
+
+
+def expand(overrides: Sequence[str]) -> list[list[str]]:
+    """One list of overrides for each job of a sweep, the last key changing fastest.
+
+    Raises:
+        ConfigurationError: an override that cannot be read or swept.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    from gpipe_cli.commands.hydra_errors import explain
+    from gpipe_cli.commands.own_target import allow_new_keys
+
+    try:
+        parsed = OverridesParser.create().parse_overrides(allow_new_keys(overrides))
+    except HydraException as error:
+        raise ConfigurationError(explain(error, overrides)) from error
+    choices: list[list[str]] = []
+    for typed, override in zip(overrides, parsed, strict=True):
+        if not override.is_sweep_override():
+            choices.append([typed])
+        elif override.is_choice_sweep() or override.is_range_sweep():
+            key = typed.partition("=")[0]
+            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+        else:
+            raise ConfigurationError(f"{typed}: a plan sweeps over values, as pipeline.K=2,4,8")
+    return [list(job) for job in product(*choices)]
+
+
+def swept_keys(overrides: Sequence[str]) -> list[str]:
+    """The keys that have several values, as typed."""
+    jobs = expand(overrides)
+    typed = [word.partition("=")[0] for word in overrides]
+    return [key for place, key in enumerate(typed) if len({job[place] for job in jobs}) > 1]
+
+
+def make_request(overrides: Sequence[str], folder: str | None = None) -> Request:
+    """The configuration of one job, checked.
+
+    Args:
+        overrides: as typed, without any sweep.
+        folder: of `--config-dir`.
+
+    Raises:
+        ConfigurationError: whatever is wrong with it.
+    """
+    from hydra import compose, initialize_config_module
+    from hydra.core.global_hydra import GlobalHydra
+
+    from gpipe_cli.commands.hydra_errors import KNOWN, explain
+    from gpipe_cli.commands.job import resolve
+    from gpipe_cli.commands.own_target import allow_new_keys
+    from gpipe_cli.config import Settings
+    from gpipe_cli.planner.options import AUTO, Options, with_room
+
+    words = ["+plan=default", *allow_new_keys(overrides)]
+    if folder is not None:
+        if not Path(folder).is_dir():
+            raise ConfigurationError(f"--config-dir {folder}: there is no such folder")
+        words.append(f"hydra.searchpath=[file://{Path(folder).absolute()}]")
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
+            composed = compose("train", words)
+    except KNOWN as error:
+        raise ConfigurationError(explain(error, overrides)) from error
+    config, lines = resolve(composed, overrides)
+    options = Options.from_section(config.pop("plan"))
+    options = replace(options, find_M=config["pipeline"]["M"] == AUTO)
+    config, changes = with_room(config)
+    return Request(list(overrides), Settings.from_config(config), options, [*lines, *changes])
+
+
+def _value_of(key: str, overrides: Sequence[str]) -> str:
+    return next(word.partition("=")[2] for word in overrides if word.partition("=")[0] == key)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

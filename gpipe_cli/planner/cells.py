@@ -1,0 +1,163 @@
+"""A cell's sizes and work, put together from those of its layers.
+
+Memory that two layers keep (the output of one is the input of the next) counts once, so a cell is more than a sum: its
+layers are walked with the storages that they keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from ..pipeline.boundary import ALIGNMENT
+from .layer_facts import BoundaryTensor, LayerFacts
+from .memory import CellSizes
+
+
+@dataclass(frozen=True)
+class CellFacts:
+    """One cell.
+
+    Attributes:
+        first, last: numbers of its layers in the model's list.
+        layers: their facts; behind the last cell's stands the task's loss.
+        sizes: what one micro-batch holds.
+        inputs_bytes: of the boundary in front of it, one micro-batch.
+    """
+
+    first: int
+    last: int
+    layers: tuple[LayerFacts, ...]
+    sizes: CellSizes
+    inputs_bytes: int
+
+    @property
+    def parameters(self) -> int:
+        return sum(layer.parameter_count for layer in self.layers)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Weights and buffers, such as BatchNorm's moving averages."""
+        return sum(layer.weight_bytes + layer.buffer_bytes for layer in self.layers)
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(layer.weight_bytes for layer in self.layers)
+
+    @property
+    def flops(self) -> float:
+        """Of one micro-batch's forward."""
+        return sum(operation.flops for layer in self.layers for operation in layer.inference.operations)
+
+
+def build_cells(
+    layers: Sequence[LayerFacts],
+    loss: LayerFacts | None,
+    cells: Sequence[range],
+    inputs: Sequence[BoundaryTensor],
+    target_bytes: Sequence[int],
+) -> list[CellFacts]:
+    """The facts of every cell.
+
+    Args:
+        layers: of the model.
+        loss: of the task; None: it could not be measured and counts as what it surely keeps, the logits once more.
+        cells: the layers of each.
+        inputs: of the first layer.
+        target_bytes: of each target of a micro-batch.
+    """
+    made = []
+    for number, members in enumerate(cells):
+        own = [layers[index] for index in members]
+        is_last = number == len(cells) - 1
+        if is_last and loss is not None:
+            own.append(loss)
+        boundary = inputs if not members.start else layers[members.start - 1].boundary
+        sizes = _sizes(own, boundary, target_bytes, is_last)
+        plain = sum(tensor.bytes for tensor in boundary)
+        made.append(CellFacts(members.start, members.stop - 1, tuple(own), sizes, plain))
+    return made
+
+
+def _sizes(
+    layers: Sequence[LayerFacts], inputs: Sequence[BoundaryTensor], target_bytes: Sequence[int], is_last: bool
+) -> CellSizes:
+    walk = _Storages(inputs)
+    inference = forward = backward = 0
+    for layer in layers:
+        inference = max(inference, walk.handed_on() + layer.inference.peak)
+        forward = max(forward, walk.kept_bytes + walk.handed_on(kept=False) + layer.forward.peak)
+        walk.enter(layer)
+        backward = max(backward, walk.kept_bytes + layer.backward_extra)
+    outputs = () if is_last else layers[-1].boundary
+    own_outputs = 0 if is_last else walk.handed_on()
+    if not is_last:
+        walk.keep_outputs()
+    gradients_out = sum(tensor.bytes for tensor in outputs if tensor.needs_gradient)
+    total = walk.kept_bytes
+    return CellSizes(
+        message=_packed([*(tensor.bytes for tensor in inputs), *target_bytes]),
+        targets=sum(target_bytes),
+        graph=total - own_outputs,
+        outputs=own_outputs,
+        input_gradients=_packed([tensor.bytes for tensor in inputs if tensor.needs_gradient]),
+        output_gradients=_packed([tensor.bytes for tensor in outputs if tensor.needs_gradient]),
+        inference=inference,
+        forward=max(forward, total),
+        backward=max(0, backward - total - gradients_out),
+    )
+
+
+def _packed(sizes: Sequence[int]) -> int:
+    return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+
+
+class _Storages:
+    """Which memory is whose while the layers of a cell run one after the other; the cell's own inputs never count."""
+
+    def __init__(self, inputs: Sequence[BoundaryTensor]) -> None:
+        self._numbers = count()
+        self._size: dict[int, int] = {}
+        self._kept: set[int] = set()
+        self._boundary = [self._new(0) for _ in inputs]
+        self.kept_bytes = 0
+
+    def enter(self, layer: LayerFacts) -> None:
+        """The layer has run: what its graph keeps, and what it hands on."""
+        before = self._boundary
+        if layer.saves_inside:
+            self._keep(self._new(layer.saves_inside))
+        for number in layer.saves_inputs:
+            self._keep(before[number])
+        own: dict[int, int] = {}
+        self._boundary = []
+        for output in layer.outputs:
+            if output.of_input is not None:
+                self._boundary.append(before[output.of_input])
+                continue
+            storage = own.setdefault(output.storage, -1)
+            if storage < 0:
+                storage = own[output.storage] = self._new(output.bytes)
+            self._boundary.append(storage)
+        for number in layer.saves_outputs:
+            self._keep(own[number])
+
+    def handed_on(self, kept: bool = True) -> int:
+        """Bytes of what the next layer gets; those that no graph keeps, unless ``kept``."""
+        return sum(self._size[storage] for storage in set(self._boundary) if kept or storage not in self._kept)
+
+    def keep_outputs(self) -> None:
+        """The engine keeps what the cell hands on, as the root of its backward."""
+        for storage in set(self._boundary):
+            self._keep(storage)
+
+    def _new(self, size: int) -> int:
+        number = next(self._numbers)
+        self._size[number] = size
+        return number
+
+    def _keep(self, storage: int) -> None:
+        if storage not in self._kept:
+            self._kept.add(storage)
+            self.kept_bytes += self._size[storage]

@@ -1,0 +1,139 @@
+"""Devices that a plan can be made for: how fast they compute and move, and how much they hold.
+
+Figures are the vendors' peaks, one accelerator (for a TPU: one core, as the paper counts); `plan.efficiency` says what
+share of them a real run reaches. Sizes are as sold: 16 GB means 16e9 bytes for none of them, so memory is in GiB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from ..errors import ConfigurationError
+from ..typed_section import nearest
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator and its links to its neighbours.
+
+    Attributes:
+        name: what it is called.
+        flops: FLOP/s in float32 (a multiply-add is two).
+        half_flops: FLOP/s where tensors are bfloat16.
+        memory: bytes.
+        bandwidth: bytes/s of its memory.
+        link: bytes/s to a neighbour, one way.
+        latency: seconds from a send to the moment its first byte arrives.
+        overhead: seconds that starting one operation costs.
+        kernels: see `layer_facts.kernels_of`.
+    """
+
+    name: str
+    flops: float
+    half_flops: float
+    memory: float
+    bandwidth: float
+    link: float
+    latency: float = 10e-6
+    overhead: float = 5e-6
+    kernels: str = "accelerator"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+PRESETS = {
+    device.name: device
+    for device in (
+        # NVIDIA Tesla V100 data sheet (SXM2): 15.7 TFLOP/s fp32 and no bfloat16 units, 900 GB/s; NVLink 2, 2 of 6 links
+        # to a neighbour.
+        Device("v100-16gb", 15.7e12, 15.7e12, 16 * GIB, 900e9, 50e9),
+        # NVIDIA Tesla P100 data sheet (PCIe, 16 GB): 9.3 TFLOP/s fp32, 732 GB/s; PCIe 3.0 ×16 (the paper's table 3).
+        Device("p100", 9.3e12, 9.3e12, 16 * GIB, 732e9, 12e9),
+        # NVIDIA Tesla P40 data sheet: 12 TFLOP/s fp32, 24 GB, 346 GB/s; PCIe 3.0 ×16.
+        Device("p40", 12e12, 12e12, 24 * GIB, 346e9, 12e9),
+        # NVIDIA A100 data sheet (SXM): 19.5 TFLOP/s fp32 without TF32 (torch's default), 312 bf16; NVLink 300 GB/s.
+        Device("a100-40gb", 19.5e12, 312e12, 40 * GIB, 1555e9, 300e9),
+        Device("a100-80gb", 19.5e12, 312e12, 80 * GIB, 2039e9, 300e9),
+        # NVIDIA H100 data sheet (SXM5): 67 TFLOP/s fp32, 989 bf16 without sparsity, 80 GB, 3.35 TB/s; NVLink 450 GB/s.
+        Device("h100", 67e12, 989e12, 80 * GIB, 3350e9, 450e9),
+        # NVIDIA H200 data sheet (SXM): the same units, 141 GB, 4.8 TB/s.
+        Device("h200", 67e12, 989e12, 141e9, 4800e9, 450e9),
+        # Jouppi et al., "A Domain-Specific Supercomputer for Training DNNs", CACM 63(7), 2020, table 3, half a chip: v2
+        # 46 TFLOP/s, 700 GB/s, 16 GB, links of 496 Gbit/s; v3 123, 900, 32, 656. float32 products are made in bfloat16.
+        Device("tpu-v2", 23e12, 23e12, 8 * GIB, 350e9, 62e9),
+        Device("tpu-v3", 61.5e12, 61.5e12, 16 * GIB, 450e9, 82e9),
+    )
+}
+DEFAULT = "h100"
+_DESCRIBED = ("flops", "memory", "bandwidth", "link")
+
+
+def describe(device: str | Mapping[str, Any]) -> Device:
+    """A preset by name, or a device of these figures.
+
+    Raises:
+        ConfigurationError: no such preset, or a key or value that a device does not have.
+    """
+    if isinstance(device, str):
+        if device not in PRESETS:
+            near = nearest(device, PRESETS)
+            guess = f"did you mean {' or '.join(near)}? " if near else ""
+            raise ConfigurationError(
+                f"plan.device={device}: {guess}use one of {', '.join(PRESETS)}, this, or "
+                "{flops: 1e13, memory: 16GB, bandwidth: 5e11, link: 1e10}"
+            )
+        return PRESETS[device]
+    known = {field.name for field in fields(Device)} | {"like"}
+    for key in device:
+        if key not in known:
+            raise ConfigurationError(f"plan.device.{key} is unknown: use {', '.join(sorted(known))}")
+    values = {key: _number(key, value) for key, value in device.items() if key not in ("name", "kernels", "like")}
+    words = {key: str(device[key]) for key in ("name", "kernels") if key in device}
+    if "like" in device:
+        return replace(describe(str(device["like"])), **{"name": "described", **words}, **values)  # type: ignore[arg-type]
+    missing = [key for key in _DESCRIBED if key not in device]
+    if missing:
+        raise ConfigurationError(
+            f"plan.device has no {', '.join(missing)}: give all of {', '.join(_DESCRIBED)}, or like: h100 and the rest"
+        )
+    values.setdefault("half_flops", values["flops"])
+    return Device(**{"name": "described", **words}, **values)  # type: ignore[arg-type]
+
+
+def _number(key: str, value: Any) -> float:
+    if key == "memory":
+        return float(parse_bytes(value, "plan.device.memory"))
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = -1.0
+    if isinstance(value, bool) or (not number > 0 and key not in ("latency", "overhead")):
+        raise ConfigurationError(f"plan.device.{key}={value}: use a positive number, as {key}: 1e12")
+    return number
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+
+
+def parse_bytes(value: Any, key: str) -> int:
+    """``16GB``, ``16GiB``, ``1.5e9`` as bytes.
+
+    Raises:
+        ConfigurationError: anything else.
+    """
+    text = str(value).strip().replace(" ", "").upper()
+    digits = text.rstrip("BKMGTI")
+    unit = text[len(digits) :]
+    try:
+        number = float(digits) * _UNITS[unit]
+    except (ValueError, KeyError):
+        number = 0.0
+    if isinstance(value, bool) or not 0 < number < float("inf"):
+        raise ConfigurationError(f"{key}={value}: use a number of bytes, as 16GB, 16GiB or 1.6e10")
+    return round(number)

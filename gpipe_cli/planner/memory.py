@@ -1,0 +1,194 @@
+"""What a worker holds at every moment of a step, from its list of instructions: arithmetic on sizes, no tensors.
+
+The list is the very one that the engine runs, and what an instruction leaves behind follows the engine: a boundary
+lives from its forward to the last computation of its micro-batch in the cell behind it, a graph from the run that built
+it to the last computation of its cell, gradients until they are used or sent, messages from the moment they are posted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..pipeline.schedule import Instruction, Op
+
+RECEIVES_AHEAD = 2  # as in pipeline/engine.py
+MINI_BATCH, INPUTS, GRAPHS, MESSAGES, RUNNING = "mini_batch", "inputs", "graphs", "messages", "running"
+KINDS = (MINI_BATCH, INPUTS, GRAPHS, MESSAGES, RUNNING)
+
+
+@dataclass(frozen=True)
+class CellSizes:
+    """Bytes of one micro-batch in one cell.
+
+    Attributes:
+        message: what comes from the cell before: all tensors in front of the cell, and the targets that travel along.
+        targets: of the micro-batch.
+        graph: what forward keeps for backward beside inputs and outputs.
+        outputs: memory of its own that the cell hands on; 0 for the last, whose outputs only its loss sees.
+        input_gradients: what it hands back.
+        output_gradients: what it gets.
+        inference: alive beside all this at most while it runs without a graph.
+        forward: likewise with a graph, and that graph included.
+        backward: likewise in backward, beside graph and gradients.
+    """
+
+    message: int
+    targets: int
+    graph: int
+    outputs: int
+    input_gradients: int
+    output_gradients: int
+    inference: int
+    forward: int
+    backward: int
+
+
+@dataclass(frozen=True)
+class Alive:
+    """The most that one worker holds in a step beside weights, their gradients and the optimizer's state.
+
+    Attributes:
+        peak: bytes at the worst moment.
+        parts: what they are then, by `KINDS`: the mini-batch or its targets, boundary inputs, graphs, messages and
+            gradients on their way, and what an operation needs while it runs.
+        kept: bytes at the worst moment between two instructions.
+        most: of each kind, at its own worst moment.
+    """
+
+    peak: int
+    parts: dict[str, int]
+    kept: int
+    most: dict[str, int]
+
+
+def most_alive(instructions: Sequence[Instruction], sizes: Sequence[CellSizes], placement: Sequence[int]) -> Alive:
+    """Walks one worker's list of a training step, of any schedule.
+
+    Args:
+        instructions: the list.
+        sizes: of every cell of the model.
+        placement: worker of every cell.
+    """
+    return _Walk(instructions, sizes, placement).run()
+
+
+class _Walk:
+    def __init__(self, instructions: Sequence[Instruction], sizes: Sequence[CellSizes], placement: Sequence[int]):
+        self._instructions, self._sizes, self._placement = instructions, sizes, placement
+        computed = [(i, n) for n, i in enumerate(instructions) if i.sent_message is None and i.awaited_message is None]
+        self._last_use = {(i.cell, i.micro_batch): n for i, n in computed}
+        self._recomputed = {(i.cell, i.micro_batch) for i, _ in computed if i.op is Op.RECOMPUTE}
+        self._receives = [
+            [i for i in instructions if i.op is op] for op in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT)
+        ]
+        self._holders: dict[tuple[object, ...], set[str]] = {}
+        self._held: dict[tuple[object, ...], tuple[str, int]] = {}
+        self._now = dict.fromkeys(KINDS, 0)
+        self._peak = self._kept = 0
+        self._parts, self._most = dict(self._now), dict(self._now)
+
+    def run(self) -> Alive:
+        micro_batches = 1 + max((i.micro_batch for i in self._instructions), default=-1)
+        if any(i.cell == 0 for i in self._instructions):
+            self._hold(("mini-batch",), "step", MINI_BATCH, micro_batches * self._sizes[0].message)
+        self._post(Op.RECEIVE_ACTIVATION, 0)
+        for position, instruction in enumerate(self._instructions):
+            self._take(instruction)
+            if self._last_use.get((instruction.cell, instruction.micro_batch)) == position:
+                self._let_go(instruction.cell, instruction.micro_batch)
+            self._kept = max(self._kept, sum(self._now.values()))
+        return Alive(self._peak, self._parts, self._kept, self._most)
+
+    def _take(self, instruction: Instruction) -> None:
+        cell, number = instruction.cell, instruction.micro_batch
+        size = self._sizes[cell]
+        if instruction.awaited_message is not None:
+            self._receive(instruction)
+        elif instruction.op is Op.SEND_ACTIVATION:
+            self._drop(("sending", instruction.op), "wire")  # the one before has left by now
+            self._hold(("sending", instruction.op), "wire", MESSAGES, self._sizes[cell + 1].message)
+            self._drop(("boundary", cell, number), "outgoing")
+            self._post(Op.RECEIVE_GRADIENT, 0)
+        elif instruction.op is Op.SEND_GRADIENT:
+            self._drop(("sending", instruction.op), "wire")
+            self._hold(("sending", instruction.op), "wire", MESSAGES, size.input_gradients)
+            self._drop(("gradient", cell, number), "wire")
+        elif instruction.op is Op.FORWARD:
+            self._forward(cell, number)
+        elif instruction.op is Op.RECOMPUTE:
+            self._run(size.forward)
+            self._hold(("graph", cell, number), "graph", GRAPHS, size.graph + size.outputs)
+        else:
+            self._run(size.backward)
+            self._hold(("gradient", cell, number), "wire", MESSAGES, size.input_gradients)
+
+    def _forward(self, cell: int, number: int) -> None:
+        size, keeps = self._sizes[cell], (cell, number) not in self._recomputed
+        self._run(size.forward if keeps else size.inference)
+        if keeps:
+            self._hold(("graph", cell, number), "graph", GRAPHS, size.graph)
+            self._hold(("boundary", cell, number), "graph", GRAPHS, size.outputs)
+        if cell + 1 < len(self._placement):
+            inside = self._placement[cell + 1] == self._placement[cell]
+            kind, holder = (INPUTS, "input") if inside else (MESSAGES, "outgoing")
+            self._hold(("boundary", cell, number), holder, kind, size.outputs)
+
+    def _receive(self, instruction: Instruction) -> None:
+        cell, number, size = instruction.cell, instruction.micro_batch, self._sizes[instruction.cell]
+        self._drop(("posted", instruction), "wire")
+        if instruction.op is Op.RECEIVE_ACTIVATION:
+            self._hold(("received", cell, number), "input", INPUTS, size.message)
+            self._hold(("targets", number), "step", MINI_BATCH, size.targets)
+        else:
+            self._hold(("gradient", cell + 1, number), "wire", MESSAGES, size.output_gradients)
+        list_ = self._receives[instruction.op is Op.RECEIVE_GRADIENT]
+        self._post(instruction.op, list_.index(instruction) + 1)
+
+    def _post(self, op: Op, first: int) -> None:
+        """The receives that the engine has posted ahead."""
+        for instruction in self._receives[op is Op.RECEIVE_GRADIENT][first : first + RECEIVES_AHEAD]:
+            size = self._sizes[instruction.cell]
+            bytes_ = size.message if op is Op.RECEIVE_ACTIVATION else size.output_gradients
+            self._hold(("posted", instruction), "wire", MESSAGES, bytes_)
+
+    def _let_go(self, cell: int, number: int) -> None:
+        """The micro-batch is done with in this cell: its graph, its input, the gradient it was given."""
+        self._drop(("graph", cell, number), "graph")
+        self._drop(("boundary", cell, number), "graph")
+        self._drop(("boundary", cell - 1, number), "input")
+        self._drop(("received", cell, number), "input")
+        self._drop(("gradient", cell + 1, number), "wire")
+        if cell == 0:
+            self._drop(("gradient", 0, number), "wire")
+
+    def _run(self, running: int) -> None:
+        self._now[RUNNING] = running
+        self._note()
+        self._now[RUNNING] = 0
+
+    def _note(self) -> None:
+        total = sum(self._now.values())
+        if total > self._peak:
+            self._peak, self._parts = total, dict(self._now)
+        for kind, size in self._now.items():
+            self._most[kind] = max(self._most[kind], size)
+
+    def _hold(self, key: tuple[object, ...], holder: str, kind: str, size: int) -> None:
+        """Memory that lives as long as somebody holds it; the first holder says what it counts as."""
+        holders = self._holders.setdefault(key, set())
+        if not holders:
+            self._held[key] = kind, size
+            self._now[kind] += size
+            self._note()
+        holders.add(holder)
+
+    def _drop(self, key: tuple[object, ...], holder: str) -> None:
+        holders = self._holders.get(key)
+        if holders is None or holder not in holders:
+            return
+        holders.remove(holder)
+        if not holders:
+            kind, size = self._held.pop(key)
+            self._now[kind] -= size
+            del self._holders[key]

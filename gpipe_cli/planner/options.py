@@ -1,0 +1,104 @@
+"""The keys of `plan`, typed. No torch: the command refuses a wrong value before it imports anything large."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import ConfigurationError
+from ..typed_section import Count, Positive, read_section
+from .devices import Device, describe, parse_bytes
+
+THIS, AUTO = "this", "auto"
+PICTURES = (".svg", ".png", ".pdf")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is planned for, and what is looked for; conf/plan/default.yaml says what each key means.
+
+    Attributes:
+        device: None: the present machine, to be measured.
+        memory, fit: bytes.
+        find_M: `pipeline.M=auto`: the fastest M that fits.
+    """
+
+    device: Device | None
+    efficiency: float
+    bandwidth_efficiency: float
+    speeds: list[float] | None
+    memory: int | None
+    longest: bool
+    kernels: str
+    bytes_per_parameter: float | None
+    fit: int | None
+    best: bool
+    grow: str | None
+    candidates: list[int] | None
+    format: str
+    picture: str | None
+    find_M: bool = False
+
+    @classmethod
+    def from_section(cls, section: Mapping[str, Any]) -> Options:
+        """Checks the section `plan`.
+
+        Raises:
+            ConfigurationError: one line for each key that is wrong.
+        """
+        free = {key: section.get(key) for key in ("device", "memory", "fit")}
+        typed = read_section(_Typed, {key: value for key, value in section.items() if key not in free}, "plan")
+        device = None if free["device"] == THIS else describe(_device_of(free["device"]))
+        sizes = {key: None if free[key] is None else parse_bytes(free[key], f"plan.{key}") for key in ("memory", "fit")}
+        values = {field.name: getattr(typed, field.name) for field in fields(typed)}
+        options = cls(device=device, memory=sizes["memory"], fit=sizes["fit"], **values)
+        options._check()
+        return options
+
+    def _check(self) -> None:
+        if sum(map(bool, (self.fit, self.best, self.grow))) > 1:
+            raise ConfigurationError("plan.fit, plan.best and plan.grow look for different things: give one of them")
+        if self.picture is not None and Path(self.picture).suffix not in PICTURES:
+            raise ConfigurationError(f"plan.picture={self.picture}: the name must end in {', '.join(PICTURES)}")
+
+
+@dataclass(frozen=True)
+class _Typed:
+    efficiency: Positive
+    bandwidth_efficiency: Positive
+    speeds: list[Positive] | None
+    longest: bool
+    kernels: Literal["auto", "accelerator", "plain", "cpu"]
+    bytes_per_parameter: Positive | None
+    best: bool
+    grow: str | None
+    candidates: list[Count] | None
+    format: Literal["text", "json"]
+    picture: str | None
+
+
+def _device_of(value: Any) -> str | Mapping[str, Any]:
+    if isinstance(value, (str, Mapping)):
+        return value
+    raise ConfigurationError(f"plan.device={value}: use a name such as h100, this, or figures in braces")
+
+
+def with_room(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A configuration as a plan can use it: a number for `pipeline.M=auto`, an example for each micro-batch.
+
+    Returns:
+        The configuration, and what was changed in words.
+    """
+    changed, lines = dict(config), []
+    pipeline, data = dict(config.get("pipeline") or {}), dict(config.get("data") or {})
+    if pipeline.get("M") == AUTO:
+        pipeline["M"] = 1
+    size, counts = data.get("batch_size"), [pipeline.get("M"), pipeline.get("replicas")]
+    if all(isinstance(count, int) for count in (size, *counts)) and data.get("batch_tokens") is None:
+        parts = counts[0] * counts[1]
+        if size < parts:
+            lines.append(f"data.batch_size={size} has no {parts} micro-batches: planned with data.batch_size={parts}")
+            data["batch_size"] = parts
+    return {**changed, "pipeline": pipeline, "data": data}, lines

@@ -1,0 +1,114 @@
+"""How long the parts of a step take on a device that is described by a few figures.
+
+An operation takes the longer of two times: its FLOPs at the device's rate, the bytes it reads and writes at its
+memory's. To both belongs a share that a real run reaches (`plan.efficiency`), and every operation costs its start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from ..pipeline.schedule import Instruction, Op
+from .cells import CellFacts
+from .devices import Device
+from .layer_facts import LayerFacts
+from .tracking import Operation
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Seconds of one layer for one micro-batch: forward without and with a graph, backward."""
+
+    inference: float
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Clock:
+    """A device and the shares of its figures that are reached.
+
+    Attributes:
+        measured: times of layers that were timed rather than worked out, by the identity of their facts.
+    """
+
+    device: Device
+    efficiency: float
+    bandwidth_efficiency: float
+    measured: dict[int, LayerTimes]
+
+    def layer(self, facts: LayerFacts) -> LayerTimes:
+        """Of one layer."""
+        known = self.measured.get(id(facts))
+        if known is None:
+            phases = (facts.inference, facts.forward, facts.backward)
+            known = self.measured[id(facts)] = LayerTimes(*(self.seconds(phase.operations) for phase in phases))
+        return known
+
+    def seconds(self, operations: Iterable[Operation]) -> float:
+        """Of some operations, one after the other."""
+        device, bandwidth = self.device, self.device.bandwidth * self.bandwidth_efficiency
+        total = 0.0
+        for flops, moved, half in operations:
+            rate = (device.half_flops if half else device.flops) * self.efficiency
+            total += max(flops / rate, moved / bandwidth) + device.overhead
+        return total
+
+    def update(self, cell: CellFacts, state_bytes: float) -> float:
+        """Of the optimizer's step for one cell: weights, gradients and state are read, weights and state written."""
+        moved = 2 * cell.gradient_bytes + cell.gradient_bytes + 2 * state_bytes
+        tensors = sum(len(layer.parameters) for layer in cell.layers)
+        return moved / (self.device.bandwidth * self.bandwidth_efficiency) + tensors * self.device.overhead
+
+    def transfer(self, size: float) -> float:
+        """Of one message to a neighbour."""
+        return self.device.latency + size / self.device.link if size else 0.0
+
+    def reduction(self, size: float, replicas: int) -> float:
+        """Of summing gradients over replicas around a ring."""
+        return 0.0 if replicas == 1 else 2 * (replicas - 1) / replicas * size / self.device.link
+
+
+@dataclass(frozen=True)
+class CellTimes:
+    """Seconds of one micro-batch in one cell."""
+
+    inference: float
+    forward: float
+    backward: float
+
+
+def cell_times(cells: Sequence[CellFacts], clock: Clock) -> list[CellTimes]:
+    """Of every cell, at speed 1. A forward without a graph leaves the loss to the run that counts."""
+    made = []
+    for cell in cells:
+        times = [clock.layer(layer) for layer in cell.layers]
+        model = times[: cell.last - cell.first + 1]
+        made.append(
+            CellTimes(sum(t.inference for t in model), sum(t.forward for t in times), sum(t.backward for t in times))
+        )
+    return made
+
+
+def durations(
+    times: Sequence[CellTimes],
+    lists: Sequence[Sequence[Instruction]],
+    placement: Sequence[int],
+    speeds: Sequence[float] | None,
+) -> Callable[[Instruction], float]:
+    """For `simulate`: seconds of each computation of these lists."""
+    recomputed = {(i.cell, i.micro_batch) for each in lists for i in each if i.op is Op.RECOMPUTE}
+
+    def duration(instruction: Instruction) -> float:
+        time, op = times[instruction.cell], instruction.op
+        if op is Op.FORWARD and (instruction.cell, instruction.micro_batch) in recomputed:
+            seconds = time.inference
+        elif op in (Op.FORWARD, Op.RECOMPUTE):
+            seconds = time.forward
+        else:
+            # Two halves of a backward, for the input and for the weights, are taken to be alike.
+            seconds = time.backward if op is Op.BACKWARD else time.backward / 2
+        return seconds / (speeds[placement[instruction.cell]] if speeds else 1.0)
+
+    return duration

@@ -1,0 +1,103 @@
+"""Watches operations on fake tensors: what they compute, what they move, and how many bytes are alive meanwhile."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+_HALF = (torch.bfloat16, torch.float16)
+_NO_WORK = ("aten::empty", "aten::detach", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "prim::")
+
+
+class Operation(NamedTuple):
+    """One kernel: its FLOPs (a multiply-add is two), the bytes it reads and writes, whether it computes in half."""
+
+    flops: float
+    bytes: float
+    half: bool
+
+
+class Tracker(TorchDispatchMode):
+    """Lists the operations that run inside it and counts the bytes of the storages that they make.
+
+    Storages that exist already, such as weights, are named by `ignore`; they never count.
+
+    Attributes:
+        operations: since the last `begin`.
+        now: bytes alive of storages made here.
+        peak: the most since the last `begin`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+        self.now = self.peak = 0
+        self._alive: dict[int, weakref.ref[Any]] = {}
+        self._ignored: set[int] = set()
+
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Their storages do not count. The caller keeps them alive for as long as the tracker is used."""
+        self._ignored |= {storage_key(tensor) for tensor in tensors}
+
+    def begin(self) -> None:
+        """Starts a new list and a new peak."""
+        self.operations, self.peak = [], self.now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        made = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
+        for tensor in made:
+            self._watch(tensor)
+        if not func.is_view and not func.name().startswith(_NO_WORK):
+            read = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+            count = flop_registry.get(func._overloadpacket)
+            flops = float(count(*args, **kwargs, out_val=out)) if count is not None else 0.0
+            moved = sum(tensor.numel() * tensor.element_size() for tensor in (*read, *made))
+            half = any(tensor.dtype in _HALF for tensor in read)
+            self.operations.append(Operation(flops, float(moved), half))
+        return out
+
+    def _watch(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive or key in self._ignored:
+            return
+        size = storage.nbytes()
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+        def gone(_: object) -> None:
+            del self._alive[key]
+            self.now -= size
+
+        self._alive[key] = weakref.ref(storage, gone)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Equal for tensors that share memory, while one of them lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+class Saved:
+    """What autograd saves for backward: the storages and their sizes, in bytes."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+
+    def watch(self) -> AbstractContextManager[Any]:
+        """The context in which saved tensors are noted."""
+        return torch.autograd.graph.saved_tensors_hooks(self._save, lambda kept: kept)
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        # Not the tensor itself: an output that its own graph saves would never be freed.
+        self.sizes[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor.detach()
