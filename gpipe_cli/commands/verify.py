@@ -90,7 +90,8 @@ def as_text(report: dict[str, Any]) -> list[str]:
             for q in step["quantities"]
         ]
         lines.append(f"\nstep {step['step']}\n{text_table(columns, rows)}")
-    return [*lines, "", *report["findings"], report["verdict"]]
+    note = [report["batchnorm"]["text"]] if report["batchnorm"] else []
+    return [*lines, "", *note, *report["findings"], report["verdict"]]
 
 
 def _where(quantity: dict[str, Any]) -> str:

@@ -63,7 +63,7 @@ class Quantity:
 LOSS, LOSSES, NORM, GRADIENTS = "loss", "losses of micro-batches", "gradient norm", "gradients"
 OUTPUTS, AGAIN, PASSED_BACK = "outputs of layers", "outputs recomputed", "gradients between layers"
 COUNTS, BUFFERS, STATE, UPDATED = "BatchNorm counts", "BatchNorm and other buffers", "optimizer state", "weights after"
-USED = "weights used"
+USED, BEGIN = "weights used", "weights before"
 
 
 def compare(ours: StepState, plain: StepState, before: StepState, tolerance: float, names: Sequence[str]) -> Step:
@@ -96,10 +96,16 @@ def compare(ours: StepState, plain: StepState, before: StepState, tolerance: flo
     return Step([_judged(name, found, tolerance) for name, found in parts if found])
 
 
+def compare_beginnings(ours: StepState, plain: StepState, tolerance: float) -> Quantity:
+    """Weights and buffers before the first step."""
+    held = {**plain.weights, **plain.buffers}
+    return _judged(*_tensors(BEGIN, {**ours.weights, **ours.buffers}, held, _by_norm(held)), tolerance)
+
+
 def gradients_agree(ours: StepState, plain: StepState, tolerance: float) -> bool:
     """Whether every gradient is within the tolerance."""
-    name, found = _tensors(GRADIENTS, ours.gradients, plain.gradients, _by_norm(plain.gradients))
-    return not _judged(name, found, tolerance).beyond
+    measured = _tensors(GRADIENTS, ours.gradients, plain.gradients, _by_norm(plain.gradients))
+    return not _judged(*measured, tolerance).beyond
 
 
 @dataclass(frozen=True)
@@ -111,6 +117,10 @@ class Step:
     def __getitem__(self, name: str) -> Quantity:
         """The quantity of that name; an empty one where there is none."""
         return next((q for q in self.quantities if q.name == name), Quantity(name, 0, None))
+
+    def after(self, first: Quantity) -> Step:
+        """The same with one more quantity in front."""
+        return Step([first, *self.quantities])
 
     @property
     def agrees(self) -> bool:

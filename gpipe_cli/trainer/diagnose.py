@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .compare import (
     AGAIN,
+    BEGIN,
     BUFFERS,
     COUNTS,
     GRADIENTS,
@@ -74,7 +75,9 @@ def diagnose(steps: Sequence[Compared], model: Model, tolerance: float) -> list[
     if wrong is None:
         return []
     now, before = steps[wrong], steps[wrong - 1] if wrong else None
-    found = _forward(now, before, model, tolerance) or _recompute(now, before, model, tolerance)
+    found = (
+        _beginning(now, model) or _forward(now, before, model, tolerance) or _recompute(now, before, model, tolerance)
+    )
     found = found or _backward(now, model, tolerance)
     found += _batchnorm(now, model)
     if not found:
@@ -84,6 +87,14 @@ def diagnose(steps: Sequence[Compared], model: Model, tolerance: float) -> list[
 
 
 # -- forward and recompute ---------------------------------------------------------------------------------------------
+
+
+def _beginning(now: Compared, model: Model) -> list[str]:
+    beyond = now.step[BEGIN].beyond
+    if not beyond:
+        return []
+    first = beyond[0]
+    return [f"before any training {model.place(first.layer)} has other weights ({_measure(first)}, {first.where})"]
 
 
 def _forward(now: Compared, before: Compared | None, model: Model, tolerance: float) -> list[str]:

@@ -10,7 +10,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from enum import Enum
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,7 @@ from ..pipeline.cell import build_layer
 from ..pipeline.randomness import NoiseSource
 from ..tasks.base import Task
 from .build import build_autocast, build_lr_schedule, build_optimizer
+from .joint_batchnorm import run_together
 from .plan import Part
 from .verify_record import (
     OUTPUT,
@@ -55,6 +58,36 @@ class PooledStatistics:
         self.count += values.shape[1]
         self.sums = self.sums.to(values.device) + values.sum(1)
         self.squares = self.squares.to(values.device) + values.square().sum(1)
+
+
+Place = tuple[int, int]  # (replica, micro-batch)
+
+
+class Together(Enum):
+    """Which micro-batches of a mini-batch BatchNorm normalises as one."""
+
+    NOTHING = "each micro-batch by itself"
+    REPLICAS = "the same micro-batch of all replicas (pipeline.sync_batchnorm)"
+    EVERYTHING = "the whole mini-batch, as with M = 1"
+
+    def groups(self, replicas: int, order: Sequence[int]) -> list[list[list[Place]]]:
+        """Sums of gradients that are worked out apart and then added; of each, the groups, in their order."""
+        if self is Together.EVERYTHING:
+            return [[[(replica, number) for replica in range(replicas) for number in order]]]
+        if self is Together.REPLICAS:
+            return [[[(replica, number) for replica in range(replicas)] for number in order]]
+        return [[[(replica, number)] for number in order] for replica in range(replicas)]
+
+
+@dataclass
+class _Run:
+    """One mini-batch under way."""
+
+    step: int
+    parts: Sequence[Sequence[Part]]
+    scale: float
+    seen: LayerTrace
+    losses: dict[Place, float] = field(default_factory=dict)
 
 
 class PlainTraining:
@@ -92,8 +125,9 @@ class PlainTraining:
         self.draws_noise: set[int] = set()  # layers that have drawn random numbers
 
     @property
-    def has_batchnorm(self) -> bool:
-        return bool(self._batchnorms)
+    def batchnorms(self) -> int:
+        """How many BatchNorm layers there are."""
+        return len(self._batchnorms)
 
     def held(self) -> StepState:
         """Weights and buffers as they are now."""
@@ -108,39 +142,33 @@ class PlainTraining:
 
     # -- forward and backward ----------------------------------------------------------------------------------------
 
-    def gradients(self, step: int, parts: Sequence[Sequence[Part]], order: Sequence[int]) -> StepState:
+    def gradients(
+        self, step: int, parts: Sequence[Sequence[Part]], order: Sequence[int], together: Together = Together.NOTHING
+    ) -> StepState:
         """Forward and backward of one mini-batch.
 
         Args:
             step: number of the training step.
             parts: of each replica, its micro-batches.
             order: in which a replica's micro-batches are added up; the sum is the same but for rounding.
+            together: which micro-batches BatchNorm normalises as one.
         """
         weight = sum(self._task.weight(targets) for replica in parts for _, targets in replica)
-        scale = 1 / weight if weight else 0.0
-        seen, losses = LayerTrace(), dict[tuple[int, int], float]()
+        run = _Run(step, parts, 1 / weight if weight else 0.0, LayerTrace())
         self._statistics.clear()
+        self._begin_step(step)
         with _FrozenAverages(self._batchnorms.values()):
-            totals: list[dict[Key, Tensor]] = []
-            for replica, micro_batches in enumerate(parts):
-                noise = NoiseSource(self._settings.seed, replica, self._device)
-                self._begin_step(step)
-                for number in order:
-                    losses[replica, number] = self._micro_batch(
-                        step, replica, number, micro_batches[number], scale, noise, seen
-                    )
-                totals.append(self._take_gradients())
+            totals = [self._add_up(run, group) for group in together.groups(len(parts), order)]
+        total = totals[0]
         for other in totals[1:]:
-            for key, gradient in other.items():
-                totals[0][key] = totals[0][key] + gradient
-        whole = sum(losses[key] for key in sorted(losses))
+            total = {key: total[key] + gradient for key, gradient in other.items()}
         return StepState(
-            loss=whole * scale if weight else 0.0,
-            losses=losses,
-            gradient_norm=_norm(totals[0].values()),
-            gradients=copied(totals[0]),
+            loss=sum(run.losses[key] for key in sorted(run.losses)) / weight if weight else 0.0,
+            losses=run.losses,
+            gradient_norm=_norm(total.values()),
+            gradients=copied(total),
             counted={key: float(statistics.count) for key, statistics in self._statistics.items()},
-            trace=seen.trace,
+            trace=run.seen.trace,
         )
 
     def _begin_step(self, step: int) -> None:
@@ -149,21 +177,35 @@ class PlainTraining:
                 if hasattr(module, "begin_step"):
                     module.begin_step(step, self._settings.trainer.steps or 0)
 
-    def _micro_batch(
-        self, step: int, replica: int, number: int, part: Part, scale: float, noise: NoiseSource, seen: LayerTrace
-    ) -> float:
-        """Adds the gradients of one micro-batch; returns its unscaled loss."""
-        inputs, targets = (tuple(tensor.to(self._device) for tensor in tensors) for tensors in part)
+    def _add_up(self, run: _Run, groups: Sequence[Sequence[Place]]) -> dict[Key, Tensor]:
+        """The sum of the gradients of micro-batches, BatchNorm normalising each of the ``groups`` as one."""
+        for group in groups:
+            forwards = [partial(self._forward, run, place) for place in group]
+            if len(forwards) == 1:
+                losses = forwards[0]()
+            else:
+                apart = run_together(forwards, self._batchnorms.values(), self._device)
+                losses = [loss for of_one in apart for loss in of_one]
+            roots = [loss for loss in losses if loss.requires_grad]
+            if roots:
+                torch.autograd.backward(roots, [torch.full_like(root, run.scale) for root in roots])
+        return self._take_gradients()
+
+    def _forward(self, run: _Run, place: Place) -> list[Tensor]:
+        """All layers for one micro-batch; returns its unscaled losses, those of layers and last the task's."""
+        replica, number = place
+        inputs, targets = (tuple(tensor.to(self._device) for tensor in side) for side in run.parts[replica][number])
+        noise = NoiseSource(self._settings.seed, replica, self._device)
         values: Tensors = inputs
         losses: list[Tensor] = []
         with self._autocast():
             for index, _, module in self.layers:
-                noise.seed_layer(step, number, index)
+                noise.seed_layer(run.step, number, index)
                 before = _generator_state(self._device)
-                seen.weights(WEIGHTS, replica, number, index, module)
+                run.seen.weights(WEIGHTS, replica, number, index, module)
                 returned = module(values if len(values) > 1 else values[0])
                 outputs = as_tensors(returned)
-                seen.outputs(OUTPUT, replica, number, index, outputs, values)
+                run.seen.outputs(OUTPUT, replica, number, index, outputs, values)
                 auxiliary = getattr(module, "auxiliary_loss", None)
                 if auxiliary is not None:
                     losses.append(auxiliary(returned, targets))
@@ -171,10 +213,8 @@ class PlainTraining:
                     self.draws_noise.add(index)
                 values = outputs
             losses.append(self._task.loss(values, targets)[0])
-        roots = [loss for loss in losses if loss.requires_grad]
-        if roots:
-            torch.autograd.backward(roots, [torch.full_like(root, scale) for root in roots])
-        return sum(loss.item() for loss in losses)
+        run.losses[place] = sum(loss.item() for loss in losses)
+        return losses
 
     def _take_gradients(self) -> dict[Key, Tensor]:
         """The gradients so far, zero where there is none, and begins anew."""
@@ -223,12 +263,6 @@ class PlainTraining:
             variance = statistics.squares / statistics.count - mean.square()
             for average, value in ((batchnorm.running_mean, mean), (batchnorm.running_var, variance)):
                 average.copy_(average.double() * (1 - share) + value * share)
-
-
-def read_parts(batch_streams: Iterable[Any]) -> list[list[Part]] | None:
-    """The next mini-batch: the micro-batches of every replica, or None when the data has ended."""
-    batches = [next(stream, None) for stream in batch_streams]
-    return None if any(batch is None for batch in batches) else [list(cast(Any, batch).parts) for batch in batches]
 
 
 class _GatherInput:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -16,19 +16,21 @@ from ..config import Settings
 from ..launch.context import Context
 from ..pipeline.schedule import Op
 from .assembly import Assembly, assemble_model
-from .build import build_model, build_task
-from .compare import compare, gradients_agree
+from .build import MODEL_KEYS_READ_ELSEWHERE, build_model, build_task
+from .compare import compare, compare_beginnings, gradients_agree
 from .diagnose import Compared, Model, diagnose
 from .journal import Journal
-from .plain import PlainTraining, read_parts
+from .plain import PlainTraining, Together
+from .plan import Part
 from .training import assemble_training
+from .verify_batchnorm import BatchNormNote, batchnorm_note
 from .verify_limits import refuse_what_cannot_be_verified, require_memory
 from .verify_record import StepState
 from .verify_report import Report
 from .verify_watch import WatchedTrainer
 from .world import World, join_world
 
-TOLERANCES = {"float64": 1e-9, "bfloat16": 0.05, "float32": 1e-4}
+TOLERANCES = {"float64": 1e-6, "bfloat16": 0.05, "configured": 1e-4}
 
 
 def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
@@ -43,18 +45,13 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
     """
     settings = Settings.from_config(config["settings"])
     refuse_what_cannot_be_verified(settings)
-    with _default_dtype(settings):
-        return _verify(context, config, in_wanted_dtype(settings))
-
-
-def _verify(context: Context, config: dict[str, Any], settings: Settings) -> dict[str, Any] | None:
-    pipeline = settings.pipeline
+    settings, pipeline = in_wanted_dtype(settings), settings.pipeline
     torch.set_num_threads(pipeline.threads)
     workers = context.world_size // pipeline.replicas
     world = join_world(context, workers, pipeline.replicas, pipeline.device, pipeline.backend)
     journal = _Lines(context, world.rank == 0)
     assembly = assemble_model(context, settings, world, build_task(settings.task), journal)
-    world.tell_everyone(lambda: require_memory(assembly.cut.parameters, torch.get_default_dtype(), world.device))
+    world.tell_everyone(lambda: require_memory(assembly.cut.parameters, 8 if settings.verify.dtype == "float64" else 4))
     trainer = WatchedTrainer(assemble_training(context, config, assembly, journal, None))
     start = trainer.held()
     trainer.run_steps(settings.verify.steps)
@@ -76,28 +73,43 @@ def compare_with_plain(assembly: Assembly, begun: StepState, steps: Sequence[Ste
         begun: weights and buffers of the pipeline before the first step.
         steps: what each step of the pipeline left.
     """
-    settings, world = assembly.settings, assembly.world
-    tolerance = tolerance_of(settings)
-    plain = PlainTraining(build_model(settings.model), settings, assembly.task, world.device)
-    names = list(assembly.layers)
+    settings, replicas = assembly.settings, assembly.world.replicas
+    tolerance, names = tolerance_of(settings), list(assembly.layers)
+    plain = PlainTraining(build_model(settings.model), settings, assembly.task, assembly.world.device)
     if settings.checkpoint.init_from is not None:
         plain.load(begun)
-    source = assembly.source
-    assert source is not None
-    streams = [source.train(None, settings.pipeline.M, replica, world.replicas) for replica in range(world.replicas)]
+    together = Together.REPLICAS if settings.pipeline.sync_batchnorm and replicas > 1 else Together.NOTHING
     compared: list[Compared] = []
-    for number, ours in enumerate(steps):
-        parts = read_parts(streams)
-        assert parts is not None
-        before = plain.held()
-        theirs = plain.gradients(number, parts, backward_order(assembly, len(parts[0])))
+    note: BatchNormNote | None = None
+    whole: StepState | None = None
+    for number, (ours, parts) in enumerate(zip(steps, _mini_batches(assembly), strict=False)):
+        before, order = plain.held(), backward_order(assembly, len(parts[0]))
+        if number == 0 and plain.batchnorms and sum(len(replica) for replica in parts) > 1:
+            whole = plain.gradients(number, parts, order, Together.EVERYTHING)
+            plain.load(before)
+        theirs = plain.gradients(number, parts, order, together)
+        if number == 0 and whole is not None:
+            note = batchnorm_note(plain.batchnorms, parts, (ours, theirs, whole), tolerance, names)
         agree = gradients_agree(ours, theirs, tolerance)
         plain.update(theirs, ours.gradients if agree else theirs.gradients)
         found = compare(ours, theirs, before, tolerance, names)
+        if number == 0:
+            found = found.after(compare_beginnings(begun, before, tolerance))
         compared.append(Compared(number + 1, ours, theirs, before, found))
     cells = [cell for cell, layers in enumerate(assembly.cut.layers) for _ in layers]
-    model = Model(names, cells, frozenset(plain.draws_noise), settings.pipeline.M, world.replicas)
-    return Report(settings, tolerance, [c.step for c in compared], diagnose(compared, model, tolerance), steps[-1].loss)
+    model = Model(names, cells, frozenset(plain.draws_noise), settings.pipeline.M, replicas)
+    findings = diagnose(compared, model, tolerance)
+    loss = steps[-1].loss if steps else math.nan
+    return Report(settings, tolerance, [one.step for one in compared], findings, note, loss)
+
+
+def _mini_batches(assembly: Assembly) -> Iterator[list[list[Part]]]:
+    """The data once more: of each mini-batch the micro-batches of every replica."""
+    source, replicas = assembly.source, assembly.world.replicas
+    assert source is not None
+    streams = [source.train(None, assembly.settings.pipeline.M, replica, replicas) for replica in range(replicas)]
+    for batches in zip(*streams, strict=False):
+        yield [list(batch.parts) for batch in batches]
 
 
 def backward_order(assembly: Assembly, micro_batches: int) -> list[int]:
@@ -111,26 +123,21 @@ def tolerance_of(settings: Settings) -> float:
     wanted = settings.verify.tolerance
     if wanted != "auto":
         return wanted
-    return TOLERANCES[settings.precision.autocast or str(torch.get_default_dtype()).removeprefix("torch.")]
+    return TOLERANCES[settings.precision.autocast or settings.verify.dtype]
 
 
 def in_wanted_dtype(settings: Settings) -> Settings:
-    """With `verify.dtype=float64` the data come in float64 too."""
+    """With `verify.dtype=float64` layers and data come in float64."""
     if settings.verify.dtype == "configured":
         return settings
-    section = {"_target_": "gpipe_cli.trainer.verify_source.Widened", "source": settings.data}
-    return dataclasses.replace(settings, data={**section, "batch_size": settings.data.get("batch_size")})
-
-
-@contextmanager
-def _default_dtype(settings: Settings) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    if settings.verify.dtype == "float64":
-        torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+    module = "gpipe_cli.trainer.verify_float64"
+    layers = {key: value for key, value in settings.model.items() if key not in MODEL_KEYS_READ_ELSEWHERE}
+    data = {"_target_": f"{module}.Float64Source", "source": settings.data}
+    return dataclasses.replace(
+        settings,
+        model={"_target_": f"{module}.float64_layers", "layers": layers},
+        data={**data, "batch_size": settings.data.get("batch_size")},
+    )
 
 
 def _gather(world: World, mine: list[StepState]) -> list[StepState]:

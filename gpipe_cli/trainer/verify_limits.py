@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import torch
-
 from ..config import Settings
 from ..errors import ConfigurationError
 
@@ -19,7 +17,6 @@ def refuse_what_cannot_be_verified(settings: Settings) -> None:
     """Raises:
     ConfigurationError: this configuration has no plain counterpart.
     """
-    pipeline = settings.pipeline
     if settings.checkpoint.resume is not None:
         raise ConfigurationError(
             "gpipe-verify begins at the first step: leave out checkpoint.resume; checkpoint.init_from=RUN compares "
@@ -30,18 +27,15 @@ def refuse_what_cannot_be_verified(settings: Settings) -> None:
             f"verify.dtype=float64 tells rounding from error, precision.autocast={settings.precision.autocast} rounds: "
             "use precision=fp32, or leave out verify.dtype"
         )
-    if pipeline.sync_batchnorm and pipeline.replicas > 1:
-        raise ConfigurationError(
-            f"pipeline.sync_batchnorm=true with pipeline.replicas={pipeline.replicas}: one process cannot run the "
-            "replicas in step, so there is no plain loop to compare with; use pipeline.replicas=1"
-        )
 
 
-def require_memory(parameters: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises:
+def require_memory(parameters: int, size: int) -> None:
+    """``size``: bytes of a parameter.
+
+    Raises:
     ConfigurationError: the model does not fit into one process beside its comparison.
     """
-    needed, there = parameters * dtype.itemsize * COPIES, available_memory(device)
+    needed, there = parameters * size * COPIES, available_memory()
     if there is not None and needed > there:
         raise ConfigurationError(
             f"gpipe-verify holds the whole model in one process, about {COPIES} times: {parameters:,} parameters need "
@@ -49,7 +43,7 @@ def require_memory(parameters: int, dtype: torch.dtype, device: torch.device) ->
         )
 
 
-def available_memory(device: torch.device) -> int | None:
+def available_memory() -> int | None:
     """Bytes that are free where rank 0 compares; None where the system does not say."""
     try:
         with Path("/proc/meminfo").open(encoding="ascii") as lines:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..config import Settings
 from .compare import Quantity, Step
+from .verify_batchnorm import BatchNormNote
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Report:
     Attributes:
         tolerance: the largest relative difference that counted as rounding.
         findings: what is wrong, as sentences; empty when all agrees.
+        batchnorm: what BatchNorm does to the comparison with M = 1; None where there is none.
         loss: of the last step.
     """
 
@@ -24,6 +26,7 @@ class Report:
     tolerance: float
     steps: list[Step]
     findings: list[str]
+    batchnorm: BatchNormNote | None
     loss: float
 
     @property
@@ -66,6 +69,7 @@ class Report:
             "agrees": self.agrees,
             "verdict": self.verdict,
             "findings": self.findings,
+            "batchnorm": None if self.batchnorm is None else self.batchnorm.as_json(),
             "steps": [
                 {"step": number, "quantities": [_quantity(quantity) for quantity in step.quantities]}
                 for number, step in enumerate(self.steps, start=1)

@@ -1,16 +1,28 @@
-"""A data source in float64, for gpipe-verify."""
+"""Layers and data in float64, for gpipe-verify: the same weights and the same examples, only wider."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..data.source import Batch, Source
+from ..layers import LayerBuilder
 
 
-class Widened:
+def float64_layers(layers: Sequence[LayerBuilder]) -> list[LayerBuilder]:
+    """``layers`` with float64 parameters and buffers; the weights are drawn as ever and then widened."""
+    return [replace(layer, build=partial(_build, layer.build)) for layer in layers]
+
+
+def _build(build: Callable[[], nn.Module]) -> nn.Module:
+    return build().double()
+
+
+class Float64Source:
     """The batches of another source with every floating-point tensor in float64.
 
     Args:
@@ -32,7 +44,7 @@ class Widened:
 
 
 def _widen(batch: Batch) -> Batch:
-    return Batch([(_wide(inputs), _wide(targets)) for inputs, targets in batch.parts], batch.position)
+    return replace(batch, parts=[(_wide(inputs), _wide(targets)) for inputs, targets in batch.parts])
 
 
 def _wide(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -1,0 +1,130 @@
+"""Micro-batches run side by side, so that BatchNorm sees all of them at once: what GPipe would be without its M.
+
+A BatchNorm may stand anywhere inside a layer, so the micro-batches run in threads of their own that take turns: each
+runs to its next BatchNorm and waits there for the others. Only one thread runs at a time, and each finds the random
+numbers where it left them, so dropout is the same as when they run one after the other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+T = TypeVar("T")
+
+
+def run_together(runs: Sequence[Callable[[], T]], batchnorms: Iterable[_BatchNorm], device: torch.device) -> list[T]:
+    """What each of ``runs`` returns, with the training statistics of ``batchnorms`` taken over all of them.
+
+    Args:
+        runs: forwards of the same layers, each of its own micro-batch.
+        device: whose random numbers they draw.
+
+    Raises:
+        Exception: the first that any of them raises.
+    """
+    return _Turns(runs, device).run(batchnorms)
+
+
+class _GaveUp(Exception):
+    """No error of its own: another run has failed."""
+
+
+class _Turns(Generic[T]):
+    def __init__(self, runs: Sequence[Callable[[], T]], device: torch.device) -> None:
+        self._runs, self._device = runs, device
+        self._threads = torch.get_num_threads()
+        self._turn = [threading.Semaphore(0) for _ in runs]
+        self._results: dict[int, T] = {}
+        self._waiting: list[Tensor] = []
+        self._normalised: list[Tensor] = []
+        self._error: BaseException | None = None
+        self._here = threading.local()
+
+    def run(self, batchnorms: Iterable[_BatchNorm]) -> list[T]:
+        threads = [threading.Thread(target=self._one, args=(number,)) for number in range(len(self._runs))]
+        with _replaced_forward(batchnorms, self._normalise):
+            for thread in threads:
+                thread.start()
+            self._turn[0].release()
+            for thread in threads:
+                thread.join()
+        if self._error is not None:
+            raise self._error
+        return [self._results[number] for number in range(len(self._runs))]
+
+    def _one(self, number: int) -> None:
+        """A thread's life; torch's settings are each thread's own."""
+        self._here.number = number
+        self._turn[number].acquire()
+        try:
+            if self._error is None:
+                torch.set_num_threads(self._threads)
+                if self._device.type == "cuda":
+                    torch.cuda.set_device(self._device)
+                self._results[number] = self._runs[number]()
+        except _GaveUp:
+            pass
+        except BaseException as error:
+            self._error = error
+        self._turn[(number + 1) % len(self._turn)].release()
+
+    def _normalise(self, batchnorm: _BatchNorm, x: Tensor) -> Tensor:
+        """In place of a BatchNorm's forward: waits for the inputs of all runs, gives back this one's share."""
+        number = self._here.number
+        self._waiting.append(x)
+        if len(self._waiting) == len(self._runs):
+            self._normalised, self._waiting = _over_all(batchnorm, self._waiting), []
+        self._pass_turn(number)
+        return self._normalised[number]
+
+    def _pass_turn(self, number: int) -> None:
+        state = _random_state(self._device)
+        self._turn[(number + 1) % len(self._turn)].release()
+        self._turn[number].acquire()
+        if self._error is not None:
+            raise _GaveUp
+        _set_random_state(self._device, state)
+
+
+def _over_all(batchnorm: _BatchNorm, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Each of shape (n, C, …), normalised by the statistics of them all; the moving averages stay as they are."""
+    rows = [x.movedim(1, -1) for x in inputs]
+    flat = [x.reshape(-1, x.shape[-1]) for x in rows]
+    output = F.batch_norm(torch.cat(flat), None, None, batchnorm.weight, batchnorm.bias, True, 0.0, batchnorm.eps)
+    parts = output.split([len(x) for x in flat])
+    # A copy, because a layer may write into what its BatchNorm has just put out.
+    return [part.reshape(x.shape).movedim(-1, 1).clone() for part, x in zip(parts, rows, strict=True)]
+
+
+@contextmanager
+def _replaced_forward(
+    batchnorms: Iterable[_BatchNorm], forward: Callable[[_BatchNorm, Tensor], Tensor]
+) -> Iterator[None]:
+    replaced = list(batchnorms)
+    for batchnorm in replaced:
+        batchnorm.forward = partial(forward, batchnorm)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for batchnorm in replaced:
+            del batchnorm.forward
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_random_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
