@@ -17,6 +17,7 @@ SMALL = {
     "memory": "--K 2 --M 2 --examples 4",
     "startup": "--K 1 --quick debug=tiny",
     "exchange": "--workers 2 --rounds 10",
+    "meter": "--shapes 2,2 --examples 4 --tokens 4 --repetitions 2",
 }
 
 
