@@ -20,7 +20,7 @@ from gpipe_cli.pipeline.cell import Cell
 from gpipe_cli.pipeline.engine import Pipeline, StepPlan
 from gpipe_cli.pipeline.partition import cell_layers
 from gpipe_cli.pipeline.randomness import NoiseSource
-from gpipe_cli.pipeline.schedule import schedule
+from gpipe_cli.pipeline.schedule import KINDS, schedule
 from gpipe_cli.pipeline.transport import Transport
 
 STEPS = 3
@@ -44,7 +44,7 @@ def all_cases(K: int) -> list[Case]:
     return [
         Case(K, M, kind, remat, examples, batchnorm, dropout)
         for M in (1, 3, 4)
-        for kind in ("gpipe", "1f1b")
+        for kind in KINDS
         for remat in ("always", "except_last", "never")
         for examples in (8, 11)
         for batchnorm, dropout in ((False, 0.0), (True, 0.2))

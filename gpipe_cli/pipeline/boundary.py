@@ -190,3 +190,11 @@ def unpack(message: Tensor, spec: BoundarySpec) -> Tensors:
     return tuple(
         t.view_of(message[start : start + t.size]) for t, start in zip(spec.tensors, spec.offsets, strict=False)
     )
+
+
+def fresh_leaves(tensors: Tensors, spec: BoundarySpec) -> Tensors:
+    """The boundary in front of a cell: cut off from what made it, collecting gradients where they will be sent back."""
+    return tuple(
+        tensor.detach().requires_grad_(described.needs_gradient)
+        for tensor, described in zip(tensors, spec.tensors, strict=True)
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,6 +141,15 @@ class Cell:
             except Exception as error:
                 raise self._failure(layer, micro_batch) from error
         return values
+
+    @contextmanager
+    def going_backward(self, micro_batch: int) -> Iterator[None]:
+        """Within it an exception of autograd becomes a `LayerFailed` that names the cell's layers."""
+        try:
+            yield
+        except Exception as error:
+            names = f"layers {self.layers[0].name!r} to {self.layers[-1].name!r}"
+            raise LayerFailed(f"cell {self.number}, backward of {names}, micro-batch {micro_batch}") from error
 
     def _failure(self, layer: BuiltLayer, micro_batch: int) -> LayerFailed:
         return LayerFailed(f"cell {self.number}, layer {layer.name!r}, micro-batch {micro_batch}")

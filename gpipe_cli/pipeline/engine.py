@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .boundary import BoundarySpec, Tensors, canonical_gradient, is_channels_last
+from .boundary import BoundarySpec, Tensors, canonical_gradient, fresh_leaves, is_channels_last
 from .cell import Cell, LayerFailed
+from .halves import WeightHalf, backward_of_inputs
 from .meter import Meter
 from .schedule import Instruction, Op
 from .transport import ACTIVATION, GRADIENT, PendingReceive, Transport
@@ -112,6 +113,8 @@ class Pipeline:
             Op.FORWARD: self._forward,
             Op.RECOMPUTE: self._recompute,
             Op.BACKWARD: self._backward,
+            Op.INPUT_GRADIENT: self._input_gradient,
+            Op.WEIGHT_GRADIENT: self._weight_gradient,
             Op.SEND_ACTIVATION: self._send_activation,
             Op.RECEIVE_ACTIVATION: self._receive_activation,
             Op.SEND_GRADIENT: self._send_gradient,
@@ -138,7 +141,8 @@ class Pipeline:
             cell.begin_step(plan.step, plan.steps)
         self._interpret(program, parts)
         record = self._record
-        if any((self._inputs, self._outputs, self._kept, self._gradients, self._received_gradients, self._posted)):
+        held = (self._inputs, self._outputs, self._kept, self._put_off, self._gradients, self._received_gradients)
+        if any((*held, self._posted)):
             raise RuntimeError("the step left something behind in the engine's buffers: the schedule is incomplete")
         self._clear()
         return record
@@ -174,6 +178,7 @@ class Pipeline:
         self._inputs: dict[tuple[int, int], Tensors] = {}  # boundary in front of (cell, micro-batch)
         self._outputs: dict[tuple[int, int], Tensors] = {}  # boundary behind it, waiting to be sent
         self._kept: dict[tuple[int, int], _Kept] = {}
+        self._put_off: dict[tuple[int, int], WeightHalf] = {}
         self._gradients: dict[tuple[int, int], Tensors] = {}  # of the inputs of (cell, micro-batch)
         self._received_gradients: dict[tuple[int, int], Tensors] = {}  # of its outputs
         self._targets: dict[int, Tensors] = {}
@@ -261,20 +266,19 @@ class Pipeline:
         """The last cell's outputs (logits) are dropped as soon as the loss is known; its graph keeps what it needs."""
         return _Kept((), kept.scalars) if cell == self._last else kept
 
-    def _backward(self, cell: int, micro_batch: int) -> None:
+    def _backward(self, cell: int, micro_batch: int, whole: bool = True) -> None:
         kept = self._kept.pop((cell, micro_batch))  # [3]
         inputs = self._inputs.pop((cell, micro_batch))
         gradients = iter(self._take_output_gradients(cell, micro_batch))
         roots = [(tensor, next(gradients)) for tensor in kept.outputs if tensor.requires_grad]
         scalars = [scalar for scalar in kept.scalars if scalar.requires_grad]
         roots += [(scalar, torch.full_like(scalar, self._plan.scale)) for scalar in scalars]
-        try:
-            if roots:
-                torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
-        except Exception as error:
-            layers = self.cells[cell].layers
-            names = f"layers {layers[0].name!r} to {layers[-1].name!r}"
-            raise LayerFailed(f"cell {cell}, backward of {names}, micro-batch {micro_batch}") from error
+        outputs, arrived = [root for root, _ in roots], [gradient for _, gradient in roots]
+        with self.cells[cell].going_backward(micro_batch):
+            if not whole:
+                self._put_off[cell, micro_batch] = backward_of_inputs(outputs, arrived, inputs)
+            elif roots:
+                torch.autograd.backward(outputs, arrived)
         if cell > 0:
             self._gradients[cell, micro_batch] = tuple(
                 torch.zeros_like(tensor)
@@ -283,6 +287,13 @@ class Pipeline:
                 for tensor in inputs
                 if tensor.requires_grad
             )
+
+    def _input_gradient(self, cell: int, micro_batch: int) -> None:
+        self._backward(cell, micro_batch, whole=False)
+
+    def _weight_gradient(self, cell: int, micro_batch: int) -> None:
+        with self.cells[cell].going_backward(micro_batch):
+            self._put_off.pop((cell, micro_batch)).run()
 
     def _take_output_gradients(self, cell: int, micro_batch: int) -> Tensors:
         if cell == self._last:
@@ -311,7 +322,7 @@ class Pipeline:
     def _pass_on(self, cell: int, micro_batch: int, outputs: Tensors, spec: BoundarySpec) -> None:
         """Inside a worker a boundary is a reference; towards another it waits for its send instruction."""
         if self._placement[cell + 1] == self._placement[cell]:
-            self._inputs[cell + 1, micro_batch] = _fresh_leaves(outputs, spec)
+            self._inputs[cell + 1, micro_batch] = fresh_leaves(outputs, spec)
         else:
             self._outputs[cell, micro_batch] = outputs
 
@@ -344,7 +355,7 @@ class Pipeline:
         tensors = self._transport.finish(pending)
         split = len(tensors) - self._n_targets
         boundary = BoundarySpec(pending.spec.tensors[:split])
-        self._inputs[cell, micro_batch] = _fresh_leaves(tensors[:split], boundary)
+        self._inputs[cell, micro_batch] = fresh_leaves(tensors[:split], boundary)
         self._targets[micro_batch] = tensors[split:]
 
     def _send_gradient(self, cell: int, micro_batch: int) -> None:
@@ -387,11 +398,3 @@ class Pipeline:
         if boundary is None:
             return None
         return self._transport.post(GRADIENT, boundary.gradients, cell + 1, cell + 1, micro_batch)
-
-
-def _fresh_leaves(tensors: Tensors, spec: BoundarySpec) -> Tensors:
-    """The boundary in front of a cell: cut off from what made it, collecting gradients where they will be sent back."""
-    return tuple(
-        tensor.detach().requires_grad_(described.needs_gradient)
-        for tensor, described in zip(tensors, spec.tensors, strict=True)
-    )
