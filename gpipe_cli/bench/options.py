@@ -18,7 +18,7 @@ class BenchOptions:
     quick: bool
     out: str
     models: list[Family]
-    K: list[Count]
+    K: list[Count] | None
     M: list[Count] | None
     remat: Literal["always", "except_last", "never"]
     schedules: list[str]
@@ -32,9 +32,15 @@ class BenchOptions:
     device_flops: Positive
     bandwidth: Positive
     latency: float
+    train: list[str]
     memory: list[str]
 
     @property
     def timed_steps(self) -> int:
         """Of each contender."""
         return self.repetitions or (1 if self.quick else 3)
+
+    @property
+    def grid_K(self) -> list[int]:
+        """Of tables 2 and 3."""
+        return self.K or [2, 4, 8]

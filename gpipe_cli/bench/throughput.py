@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -15,7 +16,7 @@ from gpipe_cli.launch.context import Context
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
 from gpipe_cli.pipeline.engine import Part, Pipeline, StepPlan
 from gpipe_cli.pipeline.randomness import NoiseSource
-from gpipe_cli.pipeline.schedule import schedule
+from gpipe_cli.pipeline.schedule import Instruction, schedule
 from gpipe_cli.pipeline.transport import Transport
 
 from .driver import CPU, Step, plain_step, squared_loss
@@ -52,7 +53,7 @@ class EmulatedModel:
     def parts(self) -> list[Part]:
         return [((rows,), (rows,)) for rows in self.batch.tensor_split(self.M)]
 
-    def engine_step(self, kind: str, sizes: Sequence[int], rank: int, K: int, link: Link | None) -> Step:
+    def engine_step(self, kind: str, sizes: Sequence[int], rank: int, K: int, link: Link | None) -> EngineStep:
         """A training step of this worker by the engine; cells go round the workers."""
         placement = tuple(cell % K for cell in range(len(sizes)))
         mine = [cell for cell, worker in enumerate(placement) if worker == rank]
@@ -63,14 +64,25 @@ class EmulatedModel:
         parts = self.parts
         plan = StepPlan(0, 1, tuple((inputs[0].shape,) for inputs, _ in parts), 1.0)
 
-        def step() -> None:
-            if isinstance(transport, LinkTransport):
-                transport.speed = ACCELERATOR.speed
-            engine.meter.begin_step()
-            engine.train_step(program, plan, parts if rank == 0 else None)
-            engine.meter.end_step()
+        return EngineStep(engine, program, plan, parts if rank == 0 else None, transport)
 
-        return step
+
+@dataclass(frozen=True)
+class EngineStep:
+    """One training step of this worker, to be called again and again; ``engine.meter`` knows where it went."""
+
+    engine: Pipeline
+    program: Sequence[Instruction]
+    plan: StepPlan
+    parts: Sequence[Part] | None
+    transport: Transport | None
+
+    def __call__(self) -> None:
+        if isinstance(self.transport, LinkTransport):
+            self.transport.speed = ACCELERATOR.speed
+        self.engine.meter.begin_step()
+        self.engine.train_step(self.program, self.plan, self.parts)
+        self.engine.meter.end_step()
 
 
 def make_transport(placement: tuple[int, ...], link: Link | None) -> Transport | None:

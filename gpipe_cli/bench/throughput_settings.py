@@ -101,7 +101,7 @@ class Setting:
         kinds = [kind for kind in self.options.schedules if self.limit(kind) is not None]
         if self.linked or not self.options.peers:
             return kinds
-        plain = [PLAIN] if min(self.options.K) == self.K else []
+        plain = [PLAIN] if min(self.options.grid_K) == self.K else []
         return [*kinds, *(QUICK_PEERS if self.options.quick else PEERS), *plain]
 
     def cells(self, kind: str) -> int:

@@ -113,7 +113,7 @@ def throughput_table(number: int, options: BenchOptions, say: Say) -> Table:
     settings = [
         Setting(profile, K, M, serial_seconds(M, options), options, protocol.linked)
         for profile in profiles
-        for K in options.K
+        for K in options.grid_K
         for M in options.M or protocol.M
     ]
     for setting in settings:
@@ -129,16 +129,16 @@ def check(options: BenchOptions, protocol: Protocol) -> None:
     """What can be refused before anything runs."""
     if wrong := [kind for kind in options.schedules if kind not in KINDS]:
         raise ConfigurationError(f"schedules={','.join(wrong)}: use {', '.join(KINDS)}")
-    if not options.schedules or not options.models or not options.K:
+    if not options.schedules or not options.models or not options.grid_K:
         raise ConfigurationError("models, schedules and K need at least one value each: see gpipe-bench --help")
-    if too_few := [K for K in options.K if K < 2]:
+    if too_few := [K for K in options.grid_K if K < 2]:
         raise ConfigurationError(f"K={too_few[0]}: a pipeline to measure has at least 2 cells")
 
 
 def measure(settings: Sequence[Setting], options: BenchOptions, say: Say) -> dict[int, dict[str, Any]]:
     """What the workers found, by the number of the setting; one set of processes for each K."""
     measured: dict[int, dict[str, Any]] = {}
-    for K in sorted(set(options.K)):
+    for K in sorted(set(options.grid_K)):
         numbers = [number for number, setting in enumerate(settings) if setting.K == K]
         say(f"K={K}: {len(numbers)} settings, timed steps of each contender: {options.timed_steps}")
         config = {
@@ -180,7 +180,7 @@ def make_results(
 
 
 def reference_of(protocol: Protocol, options: BenchOptions) -> tuple[int, int]:
-    return min(options.K), min(options.M or protocol.M)
+    return min(options.grid_K), min(options.M or protocol.M)
 
 
 def make_table(protocol: Protocol, results: Sequence[Result], options: BenchOptions) -> Table:
