@@ -88,6 +88,9 @@ def _translate(words: Sequence[str]) -> int:
     if chosen.get("scores", "false") not in ("true", "false"):
         raise ConfigurationError(f"scores={chosen['scores']}: use true or false")
     references = _read_references(chosen.get("references"))
+    if references is not None and "input" in chosen:
+        with _opened(chosen["input"]) as lines:
+            refuse_other_count(sum(1 for _ in lines), references)
     run = open_run(chosen["checkpoint"], overrides, chosen.get("step", "last"))
     for line in (*run.warnings, *run.prepared.lines):
         say(line)
@@ -152,7 +155,8 @@ def _run(run: Checkpointed, config: dict[str, Any], folder: Path, writer: Writer
 @contextmanager
 def _opened(path: str | None) -> Iterator[BinaryIO]:
     if path is None:
-        yield sys.stdin.buffer
+        # Not sys.stdin: a thread may still be reading when Python ends, which wants to have that one for itself.
+        yield open(sys.stdin.fileno(), "rb", closefd=False)  # noqa: SIM115  # a descriptor; nothing to close
         return
     try:
         file = Path(path).expanduser().open("rb")
@@ -166,9 +170,10 @@ def _read_references(path: str | None) -> list[str] | None:
     if path is None:
         return None
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        lines = Path(path).expanduser().read_bytes().decode().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"references={path}: {error}") from error
+    return [line.rstrip("\r") for line in (lines if lines[-1] else lines[:-1])]
 
 
 class Feed:
@@ -261,15 +266,18 @@ def _tell_end(result: dict[str, Any], longest: int | None, writer: Writer) -> No
         say(f"warning: {result['longer']:,} lines have more than {longest} tokens, which the training never saw")
 
 
+def refuse_other_count(lines: int, references: Sequence[str]) -> None:
+    """Raises ConfigurationError if there is not one reference for each line of the input."""
+    if lines != len(references):
+        raise ConfigurationError(f"references= has {len(references):,} lines, the input {lines:,}: give one for each")
+
+
 def _show_bleu(texts: Sequence[str], references: Sequence[str] | None) -> int:
     if references is None:
         return 0
     from gpipe_cli.tasks.bleu import corpus_bleu
 
-    if len(texts) != len(references):
-        raise ConfigurationError(
-            f"references= has {len(references):,} lines, the input {len(texts):,}: give one for each"
-        )
+    refuse_other_count(len(texts), references)
     if texts:
         bleu, signature = corpus_bleu(texts, references)
         say(f"BLEU {bleu:.2f}  {signature}")
