@@ -20,7 +20,7 @@ from gpipe_cli.pipeline.cell import Cell
 from gpipe_cli.pipeline.engine import Pipeline, StepPlan
 from gpipe_cli.pipeline.partition import cell_layers
 from gpipe_cli.pipeline.randomness import NoiseSource
-from gpipe_cli.pipeline.schedule import KINDS, schedule
+from gpipe_cli.pipeline.schedule import REMAT, schedule
 from gpipe_cli.pipeline.transport import Transport
 
 STEPS = 3
@@ -40,15 +40,20 @@ class Case:
 
 
 def all_cases(K: int) -> list[Case]:
-    """Both schedules, the re-materialization policies, even and uneven batches, with and without BatchNorm."""
+    """The schedules, the re-materialization policies, even and uneven batches, with and without BatchNorm."""
     return [
         Case(K, M, kind, remat, examples, batchnorm, dropout)
         for M in (1, 3, 4)
-        for kind in KINDS
-        for remat in ("always", "except_last", "never")
-        for examples in (8, 11)
-        for batchnorm, dropout in ((False, 0.0), (True, 0.2))
+        for kind in ("gpipe", "1f1b", "zero_bubble")
+        for remat in REMAT
+        for examples, batchnorm, dropout in ((8, False, 0.0), (8, True, 0.2), (11, False, 0.0), (11, True, 0.2))
+        if kind != "zero_bubble" or (batchnorm and examples == 11)
     ]
+
+
+def round_robin_cases(K: int) -> list[Case]:
+    """Several cells on each worker, with micro-batches that fill no group of W, one, or one and a bit."""
+    return [Case(K, M, "interleaved_1f1b", remat, 11, True, 0.2) for M in (1, 3, 4, 5) for remat in REMAT]
 
 
 def sizes_of(K: int) -> list[int]:
@@ -122,20 +127,21 @@ def differences(case: Case, ours: list[dict[str, Any]], plain: list[dict[str, An
 
 
 def compare_as_processes(context: Context, config: dict[str, Any]) -> list[str]:
-    """Entry point of a worker: cell k on worker k."""
+    """Entry point of a worker: cell k on worker k, or two cells a worker, round robin, where the layers suffice."""
     torch.set_default_dtype(torch.float64)
     context.init_process_group("gloo")
-    K = context.world_size
+    workers = context.world_size
     world = dist.group.WORLD
     assert world is not None
     found: list[str] = []
-    for case in all_cases(K):
-        transport = Transport(tuple(range(K)), CPU, CPU, (world, world), world)
-        ours = run_case(case, tuple(range(K)), context.rank, transport)
+    for case in all_cases(workers) + (round_robin_cases(2 * workers) if workers < 4 else []):
+        placement = tuple(cell % workers for cell in range(case.K))
+        transport = Transport(placement, CPU, CPU, (world, world), world)
+        ours = run_case(case, placement, context.rank, transport)
         found += differences(case, ours, run_plain(case))
-        losses: list[Any] = [None] * K
+        losses: list[Any] = [None] * workers
         dist.all_gather_object(losses, [step["losses"] for step in ours])
-        in_one_process = run_case(case, (0,) * K, 0, None)
+        in_one_process = run_case(case, (0,) * case.K, 0, None)
         for step, alone in enumerate(in_one_process):
             together: dict[Any, float] = {}
             for worker in losses:
@@ -145,7 +151,7 @@ def compare_as_processes(context: Context, config: dict[str, Any]) -> list[str]:
             for name, gradient in ours[step]["gradients"].items():
                 if not torch.equal(gradient, alone["gradients"][name]):
                     found.append(f"{case}, step {step}: gradient of {name} has other bits than in one process")
-    everyone: list[Any] = [None] * K
+    everyone: list[Any] = [None] * workers
     dist.all_gather_object(everyone, found)
     return [text for worker in everyone for text in worker]
 

@@ -14,6 +14,7 @@ from torch import nn
 from gpipe_cli.launch.supervisor import Job, launch
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell, LayerFailed
 from gpipe_cli.pipeline.randomness import NoiseSource
+from gpipe_cli.pipeline.schedule import KINDS, REMAT
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +45,20 @@ def test_gradients_equal_those_of_torch_pipelining(K: int, tmp_path: Path) -> No
     entry, preload = "engine_jobs:compare_with_torch_pipelining", ("torch", "torch.distributed.pipelining")
     found = launch(Job(tmp_path, K, entry, {}, preload=preload), lambda event: None)
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("remat", REMAT)
+def test_a_backward_in_two_halves_has_the_bits_of_a_whole_one(remat: str, dtype: torch.dtype) -> None:
+    torch.set_default_dtype(dtype)
+    for K in (1, 3, 7):
+        halves = run_case(Case(K, 4, "zero_bubble", remat, 11, True, 0.3), (0,) * K, 0, None)
+        whole = run_case(Case(K, 4, "1f1b", remat, 11, True, 0.3), (0,) * K, 0, None)
+        assert sorted(halves[0]["gradients"]) == sorted(whole[0]["gradients"])
+        for step, (now, then) in enumerate(zip(halves, whole, strict=True)):
+            assert now["losses"] == then["losses"], (K, step)
+            for name, gradient in then["gradients"].items():
+                assert torch.equal(now["gradients"][name], gradient), (K, step, name)
 
 
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
@@ -82,8 +97,9 @@ def test_a_layer_that_writes_into_the_input_of_its_cell_is_refused_by_name() -> 
         cell.run_training((torch.zeros(2),), (), step=0, micro_batch=0, signature=None, first_time=True)
 
 
-def test_nothing_is_left_in_the_engine_after_a_step_and_no_graph_is_alive() -> None:
-    run_case(Case(3, 4, "1f1b", "except_last", 11, True, 0.3), (0,) * 3, 0, None)
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_left_in_the_engine_after_a_step_and_no_graph_is_alive(kind: str) -> None:
+    run_case(Case(3, 4, kind, "except_last", 11, True, 0.3), (0,) * 3, 0, None)
     gc.collect()
     alive = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor) and thing.grad_fn is not None]
     assert not alive
