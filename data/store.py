@@ -15,7 +15,7 @@ batches are formed without reading a sentence.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -50,11 +50,11 @@ class Sizes:
 
     Attributes:
         block: pairs that are read together, in random order; the largest block's order is held in memory.
-        shard: pairs of a file, a multiple of `block`; about 50 tokens a pair make files of 400 MB.
+        shard: pairs of a file, a multiple of `block`; about 50 tokens a pair make files of 100 MB.
     """
 
     block: int = 65_536
-    shard: int = 64 * 65_536
+    shard: int = 16 * 65_536
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,7 @@ class Store:
         said = json.loads((folder / "store.json").read_text(encoding="utf-8"))
         self.block: int = said["block"]
         self.languages = {
-            code: Trained(of["shards"], {int(w): (n, t) for w, (n, t) in of["widths"].items()})
-            for code, of in said["languages"].items()
+            code: Trained(of["shards"], as_widths(of["widths"])) for code, of in said["languages"].items()
         }
         self.source_vocabulary = Vocabulary((folder / "source.model").read_bytes())
         own = folder / "target.model"
@@ -242,6 +241,11 @@ def target_widths(lengths: npt.NDArray[np.uint16]) -> dict[int, tuple[int, int]]
     return {
         int(width): (int((widths == width).sum()), int(targets[widths == width].sum())) for width in np.unique(widths)
     }
+
+
+def as_widths(said: Mapping[str, Sequence[int]]) -> dict[int, tuple[int, int]]:
+    """`Trained.widths` as JSON has them."""
+    return {int(width): (pairs, tokens) for width, (pairs, tokens) in said.items()}
 
 
 def add_widths(parts: Sequence[dict[int, tuple[int, int]]]) -> dict[int, tuple[int, int]]:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from . import typical
 from .cldr import HELD_OUT_ITEMS
 from .cldr_corpus import CorpusParameters, open_store
 from .source import Batch, Report, check_limits, parts_of_replica, permutation, read_ahead, split_evenly
@@ -85,6 +86,10 @@ class TextSource:
                 f"data.sequence_length={self._length}: the corpus has {len(self._stream)} tokens, less than one block: "
                 "lower data.sequence_length or raise data.largest"
             )
+
+    def typical_part(self, parts: int, longest: bool) -> tuple[Part, int]:
+        """Shapes of a micro-batch, without data: see `typical`."""
+        return typical.blocks(parts, self._batch_size, self._length)
 
     def train(self, position: Any, parts: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Mini-batches without end; a position is `{"batch": n}`, the number of the next one."""

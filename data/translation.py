@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from . import typical
 from .cldr import HELD_OUT_ITEMS
 from .cldr_corpus import CorpusParameters, open_store
-from .languages import RANK
+from .languages import RANK, SCRIPTS
 from .sampling import TemperatureSampler, temperature_shares
+from .sentences import keep_vocabularies
 from .source import Batch, Report, check_limits, parts_of_replica, permutation, read_ahead, split_evenly
 from .store import HeldOutPair, Ragged, Rows, Store, Tokens
 from .token_batches import balanced, by_count, by_tokens, pairs_by_width, width_of
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 CHUNK_BATCHES = 64  # mini-batches that are sorted by length together
 CHUNK_PAIRS = 2**22  # ... but no more pairs than this: they are held in memory, 40 bytes each
 EVALUATION_BATCH = 64
+SPLITS = ("dev", "test")  # held-out sentences: to look at while training, and to compare by
 
 
 class HeldOutSample(NamedTuple):
@@ -51,14 +55,16 @@ class PairSource:
             parts are balanced in padded tokens.
         temperature: languages are drawn with p ∝ pairs^(1/temperature).
         max_length: the longest sequence of a batch, marks included.
-        evaluation_per_language: dev sentences of each language in `evaluation`.
+        evaluation_per_language: held-out sentences of each language in `evaluation`.
         seed: decides the order of the batches.
+        evaluation_split: which held-out sentences: "dev" or "test".
 
     Raises:
         ValueError: a value out of its limits.
     """
 
     pad_id, bos_id, eos_id = PAD, BOS, EOS
+    typical_lengths = (24, 16)  # padded, of source and target: the medians of CLDR batches with 4,000 pieces
 
     def __init__(
         self,
@@ -68,7 +74,10 @@ class PairSource:
         max_length: int,
         evaluation_per_language: int,
         seed: int,
+        evaluation_split: str = "dev",
     ) -> None:
+        if evaluation_split not in SPLITS:
+            raise ValueError(f"data.evaluation_split={evaluation_split}: use {' or '.join(SPLITS)}")
         if batch_size is None and batch_tokens is None:
             raise ValueError("data.batch_size=null needs data.batch_tokens: how large is a mini-batch?")
         check_limits(
@@ -81,6 +90,7 @@ class PairSource:
         self._batch_tokens = batch_tokens
         self._temperature, self._max_length, self._seed = temperature, max_length, seed
         self._evaluation_per_language = evaluation_per_language
+        self.evaluation_split = evaluation_split
         self._pairs_by_width: dict[int, int] = {}
         self._store: Store | None = None
 
@@ -104,6 +114,12 @@ class PairSource:
             share = sum(pairs / self._pairs_by_width[width] for width, (pairs, _) in widths.items())
             self._pairs = max(1, round(sum(pairs for pairs, _ in widths.values()) / share))
 
+    def typical_part(self, parts: int, longest: bool) -> tuple[Part, int]:
+        """Shapes of a micro-batch, without data: see `typical`."""
+        lengths = (self._max_length,) * 2 if longest else self.typical_lengths
+        source, target = (min(length, self._max_length) for length in lengths)
+        return typical.pairs(parts, self._pairs, self._batch_tokens, source, target)
+
     def train(self, position: Any, parts: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Mini-batches without end; a position is `{"chunk": c, "batch": b, "pairs": n}`, the next one to make.
 
@@ -112,11 +128,13 @@ class PairSource:
         start = position or {"chunk": 0, "batch": 0, "pairs": 0}
         if self._batch_tokens is None:
             parts_of_replica(self._pairs, parts, replica, replicas, "data.batch_size")
+        else:
+            self._check_parts(parts * replicas)
         return read_ahead(self._train(start["chunk"], start["batch"], parts, replica, replicas))
 
     def evaluation(self, parts: int) -> Iterator[Batch]:
         """`evaluation_per_language` dev sentences of each language, shortest first."""
-        samples = self.held_out("dev", self._evaluation_per_language)
+        samples = self.held_out(self.evaluation_split, self._evaluation_per_language)
         targets = self._opened.target_vocabulary.encode([sample.reference for sample in samples])
         fitting = [i for i, ids in enumerate(targets) if len(ids) < self._max_length]
         order = sorted(fitting, key=lambda i: (len(targets[i]), len(samples[i].source_ids)))
@@ -135,7 +153,7 @@ class PairSource:
 
         Which ones depends on nothing but the language. Sources longer than `max_length` are left out.
         """
-        if split not in ("dev", "test"):
+        if split not in SPLITS:
             raise ValueError(f"no held-out split '{split}': use 'dev' or 'test'")
         by_language: dict[str, list[HeldOutPair]] = {code: [] for code in self._opened.languages}
         for pair in self._opened.held_out(split):
@@ -161,10 +179,19 @@ class PairSource:
         """The text of target ids, up to the first end mark."""
         return self._opened.target_vocabulary.decode(ids)
 
+    def keep_vocabularies(self, folder: Path) -> None:
+        """Copies them to a folder from which `sentences.SentenceSource` translates without the corpus."""
+        keep_vocabularies(self._opened.folder, folder)
+
     @property
     def sizes(self) -> dict[str, int]:
         """Training pairs of each language."""
         return self._opened.sizes
+
+    @property
+    def scripts(self) -> dict[str, str]:
+        """The script of each language, as far as it is known."""
+        return {code: SCRIPTS[code] for code in self.sizes if code in SCRIPTS}
 
     def epoch(self, position: Any) -> float:
         """Pairs read up to `position`, in sizes of the corpus (of which small languages come round more often)."""
@@ -208,16 +235,25 @@ class PairSource:
             for place in range(batch, len(batches)):
                 of_batch = rows.take(batches[place])
                 read += len(of_batch)
-                cuts = self._cuts(of_batch, parts * replicas, parts, replica, replicas)[mine]
+                cuts = self._cuts(of_batch, parts * replicas)[mine]
                 made = [_tensors(*self._opened.gather(of_batch.take(cut), opened)) for cut in cuts]
                 yield Batch(made, {"chunk": number, "batch": place + 1, "pairs": read})
             batch = 0
 
-    def _cuts(self, rows: Rows, all_parts: int, parts: int, replica: int, replicas: int) -> list[slice]:
+    def _check_parts(self, parts: int) -> None:
+        """A chunk's last mini-batch, of its longest sentences, may be half of one."""
+        width, pairs = min(self._pairs_by_width.items(), key=lambda item: item[1])
+        if pairs < 2 * parts:
+            raise ValueError(
+                f"data.batch_tokens={self._batch_tokens}: a mini-batch of the longest sentences has {pairs} pairs or "
+                f"half, too few for {parts} micro-batches: use data.batch_tokens={2 * parts * width} or a lower "
+                "pipeline.M"
+            )
+
+    def _cuts(self, rows: Rows, parts: int) -> list[slice]:
         if self._batch_tokens is None:
-            return split_evenly(len(rows), all_parts)
-        parts_of_replica(len(rows), parts, replica, replicas, "data.batch_tokens")
-        return balanced(rows.source + 1, rows.target + 1, all_parts)
+            return split_evenly(len(rows), parts)
+        return balanced(rows.source + 1, rows.target + 1, parts)
 
     def _mini_batches(self, rows: Rows, chunk: int) -> list[npt.NDArray[np.int64]]:
         """The places of each mini-batch's pairs in the chunk: alike in length within, in random order among them."""
@@ -232,7 +268,7 @@ class TranslationSource(PairSource):
     """Translation from 102 languages into English, from the CLDR corpus.
 
     Args:
-        batch_size, batch_tokens, temperature, evaluation_per_language, seed: as of `PairSource`.
+        batch_size, batch_tokens, temperature, evaluation_per_language, seed, evaluation_split: as of `PairSource`.
         languages: CLDR codes; None for all 102. A language's pairs do not depend on the others chosen.
         pair: one code, in place of `languages`: a bilingual run.
         largest, smallest: training pairs of the best and the least resourced language of the whole table.
@@ -260,8 +296,11 @@ class TranslationSource(PairSource):
         corpus_seed: int = 0,
         seed: int = 0,
         cache_dir: str | None = None,
+        evaluation_split: str = "dev",
     ) -> None:
-        super().__init__(batch_size, batch_tokens, temperature, max_length, evaluation_per_language, seed)
+        super().__init__(
+            batch_size, batch_tokens, temperature, max_length, evaluation_per_language, seed, evaluation_split
+        )
         check_limits(evaluation_per_language=(evaluation_per_language, 1, HELD_OUT_ITEMS))
         chosen = chosen_languages(languages, pair)
         self.parameters = CorpusParameters.checked(chosen, largest, smallest, vocabulary, corpus_seed, max_length)

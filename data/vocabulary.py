@@ -11,11 +11,16 @@ import sentencepiece
 PAD, UNKNOWN, BOS, EOS = 0, 1, 2, 3
 
 
-def train_vocabulary(sentences: Iterable[str], size: int) -> bytes:
+def train_vocabulary(
+    sentences: Iterable[str], size: int, character_coverage: float = 1.0, key: str = "vocabulary"
+) -> bytes:
     """Train exactly `size` pieces; the same sentences in the same order give the same bytes.
 
-    Every character is covered (27 scripts share the vocabulary), and digits stand alone, since languages group
-    them differently: 6.629.945 is 6,629,945.
+    Digits stand alone, since languages group them differently: 6.629.945 is 6,629,945.
+
+    Args:
+        character_coverage: share of the text's characters that get pieces; the rest, the rarest, read as unknown.
+        key: under `data`, which says the size; for messages.
 
     Raises:
         ValueError: the sentences support fewer pieces than `size`, or need more for their characters alone.
@@ -27,7 +32,7 @@ def train_vocabulary(sentences: Iterable[str], size: int) -> bytes:
             model_writer=model,
             model_type="unigram",
             vocab_size=size,
-            character_coverage=1.0,
+            character_coverage=character_coverage,
             split_digits=True,
             normalization_rule_name="nmt_nfkc",
             pad_id=PAD,
@@ -38,19 +43,19 @@ def train_vocabulary(sentences: Iterable[str], size: int) -> bytes:
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise ValueError(_limit(size, str(error))) from error
+        raise ValueError(_limit(size, str(error), key)) from error
     return model.getvalue()
 
 
-def _limit(size: int, message: str) -> str:
+def _limit(size: int, message: str, key: str) -> str:
     if largest := re.search(r"set it to a value <= (\d+)", message):
-        return f"data.vocabulary={size}, but this corpus supports {largest[1]} pieces: use data.vocabulary={largest[1]}"
+        return f"data.{key}={size}, but this corpus supports {largest[1]} pieces: use data.{key}={largest[1]}"
     if smallest := re.search(r"\d+ vs (\d+)", message):
         return (
-            f"data.vocabulary={size}, but the corpus has {smallest[1]} pieces to hold for its characters alone: "
-            f"use data.vocabulary={int(smallest[1]) * 2} or fewer data.languages"
+            f"data.{key}={size}, but the corpus has {smallest[1]} pieces to hold for its characters alone: "
+            f"use data.{key}={int(smallest[1]) * 2} or fewer data.languages"
         )
-    return f"data.vocabulary={size}: SentencePiece could not train: {message}"
+    return f"data.{key}={size}: SentencePiece could not train: {message}"
 
 
 class Vocabulary:
@@ -62,9 +67,9 @@ class Vocabulary:
     def __len__(self) -> int:
         return int(self._pieces.get_piece_size())
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode(self, texts: Sequence[str], threads: int = 2) -> list[list[int]]:
         """The ids of each text, with no beginning or end mark."""
-        ids: list[list[int]] = self._pieces.encode(list(texts), out_type=int, num_threads=2)
+        ids: list[list[int]] = self._pieces.encode(list(texts), out_type=int, num_threads=threads)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

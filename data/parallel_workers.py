@@ -1,0 +1,69 @@
+"""Processes that prepare text: jobs in, results out in the jobs' order, few of them in memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
+from types import TracebackType
+from typing import TypeVar
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+WATCH_SECONDS = 1.0
+
+
+class Workers:
+    """Runs a function in `count` processes; with one, in this process.
+
+    New interpreters, not forks: whoever prepares data may hold a GPU or threads. They end with this process.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def map(self, function: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[Result]:
+        """`function` of each job, in order; at most two jobs a process are under way or waiting to be taken."""
+        if self.count == 1:
+            yield from map(function, jobs)
+            return
+        if self._pool is None:
+            self._pool = ProcessPoolExecutor(self.count, get_context("spawn"), _end_with, (os.getpid(),))
+        waiting: deque[Future[Result]] = deque()
+        for job in jobs:
+            waiting.append(self._pool.submit(function, job))
+            if len(waiting) >= 2 * self.count:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _end_with(parent: int) -> None:
+    """A killed parent cannot tell its pool to end: each process looks for it."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(WATCH_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
