@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -163,7 +163,8 @@ def _apply(config: DictConfig, override: Override) -> None:
     section = key.partition(".")[0]
     missing = OmegaConf.select(config, key, default=_NOTHING) is _NOTHING
     if missing and section in FREE_FORM and not (override.is_add() or override.is_force_add()):
-        known = [*_flat(config), *(f"task.generation.{name}" for name in _generation_keys(config))]
+        plain = cast("dict[str, Any]", OmegaConf.to_container(config))
+        known = [*_flat(plain), *(f"task.generation.{name}" for name in _generation_keys(config))]
         if key not in known:
             raise ConfigurationError(f"{unknown_key(key, known)} (+{override.input_line} adds it)")
     with open_dict(config):
@@ -173,14 +174,13 @@ def _apply(config: DictConfig, override: Override) -> None:
 _NOTHING = object()
 
 
-def _flat(config: DictConfig, prefix: str = "") -> list[str]:
+def _flat(values: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Every key, dotted."""
-    names: list[str] = []
-    for name in config:
-        value = config._get_node(name)
-        inner = isinstance(value, DictConfig) and not value._is_none()
-        names += _flat(value, f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
-    return names
+    return [
+        name
+        for key, value in values.items()
+        for name in (_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}"])
+    ]
 
 
 def _generation_keys(config: DictConfig) -> list[str]:
