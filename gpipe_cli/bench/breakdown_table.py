@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -92,20 +93,20 @@ def real_run(K: int, M: int, options: BenchOptions, say: Say) -> dict[str, Any]:
     Raises:
         RunFailed: it ended with an error.
     """
-    folder = Path(options.out).absolute() / "table4_run"
     words = [
         *(f"pipeline.K={K}", f"pipeline.workers={K}", f"pipeline.M={M}", f"data.batch_size={BATCH}"),
         *(f"pipeline.remat={options.remat}", f"pipeline.schedule={options.schedules[0]}"),
         *(f"trainer.steps={QUICK_STEPS if options.quick else STEPS}", "trainer.evaluate_every=null"),
-        *("trainer.evaluate_first=false", "trainer.samples=0", f"hydra.run.dir={folder}", *options.train),
+        *("trainer.evaluate_first=false", "trainer.samples=0", *options.train),
     ]
     say(f"gpipe-train {' '.join(words)}")
-    command = [sys.executable, "-m", "gpipe_cli.commands.train", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])
-        raise RunFailed(f"gpipe-train {' '.join(words)} ended with {done.returncode}:\n{last}")
-    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory(prefix="gpipe-bench-") as folder:
+        command = [sys.executable, "-m", "gpipe_cli.commands.train", *words, f"hydra.run.dir={folder}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])
+            raise RunFailed(f"gpipe-train {' '.join(words)} ended with {done.returncode}:\n{last}")
+        summary: dict[str, Any] = json.loads((Path(folder) / "summary.json").read_text(encoding="utf-8"))
     return summary
 
 
@@ -115,7 +116,7 @@ def notes(K: int, M: int, options: BenchOptions) -> list[str]:
         f"(K-1)/(M+K-1) is {100 * ideal_bubble(K, M):.1f} % here.",
         f"Schedule {options.schedules[0]}, remat {options.remat}. computation: forward and backward. bubble: what "
         "the schedule leaves idle with even cells. load imbalance: what the cells' own times leave idle beyond that. "
-        "setup: all else: messages, data, the exchange that ends a step, unsteady times (gpipe_cli/trainer/breakdown.py).",
+        "setup: all else: messages, data, the exchange that ends a step, unsteady times.",
         "Emulated accelerators have no data and no weight update: layers sleep, messages are real.",
         f"gpipe-train here: {K} workers on this machine's own devices, "
         + " ".join(options.train or ["the default model"])

@@ -40,22 +40,28 @@ def squared_loss(outputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> tu
 def engine_step(
     modules: Sequence[nn.Module],
     rank: int,
-    K: int,
+    workers: int,
     parts: Sequence[Part],
     kind: str = "gpipe",
     remat: str = "never",
     loss: Loss = squared_loss,
+    cells_here: int = 1,
 ) -> Step:
-    """One training step of cell ``rank`` of K, which ``modules`` make up, on this worker.
+    """One training step of this worker, whose cells ``modules`` make up in equal parts.
 
     Args:
         parts: micro-batches; every worker gives the same shapes, only the first one's values count.
+        cells_here: cells of each worker; cell c lies on worker c mod W.
     """
-    placement = tuple(range(K))
-    built = [BuiltLayer(rank * len(modules) + i, f"layer.{i}", module) for i, module in enumerate(modules)]
+    placement = tuple(range(workers)) * cells_here
     world = dist.group.WORLD
-    transport = Transport(placement, CPU, CPU, (world, world), world) if K > 1 and world is not None else None
-    cells = [Cell(rank, built, NoiseSource(0, 0, CPU))]
+    transport = Transport(placement, CPU, CPU, (world, world), world) if workers > 1 and world is not None else None
+    size = len(modules) // cells_here
+    cells = []
+    for part in range(cells_here):
+        cell = part * workers + rank
+        built = [BuiltLayer(cell * size + i, f"layer.{i}", modules[part * size + i]) for i in range(size)]
+        cells.append(Cell(cell, built, NoiseSource(0, 0, CPU)))
     engine = Pipeline(cells, placement, transport, loss, len(parts[0][1]), CPU)
     program = schedule(kind, placement, len(parts), remat)[rank]
     signatures = tuple(tuple(tensor.shape for tensor in inputs + targets) for inputs, targets in parts)

@@ -41,10 +41,11 @@ class EmulatedModel:
         self._seconds, self.M, self.remat = seconds, M, remat
         self.batch = torch.zeros(EXAMPLES, WIDTH)
 
-    def layers(self, sizes: Sequence[int], cell: int) -> list[BuiltLayer]:
-        """New layers of one cell."""
+    def layers(self, sizes: Sequence[int], cell: int, divisible: bool = False) -> list[BuiltLayer]:
+        """New layers of one cell; ``divisible``: see `SleepingLayer`."""
         ends = [0, *accumulate(sizes)]
-        return [BuiltLayer(i, f"layer.{i}", SleepingLayer(self._seconds[i])) for i in range(ends[cell], ends[cell + 1])]
+        numbers = range(ends[cell], ends[cell + 1])
+        return [BuiltLayer(i, f"layer.{i}", SleepingLayer(self._seconds[i], divisible)) for i in numbers]
 
     def modules(self, sizes: Sequence[int], cell: int) -> list[Any]:
         return [layer.module for layer in self.layers(sizes, cell)]
@@ -57,7 +58,7 @@ class EmulatedModel:
         """A training step of this worker by the engine; cells go round the workers."""
         placement = tuple(cell % K for cell in range(len(sizes)))
         mine = [cell for cell, worker in enumerate(placement) if worker == rank]
-        cells = [Cell(cell, self.layers(sizes, cell), NoiseSource(0, 0, CPU)) for cell in mine]
+        cells = [Cell(cell, self.layers(sizes, cell, kind == "zero_bubble"), NoiseSource(0, 0, CPU)) for cell in mine]
         transport = make_transport(placement, link)
         engine = Pipeline(cells, placement, transport, squared_loss, 1, CPU)
         program = schedule(kind, placement, self.M, self.remat)[rank]
