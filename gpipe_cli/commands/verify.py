@@ -68,14 +68,28 @@ def with_own_run_directory(words: Sequence[str]) -> list[str]:
 
 
 def conclude(report: Any, run_dir: Path, console: Console) -> int:
-    """Show the report of rank 0; other ranks (under torchrun) have none."""
+    """Show the report of rank 0, and leave what the table of a sweep is made of; other ranks (torchrun) have none."""
+    from gpipe_cli.commands.sweep import ERROR_FILE
+
     if report is None:
         return 0
     if report["format"] == "json":
         print(json.dumps(report, indent=1), file=sys.__stdout__, flush=True)
     for line in as_text(report):
         console.say(line)
+    worst = {name: largest(report, name) for name in ("gradients", "weights after")}
+    evaluation = {f"{name}, largest difference": value for name, value in worst.items()}
+    summary = {"loss": report["loss"], "evaluation": evaluation, "stopped_by": "steps"}
+    (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    if not report["agrees"]:
+        (run_dir / ERROR_FILE).write_text(f"{[*report['findings'], report['verdict']][0]}\n", encoding="utf-8")
     return 0 if report["agrees"] else DIFFERENT
+
+
+def largest(report: dict[str, Any], name: str) -> float | None:
+    """The largest relative difference of a quantity over the steps; None: there is none, or it is not finite."""
+    found = [q["relative"] for step in report["steps"] for q in step["quantities"] if q["name"] == name]
+    return None if None in found else max(found, default=None)
 
 
 def as_text(report: dict[str, Any]) -> list[str]:

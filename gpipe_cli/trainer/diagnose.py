@@ -7,7 +7,7 @@ differences in all that follow, so the first of them is the one to explain.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +30,7 @@ from .compare import (
     Step,
     weights_used,
 )
-from .verify_record import RECOMPUTED, WEIGHTS, WEIGHTS_AGAIN, Fingerprint, Key, Point, StepState
+from .verify_record import GRADIENT, RECOMPUTED, WEIGHTS, WEIGHTS_AGAIN, Fingerprint, Key, Point, StepState
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Model:
         names: of the layers. cells: the cell of each layer.
         draws_noise: layers that draw random numbers.
         M, replicas: micro-batches of a replica, replicas.
+        clip: `trainer.gradient_clip`.
     """
 
     names: Sequence[str]
@@ -48,6 +49,7 @@ class Model:
     draws_noise: frozenset[int]
     M: int
     replicas: int
+    clip: float | None
 
     def place(self, layer: int) -> str:
         return f"layer {self.names[layer]} (cell {self.cells[layer]})"
@@ -175,23 +177,31 @@ def _backward(now: Compared, model: Model, tolerance: float) -> list[str]:
 
 def _factor(now: Compared, beyond: Sequence[Difference], model: Model) -> list[str]:
     """Whether all gradients that differ are those of the plain loop times one number."""
-    keys = [key for key in now.plain.gradients if key in now.ours.gradients and key[1] in {d.where for d in beyond}]
-    factors = [_multiple(now.ours.gradients[key], now.plain.gradients[key]) for key in keys]
-    if not factors or None in factors:
+    where = {difference.where for difference in beyond}
+    keys = [key for key in now.plain.gradients if key in now.ours.gradients and key[1] in where]
+    factor = _common_factor((now.ours.gradients[key], now.plain.gradients[key]) for key in keys)
+    if factor is None or abs(factor - 1) < 1e-2:
         return []
-    known = [factor for factor in factors if factor is not None]
-    middle = sorted(known)[len(known) // 2]
-    if any(abs(factor - middle) > 1e-2 * max(abs(middle), 1e-3) for factor in known):
-        return []
-    if abs(middle) < 1e-6:
+    if abs(factor) < 1e-6:
         return ["these gradients are zero: nothing flows back to them"]
     names = {"M": model.M, "the number of replicas": model.replicas}
     for name, value in names.items():
-        if value > 1 and abs(middle / value - 1) < 1e-2:
+        if value > 1 and abs(factor / value - 1) < 1e-2:
             return [f"they are {value} times too large: scaled by {name} = {value}"]
-        if value > 1 and abs(middle * value - 1) < 1e-2:
+        if value > 1 and abs(factor * value - 1) < 1e-2:
             return [f"they are {value} times too small: divided by {name} = {value}"]
-    return [f"they are {middle:.6g} times those of the plain loop"]
+    return [f"they are {factor:.6g} times those of the plain loop"]
+
+
+def _common_factor(pairs: Iterable[tuple[Tensor, Tensor]]) -> float | None:
+    """f where in every pair the first is f times the second, within a hundredth; None where there is no such f."""
+    factors = [_multiple(ours, plain) for ours, plain in pairs]
+    known = [factor for factor in factors if factor is not None]
+    if not known or len(known) < len(factors):
+        return None
+    middle = sorted(known)[len(known) // 2]
+    alike = all(abs(factor - middle) <= 1e-2 * max(abs(middle), 1e-3) for factor in known)
+    return middle if alike else None
 
 
 def _multiple(ours: Tensor, plain: Tensor) -> float | None:
@@ -215,8 +225,10 @@ def _where_it_comes_in(now: Compared, model: Model) -> list[str]:
     which = f"micro-batch{'es' if len(micro_batches) > 1 else ''} {', '.join(map(str, micro_batches))}"
     if layer == len(model.names) - 1:
         return [f"already the gradient that the loss hands to {model.place(layer)} differs ({which})"]
-    between = f"between {model.place(layer)} and {model.place(layer + 1)}"
-    if model.cells[layer] != model.cells[layer + 1]:
+    traced = {point.layer for point in now.plain.trace[GRADIENT]}
+    behind = next((other for other in range(layer + 1, len(model.names)) if other in traced), layer + 1)
+    between = f"between {model.place(layer)} and {model.place(behind)}"
+    if model.cells[layer] != model.cells[behind]:
         return [f"the gradient that crosses the boundary {between} is the first to differ ({which})"]
     return [f"the gradient {between} is the first to differ ({which})"]
 
@@ -250,27 +262,38 @@ def _batchnorm(now: Compared, model: Model) -> list[str]:
 def _update(now: Compared, model: Model) -> list[str]:
     """Gradients agree: so the optimizer, what it remembers, or clipping."""
     updated, state = now.step[UPDATED].beyond, now.step[STATE].beyond
-    found = []
-    if state:
-        begun = [d for d in state if d.where.endswith(":step")]
-        layers = sorted({d.layer for d in state})
-        text = f"the optimizer's state differs, first in {model.place(layers[0])} ({state[0].where})"
-        found.append(text + (": its memory of earlier steps was lost" if begun else ""))
-    if updated:
-        layers = sorted({d.layer for d in updated})
-        unmoved = [layer for layer in layers if _unmoved(now, layer)]
-        if unmoved:
-            cells = ", ".join(str(cell) for cell in sorted({model.cells[layer] for layer in unmoved}))
-            found.append(
-                f"gradients agree, but the weights of {model.place(unmoved[0])} were not updated (cell {cells})"
-            )
-        elif not state:
-            first = updated[0]
-            found.append(
-                f"gradients agree, but after the update the weights of {model.place(first.layer)} differ "
-                f"({_measure(first)}, {first.where}): clipping, learning rate or the optimizer"
-            )
-    return found
+    unmoved = sorted({d.layer for d in updated if _unmoved(now, d.layer)})
+    if unmoved:
+        cells = ", ".join(str(cell) for cell in sorted({model.cells[layer] for layer in unmoved}))
+        return [f"gradients agree, but the weights of {model.place(unmoved[0])} were not updated (cell {cells})"]
+    if not updated and not state:
+        return []
+    first = (state or updated)[0]
+    what = "the optimizer's state" if state else "what the update makes of the weights"
+    text = (
+        f"gradients agree, but {what} differs, first in {model.place(first.layer)} ({_measure(first)}, {first.where})"
+    )
+    if any(difference.where.endswith(":step") for difference in state):
+        return [f"{text}: its memory of earlier steps was lost"]
+    return [text + _other_gradients(now, state, model)]
+
+
+def _other_gradients(now: Compared, state: Sequence[Difference], model: Model) -> str:
+    """Whether the update is that of gradients which are some factor larger: of what follows them proportionally."""
+    linear = [(d.layer, d.where) for d in state if d.where.endswith((":exp_avg", ":momentum_buffer"))]
+    if linear:
+        factor = _common_factor((now.ours.optimizer[key], now.plain.optimizer[key]) for key in linear)
+    else:
+        moved = [key for key in now.plain.weights if not torch.equal(now.plain.weights[key], now.before.weights[key])]
+        before = now.before.weights
+        factor = _common_factor(
+            (now.ours.weights[key] - before[key], now.plain.weights[key] - before[key]) for key in moved
+        )
+    if factor is None or abs(factor - 1) < 1e-2:
+        return ": clipping, the learning rate or the optimizer"
+    text = f": as if every gradient were {factor:.6g} times as large"
+    clipped = now.plain.gradient_norm / model.clip if model.clip else 1.0
+    return f"{text}: gradients were not clipped" if clipped > 1 and abs(factor / clipped - 1) < 1e-2 else text
 
 
 def _unmoved(now: Compared, layer: int) -> bool:

@@ -79,7 +79,7 @@ class _Turns(Generic[T]):
 
     def _normalise(self, batchnorm: _BatchNorm, x: Tensor) -> Tensor:
         """In place of a BatchNorm's forward: waits for the inputs of all runs, gives back this one's share."""
-        number = self._here.number
+        number: int = self._here.number
         self._waiting.append(x)
         if len(self._waiting) == len(self._runs):
             self._normalised, self._waiting = _over_all(batchnorm, self._waiting), []
@@ -100,7 +100,7 @@ def _over_all(batchnorm: _BatchNorm, inputs: Sequence[Tensor]) -> list[Tensor]:
     rows = [x.movedim(1, -1) for x in inputs]
     flat = [x.reshape(-1, x.shape[-1]) for x in rows]
     output = F.batch_norm(torch.cat(flat), None, None, batchnorm.weight, batchnorm.bias, True, 0.0, batchnorm.eps)
-    parts = output.split([len(x) for x in flat])
+    parts = torch.split(output, [len(x) for x in flat])
     # A copy, because a layer may write into what its BatchNorm has just put out.
     return [part.reshape(x.shape).movedim(-1, 1).clone() for part, x in zip(parts, rows, strict=True)]
 

@@ -172,10 +172,10 @@ class PlainTraining:
         )
 
     def _begin_step(self, step: int) -> None:
-        for _, _, layer in self.layers:
-            for module in layer.modules():
-                if hasattr(module, "begin_step"):
-                    module.begin_step(step, self._settings.trainer.steps or 0)
+        for module in (module for _, _, layer in self.layers for module in layer.modules()):
+            begin_step: Any = getattr(module, "begin_step", None)
+            if begin_step is not None:
+                begin_step(step, self._settings.trainer.steps or 0)
 
     def _add_up(self, run: _Run, groups: Sequence[Sequence[Place]]) -> dict[Key, Tensor]:
         """The sum of the gradients of micro-batches, BatchNorm normalising each of the ``groups`` as one."""

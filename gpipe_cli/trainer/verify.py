@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from ..config import Settings
 from ..launch.context import Context
-from ..pipeline.schedule import Op
+from ..pipeline.instruction import Op
 from .assembly import Assembly, assemble_model
 from .build import MODEL_KEYS_READ_ELSEWHERE, build_model, build_task
 from .compare import compare, compare_beginnings, gradients_agree
@@ -58,6 +59,8 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
     begun, *steps = _gather(world, [start, *trainer.states])
     if world.rank != 0:
         return None
+    with suppress(OSError):  # made by the trainer's assembly, and empty: nothing is saved here
+        (context.run_dir / "checkpoints").rmdir()
     report = compare_with_plain(assembly, begun, steps)
     (context.run_dir / "verify.json").write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
     return report.as_json()
@@ -97,7 +100,8 @@ def compare_with_plain(assembly: Assembly, begun: StepState, steps: Sequence[Ste
             found = found.after(compare_beginnings(begun, before, tolerance))
         compared.append(Compared(number + 1, ours, theirs, before, found))
     cells = [cell for cell, layers in enumerate(assembly.cut.layers) for _ in layers]
-    model = Model(names, cells, frozenset(plain.draws_noise), settings.pipeline.M, replicas)
+    clip = settings.trainer.gradient_clip
+    model = Model(names, cells, frozenset(plain.draws_noise), settings.pipeline.M, replicas, clip)
     findings = diagnose(compared, model, tolerance)
     loss = steps[-1].loss if steps else math.nan
     return Report(settings, tolerance, [one.step for one in compared], findings, note, loss)
@@ -116,7 +120,8 @@ def backward_order(assembly: Assembly, micro_batches: int) -> list[int]:
     """In which order the schedule adds up the gradients of micro-batches: as the worker of the last cell does."""
     last = len(assembly.cut.placement) - 1
     program = assembly.programs.training(micro_batches)[assembly.cut.placement[last]]
-    return [i.micro_batch for i in program if i.op is Op.BACKWARD and i.cell == last]
+    adds = (Op.BACKWARD, Op.WEIGHT_GRADIENT)
+    return [i.micro_batch for i in program if i.op in adds and i.cell == last]
 
 
 def tolerance_of(settings: Settings) -> float:
