@@ -27,7 +27,7 @@ class ParallelTextSource(PairSource):
         max_length: pairs with more tokens on a side, marks included, are left out.
         on_defect: what to do with each kind of defect, `defects.KINDS`: drop or refuse.
         preparation_workers: processes that prepare the text; None: one a core.
-        batch_size, batch_tokens, temperature, evaluation_per_language, seed: as of `PairSource`.
+        batch_size, batch_tokens, temperature, evaluation_per_language, seed, evaluation_split: as of `PairSource`.
         corpus_seed: decides the order in which pairs lie on the disk.
         cache_dir: where the store is kept; None for `$GPIPE_CACHE` or `~/.cache/gpipe`.
 
@@ -58,8 +58,11 @@ class ParallelTextSource(PairSource):
         corpus_seed: int = 0,
         seed: int = 0,
         cache_dir: str | None = None,
+        evaluation_split: str = "dev",
     ) -> None:
-        super().__init__(batch_size, batch_tokens, temperature, max_length, evaluation_per_language, seed)
+        super().__init__(
+            batch_size, batch_tokens, temperature, max_length, evaluation_per_language, seed, evaluation_split
+        )
         check_limits(
             source_vocabulary=(source_vocabulary, 8, 2**31),
             target_vocabulary=(target_vocabulary, 8, 2**31),
