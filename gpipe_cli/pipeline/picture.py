@@ -222,7 +222,7 @@ def _draw_legend(figure: Figure, panels: Sequence[Panel]) -> None:
 
 
 def _draw_numbers(figure: Figure, axes: Axes, timeline: Timeline, rows: Sequence[tuple[str, int, int]]) -> None:
-    """The micro-batches' numbers, in one size for all; none on an operation whose bars are too narrow to read them."""
+    """The micro-batches' numbers, in one size for all; none on bars that are too narrow to read them."""
     figure.draw_without_rendering()
     area, points = axes.get_window_extent(), 72 / figure.dpi
     tallest = min(9.0, 0.6 * area.height * points / len(rows))
@@ -234,9 +234,11 @@ def _draw_numbers(figure: Figure, axes: Axes, timeline: Timeline, rows: Sequence
         size = min(tallest, median(lengths) / widest) if lengths else 0.0
         if size >= _SMALLEST:
             sizes[op] = size
+    size = min(sizes.values(), default=0.0)
     for row, (_, cell, worker) in enumerate(rows):
         for span in _compute_spans(timeline, cell, worker):
-            if span.instruction.op in sizes:
+            # Measured bars of one kind differ; a number that is wider than its own would be white on white.
+            if span.instruction.op in sizes and span.end - span.start >= 0.7 * size * widest:
                 middle, text = (span.start + span.end) / 2, str(span.instruction.micro_batch)
-                size, ink = min(sizes.values()), _INK[span.instruction.op]
+                ink = _INK[span.instruction.op]
                 axes.text(middle, row, text, ha="center", va="center_baseline", fontsize=size, color=ink)
