@@ -1,7 +1,8 @@
 """Step time on emulated accelerators against the limit of the schedule, beside torch.distributed.pipelining.
 
 48 layers that sleep (backward twice the forward, 1/M of it per micro-batch) are cut into K equal cells on K real
-processes that send real gloo messages. The limit is what `gpipe_cli.pipeline.simulate` gives for the very lists of
+processes that send real gloo messages; for interleaved_1f1b into 2K, two on each process; for zero_bubble each half of
+a backward takes as long as a forward. The limit is what `gpipe_cli.pipeline.simulate` gives for the very lists of
 instructions that run, with free messages and free bookkeeping. The peers get the same layers in the same processes,
 with torch.utils.checkpoint in their stages where remat is on.
 
@@ -25,7 +26,7 @@ from torch import nn
 from benchmarks.common import Report, parser
 from gpipe_cli.bench.driver import Step, engine_step, plain_step
 from gpipe_cli.bench.emulator import ACCELERATOR, BACKWARD, LAYERS, WIDTH, SleepingLayer, forward_seconds
-from gpipe_cli.bench.peers import torch_pipelining_step
+from gpipe_cli.bench.peers import torch_interleaved_step, torch_pipelining_step
 from gpipe_cli.bench.stopwatch import StopWatch
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.launch.context import Context
@@ -33,31 +34,52 @@ from gpipe_cli.pipeline.schedule import schedule
 from gpipe_cli.pipeline.simulate import cost_durations, simulate
 
 EXAMPLES = 64
-KINDS = ("gpipe", "1f1b")
+CELLS = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zero_bubble": 1}  # of a worker, by kind of schedule
 SERIAL_SECONDS = {1: 1.5, 4: 3.0, 32: 8.0}  # of forward and backward by M: long enough that sleeps exceed 1 ms
 QUICK_SERIAL_SECONDS = {1: 0.5, 4: 1.0, 32: 4.0}
 
 
 def limits(K: int, M: int, remat: str, serial_seconds: float) -> dict[str, float]:
     """The shortest possible step of each kind of schedule, in seconds."""
-    cell = forward_seconds(serial_seconds, M) * LAYERS / K
-    placement = tuple(range(K))
-    duration = cost_durations([cell] * K, BACKWARD)
-    return {kind: simulate(schedule(kind, placement, M, remat), placement, duration).span for kind in KINDS}
+    found = {}
+    for kind in kinds_on(K):
+        placement = tuple(range(K)) * CELLS[kind]
+        cell = forward_seconds(serial_seconds, M) * LAYERS / len(placement)
+        duration = cost_durations([cell] * len(placement), BACKWARD)
+        found[kind] = simulate(schedule(kind, placement, M, remat), placement, duration).span
+    return found
+
+
+def kinds_on(workers: int) -> list[str]:
+    """One worker has nothing to interleave and no bubble to fill."""
+    return [kind for kind in CELLS if workers > 1 or kind in ("gpipe", "1f1b")]
 
 
 def contenders(rank: int, K: int, M: int, remat: str, serial_seconds: float) -> dict[str, Step | None]:
     batch = torch.zeros(EXAMPLES, WIDTH)
 
-    def layers() -> list[nn.Module]:
-        return [SleepingLayer(forward_seconds(serial_seconds, M)) for _ in range(LAYERS // K)]
+    def layers(divisible: bool = False) -> list[nn.Module]:
+        return [SleepingLayer(forward_seconds(serial_seconds, M), divisible) for _ in range(LAYERS // K)]
 
     parts = [((rows,), (rows,)) for rows in batch.tensor_split(M)]
     steps: dict[str, Step | None] = {"plain": plain_step(layers(), parts)}
-    for kind in KINDS:
-        steps[kind] = engine_step(layers(), rank, K, parts, kind, remat)
-        steps[f"torch {kind}"] = torch_pipelining_step(kind, layers(), remat != "never", rank, K, M, batch)
+    for kind in kinds_on(K):
+        mine = layers(divisible=kind == "zero_bubble")
+        steps[kind] = engine_step(mine, rank, K, parts, kind, remat, cells_here=CELLS[kind])
+        steps[f"torch {kind}"] = peer(kind, layers(), remat != "never", rank, K, M, batch)
     return steps
+
+
+def peer(
+    kind: str, layers: list[nn.Module], remat: bool, rank: int, K: int, M: int, batch: torch.Tensor
+) -> Step | None:
+    """torch.distributed.pipelining's schedule of the same kind, where it has one and takes this M."""
+    if kind == "zero_bubble":
+        return None
+    if CELLS[kind] == 1:
+        return torch_pipelining_step(kind, layers, remat, rank, K, M, batch)
+    size = len(layers) // CELLS[kind]
+    return torch_interleaved_step([layers[:size], layers[size:]], remat, rank, K, M, batch)
 
 
 def worker(context: Context, config: dict[str, Any]) -> list[dict[str, float | None]]:
@@ -88,8 +110,8 @@ def rows_of(K: int, setting: dict[str, Any], seconds: dict[str, float | None]) -
     plain = seconds["plain"]
     assert plain is not None
     rows = []
-    for kind in KINDS:
-        step, peer = seconds[kind], seconds[f"torch {kind}"]
+    for kind in kinds_on(K):
+        step, other = seconds[kind], seconds[f"torch {kind}"]
         assert step is not None
         rows.append(
             {
@@ -101,8 +123,8 @@ def rows_of(K: int, setting: dict[str, Any], seconds: dict[str, float | None]) -
                 "step, s": step,
                 "of limit": limit[kind] / step,
                 "plain": setting["serial_seconds"] / K / plain,
-                "torch, s": peer,
-                "torch / ours": None if peer is None else peer / step,
+                "torch, s": other,
+                "torch / ours": None if other is None else other / step,
             }
         )
     return rows
