@@ -85,7 +85,7 @@ def _locked(file: int, name: str, report: Report) -> Iterator[None]:
 
 def _worker_count(pairs: Sequence[PairFiles], workers: int | None) -> int:
     size = sum(file.stat().st_size for pair in pairs for file in pair.files)
-    return 1 if size < SMALL_BYTES else workers or usable_cores()
+    return workers or (1 if size < SMALL_BYTES else usable_cores())
 
 
 def _check_defects(folder: Path, policy: Mapping[str, str]) -> None:

@@ -25,7 +25,8 @@ class ParallelTextSource(PairSource):
         character_coverage: share of the text's characters that get pieces of their own.
         vocabulary_pairs, vocabulary_temperature: what the vocabularies are trained on.
         max_length: pairs with more tokens on a side, marks included, are left out.
-        on_defect: what to do with each kind of defect, `defects.KINDS`: drop or refuse.
+        on_defect: what to do with each kind of defect, `defects.KINDS`: drop or refuse, one word for all or
+            a word for each; None: `defects.DEFAULTS`.
         preparation_workers: processes that prepare the text; None: one a core.
         batch_size, batch_tokens, temperature, evaluation_per_language, seed, evaluation_split: as of `PairSource`.
         corpus_seed: decides the order in which pairs lie on the disk.
@@ -49,7 +50,7 @@ class ParallelTextSource(PairSource):
         vocabulary_pairs: int = 1_000_000,
         vocabulary_temperature: float = 5.0,
         max_length: int = 96,
-        on_defect: str | Mapping[str, str] = "drop",
+        on_defect: str | Mapping[str, str] | None = None,
         preparation_workers: int | None = None,
         batch_size: int | None = None,
         batch_tokens: int | None = 4_000,
@@ -78,7 +79,7 @@ class ParallelTextSource(PairSource):
                 f"data.vocabulary={vocabulary} is one vocabulary for both sides: use "
                 f"data.source_vocabulary={vocabulary} data.target_vocabulary={vocabulary} too, which the model reads"
             )
-        self._policy = check_policy(on_defect)
+        self._policy = check_policy(on_defect or {})
         self._cache_dir, self._workers = cache_dir, preparation_workers
         chosen = chosen_languages(languages, pair)
         vocabularies = Vocabularies(

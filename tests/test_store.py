@@ -1,0 +1,151 @@
+"""The store against the text it was made of, and a preparation that is killed and goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import parallel_folder
+import preparation_jobs
+import pytest
+
+from gpipe_cli.data.source import no_report
+from gpipe_cli.data.store import Sizes, Store, Trained, interleave, target_widths, write_description, write_shard
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return parallel_folder.opus(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def store(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return preparation_jobs.prepare(root, tmp_path_factory.mktemp("cache"), 1, no_report)
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def pairs_of(store: Store, code: str) -> list[tuple[str, str]]:
+    """Decoded, in the order of the disk."""
+    count, number = store.sizes[code], [*store.languages].index(code)
+    sides = store.gather(store.locate(np.full(count, number), np.arange(count)))
+    vocabularies = store.source_vocabulary, store.target_vocabulary
+    texts = [
+        [vocabulary.decode(of.tolist()) for of in np.split(ids, np.cumsum(lengths)[:-1])]
+        for (ids, lengths), vocabulary in zip(sides, vocabularies, strict=True)
+    ]
+    return list(zip(*texts, strict=True))
+
+
+@pytest.mark.parametrize("code", parallel_folder.SIZES)
+def test_the_store_holds_the_text_and_nothing_else(code: str, store: Store) -> None:
+    vocabularies = store.source_vocabulary, store.target_vocabulary
+    text = parallel_folder.pairs_of(code, parallel_folder.SIZES[code])
+    sides = [
+        [vocabulary.decode(ids) for ids in vocabulary.encode([pair[side] for pair in text])]
+        for side, vocabulary in enumerate(vocabularies)
+    ]
+    assert Counter(pairs_of(store, code)) == Counter(zip(*sides, strict=True))
+
+
+def test_there_are_several_shards_and_blocks(store: Store) -> None:
+    blocks = dict(zip(store.languages, store.blocks(), strict=True))
+    assert len(store.languages["de"].shards) == 5 and max(map(max, blocks.values())) == 16
+    assert {code: sum(of) for code, of in blocks.items()} == store.sizes == parallel_folder.SIZES
+
+
+def test_the_pairs_lie_shuffled(store: Store) -> None:
+    text = [pair.target for pair in parallel_folder.pairs_of("de", 300)]
+    places = [text.index(target) for _, target in pairs_of(store, "de") if target in text]
+    assert len(places) > 200
+    assert abs(np.corrcoef(places, np.arange(len(places)))[0, 1]) < 0.2
+
+
+def test_single_pairs_are_the_same_as_all_at_once(store: Store) -> None:
+    whole = pairs_of(store, "fi")
+    for index in (0, 15, 16, 63, 64, 199):
+        rows = store.locate(np.array([1]), np.array([index]))
+        ids, lengths = store.gather(rows)[0]
+        assert (store.source_vocabulary.decode(ids.tolist()), int(lengths[0])) == (whole[index][0], len(ids))
+
+
+def test_any_number_of_processes_makes_the_same_bytes(root: Path, store: Store, tmp_path: Path) -> None:
+    assert bytes_of(preparation_jobs.prepare(root, tmp_path, 2, no_report).folder) == bytes_of(store.folder)
+
+
+@pytest.mark.parametrize(("text", "done"), [("counting lines", 4), ("target vocabulary", 0), ("token ids", 400)])
+def test_a_killed_preparation_goes_on_to_the_same_bytes(
+    text: str, done: int, root: Path, store: Store, tmp_path: Path
+) -> None:
+    words = [sys.executable, preparation_jobs.__file__, str(root), str(tmp_path), "2", text, str(done)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "stopped\n"
+        process.send_signal(signal.SIGKILL)
+    (left,) = tmp_path.glob("*.partial")
+    before = {path: path.stat().st_mtime_ns for path in left.rglob("*.*") if path.is_file() and path.name[0] != "."}
+    _wait_for_the_end_of_group(process.pid)
+    reports: list[str] = []
+    made = preparation_jobs.prepare(root, tmp_path, 1, lambda said, *_: reports.append(said))
+    assert bytes_of(made.folder) == bytes_of(store.folder)
+    assert before and not left.exists()
+
+
+def _wait_for_the_end_of_group(group: int) -> None:
+    """The killed process' own processes end by themselves."""
+    for _ in range(200):
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    raise AssertionError("the processes of a killed preparation live on")
+
+
+def test_what_was_done_before_a_kill_is_not_done_again(root: Path, tmp_path: Path) -> None:
+    words = [sys.executable, preparation_jobs.__file__, str(root), str(tmp_path), "1", "token ids", "400"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.kill()
+    (left,) = tmp_path.glob("*.partial")
+    for path in left.glob("work/pieces/fi-*.json"):  # a mark: were it encoded anew, the mark would go
+        path.write_text(path.read_text().replace('"counts": {}', '"counts": {"empty": 7}'))
+    made = preparation_jobs.prepare(root, tmp_path, 1, no_report)
+    assert '"empty": ' in (made.folder / "defects.json").read_text()
+
+
+def test_an_opened_store_is_not_made_again(root: Path, store: Store) -> None:
+    reports: list[str] = []
+    preparation_jobs.prepare(root, store.folder.parent, 1, lambda text, *_: reports.append(text))
+    assert reports == []
+
+
+def test_a_changed_file_makes_another_store(tmp_path: Path) -> None:
+    root = parallel_folder.opus(tmp_path / "text")
+    first = preparation_jobs.prepare(root, tmp_path / "cache", 1, no_report)
+    parallel_folder.write(root / "sw-en" / "opus.sw-en-dev.sw", ["x"] * 20)
+    assert preparation_jobs.prepare(root, tmp_path / "cache", 1, no_report).folder != first.folder
+
+
+def test_ids_over_two_bytes_are_stored_in_four(tmp_path: Path, store: Store) -> None:
+    tokens, lengths = interleave([[1, 70_000], [2]], [[3], [4, 65_536]], wide=True)
+    assert (tokens.dtype, tokens.tolist(), lengths.tolist()) == (
+        np.uint32,
+        [1, 70_000, 3, 2, 4, 65_536],
+        [[2, 1], [1, 2]],
+    )
+    write_shard(tmp_path, "de", 0, tokens, lengths, Sizes().block)
+    write_description(tmp_path, {"de": Trained([2], target_widths(lengths))}, Sizes().block, {})
+    (tmp_path / "source.model").write_bytes((store.folder / "source.model").read_bytes())
+    wide = Store(tmp_path)
+    rows = wide.locate(np.array([0, 0]), np.array([1, 0]))
+    assert [side[0].tolist() for side in wide.gather(rows)] == [[2, 1, 70_000], [4, 65_536, 3]]

@@ -1,0 +1,236 @@
+"""Batches of tokens against a plain loop: nothing lost, nothing twice, balanced, and few shapes."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import parallel_folder
+import preparation_jobs
+import pytest
+
+from gpipe_cli.data.sampling import temperature_shares
+from gpipe_cli.data.source import Batch, Report, no_report
+from gpipe_cli.data.store import Store
+from gpipe_cli.data.token_batches import balanced, by_tokens, padded_tokens, pairs_by_width, width_of
+from gpipe_cli.data.translation import PairSource, TranslationSource
+
+Pair = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class OfStore(PairSource):
+    """A source of a store that is there already, with blocks of 16 and shards of 64 pairs."""
+
+    def __init__(self, folder: Path, **changes: Any) -> None:
+        keys = {"batch_size": None, "batch_tokens": 300, "temperature": 1.0, "max_length": 96, "seed": 3}
+        super().__init__(**{**keys, "evaluation_per_language": 3, **changes})
+        self._folder = folder
+
+    def _open(self, report: Report) -> Store:
+        return Store(self._folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = parallel_folder.opus(tmp_path_factory.mktemp("text"))
+    return preparation_jobs.prepare(root, tmp_path_factory.mktemp("cache"), 1, no_report).folder
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = parallel_folder.opus(tmp_path_factory.mktemp("text"), sizes={"de": 300})
+    return preparation_jobs.prepare(root, tmp_path_factory.mktemp("cache"), 1, no_report).folder
+
+
+def opened(folder: Path, **changes: Any) -> OfStore:
+    source = OfStore(folder, **changes)
+    source.prepare(no_report)
+    return source
+
+
+def first(batches: Iterator[Batch], count: int) -> list[Batch]:
+    return list(islice(batches, count))
+
+
+def pairs_in(batch: Batch) -> list[Pair]:
+    """Source and target ids of every pair, padding removed, in order."""
+    found: list[Pair] = []
+    for (source, _), (target,) in batch.parts:
+        for row, out in zip(source.tolist(), target.tolist(), strict=True):
+            found.append((tuple(filter(None, row)), tuple(filter(None, out))))
+    return found
+
+
+def pairs_of_text(store: Store, code: str) -> list[Pair]:
+    """A plain loop over the text: what the store's vocabularies make of each line."""
+    text = parallel_folder.pairs_of(code, parallel_folder.SIZES[code])
+    sides = [
+        [(*ids, 3) for ids in vocabulary.encode([pair[side] for pair in text])]
+        for side, vocabulary in enumerate((store.source_vocabulary, store.target_vocabulary))
+    ]
+    return list(zip(*sides, strict=True))
+
+
+def read_until(source: PairSource, pairs: int, position: Any = None) -> list[Pair]:
+    """At least so many pairs from a position on."""
+    found: list[Pair] = []
+    for batch in source.train(position, 1, 0, 1):
+        found += pairs_in(batch)
+        if len(found) >= pairs:
+            break
+    return found
+
+
+# --- every pair once
+
+
+@pytest.mark.parametrize("size", [{"batch_tokens": 300}, {"batch_size": 7, "batch_tokens": None}], ids=str)
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_every_pair_comes_once_per_epoch_as_in_a_plain_loop(size: dict[str, Any], chunks: int, alone: Path) -> None:
+    source = opened(alone, **size)
+    counts = Counter(read_until(source, chunks * source._chunk))
+    wanted = Counter(pairs_of_text(Store(alone), "de"))
+    epochs, rest = divmod(chunks * source._chunk, 300)
+    assert epochs and sum(counts.values()) == epochs * 300 + rest
+    assert set(counts) == set(wanted)  # shards of 64 and blocks of 16: none is lost at an end
+    # Several sentences may have the same ids. In the epoch under way each has come once or not at all.
+    assert all(epochs * n <= counts[pair] <= (epochs + 1) * n for pair, n in wanted.items())
+
+
+@pytest.mark.parametrize("stop", [1, 17, 63, 64, 90])
+def test_a_resume_in_the_middle_loses_nothing(stop: int, folder: Path) -> None:
+    whole = first(opened(folder).train(None, 2, 0, 1), stop + 40)
+    rest = first(opened(folder).train(whole[stop - 1].position, 2, 0, 1), 40)
+    assert [pairs_in(batch) for batch in rest] == [pairs_in(batch) for batch in whole[stop:]]
+    assert [batch.position for batch in rest] == [batch.position for batch in whole[stop:]]
+
+
+def test_the_batches_do_not_depend_on_parts_or_replicas(folder: Path) -> None:
+    whole = first(opened(folder, batch_tokens=900).train(None, 1, 0, 1), 50)
+    parts = first(opened(folder, batch_tokens=900).train(None, 4, 0, 1), 50)
+    assert [pairs_in(batch) for batch in parts] == [pairs_in(batch) for batch in whole]
+    replicas = [first(opened(folder, batch_tokens=900).train(None, 2, replica, 2), 50) for replica in (0, 1)]
+    assert [pairs_in(a) + pairs_in(b) for a, b in zip(*replicas, strict=True)] == [pairs_in(batch) for batch in whole]
+    assert [a.position for a in replicas[0]] == [b.position for b in replicas[1]]
+
+
+def test_readers_in_several_threads_read_the_same(folder: Path) -> None:
+    source, found = opened(folder), [[], [], []]
+
+    def read(place: int) -> None:
+        found[place] = [pairs_in(batch) for batch in first(source.train(None, 2, 0, 1), 70)]
+
+    threads = [threading.Thread(target=read, args=(place,)) for place in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0] and found[0] == found[1] == found[2]
+
+
+# --- temperature
+
+
+@pytest.mark.parametrize("temperature", [1.0, 5.0, float("inf")])
+def test_languages_come_as_often_as_the_formula_says(temperature: float, folder: Path) -> None:
+    source = opened(folder, temperature=temperature, batch_size=9, batch_tokens=None)
+    languages = {pair: code for code in parallel_folder.SIZES for pair in pairs_of_text(Store(folder), code)}
+    read = read_until(source, 10 * source._chunk)
+    counts = Counter(languages[pair] for pair in read)
+    shares = temperature_shares(list(parallel_folder.SIZES.values()), temperature)
+    for code, share in zip(parallel_folder.SIZES, shares, strict=True):
+        assert abs(counts[code] - share * len(read)) < 0.02 * len(read)  # a few have the same ids in two languages
+
+
+def test_epochs_of_each_language_follow_its_share(folder: Path) -> None:
+    source = opened(folder, temperature=float("inf"))
+    position = first(source.train(None, 1, 0, 1), 100)[-1].position
+    epochs, read = source.epochs(position), source.epoch(position) * 620
+    assert {code: round(epochs[code] * size * 3 / read, 1) for code, size in parallel_folder.SIZES.items()} == {
+        "de": 1.0, "fi": 1.0, "sw": 1.0,
+    }  # fmt: skip
+    assert source.epochs(None) == {"de": 0, "fi": 0, "sw": 0}
+
+
+# --- shapes and balance
+
+
+def lengths(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Of sentences like the paper's: a few words to the limit."""
+    draw = np.random.default_rng(seed)
+    target = np.clip(draw.lognormal(3.0, 0.6, count), 2, 96).astype(np.int64)
+    return np.clip(target * draw.normal(1.2, 0.2, count), 2, 96).astype(np.int64), target
+
+
+def cut(tokens: int, pairs: int = 40_000) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    source, target = lengths(pairs)
+    width = width_of(target)
+    widths = {int(w): (float((width == w).sum()), float(target[width == w].sum())) for w in np.unique(width)}
+    return source, target, by_tokens(source, target, pairs_by_width(widths, tokens))
+
+
+def test_a_cut_in_mini_batches_keeps_every_pair_once() -> None:
+    _, _, batches = cut(4_000)
+    assert np.sort(np.concatenate(batches)).tolist() == list(range(40_000))
+
+
+def test_mini_batches_have_about_the_tokens_asked_for() -> None:
+    _, target, batches = cut(4_000)
+    tokens = np.array([int(target[batch].sum()) for batch in batches])
+    assert abs(tokens.mean() / 4_000 - 1) < 0.03
+    assert np.abs(tokens[:-1] / 4_000 - 1).max() < 0.25
+
+
+def test_padding_is_small() -> None:
+    source, target, batches = cut(4_000)
+    padded = sum(padded_tokens(source[b][p], target[b][p]) for b in batches for p in balanced(source[b], target[b], 4))
+    assert 1 - (source.sum() + target.sum()) / padded < 0.2
+
+
+@pytest.mark.parametrize("parts", [2, 8])
+def test_parts_are_balanced_in_padded_tokens_and_keep_the_order(parts: int) -> None:
+    source, target, batches = cut(20_000)
+    for batch in batches:
+        cuts = balanced(source[batch], target[batch], parts)
+        assert [i for part in cuts for i in range(part.start, part.stop)] == list(range(len(batch)))
+        loads = [padded_tokens(source[batch][part], target[batch][part]) for part in cuts]
+        assert len(loads) == parts and max(loads) < 1.12 * np.mean(loads)
+
+
+def test_parts_of_few_pairs_all_get_one() -> None:
+    source, target = np.array([90, 3, 3, 3]), np.array([90, 3, 3, 3])
+    assert [part.stop - part.start for part in balanced(source, target, 4)] == [1, 1, 1, 1]
+
+
+def test_shapes_are_few() -> None:
+    source, target, batches = cut(4_000, 200_000)
+    shapes = Counter(
+        (part.stop - part.start, int(width_of(source[b][part].max())), int(width_of(target[b][part].max())))
+        for b in batches
+        for part in balanced(source[b], target[b], 4)
+    )
+    assert len(shapes) < sum(shapes.values()) / 20
+    assert sum(times for _, times in shapes.most_common(60)) > 0.9 * sum(shapes.values())
+
+
+def test_widths_are_few_and_waste_little() -> None:
+    asked = np.arange(1, 4097)
+    widths = width_of(asked)
+    assert (widths >= asked).all() and len(set(widths.tolist())) == 16 + 5 * 4
+    assert ((widths - asked)[asked > 64] / asked[asked > 64]).max() < 0.26
+
+
+def test_too_few_tokens_for_the_parts_are_refused_before_training(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"data\.batch_tokens=300: .*too few for 16 micro-.*data\.batch_tokens=\d+"):
+        opened(folder).train(None, 8, 0, 2)
+
+
+def test_the_embedded_corpus_takes_pair_too(tmp_path: Path) -> None:
+    source = TranslationSource(pair="yrl", vocabulary=200, cache_dir=str(tmp_path))
+    source.prepare(no_report)
+    assert source.sizes == {"yrl": 100}
