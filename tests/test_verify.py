@@ -140,11 +140,12 @@ def test_run_together_gives_batchnorm_the_whole_and_dropout_its_own(tmp_path: Pa
         ("clipping_forgotten", [], ["step 1: gradients agree", "the optimizer's state differs", "were not clipped"]),
         ("averages_never_updated", [], ["step 1: BatchNorm's norm.norm.", "differs"]),
         ("other_weights_in_one_layer", [], ["step 1: before any training layer mix_3 (cell 2) has other weights"]),
+        ("", ["model.odd=dice", "pipeline.remat=always"], ["layer dice (cell 2) gives something else when it is"]),
         ("", ["model.odd=counter", "pipeline.remat=always"], ["the buffer counter.calls of layer counter (cell 2)"]),
         (
             "",
             ["model.odd=moody", "model.batchnorm=false", "pipeline.remat=always"],
-            ["layer moody (cell 2) draws no random numbers"],
+            ["layer moody (cell 2) gives something else when it is computed again, and draws no random"],
         ),
     ],
 )

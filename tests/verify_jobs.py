@@ -6,6 +6,7 @@ As a script it plants the fault that the environment variable FAULT names in eve
 from __future__ import annotations
 
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -37,7 +38,7 @@ def layers(batchnorm: bool = True, dropout: float = 0.2, odd: str = "") -> list[
     """embed, mix_0, norm, judge, mix_2, mix_3, head; ``odd`` takes the place of mix_3."""
     builders = small_model(batchnorm, dropout)
     if odd:
-        builders[-2] = LayerBuilder(odd, {"counter": Counter, "moody": Moody}[odd])
+        builders[-2] = LayerBuilder(odd, {"counter": Counter, "moody": Moody, "dice": Dice}[odd])
     return builders
 
 
@@ -65,6 +66,17 @@ class Moody(Mix):
         self.calls += 1
         x, *rest = super().forward(inputs)
         return x * self.scale * (1 + 0.01 * ((self.calls - 1) // 4 % 2)), *rest  # M = 4 forwards, then 4 recomputes
+
+
+class Dice(Mix):
+    """Draws random numbers that are not torch's."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x, *rest = super().forward(inputs)
+        return x * (1 + random.random()), *rest
 
 
 class Words:

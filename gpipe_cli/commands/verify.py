@@ -104,7 +104,8 @@ def as_text(report: dict[str, Any]) -> list[str]:
             for q in step["quantities"]
         ]
         lines.append(f"\nstep {step['step']}\n{text_table(columns, rows)}")
-    note = [report["batchnorm"]["text"]] if report["batchnorm"] else []
+    batchnorm = report["batchnorm"]
+    note = [batchnorm["text"]] if batchnorm and (report["agrees"] or batchnorm["explains"]) else []
     return [*lines, "", *note, *report["findings"], report["verdict"]]
 
 

@@ -110,6 +110,8 @@ def _forward(now: Compared, before: Compared | None, model: Model, tolerance: fl
         return [head, _old_weights(now, before, sorted(used), model, tolerance, WEIGHTS)]
     if first.layer in model.draws_noise:
         return [head, f"{model.place(first.layer)} drew other random numbers in forward, or was given another input"]
+    if any(difference.layer == first.layer for difference in now.step[AGAIN].beyond):
+        return [head, _not_repeatable(first.layer, model)]
     return [head, f"{model.place(first.layer)} used the right weights: its input, or what it computes, is another"]
 
 
@@ -135,7 +137,14 @@ def _recompute(now: Compared, before: Compared | None, model: Model, tolerance: 
         return [head, _old_weights(now, before, sorted(used), model, tolerance, WEIGHTS_AGAIN)]
     if first.layer in model.draws_noise:
         return [head, f"recompute drew other random numbers than forward in {place}: a wrong seed for its noise"]
-    return [head, f"{place} draws no random numbers: it depends on something that changes between two calls"]
+    return [head, _not_repeatable(first.layer, model)]
+
+
+def _not_repeatable(layer: int, model: Model) -> str:
+    return (
+        f"{model.place(layer)} gives something else when it is computed again, and draws no random numbers from "
+        "torch's generator: it depends on something that changes between two calls"
+    )
 
 
 def _old_weights(

@@ -40,7 +40,10 @@ class Report:
         if not self.steps:
             return f"nothing was compared: the data ended before the first step ({run})"
         if not self.agrees:
-            return f"DIFFERENT: the pipelined run is not the plain one ({run})"
+            hint = (
+                "; verify.dtype=float64 tells rounding from error" if self.settings.verify.dtype == "configured" else ""
+            )
+            return f"DIFFERENT: the pipelined run is not the plain one ({run}){hint}"
         worst = self._worst()
         if worst is None or worst.worst is None or worst.verdict == "bit for bit":
             return f"OK, bit for bit: the pipelined run is the plain one ({run})"
