@@ -1,0 +1,219 @@
+"""A backward in two halves: the gradients of a whole one, bit for bit, and the weights' part really left for later."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from weakref import WeakSet
+
+import pytest
+import torch
+from small_models import build_all
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from gpipe_cli.layers import LayerBuilder
+from gpipe_cli.models.amoebanet import amoebanet
+from gpipe_cli.models.transformer import transformer
+from gpipe_cli.pipeline.boundary import as_tensors
+from gpipe_cli.pipeline.cell import Cell
+from gpipe_cli.pipeline.halves import backward_of_inputs
+from gpipe_cli.pipeline.randomness import NoiseSource
+
+CPU = torch.device("cpu")
+Outputs = tuple[Tensor, ...]
+
+
+@pytest.fixture(params=[torch.float32, torch.float64], ids=str)
+def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield request.param
+    torch.set_default_dtype(before)
+
+
+def gradients(module: nn.Module, inputs: Sequence[Tensor], in_halves: bool) -> tuple[list[Tensor | None], list[int]]:
+    """Of the inputs and the parameters after two micro-batches; and how many parameters waited for the second half."""
+    module.zero_grad()
+    found: list[Tensor | None] = []
+    waited = []
+    for micro_batch in range(2):
+        leaves = [
+            (tensor + micro_batch).detach().requires_grad_() if tensor.is_floating_point() else tensor
+            for tensor in inputs
+        ]
+        torch.manual_seed(micro_batch)
+        roots = [root for root in as_tensors(module(*leaves)) if root.requires_grad]
+        seeds = [torch.randn(root.shape) for root in roots]
+        if in_halves:
+            rest = backward_of_inputs(roots, seeds, leaves)
+            found += [leaf.grad for leaf in leaves]
+            waited.append(len(rest))
+            rest.run()
+        else:
+            torch.autograd.backward(roots, seeds)
+            found += [leaf.grad for leaf in leaves]
+    return [*found, *(parameter.grad for parameter in module.parameters())], waited
+
+
+def same(module: nn.Module, *inputs: Tensor) -> int:
+    """Checks that halves and whole agree in every bit; returns how many parameters waited."""
+    whole, _ = gradients(module, inputs, in_halves=False)
+    whole = [None if gradient is None else gradient.clone() for gradient in whole]
+    halves, waited = gradients(module, inputs, in_halves=True)
+    for number, (one, other) in enumerate(zip(halves, whole, strict=True)):
+        assert (one is None) == (other is None), number
+        assert one is None or (other is not None and torch.equal(one, other)), number
+    return waited[0]
+
+
+class Function(nn.Module):
+    """A module from a function of x and the parameters w, v and, of one dimension, b."""
+
+    def __init__(self, function: Callable[..., Any], width: int = 4) -> None:
+        super().__init__()
+        self.w, self.v = nn.Parameter(torch.randn(width, width)), nn.Parameter(torch.randn(width, width))
+        self.b = nn.Parameter(torch.randn(width))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x, self.w, self.v, self.b)
+
+
+class Product(torch.autograd.Function):
+    """A custom function that makes both gradients at once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, *arrived: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return arrived[0] @ w.T, x.T @ arrived[0]
+
+
+def doubled_on_the_way(x: Tensor, w: Tensor, v: Tensor, b: Tensor) -> Tensor:
+    y = F.linear(x, w, b)
+    y.register_hook(lambda gradient: 2 * gradient)  # type: ignore[no-untyped-call]  # torch's own
+    return F.linear(y.tanh(), v)
+
+
+# name: (what the layer computes, how many of its three parameters can wait)
+CASES: dict[str, tuple[Callable[..., Any], int]] = {
+    "two linear maps": (lambda x, w, v, b: F.linear(F.linear(x, w, b).tanh(), v), 3),
+    "one weight used twice in a row": (lambda x, w, v, b: F.linear(F.linear(F.linear(x, w, b), w), v), 2),
+    "one weight used twice side by side": (lambda x, w, v, b: F.linear(x, w) * F.linear(x.sin(), w, b) @ v, 2),
+    "one transposed weight used twice": (lambda x, w, v, b: (lambda t: (x @ t).tanh() @ t @ v + b)(w.T), 2),
+    "a weight that is worked out first": (lambda x, w, v, b: F.linear(x, w / w.norm(), b) @ v, 3),
+    "two weights that are joined first": (lambda x, w, v, b: F.linear(x, torch.cat([w, v]), torch.cat([b, b])), 3),
+    "a residual": (lambda x, w, v, b: x + F.linear(F.layer_norm(x, (4,), b), w) @ v, 3),
+    "an output without input": (lambda x, w, v, b: (F.linear(x, w, b), v.exp()), 2),
+    "a weight as output": (lambda x, w, v, b: (F.linear(x, w, b), v), 2),
+    "the input as output": (lambda x, w, v, b: (x, F.linear(x, w, b), x.detach()), 2),
+    "a custom function": (lambda x, w, v, b: F.linear(Product.apply(x, w), v, b), 2),
+    "a hook on the way": (doubled_on_the_way, 3),
+    "a weight that is not used": (lambda x, w, v, b: F.linear(x, w), 1),
+    "checkpointed": (
+        lambda x, w, v, b: checkpoint(lambda y: F.linear(F.dropout(y, 0.5) @ w, v, b), x, use_reentrant=False),
+        3,
+    ),
+    "checkpointed, re-entrant": (
+        lambda x, w, v, b: checkpoint(lambda y: F.linear(F.dropout(y, 0.5) @ w, v, b), x, use_reentrant=True),
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layer(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    function, can_wait = CASES[name]
+    assert same(Function(function), torch.randn(5, 4)) == can_wait
+
+
+def models() -> dict[str, tuple[list[LayerBuilder], tuple[Tensor, ...]]]:
+    ids = torch.randint(4, 30, (3, 7), generator=torch.Generator().manual_seed(1))
+    return {
+        "transformer": (
+            transformer(
+                L=2,
+                H=32,
+                A=2,
+                source_vocabulary=30,
+                target_vocabulary=30,
+                d_model=16,
+                dropout=0.3,
+                attention_dropout=0.2,
+            ),
+            (ids, ids[:, :5]),
+        ),
+        "amoebanet": (
+            amoebanet(genotype="D", L=3, D=16, classes=5, image_size=79, dropout=0.5, drop_path_keep=0.6),
+            (torch.randn(4, 3, 79, 79, generator=torch.Generator().manual_seed(1)),),
+        ),
+    }
+
+
+class WithoutItsBeginning(nn.Module):
+    """A model's layers from the second on as one cell, dropout seeded as the engine does, auxiliary losses with it."""
+
+    def __init__(self, builders: list[LayerBuilder]) -> None:
+        super().__init__()
+        first, *others = build_all(builders)
+        self.first = first.module
+        self.cell = Cell(1, others, NoiseSource(1, 0, CPU))
+        self.layers = nn.ModuleList(layer.module for layer in self.cell.layers)
+
+    def forward(self, *inputs: Tensor) -> Outputs:
+        targets = (torch.zeros(len(inputs[0]), dtype=torch.int64),)
+        outputs, losses = self.cell.run_training(inputs, targets, 0, int(torch.initial_seed()), "shape", True)
+        return *outputs, *losses.values()
+
+
+@pytest.mark.parametrize("name", ["transformer", "amoebanet"])
+def test_a_model(name: str, dtype: torch.dtype) -> None:
+    builders, inputs = models()[name]
+    module = WithoutItsBeginning(builders)
+    inputs = tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in inputs)
+    behind_the_first = as_tensors(module.first(inputs if len(inputs) > 1 else inputs[0]))
+    can_wait = same(module, *(tensor.detach() for tensor in behind_the_first))
+    assert can_wait > 0.9 * len(list(module.layers.parameters()))
+
+
+class TestSecondHalf:
+    def test_computes_no_gradient_of_an_input_again(self) -> None:
+        calls = []
+        module = Function(lambda x, w, v, b: F.linear(x, w, b))
+        x = torch.randn(2, 4, requires_grad=True)
+        middle = x * 2
+        middle.grad_fn.register_hook(lambda made, arrived: calls.append(made))  # type: ignore[union-attr]
+        rest = backward_of_inputs([module(middle)], [torch.ones(2, 4)], [x])
+        assert (len(calls), module.w.grad) == (1, None)
+        rest.run()
+        assert (len(calls), module.w.grad is None) == (1, False)
+
+    def test_lets_go_of_what_the_graph_has_saved(self) -> None:
+        class Saved:
+            def __init__(self, tensor: Tensor) -> None:
+                self.tensor = tensor
+                kept.add(self)
+
+        kept: WeakSet[Saved] = WeakSet()
+        x = torch.randn(2, 4, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+            outputs = [Function(lambda x, w, v, b: F.linear(F.linear(x, w, b).tanh(), v))(x)]
+        rest = backward_of_inputs(outputs, [torch.ones(2, 4)], [x])
+        outputs.clear()
+        assert kept
+        rest.run()
+        gc.collect()
+        assert not kept
+
+    def test_is_empty_where_nobody_waits_for_an_input(self) -> None:
+        module = Function(lambda x, w, v, b: F.linear(x, w, b))
+        assert len(backward_of_inputs([module(torch.randn(2, 4))], [torch.ones(2, 4)], [])) == 0
+        assert module.w.grad is not None
