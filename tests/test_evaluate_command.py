@@ -129,12 +129,14 @@ def test_runs_are_compared_by_resource_and_with_their_baselines(
 ) -> None:
     narrow = report(tmp_path, "narrow", 100, {"de": 30.0, "ru": 20.0, "sw": 10.0})
     deep = report(tmp_path, "deep", 300, {"de": 33.0, "ru": 25.0, "sw": 18.0})
-    single = report(tmp_path, "sw_alone", 80, {"sw": 12.5})
-    words = [f"compare=[{narrow},{deep}]", f"baseline=[{single}]", f"output={tmp_path / 'out'}"]
+    report(tmp_path / "sweep", "0_sw", 80, {"sw": 12.5})
+    report(tmp_path / "sweep", "1_de", 80, {"de": 40.0})
+    single = tmp_path / "sweep"
+    words = [f"compare=[{narrow},{deep}]", f"baseline={single}", f"output={tmp_path / 'out'}"]
     assert main(words) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "low, narrow 1 10.0" in said and "low, deep 1 18.0" in said
-    assert "sw 10 12.5 -2.5 +5.5" in said
+    assert "de 1,000 40.0 -10.0 -7.0" in said and "sw 10 12.5 -2.5 +5.5" in said
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"languages.png", "capacity.png", "differences.png"}
 
 

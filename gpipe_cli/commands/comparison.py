@@ -27,8 +27,7 @@ def compare(words: Sequence[str]) -> int:
         ConfigurationError: a word is not understood, a run has not been evaluated, or evaluations do not compare.
     """
     runs, baselines, output = parse(words)
-    reports = [read_report(Path(run).expanduser()) for run in runs]
-    single = [read_report(Path(run).expanduser()) for run in baselines]
+    reports, single = ([read_report(path) for run in given for path in expand(run)] for given in (runs, baselines))
     require_alike([*reports, *single])
     output.mkdir(parents=True, exist_ok=True)
     columns = ["resource, model", "languages", "BLEU", "Latin script", "other scripts"]
@@ -67,6 +66,13 @@ def parse(words: Sequence[str]) -> tuple[list[str], list[str], Path]:
     if not runs:
         raise ConfigurationError(f"compare= names no run; for example: {EXAMPLE}")
     return runs, baselines, Path(str(given.get("output", "comparison")))
+
+
+def expand(run: str) -> list[Path]:
+    """The run itself; or, of a sweep, the runs in it that have been evaluated."""
+    path = Path(run).expanduser()
+    jobs = sorted({report.parents[2] for report in path.glob(f"*/evaluations/*/{REPORT}")})
+    return jobs or [path]
 
 
 def read_report(path: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ step=N            of a run: the checkpoint of step N; step=best that of the lowe
 split=test        translation: held-out sentences that no run has chosen its checkpoint by; dev is the default
 output=DIR        where the report goes; RUN/evaluations/<step>_<split> is the default
 compare=[RUNS]    draws quality over languages (the paper's figure 3) and over parameters, of the newest report of each
-                  run (or of reports: RUN/evaluations/NAME), into output=DIR, by default ./comparison
+                  run (a sweep means its runs; or name reports: RUN/evaluations/NAME), into output=DIR, ./comparison
 baseline=[RUNS]   bilingual runs: the picture then shows the differences to them
 
 Every key of gpipe-train can be given too: pipeline.K and pipeline.workers (the figures stay the same),

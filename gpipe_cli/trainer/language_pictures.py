@@ -53,7 +53,7 @@ def draw_languages(
         ValueError: no model, or no language that all models and the baselines have been evaluated on.
     """
     codes = _common(models, sizes, baselines)
-    levels = resource_levels({code: sizes[code] for code in codes})
+    levels = resource_levels({code: sizes[code] for code in _common(models, sizes, None)})
     figure = _figure(11, 4.6)
     left, right = figure.subplots(1, 2, width_ratios=[3.4, 1])
     for model, colour in zip(models, _colours(len(models)), strict=True):
