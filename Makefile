@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 TYPES := build/types
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test lint format types check clean
+.PHONY: help venv train family deep test lint format types check clean
 
 help: ## show this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -24,6 +24,21 @@ $(INSTALLED): pyproject.toml
 
 train: $(INSTALLED) ## run the main job: 102 languages into English, cut into 16 cells
 	$(BIN)/gpipe-train model=transformer pipeline.K=16
+
+# The paper's comparison of shapes in small (docs/translation.md).
+SMALL := experiment=nmt_small
+SENTENCES := task.generation.per_language_at_end=40
+family: $(INSTALLED) ## train the small family of translation models, and draw the paper's two pictures of it
+	$(BIN)/gpipe-train -m $(SMALL)/narrow,nmt_small/wide,nmt_small/deep hydra.sweep.dir=sweeps/family
+	$(BIN)/gpipe-train -m $(SMALL)/bilingual data.pair=es,he,az,gd hydra.sweep.dir=sweeps/bilingual
+	for run in sweeps/family/*/; do $(BIN)/gpipe-eval checkpoint=$$run split=test $(SENTENCES) || exit; done
+	for run in sweeps/bilingual/*/; do $(BIN)/gpipe-eval checkpoint=$$run split=test step=best $(SENTENCES) || exit; done
+	$(BIN)/gpipe-eval compare=sweeps/family baseline=sweeps/bilingual output=sweeps/comparison
+
+deep: $(INSTALLED) ## train very deep models with and without depth-scaled initialisation and logit clipping, and draw them
+	$(BIN)/gpipe-train -m $(SMALL)/very_deep model.depth_scaled_init=true,false task.logit_clip=null,5 \
+		hydra.sweep.dir=sweeps/deep
+	$(BIN)/python -m benchmarks.deep sweeps/deep output=sweeps/deep/deep.png
 
 test: $(INSTALLED) ## run the tests
 	$(BIN)/python -m pytest
