@@ -356,7 +356,8 @@ class Pipeline:
         split = len(tensors) - self._n_targets
         boundary = BoundarySpec(pending.spec.tensors[:split])
         self._inputs[cell, micro_batch] = fresh_leaves(tensors[:split], boundary)
-        self._targets[micro_batch] = tensors[split:]
+        # Their own memory: targets stay until the step ends, and would keep the whole message.
+        self._targets[micro_batch] = tuple(tensor.clone() for tensor in tensors[split:])
 
     def _send_gradient(self, cell: int, micro_batch: int) -> None:
         assert self._transport is not None
