@@ -199,7 +199,7 @@ class TestSecondHalf:
     def test_lets_go_of_what_the_graph_has_saved(self) -> None:
         class Saved:
             def __init__(self, tensor: Tensor) -> None:
-                self.tensor = tensor
+                self.tensor = tensor.detach()
                 kept.add(self)
 
         kept: WeakSet[Saved] = WeakSet()
