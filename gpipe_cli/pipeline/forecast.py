@@ -89,7 +89,7 @@ class Forecast:
         A kind that some workers do not have at all (recompute, in the last worker of 1f1b) is spread over the others.
         """
         cells = Counter(self.placement)
-        even = {}
+        even: dict[tuple[Op, int], float] = {}
         for op in COMPUTE:
             keys = [key for key in self.counts if key[0] is op]
             workers = {self.placement[cell] for _, cell in keys}
