@@ -37,7 +37,10 @@ ARROWS = {
     "commands.plan_report": {"commands", "planner", "pipeline"},
     "commands.bench": {"commands", "bench", "errors", "launch", "typed_section"},
     "commands.report": {"commands", "bench"},
-    "bench": {"errors", "typed_section", "layers", "bench", "models", "pipeline", "trainer", "tasks", "launch"},
+    "bench": {
+        *("errors", "typed_section", "layers", "bench", "models", "pipeline", "trainer", "launch", "planner"),
+        "commands.devices",  # how many GPUs there are
+    },
     "planner": {
         *("errors", "typed_section", "config", "layers", "planner", "pipeline", "data.source"),
         *("trainer.build", "trainer.plan"),  # what the configuration's names stand for; what a micro-batch is

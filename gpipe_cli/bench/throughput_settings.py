@@ -65,7 +65,8 @@ class Setting:
 
     Attributes:
         serial_seconds: forward and backward of the mini-batch on one emulated device.
-        scale: seconds of the emulation for one second of the device; None without a link.
+        linked: messages take time, too.
+        real: layers compute, on devices that are there; a mini-batch is then a unit of work of its own.
     """
 
     profile: Profile
@@ -74,6 +75,7 @@ class Setting:
     serial_seconds: float
     options: BenchOptions
     linked: bool
+    real: bool = False
 
     @property
     def examples(self) -> int:
@@ -99,7 +101,7 @@ class Setting:
 
     def contenders(self) -> list[str]:
         kinds = [kind for kind in self.options.schedules if self.limit(kind) is not None]
-        if self.linked or not self.options.peers:
+        if self.linked or self.real or not self.options.peers:
             return kinds
         plain = [PLAIN] if min(self.options.grid_K) == self.K else []
         return [*kinds, *(QUICK_PEERS if self.options.quick else PEERS), *plain]
@@ -140,6 +142,10 @@ class Setting:
             "M": self.M,
             "remat": self.options.remat,
             "contenders": self.contenders(),
+            "family": self.profile.model.family,
+            "sizes": self.profile.model.sizes,
+            "small": self.profile.model.small,
+            "examples": self.examples,
             "link": {"carry": self.carry, "latency": self.latency} if self.linked else None,
         }
 

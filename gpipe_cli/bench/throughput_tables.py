@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gpipe_cli.commands.devices import count_gpus
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.pipeline.schedule import KINDS
 
@@ -17,16 +18,11 @@ from .options import BenchOptions
 from .paper import ideal_throughput
 from .profiles import Model, profile_models
 from .tables import Curve, Table
+from .throughput_notes import notes
 from .throughput_settings import PEERS, PLAIN, TABLES, Protocol, Setting, serial_seconds
 from .workers import run_workers
 
-WORKER = "gpipe_cli.bench.throughput:worker"
-
-PEER_NOTES = (
-    "torch: torch.distributed.pipelining with the same layers in the same processes, torch.utils.checkpoint in its "
-    "stages unless remat=never; a dash where it refuses M. plain: a loop on one device, nothing recomputed.",
-    "torchgpipe is not in this table: it runs all CPU partitions on one thread, so it overlaps nothing without GPUs.",
-)
+EMULATED, REAL = "gpipe_cli.bench.throughput:worker", "gpipe_cli.bench.real:worker"
 
 Say = Callable[[str], None]
 
@@ -108,10 +104,11 @@ def throughput_table(number: int, options: BenchOptions, say: Say) -> Table:
     """
     protocol = TABLES[number]
     check(options, protocol)
+    real = uses_real_layers(protocol, options)
     say("counting the models' FLOPs on fake tensors")
     profiles = profile_models([Model(family, protocol.sizes[family], options.small) for family in options.models])
     settings = [
-        Setting(profile, K, M, serial_seconds(M, options), options, protocol.linked)
+        Setting(profile, K, M, 1.0 if real else serial_seconds(M, options), options, protocol.linked, real)
         for profile in profiles
         for K in options.grid_K
         for M in options.M or protocol.M
@@ -123,6 +120,15 @@ def throughput_table(number: int, options: BenchOptions, say: Say) -> Table:
     measured = measure(settings, options, say)
     results = make_results(protocol, settings, measured, options)
     return make_table(protocol, results, options)
+
+
+def uses_real_layers(protocol: Protocol, options: BenchOptions) -> bool:
+    """Where the machine has a GPU for each of K workers, or where the options say so."""
+    if options.layers == "auto":
+        return not protocol.linked and count_gpus() >= max(options.grid_K)
+    if options.layers == "real" and protocol.linked:
+        raise ConfigurationError("layers=real: table 3's slow links are emulated, and so are its layers")
+    return options.layers == "real"
 
 
 def check(options: BenchOptions, protocol: Protocol) -> None:
@@ -146,7 +152,7 @@ def measure(settings: Sequence[Setting], options: BenchOptions, say: Say) -> dic
             "repetitions": options.timed_steps,
             "realtime": options.realtime,
         }
-        found = run_workers(WORKER, K, config, ("torch.distributed.pipelining",))
+        found = run_workers(REAL if settings[0].real else EMULATED, K, config, ("torch.distributed.pipelining",))
         measured |= dict(zip(numbers, found, strict=True))
     return measured
 
@@ -172,7 +178,7 @@ def make_results(
                 of_reference.serial_seconds / measured[at]["seconds"][kind],
                 limit,
                 of_reference.serial_seconds / limit_there,
-                protocol.paper[setting.profile.model.family].get((setting.K, setting.M)),
+                None if options.small else protocol.paper[setting.profile.model.family].get((setting.K, setting.M)),
                 ideal_throughput(setting.K, setting.M, reference),
             )
         )
@@ -189,21 +195,22 @@ def make_table(protocol: Protocol, results: Sequence[Result], options: BenchOpti
         for name in (*options.schedules[1:], *PEERS, PLAIN)
         if any(result.normalised(name) is not None for result in results)
     ]
+    real = results[0].setting.real
     columns = ["model", "K", "M", "paper", "ours", "K·M/(M+K−1)", "simulated", "of limit", *others]
     rows: list[list[object]] = [
         [
             *(r.setting.profile.model.name, r.setting.K, r.setting.M, two_digits(r.paper)),
-            *(two_digits(value) for value in (r.ours, r.ideal, r.simulated, r.of_limit)),
+            *(two_digits(value) for value in (r.ours, r.ideal, r.simulated, None if r.setting.real else r.of_limit)),
             *(two_digits(r.normalised(name)) for name in others),
         ]
         for r in results
     ]
     return Table(
         f"table{protocol.number}",
-        f"Table {protocol.number}: {protocol.title}, emulated accelerators",
+        f"Table {protocol.number}: {protocol.title}, {'real layers' if real else 'emulated accelerators'}",
         columns,
         rows,
-        notes(protocol, results, options),
+        notes(protocol, results, options, reference_of(protocol, options)),
         {"rows": [result.facts() for result in results], "contenders": [options.schedules[0], *others]},
         curves(results),
     )
@@ -211,47 +218,6 @@ def make_table(protocol: Protocol, results: Sequence[Result], options: BenchOpti
 
 def two_digits(value: float | None) -> str | None:
     return None if value is None else f"{value:.2f}"
-
-
-def notes(protocol: Protocol, results: Sequence[Result], options: BenchOptions) -> list[str]:
-    """The protocol, and what is remarkable."""
-    K, M = reference_of(protocol, options)
-    kind = options.schedules[0]
-    serial = ", ".join(f"{serial_seconds(m, options):g} s (M={m})" for m in options.M or protocol.M)
-    said = [
-        f"ours: schedule {kind}, remat {options.remat}. Real engine, real processes, real messages; each layer sleeps "
-        "as long as its FLOPs say, backward twice the forward; cells by the partitioner's min_max over the same FLOPs.",
-        f"Fixed mini-batch: a micro-batch takes 1/M of it. Median of {options.timed_steps} step(s) after a warm-up. "
-        f"Serial work of an emulated step: {serial}; normalising takes it out.",
-        f"Every column is in units of our own run at K={K}, M={M}. simulated: the same lists of instructions with "
-        "nothing between them, in units of its own. of limit: that shortest step by the measured one.",
-        "The paper changed its batch size to fit memory, so its rows are no comparison at a fixed batch.",
-    ]
-    above = [r for r in results if r.paper is not None and r.paper > r.ideal * 1.005]
-    if above:
-        rows = ", ".join(f"{r.setting.profile.model.family} K={r.setting.K} M={r.setting.M}" for r in above)
-        said.append(f"The paper's figure exceeds K·M/(M+K−1), the bound for micro-batches of equal cost, at {rows}.")
-    if protocol.linked:
-        said += link_notes(results, options)
-    elif options.peers:
-        said += PEER_NOTES
-    return said
-
-
-def link_notes(results: Sequence[Result], options: BenchOptions) -> list[str]:
-    """How the link was limited and what it came to."""
-    measured = [result.bandwidth for result in results if result.bandwidth is not None]
-    host = [result.link["host"] for result in results if result.link is not None]
-    largest = max(max(result.setting.message_bytes) for result in results)
-    busiest = max(max(r.setting.carry) * 1e3 for r in results)
-    return [
-        f"Links: {options.bandwidth / 1e9:g} GB/s in each direction and {options.latency * 1e6:g} µs, against "
-        f"{options.device_flops / 1e12:g} TFLOP/s of compute, all stretched by one factor to the emulation's time. "
-        "A message of the real boundary's bytes (fp32) is handed over when it would be there; one at a time on a link.",
-        f"The links measured: {min(measured) / 1e9:.2f} to {max(measured) / 1e9:.2f} GB/s, by 20 messages of 5 ms or "
-        f"more in a row from worker 0 to 1. Largest message: {largest / 1e6:.1f} MB, {busiest:.2f} ms here; a free "
-        f"message takes {min(host) * 1e3:.2f} to {max(host) * 1e3:.2f} ms here, which is this machine's own.",
-    ]
 
 
 def curves(results: Sequence[Result]) -> list[Curve]:

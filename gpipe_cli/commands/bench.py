@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
 from gpipe_cli.bench.breakdown_table import RunFailed
+from gpipe_cli.bench.capacity_table import PlanFailed
 from gpipe_cli.bench.machine import machine, machine_line
 from gpipe_cli.bench.options import BenchOptions
 from gpipe_cli.bench.plots import draw
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigurationError as error:
         print(f"gpipe-bench: {error}", file=sys.stderr)
         return 2
-    except (WorkerFailed, RunFailed) as error:
+    except (WorkerFailed, RunFailed, PlanFailed) as error:
         print(f"gpipe-bench: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -1,0 +1,177 @@
+"""Table 1: the largest models that fit, by the planner for the paper's devices, and by real steps on this machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gpipe_cli.planner.devices import parse_bytes
+
+from .options import BenchOptions
+from .paper import TABLE_1, Capacity
+from .tables import Table
+from .workers import run_workers
+
+WORKER = "gpipe_cli.bench.capacity:worker"
+WORDS = {
+    "amoebanet": (
+        *("model=amoebanet", "model.genotype=D", "data=imagenet", "data.image_size=224", "data.batch_size=128"),
+        "plan.device=tpu-v2",
+    ),
+    "transformer": (
+        *("model=transformer_lm", "model.H=8192", "model.A=32", "model.d_model=2048", "data.vocabulary=32000"),
+        *("data.sequence_length=1024", "data.batch_size=32", "plan.device=tpu-v3"),
+    ),
+}
+BYTES_PER_PARAMETER = 12  # the paper's, with RMSProp: weight, mean square, momentum
+MICRO_BATCHES = {"amoebanet": 128, "transformer": 32}  # not stated: a micro-batch of one example, as in torchgpipe's
+GROWN = {"amoebanet": "D", "transformer": "L"}
+GB = 1e9
+MEASURED_M = 32
+MEASURED = ((1, True), (1, False), (2, False))  # (K, naive)
+
+Say = Callable[[str], None]
+
+
+class PlanFailed(RuntimeError):
+    """gpipe-plan ended with an error; the message is its own."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One column of the paper's table.
+
+    Attributes:
+        at_paper: the plan of the paper's own size.
+        largest: the plan of the largest size that fits; None with ``quick``.
+    """
+
+    family: str
+    column: Capacity
+    at_paper: dict[str, Any]
+    largest: dict[str, Any] | None
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "family": self.family,
+            "K": self.column.K,
+            "naive": self.column.naive,
+            "paper": {"sizes": self.column.sizes, "parameters": self.column.parameters},
+            "at_paper": summary(self.at_paper),
+            "largest": None if self.largest is None else summary(self.largest),
+        }
+
+
+def capacity_table(number: int, options: BenchOptions, say: Say) -> Table:
+    """Rows by the planner, then rows by real steps.
+
+    Raises:
+        ConfigurationError: a memory budget that is no size.
+        PlanFailed: gpipe-plan refused.
+    """
+    budgets = [parse_bytes(memory, "memory") for memory in options.memory]
+    planned = [
+        plan_column(family, column, options.quick, say) for family in options.models for column in TABLE_1[family]
+    ]
+    measured = [row for budget in budgets for row in measure(budget, say)]
+    columns = ["model", "devices", "how", "paper: size", "paper: parameters", "its GB a device", "of", "fits"]
+    columns += ["ours: size", "ours: parameters"]
+    rows = [planned_row(row) for row in planned] + [measured_row(row) for row in measured]
+    facts = {"planned": [row.facts() for row in planned], "measured": measured}
+    return Table("table1", "Table 1: the largest models that fit", columns, rows, notes(options), facts)
+
+
+def plan_column(family: str, column: Capacity, quick: bool, say: Say) -> Planned:
+    words = words_of(family, column)
+    at_paper = plan([*words, f"model.{GROWN[family]}={column.sizes[-1]}"], say)
+    if quick:
+        return Planned(family, column, at_paper, None)
+    start = f"model.{GROWN[family]}={column.sizes[-1]}"
+    return Planned(family, column, at_paper, plan([*words, start, f"plan.grow=model.{GROWN[family]}"], say))
+
+
+def words_of(family: str, column: Capacity) -> list[str]:
+    """For gpipe-plan: the paper's model, device and way to train."""
+    M, remat = (1, "never") if column.naive else (MICRO_BATCHES[family], "always")
+    L = [f"model.L={column.sizes[0]}"] if family == "amoebanet" else []
+    return [
+        *(*WORDS[family], *L, f"plan.bytes_per_parameter={BYTES_PER_PARAMETER}"),
+        *(f"pipeline.K={column.K}", f"pipeline.M={M}", f"pipeline.remat={remat}"),
+    ]
+
+
+def plan(words: list[str], say: Say) -> dict[str, Any]:
+    """What gpipe-plan answers.
+
+    Raises:
+        PlanFailed: it refuses.
+    """
+    say(f"gpipe-plan {' '.join(words)}")
+    command = [sys.executable, "-m", "gpipe_cli.commands.plan", *words, "plan.format=json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise PlanFailed(f"gpipe-plan {' '.join(words)} ended with {done.returncode}:\n{done.stderr.strip()[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def summary(plan: dict[str, Any]) -> dict[str, Any]:
+    names = ("K", "M", "remat", "parameters", "memory", "limit", "fits", "found", "weight_bytes", "activation_bytes")
+    return {name: plan[name] for name in names}
+
+
+def measure(budget: int, say: Say) -> list[dict[str, Any]]:
+    """The largest narrow Transformer-L on this machine, naive and pipelined."""
+    rows = []
+    for K, naive in MEASURED:
+        say(f"real steps on this machine, {budget / GB:.3g} GB a worker, K={K}, {'naive' if naive else 'pipeline'}")
+        config = {"budget": budget, "M": 1 if naive else MEASURED_M, "remat": "never" if naive else "always"}
+        rows.append({"K": K, "naive": naive, "budget": budget, "found": run_workers(WORKER, K, config)})
+    return rows
+
+
+def planned_row(row: Planned) -> list[object]:
+    column, at_paper, largest = row.column, row.at_paper, row.largest
+    key = f"model.{GROWN[row.family]}"
+    size = None if largest is None else size_text(row.family, (*column.sizes[:-1], largest["found"][key]))
+    return [
+        *(row.family, column.K, "naive" if column.naive else "pipeline", size_text(row.family, column.sizes)),
+        *(big(column.parameters), f"{at_paper['memory'] / GB:.2f}", f"{at_paper['limit'] / GB:.2f}"),
+        *("yes" if at_paper["fits"] else "no", size, None if largest is None else big(largest["parameters"])),
+    ]
+
+
+def measured_row(row: dict[str, Any]) -> list[object]:
+    found = row["found"]
+    size = "not even L=1" if found is None else f"L={found['L']}"
+    return [
+        *("narrow transformer, measured", row["K"], "naive" if row["naive"] else "pipeline", None, None),
+        *(None if found is None else f"{found['peak'] / GB:.3f}", f"{row['budget'] / GB:.3f}", None, size),
+        None if found is None else big(found["parameters"]),
+    ]
+
+
+def size_text(family: str, sizes: tuple[int, ...]) -> str:
+    return f"({sizes[0]},{sizes[1]})" if family == "amoebanet" else f"L={sizes[0]}"
+
+
+def big(parameters: float) -> str:
+    return f"{parameters / 1e9:.2f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
+
+
+def notes(options: BenchOptions) -> list[str]:
+    said = [
+        f"Planned: gpipe-plan for the paper's devices, {BYTES_PER_PARAMETER} bytes a parameter, the paper's mini-"
+        "batches (32 texts of 1,024 tokens, 128 images of 224²); naive: M=1, nothing recomputed; pipeline: micro-batches "
+        "of one example, remat always. its GB a device: what the paper's own size needs by this plan, on the fullest device.",
+        "ours: the largest that fits; of AmoebaNet the width D grows at the paper's L.",
+        "Measured: one real step with an update by RMSProp (16 bytes a parameter with the gradient) of a Transformer-L with "
+        "d_model 128, H 512, 32 texts of 64 tokens; counted are all bytes of tensors alive, on the fullest worker.",
+    ]
+    if options.quick:
+        said.append("quick: the largest sizes by the planner were not looked for.")
+    return said
