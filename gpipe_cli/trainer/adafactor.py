@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -108,12 +108,13 @@ def _second_moment(state: dict[str, Any], squares: Tensor, beta2: float) -> Tens
     """The moving average of the squares; of a matrix, the product of those of its rows and columns."""
     if squares.dim() < 2:
         average = state.setdefault("square", torch.zeros_like(squares))
-        return average.lerp_(squares, 1 - beta2)
+        average.lerp_(squares, 1 - beta2)
+        return cast(Tensor, average)
     rows = state.setdefault("rows", torch.zeros_like(squares[..., :1]))
     columns = state.setdefault("columns", torch.zeros_like(squares[..., :1, :]))
     rows.lerp_(squares.mean(-1, keepdim=True), 1 - beta2)
     columns.lerp_(squares.mean(-2, keepdim=True), 1 - beta2)
-    return rows * columns / rows.mean(-2, keepdim=True)
+    return cast(Tensor, rows * columns / rows.mean(-2, keepdim=True))
 
 
 def _rms(tensor: Tensor) -> Tensor:
