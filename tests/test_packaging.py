@@ -31,6 +31,7 @@ ARROWS = {
         *("errors", "config", "typed_section", "conf", "commands", "launch"),
         *("trainer.checkpoint_files", "trainer.compatibility"),  # what a checkpoint is, without torch
         *("trainer.translation_scores", "trainer.language_pictures"),  # BLEU of languages, without torch
+        *("tasks.bleu", "data.sentences"),  # BLEU, the vocabularies that a run has kept: without torch
     },
     "commands.export": {"commands", "trainer"},
     "commands.plan": {"commands", "config", "errors", "planner", "pipeline"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -162,6 +163,19 @@ def test_overrides_change_the_configuration_that_the_checkpoint_was_made_with(ru
 
 def test_without_overrides_the_run_is_cut_as_it_was(run: Path) -> None:
     assert checkpointed.open_run(str(run), []).prepared.settings.pipeline.partition == [5, 10, 5]
+
+
+def test_a_run_from_before_a_key_existed_has_its_default_and_takes_an_override(run: Path, tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    shutil.copytree(run, old)
+    (manifest,) = old.glob("checkpoints/*/manifest.json")
+    said = json.loads(manifest.read_text())
+    configuration = said["state"]["configuration"]
+    del configuration["task"]["generation"]["beam"], configuration["trainer"]["patience"], configuration["launch"]
+    manifest.write_text(json.dumps(said))
+    settings = checkpointed.open_run(str(old), ["task.generation.beam=3"]).prepared.settings
+    assert settings.task["generation"]["beam"] == 3
+    assert settings.trainer.patience is None and settings.launch.grace_seconds == 8
 
 
 @pytest.mark.parametrize(

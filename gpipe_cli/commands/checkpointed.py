@@ -131,7 +131,7 @@ def _composed(recorded: Mapping[str, Any], words: Sequence[str]) -> DictConfig:
         config.pipeline.partition = default.pipeline.partition  # sizes for another number of cells
     for override in overrides:
         if not _is_group(override):
-            _apply(config, override)
+            _apply(config, override, default)
     return config
 
 
@@ -155,7 +155,8 @@ def _is_group(override: Override) -> bool:
     return override.key_or_group in (*FREE_FORM, *TYPED) and isinstance(override.value(), str)
 
 
-def _apply(config: DictConfig, override: Override) -> None:
+def _apply(config: DictConfig, override: Override, default: DictConfig) -> None:
+    """Sets one value; ``default`` is the configuration of a run with nothing typed."""
     key = override.key_or_group
     if override.is_delete() or override.is_sweep_override():
         what = "nothing can be deleted here" if override.is_delete() else "there is one value for each key here"
@@ -163,8 +164,9 @@ def _apply(config: DictConfig, override: Override) -> None:
     section = key.partition(".")[0]
     missing = OmegaConf.select(config, key, default=_NOTHING) is _NOTHING
     if missing and section in FREE_FORM and not (override.is_add() or override.is_force_add()):
-        plain = cast("dict[str, Any]", OmegaConf.to_container(config))
-        known = [*_flat(plain), *(f"task.generation.{name}" for name in _generation_keys(config))]
+        known = _flat(cast("dict[str, Any]", OmegaConf.to_container(config)))
+        if default.task._target_ == config.task._target_:  # its keys, also those that the run is too old to have
+            known += _flat({"task": cast("dict[str, Any]", OmegaConf.to_container(default.task))})
         if key not in known:
             raise ConfigurationError(f"{unknown_key(key, known)} (+{override.input_line} adds it)")
     with open_dict(config):
@@ -181,10 +183,3 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> list[str]:
         for key, value in values.items()
         for name in (_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}"])
     ]
-
-
-def _generation_keys(config: DictConfig) -> list[str]:
-    """Those that the section may have, also in a run from before some of them existed."""
-    from gpipe_cli.tasks.generation import GenerationSettings
-
-    return [field.name for field in fields(GenerationSettings)] if OmegaConf.select(config, "task.generation") else []
