@@ -156,14 +156,14 @@ def _build(parameters: CorpusParameters, folder: Path, report: Report) -> None:
 
 def _write_language(folder: Path, code: str, pairs: Sequence[Pair], vocabulary: Vocabulary, max_length: int) -> Trained:
     """The pairs in their order, those too long left out."""
-    sides = (vocabulary.encode([pair.source for pair in pairs]), vocabulary.encode([pair.target for pair in pairs]))
-    kept = [i for i, (s, t) in enumerate(zip(*sides, strict=True)) if max(len(s), len(t)) < max_length]
+    sources, targets = (vocabulary.encode(side) for side in zip(*pairs, strict=True))
+    kept = [i for i, (s, t) in enumerate(zip(sources, targets, strict=True)) if max(len(s), len(t)) < max_length]
     if not kept:
         raise ValueError(f"data.max_length={max_length} leaves no pair of language '{code}': raise it")
-    tokens, lengths = interleave(*([side[i] for i in kept] for side in sides), wide=False)
+    tokens, lengths = interleave([sources[i] for i in kept], [targets[i] for i in kept], wide=False)
     sizes = Sizes()
     ends = np.concatenate([[0], np.cumsum(lengths.sum(1, dtype=np.int64))])
-    shards = []
+    shards: list[int] = []
     for first in range(0, len(kept), sizes.shard):
         last = min(len(kept), first + sizes.shard)
         of_shard = tokens[ends[first] : ends[last]]

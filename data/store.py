@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -189,9 +189,9 @@ class Store:
             ids[np.repeat(begins[mine], of_mine) + within] = opened[number][np.repeat(offset[mine], of_mine) + within]
         return ids, lengths
 
-    def _map(self, shard: int, kind: str) -> npt.NDArray[np.generic] | Tokens:
+    def _map(self, shard: int, kind: str) -> npt.NDArray[Any]:
         code, number = self._shards[shard]
-        array: Tokens = np.load(shard_path(self.folder, code, number, kind), mmap_mode="r")
+        array: npt.NDArray[Any] = np.load(shard_path(self.folder, code, number, kind), mmap_mode="r")
         return array
 
     def held_out(self, split: str) -> Iterator[HeldOutPair]:

@@ -1,0 +1,135 @@
+"""How opening and reading a store of parallel text grows with the corpus: time, memory, batches per second.
+
+Writes corpora of token ids in the tool's own format (random ids, lengths as of real sentences, 102 languages of sizes
+100,000 : 1), opens each in a new process with cold files, and reads mini-batches of `--tokens` target tokens in 16
+parts. `anonymous` is the memory of the process' own less that of importing torch; `mapped` are pages of files, which
+the kernel takes back when it needs them. Needs 110 bytes of disk a pair, in `--folder`, and removes them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.common import Report, parser
+from gpipe_cli.data.source import Report as Progress
+from gpipe_cli.data.source import no_report
+from gpipe_cli.data.store import Sizes, Store, Trained, add_widths, target_widths, write_description, write_shard
+from gpipe_cli.data.translation import PairSource
+from gpipe_cli.data.vocabulary import train_vocabulary
+
+LANGUAGES = 102
+SMALLEST_SHARE = 1e-5  # pairs of the least resourced language over those of the best
+
+
+class Generated(PairSource):
+    """Reads a store that is there."""
+
+    def __init__(self, folder: Path, tokens: int) -> None:
+        super().__init__(None, tokens, 5.0, 512, 3, 0)
+        self._folder = folder
+
+    def _open(self, report: Progress) -> Store:
+        return Store(self._folder)
+
+
+def generate(folder: Path, pairs: int) -> None:
+    """A corpus of about so many pairs."""
+    draw = np.random.default_rng(0)
+    noise = draw.integers(4, 32_000, 2**24, np.uint16)
+    shares = SMALLEST_SHARE ** (np.arange(LANGUAGES) / (LANGUAGES - 1))
+    folder.mkdir()
+    trained = {}
+    for number, count in enumerate(np.maximum(20, pairs * shares / shares.sum()).astype(int).tolist()):
+        code, shards, widths = f"x{number}", [], []
+        for first in range(0, count, Sizes().shard):
+            size = min(Sizes().shard, count - first)
+            target = np.clip(draw.lognormal(3.1, 0.6, size), 1, 200)
+            source = np.clip(target * draw.normal(1.1, 0.15, size), 1, 200)
+            lengths = np.stack([source, target], 1).astype(np.uint16)
+            tokens = np.resize(noise, int(lengths.sum(dtype=np.int64)))
+            write_shard(folder, code, len(shards), tokens, lengths, Sizes().block)
+            shards.append(size)
+            widths.append(target_widths(lengths))
+        trained[code] = Trained(shards, add_widths(widths))
+    (folder / "source.model").write_bytes(train_vocabulary([f"{n} a b c" for n in range(100)], 19))
+    write_description(folder, trained, Sizes().block, {})
+
+
+def forget(folder: Path) -> None:
+    """Takes the files out of the kernel's cache."""
+    os.sync()
+    for path in (folder / "train").iterdir():
+        file = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
+
+
+def memory() -> tuple[float, float]:
+    """MB of this process' own and of mapped files."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    said = {name: value for name, _, value in (line.partition(":") for line in lines)}
+    return tuple(int(said[key].split()[0]) / 1024 for key in ("RssAnon", "RssFile"))  # type: ignore[return-value]
+
+
+def read(folder: Path, tokens: int, batches: int) -> None:
+    """Prints what opening and reading took, as JSON."""
+    before, _ = memory()
+    began = time.perf_counter()
+    source = Generated(folder, tokens)
+    source.prepare(no_report)
+    opened, (own, _) = time.perf_counter() - began, memory()
+    stream = source._train(0, 0, 16, 0, 1)  # without the thread that reads ahead: its work shall show
+    began = time.perf_counter()
+    next(stream)
+    first = time.perf_counter() - began
+    began, target = time.perf_counter(), 0
+    for batch in islice(stream, batches):
+        target += sum(int((of[0] != 0).sum()) for _, of in batch.parts)
+    seconds = time.perf_counter() - began
+    own_after, mapped = memory()
+    rows = {"open, s": opened, "open, MB": own - before, "first batch, s": first}
+    rows |= {"tokens/s": target / seconds, "anonymous, MB": own_after - before, "mapped, MB": mapped}
+    print(json.dumps(rows))
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--pairs", type=int, nargs="+", default=[1_000_000, 10_000_000, 100_000_000])
+    options.add_argument("--tokens", type=int, default=260_000, help="target tokens of a mini-batch (default: 260,000)")
+    options.add_argument("--batches", type=int, default=100, help="mini-batches that are timed (default: 100)")
+    options.add_argument("--folder", default=None, help="where to write (default: the folder for temporary files)")
+    options.add_argument("--read", default=None, help="a corpus to read: what this calls itself for")
+    arguments = options.parse_args()
+    if arguments.read:
+        read(Path(arguments.read), arguments.tokens, arguments.batches)
+        return
+    columns = {"open, s": ".2f", "open, MB": ".0f", "first batch, s": ".2f", "tokens/s": ",.0f"}
+    report = Report({"pairs": ",d", "GB": ".2f", **columns, "anonymous, MB": ".0f", "mapped, MB": ".0f"})
+    report.begin()
+    for pairs in [100_000] if arguments.quick else arguments.pairs:
+        with tempfile.TemporaryDirectory(prefix="corpus-", dir=arguments.folder) as directory:
+            folder = Path(directory) / "store"
+            needed, free = 110 * pairs, shutil.disk_usage(directory).free
+            if needed > free / 2:
+                raise SystemExit(f"{pairs:,} pairs need {needed / 1e9:.0f} GB of {free / 1e9:.0f} GB: use --folder")
+            generate(folder, pairs)
+            forget(folder)
+            words = ["--read", str(folder), "--tokens", str(arguments.tokens), "--batches", str(arguments.batches)]
+            done = subprocess.run([sys.executable, "-m", "benchmarks.corpus", *words], check=True, capture_output=True)
+            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            report.add({"pairs": pairs, "GB": size / 1e9, **json.loads(done.stdout)})
+    report.end(arguments.output)
+
+
+if __name__ == "__main__":
+    main()
