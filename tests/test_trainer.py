@@ -86,7 +86,7 @@ def test_a_run_leaves_what_other_programs_rely_on(tmp_path: Path) -> None:
     assert needed <= set(summary)
     assert [cell["cell"] for cell in summary["cells"]] == [0, 1, 2]
     assert sum(cell["parameters"] for cell in summary["cells"]) == summary["parameters"]
-    assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"step.png", "loss.png", "breakdown.png"}
+    assert {path.name for path in (tmp_path / "pictures").iterdir()} >= {"step.png", "loss.png", "breakdown.png"}
 
 
 def test_bf16_trains_close_to_fp32(tmp_path: Path) -> None:
