@@ -97,10 +97,11 @@ def test_a_resumed_run_at_another_cut_has_the_same_bits(tmp_path: Path) -> None:
     words = ("debug=tiny", "optimizer=adafactor_momentum", "schedule=transformer", "trainer.evaluate_every=null")
     train_inline(tmp_path / "whole", *words)
     train_inline(tmp_path / "first", *words, "trainer.steps=2")
-    resume = f"checkpoint.resume={tmp_path / 'first'}"
-    train_inline(tmp_path / "rest", *words, resume, "pipeline.K=5", "checkpoint.allow_changes=[trainer.steps]")
+    resume = f"checkpoint.resume={find(tmp_path / 'first')[0].path}"
+    train_inline(tmp_path / "rest", *words, resume, "pipeline.K=5")
     whole, rest = (find(tmp_path / name)[0] for name in ("whole", "rest"))
     for layer in whole.layers:
         ours, theirs = load_layer(whole, layer), load_layer(rest, layer)
         assert all(torch.equal(ours.weights[name], theirs.weights[name]) for name in ours.weights), layer
-        assert ours.optimizer.keys() == theirs.optimizer.keys()
+        for name, state in ours.optimizer.items():
+            assert all(torch.equal(state[key], theirs.optimizer[name][key]) for key in state if key != "step"), layer
