@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 from verify_jobs import WORDS, planted
 
-from gpipe_cli.commands import own_target
+from gpipe_cli.commands import own_target, verify
 from gpipe_cli.commands.job import prepare
 from gpipe_cli.commands.verify import as_text
 from gpipe_cli.config import PipelineConfig
@@ -167,6 +167,7 @@ def command(folder: Path, *words: str, fault: str = "") -> subprocess.CompletedP
     return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.slow
 def test_workers_and_replicas_agree_with_one_process(tmp_path: Path) -> None:
     words = ["pipeline.workers=2", "pipeline.replicas=2", "pipeline.sync_batchnorm=true", "verify.dtype=float64"]
     done = command(tmp_path, *words)
@@ -183,13 +184,10 @@ def test_a_fault_between_processes_is_named_and_the_exit_code_is_1(tmp_path: Pat
     assert "walking back from the loss, the first gradient that differs is that of layer head" in done.stdout
 
 
-def test_json_is_all_that_standard_output_has(tmp_path: Path) -> None:
-    words = [*WORDS, "launch.inline=true", "verify.format=json", "verify.steps=1"]
-    line = [sys.executable, "-m", "gpipe_cli.commands.verify", *words]
-    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
-    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+def test_json_is_all_that_standard_output_has(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["launch.inline=true", "verify.format=json", "verify.steps=1", f"hydra.run.dir={tmp_path / 'run'}"]
+    assert verify.main([*WORDS, *words]) == 0
+    report = json.loads(capfd.readouterr().out)
     assert report["agrees"] and [step["step"] for step in report["steps"]] == [1]
 
 

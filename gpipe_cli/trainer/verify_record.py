@@ -73,17 +73,13 @@ class StepState:
     trace: Trace = field(default_factory=dict)
 
     def take(self, other: StepState) -> None:
-        """Adds what another worker of the same replica, or of another, has recorded."""
+        """Adds what another worker has recorded; one of a further replica brings no tensors, only fingerprints."""
         self.gradients |= other.gradients
         self.weights |= other.weights
         self.buffers |= other.buffers
         self.optimizer |= other.optimizer
         for key, count in other.counted.items():
             self.counted[key] = self.counted.get(key, 0.0) + count
-        self.take_trace(other)
-
-    def take_trace(self, other: StepState) -> None:
-        """Adds only the fingerprints: those of a further replica, whose weights are copies."""
         for kind, points in other.trace.items():
             self.trace.setdefault(kind, {}).update(points)
 
@@ -109,11 +105,7 @@ def _gap(a: float, b: float) -> float:
 
 
 class LayerTrace:
-    """Collects the fingerprints of one step.
-
-    Args:
-        replica: of the worker.
-    """
+    """Collects the fingerprints of one step."""
 
     def __init__(self) -> None:
         self.trace: Trace = {}
@@ -131,10 +123,7 @@ class LayerTrace:
             point = Point(replica, micro_batch, layer, number)
             self._put(kind, point, tensor)
             if tensor.requires_grad and not any(tensor is one for one in passed):
-                tensor.register_hook(self._gradient_hook(point))  # type: ignore[no-untyped-call]  # torch's own
-
-    def _gradient_hook(self, point: Point) -> _Hook:
-        return _Hook(self, point)
+                tensor.register_hook(_Hook(self, point))  # type: ignore[no-untyped-call]  # torch's own
 
     def gradient(self, point: Point, gradient: Tensor) -> None:
         """The first one counts: a schedule that divides backward may come by twice."""
