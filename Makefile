@@ -9,7 +9,7 @@ TYPES := build/types
 .PHONY: help venv train family deep test lint format types check clean
 
 help: ## show this list
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -E '^[a-z0-9 ]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9 ]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
 venv: $(INSTALLED) ## install the tool and what its development needs into .venv
 
@@ -42,6 +42,9 @@ deep: $(INSTALLED) ## train very deep models with and without depth-scaled initi
 
 test: $(INSTALLED) ## run the tests
 	$(BIN)/python -m pytest
+
+table1 table2 table3 table4: $(INSTALLED) ## measure one of the paper's tables here, into bench/
+	$(BIN)/gpipe-bench table=$(@:table%=%)
 
 lint: $(INSTALLED) ## look for mistakes and for code that is not formatted
 	$(BIN)/ruff check .

@@ -1,0 +1,98 @@
+"""gpipe-report: runs of gpipe-train, whole and broken, beside each other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gpipe_cli.commands.report import main
+
+
+def make_run(folder: Path, K: int, M: int, speed: float, **changes: Any) -> Path:
+    """What gpipe-train leaves, as far as gpipe-report reads it."""
+    pipeline = {"K": K, "M": M, "schedule": "gpipe", "remat": "except_last", "workers": "auto"}
+    optimizer = {"lr": changes.get("lr", 0.1)}
+    config = {"pipeline": pipeline, "optimizer": optimizer, "name": folder.name, "data": {"v": f"${{K{K}}}"}}
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / ".hydra" / "config.yaml").write_text(yaml.safe_dump(config))
+    summary = {"K": K, "M": M, "workers": K, "loss": 2.5, "examples_per_second": speed, "stopped_by": "steps"}
+    summary |= {"bubble": 0.25, "bubble_predicted": 0.2, "evaluation": {"nll": 3.0, "bleu": 12.5, "bleu/de": 9.0}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    folder = tmp_path / "sweeps" / "today"
+    for number, (K, M, speed) in enumerate([(2, 1, 100.0), (2, 4, 150.0), (4, 1, 110.0), (4, 4, 220.0)]):
+        make_run(folder / f"{number}_pipeline.K={K},pipeline.M={M}", K, M, speed)
+    return folder
+
+
+def report(out: Path, *paths: Path) -> list[dict[str, Any]]:
+    assert main([*map(str, paths), f"out={out}"]) == 0
+    rows: list[dict[str, Any]] = json.loads((out / "report.json").read_text(encoding="utf-8"))["rows"]
+    return rows
+
+
+def test_a_sweep_becomes_table_2(sweep: Path, tmp_path: Path) -> None:
+    rows = report(tmp_path / "out", sweep)
+    assert [(row["K"], row["M"]) for row in rows] == [(2, 1), (2, 4), (4, 1), (4, 4)]
+    assert [row["normalised"] for row in rows] == [1.0, 1.5, 1.1, 2.2]
+    assert [round(row["ideal"], 2) for row in rows] == [1.0, 1.6, 1.0, 2.29]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        f"report.{end}" for end in ("md", "json", "png", "svg")
+    }
+
+
+def test_the_printed_table_has_loss_bubble_and_scores(
+    sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report(tmp_path / "out", sweep)
+    header, _, first, *_ = capsys.readouterr().out.splitlines()
+    words = "run K M schedule remat loss examples/s × ideal bubble predicted nll bleu status"
+    assert header.split() == words.split()
+    assert first.split() == "0 2 1 gpipe except_last 2.5 100 1.00 1.00 25.0 % 20.0 % 3 12.5 done".split()
+
+
+def test_runs_that_differ_elsewhere_have_references_of_their_own(sweep: Path, tmp_path: Path) -> None:
+    other = make_run(tmp_path / "other", 2, 1, 50.0, lr=0.2)
+    rows = report(tmp_path / "out", sweep, other)
+    assert rows[-1]["normalised"] == 1.0
+    assert rows[-1]["settings"]["optimizer.lr"] == 0.2
+
+
+def test_broken_runs_are_named_and_the_others_shown(
+    sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (sweep / "0_pipeline.K=2,pipeline.M=1" / "summary.json").write_text('{"K": 2, ')
+    failed = sweep / "4_x"
+    failed.mkdir()
+    (failed / "error.txt").write_text(
+        "worker 1 failed:\nTraceback (most recent call last):\n  File ...\nValueError: no\n"
+    )
+    killed = make_run(sweep / "5_x", 2, 8, 0.0)
+    (killed / "summary.json").unlink()
+    (killed / "metrics.jsonl").write_text('{"step": 1, "loss": 4.0, "examples_per_second": 60.0}\n{"step": 2, "lo')
+    rows = report(tmp_path / "out", sweep, tmp_path / "nowhere")
+    status = [row["status"] for row in rows]
+    assert "summary.json cannot be read" in status[0]
+    assert status[4] == "failed: ValueError: no"
+    assert status[5] == "not finished, 1 steps on record; metrics.jsonl is damaged"
+    assert rows[5]["examples_per_second"] == 60.0
+    assert rows[1]["normalised"] == 1.0, "the smallest K and M that has a speed"
+    assert "nowhere is not there" in capsys.readouterr().err
+
+
+def test_a_file_stands_for_its_run(sweep: Path, tmp_path: Path) -> None:
+    folder = sweep / "3_pipeline.K=4,pipeline.M=4"
+    assert len(report(tmp_path / "out", folder / "summary.json", folder)) == 1
+
+
+@pytest.mark.parametrize(("words", "status"), [([], 2), (["out=x"], 2), (["--runs=x", "y"], 2), (["nowhere"], 1)])
+def test_without_runs_it_ends_with_an_error(words: list[str], status: int) -> None:
+    assert main(words) == status
