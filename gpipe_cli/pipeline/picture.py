@@ -216,8 +216,10 @@ def _draw_legend(figure: Figure, panels: Sequence[Panel]) -> None:
     handles.append(Patch(facecolor=_IDLE, label="idle"))
     if any(panel.critical for panel in panels):
         handles.append(Line2D([], [], color=_CRITICAL, linewidth=2.0, label="critical path"))
+    rows = -(-len(handles) // int(figure.get_figwidth() / 1.4))  # a narrow figure would cut a long row off
+    columns = -(-len(handles) // rows)
     figure.legend(
-        handles=handles, loc="outside lower right", ncols=len(handles), frameon=False, fontsize=9, labelcolor=_TEXT
+        handles=handles, loc="outside lower right", ncols=columns, frameon=False, fontsize=9, labelcolor=_TEXT
     )
 
 
