@@ -379,6 +379,7 @@ PIPELINE = PipelineConfig(
         ({"replicas": 4}, Devices(2, "core"), 1, "16 cells on 1 worker × 4 replicas (2 cores)"),
         ({"threads": 4}, Devices(8, "core"), 2, "16 cells on 2 workers (8 cores)"),
         ({"workers": 16}, Devices(2, "core"), 16, "16 cells on 16 workers (pipeline.workers=16)"),
+        ({"schedule": "interleaved_1f1b"}, Devices(7, "core"), 4, "16 cells on 4 workers (7 cores)"),
     ],
 )
 def test_workers_follow_the_devices(
@@ -394,6 +395,7 @@ def test_workers_follow_the_devices(
         ({"workers": 3}, 4, "needs 3 processes but WORLD_SIZE=4"),
         ({"replicas": 3}, 4, "pipeline.replicas=3 does not divide WORLD_SIZE=4"),
         ({"K": 2}, 4, "use pipeline.K>=4, or start torchrun with 2 processes in all"),
+        ({"schedule": "interleaved_1f1b"}, 3, r"no multiple of 3 workers \(WORLD_SIZE=3\): use pipeline.K=18"),
     ],
 )
 def test_a_job_of_the_wrong_size_is_refused(changes: dict[str, Any], world_size: int, message: str) -> None:

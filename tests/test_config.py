@@ -95,6 +95,11 @@ def test_debug_tiny_leaves_what_is_typed() -> None:
         (["trainer.gradient_clip=0"], "trainer.gradient_clip=0: use a number, more than 0 or null"),
         (["trainer.evaluate_first=3"], "trainer.evaluate_first=3: use true or false"),
         (["pipeline.workers=5"], "use pipeline.workers<=4 or pipeline.K>=5"),
+        (["pipeline.schedule=zigzag"], "use gpipe or 1f1b or interleaved_1f1b or zero_bubble"),
+        (
+            ["pipeline.schedule=interleaved_1f1b", "pipeline.workers=3"],
+            "use pipeline.K=3 or 6, or pipeline.workers=1 or 2",
+        ),
         (["pipeline.partition=[3,5]"], "pipeline.partition=[3,5] has 2 sizes but pipeline.K=4"),
         (["pipeline.partition=[3,5,0,1]"], "pipeline.partition=[3,5,0,1]: use min_max or min_variance or a list"),
         (["pipeline.M=128"], "use data.batch_size>=128 or pipeline.M<=96"),

@@ -75,7 +75,7 @@ def settle_workers(pipeline: PipelineConfig, inline: bool, world_size: int | Non
         world_size: of the job that this process was started in (torchrun), None if the command starts its own workers.
 
     Raises:
-        ConfigurationError: `world_size` is not what the configuration needs.
+        ConfigurationError: `world_size` is not what the configuration needs, or the workers not what the schedule does.
     """
     if world_size is not None:
         workers, why = _workers_of_job(pipeline, world_size), f"WORLD_SIZE={world_size}"
@@ -87,6 +87,12 @@ def settle_workers(pipeline: PipelineConfig, inline: bool, world_size: int | Non
         workers, why = _fitting(pipeline, max(1, min(pipeline.K, room))), str(devices)
     else:
         workers, why = pipeline.workers, f"pipeline.workers={pipeline.workers}"
+    K = pipeline.K
+    if pipeline.schedule == "interleaved_1f1b" and K % workers:
+        raise ConfigurationError(
+            f"pipeline.schedule=interleaved_1f1b gives each worker the same number of cells, but pipeline.K={K} is no "
+            f"multiple of {plural(workers, 'worker')} ({why}): use pipeline.K={K + -K % workers}"
+        )
     replicas = f" × {plural(pipeline.replicas, 'replica')}" if pipeline.replicas > 1 else ""
     return workers, f"{plural(pipeline.K, 'cell')} on {plural(workers, 'worker')}{replicas} ({why})"
 
