@@ -57,8 +57,7 @@ class Transport:
 
     def send(self, kind: int, tensors: Tensors, spec: BoundarySpec, to_cell: int, tag_cell: int, number: int) -> None:
         """Starts sending and returns; the message is kept until it has left."""
-        while self._sending and (self._sending[0][0] is None or self._sending[0][0].is_completed()):
-            self._sending.popleft()
+        self._let_go()
         message = pack(tensors, spec, self._wire)
         if message.numel() == 0:
             return
@@ -77,6 +76,7 @@ class Transport:
         """Waits until the message is there and returns its tensors on the device."""
         if pending.work is not None:
             pending.work.wait()
+        self._let_go()
         return unpack(pending.message.to(self._device), pending.spec)
 
     def known(self, cell: int, signature: Hashable) -> BoundarySpec | None:
@@ -103,6 +103,11 @@ class Transport:
         spec = BoundarySpec.from_bytes(bytes(text.tolist()))
         self._described[(cell, signature)] = spec
         return spec
+
+    def _let_go(self) -> None:
+        """Of messages that have left: a worker that only receives from now on would keep them until the step ends."""
+        while self._sending and (self._sending[0][0] is None or self._sending[0][0].is_completed()):
+            self._sending.popleft()
 
     def drain(self) -> None:
         """Waits until every message has left (the end of a step)."""
