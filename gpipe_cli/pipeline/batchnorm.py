@@ -58,21 +58,32 @@ class DeferredBatchNorm(nn.Module):
         return self.weight.dtype if self.weight is not None else torch.promote_types(x.dtype, torch.float32)
 
     def _normalise_over_replicas(self, x: Tensor, count: int) -> Tensor:
-        """SyncBatchNorm's mathematics with two differentiable sums; gathers only the local share."""
-        dims = [0, *range(2, x.dim())]
+        """SyncBatchNorm's mathematics with one differentiable sum; gathers only the local share.
+
+        Every replica learns the mean of each and its squares about that mean, and puts them together (Chan et al.,
+        1979): squares about zero would cancel where a mean is large beside its deviation.
+        """
+        dims, shape = [0, *range(2, x.dim())], [1, -1, *([1] * (x.dim() - 2))]
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        local = torch.stack([wide.sum(dims), (wide * wide).sum(dims), torch.full_like(wide.sum(dims), count)])
+        mean = wide.mean(dims)
+        squares = (wide - mean.view(shape)).square().sum(dims)
         if self.gathering and self.training:
-            mean = (local[0] / count).detach()
-            self._gather(count, mean, (local[1] / count).detach() - mean * mean)
-        total: Tensor = _SumOverReplicas.apply(local, self.group)
-        mean = total[0] / total[2]
-        variance = (total[1] / total[2] - mean * mean).clamp_min(0)
-        shape = [1, -1, *([1] * (x.dim() - 2))]
-        output: Tensor = (wide - mean.view(shape)) * torch.rsqrt(variance + self.eps).view(shape)
+            self._gather(count, mean, squares / count)
+        everyone = self._from_every_replica(torch.stack([torch.full_like(mean, count), mean, squares]))
+        counts, means, squares = everyone.unbind(1)  # each (replicas, C)
+        together = (counts * means).sum(0) / counts.sum(0)
+        variance = (squares + counts * (means - together).square()).sum(0) / counts.sum(0)
+        output: Tensor = (wide - together.view(shape)) * torch.rsqrt(variance + self.eps).view(shape)
         if self.weight is not None:
             output = output * self.weight.view(shape) + self.bias.view(shape)
         return output.to(x.dtype)
+
+    def _from_every_replica(self, local: Tensor) -> Tensor:
+        """``local`` (3, C) of each replica: (replicas, 3, C). A sum in which everyone fills one place is exact."""
+        replicas, place = dist.get_world_size(self.group), dist.get_rank(self.group)
+        slots = F.pad(local[None], (0, 0, 0, 0, place, replicas - 1 - place))
+        everyone: Tensor = _SumOverReplicas.apply(slots, self.group)
+        return everyone
 
     def _gather(self, count: int, mean: Tensor, variance: Tensor) -> None:
         if self.running_mean is None:
