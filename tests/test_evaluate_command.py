@@ -147,6 +147,15 @@ def test_what_was_counted_otherwise_is_not_compared(tmp_path: Path, capsys: pyte
     assert "the evaluations differ in beam" in capsys.readouterr().err
 
 
+def test_runs_of_one_name_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scores = {"de": 30.0, "ru": 20.0, "sw": 10.0}
+    report(tmp_path, "seed_1", 1, scores, name="deep")
+    report(tmp_path, "seed_2", 1, scores, name="deep")
+    assert main([f"compare={tmp_path}", f"output={tmp_path / 'out'}"]) == 0
+    said = capsys.readouterr().out
+    assert "low, deep (seed_1)" in said and "low, deep (seed_2)" in said
+
+
 def test_a_baseline_of_several_languages_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = report(tmp_path, "one", 1, {"de": 30.0, "ru": 20.0, "sw": 10.0})
     assert main([f"compare={path}", f"baseline={path}", f"output={tmp_path}"]) == 2

@@ -29,9 +29,10 @@ def compare(words: Sequence[str]) -> int:
     runs, baselines, output = parse(words)
     reports, single = ([read_report(path) for run in given for path in expand(run)] for given in (runs, baselines))
     require_alike([*reports, *single])
+    tell_apart(reports)
     output.mkdir(parents=True, exist_ok=True)
     columns = ["resource, model", "languages", "BLEU", "Latin script", "other scripts"]
-    models = [ModelScores(label(r), r["parameters"], languages_of(r["numbers"])) for r in reports]
+    models = [ModelScores(str(r["name"]), r["parameters"], languages_of(r["numbers"])) for r in reports]
     sizes = {code: size for report in reports for code, size in report["sizes"].items()}
     try:
         draw_languages(models, sizes, output / "languages.png")
@@ -107,22 +108,26 @@ def require_alike(reports: Sequence[Mapping[str, Any]]) -> None:
             raise ConfigurationError(f"the evaluations differ in {key} ({where}): evaluate again with the same")
 
 
+def tell_apart(reports: Sequence[dict[str, Any]]) -> None:
+    """Reports of one name, such as runs with several seeds, are named by their run directory too."""
+    names = [report["name"] for report in reports]
+    for report in reports:
+        if names.count(report["name"]) > 1:
+            report["name"] = f"{report['name']} ({Path(report['folder']).parent.parent.name})"
+
+
 def difference_table(
     reports: Sequence[Mapping[str, Any]], baselines: Mapping[str, float]
 ) -> tuple[list[str], list[list[object]]]:
     """Columns and rows: each language with a baseline, its pairs, the bilingual BLEU, and every model's difference."""
     sizes = {code: size for report in reports for code, size in report["sizes"].items()}
-    columns = ["language", "pairs", "bilingual", *(label(report) for report in reports)]
+    columns = ["language", "pairs", "bilingual", *(str(report["name"]) for report in reports)]
     rows: list[list[object]] = []
     for code in sorted(baselines, key=lambda code: -sizes.get(code, 0)):
         scores = [languages_of(report["numbers"]).get(code) for report in reports]
         differences = [None if score is None else f"{score - baselines[code]:+.1f}" for score in scores]
         rows.append([code, sizes.get(code), f"{baselines[code]:.1f}", *differences])
     return columns, rows
-
-
-def label(report: Mapping[str, Any]) -> str:
-    return str(report["name"])
 
 
 def _one_language(report: Mapping[str, Any]) -> dict[str, float]:
