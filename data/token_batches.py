@@ -16,6 +16,7 @@ from .source import split_evenly
 Numbers = npt.NDArray[np.int64]
 
 PAD_MULTIPLE = 8
+NEARLY_EQUAL = 1.06  # the largest part over the mean: parts of equal numbers of pairs are kept so far, for few shapes
 FINE_WIDTHS = 128  # up to here every multiple of 8 is a width, from here on four to the octave
 
 
@@ -104,11 +105,11 @@ def balanced(source: Numbers, target: Numbers, parts: int) -> list[slice]:
     count = len(source)
     step = _step(count / parts)
     widths = width_of(source), width_of(target)
-    if count % step == 0 and all((width == width[0]).all() for width in widths) and count // step >= parts:
-        return [slice(cut.start * step, cut.stop * step) for cut in split_evenly(count // step, parts)]
-    best = split_evenly(count, parts)
-    least = -(-int((widths[0] + widths[1]).sum()) // parts)
-    most = max(padded_tokens(source[part], target[part]) for part in best)
+    best = [slice(cut.start * step, min(count, cut.stop * step)) for cut in split_evenly(-(-count // step), parts)]
+    loads = [padded_tokens(source[part], target[part]) for part in best]
+    if max(loads) <= NEARLY_EQUAL * sum(loads) / parts:
+        return best
+    least, most = -(-int((widths[0] + widths[1]).sum()) // parts), max(loads) - 1
     while least <= most:  # the smallest load of a part with which `parts` of them take all pairs
         load = (least + most) // 2
         cuts = _filled(widths, parts, load, step)
