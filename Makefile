@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 TYPES := build/types
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train family deep test lint format types check clean
+.PHONY: help venv train family deep test table1 table2 table3 table4 lint format types check clean
 
 help: ## show this list
 	@grep -E '^[a-z0-9 ]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9 ]+):.*## (.*)/  make \1\t\2/' | expand -t 16

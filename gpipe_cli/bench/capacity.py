@@ -51,7 +51,7 @@ def worker(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
     def fits(L: int) -> bool:
         if L not in trials:
             trials[L] = attempt(L, config["M"], config["remat"], world)
-        return trials[L].peak <= config["budget"]
+        return trials[L].peak <= int(config["budget"])
 
     low = 1
     if not fits(low):

@@ -165,13 +165,14 @@ def big(parameters: float) -> str:
 
 def notes(options: BenchOptions) -> list[str]:
     said = [
-        f"Planned: gpipe-plan for the paper's devices, {BYTES_PER_PARAMETER} bytes a parameter, the paper's mini-"
-        "batches (32 texts of 1,024 tokens, 128 images of 224²). naive: M=1, nothing recomputed; pipeline: remat always, "
+        f"Planned by gpipe-plan for the paper's devices with {BYTES_PER_PARAMETER} bytes a parameter and mini-batches of "
+        "32 texts of 1,024 tokens or 128 images of 224². naive: M=1, nothing recomputed; pipeline: remat always, "
         "micro-batches of one example.",
         "its GB a device: what the paper's own size needs by this plan, on the fullest device. ours: the largest that "
         "fits; of AmoebaNet the width D grows at the paper's L.",
         "Measured: a real step with an update by RMSProp (16 bytes a parameter with the gradient) of a Transformer-L "
-        "with d_model 128, H 512 and 32 texts of 64 tokens, pipeline: M=8; all bytes of tensors alive, on the fullest worker.",
+        "with d_model 128 and H 512, 32 texts of 64 tokens, M=8 where pipelined. All bytes of tensors alive count, on "
+        "the fullest worker.",
     ]
     if options.quick:
         said.append("quick: the largest sizes by the planner were not looked for.")

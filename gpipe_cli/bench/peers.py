@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,9 +56,7 @@ def _stage_module(layers: Sequence[nn.Module], remat: bool) -> nn.Module:
     return _Checkpointed(*layers) if remat else nn.Sequential(*layers)
 
 
-def _step(
-    schedule: ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B, rank: int, K: int, batch: Tensor
-) -> Callable[[], None]:
+def _step(schedule: Any, rank: int, K: int, batch: Tensor) -> Callable[[], None]:
     inputs = (batch,) if rank == 0 else ()
     target = batch if rank == K - 1 else None
 

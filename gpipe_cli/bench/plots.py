@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.trainer.breakdown import draw_breakdown
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Blue and orange stay apart for every kind of colour blindness; what is only calculated is grey.
-STYLES = {
+STYLES: dict[str, dict[str, Any]] = {
     "ours": {"color": "#2f6db3", "marker": "o", "linewidth": 2.2, "zorder": 5},
     "paper": {"color": "#d9822b", "marker": "s", "linewidth": 1.6, "zorder": 4},
     "ideal": {"color": "#8a919c", "linestyle": ":", "linewidth": 1.4},

@@ -91,13 +91,21 @@ def read_run(folder: Path) -> Run:
         summary = {"loss": rows[-1].get("loss") if rows else None}
         summary["examples_per_second"] = median(speeds) if speeds else None
     return Run(
-        folder,
-        "; ".join([status, *broken]),
-        settings,
-        *(summary.get(key, settings.get(f"pipeline.{key}")) for key in ("K", "M")),
-        summary.get("workers"),
-        *(summary.get(key) for key in ("loss", "examples_per_second", "bubble", "bubble_predicted")),
-        {k: v for k, v in (summary.get("evaluation") or {}).items() if "/" not in k and isinstance(v, (int, float))},
+        folder=folder,
+        status="; ".join([status, *broken]),
+        settings=settings,
+        K=summary.get("K", settings.get("pipeline.K")),
+        M=summary.get("M", settings.get("pipeline.M")),
+        workers=summary.get("workers"),
+        loss=summary.get("loss"),
+        examples_per_second=summary.get("examples_per_second"),
+        bubble=summary.get("bubble"),
+        bubble_predicted=summary.get("bubble_predicted"),
+        evaluation={
+            name: value
+            for name, value in (summary.get("evaluation") or {}).items()
+            if "/" not in name and isinstance(value, (int, float))
+        },
     )
 
 
