@@ -111,17 +111,17 @@ def test_the_command_never_imports_torch() -> None:
 SIZES = {"de": 1000, "ru": 200, "sw": 10}
 
 
-def report(folder: Path, name: str, parameters: int, bleu: dict[str, float], **changes: Any) -> str:
+def report(folder: Path, run: str, parameters: int, bleu: dict[str, float], **changes: Any) -> str:
     """An evaluated run; returns where it lies."""
     levels = dict(zip(("bleu_high", "bleu_middle", "bleu_low"), bleu.values(), strict=False)) if len(bleu) > 1 else {}
     scripts = {"bleu_high/Latin": bleu["de"], "bleu_middle/other": bleu["ru"]} if len(bleu) > 1 else {}
     numbers = {"bleu": 1.0, **levels, **scripts, **{f"bleu/{code}": value for code, value in bleu.items()}}
-    values = {"name": name, "parameters": parameters, "numbers": numbers, "split": "test", "beam": 8, "signature": "s"}
+    values = {"name": run, "parameters": parameters, "numbers": numbers, "split": "test", "beam": 8, "signature": "s"}
     more = {"sizes": {code: SIZES[code] for code in bleu}, "scripts": {"de": "Latin", "ru": "Cyrillic", "sw": "Latin"}}
-    place = folder / name / "evaluations" / "step_00000001_test"
+    place = folder / run / "evaluations" / "step_00000001_test"
     place.mkdir(parents=True)
     (place / "evaluation.json").write_text(json.dumps({**values, **more, **changes}))
-    return str(folder / name)
+    return str(folder / run)
 
 
 def test_runs_are_compared_by_resource_and_with_their_baselines(
