@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from gpipe_cli.commands import own_target, sweep, torchrun
 from gpipe_cli.commands.devices import settle_workers
 from gpipe_cli.commands.hydra_errors import explain
+from gpipe_cli.commands.text import command_name
 from gpipe_cli.config import Settings
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch.inline import launch_inline
@@ -124,7 +125,7 @@ def refuse_if_wrong(config: DictConfig) -> None:
 
 
 def in_words(problem: str) -> str:
-    return f"gpipe-train: {problem}"
+    return f"{command_name()}: {problem}"
 
 
 def run_job(composed: DictConfig, program: Program, started_at: float) -> tuple[int, float]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 
 def number(value: object, digits: int = 4) -> str:
@@ -58,3 +60,9 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> 
 def _is_number(value: object) -> bool:
     """Also of what is already written as one, such as "21.3 %"."""
     return value is None or isinstance(value, (int, float)) or str(value)[:1].isdigit() or value == "-"
+
+
+def command_name() -> str:
+    """The command that the person typed, for messages: several share one way of running."""
+    stem = Path(sys.argv[0]).stem
+    return stem if stem.startswith("gpipe-") else "gpipe-train"

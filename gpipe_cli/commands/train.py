@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from gpipe_cli import __version__
+from gpipe_cli.commands.text import command_name
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.typed_section import nearest
 
@@ -65,7 +66,7 @@ def _say(error: ConfigurationError) -> None:
     from gpipe_cli.commands.torchrun import is_first
 
     if is_first():
-        print(f"gpipe-train: {error}", file=sys.stderr)
+        print(f"{command_name()}: {error}", file=sys.stderr)
 
 
 def refuse_unknown_flags(words: Sequence[str]) -> None:
