@@ -21,6 +21,7 @@ import yaml
 
 COLOURS = {True: "#2f6db3", False: "#d9822b"}  # with depth-scaled initialisation, and without
 STYLES = ("-", "--", ":")  # of logit clipping, in the order in which its values are met
+SMOOTH = 20  # steps behind a curve's point; mini-batches differ much in length
 LAST = 50  # steps that the table averages over
 COLUMNS = (
     *("run", "first gradient norm", "largest", f"mean of the last {LAST}", f"loss, mean of the last {LAST}"),
@@ -55,7 +56,7 @@ def read(folder: Path) -> Run:
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """Loss and gradient norm of every step."""
+    """Loss and gradient norm of every step, faint, and their means over the last `SMOOTH` steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -67,7 +68,10 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         for run in runs:
             points = [(row["step"], row[key]) for row in run.rows if row[key] is not None]
             style = STYLES[clips.index(run.clip) % len(STYLES)]
-            axes.plot(*zip(*points, strict=True), style, color=COLOURS[run.scaled], linewidth=1.2, label=run.name)
+            steps, values = zip(*points, strict=True)
+            smooth = [fmean(values[max(0, last - SMOOTH + 1) : last + 1]) for last in range(len(values))]
+            axes.plot(steps, values, color=COLOURS[run.scaled], linewidth=0.6, alpha=0.25)
+            axes.plot(steps, smooth, style, color=COLOURS[run.scaled], linewidth=1.6, label=run.name)
         axes.set_xlabel("step")
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
