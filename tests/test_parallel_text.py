@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import parallel_folder
 import pytest
+from inline_run import train_inline
 
 from gpipe_cli.data.defects import KINDS, check_policy
 from gpipe_cli.data.parallel_folders import find_pairs
@@ -267,3 +268,21 @@ def test_vocabularies_are_reused_when_the_text_is_the_same(root: Path) -> None:
     kept = {path: path.stat().st_mtime_ns for path in (root.parent / "cache" / "vocabularies").iterdir()}
     source(root, max_length=50)
     assert {path: path.stat().st_mtime_ns for path in (root.parent / "cache" / "vocabularies").iterdir()} == kept
+
+
+# --- a run
+
+
+def test_a_run_logs_how_often_each_language_was_read(tmp_path: Path) -> None:
+    root = parallel_folder.opus(tmp_path / "text")
+    words = (
+        "debug=tiny",
+        "data=parallel_text",
+        f"data.root={root}",
+        f"data.cache_dir={tmp_path}",
+        "task.generation=null",
+    )
+    train_inline(tmp_path / "run", *words, "trainer.steps=2", "trainer.evaluate_every=null")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()]
+    assert lines[0]["epochs"] == {"de": 0, "fi": 0, "sw": 0}
+    assert sum(lines[-1]["epochs"][code] * size for code, size in parallel_folder.SIZES.items()) == pytest.approx(32)

@@ -145,13 +145,18 @@ class Journal:
             for phase in PHASES:
                 self._board.add_scalar(f"worker_{rank:02d}/{phase}_seconds", worker[phase], step)
 
-    def evaluation(self, progress: Progress, result: Evaluation) -> None:
-        """One evaluation: a line in evaluations.jsonl, the console, TensorBoard with sample outputs."""
+    def evaluation(self, progress: Progress, result: Evaluation, epochs: Mapping[str, float]) -> None:
+        """One evaluation: a line in evaluations.jsonl, the console, TensorBoard with sample outputs.
+
+        Args:
+            epochs: how often the training data of each language has been read; for the line.
+        """
         if not self._active:
             return
         self._evaluations.append(result.numbers)
         numbers = {f"evaluation/{name}": value for name, value in result.numbers.items()}
-        counted = {} if result.signature is None else {"signature": result.signature}
+        counted: dict[str, Any] = {} if result.signature is None else {"signature": result.signature}
+        counted |= {"epochs": dict(epochs)} if epochs else {}
         with (self._run_dir / "evaluations.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(_json_safe({"step": progress.step, **result.numbers, **counted})) + "\n")
         self._emit({"kind": "evaluation", "step": progress.step, "numbers": _json_safe(result.numbers)})

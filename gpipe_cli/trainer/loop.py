@@ -269,12 +269,17 @@ class Trainer:
         with average.in_place_of_weights() if average is not None else nullcontext():
             result = self.parts.evaluator.evaluate(final)
         self.last_evaluation = result.numbers
-        self.parts.journal.evaluation(progress, result)
+        self.parts.journal.evaluation(progress, result, self._epochs_of_languages())
         if result.loss is None or not result.loss < progress.best:
             progress.evaluations_since_best += 1
             return False
         progress.best, progress.evaluations_since_best = result.loss, 0
         return progress.step > 0
+
+    def _epochs_of_languages(self) -> dict[str, float]:
+        """How often the pairs of each language were read; empty where there are none, or the data is read elsewhere."""
+        source = cast(Any, self._assembly.source)
+        return dict(source.epochs(self._position)) if hasattr(source, "epochs") else {}
 
     def _save(self, is_best: bool) -> None:
         self.parts.saver.begin(self.parts.exchange, asdict(self.progress), self._position, is_best)
