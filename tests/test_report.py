@@ -56,7 +56,7 @@ def test_the_printed_table_has_loss_bubble_and_scores(
     header, _, first, *_ = capsys.readouterr().out.splitlines()
     words = "run K M schedule remat loss examples/s × ideal bubble predicted nll bleu status"
     assert header.split() == words.split()
-    assert first.split() == "0 2 1 gpipe except_last 2.5 100 1.00 1.00 25.0 % 20.0 % 3 12.5 done".split()
+    assert first.split() == ["0", "2", "1", "gpipe", "except_last", "2.5", "100", "1.00", "1.00", "25.0", "%", "20.0", "%", "3", "12.5", "done"]
 
 
 def test_runs_that_differ_elsewhere_have_references_of_their_own(sweep: Path, tmp_path: Path) -> None:
