@@ -133,10 +133,12 @@ def compare_as_processes(context: Context, config: dict[str, Any]) -> list[str]:
     workers = context.world_size
     world = dist.group.WORLD
     assert world is not None
+    each_way = tuple(dist.new_group() for _ in range(4))  # as with NCCL
     found: list[str] = []
     for case in all_cases(workers) + (round_robin_cases(2 * workers) if workers < 4 else []):
         placement = tuple(cell % workers for cell in range(case.K))
-        transport = Transport(placement, CPU, CPU, (world, world), world)
+        groups = each_way if case.kind == "interleaved_1f1b" else (world, world)
+        transport = Transport(placement, CPU, CPU, groups, world)
         ours = run_case(case, placement, context.rank, transport)
         found += differences(case, ours, run_plain(case))
         losses: list[Any] = [None] * workers

@@ -38,7 +38,9 @@ class Transport:
         ranks: global rank of the worker of each cell, in this replica.
         device: where the tensors are used.
         wire: where messages travel from and to: ``device``, or the CPU when the backend cannot send from the device.
-        groups: one process group per direction (activations, gradients), so that neither waits for the other.
+        groups: one process group for activations and one for gradients, so that neither waits for the other. Or two of
+            each: one for messages to a later worker, one for messages to an earlier one. A backend that runs the
+            messages between two workers in one order (NCCL) needs that where messages of a kind go both ways.
         control: a CPU group for descriptions.
     """
 
@@ -47,7 +49,7 @@ class Transport:
         ranks: tuple[int, ...],
         device: torch.device,
         wire: torch.device,
-        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        groups: tuple[dist.ProcessGroup, ...],
         control: dist.ProcessGroup,
     ) -> None:
         self._ranks, self._device, self._wire = ranks, device, wire
@@ -61,7 +63,8 @@ class Transport:
         message = pack(tensors, spec, self._wire)
         if message.numel() == 0:
             return
-        work = dist.isend(message, self._ranks[to_cell], group=self._groups[kind], tag=_tag(kind, tag_cell, number))
+        to = self._ranks[to_cell]
+        work = dist.isend(message, to, group=self._group(kind, to > dist.get_rank()), tag=_tag(kind, tag_cell, number))
         self._sending.append((work, message))
 
     def post(self, kind: int, spec: BoundarySpec, from_cell: int, tag_cell: int, number: int) -> PendingReceive:
@@ -69,8 +72,12 @@ class Transport:
         message = torch.empty(spec.size, dtype=torch.uint8, device=self._wire)
         if message.numel() == 0:
             return PendingReceive(None, message, spec)
-        work = dist.irecv(message, self._ranks[from_cell], group=self._groups[kind], tag=_tag(kind, tag_cell, number))
+        by = self._ranks[from_cell]
+        work = dist.irecv(message, by, group=self._group(kind, by < dist.get_rank()), tag=_tag(kind, tag_cell, number))
         return PendingReceive(work, message, spec)
+
+    def _group(self, kind: int, to_later: bool) -> dist.ProcessGroup:
+        return self._groups[kind if len(self._groups) == 2 or to_later else kind + 2]
 
     def finish(self, pending: PendingReceive) -> Tensors:
         """Waits until the message is there and returns its tensors on the device."""

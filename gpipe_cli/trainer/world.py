@@ -22,7 +22,7 @@ class World:
         device: of this worker.
         wire: where messages between workers travel: the device with NCCL, the CPU with gloo.
         everyone: group of all ranks for CPU tensors; None when there is only one.
-        directions: groups for activations and for gradients.
+        directions: groups for activations and for gradients; with NCCL two of each, see `Transport`.
         same_worker: the ranks that hold the same layers in the other replicas; None without replicas.
     """
 
@@ -32,7 +32,7 @@ class World:
     device: torch.device
     wire: torch.device
     everyone: dist.ProcessGroup | None
-    directions: tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+    directions: tuple[dist.ProcessGroup, ...] | None
     same_worker: dist.ProcessGroup | None
 
     @property
@@ -94,8 +94,8 @@ def join_world(context: Context, workers: int, replicas: int, device: str, backe
     context.init_process_group("cpu:gloo,cuda:nccl" if name == "nccl" else "gloo")
     everyone = dist.group.WORLD
     assert everyone is not None
-    # NCCL runs the messages of one group in one order; two groups keep activations and gradients independent.
-    directions = (_new_group(None), _new_group(None)) if name == "nccl" else (everyone, everyone)
+    # NCCL runs the messages between two ranks of a group in one order: a group for each kind and way keeps all apart.
+    directions = tuple(_new_group(None) for _ in range(4)) if name == "nccl" else (everyone, everyone)
     same_worker: dist.ProcessGroup | None = None
     if replicas > 1:
         for worker in range(workers):  # every rank takes part in making every group
