@@ -43,7 +43,7 @@ ARROWS = {
         "commands.devices",  # how many GPUs there are
     },
     "planner": {
-        *("errors", "typed_section", "config", "layers", "planner", "pipeline", "data.source"),
+        *("errors", "typed_section", "config", "conf", "layers", "planner", "pipeline", "data.source"),
         *("trainer.build", "trainer.plan"),  # what the configuration's names stand for; what a micro-batch is
     },
     "launch": {"errors", "launch"},

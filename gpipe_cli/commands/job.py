@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from gpipe_cli.commands import own_target, sweep, torchrun
 from gpipe_cli.commands.devices import settle_workers
 from gpipe_cli.commands.hydra_errors import explain
+from gpipe_cli.commands.micro_batches import AUTO, settle_micro_batches
 from gpipe_cli.commands.text import command_name
 from gpipe_cli.config import Settings
 from gpipe_cli.errors import ConfigurationError
@@ -81,6 +82,9 @@ def prepare(composed: DictConfig, overrides: Sequence[str]) -> Prepared:
         ConfigurationError: whatever is wrong with it, in words.
     """
     config, lines = resolve(composed, overrides)
+    if OmegaConf.select(composed, "pipeline.M") == AUTO:
+        config, line = settle_micro_batches(config)
+        lines.append(line)
     settings = Settings.from_config(config)
     world_size = int(os.environ["WORLD_SIZE"]) if joined() else None
     workers, line = settle_workers(settings.pipeline, settings.launch.inline, world_size)

@@ -7,10 +7,12 @@ it to the last computation of its cell, gradients until they are used or sent, m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..pipeline.schedule import Instruction, Op
+from ..pipeline.schedule import Instruction, Message, Op
+from ..pipeline.simulate import Timeline
 
 RECEIVES_AHEAD = 2  # as in pipeline/engine.py
 MINI_BATCH, INPUTS, GRAPHS, MESSAGES, RUNNING = "mini_batch", "inputs", "graphs", "messages", "running"
@@ -62,20 +64,52 @@ class Alive:
     most: dict[str, int]
 
 
-def most_alive(instructions: Sequence[Instruction], sizes: Sequence[CellSizes], placement: Sequence[int]) -> Alive:
-    """Walks one worker's list of a training step, of any schedule.
+def most_alive(timeline: Timeline, sizes: Sequence[CellSizes], sends_stay: bool) -> list[Alive]:
+    """What each worker holds at most in a training step, of any schedule.
 
     Args:
-        instructions: the list.
+        timeline: of the step, as `simulate` makes it: a message is held until its receiver is ready for it, so a worker
+            that is ahead of its neighbour holds several.
         sizes: of every cell of the model.
-        placement: worker of every cell.
+        sends_stay: messages are held until the step ends, because gloo does not tell when one has left.
     """
-    return _Walk(instructions, sizes, placement).run()
+    departures = {} if sends_stay else _departures(timeline)
+    lists = [[span.instruction for span in spans] for spans in timeline.spans]
+    return [_Walk(each, sizes, timeline.placement, departures).run() for each in lists]
+
+
+def _departures(timeline: Timeline) -> dict[Instruction, int]:
+    """For each send, the place in its worker's list where its message has left: its receive was posted by then."""
+    posted: dict[Message, float] = {}
+    for spans in timeline.spans:
+        for op in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT):
+            received = [span for span in spans if span.instruction.op is op]
+            for place, span in enumerate(received):
+                message = span.instruction.awaited_message
+                assert message is not None
+                posted[message] = received[place - RECEIVES_AHEAD - 1].end if place > RECEIVES_AHEAD else 0.0
+    left: dict[Instruction, int] = {}
+    for spans in timeline.spans:
+        starts = [span.start for span in spans]
+        for place, span in enumerate(spans):
+            if (sent := span.instruction.sent_message) is not None:
+                left[span.instruction] = max(place + 1, bisect_right(starts, posted[sent]))
+    return left
 
 
 class _Walk:
-    def __init__(self, instructions: Sequence[Instruction], sizes: Sequence[CellSizes], placement: Sequence[int]):
+    def __init__(
+        self,
+        instructions: Sequence[Instruction],
+        sizes: Sequence[CellSizes],
+        placement: Sequence[int],
+        departures: Mapping[Instruction, int],
+    ) -> None:
         self._instructions, self._sizes, self._placement = instructions, sizes, placement
+        self._leaving: dict[int, list[Instruction]] = {}
+        for instruction in instructions:
+            if instruction in departures:
+                self._leaving.setdefault(departures[instruction], []).append(instruction)
         computed = [(i, n) for n, i in enumerate(instructions) if i.sent_message is None and i.awaited_message is None]
         self._last_use = {(i.cell, i.micro_batch): n for i, n in computed}
         self._recomputed = {(i.cell, i.micro_batch) for i, _ in computed if i.op is Op.RECOMPUTE}
@@ -94,6 +128,8 @@ class _Walk:
             self._hold(("mini-batch",), "step", MINI_BATCH, micro_batches * self._sizes[0].message)
         self._post(Op.RECEIVE_ACTIVATION, 0)
         for position, instruction in enumerate(self._instructions):
+            for sent in self._leaving.get(position, ()):
+                self._drop(("sending", sent), "wire")
             self._take(instruction)
             if self._last_use.get((instruction.cell, instruction.micro_batch)) == position:
                 self._let_go(instruction.cell, instruction.micro_batch)
@@ -106,13 +142,11 @@ class _Walk:
         if instruction.awaited_message is not None:
             self._receive(instruction)
         elif instruction.op is Op.SEND_ACTIVATION:
-            self._drop(("sending", instruction.op), "wire")  # the one before has left by now
-            self._hold(("sending", instruction.op), "wire", MESSAGES, self._sizes[cell + 1].message)
+            self._hold(("sending", instruction), "wire", MESSAGES, self._sizes[cell + 1].message)
             self._drop(("boundary", cell, number), "outgoing")
             self._post(Op.RECEIVE_GRADIENT, 0)
         elif instruction.op is Op.SEND_GRADIENT:
-            self._drop(("sending", instruction.op), "wire")
-            self._hold(("sending", instruction.op), "wire", MESSAGES, size.input_gradients)
+            self._hold(("sending", instruction), "wire", MESSAGES, size.input_gradients)
             self._drop(("gradient", cell, number), "wire")
         elif instruction.op is Op.FORWARD:
             self._forward(cell, number)

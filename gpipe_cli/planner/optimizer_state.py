@@ -46,7 +46,11 @@ def _state_bytes(make: MakeOptimizer, weight: Tensor) -> int:
     parameter = nn.Parameter(weight)
     parameter.grad = torch.zeros_like(parameter)
     optimizer = make([parameter])
-    optimizer.step()
+    try:
+        optimizer.step()
+    except Exception:
+        if not any(optimizer.state.values()):  # some look at values only after they have made their state
+            raise
     storages = {
         storage_key(value): value.untyped_storage().nbytes()
         for state in optimizer.state.values()

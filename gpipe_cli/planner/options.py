@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
+
 from ..errors import ConfigurationError
 from ..typed_section import Count, Positive, read_section
 from .devices import Device, describe, parse_bytes
@@ -40,6 +42,14 @@ class Options:
     format: str
     picture: str | None
     find_M: bool = False
+
+    @classmethod
+    def default(cls) -> Options:
+        """The values of conf/plan/default.yaml."""
+        import gpipe_cli.conf
+
+        folder = Path(next(iter(gpipe_cli.conf.__path__)))
+        return cls.from_section(yaml.safe_load((folder / "plan" / "default.yaml").read_text(encoding="utf-8")))
 
     @classmethod
     def from_section(cls, section: Mapping[str, Any]) -> Options:

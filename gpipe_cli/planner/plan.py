@@ -15,6 +15,7 @@ import torch
 from ..config import PipelineConfig, Settings
 from ..errors import ConfigurationError
 from ..layers import LayerBuilder
+from ..pipeline.boundary import Tensors
 from ..pipeline.cost import CostError, LayerCost, TensorShape, layer_costs
 from ..pipeline.partition import partition
 from ..pipeline.schedule import Instruction, Op, ScheduleError, most_kept, schedule
@@ -36,6 +37,8 @@ from .memory import Alive, most_alive
 from .optimizer_state import OptimizerState
 from .options import Options
 from .timing import CellTimes, Clock, cell_times, durations
+
+LONGEST_PROFILE = 3.0  # seconds of one forward and backward of each kind of layer, of which six are made
 
 
 @dataclass(frozen=True)
@@ -193,6 +196,7 @@ class Planner:
         self._clock = Clock(self.device, options.efficiency, options.bandwidth_efficiency, {})
         if options.device is None:
             self._clock = replace(self._clock, efficiency=1.0, bandwidth_efficiency=1.0)
+        self._kernels = self.device.kernels if options.kernels == "auto" else options.kernels
         self._state = OptimizerState(lambda parameters: build_optimizer(settings.optimizer, parameters))
         self._state_of: dict[int, int] = {}
         self._measured: dict[int, _Measured] = {}
@@ -200,7 +204,7 @@ class Planner:
     def _this_device(self) -> Device:
         from .this_device import measure_device
 
-        return measure_device(self.settings)
+        return measure_device(self.settings.pipeline)
 
     @property
     def limit(self) -> float:
@@ -235,15 +239,16 @@ class Planner:
         settings = self.settings
         (inputs, targets), examples = example_part(settings.data, parts, self.options.longest)
         autocast = build_autocast(settings.precision, torch.device("cpu"))
-        kernels = self.device.kernels if self.options.kernels == "auto" else self.options.kernels
         notes = []
         try:
-            layers = measure_layers(self.builders, inputs, targets, autocast, kernels)
+            layers = measure_layers(self.builders, inputs, targets, autocast, self._kernels)
             how = settings.pipeline.cost
             example = tuple(torch.zeros_like(t, device="cpu") for t in inputs) if how == "profile" else inputs
             costs = layer_costs(self.builders, example, how)
         except CostError as error:
             raise ConfigurationError(str(error)) from error
+        if self.options.device is None and settings.precision.autocast is None:
+            self._time_layers(inputs, layers, notes)
         try:
             loss = measure_loss(self._task.loss, layers[-1].boundary, targets, autocast)
         except CostError as error:
@@ -252,6 +257,28 @@ class Planner:
         described = tuple(BoundaryTensor(TensorShape.of(tensor), False) for tensor in inputs)
         sizes = [tensor.numel() * tensor.element_size() for tensor in targets]
         return _Measured(layers, loss, costs, described, sizes, examples, notes)
+
+    def _time_layers(self, inputs: Tensors, layers: Sequence[LayerFacts], notes: list[str]) -> None:
+        """On the present machine the layers themselves are timed, as far as that takes seconds."""
+        estimated = {id(layer): self._clock.layer(layer) for layer in layers}
+        if sum(time.forward + time.backward for time in estimated.values()) > LONGEST_PROFILE:
+            notes.append("layers are too large to be timed here: times follow from the machine's measured rates")
+            return
+        device = torch.device("cuda" if self._kernels != "cpu" else "cpu")
+        values = tuple(torch.zeros_like(tensor, device=device) for tensor in inputs)
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.settings.pipeline.threads)
+        try:
+            timed = layer_costs(self.builders, values, "profile", device=device)
+        except (CostError, RuntimeError) as error:
+            notes.append(f"layers could not be timed here ({error}): times follow from the machine's measured rates")
+            return
+        finally:
+            torch.set_num_threads(before)
+        for layer, cost in zip(layers, timed, strict=True):
+            time = estimated[id(layer)]
+            scale = cost.cost / (time.forward + time.backward)
+            self._clock.measured[id(layer)] = time.scaled(scale)
 
     def _assemble(
         self,
@@ -271,7 +298,7 @@ class Planner:
         timeline = simulate(lists, placement, durations(times, lists, placement, speeds), latency)
         model = [self._model_bytes(cell) for cell in cells]
         sizes = [cell.sizes for cell in cells]
-        alive = [most_alive(each, sizes, placement) for each in lists]
+        alive = most_alive(timeline, sizes, sends_stay=self._kernels == "cpu")
         cell_plans = _cell_plans(self.builders, cells, times, model, placement, lists, pipeline.remat)
         workers = _worker_plans(placement, model, alive)
         update = self._update_seconds(cells, model, placement, pipeline.replicas)

@@ -1,0 +1,69 @@
+"""The present machine as a `Device`: its rates from a short measurement, its memory as it stands."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+from ..config import PipelineConfig
+from .devices import Device
+
+_SECONDS = 0.15  # of each measurement
+_GPU_LINK, _CPU_LINK = 12e9, 1e9  # bytes/s to a neighbour, assumed: PCIe 3.0 ×16; gloo between processes of a machine
+
+
+def measure_device(pipeline: PipelineConfig) -> Device:
+    """Rates of products and of memory, and what starting an operation costs, with the threads that a worker has.
+
+    The link to a neighbour cannot be measured by one process and is assumed.
+    """
+    if pipeline.device != "cpu" and torch.cuda.is_available():
+        return _measure(torch.device("cuda"), float(torch.cuda.get_device_properties(0).total_memory), _GPU_LINK)
+    before = torch.get_num_threads()
+    torch.set_num_threads(pipeline.threads)
+    try:
+        workers = pipeline.K if pipeline.workers == "auto" else pipeline.workers
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return _measure(torch.device("cpu"), memory / (workers * pipeline.replicas), _CPU_LINK)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _measure(device: torch.device, memory: float, link: float) -> Device:
+    is_gpu = device.type == "cuda"
+    side = 8192 if is_gpu else 512
+    numbers = (1 << 28) if is_gpu else (1 << 23)
+    a = torch.randn(side, side, device=device)
+    b, half = torch.randn_like(a), a.bfloat16()
+    vector, small = torch.zeros(numbers, device=device), torch.zeros(8, device=device)
+    return Device(
+        name=f"this machine, {torch.cuda.get_device_name(device) if is_gpu else 'CPU'}",
+        flops=2 * side**3 / _seconds(lambda: torch.mm(a, b), is_gpu),
+        half_flops=2 * side**3 / _seconds(lambda: torch.mm(half, half), is_gpu),
+        memory=memory,
+        bandwidth=8 * numbers / _seconds(lambda: vector.add_(1.0), is_gpu),
+        link=link,
+        latency=1e-5 if is_gpu else 2e-4,
+        overhead=_seconds(lambda: small.add_(1.0), is_gpu),
+        kernels="accelerator" if is_gpu else "cpu",
+    )
+
+
+def _seconds(run: Callable[[], object], is_gpu: bool) -> float:
+    """The median time of one call."""
+    run()
+    times = []
+    end = time.perf_counter() + _SECONDS
+    while len(times) < 3 or time.perf_counter() < end:
+        if is_gpu:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        if is_gpu:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return median(times)

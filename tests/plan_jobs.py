@@ -1,0 +1,84 @@
+"""What a planned run really allocates: the engine itself, on real workers and real tensors."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gpipe_cli.config import Settings
+from gpipe_cli.launch.context import Context
+from gpipe_cli.pipeline.engine import Pipeline, StepPlan
+from gpipe_cli.planner.example import example_part
+from gpipe_cli.planner.tracking import Tracker
+from gpipe_cli.trainer.assembly import make_transport
+from gpipe_cli.trainer.build import (
+    build_autocast,
+    build_cells,
+    build_model,
+    build_optimizer,
+    build_task,
+    cut_model,
+)
+from gpipe_cli.trainer.plan import Part
+from gpipe_cli.trainer.programs import Programs
+from gpipe_cli.trainer.world import World, join_world
+
+CPU = torch.device("cpu")
+
+
+def measure(context: Context, config: dict[str, Any]) -> list[list[dict[str, int]]]:
+    """Entry point of a worker: for each configuration, and each worker, the bytes of each kind."""
+    world = join_world(context, context.world_size, 1, "cpu", "gloo")
+    found = []
+    for values in config["settings"]:
+        mine = one_run(Settings.from_config(values), world)
+        found.append(cast("list[dict[str, int]]", world.gather_everyone(mine)))
+    return found
+
+
+def one_run(settings: Settings, world: World) -> dict[str, int]:
+    """Two steps: in the first the boundaries are learnt, the second is counted."""
+    pipeline, builders, task = settings.pipeline, build_model(settings.model), build_task(settings.task)
+    part, _ = example_part(settings.data, pipeline.M, False)
+    cut = cut_model(builders, pipeline, world.workers, part, CPU)
+    cells = build_cells(builders, cut, world, 1, False)
+    for cell in cells:
+        cell.train(True)
+    transport, autocast = make_transport(world, cut), build_autocast(settings.precision, CPU)
+    engine = Pipeline(cells, cut.placement, transport, task.loss, len(part[1]), CPU, autocast)
+    program = Programs(pipeline.schedule, cut.placement, pipeline.remat).training(pipeline.M)[world.worker]
+    plan = StepPlan(0, 1, (("train",),) * pipeline.M, 1.0)
+    first = cut.placement[0] == world.worker
+    engine.train_step(program, plan, [real(part) for _ in range(pipeline.M)] if first else None)
+    parameters = [p for cell in cells for _, p in cell.parameters()]
+    buffers = [b for cell in cells for layer in cell.layers for b in layer.module.buffers()]
+    optimizer = build_optimizer(settings.optimizer, parameters)
+    optimizer.step()
+    if world.size > 1:
+        dist.barrier()
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    tracker = Tracker()
+    tracker.ignore([*parameters, *buffers, *gradients])
+    with tracker:
+        parts = [real(part) for _ in range(pipeline.M)] if first else None
+        engine.train_step(program, plan, parts)
+    state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
+    return {
+        "weights": sum(map(size_of, parameters + buffers)),
+        "gradients": sum(map(size_of, gradients)),
+        "optimizer": sum(map(size_of, state)),
+        "activations": tracker.peak,
+    }
+
+
+def real(part: Part) -> Part:
+    """Tensors of these shapes; small numbers serve as tokens, labels and pixels."""
+    inputs, targets = ([torch.randint(1, 9, t.shape).to(t.dtype) for t in side] for side in part)
+    return tuple(inputs), tuple(targets)
+
+
+def size_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()

@@ -1,0 +1,337 @@
+"""gpipe-plan against what a run allocates, against closed formulas, and against trying everything by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpipe_cli.bench.workers import run_workers
+from gpipe_cli.commands.plan import main, make_request
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.planner.devices import PRESETS, describe, parse_bytes
+from gpipe_cli.planner.plan import Plan, Planner, plan
+from gpipe_cli.planner.search import REMAT_BY_SPEED, answer, micro_batch_counts
+
+ROOT = Path(__file__).parents[1]
+EXPERIMENTS = sorted(
+    str(path.relative_to(ROOT / "conf" / "experiment").with_suffix(""))
+    for path in (ROOT / "conf" / "experiment").rglob("*.yaml")
+    if "recipe" not in path.parts
+)
+WIDTHS = ("model.H=128", "model.d_model=64", "model.A=1", "data.vocabulary=4000")
+FAMILIES = {
+    "translation": ("model.L=2", *WIDTHS, "data.batch_size=32", "task.logit_clip=null"),
+    "language model": ("model=transformer_lm", "model.L=4", *WIDTHS, "data.batch_size=16", "optimizer=adafactor"),
+    "images": ("model=amoebanet", "model.L=3", "model.D=32", "data.batch_size=32"),
+}
+PAPER_LM = ("model=transformer_lm", "model.H=8192", "model.A=32", "model.d_model=2048", "data.vocabulary=32000")
+
+
+def planned(*overrides: str) -> Plan:
+    request = make_request(overrides)
+    return plan(request.settings, request.options)
+
+
+def settings_json(*overrides: str) -> dict[str, Any]:
+    """The configuration as plain values, as workers get it."""
+    from dataclasses import asdict
+
+    return asdict(make_request(overrides).settings)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+RUNS = [
+    (family, ("pipeline.K=4", "pipeline.workers=2", "pipeline.M=8", *how))
+    for family in FAMILIES
+    for how in (
+        ("pipeline.remat=always",),
+        ("pipeline.remat=never",),
+        ("pipeline.remat=except_last",),
+        ("pipeline.remat=always", "pipeline.schedule=1f1b"),
+    )
+] + [("language model", ("pipeline.K=2", "pipeline.M=4", "precision=bf16"))]
+
+
+@pytest.fixture(scope="module")
+def allocated() -> list[list[dict[str, int]]]:
+    """What the engine's workers allocate in a real step of each of RUNS."""
+    settings = [settings_json(*FAMILIES[family], *how) for family, how in RUNS]
+    return run_workers("plan_jobs:measure", 2, {"settings": settings})  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(RUNS)), ids=[f"{family} {' '.join(how)}" for family, how in RUNS])
+def test_every_kind_of_bytes_is_what_a_real_step_allocates(number: int, allocated: list[list[dict[str, int]]]) -> None:
+    family, how = RUNS[number]
+    made = planned(*FAMILIES[family], *how, "plan.kernels=cpu")
+    for worker, real in zip(made.workers_plan, allocated[number], strict=True):
+        cells = [made.cells[cell] for cell in worker.cells]
+        for kind in ("weights", "gradients", "optimizer"):
+            assert sum(getattr(cell, kind) for cell in cells) == real[kind], kind
+        assert worker.activations == pytest.approx(real["activations"], rel=0.1)
+
+
+def test_the_largest_model_of_the_paper_is_planned_exactly_and_without_memory(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*PAPER_LM, "model.L=1663", "pipeline.K=128", "pipeline.M=32", "plan.format=json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["parameters"] == 83_876_910_336
+    assert len(printed["cells"]) == 128
+    assert sum(cell["parameters"] for cell in printed["cells"]) == 83_876_910_336
+    assert printed["weight_bytes"] == 4 * 83_876_910_336
+    assert 0 < printed["bubble"] < 1
+    assert printed["step_seconds"] > 0
+
+
+def test_recomputing_keeps_one_graph_and_never_recomputing_keeps_all() -> None:
+    always, never = (planned(*FAMILIES["images"], "pipeline.M=8", f"pipeline.remat={r}") for r in ("always", "never"))
+    assert [cell.graphs_in_flight for cell in always.cells] == [1, 1, 1, 1]
+    assert [cell.graphs_in_flight for cell in never.cells] == [8, 8, 8, 8]
+    assert always.memory < never.memory
+
+
+def test_1f1b_keeps_no_more_micro_batches_than_workers_behind() -> None:
+    made = planned(*FAMILIES["images"], "pipeline.M=8", "pipeline.schedule=1f1b")
+    assert [cell.inputs_in_flight for cell in made.cells] == [4, 3, 2, 1]
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+EVEN = "model._target_=test_plan.even_layers"
+
+
+def even_layers(layers: int = 8, width: int = 64) -> list[Any]:
+    """A user's own model whose cells can be exactly alike."""
+    from functools import partial
+
+    from torch import nn
+
+    from gpipe_cli.layers import LayerBuilder
+
+    return [LayerBuilder(f"layer_{i}", partial(nn.Linear, width, width)) for i in range(layers)]
+
+
+class OwnData:
+    """A user's own source, which knows nothing of plans."""
+
+    def __init__(self, batch_size: int = 64, width: int = 64) -> None:
+        self.batch_size, self.width = batch_size, width
+
+    def train(self, position: Any, parts: int, replica: int, replicas: int) -> Any:
+        import torch
+
+        from gpipe_cli.data.source import Batch
+
+        while True:
+            x = torch.zeros(self.batch_size // parts, self.width)
+            yield Batch([((x,), (x,)) for _ in range(parts)], 0)
+
+    def evaluation(self, parts: int) -> Any:
+        return iter(())
+
+
+class OwnTask:
+    """A user's own task whose loss costs nothing."""
+
+    statistics, metrics, unit = (), (), "examples"
+
+    def weight(self, targets: Any) -> float:
+        return 1.0
+
+    def loss(self, outputs: Any, targets: Any) -> Any:
+        import torch
+
+        return outputs[0].sum() * 0, torch.zeros(0, dtype=torch.float64)
+
+    evaluate = summarize = loss
+
+
+IDEAL = "plan.device={flops: 1e9, memory: 1GB, bandwidth: 1e15, link: 1e15, latency: 0, overhead: 0}"
+OWN = (EVEN, "data._target_=test_plan.OwnData", "task._target_=test_plan.OwnTask", IDEAL)
+
+
+@pytest.mark.parametrize(("K", "M"), [(2, 1), (2, 8), (4, 4), (8, 32)])
+def test_even_cells_have_the_bubble_of_the_formula(K: int, M: int) -> None:
+    # The first layer has no gradient to make for its input: with K=8 and one layer a cell it is a third shorter.
+    made = planned(*OWN, f"pipeline.K={K}", f"pipeline.M={M}", "pipeline.remat=never", "model.layers=512")
+    assert made.bubble_formula == (K - 1) / (M + K - 1)
+    assert made.bubble == pytest.approx(made.bubble_formula, abs=0.005)
+
+
+def test_a_step_of_one_cell_takes_its_flops_at_the_device_s_rate() -> None:
+    made = planned(*OWN, "pipeline.K=1", "pipeline.M=1", "pipeline.remat=never", "plan.efficiency=1")
+    forward = 8 * 2 * 64 * 64 * 64  # layers, multiply and add, examples, two widths
+    backward = 2 * forward - 2 * 64 * 64 * 64  # the first layer's input needs no gradient
+    assert made.step_seconds == pytest.approx((forward + backward) / 1e9, rel=0.01)
+
+
+def test_a_slower_device_and_a_slower_link_make_the_step_longer() -> None:
+    fast = planned(*OWN, "pipeline.K=4")
+    uneven = planned(*OWN, "pipeline.K=4", "plan.speeds=[1,1,0.5,1]")
+    linked = planned(*OWN[:-1], "pipeline.K=4", IDEAL.replace("link: 1e15", "link: 1e6"))
+    assert uneven.step_seconds > 1.5 * fast.step_seconds
+    assert linked.step_seconds > fast.step_seconds + 2 * 16 * 64 * 4 / 1e6
+
+
+def test_an_uneven_cut_is_told_what_a_better_one_would_gain() -> None:
+    made = planned(*OWN, "pipeline.K=2", "pipeline.partition=[2,6]", "model.layers=8")
+    assert made.better_cut is not None
+    assert made.better_cut[1] < 6
+    assert made.better_cut_gain > 0.3
+
+
+def test_what_is_sent_counts_both_directions() -> None:
+    made = planned(*OWN, "pipeline.K=4", "pipeline.M=4")
+    boundary, targets = 16 * 64 * 4, 16 * 64 * 4
+    assert made.sent_bytes == 3 * 4 * (2 * boundary + targets)
+
+
+# -- searches ----------------------------------------------------------------------------------------------------------
+
+
+def everything(*overrides: str) -> list[Plan]:
+    """All plans of a small space, by hand."""
+    request = make_request(overrides)
+    planner = Planner(request.settings, request.options)
+    pipeline = request.settings.pipeline
+    return [
+        planner.plan(replace(pipeline, K=K, M=M, remat=remat))
+        for K, M, remat in product((1, 2, 4), micro_batch_counts(request.settings), REMAT_BY_SPEED)
+    ]
+
+
+def test_fit_finds_what_trying_everything_finds() -> None:
+    own = (*FAMILIES["images"], "data.batch_size=8")
+    sizes = sorted(made.memory for made in everything(*own))
+    for limit in (sizes[len(sizes) // 8], sizes[len(sizes) // 2]):
+        expected = next(made for made in everything(*own) if made.memory <= limit)
+        request = make_request((*own, f"plan.fit={limit}", "plan.candidates=[1,2,4]"))
+        found = answer(request.settings, request.options).plan
+        assert (found.K, found.M, found.remat) == (expected.K, expected.M, expected.remat)
+
+
+def test_fit_says_what_comes_nearest_when_nothing_fits() -> None:
+    request = make_request((*FAMILIES["images"], "data.batch_size=4", "plan.fit=7MB", "plan.candidates=[1,2]"))
+    with pytest.raises(ConfigurationError, match=r"nothing fits 0.007 GB"):
+        answer(request.settings, request.options)
+
+
+def test_best_is_the_fastest_of_all_that_fit() -> None:
+    own = (*FAMILIES["images"], "data.batch_size=8", "pipeline.K=4")
+    all_of_them = [made for made in everything(*own) if made.K == 4]
+    limit = sorted(made.memory for made in all_of_them)[len(all_of_them) // 2]
+    request = make_request((*own, "plan.best=true", f"plan.memory={limit}"))
+    found = answer(request.settings, request.options).plan
+    assert found.fits
+    assert found.examples_per_second >= max(made.examples_per_second for made in all_of_them if made.fits) * 0.999999
+
+
+def test_micro_batches_left_to_the_planner() -> None:
+    request = make_request((*FAMILIES["images"], "data.batch_size=8", "pipeline.K=4", "pipeline.M=auto"))
+    found = answer(request.settings, request.options)
+    by_hand = [
+        planned(*FAMILIES["images"], "data.batch_size=8", "pipeline.K=4", f"pipeline.M={M}") for M in (1, 2, 4, 8)
+    ]
+    assert found.plan.examples_per_second == max(made.examples_per_second for made in by_hand)
+
+
+def test_grow_ends_at_the_last_value_that_fits() -> None:
+    own = (*FAMILIES["language model"], "pipeline.K=2", "pipeline.remat=always", "plan.memory=60MB")
+    request = make_request((*own, "plan.grow=model.L"))
+    found = answer(request.settings, request.options)
+    largest = found.found["model.L"]
+    assert planned(*own, f"model.L={largest}").fits
+    assert not planned(*own, f"model.L={largest + 1}").fits
+
+
+def test_grow_passes_over_values_that_the_model_refuses() -> None:
+    request = make_request((*FAMILIES["images"], "plan.memory=30MB", "plan.grow=model.L"))
+    assert answer(request.settings, request.options).found["model.L"] % 3 == 0
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_can_be_planned_without_its_data(experiment: str) -> None:
+    extra = ["checkpoint.init_from=nowhere"] if "transfer" in experiment else []
+    made = planned(f"experiment={experiment}", *extra)
+    assert made.parameters > 0
+    assert made.step_seconds > 0
+
+
+def test_a_user_s_own_model_data_and_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*OWN, "pipeline.K=2", f"plan.picture={tmp_path / 'plan.svg'}"]) == 0
+    said = capsys.readouterr().out
+    assert "model._target_=test_plan.even_layers: called with" in said
+    assert "worker 1 |  . F0 F1" in said
+    assert "<svg" in (tmp_path / "plan.svg").read_text()
+
+
+def test_a_sweep_is_one_table_with_a_row_for_each_job(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", *OWN, "pipeline.K=2,4", "pipeline.M=8,32"]) == 0
+    rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[-4:]]
+    assert rows == [["2", "8"], ["2", "32"], ["4", "8"], ["4", "32"]]
+
+
+def test_a_sweep_as_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", *OWN, "pipeline.K=2,4", "plan.format=json"]) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert [made["K"] for made in plans] == [2, 4]
+
+
+def test_more_micro_batches_than_examples_are_planned_with_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model=transformer_lm", "pipeline.M=32"]) == 0
+    assert "data.batch_size=16 has no 32 micro-batches: planned with data.batch_size=32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["plan.device=h1000"], "did you mean h100"),
+        (["plan.device={flops: 1e12}"], "plan.device has no memory, bandwidth, link"),
+        (["plan.fit=16 apples"], "plan.fit=16 apples: use a number of bytes, as 16GB"),
+        (["plan.fit=1GB", "plan.best=true"], "give one of them"),
+        (["plan.grow=model.LL"], "plan.grow=model.LL: use a key with a whole number"),
+        (["plan.picture=x.bmp"], "must end in .svg"),
+        (["pipeline.K=99"], "pipeline.K=99 but the model has 20 layers"),
+        (["plan.speeds=[1,2]"], "plan.speeds has 2 numbers but there are 4 workers"),
+        (["--cfg"], "there is no option --cfg"),
+        (["pipeline.KK=3"], "pipeline.K"),
+    ],
+)
+def test_mistakes_are_named(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_needs_no_torch_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    code = "import sys; from gpipe_cli.commands.plan import main; main(['--help']); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+    command = [sys.executable, "-m", "gpipe_cli.commands.plan", *OWN]
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sizes_are_read_with_their_units() -> None:
+    assert [parse_bytes(text, "x") for text in ("16GB", "16 GiB", "1.5e9", 7)] == [
+        16 * 10**9,
+        16 << 30,
+        1_500_000_000,
+        7,
+    ]
+
+
+def test_a_device_can_be_described_by_what_differs() -> None:
+    assert describe({"like": "h100", "link": "1e9"}) == replace(PRESETS["h100"], name="described", link=1e9)
