@@ -25,6 +25,7 @@ from gpipe_cli.config import PipelineConfig
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch.inline import launch_inline
 from gpipe_cli.launch.supervisor import Job
+from gpipe_cli.trainer.compare import GRADIENTS, PASSED_BACK, Difference, Quantity, Step
 from gpipe_cli.trainer.joint_batchnorm import run_together
 from gpipe_cli.trainer.verify_limits import require_memory
 
@@ -207,3 +208,10 @@ def test_a_model_too_large_for_one_process_is_refused_with_what_to_type() -> Non
     require_memory(1000, 4)
     with pytest.raises(ConfigurationError, match="debug=tiny"):
         require_memory(10**12, 4)
+
+
+def test_a_gradient_between_layers_decides_nothing_when_all_gradients_of_weights_agree() -> None:
+    tied = Difference(0, "stem, micro-batch 1", 11.0, 6e-4)
+    weights = Quantity(GRADIENTS, 597, Difference(0, "stem.weight", 1e-5, 1e-9))
+    assert Step([Quantity(PASSED_BACK, 144, tied, [tied]), weights]).agrees
+    assert not Step([Quantity(GRADIENTS, 597, tied, [tied])]).agrees

@@ -106,7 +106,7 @@ def as_text(report: dict[str, Any]) -> list[str]:
         lines.append(f"\nstep {step['step']}\n{text_table(columns, rows)}")
     batchnorm = report["batchnorm"]
     note = [batchnorm["text"]] if batchnorm and (report["agrees"] or batchnorm["explains"]) else []
-    return [*lines, "", *note, *report["findings"], report["verdict"]]
+    return [*lines, "", *note, *report["notes"], *report["findings"], report["verdict"]]
 
 
 def _where(quantity: dict[str, Any]) -> str:
