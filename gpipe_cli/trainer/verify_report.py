@@ -67,8 +67,8 @@ class Report:
         if not self.agrees or not any(step[PASSED_BACK].beyond for step in self.steps):
             return []
         return [
-            "some gradients between layers differ, and no gradient of a weight does: where two values tie for a maximum "
-            "(max pooling), rounding decides which of them the gradient goes to"
+            "some gradients between layers differ, and no gradient of a weight does: where two values tie for a "
+            "maximum (max pooling), rounding decides which of them the gradient goes to"
         ]
 
     def _worst(self) -> Quantity | None:
