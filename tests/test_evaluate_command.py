@@ -66,9 +66,8 @@ def test_a_language_model_with_averaged_weights(tmp_path: Path) -> None:
 
 
 def test_a_classification_leaves_its_pictures(tmp_path: Path) -> None:
-    summary, _ = train_inline(
-        tmp_path, "debug=tiny", "model=amoebanet", "trainer.steps=1", "trainer.evaluate_every=null"
-    )
+    words = ("debug=tiny", "model=amoebanet", "model.L=3", "trainer.steps=1", "trainer.evaluate_every=null")
+    summary, _ = train_inline(tmp_path, *words)
     assert evaluated(tmp_path)["numbers"] == summary["evaluation"]
     assert (tmp_path / "again" / "confusion.png").is_file()
 
