@@ -65,6 +65,7 @@ def test_a_language_model_with_averaged_weights(tmp_path: Path) -> None:
     assert report["averaged_weights"]
 
 
+@pytest.mark.slow
 def test_a_classification_leaves_its_pictures(tmp_path: Path) -> None:
     words = ("debug=tiny", "model=amoebanet", "model.L=3", "trainer.steps=1", "trainer.evaluate_every=null")
     summary, _ = train_inline(tmp_path, *words)
