@@ -286,3 +286,11 @@ def test_a_run_logs_how_often_each_language_was_read(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()]
     assert lines[0]["epochs"] == {"de": 0, "fi": 0, "sw": 0}
     assert sum(lines[-1]["epochs"][code] * size for code, size in parallel_folder.SIZES.items()) == pytest.approx(32)
+
+
+def test_a_corpus_without_any_dev_set_is_trained_on(tmp_path: Path) -> None:
+    root = parallel_folder.plain(tmp_path / "text")
+    for path in root.glob("valid.*"):
+        path.unlink()
+    words = ("debug=tiny", "data=parallel_text", f"data.root={root}", f"data.cache_dir={tmp_path}", "trainer.steps=1")
+    assert train_inline(tmp_path / "run", *words)[0]["steps"] == 1

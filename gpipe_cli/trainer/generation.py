@@ -85,7 +85,7 @@ class Generator:
         sentences = list(self._source.held_out(split, per_language)) if self._source is not None else []
         beam = settings.beam if final else settings.beam_during_run
         found = self._decoder.decode([sentence.source_ids for sentence in sentences], beam)
-        if self._source is None or not self._speaks:
+        if self._source is None or not self._speaks or not sentences:  # a corpus may have no dev set
             return {}, []
         texts = [self._source.decode(hypothesis.tokens) for hypothesis in found]
         shown = _spread(len(sentences), self._samples)

@@ -50,7 +50,8 @@ def draw_loss(run_dir: Path, path: Path) -> None:
     axes.plot(
         [row["step"] for row in steps], _smooth([row["loss"] for row in steps]), color="#2f6db3", label="training"
     )
-    metric = next((name for row in evaluations for name in row if name != "step"), None)
+    numbers = (name for row in evaluations for name, value in row.items() if isinstance(value, float))
+    metric = next(numbers, None)  # the first of the task's: the loss
     points = [(row["step"], row[metric]) for row in evaluations if metric and row.get(metric) is not None]
     if points:
         axes.plot(*zip(*points, strict=True), "o-", color="#d9822b", label=f"evaluation ({metric})")
