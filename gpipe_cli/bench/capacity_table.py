@@ -165,7 +165,7 @@ def big(parameters: float) -> str:
 
 def notes(options: BenchOptions) -> list[str]:
     said = [
-        f"Planned by gpipe-plan for the paper's devices with {BYTES_PER_PARAMETER} bytes a parameter and mini-batches of "
+        f"Planned by gpipe-plan for the paper's devices with {BYTES_PER_PARAMETER} bytes a parameter, mini-batches of "
         "32 texts of 1,024 tokens or 128 images of 224². naive: M=1, nothing recomputed; pipeline: remat always, "
         "micro-batches of one example.",
         "its GB a device: what the paper's own size needs by this plan, on the fullest device. ours: the largest that "

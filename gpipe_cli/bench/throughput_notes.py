@@ -82,6 +82,6 @@ def link_notes(results: Sequence[Result], options: BenchOptions) -> list[str]:
         f"The links measured: {min(measured) / 1e9:.2f} to {max(measured) / 1e9:.2f} GB/s, by 20 messages of 5 ms or "
         f"more in a row from worker 0 to 1. Largest message: {largest / 1e6:.1f} MB, {busiest:.2f} ms here; a free "
         f"message takes {min(host) * 1e3:.2f} to {max(host) * 1e3:.2f} ms here, which is this machine's own.",
-        "simulated: messages travel without a queue. Where one takes longer than a cell's forward, the link is the limit, "
-        "and of limit shows its queue.",
+        "simulated: messages travel without a queue. Where one takes longer than a cell's forward, the link is the "
+        "limit, and of limit shows its queue.",
     ]
