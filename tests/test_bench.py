@@ -115,6 +115,7 @@ def test_a_wrong_word_is_refused_with_what_to_type(words: list[str], told: str) 
     [
         (["table=2", "schedules=pipedream"], "schedules=pipedream: use gpipe"),
         (["table=2", "K=1"], "at least 2 cells"),
+        (["table=3", "schedules=interleaved_1f1b"], "leave it out"),
         (["table=3", "layers=real"], "table 3's slow links are emulated"),
         (["table=4", "K=2,4"], "give one K"),
         (["table=1", "memory=much"], "memory"),

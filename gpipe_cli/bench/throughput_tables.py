@@ -135,6 +135,8 @@ def check(options: BenchOptions, protocol: Protocol) -> None:
     """What can be refused before anything runs."""
     if wrong := [kind for kind in options.schedules if kind not in KINDS]:
         raise ConfigurationError(f"schedules={','.join(wrong)}: use {', '.join(KINDS)}")
+    if protocol.linked and (round_robin := [kind for kind in options.schedules if kind.startswith("interleaved")]):
+        raise ConfigurationError(f"schedules={round_robin[0]}: table 3 has one cell a worker; leave it out")
     if not options.schedules or not options.models or not options.grid_K:
         raise ConfigurationError("models, schedules and K need at least one value each: see gpipe-bench --help")
     if too_few := [K for K in options.grid_K if K < 2]:
