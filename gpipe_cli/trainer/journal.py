@@ -6,7 +6,6 @@ Rank 0 writes it.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from ..pipeline.simulate import Timeline
 from .breakdown import Breakdown, draw_breakdown, mean_breakdown
 from .image_pictures import draw_classification, read_picture
 from .language_pictures import ModelScores, draw_languages
+from .metrics_file import MetricsFile, json_safe
 from .pictures import draw_loss, draw_step, draw_traced_step
 from .plan import Plan
 from .programs import Programs
@@ -66,9 +66,7 @@ class Journal:
         self._traced: dict[int, Timeline] = {}
         if not active:
             return
-        path = run_dir / "metrics.jsonl"
-        _drop_later_lines(path, resumed_step)
-        self._metrics = path.open("a", encoding="utf-8", buffering=1)
+        self._metrics = MetricsFile(run_dir / "metrics.jsonl", resumed_step)
         if tensorboard:
             from torch.utils.tensorboard.writer import SummaryWriter  # slow to import, and only rank 0 needs it
 
@@ -118,8 +116,8 @@ class Journal:
         due = progress.step % self._every == 0
         shares = mean_breakdown(forecast, report.cells, report.updates, seconds).shares() if due else {}
         times = {"breakdown": shares, "cells": report.cells, "workers": report.workers} if due else {}
-        self._metrics.write(json.dumps(_json_safe({**row, **times})) + "\n")
-        self._emit({"kind": "progress", **_json_safe(row), "steps": self._steps})
+        self._metrics.write({**row, **times})
+        self._emit({"kind": "progress", **json_safe(row), "steps": self._steps})
         if self._board is not None and due:
             self._write_scalars(progress.step, row, report, shares)
 
@@ -146,7 +144,7 @@ class Journal:
                 self._board.add_scalar(f"worker_{rank:02d}/{phase}_seconds", worker[phase], step)
 
     def evaluation(self, progress: Progress, result: Evaluation, epochs: Mapping[str, float]) -> None:
-        """One evaluation: a line in evaluations.jsonl, the console, TensorBoard with sample outputs.
+        """One evaluation: evaluations.jsonl, the step's line in metrics.jsonl, the console, TensorBoard with samples.
 
         Args:
             epochs: how often the training data of each language has been read; for the line.
@@ -158,8 +156,9 @@ class Journal:
         counted: dict[str, Any] = {} if result.signature is None else {"signature": result.signature}
         counted |= {"epochs": dict(epochs)} if epochs else {}
         with (self._run_dir / "evaluations.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(_json_safe({"step": progress.step, **result.numbers, **counted})) + "\n")
-        self._emit({"kind": "evaluation", "step": progress.step, "numbers": _json_safe(result.numbers)})
+            file.write(json.dumps(json_safe({"step": progress.step, **result.numbers, **counted})) + "\n")
+        self._metrics.join({"evaluation": result.numbers})
+        self._emit({"kind": "evaluation", "step": progress.step, "numbers": json_safe(result.numbers)})
         if result.samples:
             self._emit({"kind": "samples", "rows": [vars(sample) for sample in result.samples]})
         if self._board is not None:
@@ -231,7 +230,7 @@ class Journal:
         if not self._active:
             return
         temporary = self._run_dir / "summary.json.partial"
-        temporary.write_text(json.dumps(_json_safe(values), indent=2) + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps(json_safe(values), indent=2) + "\n", encoding="utf-8")
         temporary.rename(self._run_dir / "summary.json")
 
     def close(self) -> None:
@@ -249,28 +248,3 @@ class Journal:
 
 def _nowhere(event: dict[str, Any]) -> None:
     """Where the events of all ranks but 0 go."""
-
-
-def _json_safe(value: Any) -> Any:
-    """JSON has no NaN or infinity; they become null, and every JSON reader stays happy."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _json_safe(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_json_safe(item) for item in value]
-    return value
-
-
-def _drop_later_lines(path: Path, step: int) -> None:
-    """A resumed run writes the steps after its checkpoint again; their first version goes, and a torn last line too."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except (ValueError, KeyError):
-            continue
-    path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")

@@ -1,0 +1,33 @@
+"""metrics.jsonl: what other programs read of a run, step by step."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from gpipe_cli.trainer.metrics_file import MetricsFile
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_an_evaluation_joins_the_row_of_its_step(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "m.jsonl", 0)
+    file.join({"evaluation": {"nll": 9.0}})  # before the first step: no row to join
+    file.write({"step": 1, "loss": 0.5})
+    file.join({"evaluation": {"nll": 1.0}})
+    file.write({"step": 2, "loss": math.nan})
+    expected = [{"step": 1, "loss": 0.5, "evaluation": {"nll": 1.0}}, {"step": 2, "loss": None}]
+    assert rows(tmp_path / "m.jsonl") == expected
+
+
+def test_a_resumed_run_replaces_the_rows_after_its_checkpoint_and_a_torn_one(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step"')
+    file = MetricsFile(path, 2)
+    file.write({"step": 3, "loss": 1.0})
+    file.join({"evaluation": {}})
+    assert rows(path) == [{"step": 1}, {"step": 2}, {"step": 3, "loss": 1.0, "evaluation": {}}]
