@@ -13,7 +13,7 @@ from gpipe_cli.planner.devices import parse_bytes
 
 from .options import BenchOptions
 from .paper import TABLE_1, Capacity
-from .tables import Table
+from .tables import Curve, Table
 from .workers import run_workers
 
 WORKER = "gpipe_cli.bench.capacity:worker"
@@ -82,7 +82,17 @@ def capacity_table(number: int, options: BenchOptions, say: Say) -> Table:
     columns += ["ours: size", "ours: parameters"]
     rows = [planned_row(row) for row in planned] + [measured_row(row) for row in measured]
     facts = {"planned": [row.facts() for row in planned], "measured": measured}
-    return Table("table1", "Table 1: the largest models that fit", columns, rows, notes(options), facts)
+    return Table(
+        "table1",
+        "Table 1: the largest models that fit",
+        columns,
+        rows,
+        notes(options),
+        facts,
+        curves=curves_of(planned, measured),
+        axes=("devices", "parameters"),
+        logarithmic=True,
+    )
 
 
 def plan_column(family: str, column: Capacity, quick: bool, say: Say) -> Planned:
@@ -153,6 +163,27 @@ def measured_row(row: dict[str, Any]) -> list[object]:
         *(None if found is None else f"{found['peak'] / GB:.3f}", f"{row['budget'] / GB:.3f}", None, size),
         None if found is None else big(found["parameters"]),
     ]
+
+
+def curves_of(planned: list[Planned], measured: list[dict[str, Any]]) -> list[Curve]:
+    """Parameters over devices: the paper's, ours by the planner, and of real steps; naive ones as single points."""
+    points: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
+
+    def add(panel: str, label: str, role: str, naive: bool, K: int, parameters: float) -> None:
+        place = (panel, f"{label}, naive", "peer" if role == "ours" else "limit") if naive else (panel, label, role)
+        points.setdefault(place, []).append((float(K), float(parameters)))
+
+    for row in planned:
+        column = row.column
+        add(row.family, "paper", "paper", column.naive, column.K, column.parameters)
+        if row.largest is not None:
+            add(row.family, "ours, planned", "ours", column.naive, column.K, row.largest["parameters"])
+    for budget in sorted({row["budget"] for row in measured}):
+        for row in measured:
+            if row["budget"] == budget and row["found"] is not None:
+                panel = f"narrow, {budget / GB:.3g} GB a worker"
+                add(panel, "ours, measured", "ours", row["naive"], row["K"], row["found"]["parameters"])
+    return [Curve(panel, label, role, found) for (panel, label, role), found in points.items()]
 
 
 def size_text(family: str, sizes: tuple[int, ...]) -> str:

@@ -18,7 +18,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "ours": {"color": "#2f6db3", "marker": "o", "linewidth": 2.2, "zorder": 5},
     "paper": {"color": "#d9822b", "marker": "s", "linewidth": 1.6, "zorder": 4},
     "ideal": {"color": "#8a919c", "linestyle": ":", "linewidth": 1.4},
-    "limit": {"color": "#8a919c", "linestyle": "--", "linewidth": 1.2},
+    "limit": {"color": "#8a919c", "linestyle": "--", "linewidth": 1.2, "marker": "x", "markersize": 5},
     "peer": {"color": "#7fa88b", "marker": ".", "linewidth": 1.0},
 }
 COLUMNS_AT_MOST = 3
@@ -61,7 +61,7 @@ def _draw_curves(figure: Figure, table: Table) -> None:
             axes.set_axis_off()
             continue
         panel = list(panels)[place]
-        _draw_panel(axes, panels[panel])
+        _draw_panel(axes, panels[panel], table.logarithmic)
         axes.set_title(panel, fontsize=9)
         if place // columns == rows - 1:
             axes.set_xlabel(table.axes[0])
@@ -73,7 +73,7 @@ def _draw_curves(figure: Figure, table: Table) -> None:
     )
 
 
-def _draw_panel(axes: Axes, curves: list[Curve]) -> None:
+def _draw_panel(axes: Axes, curves: list[Curve], logarithmic: bool) -> None:
     peers = 0
     for curve in curves:
         style = dict(STYLES[curve.role])
@@ -81,6 +81,14 @@ def _draw_panel(axes: Axes, curves: list[Curve]) -> None:
             style["linestyle"] = ("-", "--", ":")[peers % 3]
             peers += 1
         axes.plot(*zip(*curve.points, strict=True), label=curve.label, **style)
-    axes.set_xticks(sorted({x for curve in curves for x, _ in curve.points}))
-    axes.set_ylim(0, 1.08 * max(y for curve in curves for _, y in curve.points))
+    ticks = sorted({x for curve in curves for x, _ in curve.points})
+    if logarithmic:
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.minorticks_off()
+        axes.yaxis.set_major_formatter(lambda y, _: f"{y / 1e9:g}B" if y >= 1e9 else f"{y / 1e6:g}M")
+        axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
+    else:
+        axes.set_xticks(ticks)
+        axes.set_ylim(0, 1.08 * max(y for curve in curves for _, y in curve.points))
     axes.grid(alpha=0.25)

@@ -36,6 +36,7 @@ class Table:
         curves: for the plot.
         bars: in their place, shares of a step: column to name to share.
         axes: names of the curves' axes.
+        logarithmic: both of them.
     """
 
     name: str
@@ -47,3 +48,4 @@ class Table:
     curves: Sequence[Curve] = ()
     bars: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     axes: tuple[str, str] = field(default=("cells K", "normalised throughput"))
+    logarithmic: bool = False
