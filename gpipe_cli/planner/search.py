@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from ..config import FREE_FORM, PipelineConfig, Settings
@@ -76,74 +77,74 @@ def cell_counts(planner: Planner) -> list[int]:
     return [K for K in sorted(wanted) if layers >= K]
 
 
+class _Trial:
+    """Plans one after the other, and remembers what came nearest to the limit."""
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner = planner
+        self._nearest: Plan | None = None
+        self._refusal: ConfigurationError | None = None
+        self.tried = 0
+
+    def plan(self, **values: Any) -> Plan | None:
+        """None where the model or the schedule does not go with these values, as BatchNorm with a single number."""
+        try:
+            made = self._planner.plan(_changed(self._planner.settings.pipeline, **values))
+        except ConfigurationError as error:
+            self._refusal = error
+            return None
+        self.tried += 1
+        if self._nearest is None or made.memory < self._nearest.memory:
+            self._nearest = made
+        return made
+
+    def nothing(self) -> ConfigurationError:
+        """What to say when nothing fits."""
+        if self._nearest is None and self._refusal is not None:
+            return self._refusal
+        return ConfigurationError(_nothing_fits(self._planner.limit, self._nearest))
+
+
 def smallest(planner: Planner) -> Answer:
     """The smallest K, for it the smallest M, for both the least recomputing that fit into the limit.
 
     Raises:
         ConfigurationError: nothing fits; it says what comes nearest.
     """
-    nearest: Plan | None = None
-    tried = 0
+    trial = _Trial(planner)
     for K in cell_counts(planner):
-        if not _may_fit(planner, K):
+        # Weights, gradients and optimizer state alone must fit; they depend on neither M nor remat.
+        plain = trial.plan(K=K, M=1, remat="always")
+        if plain is None or max(worker.model for worker in plain.workers_plan) > planner.limit:
             continue
-        for M in micro_batch_counts(planner.settings):
-            for remat in REMAT_BY_SPEED:
-                found = planner.plan(_changed(planner.settings.pipeline, K=K, M=M, remat=remat))
-                tried += 1
-                if found.fits:
-                    return Answer(found, {"pipeline.K": K, "pipeline.M": M, "pipeline.remat": remat}, tried)
-                if nearest is None or found.memory < nearest.memory:
-                    nearest = found
-    raise ConfigurationError(_nothing_fits(planner.limit, nearest))
+        for M, remat in product(micro_batch_counts(planner.settings), REMAT_BY_SPEED):
+            found = trial.plan(K=K, M=M, remat=remat)
+            if found is not None and found.fits:
+                return Answer(found, {"pipeline.K": K, "pipeline.M": M, "pipeline.remat": remat}, trial.tried)
+    raise trial.nothing()
 
 
-def _may_fit(planner: Planner, K: int) -> bool:
-    """Weights, gradients and optimizer state alone must fit; with M=1, because they do not depend on it."""
-    plain = planner.plan(_changed(planner.settings.pipeline, K=K, M=micro_batch_counts(planner.settings)[-1]))
-    return max(worker.model for worker in plain.workers_plan) <= planner.limit
-
-
-def fastest(planner: Planner, kinds: list[str], remats: tuple[str, ...], only_M: bool = False) -> Answer:
+def fastest(planner: Planner, kinds: Sequence[str], remats: Sequence[str], only_M: bool = False) -> Answer:
     """The most examples a second within the limit, for the configured K; of equals the one with least memory.
 
     Raises:
         ConfigurationError: nothing fits.
     """
-    best: Plan | None = None
-    nearest: Plan | None = None
-    tried = 0
-    for kind in kinds:
-        for M in micro_batch_counts(planner.settings):
-            for remat in remats:
-                found = _try(planner, _changed(planner.settings.pipeline, M=M, remat=remat, schedule=kind))
-                if found is None:
-                    continue
-                tried += 1
-                if found.fits and (best is None or _rank(found) < _rank(best)):
-                    best = found
-                if nearest is None or found.memory < nearest.memory:
-                    nearest = found
+    trial, best = _Trial(planner), None
+    for kind, M, remat in product(kinds, micro_batch_counts(planner.settings), remats):
+        found = trial.plan(M=M, remat=remat, schedule=kind)
+        if found is not None and found.fits and (best is None or _rank(found) < _rank(best)):
+            best = found
     if best is None:
-        raise ConfigurationError(_nothing_fits(planner.limit, nearest))
+        raise trial.nothing()
     keys: dict[str, Any] = {"pipeline.M": best.M}
     if not only_M:
         keys |= {"pipeline.remat": best.remat, "pipeline.schedule": best.schedule}
-    return Answer(best, keys, tried)
+    return Answer(best, keys, trial.tried)
 
 
 def _rank(plan: Plan) -> tuple[float, float]:
     return (-plan.examples_per_second, plan.memory)
-
-
-def _try(planner: Planner, pipeline: PipelineConfig) -> Plan | None:
-    """None where the schedule does not go with so many cells, micro-batches or workers."""
-    try:
-        return planner.plan(pipeline)
-    except ConfigurationError:
-        if pipeline == planner.settings.pipeline:
-            raise
-        return None
 
 
 def _changed(pipeline: PipelineConfig, **values: Any) -> PipelineConfig:
