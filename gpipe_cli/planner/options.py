@@ -105,10 +105,10 @@ def with_room(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     pipeline, data = dict(config.get("pipeline") or {}), dict(config.get("data") or {})
     if pipeline.get("M") == AUTO:
         pipeline["M"] = 1
-    size, counts = data.get("batch_size"), [pipeline.get("M"), pipeline.get("replicas")]
-    if all(isinstance(count, int) for count in (size, *counts)) and data.get("batch_tokens") is None:
-        parts = counts[0] * counts[1]
-        if size < parts:
-            lines.append(f"data.batch_size={size} has no {parts} micro-batches: planned with data.batch_size={parts}")
-            data["batch_size"] = parts
+    size, M, replicas = data.get("batch_size"), pipeline.get("M"), pipeline.get("replicas")
+    if not (isinstance(size, int) and isinstance(M, int) and isinstance(replicas, int)):
+        return {**changed, "pipeline": pipeline, "data": data}, lines
+    if data.get("batch_tokens") is None and size < (parts := M * replicas):
+        lines.append(f"data.batch_size={size} has no {parts} micro-batches: planned with data.batch_size={parts}")
+        data["batch_size"] = parts
     return {**changed, "pipeline": pipeline, "data": data}, lines

@@ -239,7 +239,7 @@ class Planner:
         settings = self.settings
         (inputs, targets), examples = example_part(settings.data, parts, self.options.longest)
         autocast = build_autocast(settings.precision, torch.device("cpu"))
-        notes = []
+        notes: list[str] = []
         try:
             layers = measure_layers(self.builders, inputs, targets, autocast, self._kernels)
             how = settings.pipeline.cost

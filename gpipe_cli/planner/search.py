@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 from ..config import FREE_FORM, PipelineConfig, Settings
 from ..errors import ConfigurationError
@@ -64,8 +64,9 @@ def answer(settings: Settings, options: Options) -> Answer:
 def micro_batch_counts(settings: Settings) -> list[int]:
     """The M that searches try: powers of two, as far as the mini-batch has examples."""
     size, replicas = settings.data.get("batch_size"), settings.pipeline.replicas
-    counted = isinstance(size, int) and settings.data.get("batch_tokens") is None
-    most = min(MOST_MICRO_BATCHES, size // replicas) if counted else 4 * settings.pipeline.K
+    most = 4 * settings.pipeline.K
+    if isinstance(size, int) and settings.data.get("batch_tokens") is None:
+        most = min(MOST_MICRO_BATCHES, size // replicas)
     return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
 
 
@@ -222,7 +223,7 @@ class _Attempts:
         for allowed in self._downwards(value):
             section = {**getattr(self._settings, self._section), self._name: allowed}
             try:
-                planner = Planner(replace(self._settings, **{self._section: section}), self._options)
+                planner = Planner(replace(self._settings, **cast(Any, {self._section: section})), self._options)
                 self.limit = planner.limit
                 plan = planner.plan()
             except ConfigurationError as error:

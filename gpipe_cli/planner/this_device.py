@@ -56,7 +56,7 @@ def _measure(device: torch.device, memory: float, link: float) -> Device:
 def _seconds(run: Callable[[], object], is_gpu: bool) -> float:
     """The median time of one call."""
     run()
-    times = []
+    times: list[float] = []
     end = time.perf_counter() + _SECONDS
     while len(times) < 3 or time.perf_counter() < end:
         if is_gpu:

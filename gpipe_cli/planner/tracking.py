@@ -25,7 +25,7 @@ class Operation(NamedTuple):
     half: bool
 
 
-class Tracker(TorchDispatchMode):
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Lists the operations that run inside it and counts the bytes of the storages that they make.
 
     Storages that exist already, such as weights, are named by `ignore`; they never count.
@@ -37,7 +37,7 @@ class Tracker(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.operations: list[Operation] = []
         self.now = self.peak = 0
         self._alive: dict[int, weakref.ref[Any]] = {}
