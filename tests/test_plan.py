@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from gpipe_cli.bench.workers import run_workers
+from gpipe_cli.commands.micro_batches import settle_micro_batches
 from gpipe_cli.commands.plan import main, make_request
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.planner.devices import PRESETS, describe, parse_bytes
@@ -247,6 +248,14 @@ def test_micro_batches_left_to_the_planner() -> None:
     found = answer(request.settings, request.options)
     by_hand = [planned(*OWN, "pipeline.K=4", f"pipeline.M={1 << power}") for power in range(7)]
     assert found.plan.examples_per_second == max(made.examples_per_second for made in by_hand)
+
+
+def test_gpipe_train_gets_a_number_before_its_workers_start() -> None:
+    config = settings_json(*FAMILIES["translation"])
+    settled, line = settle_micro_batches({**config, "pipeline": {**config["pipeline"], "M": "auto"}})
+    assert settled["pipeline"]["M"] in (1, 2, 4, 8, 16, 32)  # which one is the machine's affair
+    assert settled["pipeline"]["workers"] == config["pipeline"]["workers"]
+    assert line.startswith(f"pipeline.M={settled['pipeline']['M']} (auto")
 
 
 def test_micro_batches_too_small_for_batchnorm_are_no_choice() -> None:

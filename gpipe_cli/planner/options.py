@@ -101,7 +101,8 @@ def with_room(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     Returns:
         The configuration, and what was changed in words.
     """
-    changed, lines = dict(config), []
+    changed: dict[str, Any] = dict(config)
+    lines: list[str] = []
     pipeline, data = dict(config.get("pipeline") or {}), dict(config.get("data") or {})
     if pipeline.get("M") == AUTO:
         pipeline["M"] = 1
