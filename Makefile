@@ -40,8 +40,8 @@ deep: $(INSTALLED) ## train very deep models with and without depth-scaled initi
 		hydra.sweep.dir=sweeps/deep
 	$(BIN)/python -m benchmarks.deep sweeps/deep output=sweeps/deep/deep.png
 
-test: $(INSTALLED) ## run the tests
-	$(BIN)/python -m pytest
+test: $(INSTALLED) ## run the tests, on two cores at a time
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 table1 table2 table3 table4: $(INSTALLED) ## measure one of the paper's tables here, into bench/
 	$(BIN)/gpipe-bench table=$(@:table%=%)

@@ -18,7 +18,8 @@ from gpipe_cli.trainer.build import build_optimizer
 from gpipe_cli.typed_section import nearest
 
 CONF = Path(__file__).parent.parent / "conf"
-GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name not in ("hydra", "__pycache__"))
+OTHERS = ("hydra", "__pycache__", "plan")  # plan: of gpipe-plan alone
+GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name not in OTHERS)
 OPTIONS = sorted(f"{group}={path.stem}" for group in GROUPS for path in (CONF / group).glob("*.yaml"))
 
 MODELS = ["model=transformer", *(option for option in OPTIONS if option.startswith("model="))]

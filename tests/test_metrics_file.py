@@ -20,7 +20,11 @@ def test_an_evaluation_joins_the_row_of_its_step(tmp_path: Path) -> None:
     file.write({"step": 1, "loss": 0.5})
     file.join({"evaluation": {"nll": 1.0}})
     file.write({"step": 2, "loss": math.nan})
-    expected = [{"step": 1, "loss": 0.5, "evaluation": {"nll": 1.0}}, {"step": 2, "loss": None}]
+    file.join({"evaluation": {"nll": 0.5}})
+    expected = [
+        {"step": 1, "loss": 0.5, "evaluation": {"nll": 1.0}},
+        {"step": 2, "loss": None, "evaluation": {"nll": 0.5}},
+    ]
     assert rows(tmp_path / "m.jsonl") == expected
 
 

@@ -30,10 +30,10 @@ EXPERIMENTS = sorted(
 WIDTHS = ("model.H=128", "model.d_model=64", "model.A=1", "data.vocabulary=4000")
 FAMILIES = {
     "translation": ("model.L=2", *WIDTHS, "data.batch_size=32", "task.logit_clip=null"),
-    "language model": ("model=transformer_lm", "model.L=4", *WIDTHS, "data.batch_size=16", "optimizer=adafactor"),
+    "language model": ("model=transformer_lm_small", "model.L=4", *WIDTHS, "data.batch_size=16", "optimizer=adafactor"),
     "images": ("model=amoebanet", "model.L=3", "model.D=32", "data.batch_size=32"),
 }
-PAPER_LM = ("model=transformer_lm", "model.H=8192", "model.A=32", "model.d_model=2048", "data.vocabulary=32000")
+PAPER_LM = ("model=transformer_lm",)
 
 
 def planned(*overrides: str) -> Plan:
@@ -304,7 +304,7 @@ def test_a_sweep_as_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_more_micro_batches_than_examples_are_planned_with_a_word(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["model=transformer_lm", "pipeline.M=32"]) == 0
+    assert main(["model=transformer_lm_small", "pipeline.M=32"]) == 0
     assert "data.batch_size=16 has no 32 micro-batches: planned with data.batch_size=32" in capsys.readouterr().out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ class MetricsFile:
         if self._last is None:
             return
         self._file.truncate(self._start)
+        self._file.seek(0, os.SEEK_END)
         self.write({**self._last, **more})
 
     def close(self) -> None:
