@@ -173,11 +173,11 @@ def curves_of(planned: list[Planned], measured: list[dict[str, Any]]) -> list[Cu
         place = (panel, f"{label}, naive", "peer" if role == "ours" else "limit") if naive else (panel, label, role)
         points.setdefault(place, []).append((float(K), float(parameters)))
 
-    for row in planned:
-        column = row.column
-        add(row.family, "paper", "paper", column.naive, column.K, column.parameters)
-        if row.largest is not None:
-            add(row.family, "ours, planned", "ours", column.naive, column.K, row.largest["parameters"])
+    for plan in planned:
+        column = plan.column
+        add(plan.family, "paper", "paper", column.naive, column.K, column.parameters)
+        if plan.largest is not None:
+            add(plan.family, "ours, planned", "ours", column.naive, column.K, plan.largest["parameters"])
     for budget in sorted({row["budget"] for row in measured}):
         for row in measured:
             if row["budget"] == budget and row["found"] is not None:
