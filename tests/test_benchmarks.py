@@ -18,6 +18,7 @@ SMALL = {
     "startup": "--K 1 --quick debug=tiny",
     "exchange": "--workers 2 --rounds 10",
     "meter": "--shapes 2,2 --examples 4 --tokens 4 --repetitions 2",
+    "plan": "--quick debug=tiny",
     "corpus": "--quick --tokens 20000 --batches 2",
 }
 
