@@ -75,14 +75,17 @@ class ExampleSource:
         return _grouped(loaded, parts, _positions(start["epoch"], start["batch"], self._batches))
 
     def evaluation(self, parts: int) -> Iterator[Batch]:
-        """All examples once, in order; the last batch may have fewer parts."""
+        """All examples once, in order; the last batch may have fewer parts.
+
+        Loader processes start here, in the calling thread, not at the first batch: one forked by a thread that reads
+        ahead fails as it ends ("cannot join current thread"), and the training thread would take that for a crash.
+        """
         total = _length(self._evaluation_set)
         sizes = {first: min(self._batch_size, total - first) for first in range(0, total, self._batch_size)}
         slices = {first: split_evenly(size, min(parts, size)) for first, size in sizes.items()}
         keys = [[(0, first + i) for i in range(sizes[first])[part]] for first in slices for part in slices[first]]
         loaded = self._load(self._evaluation_set, iter(keys))
-        for first, of_batch in slices.items():
-            yield Batch(list(islice(loaded, len(of_batch))), first)
+        return (Batch(list(islice(loaded, len(of_batch))), first) for first, of_batch in slices.items())
 
     def epoch(self, position: Any) -> float:
         """How often all examples were read up to `position`."""

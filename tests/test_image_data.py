@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -212,6 +215,21 @@ def test_on_several_machines_only_the_replicas_of_this_one_share_its_cores(monke
     monkeypatch.setenv("WORLD_SIZE", "32")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert loader_workers("auto", 16) == 8
+
+
+@pytest.mark.parametrize("split", ["train", "evaluation"])
+def test_loader_processes_end_well(folder: Path, split: str) -> None:
+    source = images(folder, workers=2)
+    batches = source.evaluation(1) if split == "evaluation" else source.train(None, 1, 0, 1)
+    next(batches)
+    loaders = multiprocessing.active_children()
+    if split == "evaluation":
+        deque(batches, maxlen=0)
+    del batches
+    gc.collect()
+    for loader in loaders:
+        loader.join(30)
+    assert [loader.exitcode for loader in loaders] == [0, 0]
 
 
 def test_with_loader_processes_the_next_mini_batches_are_read_while_one_is_trained_on(folder: Path) -> None:
