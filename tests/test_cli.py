@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import pty
 import signal
@@ -488,10 +489,14 @@ def test_version_is_that_of_the_package() -> None:
     assert answer.stdout == f"gpipe-train {__version__}\n"
 
 
-def fastest(command: list[str], folder: Path) -> float:
-    """Seconds of processor time, the best of three: other work on the machine only ever adds."""
-    times = []
-    for _ in range(3):
+def fastest(command: list[str], folder: Path, enough: float = 0.0) -> float:
+    """Seconds of processor time, the least of up to ten: other work on the machine only ever adds.
+
+    Args:
+        enough: stop as soon as one is below this; 0: three times.
+    """
+    times = [math.inf]
+    while len(times) <= (10 if enough else 3) and min(times) >= enough:
         before = os.times()
         subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True)
         after = os.times()
@@ -502,9 +507,8 @@ def fastest(command: list[str], folder: Path) -> float:
 @pytest.mark.parametrize("words", [["--help"], ["pipeline.k=4"], ["pipeline.K=0"], ["--cfg", "job"]])
 def test_short_answers_come_within_half_a_second(tmp_path: Path, words: list[str]) -> None:
     slower = fastest([sys.executable, "-c", "import hydra, hydra.utils"], tmp_path) / 0.2  # than a machine of 2024
-    taken = fastest([sys.executable, "-m", "gpipe_cli.commands.train", *words], tmp_path)
-    beside = 1.6  # another test runs on the other core, and the two share caches
-    assert taken < 0.5 * beside * max(1.0, slower)
+    limit = 0.5 * max(1.0, slower)
+    assert fastest([sys.executable, "-m", "gpipe_cli.commands.train", *words], tmp_path, enough=limit) < limit
 
 
 def test_the_command_process_never_imports_torch(tmp_path: Path) -> None:
