@@ -86,6 +86,14 @@ class TestTime:
         first = simulate(forward_only((0, 1), 1), (0, 1), unit_durations).spans[1][0]
         assert (str(first.instruction), first.start, first.end) == ("ra1.0", 0, 1)
 
+    def test_sends_and_receives_keep_their_worker_busy_for_the_host_s_time(self) -> None:
+        # Worker 0: F0 to 1, send to 1.5, F1 to 2.5, send to 3. Worker 1: F0 from 1.5 to 2.5, F1 from 3.
+        slow_host = simulate(forward_only((0, 1), 2), (0, 1), unit_durations, host=0.5)
+        assert [start_of(slow_host, name) for name in ("F0.1", "F1.0", "F1.1")] == [1.5, 1.5, 3]
+        # With a message long there, a receive still takes its own time: F0 to 1, receive to 1.5 though nothing is awaited.
+        early = simulate(forward_only((0, 1), 2), (0, 1), lambda i: 1.0 + 9.0 * i.cell, host=0.5)
+        assert start_of(early, "F1.1") == pytest.approx(1.5 + 10 + 0.5)
+
     def test_busy_counts_computation_only(self) -> None:
         assert simulate(schedule("gpipe", (0, 1), 2, "always"), (0, 1), unit_durations, latency=7.0).busy == [6, 6]
 

@@ -13,7 +13,7 @@ Seconds = float  # or any other unit, the same for durations and latency
 
 
 class Span(NamedTuple):
-    """When one instruction began and ended. A receive lasts as long as it waits, a send no time."""
+    """When one instruction began and ended. A receive lasts at least as long as it waits."""
 
     instruction: Instruction
     start: Seconds
@@ -59,6 +59,7 @@ def simulate(
     placement: Sequence[int],
     duration: Callable[[Instruction], Seconds],
     latency: Seconds | Callable[[Instruction], Seconds] = 0.0,
+    host: Seconds = 0.0,
 ) -> Timeline:
     """Runs the lists on an ideal machine, where each worker starts an instruction as soon as it may.
 
@@ -68,6 +69,7 @@ def simulate(
         duration: of an instruction in ``COMPUTE``; it is asked for no other.
         latency: from a send to the moment the other worker can go on: one number, or a function of the send. Messages
             travel beside the computation and beside each other.
+        host: what each send and each receive keeps its own worker from computing; a receive does so while it waits.
 
     Raises:
         ScheduleError: the workers wait for each other for ever.
@@ -78,9 +80,10 @@ def simulate(
     for worker, instruction in execution_order(lists):
         start = end = clock[worker]
         if (sent := instruction.sent_message) is not None:
-            arrival[sent] = start + (latency(instruction) if callable(latency) else latency)
+            end = start + host
+            arrival[sent] = end + (latency(instruction) if callable(latency) else latency)
         elif (awaited := instruction.awaited_message) is not None:
-            end = max(start, arrival[awaited])
+            end = max(start + host, arrival[awaited])
         else:
             end = start + duration(instruction)
         clock[worker] = end
