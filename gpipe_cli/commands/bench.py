@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from gpipe_cli.bench.breakdown_table import RunFailed
 from gpipe_cli.bench.capacity_table import PlanFailed
 from gpipe_cli.bench.machine import machine, machine_line
 from gpipe_cli.bench.options import BenchOptions
-from gpipe_cli.bench.plots import draw
+from gpipe_cli.bench.table_files import write_table
 from gpipe_cli.bench.tables import Table
 from gpipe_cli.commands.help import conf_folder
 from gpipe_cli.commands.text import duration, markdown_table, text_table
@@ -124,27 +123,14 @@ def run(options: BenchOptions) -> None:
     print(f"\n{table.title}\n\n{text_table(table.columns, table.rows)}\n")
     for note in table.notes:
         print(f"* {note}")
-    paths = write(table, options, folder, where, seconds)
-    print(f"\n{duration(seconds)}; written: {', '.join(str(path) for path in paths)}")
-
-
-def write(table: Table, options: BenchOptions, folder: Path, where: str, seconds: float) -> list[Path]:
-    """The table as Markdown and JSON, and its plot; returns the files."""
-    notes = "\n".join(f"* {note}" for note in table.notes)
-    markdown, figures = folder / f"{table.name}.md", folder / f"{table.name}.json"
-    markdown.write_text(
-        f"# {table.title}\n\n{markdown_table(table.columns, table.rows)}\n\n{notes}\n\n{where}\n", encoding="utf-8"
-    )
-    content = {
+    about = {
         "title": table.title,
         "options": dataclasses.asdict(options),
         "machine": machine(),
         "seconds": round(seconds, 1),
-        "notes": list(table.notes),
-        **table.facts,
     }
-    figures.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    return [markdown, figures, *draw(table, folder)]
+    paths = write_table(table, markdown_table(table.columns, table.rows), folder, where, about)
+    print(f"\n{duration(seconds)}; written: {', '.join(str(path) for path in paths)}")
 
 
 if __name__ == "__main__":

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpipe_cli.bench.plots import draw
 from gpipe_cli.bench.run_table import run_table
 from gpipe_cli.bench.runs import find_runs
-from gpipe_cli.bench.tables import Table
+from gpipe_cli.bench.table_files import write_table
 from gpipe_cli.commands.text import markdown_table, text_table
 
 HELP = """\
@@ -51,27 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for note in table.notes:
         print(f"* {note}")
     try:
-        written = write(table, Path(out[-1] if out else "bench"))
+        folder = Path(out[-1] if out else "bench")
+        written = write_table(table, markdown_table(table.columns, table.rows), folder)
     except OSError as error:
         print(f"gpipe-report: {error}", file=sys.stderr)
         return 1
     print(f"\nwritten: {', '.join(str(path) for path in written)}")
     return 0
-
-
-def write(table: Table, folder: Path) -> list[Path]:
-    """The files.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    markdown, figures = folder / f"{table.name}.md", folder / f"{table.name}.json"
-    notes = "\n".join(f"* {note}" for note in table.notes)
-    text = [f"# {table.title}", markdown_table(table.columns, table.rows), notes]
-    markdown.write_text("\n\n".join(text) + "\n", encoding="utf-8")
-    figures.write_text(json.dumps({"notes": list(table.notes), **table.facts}, indent=1) + "\n", encoding="utf-8")
-    return [markdown, figures, *draw(table, folder)]
 
 
 if __name__ == "__main__":
