@@ -18,6 +18,7 @@ from gpipe_cli.bench.machine import machine, machine_line
 from gpipe_cli.bench.options import BenchOptions
 from gpipe_cli.bench.table_files import write_table
 from gpipe_cli.bench.tables import Table
+from gpipe_cli.commands.frame import FAILED, INTERRUPTED, REFUSED, answer
 from gpipe_cli.commands.help import conf_folder
 from gpipe_cli.commands.text import duration, markdown_table, text_table
 from gpipe_cli.errors import ConfigurationError
@@ -46,21 +47,21 @@ MAKERS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 0, 1 when a measurement failed, 2 for a wrong call."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or {"-h", "--help"} & set(words):
-        print(HELP + keys_text(), end="")
-        return 0 if words else 2
+    code = answer(words, lambda: HELP + keys_text(), needs_words=True)
+    if code is not None:
+        return code
     try:
         options = parse(words)
         run(options)
     except ConfigurationError as error:
         print(f"gpipe-bench: {error}", file=sys.stderr)
-        return 2
+        return REFUSED
     except (WorkerFailed, RunFailed, PlanFailed) as error:
         print(f"gpipe-bench: {error}", file=sys.stderr)
-        return 1
+        return FAILED
     except KeyboardInterrupt:
         print("gpipe-bench: stopped", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     return 0
 
 

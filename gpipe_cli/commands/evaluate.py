@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli import __version__
+from gpipe_cli.commands.frame import answer, exit_code
 from gpipe_cli.errors import ConfigurationError
 
 HELP = """\
@@ -31,34 +32,21 @@ task.generation.beam, task.generation.per_language_at_end, precision=bf16. More:
 """
 OWN = ("checkpoint", "step", "split", "output")
 EXAMPLE = "gpipe-eval checkpoint=runs/NAME"
-REFUSED, FAILED, INTERRUPTED = 2, 1, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code: 0, 1 when a worker failed, 2 for a wrong call, 130 after Ctrl-C."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or {"-h", "--help"} & set(words):
-        print(HELP, end="")
-        return 0 if words else REFUSED
-    if "--version" in words:
-        print(f"gpipe-eval {__version__}")
-        return 0
-    from gpipe_cli.launch.report import WorkerFailed
+    code = answer(words, HELP, "gpipe-eval", needs_words=True)
+    return exit_code("gpipe-eval", partial(_run, words)) if code is None else code
 
-    try:
-        if any(word.startswith(("compare=", "baseline=")) for word in words):
-            from gpipe_cli.commands.comparison import compare
 
-            return compare(words)
-        return evaluate(words)
-    except ConfigurationError as error:
-        print(f"gpipe-eval: {error}", file=sys.stderr)
-        return REFUSED
-    except WorkerFailed as error:
-        print(error, file=sys.stderr)
-        return FAILED
-    except KeyboardInterrupt:
-        return INTERRUPTED
+def _run(words: Sequence[str]) -> int:
+    if any(word.startswith(("compare=", "baseline=")) for word in words):
+        from gpipe_cli.commands.comparison import compare
+
+        return compare(words)
+    return evaluate(words)
 
 
 def evaluate(words: Sequence[str]) -> int:

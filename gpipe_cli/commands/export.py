@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..trainer import checkpoint_files
-from ..trainer.checkpoint_files import CheckpointError, CheckpointInfo
+from gpipe_cli.commands.frame import FAILED, REFUSED, answer, to_stderr
+from gpipe_cli.trainer import checkpoint_files
+from gpipe_cli.trainer.checkpoint_files import CheckpointError, CheckpointInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,18 +51,18 @@ class UsageError(ValueError):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 0, 1 when the checkpoint cannot be exported, 2 for a wrong call."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or {"-h", "--help"} & set(words):
-        print(HELP, end="")
-        return 0 if words else 2
+    code = answer(words, HELP, needs_words=True)
+    if code is not None:
+        return code
     try:
         chosen = parse(words)
         info, warnings = checkpoint_files.choose(chosen.checkpoint, chosen.step)
         for warning in warnings:
-            print(f"gpipe-export: warning: {warning}", file=sys.stderr)
+            to_stderr(f"gpipe-export: warning: {warning}")
         print(export(info, chosen.output, chosen.average))
     except (UsageError, CheckpointError, OSError) as error:
-        print(f"gpipe-export: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
+        to_stderr(f"gpipe-export: {error}")
+        return REFUSED if isinstance(error, UsageError) else FAILED
     return 0
 
 

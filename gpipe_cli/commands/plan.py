@@ -9,11 +9,12 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpipe_cli import __version__
+from gpipe_cli.commands.frame import answer, exit_code
 from gpipe_cli.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -43,7 +44,6 @@ Every key of gpipe-train (gpipe-train --help), and:
 
 --config-dir DIR adds YAML files of your own. Every key: conf/plan/default.yaml; more: docs/planning.md.
 """
-REFUSED = 2
 
 
 @dataclass(frozen=True)
@@ -64,21 +64,14 @@ class Request:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns 0, or 2 for a wrong call, which one that fits nothing is too."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if {"-h", "--help"} & set(words):
-        from gpipe_cli.planner.devices import PRESETS
+    code = answer(words, _help_text, "gpipe-plan")
+    return exit_code("gpipe-plan", partial(_run, words)) if code is None else code
 
-        print(HELP.format(devices=", ".join(PRESETS)), end="")
-        return 0
-    if "--version" in words:
-        print(f"gpipe-plan {__version__}")
-        return 0
-    try:
-        return _run(words)
-    except ConfigurationError as error:
-        print(f"gpipe-plan: {error}", file=sys.stderr)
-        return REFUSED
-    except KeyboardInterrupt:
-        return 130
+
+def _help_text() -> str:
+    from gpipe_cli.planner.devices import PRESETS
+
+    return HELP.format(devices=", ".join(PRESETS))
 
 
 def _run(words: Sequence[str]) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from gpipe_cli.bench.run_table import run_table
 from gpipe_cli.bench.runs import find_runs
 from gpipe_cli.bench.table_files import write_table
+from gpipe_cli.commands.frame import FAILED, REFUSED, answer
 from gpipe_cli.commands.text import markdown_table, text_table
 
 HELP = """\
@@ -28,22 +29,22 @@ K·M/(M+K-1) beside it, as in the paper's table 2. Runs that failed, are not fin
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 0, 1 when there is no run to show, 2 for a wrong call."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or {"-h", "--help"} & set(words):
-        print(HELP, end="")
-        return 0 if words else 2
+    code = answer(words, HELP, needs_words=True)
+    if code is not None:
+        return code
     out = [word.partition("=")[2] for word in words if word.startswith("out=")]
     paths = [Path(word) for word in words if not word.startswith("out=")]
     if wrong := [str(path) for path in paths if str(path).startswith("-")]:
         print(f"gpipe-report: there is no option {wrong[0]}; give runs and out=DIR (see --help)", file=sys.stderr)
-        return 2
+        return REFUSED
     if not paths:
         print("gpipe-report: which runs? gpipe-report sweeps/NAME (see --help)", file=sys.stderr)
-        return 2
+        return REFUSED
     runs, problems = find_runs(paths)
     for problem in problems:
         print(f"gpipe-report: {problem}", file=sys.stderr)
     if not runs:
-        return 1
+        return FAILED
     table = run_table(runs)
     print(text_table(table.columns, table.rows) + "\n")
     for note in table.notes:
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         written = write_table(table, markdown_table(table.columns, table.rows), folder)
     except OSError as error:
         print(f"gpipe-report: {error}", file=sys.stderr)
-        return 1
+        return FAILED
     print(f"\nwritten: {', '.join(str(path) for path in written)}")
     return 0
 

@@ -11,9 +11,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
-from gpipe_cli import __version__
+from gpipe_cli.commands.frame import FAILED, REFUSED, answer, exit_code, to_stderr
 from gpipe_cli.commands.text import command_name
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.typed_section import nearest
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from gpipe_cli.commands.job import Program
     from gpipe_cli.commands.sweep import Sweep
 
-REFUSED, INTERRUPTED = 2, 130
 HYDRA_FLAGS = (
     *("--hydra-help", "--cfg", "-c", "--resolve", "--package", "-p", "--run", "-r", "--multirun", "-m"),
     *("--shell-completion", "-sc", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
@@ -44,29 +44,21 @@ def main(arguments: Sequence[str] | None = None, program: Program | None = None)
         The exit code: 0; 1 when a run failed; 2 when it was refused before it began; 130 after Ctrl-C.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if {"-h", "--help"} & set(words):
-        from gpipe_cli.commands.help import help_text
-
-        print(help_text())
-        return 0
-    if "--version" in words:
-        print(f"gpipe-train {__version__}")
-        return 0
-    try:
-        refuse_unknown_flags(words)
-        return _run(words, program)
-    except ConfigurationError as error:
-        _say(error)
-        return REFUSED
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    code = answer(words, _help_text, "gpipe-train")
+    return exit_code(command_name(), partial(_run, words, program), _say) if code is None else code
 
 
-def _say(error: ConfigurationError) -> None:
+def _help_text() -> str:
+    from gpipe_cli.commands.help import help_text
+
+    return help_text()
+
+
+def _say(text: str) -> None:
     from gpipe_cli.commands.torchrun import is_first
 
     if is_first():
-        print(f"{command_name()}: {error}", file=sys.stderr)
+        to_stderr(text)
 
 
 def refuse_unknown_flags(words: Sequence[str]) -> None:
@@ -87,6 +79,7 @@ def refuse_unknown_flags(words: Sequence[str]) -> None:
 
 
 def _run(words: Sequence[str], program: Program | None) -> int:
+    refuse_unknown_flags(words)
     import hydra
 
     from gpipe_cli.commands import own_target, sweep
@@ -144,7 +137,7 @@ def _end_sweep(finished: Sweep) -> int:
         return REFUSED
     table, all_done = sweep.finish(finished)
     print(f"\n{table}\n\n{where_it_is(finished.directory)}", flush=True)
-    return 0 if all_done else 1
+    return 0 if all_done else FAILED
 
 
 if __name__ == "__main__":

@@ -9,16 +9,17 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
-from gpipe_cli import __version__
+from gpipe_cli.commands.frame import FAILED, answer, exit_code
+from gpipe_cli.commands.frame import to_stderr as say  # standard output holds nothing but translations
 from gpipe_cli.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from gpipe_cli.commands.checkpointed import Checkpointed
 
-FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 EXAMPLE = "gpipe-translate checkpoint=RUN < sentences.txt"
 KEYS = ("checkpoint", "step", "input", "output", "scores", "references")
 HELP = """\
@@ -50,32 +51,14 @@ PREPARATION_SECONDS = 5.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code: 0, 1 when it failed, 2 when it was refused, 130 after Ctrl-C."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or {"-h", "--help"} & set(words):
-        print(HELP, end="")
-        return 0 if words else REFUSED
-    if "--version" in words:
-        print(f"gpipe-translate {__version__}")
-        return 0
-    from gpipe_cli.launch.report import WorkerFailed
-
+    code = answer(words, HELP, "gpipe-translate", needs_words=True)
+    if code is not None:
+        return code
     try:
-        return _translate(words)
-    except ConfigurationError as error:
-        say(f"gpipe-translate: {error}")
-        return REFUSED
-    except WorkerFailed as error:
-        say(str(error))
-        return FAILED
-    except KeyboardInterrupt:
-        return INTERRUPTED
+        return exit_code("gpipe-translate", partial(_translate, words))
     except BrokenPipeError:  # who reads our translations has enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's own end would fail to flush
         return FAILED
-
-
-def say(text: str) -> None:
-    """To standard error: standard output holds nothing but translations."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def _translate(words: Sequence[str]) -> int:

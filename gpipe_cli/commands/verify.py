@@ -10,12 +10,12 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpipe_cli import __version__
+from gpipe_cli.commands.frame import FAILED, answer
 
 if TYPE_CHECKING:
     from gpipe_cli.commands.console import Console
 
-DIFFERENT = 1
+DIFFERENT = FAILED
 HELP = """\
 gpipe-verify: runs two steps of a configuration as gpipe-train would (its workers, K, M, schedule), the same two steps
 in one process by a plain loop without the engine, and compares: loss, outputs of layers, every gradient by name, the
@@ -40,12 +40,9 @@ Exit code: 0 the same, 1 different (or the run failed), 2 refused. More: docs/ve
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if {"-h", "--help"} & set(words):
-        print(HELP, end="")
-        return 0
-    if "--version" in words:
-        print(f"gpipe-verify {__version__}")
-        return 0
+    code = answer(words, HELP, "gpipe-verify")
+    if code is not None:
+        return code
     from gpipe_cli.commands import train
     from gpipe_cli.commands.job import Program
 
