@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpipe_cli.pipeline.boundary import as_tensors
+from gpipe_cli.pipeline.boundary import Tensors, as_tensors
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
 from gpipe_cli.pipeline.engine import Loss, Part, Pipeline, StepPlan
 from gpipe_cli.pipeline.randomness import NoiseSource
-from gpipe_cli.pipeline.schedule import schedule
+from gpipe_cli.pipeline.schedule import Instruction, schedule
 from gpipe_cli.pipeline.transport import Transport
 
 CPU = torch.device("cpu")
@@ -37,6 +38,21 @@ def squared_loss(outputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> tu
     return F.mse_loss(outputs[0], targets[0], reduction="sum"), torch.zeros(0, dtype=torch.float64)
 
 
+@dataclass(frozen=True)
+class EngineStep:
+    """One training step of this worker, to be called again and again; ``engine.meter`` knows where it went."""
+
+    engine: Pipeline
+    program: Sequence[Instruction]
+    plan: StepPlan
+    parts: Sequence[Part] | None
+
+    def __call__(self) -> None:
+        self.engine.meter.begin_step()
+        self.engine.train_step(self.program, self.plan, self.parts)
+        self.engine.meter.end_step()
+
+
 def engine_step(
     modules: Sequence[nn.Module],
     rank: int,
@@ -46,7 +62,7 @@ def engine_step(
     remat: str = "never",
     loss: Loss = squared_loss,
     cells_here: int = 1,
-) -> Step:
+) -> EngineStep:
     """One training step of this worker, whose cells ``modules`` make up in equal parts.
 
     Args:
@@ -54,35 +70,71 @@ def engine_step(
         cells_here: cells of each worker; cell c lies on worker c mod W.
     """
     placement = tuple(range(workers)) * cells_here
-    world = dist.group.WORLD
-    transport = Transport(placement, CPU, CPU, (world, world), world) if workers > 1 and world is not None else None
     size = len(modules) // cells_here
     cells = []
     for part in range(cells_here):
         cell = part * workers + rank
         built = [BuiltLayer(cell * size + i, f"layer.{i}", modules[part * size + i]) for i in range(size)]
         cells.append(Cell(cell, built, NoiseSource(0, 0, CPU)))
-    engine = Pipeline(cells, placement, transport, loss, len(parts[0][1]), CPU)
-    program = schedule(kind, placement, len(parts), remat)[rank]
+    return step_of_cells(cells, placement, rank, cpu_transport(placement), parts, kind, remat, loss)
+
+
+def step_of_cells(
+    cells: Sequence[Cell],
+    placement: tuple[int, ...],
+    worker: int,
+    transport: Transport | None,
+    parts: Sequence[Part],
+    kind: str,
+    remat: str,
+    loss: Loss = squared_loss,
+    scale: float = 1.0,
+    device: torch.device = CPU,
+) -> EngineStep:
+    """One training step of one worker with these ``cells``.
+
+    Args:
+        placement: worker of every cell.
+        parts: micro-batches; every worker gives the same shapes, only the first one's values count.
+        scale: 1 / weight of the mini-batch.
+    """
+    engine = Pipeline(cells, placement, transport, loss, len(parts[0][1]), device)
+    program = schedule(kind, placement, len(parts), remat)[worker]
     signatures = tuple(tuple(tensor.shape for tensor in inputs + targets) for inputs, targets in parts)
-    mine = parts if rank == 0 else None
+    return EngineStep(engine, program, StepPlan(0, 1, signatures, scale), parts if worker == 0 else None)
+
+
+def cpu_transport(placement: tuple[int, ...]) -> Transport | None:
+    """To the other workers of the process group; None when there are none."""
+    world = dist.group.WORLD
+    if world is None or world.size() == 1:
+        return None
+    return Transport(placement, CPU, CPU, (world, world), world)
+
+
+def plain_step(
+    modules: Sequence[nn.Module], parts: Sequence[Part], loss: Loss = squared_loss, kind: str = "1f1b"
+) -> Step:
+    """What anyone would write without an engine, in the order that a schedule has on a single worker.
+
+    Args:
+        kind: "1f1b": forward and backward of each micro-batch in turn, with one graph at a time; "gpipe": all forwards,
+            then all backwards, the last micro-batch first.
+    """
+
+    def forward(inputs: Tensors, targets: Tensors) -> Tensor:
+        values: Tensor | Tensors = inputs if len(inputs) > 1 else inputs[0]
+        for module in modules:
+            values = module(values)
+        return loss(as_tensors(values), targets)[0]
 
     def step() -> None:
-        engine.meter.begin_step()
-        engine.train_step(program, StepPlan(0, 1, signatures, 1.0), mine)
-        engine.meter.end_step()
-
-    return step
-
-
-def plain_step(modules: Sequence[nn.Module], parts: Sequence[Part], loss: Loss = squared_loss) -> Step:
-    """Forward and backward of each micro-batch in turn: what anyone would write without an engine."""
-
-    def step() -> None:
-        for inputs, targets in parts:
-            values = inputs if len(inputs) > 1 else inputs[0]
-            for module in modules:
-                values = module(values)
-            loss(as_tensors(values), targets)[0].backward()  # type: ignore[no-untyped-call]  # torch's own annotation
+        if kind == "gpipe":
+            losses = [forward(*part) for part in parts]
+            while losses:
+                losses.pop().backward()  # type: ignore[no-untyped-call]  # torch's own annotation
+            return
+        for part in parts:
+            forward(*part).backward()  # type: ignore[no-untyped-call]  # torch's own annotation
 
     return step

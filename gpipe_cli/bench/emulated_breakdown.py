@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch.distributed as dist
@@ -10,9 +9,9 @@ import torch.distributed as dist
 from gpipe_cli.launch.context import Context
 from gpipe_cli.pipeline.instruction import COMPUTE
 
-from .emulator import ACCELERATOR
 from .stopwatch import StopWatch
 from .throughput import EmulatedModel
+from .turns import join_emulation, warm_up
 
 
 def worker(context: Context, config: dict[str, Any]) -> list[dict[str, Any]]:
@@ -21,20 +20,15 @@ def worker(context: Context, config: dict[str, Any]) -> list[dict[str, Any]]:
     Args:
         config: ``repetitions``, ``realtime``, and ``settings`` as in `throughput.worker`; the first contender counts.
     """
-    if config["realtime"]:
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
-    context.init_process_group("gloo")
+    watch = join_emulation(context, config["realtime"])
     rank, K = context.rank, context.world_size
-    watch = StopWatch(rank, K, ACCELERATOR.reset)
     return [measure(setting, config["repetitions"], watch, rank, K) for setting in config["settings"]]
 
 
 def measure(setting: dict[str, Any], repetitions: int, watch: StopWatch, rank: int, K: int) -> dict[str, Any]:
     model = EmulatedModel(setting["seconds"], setting["M"], setting["remat"])
-    step = model.engine_step(setting["contenders"][0], setting["cuts"][str(K)], rank, K, None)
-    ACCELERATOR.speed = 0.0
-    watch.time(step)
-    ACCELERATOR.speed = 1.0
+    step = model.engine_step(setting["contenders"][0], setting["cuts"][str(K)], rank, K)
+    warm_up([step], watch)
     mine, whole = dict.fromkeys((op.name.lower() for op in COMPUTE), 0.0), 0.0
     for _ in range(repetitions):
         whole += watch.time(step) / repetitions

@@ -15,16 +15,15 @@ from gpipe_cli.launch.context import Context
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.pipeline.boundary import Tensors
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell, build_layer
-from gpipe_cli.pipeline.engine import Pipeline, StepPlan
+from gpipe_cli.pipeline.engine import Part
 from gpipe_cli.pipeline.randomness import NoiseSource
-from gpipe_cli.pipeline.schedule import schedule
 from gpipe_cli.pipeline.transport import Transport
 from gpipe_cli.trainer.world import World, join_world
 
+from .driver import EngineStep, step_of_cells
 from .models import build_layers, random_examples
 from .profiles import Model
 from .stopwatch import StopWatch
-from .throughput import EngineStep
 
 LEARNING_RATE = 1e-6  # of plain SGD: the weights of a measurement should stay finite, nothing else
 
@@ -64,11 +63,11 @@ def real_step(
     transport = None
     if world.directions is not None and world.everyone is not None:
         transport = Transport(placement, world.device, world.wire, world.directions, world.everyone)
-    engine = Pipeline(cells, placement, transport, cross_entropy_sum, 1, world.device)
-    parts = [((x,), (y,)) for x, y in zip(*(tensor.tensor_split(M) for tensor in examples), strict=True)]
-    plan = StepPlan(0, 1, tuple((x[0].shape, y[0].shape) for x, y in parts), 1.0 / len(examples[0]))
-    program = schedule(kind, placement, M, remat)[world.worker]
-    return EngineStep(engine, program, plan, parts if world.worker == 0 else None, transport)
+    parts: list[Part] = [((x,), (y,)) for x, y in zip(*(tensor.tensor_split(M) for tensor in examples), strict=True)]
+    scale = 1.0 / len(examples[0])
+    return step_of_cells(
+        cells, placement, world.worker, transport, parts, kind, remat, cross_entropy_sum, scale, world.device
+    )
 
 
 def parameters_of(step: EngineStep) -> list[torch.nn.Parameter]:

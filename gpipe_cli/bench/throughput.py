@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -14,16 +11,16 @@ import torch.distributed as dist
 
 from gpipe_cli.launch.context import Context
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
-from gpipe_cli.pipeline.engine import Part, Pipeline, StepPlan
+from gpipe_cli.pipeline.engine import Part
 from gpipe_cli.pipeline.randomness import NoiseSource
-from gpipe_cli.pipeline.schedule import Instruction, schedule
 from gpipe_cli.pipeline.transport import Transport
 
-from .driver import CPU, Step, plain_step, squared_loss
+from .driver import CPU, EngineStep, Step, cpu_transport, plain_step, step_of_cells
 from .emulator import ACCELERATOR, WIDTH, SleepingLayer
 from .link import Link, LinkTransport, measured_seconds
 from .peers import torch_interleaved_step, torch_pipelining_step
 from .stopwatch import StopWatch
+from .turns import join_emulation, take_turns
 
 EXAMPLES = 64  # rows of the emulated mini-batch; they say nothing about the model's
 LINK_MESSAGES = 20  # in a row, to measure a link
@@ -54,45 +51,19 @@ class EmulatedModel:
     def parts(self) -> list[Part]:
         return [((rows,), (rows,)) for rows in self.batch.tensor_split(self.M)]
 
-    def engine_step(self, kind: str, sizes: Sequence[int], rank: int, K: int, link: Link | None) -> EngineStep:
-        """A training step of this worker by the engine; cells go round the workers."""
+    def engine_step(
+        self, kind: str, sizes: Sequence[int], rank: int, K: int, transport: Transport | None = None
+    ) -> EngineStep:
+        """A training step of this worker by the engine; cells go round the workers.
+
+        Args:
+            transport: None: messages as fast as this machine has them.
+        """
         placement = tuple(cell % K for cell in range(len(sizes)))
         mine = [cell for cell, worker in enumerate(placement) if worker == rank]
         cells = [Cell(cell, self.layers(sizes, cell, kind == "zero_bubble"), NoiseSource(0, 0, CPU)) for cell in mine]
-        transport = make_transport(placement, link)
-        engine = Pipeline(cells, placement, transport, squared_loss, 1, CPU)
-        program = schedule(kind, placement, self.M, self.remat)[rank]
-        parts = self.parts
-        plan = StepPlan(0, 1, tuple((inputs[0].shape,) for inputs, _ in parts), 1.0)
-
-        return EngineStep(engine, program, plan, parts if rank == 0 else None, transport)
-
-
-@dataclass(frozen=True)
-class EngineStep:
-    """One training step of this worker, to be called again and again; ``engine.meter`` knows where it went."""
-
-    engine: Pipeline
-    program: Sequence[Instruction]
-    plan: StepPlan
-    parts: Sequence[Part] | None
-    transport: Transport | None
-
-    def __call__(self) -> None:
-        if isinstance(self.transport, LinkTransport):
-            self.transport.speed = ACCELERATOR.speed
-        self.engine.meter.begin_step()
-        self.engine.train_step(self.program, self.plan, self.parts)
-        self.engine.meter.end_step()
-
-
-def make_transport(placement: tuple[int, ...], link: Link | None) -> Transport | None:
-    world = dist.group.WORLD
-    if world is None or world.size() == 1:
-        return None
-    if link is None:
-        return Transport(placement, CPU, CPU, (world, world), world)
-    return LinkTransport(link, placement, CPU, CPU, (world, world), world)
+        transport = transport or cpu_transport(placement)
+        return step_of_cells(cells, placement, rank, transport, self.parts, kind, self.remat)
 
 
 def contender(name: str, model: EmulatedModel, cuts: dict[int, list[int]], rank: int, K: int) -> Step | None:
@@ -116,7 +87,25 @@ def contender(name: str, model: EmulatedModel, cuts: dict[int, list[int]], rank:
         kind = name.removeprefix("torch ")
         return torch_pipelining_step(kind, model.modules(cuts[K], rank), remat, rank, K, model.M, model.batch)
     cells = 2 * K if name.startswith("interleaved") else K
-    return model.engine_step(name, cuts[cells], rank, K, None) if cells in cuts else None
+    return model.engine_step(name, cuts[cells], rank, K) if cells in cuts else None
+
+
+def linked_step(model: EmulatedModel, kind: str, sizes: Sequence[int], rank: int, K: int, link: Link) -> Step:
+    """The engine's step over slow links, whose messages are free while the layers do not sleep."""
+    transport = link_transport(link, K)
+    step = model.engine_step(kind, sizes, rank, K, transport)
+
+    def linked() -> None:
+        transport.speed = ACCELERATOR.speed
+        step()
+
+    return linked
+
+
+def link_transport(link: Link, K: int) -> LinkTransport:
+    world = dist.group.WORLD
+    assert world is not None
+    return LinkTransport(link, tuple(range(K)), CPU, CPU, (world, world), world)
 
 
 def worker(context: Context, config: dict[str, Any]) -> list[dict[str, Any]]:
@@ -129,11 +118,8 @@ def worker(context: Context, config: dict[str, Any]) -> list[dict[str, Any]]:
     Returns:
         For each setting ``seconds`` by contender (None where one refuses) and ``link``: `link_check`, or None.
     """
-    if config["realtime"]:
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
-    context.init_process_group("gloo")
+    watch = join_emulation(context, config["realtime"])
     rank, K = context.rank, context.world_size
-    watch = StopWatch(rank, K, ACCELERATOR.reset)
     return [measure(setting, config["repetitions"], watch, rank, K) for setting in config["settings"]]
 
 
@@ -144,27 +130,17 @@ def measure(setting: dict[str, Any], repetitions: int, watch: StopWatch, rank: i
     steps: dict[str, Step | None] = {}
     for name in setting["contenders"]:
         steps[name] = (
-            contender(name, model, cuts, rank, K) if link is None else model.engine_step(name, cuts[K], rank, K, link)
+            contender(name, model, cuts, rank, K) if link is None else linked_step(model, name, cuts[K], rank, K, link)
         )
-    seconds: dict[str, list[float]] = {name: [] for name, step in steps.items() if step is not None}
-    for repetition in range(repetitions + 1):
-        ACCELERATOR.speed = 1.0 if repetition else 0.0
-        for name in seconds:
-            step = steps[name]
-            assert step is not None
-            taken = watch.time(step)
-            if repetition:
-                seconds[name].append(taken)
     return {
-        "seconds": {name: statistics.median(seconds[name]) if name in seconds else None for name in steps},
+        "seconds": take_turns(steps, repetitions, watch),
         "link": None if link is None else link_check(link, rank, K),
     }
 
 
 def link_check(link: Link, rank: int, K: int) -> dict[str, float]:
     """What the links come to: ``carry``, seconds of one message in front of cell 1, and ``host``, of a free one."""
-    transport = make_transport(tuple(range(K)), link)
-    assert isinstance(transport, LinkTransport)
+    transport = link_transport(link, K)
     times = max(1.0, LINK_SECONDS / link.carry[1])
     found = [
         measured_seconds(transport, rank, LINK_MESSAGES, times) / times,

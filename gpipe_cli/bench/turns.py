@@ -1,0 +1,51 @@
+"""Contenders on emulated accelerators: how their processes start, and the turns that they take."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Iterable, Mapping
+
+from gpipe_cli.launch.context import Context
+
+from .driver import Step
+from .emulator import ACCELERATOR
+from .stopwatch import StopWatch
+
+PRIORITY = 10  # of a real-time process
+
+
+def join_emulation(context: Context, realtime: bool) -> StopWatch:
+    """Makes this process one of the emulated workers; all of them call it.
+
+    Args:
+        realtime: shuts out the machine's other work (Linux, as root).
+
+    Returns:
+        What times the steps that the workers take together.
+    """
+    if realtime:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(PRIORITY))
+    context.init_process_group("gloo")
+    return StopWatch(context.rank, context.world_size, ACCELERATOR.reset)
+
+
+def warm_up(steps: Iterable[Step], watch: StopWatch) -> None:
+    """Each step once, without sleeping."""
+    ACCELERATOR.speed = 0.0
+    for step in steps:
+        watch.time(step)
+    ACCELERATOR.speed = 1.0
+
+
+def take_turns(steps: Mapping[str, Step | None], repetitions: int, watch: StopWatch) -> dict[str, float | None]:
+    """Median seconds of each contender's step, after a warm-up; None for one that is None.
+
+    Args:
+        steps: the same names in the same order on every worker, with None for the same of them.
+        repetitions: timed steps of each; in every round each contender has one.
+    """
+    running = {name: step for name, step in steps.items() if step is not None}
+    warm_up(running.values(), watch)
+    rounds = [{name: watch.time(step) for name, step in running.items()} for _ in range(repetitions)]
+    return {name: statistics.median(taken[name] for taken in rounds) if name in running else None for name in steps}
