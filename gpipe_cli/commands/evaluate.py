@@ -58,6 +58,7 @@ def evaluate(words: Sequence[str]) -> int:
     """
     from gpipe_cli.commands.checkpointed import open_run, split_words
     from gpipe_cli.commands.console import Console
+    from gpipe_cli.commands.job import Program, launch_program
 
     chosen, overrides = split_words(words, OWN, EXAMPLE)
     split = chosen.get("split", "dev")
@@ -74,7 +75,8 @@ def evaluate(words: Sequence[str]) -> int:
         for warning in run.warnings:
             console.warn(warning)
         console.say(f"{run.info.path}, step {run.info.step}, {split}; workers: {run.workers}")
-        found = _launch(run, config, folder, console)
+        program = Program("gpipe_cli.trainer.evaluate:main")
+        found = dict(launch_program(program, config, folder, console) or {})
         console.say("\n".join(["", *as_text(found), "", f"{time.monotonic() - began:.0f} s; report: {folder}"]))
     return 0
 
@@ -88,25 +90,6 @@ def split_overrides(split: str) -> list[str]:
     if split not in ("dev", "test"):
         raise ConfigurationError(f"split={split}: use dev or test")
     return [] if split == "dev" else [f"++data.evaluation_split={split}"]
-
-
-def _launch(run: Any, config: Mapping[str, Any], folder: Path, console: Any) -> dict[str, Any]:
-    from gpipe_cli.launch.inline import launch_inline
-    from gpipe_cli.launch.supervisor import Job, launch
-
-    settings, entry = run.prepared.settings, "gpipe_cli.trainer.evaluate"
-    job = Job(
-        run_dir=folder,
-        workers=run.workers,
-        entry=f"{entry}:main",
-        config=dict(config),
-        preload=("torch", entry),
-        threads=settings.pipeline.threads,
-        grace_seconds=settings.launch.grace_seconds,
-        stall_seconds=settings.launch.stall_seconds,
-    )
-    found = launch_inline(job, console) if settings.launch.inline else launch(job, console)
-    return dict(found or {})
 
 
 def as_text(report: Mapping[str, Any]) -> list[str]:

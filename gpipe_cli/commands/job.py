@@ -6,7 +6,6 @@ import copy
 import fcntl
 import math
 import os
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gpipe_cli.commands import own_target, sweep, torchrun
 from gpipe_cli.commands.devices import settle_workers
+from gpipe_cli.commands.frame import FAILED, REFUSED, to_stderr
 from gpipe_cli.commands.hydra_errors import explain
 from gpipe_cli.commands.micro_batches import AUTO, settle_micro_batches
 from gpipe_cli.commands.text import command_name
@@ -30,7 +30,7 @@ from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch.inline import launch_inline
 from gpipe_cli.launch.join import join, joined
 from gpipe_cli.launch.report import WorkerFailed
-from gpipe_cli.launch.supervisor import Job, launch
+from gpipe_cli.launch.supervisor import Job, OnEvent, launch
 from gpipe_cli.trainer import checkpoint_files
 from gpipe_cli.trainer.checkpoint_files import CheckpointInfo
 from gpipe_cli.trainer.compatibility import require_compatible
@@ -38,22 +38,20 @@ from gpipe_cli.trainer.compatibility import require_compatible
 if TYPE_CHECKING:
     from gpipe_cli.commands.console import Console
 
-FAILED, REFUSED = 1, 2  # exit codes: the run failed; it was never started
-
 
 @dataclass(frozen=True)
 class Program:
     """What workers run.
 
     Attributes:
-        entry: "package.module:function", called as `function(context, {"settings": …, "started_at": …})` with the
-            resolved configuration and the time (seconds since the epoch) at which the job began.
-        preload: modules that are imported once for all workers.
+        entry: "package.module:function", called as `function(context, {"settings": …, …})` with the resolved
+            configuration; `run_job` adds "started_at", when the job began, in seconds since the epoch.
+        preload: modules that are imported once for all workers; None: torch and the entry's own.
         conclude: what the command makes of the workers' result: shows it, and returns the exit code.
     """
 
     entry: str = "gpipe_cli.trainer.run:main"
-    preload: tuple[str, ...] = ("torch", "gpipe_cli.trainer.run")
+    preload: tuple[str, ...] | None = None
     conclude: Callable[[Any, Path, Console], int] | None = None
 
 
@@ -86,8 +84,7 @@ def prepare(composed: DictConfig, overrides: Sequence[str]) -> Prepared:
         config, line = settle_micro_batches(config)
         lines.append(line)
     settings = Settings.from_config(config)
-    world_size = int(os.environ["WORLD_SIZE"]) if joined() else None
-    workers, line = settle_workers(settings.pipeline, settings.launch.inline, world_size)
+    workers, line = settle_workers(settings.pipeline, settings.launch.inline, torchrun.world_size())
     config["pipeline"] = {**config["pipeline"], "workers": workers}
     return Prepared(config, Settings.from_config(config), [line, *lines])
 
@@ -124,7 +121,7 @@ def refuse_if_wrong(config: DictConfig) -> None:
         prepare(composed, list(config.hydra.overrides.task))
     except ConfigurationError as error:
         if torchrun.is_first():
-            print(in_words(str(error)), file=sys.stderr)
+            to_stderr(in_words(str(error)))
         raise SystemExit(REFUSED) from None
 
 
@@ -217,33 +214,48 @@ def _start(prepared: Prepared, config: dict[str, Any], run_dir: Path, program: P
     for line in prepared.lines:
         console.say(line)
     try:
-        return _launch(prepared.settings, config, run_dir, program, console)
+        return _run_program(prepared.settings.launch.inline, config, run_dir, program, console)
     except (KeyboardInterrupt, SystemExit):
         console.say(f"stopped before its end; {where_it_is(run_dir)}")
         raise
 
 
-def _launch(settings: Settings, config: dict[str, Any], run_dir: Path, program: Program, console: Console) -> Any:
+def _run_program(inline: bool, config: dict[str, Any], run_dir: Path, program: Program, console: Console) -> Any:
     if joined():
         return join(torchrun.ENTRY, torchrun.wrap(program.entry, config), run_dir, console)
+    try:
+        return launch_program(program, config, run_dir, console)
+    except Exception as error:
+        if not inline or isinstance(error, ConfigurationError):
+            raise
+        raise WorkerFailed(traceback.format_exc().rstrip()) from error
+
+
+def launch_program(program: Program, config: dict[str, Any], run_dir: Path, on_event: OnEvent) -> Any:
+    """Run a program in workers of this command's own, or inside it with `launch.inline`.
+
+    Args:
+        config: "settings", the resolved configuration with the number of workers, and what else the program wants.
+        run_dir: exists; the workers' logs go there.
+
+    Returns:
+        What the program returned on rank 0.
+
+    Raises:
+        WorkerFailed: a worker raised, died or stalled. Inside this process exceptions come through as they are.
+    """
+    settings = Settings.from_config(config["settings"])
     job = Job(
         run_dir=run_dir,
         workers=settings.pipeline.worker_count * settings.pipeline.replicas,
         entry=program.entry,
         config=config,
-        preload=program.preload,
+        preload=("torch", program.entry.partition(":")[0]) if program.preload is None else program.preload,
         threads=settings.pipeline.threads,
         grace_seconds=settings.launch.grace_seconds,
         stall_seconds=settings.launch.stall_seconds,
     )
-    if not settings.launch.inline:
-        return launch(job, console)
-    try:
-        return launch_inline(job, console)
-    except ConfigurationError:
-        raise
-    except Exception as error:
-        raise WorkerFailed(traceback.format_exc().rstrip()) from error
+    return launch_inline(job, on_event) if settings.launch.inline else launch(job, on_event)
 
 
 @contextmanager

@@ -6,19 +6,19 @@ The planner needs torch, which the command processes never import: it runs in a 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from gpipe_cli.commands import torchrun
 from gpipe_cli.commands.devices import settle_workers
+from gpipe_cli.commands.frame import REFUSED
 from gpipe_cli.config import Settings
 from gpipe_cli.errors import ConfigurationError
 
 AUTO = "auto"
-REFUSED = 2
 
 
 def settle_micro_batches(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
@@ -28,16 +28,11 @@ def settle_micro_batches(config: Mapping[str, Any]) -> tuple[dict[str, Any], str
         ConfigurationError: the configuration is wrong in another way, or no M fits into the device's memory.
     """
     provisional = Settings.from_config({**config, "pipeline": {**config["pipeline"], "M": 1}})
-    workers, _ = settle_workers(provisional.pipeline, provisional.launch.inline, _world_size())
+    workers, _ = settle_workers(provisional.pipeline, provisional.launch.inline, torchrun.world_size())
     asked = {**config, "pipeline": {**config["pipeline"], "M": 1, "workers": workers}}
     number = _ask_planner(json.dumps(asked, sort_keys=True))
     settled = {**config, "pipeline": {**config["pipeline"], "M": number}}
     return settled, f"pipeline.M={number} (auto: the fastest that fits, by `gpipe-plan plan.device=this`)"
-
-
-def _world_size() -> int | None:
-    size = os.environ.get("WORLD_SIZE")
-    return int(size) if size is not None and "RANK" in os.environ else None
 
 
 @lru_cache(maxsize=8)  # a run is checked before its directory is made, and again when it starts

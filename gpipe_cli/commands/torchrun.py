@@ -25,6 +25,11 @@ def is_first() -> bool:
     return not joined() or os.environ["RANK"] == "0"
 
 
+def world_size() -> int | None:
+    """Processes of the job that this one was started in; None if the command starts its own workers."""
+    return int(os.environ["WORLD_SIZE"]) if joined() else None
+
+
 def overrides_elsewhere(folder: str) -> list[str]:
     """What keeps Hydra from writing into the run directory on the ranks above 0.
 

@@ -63,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _translate(words: Sequence[str]) -> int:
     from gpipe_cli.commands.checkpointed import open_run, split_words
+    from gpipe_cli.commands.job import Program, launch_program
     from gpipe_cli.launch.join import joined
 
     chosen, overrides = split_words(words, KEYS, EXAMPLE)
@@ -86,7 +87,8 @@ def _translate(words: Sequence[str]) -> int:
         feed = Feed(lines)
         writer = Writer(output, chosen.get("scores") == "true", feed, keep=references is not None)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpipe-translate-")))
-        result = _run(run, {**config, "input": str(feed.start(folder))}, folder, writer)
+        program = Program("gpipe_cli.trainer.translate:main")
+        result = launch_program(program, {**config, "input": str(feed.start(folder))}, folder, writer)
     _tell_end(result, config["longest"], writer)
     return _show_bleu(writer.texts, references)
 
@@ -120,19 +122,6 @@ def worker_config(run: Checkpointed) -> dict[str, Any]:
         "checkpoint": str(run.info.path.absolute()),
         "longest": longest if isinstance(longest, int) else None,
     }
-
-
-def _run(run: Checkpointed, config: dict[str, Any], folder: Path, writer: Writer) -> dict[str, Any]:
-    from gpipe_cli.launch.inline import launch_inline
-    from gpipe_cli.launch.supervisor import Job, launch
-
-    settings = run.prepared.settings
-    entry = "gpipe_cli.trainer.translate"
-    threads, grace = settings.pipeline.threads, settings.launch.grace_seconds
-    job = Job(folder, run.workers, f"{entry}:main", config, ("torch", entry), threads, grace)
-    result = launch_inline(job, writer) if settings.launch.inline else launch(job, writer)
-    assert isinstance(result, dict)
-    return result
 
 
 @contextmanager

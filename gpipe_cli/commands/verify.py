@@ -46,9 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from gpipe_cli.commands import train
     from gpipe_cli.commands.job import Program
 
-    program = Program(
-        entry="gpipe_cli.trainer.verify:main", preload=("torch", "gpipe_cli.trainer.verify"), conclude=conclude
-    )
+    program = Program("gpipe_cli.trainer.verify:main", conclude=conclude)
     words = with_own_run_directory(words)
     if "verify.format=json" in words:
         with redirect_stdout(sys.stderr):
