@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
+
+from .optimizers import SteppedByGroup, require_not_negative, require_share
 
 LEAST_SCALE = 1e-3  # of a parameter that is all but zero, where updates are scaled by the parameter
 
 
-class Adafactor(Optimizer):
+class Adafactor(SteppedByGroup):
     """Shazeer and Stern's Adafactor (arXiv 1804.04235) as Tensor2Tensor and Lingvo have it, with a first moment.
 
     For a weight w with gradient g, in step t = 1, 2, …:
@@ -59,12 +59,10 @@ class Adafactor(Optimizer):
         parameter_scale: bool = False,
         weight_decay: float = 0.0,
     ) -> None:
-        for key, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if value < 0:
-                raise ValueError(f"optimizer.{key}={value}: use 0 or more")
-        for key, share in (("beta1", beta1), ("beta2", beta2)):
-            if share is not None and not 0 <= share < 1:
-                raise ValueError(f"optimizer.{key}={share}: use a number from 0 to below 1")
+        require_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
+        require_share(beta1=beta1)
+        if beta2 is not None:
+            require_share(beta2=beta2)
         if decay_exponent <= 0:
             raise ValueError(f"optimizer.decay_exponent={decay_exponent}: use a number above 0, such as 0.8")
         if clip is not None and clip <= 0:
@@ -73,20 +71,12 @@ class Adafactor(Optimizer):
         more = {"lr": lr, "parameter_scale": parameter_scale, "weight_decay": weight_decay}
         super().__init__(params, {**keys, **more})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient; the gradients stay as they are."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(group, parameter, parameter.grad)
-        return loss
+    def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._update_one(group, parameter, parameter.grad)
 
-    def _update(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> None:
+    def _update_one(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> None:
         state = self.state[parameter]
         state["step"] = state.get("step", 0) + 1
         beta2 = 1 - state["step"] ** -group["decay_exponent"] if group["beta2"] is None else group["beta2"]

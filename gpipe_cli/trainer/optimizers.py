@@ -1,4 +1,4 @@
-"""Optimizers that torch does not have. Chosen by `optimizer._target_`, as any other class of its kind."""
+"""Optimizers that torch does not have, chosen by `optimizer._target_`: what they have in common, and TFRMSprop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,42 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 
-class TFRMSprop(Optimizer):
+class SteppedByGroup(Optimizer):
+    """An optimizer whose update is worked out for one group of parameters at a time."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient; the gradients stay as they are."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if parameters:
+                self._update(group, parameters)
+        return loss
+
+    def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        """Changes ``parameters``, those of the group that have a gradient: one or more."""
+        raise NotImplementedError
+
+
+def require_not_negative(**values: float) -> None:
+    """Raises ValueError for a value below 0, by the name that it is given under."""
+    for key, value in values.items():
+        if value < 0:
+            raise ValueError(f"optimizer.{key}={value}: use 0 or more")
+
+
+def require_share(**values: float) -> None:
+    """Raises ValueError for a value that is not from 0 to below 1, by the name that it is given under."""
+    for key, value in values.items():
+        if not 0 <= value < 1:
+            raise ValueError(f"optimizer.{key}={value}: use a number from 0 to below 1")
+
+
+class TFRMSprop(SteppedByGroup):
     """RMSProp as TensorFlow defines it, which AmoebaNet was trained with (paper, section 4).
 
     For a weight w with gradient g, mean square s and momentum m, in this order:
@@ -46,27 +81,10 @@ class TFRMSprop(Optimizer):
         eps: float = 1e-3,
         weight_decay: float = 0.0,
     ) -> None:
-        for key, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if value < 0:
-                raise ValueError(f"optimizer.{key}={value}: use 0 or more")
-        for key, value in (("decay", decay), ("momentum", momentum)):
-            if not 0 <= value < 1:
-                raise ValueError(f"optimizer.{key}={value}: use a number from 0 to below 1")
+        require_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
+        require_share(decay=decay, momentum=momentum)
         defaults = {"lr": lr, "decay": decay, "momentum": momentum, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient; the gradients stay as they are."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if parameters:
-                self._update(group, parameters)
-        return loss
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """All parameters of a group at once: a few kernels on a GPU, however many parameters there are."""
