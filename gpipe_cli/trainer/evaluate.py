@@ -15,6 +15,7 @@ from .from_checkpoint import assemble_from_checkpoint
 from .image_pictures import draw_classification
 from .language_pictures import ModelScores, draw_languages
 from .translation_scores import languages_of
+from .whole_file import write_whole
 
 REPORT = "evaluation.json"
 
@@ -39,7 +40,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
     if assembly.world.rank != 0:
         return None
     made = {**config["about"], **report(assembly, result)}
-    write(made, context.run_dir)
+    write_whole(context.run_dir / REPORT, json.dumps(made, indent=2, ensure_ascii=False) + "\n")
     draw(result, str(made["name"]), context.run_dir)
     if result.samples:
         context.emit({"kind": "samples", "rows": [vars(sample) for sample in result.samples]})
@@ -68,13 +69,6 @@ def report(assembly: Assembly, result: Evaluation) -> dict[str, Any]:
         "sizes": dict(result.sizes),
         "scripts": dict(getattr(assembly.source, "scripts", {})),
     }
-
-
-def write(values: dict[str, Any], folder: Path) -> None:
-    """evaluation.json, whole or not at all."""
-    temporary = folder / f"{REPORT}.partial"
-    temporary.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    temporary.rename(folder / REPORT)
 
 
 def draw(result: Evaluation, name: str, folder: Path) -> None:

@@ -6,24 +6,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..config import Settings
 from ..launch.context import Context
 from .assembly import Assembly, assemble_model
 from .build import build_task
 from .checkpoint_files import open_checkpoint
-from .journal import Journal
+from .journal import Notices
+from .start import start_worker
 from .transfer import load_weights, require_same_model
-from .world import World, join_world
 
 
-class Notices(Journal):
-    """What the making of the model and its data says, from rank 0 to the command. Writes no file."""
-
-    def __init__(self, context: Context, world: World) -> None:
-        self._emit = context.emit if world.rank == 0 else lambda event: None
-
+class _WithoutCells(Notices):
     def cells(self, table: Sequence[Mapping[str, Any]]) -> None:
         """Says nothing: nobody who evaluates asked how the model is cut."""
 
@@ -41,12 +34,10 @@ def assemble_from_checkpoint(context: Context, config: Mapping[str, Any]) -> Ass
         ConfigurationError: the checkpoint is of another model, or something in the configuration that shows only now.
     """
     settings = Settings.from_config(config["settings"])
-    pipeline = settings.pipeline
-    torch.set_num_threads(pipeline.threads)
-    workers = context.world_size // pipeline.replicas
-    world = join_world(context, workers, pipeline.replicas, pipeline.device, pipeline.backend)
+    world = start_worker(context, settings)
     info = open_checkpoint(Path(config["checkpoint"]))
-    assembly = assemble_model(context, settings, world, build_task(settings.task), Notices(context, world))
+    journal = _WithoutCells(context.run_dir, context.emit, world.rank == 0)
+    assembly = assemble_model(context, settings, world, build_task(settings.task), journal)
     require_same_model(info, assembly.layers, [])
     load_weights(info, assembly.cells, [], settings.trainer.average is not None)
     for cell in assembly.cells:

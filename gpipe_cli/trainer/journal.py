@@ -22,6 +22,7 @@ from .programs import Programs
 from .step_report import PHASES, StepReport
 from .trace import Recording, measured_timeline, trace, write_trace
 from .translation_scores import languages_of
+from .whole_file import write_whole
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
@@ -229,9 +230,7 @@ class Journal:
         """summary.json, whole or not at all."""
         if not self._active:
             return
-        temporary = self._run_dir / "summary.json.partial"
-        temporary.write_text(json.dumps(json_safe(values), indent=2) + "\n", encoding="utf-8")
-        temporary.rename(self._run_dir / "summary.json")
+        write_whole(self._run_dir / "summary.json", json.dumps(json_safe(values), indent=2) + "\n")
 
     def close(self) -> None:
         """Ends the console's story with what the run has changed."""
@@ -244,6 +243,18 @@ class Journal:
             self._emit({"kind": "end", "text": f"first evaluation → last: {', '.join(changes)}"})
         if self._board is not None:
             self._board.close()
+
+
+class Notices(Journal):
+    """Tells what is said while model and data are made, and keeps no record of steps.
+
+    Args:
+        run_dir, emit, active: as in `Journal`.
+    """
+
+    def __init__(self, run_dir: Path, emit: Callable[[dict[str, Any]], None], active: bool) -> None:
+        super().__init__(run_dir, emit, False, 1, False, (), "", None, 0)
+        self._emit = emit if active else _nowhere
 
 
 def _nowhere(event: dict[str, Any]) -> None:

@@ -20,8 +20,8 @@ from .checkpoint_files import open_checkpoint
 from .data_notices import count_defects
 from .journal import Journal
 from .loop import Trainer
+from .start import start_worker
 from .training import assemble_training
-from .world import join_world
 
 
 def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
@@ -40,10 +40,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
         NonFinite: too many updates in a row were not finite.
     """
     settings = Settings.from_config(config["settings"])
-    pipeline = settings.pipeline
-    torch.set_num_threads(pipeline.threads)  # torchrun's workers have another number; bits depend on it
-    workers = context.world_size // pipeline.replicas
-    world = join_world(context, workers, pipeline.replicas, pipeline.device, pipeline.backend)
+    world = start_worker(context, settings)
     resumed = None if settings.checkpoint.resume is None else open_checkpoint(Path(settings.checkpoint.resume))
     task = build_task(settings.task)
     journal = Journal(

@@ -17,6 +17,7 @@ from ..pipeline.instruction import COMPUTE
 from ..pipeline.meter import Meter, Phase
 from ..pipeline.simulate import Span, Timeline
 from .clocks import clock_offset
+from .whole_file import write_whole
 from .world import World
 
 COMPUTATION, MESSAGES = 0, 1  # threads of a worker
@@ -107,11 +108,9 @@ def trace(
 
 
 def write_trace(path: Path, content: Mapping[str, Any]) -> None:
-    """Whole or not at all."""
+    """Whole or not at all, in a folder of its own."""
     path.parent.mkdir(exist_ok=True)
-    temporary = path.with_suffix(".partial")
-    temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
-    temporary.rename(path)
+    write_whole(path, json.dumps(content) + "\n")
 
 
 def _process(pid: int, name: str, *threads: str) -> Iterator[dict[str, Any]]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
-import torch
-import torch._dynamo  # every optimizer imports it when it is made; here it is imported once, before workers are forked
+import torch._dynamo  # noqa: F401  # every optimizer made imports it; here it is imported once, before workers are forked
 import torch.distributed as dist
 
 from ..config import Settings
@@ -20,16 +19,17 @@ from .assembly import Assembly, assemble_model
 from .build import MODEL_KEYS_READ_ELSEWHERE, build_model, build_task
 from .compare import compare, compare_beginnings, gradients_agree
 from .diagnose import Compared, Model, diagnose
-from .journal import Journal
+from .journal import Notices
 from .plain import PlainTraining, Together
 from .plan import Part
+from .start import start_worker
 from .training import assemble_training
 from .verify_batchnorm import BatchNormNote, batchnorm_note
 from .verify_limits import refuse_what_cannot_be_verified, require_memory
 from .verify_record import StepState
 from .verify_report import Report
 from .verify_watch import WatchedTrainer
-from .world import World, join_world
+from .world import World
 
 TOLERANCES = {"float64": 1e-6, "bfloat16": 0.05, "configured": 1e-4}
 
@@ -46,11 +46,9 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
     """
     settings = Settings.from_config(config["settings"])
     refuse_what_cannot_be_verified(settings)
-    settings, pipeline = in_wanted_dtype(settings), settings.pipeline
-    torch.set_num_threads(pipeline.threads)
-    workers = context.world_size // pipeline.replicas
-    world = join_world(context, workers, pipeline.replicas, pipeline.device, pipeline.backend)
-    journal = _Lines(context, world.rank == 0)
+    settings = in_wanted_dtype(settings)
+    world = start_worker(context, settings)
+    journal = Notices(context.run_dir, context.emit, world.rank == 0)
     assembly = assemble_model(context, settings, world, build_task(settings.task), journal)
     world.tell_everyone(lambda: require_memory(assembly.cut.parameters, 8 if settings.verify.dtype == "float64" else 4))
     trainer = WatchedTrainer(assemble_training(context, config, assembly, journal, None))
@@ -159,11 +157,3 @@ def _gather(world: World, mine: list[StepState]) -> list[StepState]:
         for state, further in zip(whole, other, strict=True):
             state.take(further)
     return whole
-
-
-class _Lines(Journal):
-    """What a run tells of its preparation, but no record of its steps."""
-
-    def __init__(self, context: Context, active: bool) -> None:
-        super().__init__(context.run_dir, context.emit, False, 1, False, (), "", None, 0)
-        self._emit: Callable[[dict[str, Any]], None] = context.emit if active else self._emit
