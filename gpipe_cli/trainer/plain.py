@@ -34,6 +34,7 @@ from .verify_record import (
     LayerTrace,
     StepState,
     copied,
+    modules_of,
     named,
     named_buffers,
     optimizer_state,
@@ -113,12 +114,7 @@ class PlainTraining:
         self._optimizer = build_optimizer(settings.optimizer, own)
         self._lr_schedule = build_lr_schedule(settings.schedule, self._optimizer)
         self._autocast: Callable[[], AbstractContextManager[Any]] = build_autocast(settings.precision, device)
-        self._batchnorms: dict[Key, _BatchNorm] = {
-            (index, f"{layer}.{name}".rstrip(".")): module
-            for index, layer, whole in self.layers
-            for name, module in whole.named_modules()
-            if isinstance(module, _BatchNorm)
-        }
+        self._batchnorms = modules_of(_BatchNorm, self.layers)
         self._statistics: dict[Key, PooledStatistics] = {}
         for key, batchnorm in self._batchnorms.items():
             batchnorm.register_forward_pre_hook(_GatherInput(self._statistics, key))

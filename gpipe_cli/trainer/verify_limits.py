@@ -14,8 +14,10 @@ COPIES = 16
 
 
 def refuse_what_cannot_be_verified(settings: Settings) -> None:
-    """Raises:
-    ConfigurationError: this configuration has no plain counterpart.
+    """Before anything is made.
+
+    Raises:
+        ConfigurationError: this configuration has no plain counterpart.
     """
     if settings.checkpoint.resume is not None:
         raise ConfigurationError(
@@ -30,10 +32,14 @@ def refuse_what_cannot_be_verified(settings: Settings) -> None:
 
 
 def require_memory(parameters: int, size: int) -> None:
-    """``size``: bytes of a parameter.
+    """On rank 0, once the model's size is known.
+
+    Args:
+        parameters: of the whole model.
+        size: bytes of a parameter.
 
     Raises:
-    ConfigurationError: the model does not fit into one process beside its comparison.
+        ConfigurationError: the model does not fit into one process beside its comparison.
     """
     needed, there = parameters * size * COPIES, available_memory()
     if there is not None and needed > there:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 
 from ..pipeline.boundary import Tensors
 
+M = TypeVar("M", bound=nn.Module)
 Key = tuple[int, str]  # (index of the layer, full name of the tensor)
 
 # Kinds of traces: what a layer gave in its forward and when it was computed again; the gradient that reached its
@@ -150,6 +152,16 @@ def named(layers: Iterable[tuple[int, str, nn.Module]]) -> Iterator[tuple[Key, n
     for index, layer, module in layers:
         for name, parameter in module.named_parameters():
             yield (index, f"{layer}.{name}"), parameter
+
+
+def modules_of(kind: type[M], layers: Iterable[tuple[int, str, nn.Module]]) -> dict[Key, M]:
+    """Every module of a kind in (index, name, module) layers, the layers themselves among them."""
+    return {
+        (index, f"{layer}.{name}".rstrip(".")): module
+        for index, layer, whole in layers
+        for name, module in whole.named_modules()
+        if isinstance(module, kind)
+    }
 
 
 def named_buffers(layers: Iterable[tuple[int, str, nn.Module]]) -> dict[Key, Tensor]:

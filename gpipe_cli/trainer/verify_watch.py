@@ -21,6 +21,7 @@ from .verify_record import (
     LayerTrace,
     StepState,
     copied,
+    modules_of,
     named,
     named_buffers,
     optimizer_state,
@@ -136,9 +137,5 @@ class WatchedTrainer(Trainer):
 
     def _counted(self) -> dict[Key, float]:
         """How many values a channel each BatchNorm of this worker has gathered in the step."""
-        return {
-            (index, f"{layer}.{name}".rstrip(".")): module.gathered_count
-            for index, layer, whole in self._layers
-            for name, module in whole.named_modules()
-            if isinstance(module, DeferredBatchNorm)
-        }
+        found = modules_of(DeferredBatchNorm, self._layers)
+        return {key: batchnorm.gathered_count for key, batchnorm in found.items()}
