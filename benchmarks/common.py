@@ -1,15 +1,18 @@
-"""What the benchmarks share: command line and tables."""
+"""What the benchmarks share: command line, paired measurements, tables."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gpipe_cli.bench.machine import machine, machine_line
+
+WARM_UP = 2  # rounds that do not count
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -18,6 +21,28 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--output", type=Path, metavar="FILE.json", help="write the figures there, too")
     made.add_argument("--quick", action="store_true", help="smaller and shorter: a first impression")
     return made
+
+
+def seconds_in_turns(contenders: Mapping[str, Callable[[], float]], repetitions: int) -> dict[str, list[float]]:
+    """What each contender returns (its own seconds), by repetition.
+
+    In every round each of them has one turn, so that what disturbs the machine disturbs all alike; every other round
+    goes backwards.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for repetition in range(WARM_UP + repetitions):
+        for name in list(contenders) if repetition % 2 else reversed(list(contenders)):
+            taken = contenders[name]()
+            if repetition >= WARM_UP:
+                seconds[name].append(taken)
+    return seconds
+
+
+def slower_by(seconds: Sequence[float], reference: Sequence[float]) -> tuple[float, str]:
+    """How much more than the reference in the same round: the median as a share, and the quartiles as text."""
+    shares = [mine / other - 1 for mine, other in zip(seconds, reference, strict=True)]
+    low, middle, high = statistics.quantiles(shares, n=4)
+    return middle, f"{low:+.2%} … {high:+.2%}"
 
 
 @dataclass

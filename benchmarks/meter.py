@@ -13,21 +13,21 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.common import Report, parser
+from benchmarks.common import Report, parser, seconds_in_turns, slower_by
 from benchmarks.overhead import SIZES, build_modules, random_parts
-from gpipe_cli.bench.driver import CPU
+from gpipe_cli.bench.driver import CPU, step_of_cells
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
-from gpipe_cli.pipeline.engine import Part, Pipeline, StepPlan
+from gpipe_cli.pipeline.engine import Part
 from gpipe_cli.pipeline.forecast import Forecast
 from gpipe_cli.pipeline.instruction import Instruction
 from gpipe_cli.pipeline.meter import Meter
 from gpipe_cli.pipeline.partition import cell_layers, partition
 from gpipe_cli.pipeline.randomness import NoiseSource
-from gpipe_cli.pipeline.schedule import schedule
 from gpipe_cli.tasks.translation import TranslationTask
 from gpipe_cli.trainer.exchange import Exchange
 from gpipe_cli.trainer.step_report import StepReporter
@@ -51,32 +51,28 @@ class Bench:
 
     def __init__(self, K: int, M: int, parts: list[Part]) -> None:
         modules = build_modules(SIZES["default"])
-        self.placement = (0,) * K
+        placement = (0,) * K
         cells = [
             Cell(k, [BuiltLayer(i, f"layer.{i}", modules[i]) for i in layers], NoiseSource(0, 0, CPU))
             for k, layers in enumerate(cell_layers(partition([1.0] * len(modules), K, "min_max")))
         ]
-        self.modules, self.parts, self.K, self.M = modules, parts, K, M
-        self.engine = Pipeline(cells, self.placement, None, TranslationTask().loss, 1, CPU)
-        self.lists = schedule("gpipe", self.placement, M, "except_last")
-        signatures = tuple(tuple(tensor.shape for tensor in inputs + targets) for inputs, targets in parts)
-        self.plan = StepPlan(0, 1, signatures, 1.0)
+        self.modules, self.placement, self.K, self.M = modules, placement, K, M
+        loss = TranslationTask().loss
+        self.engine_step = step_of_cells(cells, placement, 0, None, parts, "gpipe", "except_last", loss)
         self.meters: dict[str, Meter] = {"on": Meter(CPU), "off": Silent(CPU)}
 
     def step(self, which: str) -> float:
         """Processor seconds of a step with the meter "on" or "off"."""
         for module in self.modules:
             module.zero_grad()
-        self.engine.meter = self.meters[which]
+        self.engine_step.engine.meter = self.meters[which]
         began = time.process_time()
-        self.engine.meter.begin_step()
-        self.engine.train_step(self.lists[0], self.plan, self.parts)
-        self.engine.meter.end_step()
+        self.engine_step()
         return time.process_time() - began
 
     def marks(self) -> float:
         """Seconds that a step's marks cost."""
-        meter, program = Meter(CPU), self.lists[0]
+        meter, program = Meter(CPU), self.engine_step.program
 
         def all_marks() -> None:
             meter.begin_step()
@@ -90,7 +86,7 @@ class Bench:
         """Seconds that a step's figures cost on rank 0."""
         reporter = StepReporter([-1], self.K, self.M, 1, 1, 0, 0)
         exchange, world = Exchange(reporter.fields(), None), World(0, 1, 1, CPU, CPU, None, None, None)
-        meter, forecast = self.meters["on"], Forecast(self.lists, self.placement)
+        meter, forecast = self.meters["on"], Forecast([self.engine_step.program], self.placement)
 
         def figures() -> None:
             reporter.write_times(exchange, world, meter, (), 1.0, 0.0)
@@ -107,16 +103,6 @@ def direct(action: Callable[[], None]) -> float:
     for _ in range(DIRECT):
         action()
     return (time.process_time() - began) / DIRECT
-
-
-def measure(bench: Bench, repetitions: int) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {"on": [], "off": []}
-    for repetition in range(repetitions + 2):
-        for which in ("on", "off") if repetition % 2 else ("off", "on"):
-            taken = bench.step(which)
-            if repetition >= 2:
-                seconds[which].append(taken)
-    return seconds
 
 
 def main() -> None:
@@ -138,17 +124,16 @@ def main() -> None:
 
 
 def row(bench: Bench, repetitions: int) -> dict[str, Any]:
-    seconds = measure(bench, repetitions)
-    ratios = [on / off - 1 for on, off in zip(seconds["on"], seconds["off"], strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
+    seconds = seconds_in_turns({which: partial(bench.step, which) for which in bench.meters}, repetitions)
+    middle, quartiles = slower_by(seconds["on"], seconds["off"])
     step, marks, figures = statistics.median(seconds["off"]), bench.marks(), bench.report()
     return {
         "K": bench.K,
         "M": bench.M,
-        "instructions": len(bench.lists[0]),
+        "instructions": len(bench.engine_step.program),
         "step, s": step,
         "meter on/off": middle,
-        "quartiles": f"{low:+.2%} … {high:+.2%}",
+        "quartiles": quartiles,
         "marks, ms": 1e3 * marks,
         "report, ms": 1e3 * figures,
         "share": (marks + figures) / step,
