@@ -12,8 +12,7 @@ layer keeps for one micro-batch, measured by itself. With remat=never the formul
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +25,7 @@ from gpipe_cli.bench.driver import Block, engine_step, squared_loss
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.launch.context import Context
 from gpipe_cli.pipeline.engine import Part
+from gpipe_cli.planner.tracking import Tracker
 
 LAYERS = 16
 WIDTH = 16
@@ -33,44 +33,30 @@ TOKENS = 8
 
 
 class Meter:
-    """Counts the bytes of all tensors that came to life after `start`."""
+    """Counts the bytes alive of all tensors made while it watches, and notes the most whenever autograd saves one.
 
-    def __init__(self) -> None:
+    Args:
+        known: tensors that exist already; they do not count.
+    """
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
         self.highest = 0
-        self._known: set[int] = set()
+        self._tracker = Tracker()
+        self._tracker.ignore(known)
 
-    def start(self, known: list[Tensor]) -> None:
-        """``known`` are not counted, nor is anything that exists already."""
-        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
-        self.highest = 0
-        gc.collect()
-        gc.freeze()  # what exists now is no longer listed by get_objects
-
-    def save(self, tensor: Tensor) -> Tensor:
-        """The hook: keeps the storage, in an object that the garbage collector can list."""
-        kept = tensor.detach()
-        self.highest = max(self.highest, self.now())
-        return kept
-
+    @property
     def now(self) -> int:
         """Bytes alive at this moment."""
-        storages = {}
-        for thing in gc.get_objects():
-            if type(thing) is Tensor:
-                storage = thing.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
-        return sum(size for pointer, size in storages.items() if pointer not in self._known)
+        return self._tracker.now
 
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        with self._tracker, torch.autograd.graph.saved_tensors_hooks(self._save, lambda kept: kept):
+            yield
 
-@contextmanager
-def metered(known: list[Tensor]) -> Iterator[Meter]:
-    meter = Meter()
-    meter.start(known)
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(meter.save, lambda kept: kept):
-            yield meter
-    finally:
-        gc.unfreeze()
+    def _save(self, tensor: Tensor) -> Tensor:
+        self.highest = max(self.highest, self.now)
+        return tensor.detach()
 
 
 def make_parts(M: int, examples: int) -> list[Part]:
@@ -101,7 +87,8 @@ def worker(context: Context, config: dict[str, Any]) -> list[int]:
         step = engine_step(modules, rank, K, parts, "gpipe", remat, sum_of_squares)
         step()  # shapes are learnt in the first step
         dist.barrier()
-        with metered(tensors_of(modules, parts if rank == 0 else [])) as meter:
+        meter = Meter(tensors_of(modules, parts if rank == 0 else []))
+        with meter.watch():
             step()
         most = torch.tensor([meter.highest])
         dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -113,9 +100,10 @@ def bytes_of_one_layer(examples: int) -> int:
     """What the graph of one layer keeps for so many examples, its output included: the input of the next one."""
     x = torch.randn(examples, TOKENS, WIDTH, requires_grad=True)
     layer = Block(WIDTH)
-    with metered([x, *layer.parameters()]) as meter:
+    meter = Meter([x, *layer.parameters()])
+    with meter.watch():
         y = layer(x)
-        highest = meter.now()
+        highest = meter.now
         del y
     return highest
 

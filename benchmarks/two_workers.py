@@ -104,9 +104,10 @@ def main() -> None:
         for kind in SAME_ORDER:
             report.add(row(kind, M, seconds))
     notes = []
-    for share in ("share", "share, same order"):
-        lowest = min(report.rows, key=lambda row: row[share])
-        notes.append(f"lowest {share} of 2M/(M+1): {lowest[share]:.3f} at M={lowest['M']} {lowest['schedule']}")
+    for column, against in (("share", "the plain loop"), ("share, same order", "that of the same order")):
+        lowest = min(report.rows, key=lambda row: row[column])
+        place = f"M={lowest['M']} {lowest['schedule']}"
+        notes.append(f"lowest share of 2M/(M+1) against {against}: {lowest[column]:.3f} at {place}")
     report.end(arguments.output, notes)
 
 
