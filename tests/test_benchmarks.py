@@ -8,6 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.common import seconds_in_turns, slower_by
+from gpipe_cli.bench.driver import plain_step
+from gpipe_cli.pipeline.schedule import schedule
 
 ROOT = Path(__file__).parent.parent
 SMALL = {
@@ -46,3 +52,38 @@ def test_memory_kept_with_rematerialization_is_what_the_paper_promises(tmp_path:
     subprocess.run([*command, "--output", str(output)], cwd=ROOT, capture_output=True, timeout=200, check=True)
     for row in json.loads(output.read_text())["rows"]:
         assert row["ratio"] < 1.2, row
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "gpipe"])
+def test_a_plain_loop_has_the_order_of_the_schedule_that_it_is_compared_with(kind: str) -> None:
+    seen = []
+
+    class Witness(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            number = int(x[0, 0])
+            seen.append(f"F0.{number}")
+            y = x.requires_grad_() * 1.0
+            y.register_hook(lambda gradient: seen.append(f"B0.{number}"))
+            return y
+
+    parts = [((torch.full((1, 1), float(number)),), (torch.zeros(1, 1),)) for number in range(3)]
+    plain_step([Witness()], parts, kind=kind)()
+    assert seen == [str(instruction) for instruction in schedule(kind, (0,), 3, "never")[0]]
+
+
+def test_contenders_take_turns_and_the_warm_up_does_not_count() -> None:
+    turns = []
+
+    def turn(name: str) -> float:
+        turns.append(name)
+        return float(len(turns))
+
+    seconds = seconds_in_turns({name: lambda name=name: turn(name) for name in "ab"}, 2)
+    assert "".join(turns) == "baabbaab"
+    assert seconds == {"a": [6.0, 7.0], "b": [5.0, 8.0]}
+
+
+def test_slower_by_compares_within_each_round() -> None:
+    middle, quartiles = slower_by([2.0, 30.0, 400.0], [1.0, 20.0, 100.0])
+    assert middle == pytest.approx(1.0)
+    assert quartiles == "+50.00% … +300.00%"

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from gpipe_cli.trainer.breakdown import mean_breakdown
 from .options import BenchOptions
 from .paper import TABLE_4
 from .profiles import Model, profile_models
-from .tables import Table
+from .tables import Say, Table
 from .throughput_settings import TABLES, Setting, serial_seconds
 from .throughput_tables import check
 from .workers import run_workers
@@ -29,8 +29,6 @@ K_OF_PAPER, M_OF_PAPER = 2, 16  # K: of its load imbalance; M: its bubble of 4.1
 WORKER = "gpipe_cli.bench.emulated_breakdown:worker"
 STEPS, QUICK_STEPS = 40, 8  # of the real run
 BATCH = 128  # of the real run: 8 examples in each of 16 micro-batches
-
-Say = Callable[[str], None]
 
 
 class RunFailed(RuntimeError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ from gpipe_cli.planner.devices import parse_bytes
 
 from .options import BenchOptions
 from .paper import TABLE_1, Capacity
-from .tables import Curve, Table
+from .tables import Curve, Say, Table
 from .workers import run_workers
 
 WORKER = "gpipe_cli.bench.capacity:worker"
@@ -33,8 +32,6 @@ GROWN = {"amoebanet": "D", "transformer": "L"}
 GB = 1e9
 MEASURED_M = 8
 MEASURED = ((1, True), (1, False), (2, False))  # (K, naive)
-
-Say = Callable[[str], None]
 
 
 class PlanFailed(RuntimeError):

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
+from .driver import CPU, Step
+
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-CPU = torch.device("cpu")
 
 
 class _Checkpointed(nn.Sequential):
@@ -25,7 +25,7 @@ class _Checkpointed(nn.Sequential):
 
 def torch_pipelining_step(
     kind: str, layers: Sequence[nn.Module], remat: bool, rank: int, K: int, M: int, batch: Tensor
-) -> Callable[[], None] | None:
+) -> Step | None:
     """A function that runs one training step on this worker; None where torch's schedule refuses M < K."""
     if kind == "1f1b" and M < K:
         return None
@@ -36,7 +36,7 @@ def torch_pipelining_step(
 
 def torch_interleaved_step(
     chunks: Sequence[Sequence[nn.Module]], remat: bool, rank: int, K: int, M: int, batch: Tensor
-) -> Callable[[], None] | None:
+) -> Step | None:
     """The same with several stages a worker: chunk c of this worker is stage c·K + rank.
 
     Returns:
@@ -56,7 +56,7 @@ def _stage_module(layers: Sequence[nn.Module], remat: bool) -> nn.Module:
     return _Checkpointed(*layers) if remat else nn.Sequential(*layers)
 
 
-def _step(schedule: Any, rank: int, K: int, batch: Tensor) -> Callable[[], None]:
+def _step(schedule: Any, rank: int, K: int, batch: Tensor) -> Step:
     inputs = (batch,) if rank == 0 else ()
     target = batch if rank == K - 1 else None
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate, pairwise
 
-from gpipe_cli.pipeline.partition import partition
+from gpipe_cli.pipeline.partition import cell_layers, partition
 
 from .workers import run_workers
 
@@ -54,14 +53,12 @@ class Profile:
 
     def cell_shares(self, cells: int) -> list[float]:
         """The share of the forward that each cell takes."""
-        ends = [0, *accumulate(self.cut(cells))]
         whole = sum(self.costs)
-        return [sum(self.costs[a:b]) / whole for a, b in pairwise(ends)]
+        return [sum(self.costs[i] for i in layers) / whole for layers in cell_layers(self.cut(cells))]
 
     def boundaries(self, cells: int) -> list[int]:
         """Bytes of one example in front of each cell; 0 in front of the first."""
-        ends = list(accumulate(self.cut(cells)))
-        return [0, *(self.bytes_behind[end - 1] for end in ends[:-1])]
+        return [0, *(self.bytes_behind[layers.start - 1] for layers in cell_layers(self.cut(cells))[1:])]
 
     def serial_seconds(self, flops: float) -> float:
         """Forward and backward of one example on a device of so many FLOP/s."""

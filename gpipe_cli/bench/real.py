@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.pipeline.boundary import Tensors
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell, build_layer
 from gpipe_cli.pipeline.engine import Part
+from gpipe_cli.pipeline.partition import cell_layers
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.pipeline.transport import Transport
 from gpipe_cli.trainer.world import World, join_world
@@ -51,15 +51,12 @@ def real_step(
         examples: inputs and targets of the mini-batch; every worker gives the same shapes.
     """
     placement = tuple(cell % world.workers for cell in range(len(sizes)))
-    ends = [0, *accumulate(sizes)]
     cells = []
-    for cell in (cell for cell, worker in enumerate(placement) if worker == world.worker):
-        layers = [
-            BuiltLayer(i, builders[i].name, build_layer(builders[i], i, 1, world.device))
-            for i in range(ends[cell], ends[cell + 1])
-        ]
-        cells.append(Cell(cell, layers, NoiseSource(1, 0, world.device)))
-        cells[-1].train(True)
+    for number, (worker, layers) in enumerate(zip(placement, cell_layers(sizes), strict=True)):
+        if worker == world.worker:
+            built = [BuiltLayer(i, builders[i].name, build_layer(builders[i], i, 1, world.device)) for i in layers]
+            cells.append(Cell(number, built, NoiseSource(1, 0, world.device)))
+            cells[-1].train(True)
     transport = None
     if world.directions is not None and world.everyone is not None:
         transport = Transport(placement, world.device, world.wire, world.directions, world.everyone)

@@ -9,7 +9,7 @@ from typing import Any
 
 from .paper import ideal_throughput
 from .runs import Run
-from .tables import Curve, Table
+from .tables import Curve, Table, two_digits
 
 GRID = ("pipeline.K", "pipeline.M", "pipeline.workers")  # what a table of throughput is about
 NO_DIFFERENCE = ("name",)  # keys that do not make another experiment
@@ -37,7 +37,7 @@ def run_table(runs: Sequence[Run]) -> Table:
             [
                 *(name, *(settings.get(key) for key in shown), run.K, run.M),
                 *(settings.get("pipeline.schedule"), settings.get("pipeline.remat"), run.loss, run.examples_per_second),
-                *(_two_digits(speed), _two_digits(ideal), _percent(run.bubble), _percent(run.bubble_predicted)),
+                *(two_digits(speed), two_digits(ideal), _percent(run.bubble), _percent(run.bubble_predicted)),
                 *(run.evaluation.get(metric) for metric in names),
                 run.status,
             ]
@@ -148,10 +148,6 @@ def _facts(run: Run, shown: Sequence[str], speed: float | None, ideal: float | N
         "evaluation": dict(run.evaluation),
         "status": run.status,
     }
-
-
-def _two_digits(value: float | None) -> str | None:
-    return None if value is None else f"{value:.2f}"
 
 
 def _percent(share: float | None) -> str | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+Say = Callable[[str], None]  # tells the person what is being measured
 
 
 @dataclass(frozen=True)
@@ -49,3 +51,8 @@ class Table:
     bars: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     axes: tuple[str, str] = field(default=("cells K", "normalised throughput"))
     logarithmic: bool = False
+
+
+def two_digits(value: float | None) -> str | None:
+    """A throughput, as the paper prints them."""
+    return None if value is None else f"{value:.2f}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from gpipe_cli.launch.context import Context
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
 from gpipe_cli.pipeline.engine import Part
+from gpipe_cli.pipeline.partition import cell_layers
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.pipeline.transport import Transport
 
@@ -40,9 +40,9 @@ class EmulatedModel:
 
     def layers(self, sizes: Sequence[int], cell: int, divisible: bool = False) -> list[BuiltLayer]:
         """New layers of one cell; ``divisible``: see `SleepingLayer`."""
-        ends = [0, *accumulate(sizes)]
-        numbers = range(ends[cell], ends[cell + 1])
-        return [BuiltLayer(i, f"layer.{i}", SleepingLayer(self._seconds[i], divisible)) for i in numbers]
+        return [
+            BuiltLayer(i, f"layer.{i}", SleepingLayer(self._seconds[i], divisible)) for i in cell_layers(sizes)[cell]
+        ]
 
     def modules(self, sizes: Sequence[int], cell: int) -> list[Any]:
         return [layer.module for layer in self.layers(sizes, cell)]

@@ -6,7 +6,7 @@ fixed, so a micro-batch takes 1/M of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +17,12 @@ from gpipe_cli.pipeline.schedule import KINDS
 from .options import BenchOptions
 from .paper import ideal_throughput
 from .profiles import Model, profile_models
-from .tables import Curve, Table
+from .tables import Curve, Say, Table, two_digits
 from .throughput_notes import notes
 from .throughput_settings import PEERS, PLAIN, TABLES, Protocol, Setting, serial_seconds
 from .workers import run_workers
 
 EMULATED, REAL = "gpipe_cli.bench.throughput:worker", "gpipe_cli.bench.real:worker"
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -216,10 +214,6 @@ def make_table(protocol: Protocol, results: Sequence[Result], options: BenchOpti
         {"rows": [result.facts() for result in results], "contenders": [options.schedules[0], *others]},
         curves(results),
     )
-
-
-def two_digits(value: float | None) -> str | None:
-    return None if value is None else f"{value:.2f}"
 
 
 def curves(results: Sequence[Result]) -> list[Curve]:
