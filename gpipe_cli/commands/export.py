@@ -121,3 +121,7 @@ def _save(weights: dict[str, Tensor], path: Path, suffix: str, step: int) -> Non
         torch.save(weights, path)
     else:
         save_file(weights, path, {"format": "pt", "step": str(step)})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
