@@ -12,26 +12,32 @@ first; after that the contenders take turns, and the median of the repetitions i
 
 plain: efficiency of the plain loop, the ceiling of the emulation: all workers at the same time run the layers of their
 own cells, forward and backward, by a plain loop without engine and messages.
+
+bubble: share of the workers' time outside forward, recompute and backward in the last step of the engine, by its meter.
+planned: the same by the planner's simulation, from what the plain loop takes for the layers and what a message between
+two of these processes takes (`gpipe_cli.planner.link`).
 """
 
 from __future__ import annotations
 
-import os
-import statistics
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from benchmarks.common import Report, parser
-from gpipe_cli.bench.driver import Step, engine_step, plain_step
-from gpipe_cli.bench.emulator import ACCELERATOR, BACKWARD, LAYERS, WIDTH, SleepingLayer, forward_seconds
+from gpipe_cli.bench.driver import EngineStep, Step, cpu_transport, engine_step, plain_step
+from gpipe_cli.bench.emulator import BACKWARD, LAYERS, WIDTH, SleepingLayer, forward_seconds
 from gpipe_cli.bench.peers import torch_interleaved_step, torch_pipelining_step
-from gpipe_cli.bench.stopwatch import StopWatch
+from gpipe_cli.bench.turns import join_emulation, take_turns
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.launch.context import Context
+from gpipe_cli.pipeline.instruction import COMPUTE
 from gpipe_cli.pipeline.schedule import schedule
-from gpipe_cli.pipeline.simulate import cost_durations, simulate
+from gpipe_cli.pipeline.simulate import Timeline, cost_durations, simulate
+from gpipe_cli.planner.link import LinkTimes, measure_link
 
 EXAMPLES = 64
 CELLS = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zero_bubble": 1}  # of a worker, by kind of schedule
@@ -39,15 +45,14 @@ SERIAL_SECONDS = {1: 1.5, 4: 3.0, 32: 8.0}  # of forward and backward by M: long
 QUICK_SERIAL_SECONDS = {1: 0.5, 4: 1.0, 32: 4.0}
 
 
-def limits(K: int, M: int, remat: str, serial_seconds: float) -> dict[str, float]:
-    """The shortest possible step of each kind of schedule, in seconds."""
-    found = {}
-    for kind in kinds_on(K):
-        placement = tuple(range(K)) * CELLS[kind]
-        cell = forward_seconds(serial_seconds, M) * LAYERS / len(placement)
-        duration = cost_durations([cell] * len(placement), BACKWARD)
-        found[kind] = simulate(schedule(kind, placement, M, remat), placement, duration).span
-    return found
+def timeline(
+    kind: str, K: int, M: int, remat: str, serial_seconds: float, latency: float = 0.0, host: float = 0.0
+) -> Timeline:
+    """The step of one kind of schedule as it would be on ideal workers; its span is the shortest possible one."""
+    placement = tuple(range(K)) * CELLS[kind]
+    cell = forward_seconds(serial_seconds, M) * LAYERS / len(placement)
+    duration = cost_durations([cell] * len(placement), BACKWARD)
+    return simulate(schedule(kind, placement, M, remat), placement, duration, latency, host)
 
 
 def kinds_on(workers: int) -> list[str]:
@@ -82,49 +87,54 @@ def peer(
     return torch_interleaved_step([layers[:size], layers[size:]], remat, rank, K, M, batch)
 
 
-def worker(context: Context, config: dict[str, Any]) -> list[dict[str, float | None]]:
-    """Entry point: for each setting the median seconds of each contender."""
-    if config["realtime"]:
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
-    context.init_process_group("gloo")
+def worker(context: Context, config: dict[str, Any]) -> dict[str, Any]:
+    """Entry point: `LinkTimes` as ``link``, and for each of ``settings`` the seconds and bubble of each contender."""
+    watch = join_emulation(context, config["realtime"])
     rank, K = context.rank, context.world_size
-    watch = StopWatch(rank, K, ACCELERATOR.reset)
-    medians = []
+    transport = cpu_transport(tuple(range(K)))
+    link = None if transport is None else measure_link(transport, rank)
+    settings = []
     for setting in config["settings"]:
         steps = contenders(rank, K, setting["M"], setting["remat"], setting["serial_seconds"])
-        seconds: dict[str, list[float]] = {name: [] for name, step in steps.items() if step is not None}
-        for repetition in range(config["repetitions"] + 1):
-            ACCELERATOR.speed = 1.0 if repetition else 0.0
-            for name in seconds:
-                step = steps[name]
-                assert step is not None
-                taken = watch.time(step)
-                if repetition:
-                    seconds[name].append(taken)
-        medians.append({name: statistics.median(seconds[name]) if name in seconds else None for name in steps})
-    return medians
+        seconds = take_turns(steps, config["repetitions"], watch)
+        bubbles = {name: measured_bubble(step, K) for name, step in steps.items() if isinstance(step, EngineStep)}
+        settings.append({"seconds": seconds, "bubbles": bubbles})
+    return {"link": (0.0, 0.0, 0.0) if link is None else tuple(link), "settings": settings}
 
 
-def rows_of(K: int, setting: dict[str, Any], seconds: dict[str, float | None]) -> list[dict[str, Any]]:
-    limit = limits(K, setting["M"], setting["remat"], setting["serial_seconds"])
-    plain = seconds["plain"]
-    assert plain is not None
+def measured_bubble(step: EngineStep, K: int) -> float:
+    """Share of the workers' time outside computation, in the step taken last."""
+    spans = step.engine.meter.spans
+    computing = sum(span.end - span.start for span in spans if span.instruction.op in COMPUTE)
+    all_workers: list[Any] = [(spans[0].start, spans[-1].end, computing)] * K
+    if K > 1:
+        dist.all_gather_object(all_workers, all_workers[0])
+    starts, ends, busy = zip(*all_workers, strict=True)
+    return 1 - sum(busy) / (K * (max(ends) - min(starts)))
+
+
+def rows_of(K: int, setting: Mapping[str, Any], link: LinkTimes, found: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows = []
+    seconds = found["seconds"]
     for kind in kinds_on(K):
+        key = (kind, K, setting["M"], setting["remat"])
+        limit = timeline(*key, setting["serial_seconds"]).span
+        planned = timeline(*key, seconds["plain"] * K, link.latency, link.host).bubble
         step, other = seconds[kind], seconds[f"torch {kind}"]
-        assert step is not None
         rows.append(
             {
                 "K": K,
                 "M": setting["M"],
                 "remat": setting["remat"],
                 "schedule": kind,
-                "limit, s": limit[kind],
+                "limit, s": limit,
                 "step, s": step,
-                "of limit": limit[kind] / step,
-                "plain": setting["serial_seconds"] / K / plain,
+                "of limit": limit / step,
+                "plain": setting["serial_seconds"] / K / seconds["plain"],
                 "torch, s": other,
                 "torch / ours": None if other is None else other / step,
+                "bubble": found["bubbles"][kind],
+                "planned": planned,
             }
         )
     return rows
@@ -148,24 +158,26 @@ def main() -> None:
     ]
     report = Report(
         {"K": "d", "M": "d", "remat": "", "schedule": "", "limit, s": ".3f", "step, s": ".3f", "of limit": ".3f"}
-        | {"plain": ".3f", "torch, s": ".3f", "torch / ours": ".3f"}
+        | {"plain": ".3f", "torch, s": ".3f", "torch / ours": ".3f", "bubble": ".1%", "planned": ".1%"}
     )
     report.begin()
     config = {"settings": settings, "repetitions": arguments.repetitions, "realtime": arguments.realtime}
     for K in arguments.K:
-        medians = run_workers("benchmarks.emulated:worker", K, config, ("torch.distributed.pipelining",))
-        for setting, seconds in zip(settings, medians, strict=True):
-            for row in rows_of(K, setting, seconds):
+        answer = run_workers("benchmarks.emulated:worker", K, config, ("torch.distributed.pipelining",))
+        for setting, found in zip(settings, answer["settings"], strict=True):
+            for row in rows_of(K, setting, LinkTimes(*answer["link"]), found):
                 report.add(row)
     worst = min(report.rows, key=lambda row: row["of limit"])
     beside = [row for row in report.rows if row["torch / ours"] is not None]
     slower = [row for row in beside if row["torch / ours"] < 1]
+    near = [row for row in report.rows if abs(row["bubble"] - row["planned"]) < 0.02]
     report.end(
         arguments.output,
         [
             f"lowest share of the limit: {worst['of limit']:.3f} at K={worst['K']} M={worst['M']} "
             f"remat={worst['remat']} {worst['schedule']}",
             f"faster than torch.distributed.pipelining in {len(beside) - len(slower)} of {len(beside)} cells",
+            f"planned bubble within 2 points of the measured one in {len(near)} of {len(report.rows)} cells",
         ],
     )
 

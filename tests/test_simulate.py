@@ -90,7 +90,7 @@ class TestTime:
         # Worker 0: F0 to 1, send to 1.5, F1 to 2.5, send to 3. Worker 1: F0 from 1.5 to 2.5, F1 from 3.
         slow_host = simulate(forward_only((0, 1), 2), (0, 1), unit_durations, host=0.5)
         assert [start_of(slow_host, name) for name in ("F0.1", "F1.0", "F1.1")] == [1.5, 1.5, 3]
-        # With a message long there, a receive still takes its own time: F0 to 1, receive to 1.5 though nothing is awaited.
+        # The message is there at 2.5, but the receive still takes its own time: 0.5 after F0, which ends at 11.5.
         early = simulate(forward_only((0, 1), 2), (0, 1), lambda i: 1.0 + 9.0 * i.cell, host=0.5)
         assert start_of(early, "F1.1") == pytest.approx(1.5 + 10 + 0.5)
 

@@ -102,6 +102,6 @@ def measured_seconds(transport: LinkTransport, rank: int, messages: int, times: 
             transport.finish(transport.post(ACTIVATION, spec, 0, 1, number))
             end = time.perf_counter()
             if number == 0:
-                begin = transport.due  # not when it was taken: taken late, it would make the link seem faster than it is
+                begin = transport.due  # not when it was taken: that can be late, and the link would seem too fast
     transport.drain()
     return (end - begin) / (messages - 1)
