@@ -1,9 +1,10 @@
-"""torch.distributed.pipelining, given the same layers, for measuring beside it."""
+"""Other pipelines, torch.distributed.pipelining and torchgpipe, given the same layers, for measuring beside them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor, nn
@@ -50,6 +51,29 @@ def torch_interleaved_step(
     ]
     loss = partial(mse_loss, reduction="sum")
     return _step(ScheduleInterleaved1F1B([*stages], M, loss, scale_grads=False), rank, K, batch)
+
+
+def torchgpipe_step(cells: Sequence[Sequence[nn.Module]], remat: str, rank: int, M: int, batch: Tensor) -> Step | None:
+    """The same by torchgpipe, which is one process: worker 0 runs all cells while the others wait.
+
+    Its thread is one a device and its backward one thread of autograd, so cells on CPUs follow each other.
+
+    Returns:
+        None where it is not installed.
+    """
+    if find_spec("torchgpipe") is None:
+        return None
+    if rank > 0:
+        return lambda: None
+    from torchgpipe import GPipe  # a peer that not everybody has installed
+
+    whole = nn.Sequential(*(layer for layers in cells for layer in layers))
+    pipeline = GPipe(whole, [len(layers) for layers in cells], devices=[CPU] * len(cells), chunks=M, checkpoint=remat)
+
+    def step() -> None:
+        mse_loss(pipeline(batch), batch, reduction="sum").backward()  # type: ignore[no-untyped-call]  # torch's own
+
+    return step
 
 
 def _stage_module(layers: Sequence[nn.Module], remat: bool) -> nn.Module:

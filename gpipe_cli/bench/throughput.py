@@ -18,7 +18,7 @@ from gpipe_cli.pipeline.transport import Transport
 from .driver import CPU, EngineStep, Step, cpu_transport, plain_step, step_of_cells
 from .emulator import ACCELERATOR, WIDTH, SleepingLayer
 from .link import Link, LinkTransport, measured_seconds
-from .peers import torch_interleaved_step, torch_pipelining_step
+from .peers import torch_interleaved_step, torch_pipelining_step, torchgpipe_step
 from .stopwatch import StopWatch
 from .turns import join_emulation, take_turns
 
@@ -70,14 +70,18 @@ def contender(name: str, model: EmulatedModel, cuts: dict[int, list[int]], rank:
     """The step of one contender by its name; None where it refuses the setting.
 
     Args:
-        name: a kind of schedule of the engine, or "torch gpipe", "torch 1f1b", "torch interleaved", or "plain": one
-            device runs all layers, while the other workers wait.
+        name: a kind of schedule of the engine, or "torch gpipe", "torch 1f1b", "torch interleaved", "torchgpipe",
+            or "plain": one device runs all layers, while the other workers wait.
         cuts: number of cells to the layers of each.
     """
     remat = model.remat != "never"
     if name == "plain":
         layers = [module for cell in range(K) for module in model.modules(cuts[K], cell)]
         return plain_step(layers, model.parts) if rank == 0 else lambda: None
+    if name == "torchgpipe":
+        return torchgpipe_step(
+            [model.modules(cuts[K], cell) for cell in range(K)], model.remat, rank, model.M, model.batch
+        )
     if name == "torch interleaved":
         if 2 * K not in cuts:
             return None

@@ -6,16 +6,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .options import BenchOptions
-from .throughput_settings import Protocol, serial_seconds
+from .throughput_settings import TORCHGPIPE, Protocol, serial_seconds
 
 if TYPE_CHECKING:
     from .throughput_tables import Result
 
-PEER_NOTES = (
+TORCH_NOTE = (
     "torch: torch.distributed.pipelining with the same layers in the same processes, torch.utils.checkpoint in its "
-    "stages unless remat=never; a dash where it refuses M. plain: a loop on one device, nothing recomputed.",
-    "torchgpipe is not in this table: it runs all CPU partitions on one thread, so it overlaps nothing without GPUs.",
+    "stages unless remat=never; a dash where it refuses M. plain: a loop on one device, nothing recomputed."
 )
+TORCHGPIPE_NOTE = (
+    "torchgpipe is one process, which runs all cells on CPUs by one thread, so it overlaps nothing without GPUs."
+)
+NO_TORCHGPIPE_NOTE = "torchgpipe is not installed here, so it is not measured: pip install torchgpipe."
 
 
 def notes(
@@ -42,7 +45,10 @@ def notes(
     if protocol.linked:
         said += link_notes(results, options)
     elif options.peers and not real:
-        said += PEER_NOTES
+        said.append(TORCH_NOTE)
+        if TORCHGPIPE in results[0].setting.contenders():
+            measured = any(result.normalised(TORCHGPIPE) is not None for result in results)
+            said.append(TORCHGPIPE_NOTE if measured else NO_TORCHGPIPE_NOTE)
     return said
 
 

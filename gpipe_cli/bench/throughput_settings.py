@@ -12,7 +12,8 @@ from .options import BenchOptions
 from .paper import TABLE_2, TABLE_3, Throughputs
 from .profiles import BACKWARD, Profile
 
-PEERS = ("torch gpipe", "torch 1f1b", "torch interleaved")
+TORCHGPIPE = "torchgpipe"
+PEERS = ("torch gpipe", "torch 1f1b", "torch interleaved", TORCHGPIPE)
 QUICK_PEERS = ("torch gpipe",)
 PLAIN = "plain"
 SERIAL_SECONDS = {1: 1.0, 4: 2.0, 32: 6.0}  # by M: sleeps should last a millisecond, short steps drown in overhead
