@@ -73,6 +73,15 @@ def test_a_classification_leaves_its_pictures(tmp_path: Path) -> None:
     assert (tmp_path / "again" / "confusion.png").is_file()
 
 
+def test_it_is_refused_under_torchrun(
+    run: tuple[Path, dict[str, float]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main([f"checkpoint={run[0]}"]) == 2
+    assert "gpipe-eval: it starts its own workers: call it without torchrun" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_real_workers_find_the_same(run: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
     folder, found = run

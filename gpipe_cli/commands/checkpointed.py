@@ -26,6 +26,7 @@ from gpipe_cli.commands.hydra_errors import KNOWN, explain
 from gpipe_cli.commands.job import Prepared, prepare
 from gpipe_cli.config import FREE_FORM, TYPED
 from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.launch.join import joined
 from gpipe_cli.trainer import checkpoint_files
 from gpipe_cli.trainer.checkpoint_files import CheckpointInfo
 from gpipe_cli.typed_section import unknown_key
@@ -104,7 +105,10 @@ def open_run(checkpoint: str, overrides: Sequence[str], step: str = "last") -> C
 
     Raises:
         ConfigurationError: there is no such run or checkpoint, or the configuration is wrong; CheckpointError among it.
+            Or torchrun has started this command.
     """
+    if joined():
+        raise ConfigurationError("it starts its own workers: call it without torchrun")
     info, warnings = checkpoint_files.choose(Path(checkpoint).expanduser(), step)
     try:
         composed = _composed(info.state.configuration, overrides)

@@ -64,11 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _translate(words: Sequence[str]) -> int:
     from gpipe_cli.commands.checkpointed import open_run, split_words
     from gpipe_cli.commands.job import Program, launch_program
-    from gpipe_cli.launch.join import joined
 
     chosen, overrides = split_words(words, KEYS, EXAMPLE)
-    if joined():
-        raise ConfigurationError("it starts its own workers: call it without torchrun")
     if chosen.get("scores", "false") not in ("true", "false"):
         raise ConfigurationError(f"scores={chosen['scores']}: use true or false")
     references = _read_references(chosen.get("references"))
