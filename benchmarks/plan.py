@@ -1,8 +1,9 @@
-"""What gpipe-plan says of a cell's time and of the bubble, beside a run on the same machine.
+"""What gpipe-plan says of the cells' times and of the bubble, beside a run on the same machine.
 
-Runs the installed gpipe-train for some steps and reads the cells' forward and backward seconds from its summary.json;
-asks gpipe-plan with plan.device=this for the same. Several cells on one worker share a core, so give at most as many
-workers as there are free cores. Further arguments go to both: `python -m benchmarks.plan model.H=1024`.
+For each model and remat policy: asks gpipe-plan with plan.device=this, then runs the installed gpipe-train for some
+steps. A measured time is the median over the steps of what a cell took for one micro-batch: forward, recompute (where
+there is any) and backward. Give at most as many workers as there are free cores, because several on one core take
+turns. Further arguments go to both commands: `python -m benchmarks.plan model.H=1024`.
 """
 
 from __future__ import annotations
@@ -11,15 +12,27 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.common import Report, parser
 
-RUN = ("trainer.evaluate_first=false", "trainer.evaluate_every=null", "task.generation=null", "trainer.samples=0")
+MODELS = {
+    "transformer": ("task.generation=null",),
+    "amoebanet": ("model=amoebanet",),  # on the digits
+}
+REMATS = ("never", "always")
+CUT = ("pipeline.K=2", "pipeline.M=4")
+RUN = ("trainer.evaluate_first=false", "trainer.evaluate_every=null", "trainer.samples=0", "logging.every=1")
+WARM_UP = 4  # steps that do not count
+COLUMNS = {"model": "", "remat": "", "cell": "", "what": ""}
+COLUMNS |= {"planned": ".2f", "measured": ".2f", "planned / measured": ".3f"}
 
 
-def run(command: str, words: list[str]) -> str:
+def run(command: str, words: Sequence[str]) -> str:
     """What the command prints.
 
     Raises:
@@ -32,50 +45,57 @@ def run(command: str, words: list[str]) -> str:
     return done.stdout
 
 
-def measured(words: list[str], steps: int) -> dict[str, Any]:
-    """summary.json of a run."""
+def measured(words: Sequence[str], steps: int) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl of a run, without the first."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
-        run("gpipe-train", [*words, *RUN, f"trainer.steps={steps}", f"hydra.run.dir={directory}"])
-        found: dict[str, Any] = json.loads((Path(directory) / "summary.json").read_text())
-    return found
+        run("gpipe-train", [*words, *RUN, f"trainer.steps={WARM_UP + steps}", f"hydra.run.dir={directory}"])
+        lines = (Path(directory) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines[WARM_UP:]]
+
+
+def compare(plan: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Milliseconds of each cell for one micro-batch, planned and measured, and the bubble in per cent."""
+    recomputes = plan["remat"] == "always"
+    for cell in plan["cells"]:
+        said = {
+            "forward": cell["inference_seconds" if recomputes else "forward_seconds"],
+            **({"recompute": cell["recompute_seconds"]} if recomputes else {}),
+            "backward": cell["backward_seconds"],
+        }
+        for what, seconds in said.items():
+            found = median(_seconds(step["cells"][cell["cell"]], what) for step in steps) / plan["M"]
+            row = {"cell": cell["cell"], "what": f"{what}, ms", "planned": 1e3 * seconds, "measured": 1e3 * found}
+            yield {**row, "planned / measured": seconds / found}
+    for what, key in (("bubble, %", "bubble"), ("bubble by the measured times, %", "bubble_predicted")):
+        found = median(step[key] for step in steps)
+        row = {"cell": "all", "what": what, "planned": 100 * plan["bubble"], "measured": 100 * found}
+        yield {**row, "planned / measured": plan["bubble"] / found if found else None}
+
+
+def _seconds(cell: dict[str, float], what: str) -> float:
+    """Of a step; a backward in two halves is one."""
+    parts = ("backward", "input_gradient", "weight_gradient") if what == "backward" else (what,)
+    return sum(cell[part] for part in parts)
 
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--steps", type=int, default=60, help="of the run (default: 60)")
-    options.add_argument("overrides", nargs="*", help="for both commands; default: pipeline.K=2 pipeline.M=4")
+    options.add_argument("--steps", type=int, default=60, help="of each run that count (default: 60)")
+    options.add_argument("--models", default=",".join(MODELS), help="(default: %(default)s)")
+    options.add_argument("--remats", default=",".join(REMATS), help="(default: %(default)s)")
+    options.add_argument("overrides", nargs="*", help=f"for both commands; default: {' '.join(CUT)}")
     arguments = options.parse_args()
-    words = ["pipeline.K=2", "pipeline.M=4", *arguments.overrides]
-    planned = json.loads(run("gpipe-plan", [*words, "plan.device=this", "plan.format=json"]))
-    summary = measured(words, 10 if arguments.quick else arguments.steps)
-    M = summary["M"]
-    report = Report({"cell": "d", "what": "", "planned, ms": ".2f", "measured, ms": ".2f", "planned / measured": ".3f"})
+    models, remats, steps = arguments.models.split(","), arguments.remats.split(","), arguments.steps
+    if arguments.quick:
+        models, remats, steps = models[:1], remats[:1], 10
+    report = Report(COLUMNS)
     report.begin()
-    for cell, plan in zip(summary["cells"], planned["cells"], strict=True):
-        seconds = cell["seconds"]
-        backward = sum(seconds[part] for part in ("backward", "input_gradient", "weight_gradient"))
-        for what, said, found in (
-            ("forward", plan["forward_seconds"], seconds["forward"] / M),
-            ("backward", plan["backward_seconds"], backward / M),
-        ):
-            row = {"cell": cell["cell"], "what": what, "planned, ms": 1e3 * said, "measured, ms": 1e3 * found}
-            report.add({**row, "planned / measured": said / found})
-    report.end(
-        arguments.output,
-        [
-            f"share of the slowest cell: planned {max(c['share'] for c in planned['cells']):.3f}, measured "
-            f"{slowest_share(summary['cells']):.3f}",
-            f"bubble: planned {planned['bubble']:.3f}, by the measured times {summary['bubble_predicted']:.3f}, "
-            f"measured {summary['bubble']:.3f}",
-        ],
-    )
-
-
-def slowest_share(cells: list[dict[str, Any]]) -> float:
-    """Of all computing, without recomputation."""
-    parts = ("forward", "backward", "input_gradient", "weight_gradient")
-    busy = [sum(cell["seconds"][part] for part in parts) for cell in cells]
-    return max(busy) / sum(busy)
+    for model, remat in product(models, remats):
+        words = [*MODELS[model], *CUT, f"pipeline.remat={remat}", *arguments.overrides]
+        plan = json.loads(run("gpipe-plan", [*words, "plan.device=this", "plan.format=json"]))
+        for row in compare(plan, measured(words, steps)):
+            report.add({"model": model, "remat": remat, **row})
+    report.end(arguments.output)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ from gpipe_cli.commands.micro_batches import settle_micro_batches
 from gpipe_cli.commands.plan import main, make_request
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.planner.devices import PRESETS, describe, parse_bytes
-from gpipe_cli.planner.plan import Plan, Planner, plan
+from gpipe_cli.planner.plan import Plan
+from gpipe_cli.planner.planner import Planner, plan
 from gpipe_cli.planner.search import REMAT_BY_SPEED, answer, micro_batch_counts
 
 ROOT = Path(__file__).parents[1]
@@ -58,6 +59,9 @@ RUNS = [
     ("language model", ("pipeline.K=2", "pipeline.M=4", "precision=bf16")),
     ("images", (*SPREAD, "pipeline.remat=never")),
     ("images", (*SPREAD, "pipeline.remat=always", "pipeline.schedule=1f1b")),
+    ("translation", (*SPREAD, "pipeline.remat=never", "pipeline.schedule=zero_bubble")),
+    ("language model", ("pipeline.K=2", "pipeline.M=4", "pipeline.remat=always", "pipeline.schedule=zero_bubble")),
+    ("images", (*SPREAD, "pipeline.remat=never", "pipeline.schedule=zero_bubble")),
 ]
 
 

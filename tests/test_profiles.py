@@ -27,8 +27,8 @@ def profile(cache: Path, *words: str, batch: int = 2) -> tuple[list[LayerCost], 
         composed = compose("train", overrides=[*common, *words])
     settings = Settings.from_config(prepare(composed, list(words)).config)
     said: list[str] = []
-    inputs = (torch.ones(batch, 5, dtype=torch.int64),)
-    costs = profiled_costs(build_model(settings.model), inputs, settings, CPU, said.append, cache)
+    ids = (torch.ones(batch, 5, dtype=torch.int64),)
+    costs = profiled_costs(build_model(settings.model), (ids, ids), settings, CPU, said.append, cache)
     return costs, said[0]
 
 

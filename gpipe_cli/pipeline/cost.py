@@ -8,15 +8,12 @@ real, alone, and let go.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +28,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..layers import LayerBuilder
 from .boundary import Tensors, as_tensors
+from .layer_times import Autocast, LayerTimes, LayerTrial, Trials
 
 COSTS = ("flops", "parameters", "declared", "profile")
-_REPEATS = 5  # timed runs per layer under "profile", after one that warms up
-
-Autocast = Callable[[], AbstractContextManager[Any]]
+_LOSS = "loss"  # among the keys of layers
 
 
 class CostError(ValueError):
@@ -129,7 +125,7 @@ def layer_costs(
     if how == "flops":
         return _count_flops(builders, example_inputs)
     if how == "profile":
-        return _profile(builders, example_inputs, torch.device(device), autocast)
+        return profile_layers(builders, example_inputs, torch.device(device), autocast).layers
     if how not in COSTS:
         raise CostError(f"pipeline.cost={how}: use {', '.join(COSTS)}")
     numbers = count_parameters(builders)
@@ -228,49 +224,73 @@ def _measure_without_memory(builder: LayerBuilder, shapes: tuple[TensorShape, ..
     return LayerCost(builder.name, _number_of_parameters(module), flops, made, float(flops + max(1, elements)))
 
 
-def _profile(
-    builders: Sequence[LayerBuilder], example_inputs: Tensors, device: torch.device, autocast: Autocast
-) -> list[LayerCost]:
+@dataclass(frozen=True)
+class Profile:
+    """What was timed of a model.
+
+    Attributes:
+        layers: their costs are seconds.
+        times: of each layer. loss: of the task's loss behind the last, where it was asked for.
+    """
+
+    layers: list[LayerCost]
+    times: list[LayerTimes]
+    loss: LayerTimes | None
+
+    @property
+    def costs(self) -> list[LayerCost]:
+        """For the partitioner: the last layer pays for the loss, which is never cut off from it."""
+        loss = 0.0 if self.loss is None else self.loss.total
+        return [*self.layers[:-1], replace(self.layers[-1], cost=self.layers[-1].cost + loss)]
+
+
+def profile_layers(
+    builders: Sequence[LayerBuilder],
+    example_inputs: Tensors,
+    device: torch.device,
+    autocast: Autocast = nullcontext,
+    loss: Callable[[Tensors], Tensor] | None = None,
+) -> Profile:
+    """Runs the layers, of equal ones one, and times forward and backward: the median of some repeats.
+
+    Args:
+        builders: the model.
+        example_inputs: of the first layer, for one micro-batch: real tensors.
+        device: where it runs.
+        autocast: makes the context in which forward runs.
+        loss: of the last layer's outputs; None: it is not timed.
+
+    Raises:
+        CostError: a layer that fails; it names the layer and the way out.
+    """
     if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in example_inputs):
         raise CostError("pipeline.cost=profile runs the layers and needs real inputs: use pipeline.cost=flops")
     known: dict[Hashable, tuple[LayerCost, Tensors]] = {}
-    costs = []
+    keys: list[Hashable] = []
+    trials = Trials(device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         values = tuple(tensor.to(device) for tensor in example_inputs)
         for index, builder in enumerate(builders):
             shapes = tuple(TensorShape.of(tensor) for tensor in values)
-            key = (build_key(builder, index), shapes)
-            if key not in known:
+            keys.append((build_key(builder, index), shapes, tuple(tensor.requires_grad for tensor in values)))
+            if keys[-1] not in known:
                 module = _build(builder).to(device)
+                trial = LayerTrial.of(module, values, device, autocast)
                 with _named(builder, shapes):
-                    seconds, values = _time(module, values, device, autocast)
-                made = tuple(TensorShape.of(tensor) for tensor in values)
-                known[key] = LayerCost(builder.name, _number_of_parameters(module), None, made, seconds), values
-            cost, values = known[key]
-            costs.append(replace(cost, name=builder.name))
-    return costs
-
-
-def _time(module: nn.Module, values: Tensors, device: torch.device, autocast: Autocast) -> tuple[float, Tensors]:
-    """Median seconds of a forward and its backward, and the outputs."""
-    seconds = []
-    for _ in range(1 + _REPEATS):
-        # A clone, because a layer may change its input in place, which autograd forbids for a leaf.
-        inputs = [value.detach().requires_grad_(value.is_floating_point()).clone() for value in values]
-        _wait_for(device)
-        start = time.perf_counter()
-        with autocast():
-            outputs = as_tensors(module(as_argument(inputs)))
-        roots = [tensor for tensor in outputs if tensor.requires_grad]
-        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-        _wait_for(device)
-        seconds.append(time.perf_counter() - start)
-    return median(seconds[1:]), tuple(tensor.detach() for tensor in outputs)
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+                    outputs = trial.outputs()
+                made = tuple(TensorShape.of(tensor) for tensor in outputs)
+                known[keys[-1]] = LayerCost(builder.name, _number_of_parameters(module), None, made, 0.0), outputs
+                trials.add(keys[-1], trial, sum(t.numel() * t.element_size() for t in (*module.parameters(), *outputs)))
+            values = known[keys[-1]][1]
+        if loss is not None:
+            trials.add(_LOSS, LayerTrial(lambda outputs: (loss(outputs),), values, device, autocast), 0)
+        trials.run()
+    times = [trials.times[key] for key in keys]
+    layers = [
+        replace(known[key][0], name=builder.name, cost=time.total)
+        for key, builder, time in zip(keys, builders, times, strict=True)
+    ]
+    return Profile(layers, times, trials.times.get(_LOSS))
 
 
 def as_argument(tensors: Sequence[Tensor]) -> Tensor | Tensors:

@@ -69,6 +69,11 @@ class WeightHalf:
         """Weights that wait."""
         return sum(len(joint.leaves) for joint in self._joints)
 
+    @property
+    def noted(self) -> list[Tensor]:
+        """The gradients that are held for it."""
+        return [tensor for joint in self._joints for row in joint.noted for tensor in row if tensor is not None]
+
     def run(self) -> None:
         """Adds them to the weights' ``.grad`` and forgets the graph, joint by joint."""
         self._joints.reverse()

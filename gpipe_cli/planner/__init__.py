@@ -1,1 +1,1 @@
-"""What a run will need, worked out without hardware and without data: `plan.plan` and `search`."""
+"""What a run will need, worked out without hardware and without data: `planner.plan` and `search`."""

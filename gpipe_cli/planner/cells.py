@@ -85,17 +85,22 @@ def _sizes(
 ) -> CellSizes:
     walk = _Storages(inputs)
     inference = forward = backward = 0
+    kept = []
     for layer in layers:
         inference = max(inference, walk.handed_on() + layer.inference.peak)
         forward = max(forward, walk.kept_bytes + walk.handed_on(kept=False) + layer.forward.peak)
         walk.enter(layer)
         backward = max(backward, walk.kept_bytes + layer.backward_extra)
+        kept.append(walk.kept_bytes)
     outputs = () if is_last else layers[-1].boundary
     own_outputs = 0 if is_last else walk.handed_on()
     if not is_last:
         walk.keep_outputs()
     gradients_out = sum(tensor.bytes for tensor in outputs if tensor.needs_gradient)
     total = walk.kept_bytes
+    backward = max(0, backward - total - gradients_out)
+    # Without an input that needs a gradient nothing is put off.
+    halves = _halves(layers, kept) if any(tensor.needs_gradient for tensor in inputs) else _Halves(0, 0, 0)
     return CellSizes(
         message=_packed([*(tensor.bytes for tensor in inputs), *target_bytes]),
         targets=sum(target_bytes),
@@ -105,8 +110,31 @@ def _sizes(
         output_gradients=_packed([tensor.bytes for tensor in outputs if tensor.needs_gradient]),
         inference=inference,
         forward=max(forward, total),
-        backward=max(0, backward - total - gradients_out),
+        backward=backward,
+        put_off=halves.put_off,
+        input_half=max(0, halves.first - gradients_out) if halves.put_off else backward,
+        weight_half=halves.second,
     )
+
+
+@dataclass(frozen=True)
+class _Halves:
+    """Bytes of a cell's backward in two halves: held between them, alive at most in each beside what was there."""
+
+    put_off: int
+    first: int
+    second: int
+
+
+def _halves(layers: Sequence[LayerFacts], kept: Sequence[int]) -> _Halves:
+    """``kept``: by the graphs of the layers up to each."""
+    noted = first = graph = 0
+    for layer, kept_up_to_it in zip(reversed(layers), reversed(kept), strict=True):
+        first = max(first, noted + layer.halves.first)
+        noted += layer.halves.noted
+        if layer.halves.waits:
+            graph = max(graph, kept_up_to_it)  # what lies behind the last weight is forgotten
+    return _Halves(graph + noted, first, max(layer.halves.second for layer in layers))
 
 
 def _packed(sizes: Sequence[int]) -> int:

@@ -23,6 +23,7 @@ from ..layers import LayerBuilder
 from ..pipeline.batchnorm import defer_batchnorm
 from ..pipeline.boundary import Tensors, as_tensors, canonical
 from ..pipeline.cost import CostError, TensorShape, as_argument, build_key, build_without_memory, fake_mode
+from ..pipeline.halves import backward_of_inputs
 from .tracking import Operation, Saved, Tracker, storage_key
 
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -58,6 +59,22 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class Halves:
+    """A backward in two halves (`pipeline/halves.py`).
+
+    Attributes:
+        waits: whether there are weights whose gradients are left to the second half.
+        noted: bytes of gradients that the first half holds for it, those of the inputs not counted.
+        first, second: bytes alive at most in each half that were not alive when it began.
+    """
+
+    waits: bool
+    noted: int
+    first: int
+    second: int
+
+
+@dataclass(frozen=True)
 class Output:
     """One output of a layer: where its memory is.
 
@@ -83,6 +100,7 @@ class LayerFacts:
         buffer_bytes: of what it keeps beside them, such as BatchNorm's moving averages.
         inference: forward without a graph; forward: with one; backward.
         backward_extra: bytes alive at most in backward beyond what forward has kept.
+        halves: the same backward in two.
         saves_inputs: numbers of the inputs that the graph keeps.
         saves_outputs: numbers of the output storages that the graph keeps.
         saves_inside: bytes of everything else that the graph keeps, weights not counted.
@@ -95,6 +113,7 @@ class LayerFacts:
     forward: Phase
     backward: Phase
     backward_extra: int
+    halves: Halves
     saves_inputs: frozenset[int]
     saves_outputs: frozenset[int]
     saves_inside: int
@@ -251,12 +270,8 @@ def _run_twice(
     with tracker:
         inference = _run_inference(tracker, run, inputs, autocast)
         tracker.begin()
-        with saved.watch(), autocast(), torch.enable_grad():
-            # As between the layers of a cell: not leaves, so that a layer may work in place on what autograd allows.
-            made = run(*(value.view_as(value) for value in inputs))
-        made, losses = made if has_loss else (made, None)
-        outputs = tuple(canonical(tensor) for tensor in as_tensors(made))
-        del made
+        with saved.watch():
+            outputs, losses = _run_forward(run, inputs, autocast, has_loss)
         forward = Phase(tuple(tracker.operations), tracker.peak)
         described = _describe(inputs, outputs)
         kept = _what_is_saved(saved, inputs, outputs, described, known)
@@ -265,6 +280,7 @@ def _run_twice(
         _run_backward(outputs, losses)
         del outputs, losses
         backward = Phase(tuple(tracker.operations), tracker.peak)
+        halves = _run_halves(tracker, *_run_forward(run, inputs, autocast, has_loss), inputs)
     return LayerFacts(
         parameters=tuple((name, TensorShape.of(p)) for name, p in parameters),
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in buffers),
@@ -272,6 +288,7 @@ def _run_twice(
         forward=forward,
         backward=backward,
         backward_extra=max(0, backward.peak - graph),
+        halves=halves,
         saves_inputs=kept[0],
         saves_outputs=kept[1],
         saves_inside=kept[2],
@@ -286,10 +303,45 @@ def _run_inference(tracker: Tracker, run: Callable[..., Any], inputs: Sequence[T
     return Phase(tuple(tracker.operations), tracker.peak)
 
 
+def _run_forward(
+    run: Callable[..., Any], inputs: Sequence[Tensor], autocast: Autocast, has_loss: bool
+) -> tuple[Tensors, Tensor | None]:
+    """Outputs, and the auxiliary loss if ``run`` gives one."""
+    with autocast(), torch.enable_grad():
+        # As between the layers of a cell: not leaves, so that a layer may work in place on what autograd allows.
+        made = run(*(value.view_as(value) for value in inputs))
+    made, loss = made if has_loss else (made, None)
+    return tuple(canonical(tensor) for tensor in as_tensors(made)), loss
+
+
 def _run_backward(outputs: Tensors, loss: Tensor | None) -> None:
-    roots = [tensor for tensor in (*outputs, *([] if loss is None else [loss])) if tensor.requires_grad]
+    roots = _roots(outputs, loss)
     if roots:
         torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
+
+
+def _run_halves(tracker: Tracker, outputs: Tensors, loss: Tensor | None, inputs: Sequence[Tensor]) -> Halves:
+    roots = _roots(outputs, loss)
+    if not roots:
+        return Halves(False, 0, 0, 0)
+    for tensor in inputs:
+        tensor.grad = None
+    tracker.begin()
+    before = tracker.now
+    left = backward_of_inputs(roots, [torch.empty_like(root) for root in roots], inputs)
+    first = tracker.peak - before
+    own = {storage_key(tensor.grad) for tensor in inputs if tensor.grad is not None}
+    noted = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in left.noted}
+    waits = len(left) > 0
+    tracker.begin()
+    before = tracker.now
+    left.run()
+    held = sum(size for key, size in noted.items() if key not in own)
+    return Halves(waits, held, first, tracker.peak - before)
+
+
+def _roots(outputs: Tensors, loss: Tensor | None) -> list[Tensor]:
+    return [tensor for tensor in (*outputs, *([] if loss is None else [loss])) if tensor.requires_grad]
 
 
 def _describe(inputs: Sequence[Tensor], outputs: Tensors) -> tuple[Output, ...]:

@@ -11,10 +11,10 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ..pipeline.engine import RECEIVES_AHEAD
 from ..pipeline.schedule import Instruction, Message, Op
 from ..pipeline.simulate import Timeline
 
-RECEIVES_AHEAD = 2  # as in pipeline/engine.py
 MINI_BATCH, INPUTS, GRAPHS, MESSAGES, RUNNING = "mini_batch", "inputs", "graphs", "messages", "running"
 KINDS = (MINI_BATCH, INPUTS, GRAPHS, MESSAGES, RUNNING)
 
@@ -33,6 +33,9 @@ class CellSizes:
         inference: alive beside all this at most while it runs without a graph.
         forward: likewise with a graph, and that graph included.
         backward: likewise in backward, beside graph and gradients.
+        put_off: what the first half of a backward leaves to the second: graph and noted gradients; 0 where it leaves
+            nothing to do.
+        input_half, weight_half: alive at most in each half, beside graph and gradients, beside what was put off.
     """
 
     message: int
@@ -44,6 +47,9 @@ class CellSizes:
     inference: int
     forward: int
     backward: int
+    put_off: int
+    input_half: int
+    weight_half: int
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,8 @@ class _Walk:
             if instruction in departures:
                 self._leaving.setdefault(departures[instruction], []).append(instruction)
         computed = [(i, n) for n, i in enumerate(instructions) if i.sent_message is None and i.awaited_message is None]
-        self._last_use = {(i.cell, i.micro_batch): n for i, n in computed}
+        uses = ((i, n) for i, n in computed if i.op is not Op.WEIGHT_GRADIENT or sizes[i.cell].put_off)
+        self._last_use = {(i.cell, i.micro_batch): n for i, n in uses}
         self._recomputed = {(i.cell, i.micro_batch) for i, _ in computed if i.op is Op.RECOMPUTE}
         self._receives = [
             [i for i in instructions if i.op is op] for op in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT)
@@ -153,9 +160,25 @@ class _Walk:
         elif instruction.op is Op.RECOMPUTE:
             self._run(size.forward)
             self._hold(("graph", cell, number), "graph", GRAPHS, size.graph + size.outputs)
-        else:
+        elif instruction.op is Op.BACKWARD:
             self._run(size.backward)
             self._hold(("gradient", cell, number), "wire", MESSAGES, size.input_gradients)
+        elif instruction.op is Op.INPUT_GRADIENT:
+            self._input_gradient(cell, number)
+        else:
+            self._run(size.weight_half)
+
+    def _input_gradient(self, cell: int, number: int) -> None:
+        size = self._sizes[cell]
+        self._run(size.input_half)
+        self._hold(("gradient", cell, number), "wire", MESSAGES, size.input_gradients)
+        if size.put_off:
+            # The cell's input stays with its gradient, which is sent meanwhile; of the rest only what weights need.
+            self._hold(("gradient", cell, number), "input", MESSAGES, size.input_gradients)
+            self._drop(("graph", cell, number), "graph")
+            self._drop(("boundary", cell, number), "graph")
+            self._drop(("gradient", cell + 1, number), "wire")
+            self._hold(("put off", cell, number), "graph", GRAPHS, size.put_off)
 
     def _forward(self, cell: int, number: int) -> None:
         size, keeps = self._sizes[cell], (cell, number) not in self._recomputed
@@ -189,6 +212,8 @@ class _Walk:
     def _let_go(self, cell: int, number: int) -> None:
         """The micro-batch is done with in this cell: its graph, its input, the gradient it was given."""
         self._drop(("graph", cell, number), "graph")
+        self._drop(("put off", cell, number), "graph")
+        self._drop(("gradient", cell, number), "input")
         self._drop(("boundary", cell, number), "graph")
         self._drop(("boundary", cell - 1, number), "input")
         self._drop(("received", cell, number), "input")

@@ -11,7 +11,8 @@ from ..config import FREE_FORM, PipelineConfig, Settings
 from ..errors import ConfigurationError
 from ..pipeline.schedule import KINDS
 from .options import Options
-from .plan import Plan, Planner
+from .plan import Plan
+from .planner import Planner
 
 REMAT_BY_SPEED = ("never", "except_last", "always")  # the least recomputing first
 MOST_MICRO_BATCHES = 1024

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ..config import Settings
 from ..errors import ConfigurationError
 from .options import Options
-from .plan import Planner
+from .planner import Planner
 from .search import fastest
 
 

@@ -7,8 +7,9 @@ memory's. To both belongs a share that a real run reaches (`plan.efficiency`), a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ..pipeline.layer_times import LayerTimes, total_times
 from ..pipeline.schedule import Instruction, Op
 from .cells import CellFacts
 from .devices import Device
@@ -17,24 +18,12 @@ from .tracking import Operation
 
 
 @dataclass(frozen=True)
-class LayerTimes:
-    """Seconds of one layer for one micro-batch: forward without and with a graph, backward."""
-
-    inference: float
-    forward: float
-    backward: float
-
-    def scaled(self, factor: float) -> LayerTimes:
-        """All of them longer by this factor."""
-        return LayerTimes(self.inference * factor, self.forward * factor, self.backward * factor)
-
-
-@dataclass(frozen=True)
 class Clock:
     """A device and the shares of its figures that are reached.
 
     Attributes:
-        measured: times of layers that were timed rather than worked out, by the identity of their facts.
+        measured: times of layers that were timed, or worked out already, by the identity of their facts. Whoever adds
+            one keeps the facts alive, so that no identity comes twice.
     """
 
     device: Device
@@ -43,12 +32,18 @@ class Clock:
     measured: dict[int, LayerTimes]
 
     def layer(self, facts: LayerFacts) -> LayerTimes:
-        """Of one layer."""
+        """Of one layer: measured, or worked out."""
         known = self.measured.get(id(facts))
         if known is None:
-            phases = (facts.inference, facts.forward, facts.backward)
-            known = self.measured[id(facts)] = LayerTimes(*(self.seconds(phase.operations) for phase in phases))
+            known = self.measured[id(facts)] = self.estimate(facts)
         return known
+
+    def estimate(self, facts: LayerFacts) -> LayerTimes:
+        """Of one layer, worked out."""
+        inference, forward, backward = (
+            self.seconds(phase.operations) for phase in (facts.inference, facts.forward, facts.backward)
+        )
+        return LayerTimes(inference, forward, forward, backward)
 
     def seconds(self, operations: Iterable[Operation]) -> float:
         """Of some operations, one after the other."""
@@ -74,29 +69,18 @@ class Clock:
         return 0.0 if replicas == 1 else 2 * (replicas - 1) / replicas * size / self.device.link
 
 
-@dataclass(frozen=True)
-class CellTimes:
-    """Seconds of one micro-batch in one cell."""
-
-    inference: float
-    forward: float
-    backward: float
-
-
-def cell_times(cells: Sequence[CellFacts], clock: Clock) -> list[CellTimes]:
+def cell_times(cells: Sequence[CellFacts], clock: Clock) -> list[LayerTimes]:
     """Of every cell, at speed 1. A forward without a graph leaves the loss to the run that counts."""
     made = []
     for cell in cells:
         times = [clock.layer(layer) for layer in cell.layers]
         model = times[: cell.last - cell.first + 1]
-        made.append(
-            CellTimes(sum(t.inference for t in model), sum(t.forward for t in times), sum(t.backward for t in times))
-        )
+        made.append(replace(total_times(times), inference=total_times(model).inference))
     return made
 
 
 def durations(
-    times: Sequence[CellTimes],
+    times: Sequence[LayerTimes],
     lists: Sequence[Sequence[Instruction]],
     placement: Sequence[int],
     speeds: Sequence[float] | None,
@@ -108,8 +92,10 @@ def durations(
         time, op = times[instruction.cell], instruction.op
         if op is Op.FORWARD and (instruction.cell, instruction.micro_batch) in recomputed:
             seconds = time.inference
-        elif op in (Op.FORWARD, Op.RECOMPUTE):
+        elif op is Op.FORWARD:
             seconds = time.forward
+        elif op is Op.RECOMPUTE:
+            seconds = time.recompute
         else:
             # Two halves of a backward, for the input and for the weights, are taken to be alike.
             seconds = time.backward if op is Op.BACKWARD else time.backward / 2

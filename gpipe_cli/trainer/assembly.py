@@ -187,7 +187,7 @@ def survey(
     part = parts[0]
     if hasattr(batches, "close"):
         batches.close()
-    profile = partial(profiled_costs, builders, part[0], settings, world.device, say)
+    profile = partial(profiled_costs, builders, part, settings, world.device, say)
     cut = cut_model(builders, settings.pipeline, world.workers, part, world.device, profile)
     special = int(getattr(source, "bos_id", 0)), int(getattr(source, "eos_id", 0))
     return Survey(Form.of(part), cut, special, sum(len(inputs[0]) for inputs, _ in parts))

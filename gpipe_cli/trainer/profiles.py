@@ -22,11 +22,11 @@ from hydra.utils import get_object
 
 from ..config import Settings
 from ..layers import LayerBuilder
-from ..pipeline.boundary import Tensors
-from ..pipeline.cost import LayerCost, TensorShape, layer_costs
-from .build import build_autocast
+from ..pipeline.cost import LayerCost, TensorShape, profile_layers
+from .build import build_autocast, build_task
+from .plan import Part
 
-FORMAT = 1  # of the files; another one is measured anew
+FORMAT = 2  # of the files; another one is measured anew
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,17 @@ class ProfileKey:
     values: Mapping[str, Any]
 
     @classmethod
-    def of(
-        cls, builders: Sequence[LayerBuilder], inputs: Tensors, settings: Settings, device: torch.device
-    ) -> ProfileKey:
-        """The model's section and the file that it names, its layers, the shapes that enter, and what computes."""
+    def of(cls, builders: Sequence[LayerBuilder], part: Part, settings: Settings, device: torch.device) -> ProfileKey:
+        """The sections of model and task, the model's file and layers, the shapes that enter, and what computes."""
         return cls(
             {
                 "format": FORMAT,
                 "model": settings.model,
                 "source": _source(settings.model["_target_"]),
                 "layers": [builder.name for builder in builders],
-                "inputs": [str(TensorShape.of(tensor)) for tensor in inputs],
+                "task": settings.task,
+                "inputs": [str(TensorShape.of(tensor)) for tensor in part[0]],
+                "targets": [str(TensorShape.of(tensor)) for tensor in part[1]],
                 "device": device_name(device),
                 "threads": torch.get_num_threads(),
                 "autocast": settings.precision.autocast,
@@ -65,17 +65,17 @@ class ProfileKey:
 
 def profiled_costs(
     builders: Sequence[LayerBuilder],
-    inputs: Tensors,
+    part: Part,
     settings: Settings,
     device: torch.device,
     say: Callable[[str], None],
     cache_dir: Path | None = None,
 ) -> list[LayerCost]:
-    """What each layer costs in seconds of forward and backward, from the cache or measured now.
+    """What each layer costs in seconds of forward and backward, from the cache or measured now; the last with the loss.
 
     Args:
         builders: the model.
-        inputs: of the first layer, for one micro-batch.
+        part: one micro-batch.
         device: where it is measured.
         say: is told where the times come from.
         cache_dir: None for `$GPIPE_CACHE`, or `~/.cache/gpipe` where that is not set.
@@ -84,7 +84,7 @@ def profiled_costs(
         CostError: a layer that cannot be measured.
     """
     cache = cache_dir or Path(os.environ.get("GPIPE_CACHE") or "~/.cache/gpipe").expanduser()
-    key = ProfileKey.of(builders, inputs, settings, device)
+    key = ProfileKey.of(builders, part, settings, device)
     path = key.path(cache)
     known = _read(path, key)
     if known is not None:
@@ -92,7 +92,8 @@ def profiled_costs(
         return known
     began = time.perf_counter()
     autocast = build_autocast(settings.precision, device)
-    costs = layer_costs(builders, inputs, "profile", device, autocast)
+    task, targets = build_task(settings.task), tuple(tensor.to(device) for tensor in part[1])
+    costs = profile_layers(builders, part[0], device, autocast, lambda outputs: task.loss(outputs, targets)[0]).costs
     seconds = time.perf_counter() - began
     kept = _write(path, key, costs)
     say(f"profile of {len(costs)} layers measured in {seconds:.1f} s{f', kept in {path}' if kept else ''}")

@@ -1,0 +1,222 @@
+"""How long a layer takes, and the task's loss behind the last: run as a cell runs them, with a clock beside."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .batchnorm import DeferredBatchNorm, defer_batchnorm
+from .boundary import GradientLayouts, Tensors, as_tensors, canonical_gradient, is_channels_last
+from .randomness import NoiseSource
+
+Autocast = Callable[[], AbstractContextManager[Any]]
+_REPEATS = 5  # timed rounds per layer, after one that warms up
+_IN_FLIGHT = 4  # graphs that forwards build before any goes, on a CPU: there, memory that was given back is slow to get
+_ENOUGH = 64 << 20  # bytes of weights and outputs: several times a processor's caches
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Seconds of one layer, or of several together, for one micro-batch.
+
+    Attributes:
+        inference: forward without a graph. forward: with one.
+        recompute: forward once more, in which BatchNorm gathers nothing.
+        backward: of both its halves.
+    """
+
+    inference: float
+    forward: float
+    recompute: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        """Of a forward with a graph and its backward."""
+        return self.forward + self.backward
+
+
+def total_times(times: Sequence[LayerTimes]) -> LayerTimes:
+    """Of layers that run one after the other."""
+    return LayerTimes(*(sum(getattr(each, part.name) for each in times) for part in fields(LayerTimes)))
+
+
+class LayerTrial:
+    """One layer that is to be timed, with what a cell does around it: its noise, boundaries of one layout.
+
+    Args:
+        run: inputs to outputs.
+        inputs: for one micro-batch; a gradient is computed for those that need one.
+        device: where it runs.
+        autocast: makes the context in which forward runs.
+        batchnorms: inside it; they gather nothing while it is recomputed.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Tensors], Tensors],
+        inputs: Tensors,
+        device: torch.device,
+        autocast: Autocast = nullcontext,
+        batchnorms: Sequence[DeferredBatchNorm] = (),
+    ) -> None:
+        self._run, self._inputs, self._autocast = run, inputs, autocast
+        self._layouts, self._noise = GradientLayouts(), NoiseSource(0, 0, device)
+        self._clock = _Clock(device)
+        self._batchnorms = batchnorms
+        self._kept: list[tuple[list[Tensor], Tensors]] = []  # leaves and outputs of each graph
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, inputs: Tensors, device: torch.device, autocast: Autocast = nullcontext
+    ) -> LayerTrial:
+        """Of a module on ``device``."""
+        layer = defer_batchnorm(module)
+        batchnorms = [part for part in layer.modules() if isinstance(part, DeferredBatchNorm)]
+
+        def run(values: Tensors) -> Tensors:
+            return as_tensors(layer(values if len(values) > 1 else values[0]))
+
+        return cls(run, inputs, device, autocast, batchnorms)
+
+    def outputs(self) -> Tensors:
+        """What it hands on: leaves that need a gradient where the layer's outputs do. Its first run, which warms up."""
+        self.forward()
+        made = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self._kept[-1][1])
+        self.backward()
+        return made
+
+    def infer(self) -> None:
+        """Forward without a graph."""
+        with torch.no_grad():
+            values = tuple(tensor.clone() for tensor in self._inputs)
+            with self._clock.running("inference"), self._autocast():
+                self._settled(values)
+
+    def forward(self) -> None:
+        """Forward with a graph, which is kept."""
+        self._forward("forward")
+
+    def recompute(self) -> None:
+        """Likewise, for the second time."""
+        for batchnorm in self._batchnorms:
+            batchnorm.gathering = False
+        self._forward("recompute")
+        for batchnorm in self._batchnorms:
+            batchnorm.gathering = True
+
+    def _forward(self, phase: str) -> None:
+        leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self._inputs]
+        # Clones, because a layer may change its input in place, which autograd forbids for a leaf.
+        values = tuple(leaf.clone() for leaf in leaves)
+        with self._clock.running(phase), self._autocast():
+            outputs = self._settled(values)
+        self._kept.append((leaves, outputs))
+
+    def backward(self) -> None:
+        """Of the latest graph, which it forgets."""
+        leaves, outputs = self._kept.pop()
+        roots = [tensor for tensor in outputs if tensor.requires_grad]
+        gradients = [torch.ones_like(root) for root in roots]
+        del outputs
+        with self._clock.running("backward"):
+            if roots:
+                torch.autograd.backward(roots, gradients)
+            for leaf in leaves:
+                if leaf.grad is not None:
+                    canonical_gradient(leaf.grad, is_channels_last(leaf))
+
+    def _settled(self, values: Tensors) -> Tensors:
+        self._noise.seed_layer(0, 0, 0)
+        return self._layouts.settle(self._run(values), values, 0, None)
+
+    def times(self) -> LayerTimes:
+        """The medians of what has run."""
+        return LayerTimes(*(self._clock.median(phase) for phase in ("inference", "forward", "recompute", "backward")))
+
+    def forget(self) -> None:
+        """What has run does not count."""
+        self._clock.forget()
+
+
+class Trials:
+    """Layers that are timed together, one after the other as in a cell, so that each finds the processor's caches as in
+    a run: full of what other layers have worked on. As few as that takes, because all their weights exist at once.
+
+    Args:
+        device: where they run.
+
+    Attributes:
+        times: of those that were.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._in_flight = 1 if device.type == "cuda" else _IN_FLIGHT
+        self.times: dict[Hashable, LayerTimes] = {}
+        self._waiting: dict[Hashable, LayerTrial] = {}
+        self._bytes = 0
+
+    def add(self, key: Hashable, trial: LayerTrial, size: int) -> None:
+        """One that stands behind those added before; ``times`` has it after `run` at the latest.
+
+        Args:
+            size: bytes of its weights and outputs.
+        """
+        if self._bytes >= _ENOUGH:
+            self.run()
+        self._waiting[key] = trial
+        self._bytes += size
+
+    def run(self) -> None:
+        """Times what was added since the last time."""
+        trials = list(self._waiting.values())
+        for repeat in range(1 + _REPEATS):
+            for trial in trials:
+                trial.infer()
+            for trial in trials:
+                trial.recompute()
+            for trial in reversed(trials):
+                trial.backward()
+            for trial in trials * self._in_flight:
+                trial.forward()
+            for trial in trials[::-1] * self._in_flight:
+                trial.backward()
+            if repeat == 0:
+                for trial in trials:
+                    trial.forget()
+        self.times |= {key: trial.times() for key, trial in self._waiting.items()}
+        self._waiting, self._bytes = {}, 0
+
+
+class _Clock:
+    """Seconds of what runs, by its kind; on a GPU until its work is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds: dict[str, list[float]] = defaultdict(list)
+
+    @contextmanager
+    def running(self, phase: str) -> Iterator[None]:
+        self._wait()
+        start = time.perf_counter()
+        yield
+        self._wait()
+        self._seconds[phase].append(time.perf_counter() - start)
+
+    def median(self, phase: str) -> float:
+        return median(self._seconds[phase])
+
+    def forget(self) -> None:
+        self._seconds.clear()
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

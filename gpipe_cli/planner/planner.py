@@ -1,0 +1,186 @@
+"""Makes the plan of a run: measures its layers once, then cuts, simulates and adds up for one pipeline after another.
+
+No hardware and no data: layers are measured on tensors without values (`layer_facts`), memory is read off the very
+instruction lists that would run (`memory`), times come from a described device (`timing`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..config import PipelineConfig, Settings
+from ..errors import ConfigurationError
+from ..pipeline.partition import partition
+from ..pipeline.schedule import Instruction, Op, ScheduleError, schedule
+from ..pipeline.simulate import ideal_bubble, simulate
+from ..trainer.build import Cut, build_model, build_optimizer, build_task, cut_by_costs, refuse_sharing_across_cells
+from .cells import CellFacts, build_cells
+from .devices import Device
+from .layer_facts import LayerFacts
+from .measurement import Measurement, Measurements
+from .memory import most_alive
+from .optimizer_state import OptimizerState
+from .options import Options
+from .plan import ModelBytes, Plan, cell_plans, worker_plans
+from .timing import Clock, cell_times, durations
+
+
+class Planner:
+    """Plans one model on one kind of device; remembers what it has measured, for searches.
+
+    Args:
+        settings: the configuration; `pipeline.workers=auto` is one worker a cell.
+        options: the section `plan`.
+
+    Raises:
+        ConfigurationError: the model cannot be built or planned.
+    """
+
+    def __init__(self, settings: Settings, options: Options) -> None:
+        self.settings, self.options = settings, options
+        self.builders = build_model(settings.model)
+        self.device = options.device or self._this_device()
+        self._clock = Clock(self.device, options.efficiency, options.bandwidth_efficiency, {})
+        if options.device is None:
+            self._clock = replace(self._clock, efficiency=1.0, bandwidth_efficiency=1.0)
+        self._kernels = self.device.kernels if options.kernels == "auto" else options.kernels
+        task = build_task(settings.task)
+        self._measurements = Measurements(settings, options, self.builders, task, self._clock, self._kernels)
+        self._state = OptimizerState(lambda parameters: build_optimizer(settings.optimizer, parameters))
+        self._state_of: dict[int, int] = {}
+
+    def _this_device(self) -> Device:
+        from .this_device import measure_device
+
+        return measure_device(self.settings.pipeline)
+
+    @property
+    def limit(self) -> float:
+        """Bytes that a device may hold."""
+        return self.options.fit or self.options.memory or self.device.memory
+
+    def plan(self, pipeline: PipelineConfig | None = None) -> Plan:
+        """The plan for `settings`, or with other values of the section `pipeline`.
+
+        Raises:
+            ConfigurationError: the model cannot be cut so, or has no such schedule.
+        """
+        pipeline = pipeline or self.settings.pipeline
+        workers = pipeline.K if pipeline.workers == "auto" else pipeline.workers
+        measured = self._measurements.of(pipeline.M * pipeline.replicas)
+        cut = cut_by_costs(self.builders, measured.costs, pipeline, workers)
+        refuse_sharing_across_cells(self.builders, cut.sizes)
+        cells = build_cells(measured.layers, measured.loss, cut.layers, measured.inputs, measured.target_bytes)
+        try:
+            lists = schedule(pipeline.schedule, cut.placement, pipeline.M, pipeline.remat)
+        except ScheduleError as error:
+            raise ConfigurationError(str(error)) from error
+        return self._assemble(pipeline, measured, cut, cells, lists)
+
+    def _assemble(
+        self,
+        pipeline: PipelineConfig,
+        measured: Measurement,
+        cut: Cut,
+        cells: list[CellFacts],
+        lists: list[list[Instruction]],
+    ) -> Plan:
+        placement, speeds = cut.placement, self._speeds(len(lists))
+        times = cell_times(cells, self._clock)
+
+        def latency(sent: Instruction) -> float:
+            sizes = cells[sent.cell + 1].sizes if sent.op is Op.SEND_ACTIVATION else cells[sent.cell].sizes
+            return self._clock.transfer(sizes.message if sent.op is Op.SEND_ACTIVATION else sizes.input_gradients)
+
+        timeline = simulate(lists, placement, durations(times, lists, placement, speeds), latency)
+        model = [self._model_bytes(cell) for cell in cells]
+        sizes = [cell.sizes for cell in cells]
+        alive = most_alive(timeline, sizes, sends_stay=self._kernels == "cpu")
+        rows = cell_plans(self.builders, cells, times, model, placement, lists, pipeline.remat)
+        workers = worker_plans(placement, model, alive)
+        update = self._update_seconds(cells, model, placement, pipeline.replicas)
+        busy = [cell.forward_seconds + cell.backward_seconds for cell in rows]
+        better, gain = self._better_cut(measured, pipeline, max(busy))
+        crossings = [number for number in range(1, len(cells)) if placement[number] != placement[number - 1]]
+        return Plan(
+            K=pipeline.K,
+            M=pipeline.M,
+            workers=len(lists),
+            replicas=pipeline.replicas,
+            remat=pipeline.remat,
+            schedule=pipeline.schedule,
+            device=self.device,
+            examples=measured.examples,
+            micro_batch=[str(tensor.shape) for tensor in measured.inputs],
+            parameters=sum(cell.parameters for cell in cells),
+            cells=rows,
+            workers_plan=workers,
+            slowest_over_mean=max(busy) / (sum(busy) / len(busy)) - 1,
+            better_cut=better,
+            better_cut_gain=gain,
+            sent_bytes=pipeline.M * sum(sizes[n].message + sizes[n].input_gradients for n in crossings),
+            bubble_formula=ideal_bubble(len(lists), pipeline.M),
+            bubble=timeline.bubble,
+            step_seconds=timeline.span + update,
+            update_seconds=update,
+            memory=max(worker.total for worker in workers),
+            limit=self.limit,
+            weight_bytes=sum(bytes_.weights for bytes_ in model),
+            gradient_bytes=sum(bytes_.gradients for bytes_ in model),
+            optimizer_bytes=sum(bytes_.optimizer for bytes_ in model),
+            activation_bytes=sum(worker.activations for worker in workers),
+            notes=measured.notes,
+            timeline=timeline,
+            lists=lists,
+        )
+
+    def _speeds(self, workers: int) -> list[float] | None:
+        speeds = self.options.speeds
+        if speeds is not None and len(speeds) != workers:
+            raise ConfigurationError(
+                f"plan.speeds has {len(speeds)} numbers but there are {workers} workers: give one for each"
+            )
+        return speeds
+
+    def _model_bytes(self, cell: CellFacts) -> ModelBytes:
+        if self.options.bytes_per_parameter is not None:
+            return ModelBytes(cell.parameters * self.options.bytes_per_parameter, 0, 0, 0)
+        average = cell.weight_bytes if self.settings.trainer.average is not None else 0
+        return ModelBytes(cell.weight_bytes, cell.gradient_bytes, sum(map(self._state_bytes, cell.layers)), average)
+
+    def _state_bytes(self, layer: LayerFacts) -> int:
+        if id(layer) not in self._state_of:  # `_measurements` keeps every layer's facts, so that no id comes twice
+            self._state_of[id(layer)] = self._state.total(shape for _, shape in layer.parameters)
+        return self._state_of[id(layer)]
+
+    def _update_seconds(
+        self, cells: Sequence[CellFacts], model: Sequence[ModelBytes], placement: Sequence[int], replicas: int
+    ) -> float:
+        of_workers = [0.0] * (max(placement) + 1)
+        for cell, bytes_, worker in zip(cells, model, placement, strict=True):
+            of_workers[worker] += self._clock.update(cell, bytes_.optimizer)
+            of_workers[worker] += self._clock.reduction(cell.gradient_bytes, replicas)
+        return max(of_workers)
+
+    def _better_cut(
+        self, measured: Measurement, pipeline: PipelineConfig, slowest: float
+    ) -> tuple[list[int] | None, float]:
+        """What the cut would be by these times, and by how much its slowest cell is faster; below 1 % nothing."""
+        costs = [self._clock.layer(layer).total for layer in measured.layers]
+        if measured.loss is not None:
+            costs[-1] += self._clock.layer(measured.loss).total
+        sizes = partition(costs, pipeline.K, "min_max")
+        ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
+        best = max(sum(costs[end - size : end]) for size, end in zip(sizes, ends, strict=True))
+        gain = slowest / best - 1 if best else 0.0
+        return (sizes, gain) if gain >= 0.01 else (None, 0.0)
+
+
+def plan(settings: Settings, options: Options) -> Plan:
+    """The plan of one configuration.
+
+    Raises:
+        ConfigurationError: it cannot be planned; the message says what to change.
+    """
+    return Planner(settings, options).plan()
