@@ -46,6 +46,10 @@ def losses(run_dir: Path) -> list[float]:
     return [row["loss"] for row in rows]
 
 
+def evaluations(run_dir: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+
+
 def same_bits(one: Path, other: Path, step: int = 20) -> bool:
     """Whether the last checkpoints agree: weights, buffers and optimizer state of every layer, bit for bit."""
     a, b = (read_manifest(step_directory(run_dir, step)) for run_dir in (one, other))
@@ -159,7 +163,7 @@ def test_a_resume_with_another_model_is_refused_by_name(whole: Path, tmp_path: P
 
 def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
     run_dir = train(tmp_path, *WHOLE)
-    before = losses(run_dir)
+    before = losses(run_dir), evaluations(run_dir)
     newest = run_dir / "checkpoints" / "step_00000020" / "layers" / "softmax.safetensors"
     os.truncate(newest, newest.stat().st_size // 2)
     words = [*COMMAND, *COMMON, f"hydra.run.dir={run_dir}", "checkpoint.resume=auto", "pipeline.K=2"]
@@ -167,7 +171,7 @@ def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Pa
     assert done.returncode == 0, done.stdout + done.stderr
     assert "softmax.safetensors" in done.stdout
     assert "step_00000015" in done.stdout
-    assert losses(run_dir) == before
+    assert (losses(run_dir), evaluations(run_dir)) == before
 
 
 def test_two_replicas_train_as_one_pipeline_on_the_joined_mini_batch(tmp_path: Path) -> None:
@@ -176,6 +180,6 @@ def test_two_replicas_train_as_one_pipeline_on_the_joined_mini_batch(tmp_path: P
     one = train(tmp_path / "one", *common, "pipeline.workers=1", "pipeline.M=4")
     two = train(tmp_path / "two", *common, "pipeline.workers=2", "pipeline.M=2", "pipeline.replicas=2")
     assert losses(two) == pytest.approx(losses(one), rel=1e-4)
-    evaluations = [[json.loads(line) for line in (run / "evaluations.jsonl").open()] for run in (one, two)]
-    assert evaluations[1][0]["nll"] == pytest.approx(evaluations[0][0]["nll"], rel=1e-5)
-    assert evaluations[1][-1]["nll"] == pytest.approx(evaluations[0][-1]["nll"], rel=1e-3)
+    first, last = ([evaluations(run)[place]["nll"] for run in (one, two)] for place in (0, -1))
+    assert first[1] == pytest.approx(first[0], rel=1e-5)
+    assert last[1] == pytest.approx(last[0], rel=1e-3)

@@ -68,6 +68,7 @@ class Journal:
         if not active:
             return
         self._metrics = MetricsFile(run_dir / "metrics.jsonl", resumed_step)
+        self._evaluations_file = MetricsFile(run_dir / "evaluations.jsonl", resumed_step)
         if tensorboard:
             from torch.utils.tensorboard.writer import SummaryWriter  # slow to import, and only rank 0 needs it
 
@@ -156,8 +157,7 @@ class Journal:
         numbers = {f"evaluation/{name}": value for name, value in result.numbers.items()}
         counted: dict[str, Any] = {} if result.signature is None else {"signature": result.signature}
         counted |= {"epochs": dict(epochs)} if epochs else {}
-        with (self._run_dir / "evaluations.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(json_safe({"step": progress.step, **result.numbers, **counted})) + "\n")
+        self._evaluations_file.write({"step": progress.step, **result.numbers, **counted})
         self._metrics.join({"evaluation": result.numbers})
         self._emit({"kind": "evaluation", "step": progress.step, "numbers": json_safe(result.numbers)})
         if result.samples:
@@ -236,6 +236,7 @@ class Journal:
         """Ends the console's story with what the run has changed."""
         if self._active:
             self._metrics.close()
+            self._evaluations_file.close()
         if len(self._evaluations) > 1:
             first, last = self._evaluations[0], self._evaluations[-1]
             both = [name for name in last if name in first and "/" not in name]  # each language's would fill the screen

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per training step."""
+"""metrics.jsonl: one JSON object per training step; evaluations.jsonl: one per evaluation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MetricsFile:
         self._start = 0
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """The row of a step."""
+        """The row of a step; it has a key "step"."""
         self._start, self._last = self._file.tell(), row
         self._file.write(json.dumps(json_safe(row)) + "\n")
 
