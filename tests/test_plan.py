@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -17,6 +18,8 @@ from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.commands.micro_batches import settle_micro_batches
 from gpipe_cli.commands.plan import main, make_request
 from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.pipeline.cost import LayerCost, Profile
+from gpipe_cli.pipeline.layer_times import LayerTimes
 from gpipe_cli.planner.devices import PRESETS, describe, parse_bytes
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.planner import Planner, plan
@@ -167,6 +170,17 @@ class OwnTask:
     evaluate = summarize = loss
 
 
+class SleepingTask(OwnTask):
+    """Its loss takes time once it has values."""
+
+    SECONDS = 0.05
+
+    def loss(self, outputs: Any, targets: Any) -> Any:
+        if not outputs[0].is_meta:
+            time.sleep(self.SECONDS)
+        return super().loss(outputs, targets)
+
+
 IDEAL = "plan.device={flops: 1e9, memory: 1GB, bandwidth: 1e15, link: 1e15, latency: 0, overhead: 0}"
 OWN = (EVEN, "data._target_=test_plan.OwnData", "data.batch_size=64", "task._target_=test_plan.OwnTask", IDEAL)
 
@@ -184,6 +198,34 @@ def test_a_step_of_one_cell_takes_its_flops_at_the_device_s_rate() -> None:
     forward = 8 * 2 * 64 * 64 * 64  # layers, multiply and add, examples, two widths
     backward = 2 * forward - 2 * 64 * 64 * 64  # the first layer's input needs no gradient
     assert made.step_seconds == pytest.approx((forward + backward) / 1e9, rel=0.01)
+
+
+def test_the_times_of_a_cell_are_those_of_its_layers_and_the_loss_is_in_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from gpipe_cli.planner import measurement
+
+    def table(builders: Any, *arguments: Any) -> Profile:
+        layers = [LayerCost(builder.name, 0, None, None, 6.0) for builder in builders]
+        return Profile(layers, [LayerTimes(1.0, 2.0, 3.0, 4.0) for _ in builders], LayerTimes(10.0, 20.0, 30.0, 40.0))
+
+    monkeypatch.setattr(measurement, "profile_layers", table)
+    made = planned(*OWN[:-1], "plan.device=this", "pipeline.K=2", "pipeline.partition=[6,2]", "model.layers=8")
+    first, last = made.cells
+    assert (first.inference_seconds, first.forward_seconds, first.recompute_seconds) == (6, 12, 18)
+    assert (last.inference_seconds, last.forward_seconds, last.recompute_seconds) == (2, 24, 36)
+    assert (first.backward_seconds, last.backward_seconds) == (24, 48)
+    assert first.share == 36 / 108
+    by_time = planned(*OWN[:-1], "plan.device=this", "pipeline.K=2", "pipeline.cost=profile", "model.layers=8")
+    assert [cell.layers for cell in by_time.cells] == [7, 1]  # 7 · 6 s, and 6 s with a loss of 60
+
+
+def test_layers_and_loss_are_timed_on_this_machine() -> None:
+    made = planned(*OWN[:-1], "plan.device=this", "pipeline.K=2", "task._target_=test_plan.SleepingTask")
+    assert made.notes == []
+    assert made.cells[1].forward_seconds >= SleepingTask.SECONDS
+    assert made.cells[1].inference_seconds < SleepingTask.SECONDS
+    assert all(cell.backward_seconds > 0 for cell in made.cells)
 
 
 def test_a_slower_device_and_a_slower_link_make_the_step_longer() -> None:

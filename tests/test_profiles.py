@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from inline_run import train_inline
 from gpipe_cli.commands.job import prepare
 from gpipe_cli.config import Settings
 from gpipe_cli.pipeline.cost import LayerCost
+from gpipe_cli.tasks.language_model import LanguageModelTask
 from gpipe_cli.trainer.build import build_model
 from gpipe_cli.trainer.profiles import profiled_costs
 
@@ -48,6 +50,16 @@ def test_another_model_shape_or_precision_is_measured_anew(change: dict[str, Any
     profile(tmp_path)
     assert "measured in" in profile(tmp_path, *change.get("words", []), batch=change.get("batch", 2))[1]
     assert len(list((tmp_path / "profiles").iterdir())) == 2
+
+
+def test_the_last_layer_pays_for_the_task_s_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(self: Any, outputs: Any, targets: Any) -> Any:
+        time.sleep(0.05)
+        return outputs[0].sum(), torch.zeros(0)
+
+    monkeypatch.setattr(LanguageModelTask, "loss", slow)
+    costs, _ = profile(tmp_path)
+    assert costs[-1].cost >= 0.05
 
 
 @pytest.mark.parametrize("damage", ["not JSON", '{"key": {}, "layers": []}'])

@@ -261,7 +261,7 @@ def profile_layers(
         loss: of the last layer's outputs; None: it is not timed.
 
     Raises:
-        CostError: a layer that fails; it names the layer and the way out.
+        CostError: a layer that fails, or the loss; it says which, and for a layer the way out.
     """
     if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in example_inputs):
         raise CostError("pipeline.cost=profile runs the layers and needs real inputs: use pipeline.cost=flops")
@@ -283,7 +283,7 @@ def profile_layers(
                 trials.add(keys[-1], trial, sum(t.numel() * t.element_size() for t in (*module.parameters(), *outputs)))
             values = known[keys[-1]][1]
         if loss is not None:
-            trials.add(_LOSS, LayerTrial(lambda outputs: (loss(outputs),), values, device, autocast), 0)
+            trials.add(_LOSS, _trial_of_loss(loss, values, device, autocast), 0)
         trials.run()
     times = [trials.times[key] for key in keys]
     layers = [
@@ -291,6 +291,17 @@ def profile_layers(
         for key, builder, time in zip(keys, builders, times, strict=True)
     ]
     return Profile(layers, times, trials.times.get(_LOSS))
+
+
+def _trial_of_loss(
+    loss: Callable[[Tensors], Tensor], outputs: Tensors, device: torch.device, autocast: Autocast
+) -> LayerTrial:
+    trial = LayerTrial(lambda values: (loss(values),), outputs, device, autocast)
+    try:
+        trial.outputs()
+    except Exception as error:
+        raise CostError(f"the task's loss fails while it is timed: {type(error).__name__}: {error}") from error
+    return trial
 
 
 def as_argument(tensors: Sequence[Tensor]) -> Tensor | Tensors:
