@@ -19,8 +19,10 @@ from .randomness import NoiseSource
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 _REPEATS = 5  # timed rounds per layer, after one that warms up
-_IN_FLIGHT = 4  # graphs that forwards build before any goes, on a CPU: there, memory that was given back is slow to get
 _ENOUGH = 64 << 20  # bytes of weights and outputs: several times a processor's caches
+# Graphs that forwards build before any goes, as with several micro-batches: small memory that is used again at once
+# comes sooner than what the allocator had given back. Large memory it gives back, and a GPU's it keeps, in any case.
+_IN_FLIGHT = 4
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ class Trials:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._in_flight = 1 if device.type == "cuda" else _IN_FLIGHT
+        self._on_gpu = device.type == "cuda"
         self.times: dict[Hashable, LayerTimes] = {}
         self._waiting: dict[Hashable, LayerTrial] = {}
         self._bytes = 0
@@ -178,16 +180,17 @@ class Trials:
     def run(self) -> None:
         """Times what was added since the last time."""
         trials = list(self._waiting.values())
+        in_flight = 1 if self._on_gpu or self._bytes >= _ENOUGH else _IN_FLIGHT
         for repeat in range(1 + _REPEATS):
             for trial in trials:
                 trial.infer()
-            for trial in trials:
+            for trial in trials:  # one graph at a time, as with re-materialization
                 trial.recompute()
             for trial in reversed(trials):
                 trial.backward()
-            for trial in trials * self._in_flight:
+            for trial in trials * in_flight:
                 trial.forward()
-            for trial in trials[::-1] * self._in_flight:
+            for trial in trials[::-1] * in_flight:
                 trial.backward()
             if repeat == 0:
                 for trial in trials:
