@@ -21,6 +21,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "limit": {"color": "#8a919c", "linestyle": "--", "linewidth": 1.2, "marker": "x", "markersize": 5},
     "peer": {"color": "#7fa88b", "marker": ".", "linewidth": 1.0},
 }
+PEER_LINES = ("-", "--", ":", "-.")
 COLUMNS_AT_MOST = 3
 
 
@@ -51,6 +52,7 @@ def _draw_curves(figure: Figure, table: Table) -> None:
     panels: dict[str, list[Curve]] = {}
     for curve in table.curves:
         panels.setdefault(curve.panel, []).append(curve)
+    peers = list(dict.fromkeys(curve.label for curve in table.curves if curve.role == "peer"))
     columns = min(COLUMNS_AT_MOST, len(panels))
     rows = -(-len(panels) // columns)
     figure.set_size_inches(3.2 * columns + 0.6, 2.7 * rows + 0.9)
@@ -61,7 +63,7 @@ def _draw_curves(figure: Figure, table: Table) -> None:
             axes.set_axis_off()
             continue
         panel = list(panels)[place]
-        _draw_panel(axes, panels[panel], table.logarithmic)
+        _draw_panel(axes, panels[panel], peers, table.logarithmic)
         axes.set_title(panel, fontsize=9)
         if place // columns == rows - 1:
             axes.set_xlabel(table.axes[0])
@@ -73,13 +75,12 @@ def _draw_curves(figure: Figure, table: Table) -> None:
     )
 
 
-def _draw_panel(axes: Axes, curves: list[Curve], logarithmic: bool) -> None:
-    peers = 0
+def _draw_panel(axes: Axes, curves: list[Curve], peers: list[str], logarithmic: bool) -> None:
+    """``peers``: their labels in the whole figure, so that each has one kind of line in all panels."""
     for curve in curves:
         style = dict(STYLES[curve.role])
         if curve.role == "peer":
-            style["linestyle"] = ("-", "--", ":")[peers % 3]
-            peers += 1
+            style["linestyle"] = PEER_LINES[peers.index(curve.label) % len(PEER_LINES)]
         axes.plot(*zip(*curve.points, strict=True), label=curve.label, **style)
     ticks = sorted({x for curve in curves for x, _ in curve.points})
     if logarithmic:
