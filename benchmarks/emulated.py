@@ -161,11 +161,13 @@ def main() -> None:
         | {"plain": ".3f", "torch, s": ".3f", "torch / ours": ".3f", "bubble": ".1%", "planned": ".1%"}
     )
     report.begin()
+    links = {}
     config = {"settings": settings, "repetitions": arguments.repetitions, "realtime": arguments.realtime}
     for K in arguments.K:
         answer = run_workers("benchmarks.emulated:worker", K, config, ("torch.distributed.pipelining",))
+        links[K] = LinkTimes(*answer["link"])
         for setting, found in zip(settings, answer["settings"], strict=True):
-            for row in rows_of(K, setting, LinkTimes(*answer["link"]), found):
+            for row in rows_of(K, setting, links[K], found):
                 report.add(row)
     worst = min(report.rows, key=lambda row: row["of limit"])
     beside = [row for row in report.rows if row["torch / ours"] is not None]
@@ -178,6 +180,12 @@ def main() -> None:
             f"remat={worst['remat']} {worst['schedule']}",
             f"faster than torch.distributed.pipelining in {len(beside) - len(slower)} of {len(beside)} cells",
             f"planned bubble within 2 points of the measured one in {len(near)} of {len(report.rows)} cells",
+            *(
+                f"messages between {K} workers: {1e3 * link.host:.2f} ms of a worker's time for a send or a receive, "
+                f"{1e3 * link.latency:.2f} ms on the way, {link.rate / 1e9:.1f} GB/s"
+                for K, link in links.items()
+                if K > 1
+            ),
         ],
     )
 

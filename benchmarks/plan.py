@@ -1,9 +1,11 @@
 """What gpipe-plan says of the cells' times and of the bubble, beside a run on the same machine.
 
-For each model and remat policy: asks gpipe-plan with plan.device=this, then runs the installed gpipe-train for some
-steps. A measured time is the median over the steps of what a cell took for one micro-batch: forward, recompute (where
-there is any) and backward. Give at most as many workers as there are free cores, because several on one core take
-turns. Further arguments go to both commands: `python -m benchmarks.plan model.H=1024`.
+For each model and remat policy, some rounds: asks gpipe-plan with plan.device=this, then runs the installed
+gpipe-train for some steps. A measured time is the median over the steps of what a cell took for one micro-batch:
+forward, recompute (where there is any) and backward. Both models have micro-batches of one shape, as a plan has. The
+machine's speed wavers from minute to minute, and with it plans and runs: the median over the rounds counts. Give at
+most as many workers as there are free cores, because several on one core take turns. Further arguments go to both
+commands: `python -m benchmarks.plan pipeline.M=8`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Any
 from benchmarks.common import Report, parser
 
 MODELS = {
-    "transformer": ("task.generation=null",),
+    "transformer_lm_small": ("model=transformer_lm_small",),
     "amoebanet": ("model=amoebanet", "schedule.warmup_steps=1"),  # on the digits
 }
 REMATS = ("never", "always")
@@ -78,22 +80,35 @@ def _seconds(cell: dict[str, float], what: str) -> float:
     return sum(cell[part] for part in parts)
 
 
+def medians(rounds: Sequence[Sequence[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """The rows of the rounds as one."""
+    for rows in zip(*rounds, strict=True):
+        planned, found = (median(row[side] for row in rows) for side in ("planned", "measured"))
+        share = median(row["planned / measured"] for row in rows) if found else None
+        yield {**rows[0], "planned": planned, "measured": found, "planned / measured": share}
+
+
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--steps", type=int, default=60, help="of each run that count (default: 60)")
+    options.add_argument("--steps", type=int, default=40, help="of each run that count (default: 40)")
+    options.add_argument("--rounds", type=int, default=5, help="plan and run, so many times (default: 5)")
     options.add_argument("--models", default=",".join(MODELS), help="(default: %(default)s)")
     options.add_argument("--remats", default=",".join(REMATS), help="(default: %(default)s)")
     options.add_argument("overrides", nargs="*", help=f"for both commands; default: {' '.join(CUT)}")
     arguments = options.parse_args()
-    models, remats, steps = arguments.models.split(","), arguments.remats.split(","), arguments.steps
+    models, remats = arguments.models.split(","), arguments.remats.split(",")
+    steps, rounds = arguments.steps, arguments.rounds
     if arguments.quick:
-        models, remats, steps = models[:1], remats[:1], 10
+        models, remats, steps, rounds = models[:1], remats[:1], 10, 1
     report = Report(COLUMNS)
     report.begin()
     for model, remat in product(models, remats):
         words = [*MODELS[model], *CUT, f"pipeline.remat={remat}", *arguments.overrides]
-        plan = json.loads(run("gpipe-plan", [*words, "plan.device=this", "plan.format=json"]))
-        for row in compare(plan, measured(words, steps)):
+        found = []
+        for _ in range(rounds):
+            plan = json.loads(run("gpipe-plan", [*words, "plan.device=this", "plan.format=json"]))
+            found.append(list(compare(plan, measured(words, steps))))
+        for row in medians(found):
             report.add({"model": model, "remat": remat, **row})
     report.end(arguments.output)
 

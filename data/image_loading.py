@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
+from ..cores import usable_cores
 from ..errors import ConfigurationError
 from .image_files import BrokenImage, BrokenImageError, Images
 from .transforms import Transform
@@ -85,7 +86,6 @@ def loader_workers(workers: int | str, replicas: int) -> int:
     """Loader processes of one replica; "auto" shares the cores among the replicas that this machine has."""
     if workers != "auto":
         return int(workers)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     everywhere, here = (int(os.environ.get(name) or 1) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     replicas_here = -(-replicas * min(here, everywhere) // everywhere)
-    return max(1, min(MOST_WORKERS, cores // replicas_here))
+    return max(1, min(MOST_WORKERS, usable_cores() // replicas_here))

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import sentencepiece
 
+from ..cores import usable_cores
 from .cldr_corpus import cache_folder
 from .defects import Defect, refusal
 from .parallel_folders import PairFiles, find_pairs
 from .parallel_preparation import WORK, ParallelText, Preparation
-from .parallel_workers import usable_cores
 from .source import Report
 from .store import FORMAT, Store
 

@@ -53,11 +53,6 @@ class Workers:
             yield waiting.popleft().result()
 
 
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _end_with(parent: int) -> None:
     """A killed parent cannot tell its pool to end: each process looks for it."""
 

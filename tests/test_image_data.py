@@ -23,7 +23,7 @@ from PIL import Image
 from tiny_images import CLASSES, COLOURS
 from torch import Tensor
 
-from gpipe_cli.data import image_folders
+from gpipe_cli.data import image_folders, image_loading
 from gpipe_cli.data.digits import DigitsSource
 from gpipe_cli.data.image_loading import loader_workers
 from gpipe_cli.data.images import ImageSource
@@ -204,14 +204,14 @@ def test_replicas_may_share_an_evaluation_without_reading_an_image_twice(folder:
 def test_loader_processes_are_sized_to_the_machine(
     cores: int, replicas: int, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores), raising=False)
+    monkeypatch.setattr(image_loading, "usable_cores", lambda: cores)
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert loader_workers("auto", replicas) == workers
 
 
 def test_on_several_machines_only_the_replicas_of_this_one_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(32), raising=False)
+    monkeypatch.setattr(image_loading, "usable_cores", lambda: 32)
     monkeypatch.setenv("WORLD_SIZE", "32")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert loader_workers("auto", 16) == 8

@@ -8,12 +8,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from gpipe_cli.cores import usable_cores
+
 
 def machine() -> dict[str, Any]:
     """The processor, its cores, the versions; the load tells whether others were at work there."""
     return {
         "processor": processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": usable_cores(),
         "load": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "torch": version("torch"),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpipe_cli.config import PipelineConfig
+from gpipe_cli.cores import usable_cores
 from gpipe_cli.errors import ConfigurationError
 
 NVIDIA_SMI_SECONDS = 20.0
@@ -32,7 +33,7 @@ def plural(number: int, word: str) -> str:
 def find_devices(device: str) -> Devices:
     """The devices of this machine: its GPUs, or the CPU cores that this process may use (`pipeline.device`)."""
     gpus = 0 if device == "cpu" else count_gpus()
-    return Devices(gpus, "GPU") if gpus else Devices(count_cores(), "core")
+    return Devices(gpus, "GPU") if gpus else Devices(usable_cores(), "core")
 
 
 def count_gpus() -> int:
@@ -55,16 +56,6 @@ def _installed_gpus() -> int:
         return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
     folder = Path("/proc/driver/nvidia/gpus")
     return len(list(folder.iterdir())) if folder.is_dir() else 0
-
-
-def count_cores() -> int:
-    """Cores that this process may use: its affinity, and a container's share of the machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    limit = Path("/sys/fs/cgroup/cpu.max")  # "quota period" in microseconds, or "max period"
-    words = limit.read_text().split() if limit.is_file() else []
-    if len(words) == 2 and words[0].isdigit():
-        cores = min(cores, max(1, int(words[0]) // int(words[1])))
-    return cores
 
 
 def settle_workers(pipeline: PipelineConfig, inline: bool, world_size: int | None) -> tuple[int, str]:

@@ -178,7 +178,14 @@ class BoundarySpec:
 
 
 def pack(tensors: Sequence[Tensor], spec: BoundarySpec, device: torch.device) -> Tensor:
-    """The tensors as one message on ``device``: a flat uint8 tensor of ``spec.size``."""
+    """The tensors as one message on ``device``: a flat uint8 tensor of ``spec.size``.
+
+    A single tensor that is laid out as a message is, is not copied: the message is a view of it.
+    """
+    if len(tensors) == 1 and tensors[0].device == device and tensors[0].is_contiguous():
+        flat = tensors[0].detach().view(-1).view(torch.uint8)
+        if flat.numel() == spec.size and spec.tensors[0].dtype == tensors[0].dtype:
+            return flat
     message = torch.empty(spec.size, dtype=torch.uint8, device=device)
     for view, tensor in zip(unpack(message, spec), tensors, strict=True):
         view.copy_(tensor)

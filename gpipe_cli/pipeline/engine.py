@@ -361,8 +361,10 @@ class Pipeline:
 
     def _send_gradient(self, cell: int, micro_batch: int) -> None:
         assert self._transport is not None
+        boundary = self._transport.known(cell, self._plan.signatures[micro_batch])
+        assert boundary is not None  # the activation came through it
         gradients = self._gradients.pop((cell, micro_batch))  # [4]
-        self._transport.send(GRADIENT, gradients, BoundarySpec.of(gradients), cell - 1, cell, micro_batch)
+        self._transport.send(GRADIENT, gradients, boundary.gradients, cell - 1, cell, micro_batch)
 
     def _receive_gradient(self, cell: int, micro_batch: int) -> None:
         assert self._transport is not None

@@ -29,6 +29,7 @@ class Device:
         link: bytes/s to a neighbour, one way.
         latency: seconds from a send to the moment its first byte arrives.
         overhead: seconds that starting one operation costs.
+        host: seconds that a send or a receive keeps its worker from computing; none where it runs beside.
         kernels: see `layer_facts.kernels_of`.
     """
 
@@ -40,6 +41,7 @@ class Device:
     link: float
     latency: float = 10e-6
     overhead: float = 5e-6
+    host: float = 0.0
     kernels: str = "accelerator"
 
     def to_json(self) -> dict[str, Any]:
@@ -112,7 +114,7 @@ def _number(key: str, value: Any) -> float:
         number = float(value)
     except (TypeError, ValueError):
         number = -1.0
-    if isinstance(value, bool) or (not number > 0 and key not in ("latency", "overhead")):
+    if isinstance(value, bool) or (not number > 0 and key not in ("latency", "overhead", "host")):
         raise ConfigurationError(f"plan.device.{key}={value}: use a positive number, as {key}: 1e12")
     return number
 

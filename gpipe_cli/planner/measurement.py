@@ -6,7 +6,7 @@ Always on tensors without values; under `plan.device=this` they are run and time
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..config import Settings
+from ..cores import usable_cores
 from ..errors import ConfigurationError
 from ..layers import LayerBuilder
 from ..pipeline.boundary import Tensors
@@ -21,6 +22,7 @@ from ..pipeline.cost import CostError, LayerCost, Profile, TensorShape, layer_co
 from ..trainer.build import build_autocast
 from .example import example_part
 from .layer_facts import BoundaryTensor, LayerFacts, measure_layers, measure_loss
+from .neighbours import busy_neighbours
 from .options import Options
 from .timing import Clock
 
@@ -139,10 +141,17 @@ class Measurements:
     def _run(self, inputs: Tensors, targets: Tensors, device: torch.device) -> Profile:
         autocast = build_autocast(self._settings.precision, device)
         given, wanted = (tuple(_with_values(tensor, device) for tensor in side) for side in (inputs, targets))
-        with _threads(self._settings.pipeline.threads):
+        with _threads(self._settings.pipeline.threads), self._neighbours(device):
             return profile_layers(
                 self._builders, given, device, autocast, lambda outputs: self._task.loss(outputs, wanted)[0]
             )
+
+    def _neighbours(self, device: torch.device) -> AbstractContextManager[None]:
+        """Workers of a CPU share the machine with each other, which they feel: as many as compute at the same time."""
+        pipeline = self._settings.pipeline
+        workers = (pipeline.K if pipeline.workers == "auto" else pipeline.workers) * pipeline.replicas
+        beside = min(workers, usable_cores() // pipeline.threads) - 1
+        return busy_neighbours(beside, pipeline.threads) if device.type == "cpu" and beside > 0 else nullcontext()
 
 
 def _with_values(tensor: Tensor, device: torch.device) -> Tensor:

@@ -93,7 +93,9 @@ class Planner:
             sizes = cells[sent.cell + 1].sizes if sent.op is Op.SEND_ACTIVATION else cells[sent.cell].sizes
             return self._clock.transfer(sizes.message if sent.op is Op.SEND_ACTIVATION else sizes.input_gradients)
 
-        timeline = simulate(lists, placement, durations(times, lists, placement, speeds), latency)
+        timeline = simulate(
+            lists, placement, durations(times, lists, placement, speeds), latency, self._clock.device.host
+        )
         model = [self._model_bytes(cell) for cell in cells]
         sizes = [cell.sizes for cell in cells]
         alive = most_alive(timeline, sizes, sends_stay=self._kernels == "cpu")

@@ -13,7 +13,8 @@ from ..config import PipelineConfig
 from .devices import Device
 
 _SECONDS = 0.15  # of each measurement
-_GPU_LINK, _CPU_LINK = 12e9, 1e9  # bytes/s to a neighbour, assumed: PCIe 3.0 ×16; gloo between processes of a machine
+_GPU_LINK = 12e9  # bytes/s to a neighbour, assumed: PCIe 3.0 ×16
+_CPU_LINK, _CPU_LATENCY, _CPU_HOST = 0.6e9, 1e-4, 1.5e-4  # gloo between processes, as benchmarks/emulated.py finds it
 
 
 def measure_device(pipeline: PipelineConfig) -> Device:
@@ -47,7 +48,8 @@ def _measure(device: torch.device, memory: float, link: float) -> Device:
         memory=memory,
         bandwidth=8 * numbers / _seconds(lambda: vector.add_(1.0), is_gpu),
         link=link,
-        latency=1e-5 if is_gpu else 2e-4,
+        latency=1e-5 if is_gpu else _CPU_LATENCY,
+        host=0.0 if is_gpu else _CPU_HOST,
         overhead=_seconds(lambda: small.add_(1.0), is_gpu),
         kernels="accelerator" if is_gpu else "cpu",
     )
