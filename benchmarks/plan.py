@@ -64,8 +64,10 @@ def compare(plan: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Iterator[d
             **({"recompute": cell["recompute_seconds"]} if recomputes else {}),
             "backward": cell["backward_seconds"],
         }
-        for what, seconds in said.items():
-            found = median(_seconds(step["cells"][cell["cell"]], what) for step in steps) / plan["M"]
+        taken = [{what: _seconds(step["cells"][cell["cell"]], what) / plan["M"] for what in said} for step in steps]
+        parts = {what: (seconds, median(step[what] for step in taken)) for what, seconds in said.items()}
+        parts["all of it"] = sum(said.values()), median(sum(step.values()) for step in taken)
+        for what, (seconds, found) in parts.items():
             row = {"cell": cell["cell"], "what": f"{what}, ms", "planned": 1e3 * seconds, "measured": 1e3 * found}
             yield {**row, "planned / measured": seconds / found}
     for what, key in (("bubble, %", "bubble"), ("bubble by the measured times, %", "bubble_predicted")):
