@@ -23,6 +23,11 @@ START_UP_SECONDS = 30.0  # two torchruns on a busy machine
 MARK = "GPIPE_TEST_MARK"
 
 
+def _hear_hang_up() -> None:
+    """Also where the tests themselves run under nohup, which what they start inherits."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 class Command:
     """One such process; all that it starts carries its mark in the environment."""
 
@@ -39,6 +44,7 @@ class Command:
             stderr=self.errors.open("w"),
             text=True,
             start_new_session=True,  # as a terminal's foreground job: its own process group, for Ctrl-C
+            preexec_fn=_hear_hang_up,
         )
         self.ready: list[dict[str, Any]] = []
 
