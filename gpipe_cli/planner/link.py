@@ -44,8 +44,9 @@ def measure_link(transport: Transport, rank: int) -> LinkTimes:
 
 def _messages(transport: Transport, rank: int, numbers: int) -> tuple[float, float, float]:
     """Median seconds of a send's call, of a receive's when its message is there, and from a send's begin to arrival."""
-    spec = BoundarySpec((TensorSpec((numbers,), torch.float64, False),))
-    content = torch.zeros(numbers, dtype=torch.float64)
+    # As the engine's: activations, and the micro-batch's targets behind them.
+    spec = BoundarySpec((TensorSpec((numbers,), torch.float64, False), TensorSpec((8,), torch.int64, False)))
+    content, targets = torch.zeros(numbers, dtype=torch.float64), torch.zeros(8, dtype=torch.int64)
     sending: list[float] = []
     receiving: list[float] = []
     arrival: list[float] = []
@@ -55,7 +56,7 @@ def _messages(transport: Transport, rank: int, numbers: int) -> tuple[float, flo
             time.sleep(_PAUSE)
             begin = time.perf_counter()
             content[0] = begin
-            transport.send(ACTIVATION, (content.clone(),), spec, 1, 1, number)
+            transport.send(ACTIVATION, (content, targets), spec, 1, 1, number)
             sending.append(time.perf_counter() - begin)
         elif rank == 1:
             begin = time.perf_counter()
@@ -64,7 +65,7 @@ def _messages(transport: Transport, rank: int, numbers: int) -> tuple[float, flo
             if not awaited:
                 time.sleep(1.5 * _PAUSE)  # so long that this message is there, and the next is not sent
             asked = time.perf_counter()
-            (message,) = transport.finish(pending)
+            message, _ = transport.finish(pending)
             end = time.perf_counter()
             if awaited:
                 arrival.append(end - float(message[0]))
