@@ -15,7 +15,7 @@ own cells, forward and backward, by a plain loop without engine and messages.
 
 bubble: share of the workers' time outside forward, recompute and backward in the last step of the engine, by its meter.
 planned: the same by the planner's simulation, from what the plain loop takes for the layers and what a message between
-two of these processes takes (`gpipe_cli.planner.link`).
+two of these processes takes (`gpipe_cli.bench.messages`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from torch import nn
 from benchmarks.common import Report, parser
 from gpipe_cli.bench.driver import EngineStep, Step, cpu_transport, engine_step, plain_step
 from gpipe_cli.bench.emulator import BACKWARD, LAYERS, WIDTH, SleepingLayer, forward_seconds
+from gpipe_cli.bench.messages import LinkTimes, measure_link
 from gpipe_cli.bench.peers import torch_interleaved_step, torch_pipelining_step
 from gpipe_cli.bench.turns import join_emulation, take_turns
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.launch.context import Context
-from gpipe_cli.pipeline.instruction import COMPUTE
 from gpipe_cli.pipeline.schedule import schedule
 from gpipe_cli.pipeline.simulate import Timeline, cost_durations, simulate
-from gpipe_cli.planner.link import LinkTimes, measure_link
+from gpipe_cli.trainer.trace import Recording, from_zero
 
 EXAMPLES = 64
 CELLS = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zero_bubble": 1}  # of a worker, by kind of schedule
@@ -104,13 +104,11 @@ def worker(context: Context, config: dict[str, Any]) -> dict[str, Any]:
 
 def measured_bubble(step: EngineStep, K: int) -> float:
     """Share of the workers' time outside computation, in the step taken last."""
-    spans = step.engine.meter.spans
-    computing = sum(span.end - span.start for span in spans if span.instruction.op in COMPUTE)
-    all_workers: list[Any] = [(spans[0].start, spans[-1].end, computing)] * K
+    workers: list[Any] = [step.engine.meter.spans] * K
     if K > 1:
-        dist.all_gather_object(all_workers, all_workers[0])
-    starts, ends, busy = zip(*all_workers, strict=True)
-    return 1 - sum(busy) / (K * (max(ends) - min(starts)))
+        dist.all_gather_object(workers, workers[0])
+    recordings = from_zero([Recording(spans, []) for spans in workers])
+    return Timeline([recording.spans for recording in recordings], tuple(range(K))).bubble
 
 
 def rows_of(K: int, setting: Mapping[str, Any], link: LinkTimes, found: Mapping[str, Any]) -> list[dict[str, Any]]:

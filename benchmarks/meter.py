@@ -21,6 +21,7 @@ import torch
 from benchmarks.common import Report, parser, seconds_in_turns, slower_by
 from benchmarks.overhead import SIZES, build_modules, random_parts
 from gpipe_cli.bench.driver import CPU, step_of_cells
+from gpipe_cli.cpu import keep_freed_memory
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
 from gpipe_cli.pipeline.engine import Part
 from gpipe_cli.pipeline.forecast import Forecast
@@ -115,6 +116,7 @@ def main() -> None:
     if arguments.quick:
         arguments.repetitions = min(arguments.repetitions, 7)
     torch.set_num_threads(1)
+    keep_freed_memory()
     columns = {"K": "d", "M": "d", "instructions": "d", "step, s": ".4f", "meter on/off": "+.2%", "quartiles": ""}
     report = Report({**columns, "marks, ms": ".3f", "report, ms": ".3f", "share": ".2%"})
     report.begin()

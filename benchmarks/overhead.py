@@ -24,6 +24,7 @@ from torch import nn
 
 from benchmarks.common import Report, parser, seconds_in_turns, slower_by
 from gpipe_cli.bench.driver import CPU, Step, engine_step, plain_step
+from gpipe_cli.cpu import keep_freed_memory
 from gpipe_cli.models.transformer import transformer
 from gpipe_cli.pipeline.cell import build_layer
 from gpipe_cli.pipeline.engine import Part
@@ -100,6 +101,7 @@ def main() -> None:
     if arguments.quick:
         arguments.repetitions = min(arguments.repetitions, 7)
     torch.set_num_threads(1)
+    keep_freed_memory()
     columns = {"model": "", "parameters": ",d", "schedule": "", "plain, s": ".4f", "same order, s": ".4f"}
     columns |= {"engine, s": ".4f", "slower by": "+.2%", "quartiles": ""}
     report = Report({**columns, "than same order": "+.2%", "its quartiles": ""})

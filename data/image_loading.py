@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from ..cores import usable_cores
+from ..cpu import usable_cores
 from ..errors import ConfigurationError
 from .image_files import BrokenImage, BrokenImageError, Images
 from .transforms import Transform

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import sentencepiece
 
-from ..cores import usable_cores
+from ..cpu import usable_cores
 from .cldr_corpus import cache_folder
 from .defects import Defect, refusal
 from .parallel_folders import PairFiles, find_pairs

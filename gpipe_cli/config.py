@@ -44,6 +44,11 @@ class PipelineConfig:
     sync_batchnorm: bool
 
     @property
+    def planned_workers(self) -> int:
+        """`workers`; where it is still "auto", one a cell."""
+        return self.K if self.workers == "auto" else self.workers
+
+    @property
     def worker_count(self) -> int:
         """`workers`, once it is a number.
 

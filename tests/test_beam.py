@@ -13,7 +13,7 @@ import torch
 from beam_jobs import BOS, EOS, build, log_probabilities, sentences, settings, through_pipeline
 from torch import Tensor
 
-from gpipe_cli.launch.context import torch_threads
+from gpipe_cli.cpu import torch_threads
 from gpipe_cli.launch.supervisor import Job, launch
 from gpipe_cli.trainer.beam import BeamSearch, Hypothesis
 

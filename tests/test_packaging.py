@@ -23,13 +23,13 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 # Who may import whom, below gpipe_cli. Names are modules or packages; a longer name wins over a shorter one.
 ARROWS = {
-    "cores": set(),
+    "cpu": set(),
     "errors": set(),
     "layers": set(),
     "typed_section": {"errors"},
     "config": {"errors", "typed_section"},
     "commands": {
-        *("cores", "errors", "config", "typed_section", "conf", "commands", "launch"),
+        *("cpu", "errors", "config", "typed_section", "conf", "commands", "launch"),
         *("trainer.checkpoint_files", "trainer.compatibility"),  # what a checkpoint is, without torch
         *("trainer.translation_scores", "trainer.language_pictures"),  # BLEU of languages, without torch
         *("tasks.bleu", "data.sentences"),  # BLEU, the vocabularies that a run has kept: without torch
@@ -41,16 +41,16 @@ ARROWS = {
     "commands.report": {"commands", "bench"},
     "bench": {
         *("errors", "typed_section", "layers", "bench", "models", "pipeline", "trainer", "launch", "planner"),
-        *("cores", "commands.devices"),  # how many CPU cores and GPUs there are
+        *("cpu", "commands.devices"),  # how many CPU cores and GPUs there are
     },
     "planner": {
-        *("cores", "errors", "typed_section", "config", "conf", "layers", "planner", "pipeline", "data.source"),
+        *("cpu", "errors", "typed_section", "config", "conf", "layers", "planner", "pipeline", "data.source"),
         *("trainer.build", "trainer.plan"),  # what the configuration's names stand for; what a micro-batch is
     },
-    "launch": {"errors", "launch"},
+    "launch": {"cpu", "errors", "launch"},
     "pipeline": {"errors", "layers", "pipeline"},
     "tasks": {"errors", "tasks"},
-    "data": {"cores", "errors", "data"},
+    "data": {"cpu", "errors", "data"},
     "models": {"errors", "layers", "models"},
     "conf": set(),
     "trainer": {

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpipe_cli.pipeline.boundary import Tensors, as_tensors
+from gpipe_cli.pipeline.boundary import Tensors, as_argument, as_tensors
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
 from gpipe_cli.pipeline.engine import Loss, Part, Pipeline, StepPlan
 from gpipe_cli.pipeline.randomness import NoiseSource
@@ -123,7 +123,7 @@ def plain_step(
     """
 
     def forward(inputs: Tensors, targets: Tensors) -> Tensor:
-        values: Tensor | Tensors = inputs if len(inputs) > 1 else inputs[0]
+        values = as_argument(inputs)
         for module in modules:
             values = module(values)
         return loss(as_tensors(values), targets)[0]

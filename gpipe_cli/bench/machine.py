@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.cores import usable_cores
+from gpipe_cli.cpu import usable_cores
 
 
 def machine() -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from gpipe_cli.pipeline.partition import cell_layers, partition
+from gpipe_cli.pipeline.partition import cell_costs, cell_layers, partition
 
 from .workers import run_workers
 
@@ -54,7 +54,7 @@ class Profile:
     def cell_shares(self, cells: int) -> list[float]:
         """The share of the forward that each cell takes."""
         whole = sum(self.costs)
-        return [sum(self.costs[i] for i in layers) / whole for layers in cell_layers(self.cut(cells))]
+        return [cost / whole for cost in cell_costs(self.costs, self.cut(cells))]
 
     def boundaries(self, cells: int) -> list[int]:
         """Bytes of one example in front of each cell; 0 in front of the first."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpipe_cli.config import PipelineConfig
-from gpipe_cli.cores import usable_cores
+from gpipe_cli.cpu import usable_cores
 from gpipe_cli.errors import ConfigurationError
 
 NVIDIA_SMI_SECONDS = 20.0

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from gpipe_cli.cpu import keep_freed_memory, torch_threads
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +76,7 @@ def call_entry(
     """
     module, _, function = entry.partition(":")
     main = getattr(import_module(module), function)
+    keep_freed_memory()
     try:
         with torch_threads(threads):
             value = main(context, config)
@@ -92,19 +94,3 @@ def _leave_group() -> None:
 
         if distributed.is_available() and distributed.is_initialized():
             distributed.destroy_process_group()
-
-
-@contextmanager
-def torch_threads(threads: int | None) -> Iterator[None]:
-    """Use this many threads inside operations, if torch is loaded; None leaves torch's own choice."""
-    if threads is None or "torch" not in sys.modules:
-        yield
-        return
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -30,6 +30,11 @@ def as_tensors(value: object) -> Tensors:
     raise TypeError(f"a layer returns a tensor or a tuple of tensors, not {type(value).__name__}")
 
 
+def as_argument(tensors: Sequence[Tensor]) -> Tensor | Tensors:
+    """What a layer is called with, as in a cell: one tensor alone, several as a tuple."""
+    return tensors[0] if len(tensors) == 1 else tuple(tensors)
+
+
 def is_channels_last(tensor: Tensor) -> bool:
     """Laid out as (N, H, W, C) and not also as (N, C, H, W)."""
     return tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..layers import LayerBuilder
 from .batchnorm import DeferredBatchNorm, defer_batchnorm
-from .boundary import GradientLayouts, Tensors, as_tensors, canonical
+from .boundary import GradientLayouts, Tensors, as_argument, as_tensors, canonical
 from .randomness import NoiseSource, weights_of_layer
 
 
@@ -114,7 +114,7 @@ class Cell:
         for (layer, forward, auxiliary_loss), seed in zip(self._calls, seeds, strict=True):
             self._noise.seed(seed)
             try:
-                outputs = forward(values if len(values) > 1 else values[0])
+                outputs = forward(as_argument(values))
                 if auxiliary_loss is not None:
                     auxiliary[layer.index] = auxiliary_loss(outputs, targets)
                 if layer.index in settled and isinstance(outputs, Tensor) and outputs.is_contiguous():
@@ -130,7 +130,7 @@ class Cell:
         """F_k without noise or graph; with ``caches`` (one dict a layer) one incremental call of generation."""
         values = inputs
         for position, layer in enumerate(self.layers):
-            argument = values if len(values) > 1 else values[0]
+            argument = as_argument(values)
             decode: Any = getattr(layer.module, "decode", None)
             try:
                 if caches is None or decode is None:

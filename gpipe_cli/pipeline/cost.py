@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..layers import LayerBuilder
-from .boundary import Tensors, as_tensors
+from .boundary import Tensors, as_argument, as_tensors
 from .layer_times import Autocast, LayerTimes, LayerTrial, Trials
 
 COSTS = ("flops", "parameters", "declared", "profile")
@@ -302,11 +302,6 @@ def _trial_of_loss(
     except Exception as error:
         raise CostError(f"the task's loss fails while it is timed: {type(error).__name__}: {error}") from error
     return trial
-
-
-def as_argument(tensors: Sequence[Tensor]) -> Tensor | Tensors:
-    """What a layer is called with, as in a cell: one tensor alone, several as a tuple."""
-    return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 
 def _number_of_parameters(module: nn.Module) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .batchnorm import DeferredBatchNorm, defer_batchnorm
-from .boundary import GradientLayouts, Tensors, as_tensors, canonical_gradient, is_channels_last
+from .boundary import GradientLayouts, Tensors, as_argument, as_tensors, canonical_gradient, is_channels_last
 from .randomness import NoiseSource
 
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -85,7 +85,7 @@ class LayerTrial:
         batchnorms = [part for part in layer.modules() if isinstance(part, DeferredBatchNorm)]
 
         def run(values: Tensors) -> Tensors:
-            return as_tensors(layer(values if len(values) > 1 else values[0]))
+            return as_tensors(layer(as_argument(values)))
 
         return cls(run, inputs, device, autocast, batchnorms)
 

@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..layers import LayerBuilder
 from ..pipeline.batchnorm import defer_batchnorm
-from ..pipeline.boundary import Tensors, as_tensors, canonical
-from ..pipeline.cost import CostError, TensorShape, as_argument, build_key, build_without_memory, fake_mode
+from ..pipeline.boundary import Tensors, as_argument, as_tensors, canonical
+from ..pipeline.cost import CostError, TensorShape, build_key, build_without_memory, fake_mode
 from ..pipeline.halves import backward_of_inputs
 from .tracking import Operation, Saved, Tracker, storage_key
 

@@ -5,16 +5,16 @@ Always on tensors without values; under `plan.device=this` they are run and time
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..config import Settings
-from ..cores import usable_cores
+from ..config import PipelineConfig, Settings
+from ..cpu import keep_freed_memory, torch_threads, usable_cores
 from ..errors import ConfigurationError
 from ..layers import LayerBuilder
 from ..pipeline.boundary import Tensors
@@ -22,7 +22,7 @@ from ..pipeline.cost import CostError, LayerCost, Profile, TensorShape, layer_co
 from ..trainer.build import build_autocast
 from .example import example_part
 from .layer_facts import BoundaryTensor, LayerFacts, measure_layers, measure_loss
-from .neighbours import busy_neighbours
+from .neighbours import Neighbours
 from .options import Options
 from .timing import Clock
 
@@ -78,6 +78,7 @@ class Measurements:
         self._settings, self._options, self._builders, self._task = settings, options, builders, task
         self._clock, self._kernels = clock, kernels
         self._known: dict[int, Measurement] = {}
+        self._other_workers = _other_workers(settings.pipeline)
 
     def of(self, parts: int) -> Measurement:
         """For a mini-batch in so many parts: M times replicas.
@@ -141,30 +142,20 @@ class Measurements:
     def _run(self, inputs: Tensors, targets: Tensors, device: torch.device) -> Profile:
         autocast = build_autocast(self._settings.precision, device)
         given, wanted = (tuple(_with_values(tensor, device) for tensor in side) for side in (inputs, targets))
-        with _threads(self._settings.pipeline.threads), self._neighbours(device):
+        keep_freed_memory()
+        beside = self._other_workers.busy() if device.type == "cpu" else nullcontext()
+        with torch_threads(self._settings.pipeline.threads), beside:
             return profile_layers(
                 self._builders, given, device, autocast, lambda outputs: self._task.loss(outputs, wanted)[0]
             )
 
-    def _neighbours(self, device: torch.device) -> AbstractContextManager[None]:
-        """Workers of a CPU share the machine with each other, which they feel: as many as compute at the same time."""
-        pipeline = self._settings.pipeline
-        workers = (pipeline.K if pipeline.workers == "auto" else pipeline.workers) * pipeline.replicas
-        beside = min(workers, usable_cores() // pipeline.threads) - 1
-        return busy_neighbours(beside, pipeline.threads) if device.type == "cpu" and beside > 0 else nullcontext()
+
+def _other_workers(pipeline: PipelineConfig) -> Neighbours:
+    """Workers of a CPU share the machine with each other, which they feel: as many as compute at the same time."""
+    at_once = min(pipeline.planned_workers * pipeline.replicas, usable_cores() // pipeline.threads)
+    return Neighbours(max(0, at_once - 1), pipeline.threads)
 
 
 def _with_values(tensor: Tensor, device: torch.device) -> Tensor:
     """Ones, which may stand for tokens, labels and pixels."""
     return torch.ones_like(tensor, device=device)
-
-
-@contextmanager
-def _threads(number: int) -> Iterator[None]:
-    """So many inside an operation, as a worker has them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

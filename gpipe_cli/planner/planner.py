@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ..config import PipelineConfig, Settings
 from ..errors import ConfigurationError
-from ..pipeline.partition import partition
+from ..pipeline.partition import cell_costs, partition
 from ..pipeline.schedule import Instruction, Op, ScheduleError, schedule
 from ..pipeline.simulate import ideal_bubble, simulate
 from ..trainer.build import Cut, build_model, build_optimizer, build_task, cut_by_costs, refuse_sharing_across_cells
@@ -67,9 +67,8 @@ class Planner:
             ConfigurationError: the model cannot be cut so, or has no such schedule.
         """
         pipeline = pipeline or self.settings.pipeline
-        workers = pipeline.K if pipeline.workers == "auto" else pipeline.workers
         measured = self._measurements.of(pipeline.M * pipeline.replicas)
-        cut = cut_by_costs(self.builders, measured.costs, pipeline, workers)
+        cut = cut_by_costs(self.builders, measured.costs, pipeline, pipeline.planned_workers)
         refuse_sharing_across_cells(self.builders, cut.sizes)
         cells = build_cells(measured.layers, measured.loss, cut.layers, measured.inputs, measured.target_bytes)
         try:
@@ -173,8 +172,7 @@ class Planner:
         if measured.loss is not None:
             costs[-1] += self._clock.layer(measured.loss).total
         sizes = partition(costs, pipeline.K, "min_max")
-        ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
-        best = max(sum(costs[end - size : end]) for size, end in zip(sizes, ends, strict=True))
+        best = max(cell_costs(costs, sizes))
         gain = slowest / best - 1 if best else 0.0
         return (sizes, gain) if gain >= 0.01 else (None, 0.0)
 

@@ -10,6 +10,7 @@ from statistics import median
 import torch
 
 from ..config import PipelineConfig
+from ..cpu import keep_freed_memory, torch_threads
 from .devices import Device
 
 _SECONDS = 0.15  # of each measurement
@@ -24,14 +25,10 @@ def measure_device(pipeline: PipelineConfig) -> Device:
     """
     if pipeline.device != "cpu" and torch.cuda.is_available():
         return _measure(torch.device("cuda"), float(torch.cuda.get_device_properties(0).total_memory), _GPU_LINK)
-    before = torch.get_num_threads()
-    torch.set_num_threads(pipeline.threads)
-    try:
-        workers = pipeline.K if pipeline.workers == "auto" else pipeline.workers
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return _measure(torch.device("cpu"), memory / (workers * pipeline.replicas), _CPU_LINK)
-    finally:
-        torch.set_num_threads(before)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    keep_freed_memory()
+    with torch_threads(pipeline.threads):
+        return _measure(torch.device("cpu"), memory / (pipeline.planned_workers * pipeline.replicas), _CPU_LINK)
 
 
 def _measure(device: torch.device, memory: float, link: float) -> Device:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..pipeline.boundary import BoundarySpec, TensorSpec
-from ..pipeline.transport import ACTIVATION, Transport
+from gpipe_cli.pipeline.boundary import BoundarySpec, TensorSpec
+from gpipe_cli.pipeline.transport import ACTIVATION, Transport
 
 MESSAGES = 20  # of each kind
 _PAUSE = 0.002  # seconds before each: a worker that has just computed sends with a cold cache
