@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -128,12 +129,24 @@ class TensorSpec:
     def of(cls, tensor: Tensor) -> TensorSpec:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, is_channels_last(tensor))
 
-    def view_of(self, message: Tensor) -> Tensor:
-        """The tensor that lies in its slice of a message."""
-        if not self.channels_last:
-            return message.view(self.dtype).view(self.shape)
-        n, c, h, w = self.shape
-        return message.view(self.dtype).view(n, h, w, c).permute(0, 3, 1, 2)
+    def view_of(self, message: Tensor, start: int) -> Tensor:
+        """The tensor that begins at byte ``start`` of a message; the message is a storage of its own."""
+        return message.view(self.dtype).as_strided(self.shape, self._strides, start // self.dtype.itemsize)
+
+    def bytes_of(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """``tensor`` as it lies in a message: a flat uint8 tensor, a view where nothing has to change."""
+        if tensor.requires_grad or tensor.dtype is not self.dtype or tensor.device != device:
+            tensor = tensor.detach().to(device, self.dtype)
+        if self.channels_last:
+            tensor = tensor.permute(0, 2, 3, 1)
+        return tensor.contiguous().view(-1).view(torch.uint8)
+
+    @cached_property
+    def _strides(self) -> tuple[int, ...]:
+        if self.channels_last:
+            _, channels, height, width = self.shape
+            return (channels * height * width, 1, width * channels, channels)
+        return tuple(prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
 
     @property
     def size(self) -> int:
@@ -158,11 +171,20 @@ class BoundarySpec:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each tensor starts in a packed message, and at the end the message's length, in bytes."""
-        positions = [0]
-        for tensor in self.tensors:
-            positions.append(positions[-1] + -(-tensor.size // ALIGNMENT) * ALIGNMENT)
-        return tuple(positions)
+        """Where each tensor starts in a packed message, and at the end the message's length, in bytes.
+
+        One tensor alone is a message as it is.
+        """
+        alignment = 1 if len(self.tensors) == 1 else ALIGNMENT
+        return tuple(accumulate((-(-t.size // alignment) * alignment for t in self.tensors), initial=0))
+
+    @cached_property
+    def paddings(self) -> tuple[tuple[int, int], ...]:
+        """(number, bytes) of each tensor that the next one does not follow at once."""
+        gaps = [
+            end - start - t.size for t, start, end in zip(self.tensors, self.offsets, self.offsets[1:], strict=False)
+        ]
+        return tuple((number, padding) for number, padding in enumerate(gaps) if padding)
 
     @property
     def size(self) -> int:
@@ -185,23 +207,21 @@ class BoundarySpec:
 def pack(tensors: Sequence[Tensor], spec: BoundarySpec, device: torch.device) -> Tensor:
     """The tensors as one message on ``device``: a flat uint8 tensor of ``spec.size``.
 
-    A single tensor that is laid out as a message is, is not copied: the message is a view of it.
+    A single tensor that is laid out as a message is, is not copied: the message is a view of it. A worker that has
+    just computed packs with a cold cache, where every operation costs ten times what it does in a loop: so there are
+    few of them, here and in `unpack`.
     """
-    if len(tensors) == 1 and tensors[0].device == device and tensors[0].is_contiguous():
-        flat = tensors[0].detach().view(-1).view(torch.uint8)
-        if flat.numel() == spec.size and spec.tensors[0].dtype == tensors[0].dtype:
-            return flat
-    message = torch.empty(spec.size, dtype=torch.uint8, device=device)
-    for view, tensor in zip(unpack(message, spec), tensors, strict=True):
-        view.copy_(tensor)
-    return message
+    pieces = [described.bytes_of(tensor, device) for tensor, described in zip(tensors, spec.tensors, strict=True)]
+    if len(pieces) == 1:
+        return pieces[0]
+    for number, padding in spec.paddings:
+        pieces[number] = torch.nn.functional.pad(pieces[number], (0, padding))
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8, device=device)
 
 
 def unpack(message: Tensor, spec: BoundarySpec) -> Tensors:
     """The tensors that lie in a packed message: views, nothing is copied."""
-    return tuple(
-        t.view_of(message[start : start + t.size]) for t, start in zip(spec.tensors, spec.offsets, strict=False)
-    )
+    return tuple(t.view_of(message, start) for t, start in zip(spec.tensors, spec.offsets, strict=False))
 
 
 def fresh_leaves(tensors: Tensors, spec: BoundarySpec) -> Tensors:

@@ -54,6 +54,7 @@ class Transport:
     ) -> None:
         self._ranks, self._device, self._wire = ranks, device, wire
         self._groups, self._control = groups, control
+        self._rank = dist.get_rank()
         self._sending: deque[tuple[dist.Work | None, Tensor]] = deque()
         self._described: dict[tuple[int, Hashable], BoundarySpec] = {}
 
@@ -64,7 +65,7 @@ class Transport:
         if message.numel() == 0:
             return
         to = self._ranks[to_cell]
-        work = dist.isend(message, to, group=self._group(kind, to > dist.get_rank()), tag=_tag(kind, tag_cell, number))
+        work = dist.isend(message, to, group=self._group(kind, to > self._rank), tag=_tag(kind, tag_cell, number))
         self._sending.append((work, message))
 
     def post(self, kind: int, spec: BoundarySpec, from_cell: int, tag_cell: int, number: int) -> PendingReceive:
@@ -73,7 +74,7 @@ class Transport:
         if message.numel() == 0:
             return PendingReceive(None, message, spec)
         by = self._ranks[from_cell]
-        work = dist.irecv(message, by, group=self._group(kind, by < dist.get_rank()), tag=_tag(kind, tag_cell, number))
+        work = dist.irecv(message, by, group=self._group(kind, by < self._rank), tag=_tag(kind, tag_cell, number))
         return PendingReceive(work, message, spec)
 
     def _group(self, kind: int, to_later: bool) -> dist.ProcessGroup:

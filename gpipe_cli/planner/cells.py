@@ -138,6 +138,9 @@ def _halves(layers: Sequence[LayerFacts], kept: Sequence[int]) -> _Halves:
 
 
 def _packed(sizes: Sequence[int]) -> int:
+    """As `BoundarySpec.offsets` have it."""
+    if len(sizes) == 1:
+        return sizes[0]
     return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
 
 

@@ -1,0 +1,77 @@
+"""What passes between cells: described, packed into one message, and taken out of it again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpipe_cli.pipeline.boundary import ALIGNMENT, BoundarySpec, fresh_leaves, is_channels_last, pack, unpack
+
+CPU = torch.device("cpu")
+NUMBERS = torch.arange(1, 31)
+IMAGES = torch.randn(2, 3, 4, 5)
+BOUNDARIES = {
+    "one tensor": (torch.randn(2, 3),),
+    "one of an odd number of bytes": (NUMBERS.bool()[:7],),
+    "activations and targets": (torch.randn(4, 6), NUMBERS[:4]),
+    "all sizes of numbers": tuple(NUMBERS.to(t) for t in (torch.bool, torch.bfloat16, torch.float32, torch.float64)),
+    "a number without dimensions": (torch.tensor(3.5), torch.tensor(True)),
+    "an empty tensor between two": (NUMBERS, torch.zeros(0, 4), NUMBERS.int()),
+    "rows that are not contiguous": (torch.randn(6, 4).t(), NUMBERS[::3]),
+    "expanded": (torch.randn(1, 4).expand(3, 4),),
+    "images": (IMAGES, NUMBERS[:2]),
+    "channels-last images": (IMAGES.contiguous(memory_format=torch.channels_last), NUMBERS[:2]),
+    "channels-last images alone": (IMAGES.contiguous(memory_format=torch.channels_last),),
+    "nothing": (),
+}
+
+
+@pytest.fixture(params=BOUNDARIES)
+def tensors(request: pytest.FixtureRequest) -> tuple[Tensor, ...]:
+    return BOUNDARIES[request.param]
+
+
+def test_what_is_packed_comes_out_with_its_values_and_its_layout(tensors: tuple[Tensor, ...]) -> None:
+    spec = BoundarySpec.of(tensors)
+    message = pack(tensors, spec, CPU)
+    assert message.dtype == torch.uint8 and message.shape == (spec.size,)
+    for taken, given in zip(unpack(message.clone(), spec), tensors, strict=True):
+        assert taken.dtype == given.dtype
+        assert torch.equal(taken, given)
+        assert is_channels_last(taken) == is_channels_last(given)
+        assert taken.is_contiguous() or is_channels_last(given)
+
+
+def test_the_other_side_learns_the_same_description(tensors: tuple[Tensor, ...]) -> None:
+    spec = BoundarySpec.of(tensors)
+    assert BoundarySpec.from_bytes(spec.to_bytes()) == spec
+
+
+def test_every_tensor_of_several_starts_at_a_multiple_of_the_alignment(tensors: tuple[Tensor, ...]) -> None:
+    spec = BoundarySpec.of(tensors)
+    assert all(offset % ALIGNMENT == 0 for offset in spec.offsets[: len(tensors)])
+
+
+def test_a_contiguous_tensor_alone_is_sent_without_a_copy() -> None:
+    tensor = torch.randn(3, 5)
+    assert pack((tensor,), BoundarySpec.of((tensor,)), CPU).data_ptr() == tensor.data_ptr()
+
+
+def test_what_is_taken_out_of_a_message_is_not_copied() -> None:
+    tensors = (torch.randn(3, 5), torch.arange(4))
+    spec = BoundarySpec.of(tensors)
+    message = pack(tensors, spec, CPU)
+    assert [t.data_ptr() - message.data_ptr() for t in unpack(message, spec)] == list(spec.offsets[:2])
+
+
+def test_packing_builds_no_graph() -> None:
+    tensors = (torch.randn(3, 5, requires_grad=True), torch.randn(2, requires_grad=True))
+    assert not pack(tensors, BoundarySpec.of(tensors), CPU).requires_grad
+
+
+def test_leaves_collect_gradients_where_the_boundary_says_so() -> None:
+    spec = BoundarySpec.of((torch.randn(3, requires_grad=True), torch.arange(3)))
+    values, ids = fresh_leaves((torch.randn(3) * 2, torch.arange(3)), spec)
+    assert values.requires_grad and values.is_leaf
+    assert not ids.requires_grad
