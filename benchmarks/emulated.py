@@ -15,7 +15,7 @@ own cells, forward and backward, by a plain loop without engine and messages.
 
 bubble: share of the workers' time outside forward, recompute and backward in the last step of the engine, by its meter.
 planned: the same by the planner's simulation, from what the plain loop takes for the layers and what a message between
-two of these processes takes (`gpipe_cli.bench.messages`).
+two of these processes takes (`gpipe_cli.planner.link`).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from torch import nn
 from benchmarks.common import Report, parser
 from gpipe_cli.bench.driver import EngineStep, Step, cpu_transport, engine_step, plain_step
 from gpipe_cli.bench.emulator import BACKWARD, LAYERS, WIDTH, SleepingLayer, forward_seconds
-from gpipe_cli.bench.messages import LinkTimes, measure_link
 from gpipe_cli.bench.peers import torch_interleaved_step, torch_pipelining_step
 from gpipe_cli.bench.turns import join_emulation, take_turns
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.launch.context import Context
 from gpipe_cli.pipeline.schedule import schedule
 from gpipe_cli.pipeline.simulate import Timeline, cost_durations, simulate
+from gpipe_cli.planner.link import LinkTimes, measure_link
 from gpipe_cli.trainer.trace import Recording, from_zero
 
 EXAMPLES = 64
@@ -92,6 +92,8 @@ def worker(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     watch = join_emulation(context, config["realtime"])
     rank, K = context.rank, context.world_size
     transport = cpu_transport(tuple(range(K)))
+    if transport is not None:
+        measure_link(transport, rank)  # warms up
     link = None if transport is None else measure_link(transport, rank)
     settings = []
     for setting in config["settings"]:

@@ -1,11 +1,11 @@
 """What gpipe-plan says of the cells' times and of the bubble, beside a run on the same machine.
 
-For each model and remat policy, some rounds: asks gpipe-plan with plan.device=this, then runs the installed
-gpipe-train for some steps. A measured time is the median over the steps of what a cell took for one micro-batch:
-forward, recompute (where there is any) and backward. Both models have micro-batches of one shape, as a plan has. The
-machine's speed wavers from minute to minute, and with it plans and runs: the median over the rounds counts. Give at
-most as many workers as there are free cores, because several on one core take turns. Further arguments go to both
-commands: `python -m benchmarks.plan pipeline.M=8`.
+For each model and remat policy: asks gpipe-plan with plan.device=this, then some rounds of a run of the installed
+gpipe-train and another plan. The machine's speed wavers from minute to minute, and with it plans and runs: each run is
+compared with the mean of the plans before and after it, and the median over the rounds counts. A measured time is the
+median over the steps of what a cell took for one micro-batch: forward, recompute (where there is any) and backward.
+Both models have micro-batches of one shape, as a plan has. Give at most as many workers as there are free cores,
+because several on one core take turns. Further arguments go to both commands: `python -m benchmarks.plan pipeline.M=8`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from benchmarks.common import Report, parser
@@ -47,6 +47,12 @@ def run(command: str, words: Sequence[str]) -> str:
     return done.stdout
 
 
+def planned(words: Sequence[str]) -> dict[str, Any]:
+    """By the layers' times on this machine."""
+    plan: dict[str, Any] = json.loads(run("gpipe-plan", [*words, "plan.device=this", "plan.format=json"]))
+    return plan
+
+
 def measured(words: Sequence[str], steps: int) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl of a run, without the first."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
@@ -55,15 +61,14 @@ def measured(words: Sequence[str], steps: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[WARM_UP:]]
 
 
-def compare(plan: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def compare(plans: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Milliseconds of each cell for one micro-batch, planned and measured, and the bubble in per cent."""
+    plan = plans[0]
     recomputes = plan["remat"] == "always"
+    keys = {"forward": "inference_seconds" if recomputes else "forward_seconds"}
+    keys |= ({"recompute": "recompute_seconds"} if recomputes else {}) | {"backward": "backward_seconds"}
     for cell in plan["cells"]:
-        said = {
-            "forward": cell["inference_seconds" if recomputes else "forward_seconds"],
-            **({"recompute": cell["recompute_seconds"]} if recomputes else {}),
-            "backward": cell["backward_seconds"],
-        }
+        said = {what: mean(each["cells"][cell["cell"]][key] for each in plans) for what, key in keys.items()}
         taken = [{what: _seconds(step["cells"][cell["cell"]], what) / plan["M"] for what in said} for step in steps]
         parts = {what: (seconds, median(step[what] for step in taken)) for what, seconds in said.items()}
         parts["all of it"] = sum(said.values()), median(sum(step.values()) for step in taken)
@@ -71,9 +76,9 @@ def compare(plan: dict[str, Any], steps: Sequence[dict[str, Any]]) -> Iterator[d
             row = {"cell": cell["cell"], "what": f"{what}, ms", "planned": 1e3 * seconds, "measured": 1e3 * found}
             yield {**row, "planned / measured": seconds / found}
     for what, key in (("bubble, %", "bubble"), ("bubble by the measured times, %", "bubble_predicted")):
-        found = median(step[key] for step in steps)
-        row = {"cell": "all", "what": what, "planned": 100 * plan["bubble"], "measured": 100 * found}
-        yield {**row, "planned / measured": plan["bubble"] / found if found else None}
+        found, bubble = median(step[key] for step in steps), mean(each["bubble"] for each in plans)
+        row = {"cell": "all", "what": what, "planned": 100 * bubble, "measured": 100 * found}
+        yield {**row, "planned / measured": bubble / found if found else None}
 
 
 def _seconds(cell: dict[str, float], what: str) -> float:
@@ -93,7 +98,7 @@ def medians(rounds: Sequence[Sequence[dict[str, Any]]]) -> Iterator[dict[str, An
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--steps", type=int, default=40, help="of each run that count (default: 40)")
-    options.add_argument("--rounds", type=int, default=5, help="plan and run, so many times (default: 5)")
+    options.add_argument("--rounds", type=int, default=5, help="runs between two plans each (default: 5)")
     options.add_argument("--models", default=",".join(MODELS), help="(default: %(default)s)")
     options.add_argument("--remats", default=",".join(REMATS), help="(default: %(default)s)")
     options.add_argument("overrides", nargs="*", help=f"for both commands; default: {' '.join(CUT)}")
@@ -107,9 +112,11 @@ def main() -> None:
     for model, remat in product(models, remats):
         words = [*MODELS[model], *CUT, f"pipeline.remat={remat}", *arguments.overrides]
         found = []
+        plans = [planned(words)]
         for _ in range(rounds):
-            plan = json.loads(run("gpipe-plan", [*words, "plan.device=this", "plan.format=json"]))
-            found.append(list(compare(plan, measured(words, steps))))
+            taken = measured(words, steps)
+            plans.append(planned(words))
+            found.append(list(compare(plans[-2:], taken)))
         for row in medians(found):
             report.add({"model": model, "remat": remat, **row})
     report.end(arguments.output)

@@ -12,26 +12,29 @@ import torch
 from ..config import PipelineConfig
 from ..cpu import keep_freed_memory, torch_threads
 from .devices import Device
+from .link import LinkTimes, link_between_processes
 
 _SECONDS = 0.15  # of each measurement
-_GPU_LINK = 12e9  # bytes/s to a neighbour, assumed: PCIe 3.0 ×16
-_CPU_LINK, _CPU_LATENCY, _CPU_HOST = 0.6e9, 1e-4, 1.5e-4  # gloo between processes, as benchmarks/emulated.py finds it
+_GPU_LINK = LinkTimes(host=0.0, latency=1e-5, rate=12e9)  # to a neighbour, assumed: PCIe 3.0 ×16
+_CPU_LINK = LinkTimes(host=1.5e-4, latency=1e-4, rate=0.6e9)  # where it cannot be measured; as found on two cores
 
 
 def measure_device(pipeline: PipelineConfig) -> Device:
-    """Rates of products and of memory, and what starting an operation costs, with the threads that a worker has.
+    """Rates of products and of memory, what starting an operation costs, and what messages between workers cost.
 
-    The link to a neighbour cannot be measured by one process and is assumed.
+    With the threads that a worker has. A link between GPUs is assumed, not measured.
     """
     if pipeline.device != "cpu" and torch.cuda.is_available():
         return _measure(torch.device("cuda"), float(torch.cuda.get_device_properties(0).total_memory), _GPU_LINK)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    workers = pipeline.planned_workers * pipeline.replicas
+    link = link_between_processes() if workers > 1 else None
     keep_freed_memory()
     with torch_threads(pipeline.threads):
-        return _measure(torch.device("cpu"), memory / (pipeline.planned_workers * pipeline.replicas), _CPU_LINK)
+        return _measure(torch.device("cpu"), memory / workers, link or _CPU_LINK)
 
 
-def _measure(device: torch.device, memory: float, link: float) -> Device:
+def _measure(device: torch.device, memory: float, link: LinkTimes) -> Device:
     is_gpu = device.type == "cuda"
     side = 8192 if is_gpu else 512
     numbers = (1 << 28) if is_gpu else (1 << 23)
@@ -44,9 +47,9 @@ def _measure(device: torch.device, memory: float, link: float) -> Device:
         half_flops=2 * side**3 / _seconds(lambda: torch.mm(half, half), is_gpu),
         memory=memory,
         bandwidth=8 * numbers / _seconds(lambda: vector.add_(1.0), is_gpu),
-        link=link,
-        latency=1e-5 if is_gpu else _CPU_LATENCY,
-        host=0.0 if is_gpu else _CPU_HOST,
+        link=link.rate,
+        latency=link.latency,
+        host=link.host,
         overhead=_seconds(lambda: small.add_(1.0), is_gpu),
         kernels="accelerator" if is_gpu else "cpu",
     )

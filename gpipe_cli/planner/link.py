@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
+from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from gpipe_cli.pipeline.boundary import BoundarySpec, TensorSpec
-from gpipe_cli.pipeline.transport import ACTIVATION, Transport
+from ..cpu import keep_freed_memory
+from ..pipeline.boundary import BoundarySpec, TensorSpec
+from ..pipeline.transport import ACTIVATION, Transport
 
 MESSAGES = 20  # of each kind
 _PAUSE = 0.002  # seconds before each: a worker that has just computed sends with a cold cache
 _LARGE = 1 << 20  # numbers of a message whose time is its bytes'
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}  # a laptop's own name may not resolve
+_PATIENCE = 60.0  # seconds for two processes that load torch and exchange 80 messages
 
 
 class LinkTimes(NamedTuple):
@@ -29,6 +38,29 @@ class LinkTimes(NamedTuple):
     host: float
     latency: float
     rate: float
+
+
+def link_between_processes() -> LinkTimes | None:
+    """Between two processes of this machine that are started for it, over gloo; None where they cannot be connected."""
+    with tempfile.TemporaryDirectory(prefix="gpipe-link-") as directory:
+        command = [sys.executable, "-m", __name__, directory]
+        # In a session of their own: Ctrl-C is the command's to answer.
+        how: dict[str, Any] = {"stderr": subprocess.DEVNULL, "start_new_session": True, "env": os.environ | _LOOPBACK}
+        ends = [subprocess.Popen([*command, str(rank)], **how) for rank in range(2)]
+        try:
+            if max(end.wait(_PATIENCE) for end in ends) != 0:
+                return None
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            for end in ends:
+                end.kill()
+                end.wait()
+        return LinkTimes(*json.loads(_answer(directory).read_text(encoding="utf-8")))
+
+
+def _answer(directory: str) -> Path:
+    return Path(directory) / "times.json"
 
 
 def measure_link(transport: Transport, rank: int) -> LinkTimes:
@@ -52,6 +84,7 @@ def _messages(transport: Transport, rank: int, numbers: int) -> tuple[float, flo
     arrival: list[float] = []
     for number in range(2 * MESSAGES):
         awaited = number % 2 == 0  # else it is there before it is asked for
+        dist.barrier()  # nothing else is on its way
         if rank == 0:
             time.sleep(_PAUSE)
             begin = time.perf_counter()
@@ -63,7 +96,7 @@ def _messages(transport: Transport, rank: int, numbers: int) -> tuple[float, flo
             pending = transport.post(ACTIVATION, spec, 0, 1, number)
             posted = time.perf_counter()
             if not awaited:
-                time.sleep(1.5 * _PAUSE)  # so long that this message is there, and the next is not sent
+                time.sleep(2 * _PAUSE)  # so long that a small message is there
             asked = time.perf_counter()
             message, _ = transport.finish(pending)
             end = time.perf_counter()
@@ -78,3 +111,23 @@ def _messages(transport: Transport, rank: int, numbers: int) -> tuple[float, flo
 def _typical(seconds: list[float]) -> float:
     """Their median; 0 on a worker that did nothing of the kind."""
     return median(seconds) if seconds else 0.0
+
+
+def main(directory: str, rank: int) -> None:
+    """One of the two processes."""
+    cpu = torch.device("cpu")
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    dist.init_process_group("gloo", store=dist.FileStore(str(Path(directory) / "store"), 2), rank=rank, world_size=2)
+    world = dist.group.WORLD
+    assert world is not None
+    transport = Transport((0, 1), cpu, cpu, (world, world), world)
+    measure_link(transport, rank)  # warms up
+    times = measure_link(transport, rank)
+    if rank == 0:
+        _answer(directory).write_text(json.dumps(times), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
