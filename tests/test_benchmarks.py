@@ -25,6 +25,7 @@ SMALL = {
     "exchange": "--workers 2 --rounds 10",
     "meter": "--shapes 2,2 --examples 4 --tokens 4 --repetitions 2",
     "plan": "--quick debug=tiny",
+    "cell_times": "--quick debug=tiny",
     "corpus": "--quick --tokens 20000 --batches 2",
 }
 
