@@ -27,6 +27,7 @@ from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.config import Settings
 from gpipe_cli.launch.context import Context
+from gpipe_cli.pipeline.boundary import Tensors
 from gpipe_cli.pipeline.cost import Profile, profile_layers
 from gpipe_cli.pipeline.layer_times import total_times
 from gpipe_cli.planner.example import example_part
@@ -56,13 +57,17 @@ def worker(context: Context, config: Mapping[str, Any]) -> list[list[dict[str, T
     engine = (cut.placement, world.worker, make_transport(world, cut), parts, pipeline.schedule, pipeline.remat)
     step = step_of_cells(cells, *engine, task.loss)
     autocast = build_autocast(settings.precision, CPU)
+
+    def loss(outputs: Tensors) -> torch.Tensor:
+        return task.loss(outputs, targets)[0]
+
     others = Neighbours(world.size - 1 if world.rank == 0 else 0, pipeline.threads)
     rounds = []
     for _ in range(config["rounds"]):
         profiles: list[Any] = [None]
         if world.rank == 0:
             with others.busy():
-                profiles[0] = profile_layers(builders, inputs, CPU, autocast, lambda made: task.loss(made, targets)[0])
+                profiles[0] = profile_layers(builders, inputs, CPU, autocast, loss, targets)
         dist.broadcast_object_list(profiles)
         planned = planned_times(profiles[0], cut.layers[mine.number], pipeline.remat == "always")
         rounds.append({"planned": planned, "measured": measured_times(step, config["steps"], pipeline.M)})

@@ -73,6 +73,26 @@ def test_a_loss_that_fails_is_named() -> None:
         profile(partial(nn.Linear, 8, 8), loss=lambda outputs: outputs[1])
 
 
+class Judged(nn.Linear):
+    """Like AmoebaNet's cell with an auxiliary head: its output is judged beside what follows."""
+
+    def auxiliary_loss(self, outputs: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
+        return sleeping_loss((outputs - targets[0],))
+
+
+def test_an_auxiliary_loss_belongs_to_its_layer() -> None:
+    judged, other = profile(partial(Judged, 8, 8), partial(nn.Linear, 8, 8), targets=(torch.zeros(4, 8),)).times
+    assert min(judged.inference, judged.forward, judged.recompute) >= FORWARD
+    assert judged.backward >= BACKWARD
+    assert max(other.forward, other.backward) < FORWARD
+    assert profile(partial(Judged, 8, 8)).times[0].forward < FORWARD  # without targets there is nothing to judge by
+
+
+def test_an_auxiliary_loss_that_fails_is_named_with_its_layer() -> None:
+    with pytest.raises(CostError, match=r"layer 'layer_0'.*IndexError"):
+        profile(partial(Judged, 8, 8), targets=())
+
+
 def test_layers_that_are_equal_are_timed_once() -> None:
     first, second, third = profile(*[partial(Sleeping, 8, 8)] * 3).times
     assert second is third  # the first differs: its input needs no gradient

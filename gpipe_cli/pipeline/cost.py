@@ -250,6 +250,7 @@ def profile_layers(
     device: torch.device,
     autocast: Autocast = nullcontext,
     loss: Callable[[Tensors], Tensor] | None = None,
+    targets: Tensors | None = None,
 ) -> Profile:
     """Runs the layers, of equal ones one, and times forward and backward: the median of some repeats.
 
@@ -259,6 +260,7 @@ def profile_layers(
         device: where it runs.
         autocast: makes the context in which forward runs.
         loss: of the last layer's outputs; None: it is not timed.
+        targets: of the micro-batch, for layers with an ``auxiliary_loss``; None: those are not timed.
 
     Raises:
         CostError: a layer that fails, or the loss; it says which, and for a layer the way out.
@@ -275,7 +277,7 @@ def profile_layers(
             keys.append((build_key(builder, index), shapes, tuple(tensor.requires_grad for tensor in values)))
             if keys[-1] not in known:
                 module = _build(builder).to(device)
-                trial = LayerTrial.of(module, values, device, autocast)
+                trial = LayerTrial.of(module, values, device, autocast, targets)
                 with _named(builder, shapes):
                     outputs = trial.outputs()
                 made = tuple(TensorShape.of(tensor) for tensor in outputs)
@@ -296,7 +298,7 @@ def profile_layers(
 def _trial_of_loss(
     loss: Callable[[Tensors], Tensor], outputs: Tensors, device: torch.device, autocast: Autocast
 ) -> LayerTrial:
-    trial = LayerTrial(lambda values: (loss(values),), outputs, device, autocast)
+    trial = LayerTrial(lambda values: ((loss(values),), ()), outputs, device, autocast)
     try:
         trial.outputs()
     except Exception as error:

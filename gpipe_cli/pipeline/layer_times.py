@@ -55,7 +55,7 @@ class LayerTrial:
     """One layer that is to be timed, with what a cell does around it: its noise, boundaries of one layout.
 
     Args:
-        run: inputs to outputs.
+        run: inputs to outputs, and to losses that stand beside them.
         inputs: for one micro-batch; a gradient is computed for those that need one.
         device: where it runs.
         autocast: makes the context in which forward runs.
@@ -64,7 +64,7 @@ class LayerTrial:
 
     def __init__(
         self,
-        run: Callable[[Tensors], Tensors],
+        run: Callable[[Tensors], tuple[Tensors, Tensors]],
         inputs: Tensors,
         device: torch.device,
         autocast: Autocast = nullcontext,
@@ -74,18 +74,26 @@ class LayerTrial:
         self._layouts, self._noise = GradientLayouts(), NoiseSource(0, 0, device)
         self._clock = _Clock(device)
         self._batchnorms = batchnorms
-        self._kept: list[tuple[list[Tensor], Tensors]] = []  # leaves and outputs of each graph
+        self._kept: list[tuple[list[Tensor], Tensors, Tensors]] = []  # leaves, outputs and losses of each graph
 
     @classmethod
     def of(
-        cls, module: nn.Module, inputs: Tensors, device: torch.device, autocast: Autocast = nullcontext
+        cls,
+        module: nn.Module,
+        inputs: Tensors,
+        device: torch.device,
+        autocast: Autocast = nullcontext,
+        targets: Tensors | None = None,
     ) -> LayerTrial:
-        """Of a module on ``device``."""
+        """Of a module on ``device``, with its ``auxiliary_loss`` if it has one and there are ``targets``."""
         layer = defer_batchnorm(module)
         batchnorms = [part for part in layer.modules() if isinstance(part, DeferredBatchNorm)]
+        auxiliary_loss = None if targets is None else getattr(layer, "auxiliary_loss", None)
 
-        def run(values: Tensors) -> Tensors:
-            return as_tensors(layer(as_argument(values)))
+        def run(values: Tensors) -> tuple[Tensors, Tensors]:
+            outputs = layer(as_argument(values))
+            losses = () if auxiliary_loss is None else (auxiliary_loss(outputs, targets),)
+            return as_tensors(outputs), losses
 
         return cls(run, inputs, device, autocast, batchnorms)
 
@@ -120,15 +128,15 @@ class LayerTrial:
         # Clones, because a layer may change its input in place, which autograd forbids for a leaf.
         values = tuple(leaf.clone() for leaf in leaves)
         with self._clock.running(phase), self._autocast():
-            outputs = self._settled(values)
-        self._kept.append((leaves, outputs))
+            outputs, losses = self._settled(values)
+        self._kept.append((leaves, outputs, losses))
 
     def backward(self) -> None:
         """Of the latest graph, which it forgets."""
-        leaves, outputs = self._kept.pop()
-        roots = [tensor for tensor in outputs if tensor.requires_grad]
+        leaves, outputs, losses = self._kept.pop()
+        roots = [tensor for tensor in outputs + losses if tensor.requires_grad]
         gradients = [torch.ones_like(root) for root in roots]
-        del outputs
+        del outputs, losses
         with self._clock.running("backward"):
             if roots:
                 torch.autograd.backward(roots, gradients)
@@ -136,9 +144,10 @@ class LayerTrial:
                 if leaf.grad is not None:
                     canonical_gradient(leaf.grad, is_channels_last(leaf))
 
-    def _settled(self, values: Tensors) -> Tensors:
+    def _settled(self, values: Tensors) -> tuple[Tensors, Tensors]:
         self._noise.seed_layer(0, 0, 0)
-        return self._layouts.settle(self._run(values), values, 0, None)
+        outputs, losses = self._run(values)
+        return self._layouts.settle(outputs, values, 0, None), losses
 
     def times(self) -> LayerTimes:
         """The medians of what has run."""

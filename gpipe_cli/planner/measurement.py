@@ -146,7 +146,7 @@ class Measurements:
         beside = self._other_workers.busy() if device.type == "cpu" else nullcontext()
         with torch_threads(self._settings.pipeline.threads), beside:
             return profile_layers(
-                self._builders, given, device, autocast, lambda outputs: self._task.loss(outputs, wanted)[0]
+                self._builders, given, device, autocast, lambda outputs: self._task.loss(outputs, wanted)[0], wanted
             )
 
 

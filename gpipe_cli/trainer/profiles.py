@@ -93,7 +93,9 @@ def profiled_costs(
     began = time.perf_counter()
     autocast = build_autocast(settings.precision, device)
     task, targets = build_task(settings.task), tuple(tensor.to(device) for tensor in part[1])
-    costs = profile_layers(builders, part[0], device, autocast, lambda outputs: task.loss(outputs, targets)[0]).costs
+    costs = profile_layers(
+        builders, part[0], device, autocast, lambda outputs: task.loss(outputs, targets)[0], targets
+    ).costs
     seconds = time.perf_counter() - began
     kept = _write(path, key, costs)
     say(f"profile of {len(costs)} layers measured in {seconds:.1f} s{f', kept in {path}' if kept else ''}")
