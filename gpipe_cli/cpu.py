@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_MALLOC_SETTINGS = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_"}
 _KEPT = (1 << 31) - 1  # bytes, the most that mallopt takes
 
 
@@ -46,7 +47,7 @@ def keep_freed_memory() -> None:
     alive, as in `gpipe`, thousands of page faults in every step (benchmarks/overhead.py). A user's own settings of
     malloc in the environment are left alone.
     """
-    if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
+    if _MALLOC_SETTINGS & os.environ.keys() or "malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
