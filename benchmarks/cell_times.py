@@ -11,17 +11,15 @@ workers as there are free cores.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
-from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import Report, parser
-from benchmarks.plan import CUT, MODELS, REMATS
+from benchmarks.common import Report
+from benchmarks.plan import COLUMNS, cell_rows, comparison, configurations, kinds_of_work, medians
 from gpipe_cli.bench.driver import EngineStep, step_of_cells
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.commands.plan import make_request
@@ -29,7 +27,7 @@ from gpipe_cli.config import Settings
 from gpipe_cli.launch.context import Context
 from gpipe_cli.pipeline.boundary import Tensors
 from gpipe_cli.pipeline.cost import Profile, profile_layers
-from gpipe_cli.pipeline.layer_times import total_times
+from gpipe_cli.pipeline.layer_times import LayerTimes, cell_total
 from gpipe_cli.planner.example import example_part
 from gpipe_cli.planner.neighbours import Neighbours
 from gpipe_cli.trainer.assembly import make_transport
@@ -37,11 +35,10 @@ from gpipe_cli.trainer.build import build_autocast, build_cells, build_model, bu
 from gpipe_cli.trainer.world import join_world
 
 CPU = torch.device("cpu")
-Times = dict[str, float]  # seconds of each kind of work
 
 
-def worker(context: Context, config: Mapping[str, Any]) -> list[list[dict[str, Times]]]:
-    """Entry point: for each cell, by round, what was `planned` for it and `measured`; as many workers as cells."""
+def worker(context: Context, config: Mapping[str, Any]) -> list[list[list[dict[str, Any]]]]:
+    """Entry point: for each cell, by round, the rows of the table; as many workers as cells."""
     world = join_world(context, context.world_size, 1, "cpu", "gloo")
     settings = Settings.from_config(config["settings"])
     pipeline = settings.pipeline
@@ -69,69 +66,37 @@ def worker(context: Context, config: Mapping[str, Any]) -> list[list[dict[str, T
             with others.busy():
                 profiles[0] = profile_layers(builders, inputs, CPU, autocast, loss, targets)
         dist.broadcast_object_list(profiles)
-        planned = planned_times(profiles[0], cut.layers[mine.number], pipeline.remat == "always")
-        rounds.append({"planned": planned, "measured": measured_times(step, config["steps"], pipeline.M)})
+        times = planned_times(profiles[0], cut.layers[mine.number])
+        said = {what: getattr(times, key) for what, key in kinds_of_work(pipeline.remat).items()}
+        rounds.append(list(cell_rows(mine.number, said, measured_steps(step, config["steps"]), pipeline.M)))
     return world.gather_everyone(rounds)  # type: ignore[no-any-return]  # torch's own annotation
 
 
-def planned_times(profile: Profile, layers: range, recomputes: bool) -> Times:
-    """Of one cell and micro-batch, as a plan adds them up."""
-    model = [profile.times[layer] for layer in layers]
-    scored = total_times(model + ([profile.loss] if profile.loss and layers.stop == len(profile.times) else []))
-    if recomputes:  # a forward without a graph leaves the loss to the run that counts
-        forward = total_times(model).inference
-        return {"forward": forward, "recompute": scored.recompute, "backward": scored.backward}
-    return {"forward": scored.forward, "backward": scored.backward}
+def planned_times(profile: Profile, layers: range) -> LayerTimes:
+    """Of one cell, as a plan adds them up."""
+    with_loss = profile.loss is not None and layers.stop == len(profile.times)
+    return cell_total([profile.times[layer] for layer in layers], [profile.loss] if with_loss else [])
 
 
-def measured_times(step: EngineStep, steps: int, M: int) -> Times:
-    """Of this worker's cell and one micro-batch: medians over the steps, after one that does not count."""
+def measured_steps(step: EngineStep, steps: int) -> list[dict[str, float]]:
+    """Seconds of this worker's cell by kind of instruction, of each step after one that does not count."""
     taken = []
-    for number in range(1 + steps):
+    for _ in range(1 + steps):
         step()
-        if number:
-            seconds = step.engine.meter.seconds()
-            taken.append({op.name.lower(): spent / M for (op, _), spent in seconds.items()})
-    return {what: statistics.median(each[what] for each in taken) for what in taken[0]}
-
-
-def rows_of(cell: int, rounds: Sequence[Mapping[str, Times]]) -> list[dict[str, Any]]:
-    """One for each kind of work, and one for all of it."""
-    kinds = tuple(rounds[0]["planned"])  # messages and waiting, which a meter also knows, are no work of a cell
-    rows = []
-    for what, parts in {**{kind: (kind,) for kind in kinds}, "all of it": kinds}.items():
-        planned, measured = (
-            [sum(found[side][part] for part in parts) for found in rounds] for side in ("planned", "measured")
-        )
-        ratios = [said / took for said, took in zip(planned, measured, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-        row = {"cell": cell, "what": f"{what}, ms", "planned": 1e3 * statistics.median(planned)}
-        row |= {"measured": 1e3 * statistics.median(measured), "planned / measured": middle}
-        rows.append({**row, "quartiles": f"{low:.2f} … {high:.2f}", "ratios": ratios})
-    return rows
+        taken.append({op.name.lower(): seconds for (op, _), seconds in step.engine.meter.seconds().items()})
+    return taken[1:]
 
 
 def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--steps", type=int, default=4, help="of each round that count (default: 4)")
-    options.add_argument("--rounds", type=int, default=15, help="times the layers, takes the steps (default: 15)")
-    options.add_argument("--models", default=",".join(MODELS), help="(default: %(default)s)")
-    options.add_argument("--remats", default=",".join(REMATS), help="(default: %(default)s)")
-    options.add_argument("overrides", nargs="*", help=f"of the configuration; default: {' '.join(CUT)}")
-    arguments = options.parse_args()
-    models, remats = arguments.models.split(","), arguments.remats.split(",")
-    if arguments.quick:
-        models, remats, arguments.rounds = models[:1], remats[:1], 2
-    columns = {"model": "", "remat": "", "cell": "d", "what": "", "planned": ".2f", "measured": ".2f"}
-    report = Report({**columns, "planned / measured": ".3f", "quartiles": ""})
+    arguments = comparison(__doc__, steps=4, rounds=15)
+    report = Report({**COLUMNS, "quartiles": ""})
     report.begin()
-    for model, remat in product(models, remats):
-        settings = make_request([*MODELS[model], *CUT, f"pipeline.remat={remat}", *arguments.overrides]).settings
+    for name, words in configurations(arguments):
+        settings = make_request(words).settings
         config = {"settings": asdict(settings), "steps": arguments.steps, "rounds": arguments.rounds}
-        found = run_workers("benchmarks.cell_times:worker", settings.pipeline.K, config)
-        for cell, rounds in enumerate(found):
-            for row in rows_of(cell, rounds):
-                report.add({"model": model, "remat": remat, **row})
+        for rounds in run_workers("benchmarks.cell_times:worker", settings.pipeline.K, config):
+            for row in medians(rounds):
+                report.add({**name, **row})
     cells = [row for row in report.rows if row["what"].startswith("all of it")]
     near = [row for row in cells if abs(row["planned / measured"] - 1) <= 0.1]
     report.end(arguments.output, [f"within 10 % of the measured time: {len(near)} of {len(cells)} cells"])

@@ -92,8 +92,6 @@ def worker(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     watch = join_emulation(context, config["realtime"])
     rank, K = context.rank, context.world_size
     transport = cpu_transport(tuple(range(K)))
-    if transport is not None:
-        measure_link(transport, rank)  # warms up
     link = None if transport is None else measure_link(transport, rank)
     settings = []
     for setting in config["settings"]:

@@ -1,4 +1,4 @@
-"""How a process uses the CPU: its cores, torch's threads, the memory that it keeps."""
+"""How processes use a machine's CPU: cores, torch's threads, the memory that they keep, how gloo connects them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+# A laptop's own name may not resolve, and processes of one machine need no network.
+GLOO_ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _MALLOC_SETTINGS = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_"}
@@ -38,6 +41,14 @@ def torch_threads(threads: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def as_worker(threads: int | None) -> Iterator[None]:
+    """Compute as a worker of a pipeline does: with so many threads, and keeping memory from now on."""
+    keep_freed_memory()
+    with torch_threads(threads):
+        yield
 
 
 def keep_freed_memory() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import pty
 import signal
@@ -488,25 +489,27 @@ def test_version_is_that_of_the_package() -> None:
     assert answer.stdout == f"gpipe-train {__version__}\n"
 
 
-def processor_seconds(command: list[str], folder: Path) -> float:
-    before = os.times()
-    subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True)
-    after = os.times()
-    return after.children_user + after.children_system - before.children_user - before.children_system
+def fastest(command: list[str], folder: Path, enough: float = 0.0) -> float:
+    """Seconds of processor time, the least of up to ten: other work on the machine only ever adds.
+
+    Args:
+        enough: stop as soon as one is below this; 0: three times.
+    """
+    times = [math.inf]
+    while len(times) <= (10 if enough else 3) and min(times) >= enough:
+        before = os.times()
+        subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True)
+        after = os.times()
+        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
+    return min(times)
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("words", [["--help"], ["pipeline.k=4"], ["pipeline.K=0"], ["--cfg", "job"]])
 def test_short_answers_come_within_half_a_second(tmp_path: Path, words: list[str]) -> None:
-    """On a machine that imports Hydra in 0.2 s; where other work slows it down, both are slower at the same time."""
-    tries = []
-    while len(tries) < 10:
-        machine = processor_seconds([sys.executable, "-c", "import hydra, hydra.utils"], tmp_path) / 0.2
-        answer = processor_seconds([sys.executable, "-m", "gpipe_cli.commands.train", *words], tmp_path)
-        if answer < 0.5 * max(1.0, machine):
-            return
-        tries.append((answer, machine))
-    pytest.fail(f"seconds, and how much slower than it should be the machine was: {tries}")
+    slower = fastest([sys.executable, "-c", "import hydra, hydra.utils"], tmp_path) / 0.2  # than a machine of 2024
+    limit = 0.5 * max(1.0, slower)
+    assert fastest([sys.executable, "-m", "gpipe_cli.commands.train", *words], tmp_path, enough=limit) < limit
 
 
 def test_the_command_process_never_imports_torch(tmp_path: Path) -> None:

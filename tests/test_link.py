@@ -24,7 +24,14 @@ def test_it_is_measured_between_two_processes() -> None:
 
 
 def test_processes_that_fail_are_told_from_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(link._LOOPBACK, "GLOO_SOCKET_IFNAME", "no-such-interface")
+    monkeypatch.setattr(link, "GLOO_ON_ONE_MACHINE", {"GLOO_SOCKET_IFNAME": "no-such-interface"})
+    assert link_between_processes() is None
+
+
+def test_processes_that_are_killed_are_told_from_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    popen = subprocess.Popen
+    death = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    monkeypatch.setattr(link.subprocess, "Popen", lambda *_, **__: popen(death))
     assert link_between_processes() is None
 
 

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpipe_cli.cpu import keep_freed_memory, torch_threads
+from gpipe_cli.cpu import as_worker
 
 if TYPE_CHECKING:
     import torch
@@ -76,9 +76,8 @@ def call_entry(
     """
     module, _, function = entry.partition(":")
     main = getattr(import_module(module), function)
-    keep_freed_memory()
     try:
-        with torch_threads(threads):
+        with as_worker(threads):
             value = main(context, config)
     except BaseException:
         if always_leave_group:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gpipe_cli.cpu import GLOO_ON_ONE_MACHINE
 from gpipe_cli.launch import report
 from gpipe_cli.launch.channel import LEAVE, STOP, LineReader
 from gpipe_cli.launch.report import STARTER, WorkerFailed
@@ -318,5 +319,5 @@ def _environment(job: Job) -> dict[str, str]:
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "OPENBLAS_NUM_THREADS": "1",  # it starts its threads when numpy is imported, which would rule out the fork
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        **GLOO_ON_ONE_MACHINE,
     }

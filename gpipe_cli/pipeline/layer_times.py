@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from statistics import median
 from typing import Any
 
@@ -49,6 +49,11 @@ class LayerTimes:
 def total_times(times: Sequence[LayerTimes]) -> LayerTimes:
     """Of layers that run one after the other."""
     return LayerTimes(*(sum(getattr(each, part.name) for each in times) for part in fields(LayerTimes)))
+
+
+def cell_total(layers: Sequence[LayerTimes], loss: Sequence[LayerTimes]) -> LayerTimes:
+    """Of a cell with these layers and, if it is the last, the loss, which a forward without a graph does not need."""
+    return replace(total_times([*layers, *loss]), inference=total_times(layers).inference)
 
 
 class LayerTrial:

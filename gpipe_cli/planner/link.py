@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..cpu import keep_freed_memory
+from ..cpu import GLOO_ON_ONE_MACHINE, keep_freed_memory
 from ..pipeline.boundary import BoundarySpec, TensorSpec
 from ..pipeline.transport import ACTIVATION, Transport
 
 MESSAGES = 20  # of each kind
 _PAUSE = 0.002  # seconds before each: a worker that has just computed sends with a cold cache
 _LARGE = 1 << 20  # numbers of a message whose time is its bytes'
-_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}  # a laptop's own name may not resolve
 _PATIENCE = 60.0  # seconds for two processes that load torch and exchange 80 messages
 
 
@@ -45,17 +44,22 @@ def link_between_processes() -> LinkTimes | None:
     with tempfile.TemporaryDirectory(prefix="gpipe-link-") as directory:
         command = [sys.executable, "-m", __name__, directory]
         # In a session of their own: Ctrl-C is the command's to answer.
-        how: dict[str, Any] = {"stderr": subprocess.DEVNULL, "start_new_session": True, "env": os.environ | _LOOPBACK}
+        how: dict[str, Any] = {
+            "stderr": subprocess.DEVNULL,
+            "start_new_session": True,
+            "env": os.environ | GLOO_ON_ONE_MACHINE,
+        }
         ends = [subprocess.Popen([*command, str(rank)], **how) for rank in range(2)]
         try:
-            if max(end.wait(_PATIENCE) for end in ends) != 0:
-                return None
+            codes = [end.wait(_PATIENCE) for end in ends]
         except subprocess.TimeoutExpired:
             return None
         finally:
             for end in ends:
                 end.kill()
                 end.wait()
+        if any(codes):
+            return None
         return LinkTimes(*json.loads(_answer(directory).read_text(encoding="utf-8")))
 
 
@@ -65,9 +69,10 @@ def _answer(directory: str) -> Path:
 
 def measure_link(transport: Transport, rank: int) -> LinkTimes:
     """Worker 0 sends to worker 1; every worker of the process group calls this and gets the same answer."""
-    sending, receiving, latency = _messages(transport, rank, 1)
-    whole = _messages(transport, rank, _LARGE)[2]
-    times = torch.tensor([sending, receiving, latency, whole], dtype=torch.float64)
+    for _ in range(2):  # the first time warms up
+        sending, receiving, arrival = _messages(transport, rank, 1)
+        whole = _messages(transport, rank, _LARGE)[2]
+    times = torch.tensor([sending, receiving, arrival, whole], dtype=torch.float64)
     dist.all_reduce(times)  # each was found by one worker, the others add 0
     sending, receiving, arrival, whole = times.tolist()
     latency = max(0.0, arrival - sending)
@@ -121,9 +126,7 @@ def main(directory: str, rank: int) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(Path(directory) / "store"), 2), rank=rank, world_size=2)
     world = dist.group.WORLD
     assert world is not None
-    transport = Transport((0, 1), cpu, cpu, (world, world), world)
-    measure_link(transport, rank)  # warms up
-    times = measure_link(transport, rank)
+    times = measure_link(Transport((0, 1), cpu, cpu, (world, world), world), rank)
     if rank == 0:
         _answer(directory).write_text(json.dumps(times), encoding="utf-8")
     dist.destroy_process_group()

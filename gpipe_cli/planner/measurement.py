@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..config import PipelineConfig, Settings
-from ..cpu import keep_freed_memory, torch_threads, usable_cores
+from ..cpu import as_worker, usable_cores
 from ..errors import ConfigurationError
 from ..layers import LayerBuilder
 from ..pipeline.boundary import Tensors
@@ -142,9 +142,8 @@ class Measurements:
     def _run(self, inputs: Tensors, targets: Tensors, device: torch.device) -> Profile:
         autocast = build_autocast(self._settings.precision, device)
         given, wanted = (tuple(_with_values(tensor, device) for tensor in side) for side in (inputs, targets))
-        keep_freed_memory()
         beside = self._other_workers.busy() if device.type == "cpu" else nullcontext()
-        with torch_threads(self._settings.pipeline.threads), beside:
+        with as_worker(self._settings.pipeline.threads), beside:
             return profile_layers(
                 self._builders, given, device, autocast, lambda outputs: self._task.loss(outputs, wanted)[0], wanted
             )

@@ -10,7 +10,7 @@ from statistics import median
 import torch
 
 from ..config import PipelineConfig
-from ..cpu import keep_freed_memory, torch_threads
+from ..cpu import as_worker
 from .devices import Device
 from .link import LinkTimes, link_between_processes
 
@@ -29,8 +29,7 @@ def measure_device(pipeline: PipelineConfig) -> Device:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     workers = pipeline.planned_workers * pipeline.replicas
     link = link_between_processes() if workers > 1 else None
-    keep_freed_memory()
-    with torch_threads(pipeline.threads):
+    with as_worker(pipeline.threads):
         return _measure(torch.device("cpu"), memory / workers, link or _CPU_LINK)
 
 

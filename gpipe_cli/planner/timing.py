@@ -7,9 +7,9 @@ memory's. To both belongs a share that a real run reaches (`plan.efficiency`), a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from ..pipeline.layer_times import LayerTimes, total_times
+from ..pipeline.layer_times import LayerTimes, cell_total
 from ..pipeline.schedule import Instruction, Op
 from .cells import CellFacts
 from .devices import Device
@@ -70,12 +70,12 @@ class Clock:
 
 
 def cell_times(cells: Sequence[CellFacts], clock: Clock) -> list[LayerTimes]:
-    """Of every cell, at speed 1. A forward without a graph leaves the loss to the run that counts."""
+    """Of every cell, at speed 1."""
     made = []
     for cell in cells:
         times = [clock.layer(layer) for layer in cell.layers]
-        model = times[: cell.last - cell.first + 1]
-        made.append(replace(total_times(times), inference=total_times(model).inference))
+        layers = cell.last - cell.first + 1
+        made.append(cell_total(times[:layers], times[layers:]))
     return made
 
 
