@@ -11,7 +11,7 @@ lies outside, for the engine and the peers alike (benchmarks.exchange times it).
 first; after that the contenders take turns, and the median of the repetitions is shown.
 
 plain: efficiency of the plain loop, the ceiling of the emulation: all workers at the same time run the layers of their
-own cells, forward and backward, by a plain loop without engine and messages.
+own cells, forward and backward, by a plain loop without engine and messages; for zero_bubble with its two halves.
 
 bubble: share of the workers' time outside forward, recompute and backward in the last step of the engine, by its meter.
 planned: the same by the planner's simulation, from what the plain loop takes for the layers and what a message between
@@ -20,7 +20,7 @@ two of these processes takes (`gpipe_cli.planner.link`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,31 +28,42 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.common import Report, parser
-from gpipe_cli.bench.driver import EngineStep, Step, cpu_transport, engine_step, plain_step
+from gpipe_cli.bench.driver import EngineStep, HalvesStep, Step, cpu_transport, engine_step, plain_step
 from gpipe_cli.bench.emulator import BACKWARD, LAYERS, WIDTH, SleepingLayer, forward_seconds
 from gpipe_cli.bench.peers import torch_interleaved_step, torch_pipelining_step
 from gpipe_cli.bench.turns import join_emulation, take_turns
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.launch.context import Context
-from gpipe_cli.pipeline.schedule import schedule
+from gpipe_cli.pipeline.schedule import Instruction, Op, schedule
 from gpipe_cli.pipeline.simulate import Timeline, cost_durations, simulate
 from gpipe_cli.planner.link import LinkTimes, measure_link
 from gpipe_cli.trainer.trace import Recording, from_zero
 
 EXAMPLES = 64
+FREE = LinkTimes(0.0, 0.0, 0.0)
+HALVES = "plain halves"
 CELLS = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zero_bubble": 1}  # of a worker, by kind of schedule
 SERIAL_SECONDS = {1: 1.5, 4: 3.0, 32: 8.0}  # of forward and backward by M: long enough that sleeps exceed 1 ms
 QUICK_SERIAL_SECONDS = {1: 0.5, 4: 1.0, 32: 4.0}
 
 
 def timeline(
-    kind: str, K: int, M: int, remat: str, serial_seconds: float, latency: float = 0.0, host: float = 0.0
+    kind: str, K: int, M: int, remat: str, duration: Callable[[Instruction], float], link: LinkTimes = FREE
 ) -> Timeline:
-    """The step of one kind of schedule as it would be on ideal workers; its span is the shortest possible one."""
+    """The step of one kind of schedule, with cells that take so long."""
     placement = tuple(range(K)) * CELLS[kind]
-    cell = forward_seconds(serial_seconds, M) * LAYERS / len(placement)
-    duration = cost_durations([cell] * len(placement), BACKWARD)
-    return simulate(schedule(kind, placement, M, remat), placement, duration, latency, host)
+    return simulate(schedule(kind, placement, M, remat), placement, duration, link.latency, link.host)
+
+
+def even(kind: str, K: int, M: int, serial_seconds: float) -> Callable[[Instruction], float]:
+    """All cells alike, backward as much longer as the layers' sleep: by itself the limit."""
+    cells = K * CELLS[kind]
+    return cost_durations([forward_seconds(serial_seconds, M) * LAYERS / cells] * cells, BACKWARD)
+
+
+def in_halves(workers: Sequence[Mapping[str, float]], M: int) -> Callable[[Instruction], float]:
+    """As the plain loop with two halves took them, on each worker; a forward once more takes as long as the first."""
+    return lambda i: workers[i.cell][(Op.FORWARD if i.op is Op.RECOMPUTE else i.op).name] / M
 
 
 def kinds_on(workers: int) -> list[str]:
@@ -68,6 +79,9 @@ def contenders(rank: int, K: int, M: int, remat: str, serial_seconds: float) -> 
 
     parts = [((rows,), (rows,)) for rows in batch.tensor_split(M)]
     steps: dict[str, Step | None] = {"plain": plain_step(layers(), parts)}
+    if "zero_bubble" in kinds_on(K):  # the first cell's input needs no gradient, as in the pipeline
+        asked = [((rows.clone().requires_grad_(rank > 0),), (rows,)) for (rows,), _ in parts]
+        steps[HALVES] = HalvesStep(layers(divisible=True), asked)
     for kind in kinds_on(K):
         mine = layers(divisible=kind == "zero_bubble")
         steps[kind] = engine_step(mine, rank, K, parts, kind, remat, cells_here=CELLS[kind])
@@ -88,7 +102,8 @@ def peer(
 
 
 def worker(context: Context, config: dict[str, Any]) -> dict[str, Any]:
-    """Entry point: `LinkTimes` as ``link``, and for each of ``settings`` the seconds and bubble of each contender."""
+    """Entry point: `LinkTimes` as ``link``; for each of ``settings`` the seconds and bubble of each contender, and of
+    each worker the seconds of a plain loop with two halves."""
     watch = join_emulation(context, config["realtime"])
     rank, K = context.rank, context.world_size
     transport = cpu_transport(tuple(range(K)))
@@ -98,8 +113,17 @@ def worker(context: Context, config: dict[str, Any]) -> dict[str, Any]:
         steps = contenders(rank, K, setting["M"], setting["remat"], setting["serial_seconds"])
         seconds = take_turns(steps, config["repetitions"], watch)
         bubbles = {name: measured_bubble(step, K) for name, step in steps.items() if isinstance(step, EngineStep)}
-        settings.append({"seconds": seconds, "bubbles": bubbles})
-    return {"link": (0.0, 0.0, 0.0) if link is None else tuple(link), "settings": settings}
+        settings.append({"seconds": seconds, "bubbles": bubbles, HALVES: of_all_workers(steps.get(HALVES), K)})
+    return {"link": tuple(link or FREE), "settings": settings}
+
+
+def of_all_workers(step: Step | None, K: int) -> list[dict[str, float]]:
+    """Seconds of each kind of work by its name, in the loop taken last."""
+    if not isinstance(step, HalvesStep):
+        return []
+    workers: list[Any] = [None] * K
+    dist.all_gather_object(workers, {op.name: spent for op, spent in step.seconds.items()})
+    return workers
 
 
 def measured_bubble(step: EngineStep, K: int) -> float:
@@ -114,25 +138,26 @@ def measured_bubble(step: EngineStep, K: int) -> float:
 def rows_of(K: int, setting: Mapping[str, Any], link: LinkTimes, found: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows = []
     seconds = found["seconds"]
+    M, remat, serial = setting["M"], setting["remat"], setting["serial_seconds"]
     for kind in kinds_on(K):
-        key = (kind, K, setting["M"], setting["remat"])
-        limit = timeline(*key, setting["serial_seconds"]).span
-        planned = timeline(*key, seconds["plain"] * K, link.latency, link.host).bubble
+        plain = seconds[HALVES if kind == "zero_bubble" else "plain"]
+        expected = in_halves(found[HALVES], M) if kind == "zero_bubble" else even(kind, K, M, plain * K)
+        limit = timeline(kind, K, M, remat, even(kind, K, M, serial)).span
         step, other = seconds[kind], seconds[f"torch {kind}"]
         rows.append(
             {
                 "K": K,
-                "M": setting["M"],
-                "remat": setting["remat"],
+                "M": M,
+                "remat": remat,
                 "schedule": kind,
                 "limit, s": limit,
                 "step, s": step,
                 "of limit": limit / step,
-                "plain": setting["serial_seconds"] / K / seconds["plain"],
+                "plain": serial / K / plain,
                 "torch, s": other,
                 "torch / ours": None if other is None else other / step,
                 "bubble": found["bubbles"][kind],
-                "planned": planned,
+                "planned": timeline(kind, K, M, remat, expected, link).bubble,
             }
         )
     return rows

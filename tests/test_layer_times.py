@@ -57,6 +57,15 @@ def test_forward_and_backward_of_every_layer_are_timed() -> None:
     assert slow.total == slow.forward + slow.backward
 
 
+def test_halves_of_a_backward_are_timed_apart() -> None:
+    """The layer sleeps on the gradient's way to the input; where nobody waits for that, the first half does it all."""
+    first, second = profile(*[partial(Sleeping, 8, 8)] * 2).times
+    assert second.input_gradient >= BACKWARD
+    assert 0 < second.weight_gradient < BACKWARD
+    assert first.input_gradient >= BACKWARD
+    assert first.weight_gradient < BACKWARD / 10
+
+
 def test_the_loss_stands_behind_the_last_layer_which_pays_for_it() -> None:
     found = profile(partial(nn.Linear, 8, 8), partial(nn.Linear, 8, 4), loss=sleeping_loss)
     assert found.loss is not None
@@ -122,4 +131,5 @@ def test_batchnorm_gathers_in_every_forward_but_not_when_it_is_recomputed() -> N
 
 
 def test_times_of_layers_add_up() -> None:
-    assert total_times([LayerTimes(1, 2, 3, 4), LayerTimes(10, 20, 30, 40)]) == LayerTimes(11, 22, 33, 44)
+    ones, tens = LayerTimes(1, 2, 3, 4, 5, 6), LayerTimes(10, 20, 30, 40, 50, 60)
+    assert total_times([ones, tens]) == LayerTimes(11, 22, 33, 44, 55, 66)

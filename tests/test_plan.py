@@ -207,7 +207,8 @@ def test_the_times_of_a_cell_are_those_of_its_layers_and_the_loss_is_in_the_last
 
     def table(builders: Any, *arguments: Any) -> Profile:
         layers = [LayerCost(builder.name, 0, None, None, 6.0) for builder in builders]
-        return Profile(layers, [LayerTimes(1.0, 2.0, 3.0, 4.0) for _ in builders], LayerTimes(10.0, 20.0, 30.0, 40.0))
+        loss = LayerTimes(10.0, 20.0, 30.0, 40.0, 50.0, 0.0)
+        return Profile(layers, [LayerTimes(1.0, 2.0, 3.0, 4.0, 5.0, 6.0) for _ in builders], loss)
 
     monkeypatch.setattr(measurement, "profile_layers", table)
     made = planned(*OWN[:-1], "plan.device=this", "pipeline.K=2", "pipeline.partition=[6,2]", "model.layers=8")
@@ -215,6 +216,8 @@ def test_the_times_of_a_cell_are_those_of_its_layers_and_the_loss_is_in_the_last
     assert (first.inference_seconds, first.forward_seconds, first.recompute_seconds) == (6, 12, 18)
     assert (last.inference_seconds, last.forward_seconds, last.recompute_seconds) == (2, 24, 36)
     assert (first.backward_seconds, last.backward_seconds) == (24, 48)
+    assert (first.input_gradient_seconds, first.weight_gradient_seconds) == (24, 0)  # nobody waits for its first half
+    assert (last.input_gradient_seconds, last.weight_gradient_seconds) == (60, 12)
     assert first.share == 36 / 108
     by_time = planned(*OWN[:-1], "plan.device=this", "pipeline.K=2", "pipeline.cost=profile", "model.layers=8")
     assert [cell.layers for cell in by_time.cells] == [7, 1]  # 7 · 6 s, and 6 s with a loss of 60
@@ -226,6 +229,17 @@ def test_layers_and_loss_are_timed_on_this_machine() -> None:
     assert made.cells[1].forward_seconds >= SleepingTask.SECONDS
     assert made.cells[1].inference_seconds < SleepingTask.SECONDS
     assert all(cell.backward_seconds > 0 for cell in made.cells)
+
+
+def test_halves_of_a_backward_have_their_own_operations() -> None:
+    """A matrix product has one for its input and one for its weight; what stands behind it and has no weight, only the
+    first kind."""
+    _, second = planned(*OWN, "pipeline.K=2", "plan.efficiency=1", "pipeline.schedule=zero_bubble").cells
+    assert second.input_gradient_seconds == pytest.approx(second.weight_gradient_seconds, rel=0.05)
+    attention = planned("model=transformer_lm_small", "pipeline.K=2", "pipeline.schedule=zero_bubble").cells[1]
+    assert attention.input_gradient_seconds > attention.weight_gradient_seconds > 0
+    halves = attention.input_gradient_seconds + attention.weight_gradient_seconds
+    assert attention.backward_seconds <= halves < 1.1 * attention.backward_seconds
 
 
 def test_a_slower_device_and_a_slower_link_make_the_step_longer() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,8 @@ from torch.nn import functional as F
 from gpipe_cli.pipeline.boundary import Tensors, as_argument, as_tensors
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
 from gpipe_cli.pipeline.engine import Loss, Part, Pipeline, StepPlan
+from gpipe_cli.pipeline.halves import backward_of_inputs
+from gpipe_cli.pipeline.instruction import Op
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.pipeline.schedule import Instruction, schedule
 from gpipe_cli.pipeline.transport import Transport
@@ -138,3 +142,33 @@ def plain_step(
             forward(*part).backward()  # type: ignore[no-untyped-call]  # torch's own annotation
 
     return step
+
+
+@dataclass(frozen=True)
+class HalvesStep:
+    """A plain loop whose backwards are in two halves, with a clock beside it.
+
+    Attributes:
+        seconds: of all micro-batches of the latest step, by kind of work.
+    """
+
+    modules: Sequence[nn.Module]
+    parts: Sequence[Part]
+    loss: Loss = squared_loss
+    seconds: dict[Op, float] = field(default_factory=lambda: defaultdict(float))
+
+    def __call__(self) -> None:
+        self.seconds.clear()
+        for inputs, targets in self.parts:
+            start = time.perf_counter()
+            values = as_argument(inputs)
+            for module in self.modules:
+                values = module(values)
+            loss = self.loss(as_tensors(values), targets)[0]
+            scored = time.perf_counter()
+            weights = backward_of_inputs([loss], [torch.ones_like(loss)], inputs)
+            handed_back = time.perf_counter()
+            weights.run()
+            self.seconds[Op.FORWARD] += scored - start
+            self.seconds[Op.INPUT_GRADIENT] += handed_back - scored
+            self.seconds[Op.WEIGHT_GRADIENT] += time.perf_counter() - handed_back

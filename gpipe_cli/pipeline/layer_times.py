@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .batchnorm import DeferredBatchNorm, defer_batchnorm
 from .boundary import GradientLayouts, Tensors, as_argument, as_tensors, canonical_gradient, is_channels_last
+from .halves import backward_of_inputs
 from .randomness import NoiseSource
 
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -32,13 +33,16 @@ class LayerTimes:
     Attributes:
         inference: forward without a graph. forward: with one.
         recompute: forward once more, in which BatchNorm gathers nothing.
-        backward: of both its halves.
+        backward: as a whole.
+        input_gradient, weight_gradient: its halves (`pipeline/halves.py`); together they take longer than the whole.
     """
 
     inference: float
     forward: float
     recompute: float
     backward: float
+    input_gradient: float
+    weight_gradient: float
 
     @property
     def total(self) -> float:
@@ -138,16 +142,27 @@ class LayerTrial:
 
     def backward(self) -> None:
         """Of the latest graph, which it forgets."""
-        leaves, outputs, losses = self._kept.pop()
-        roots = [tensor for tensor in outputs + losses if tensor.requires_grad]
+        leaves, roots = self._latest_graph()
         gradients = [torch.ones_like(root) for root in roots]
-        del outputs, losses
         with self._clock.running("backward"):
             if roots:
                 torch.autograd.backward(roots, gradients)
-            for leaf in leaves:
-                if leaf.grad is not None:
-                    canonical_gradient(leaf.grad, is_channels_last(leaf))
+            _hand_back(leaves)
+
+    def backward_in_halves(self) -> None:
+        """Likewise, the gradients of weights after those of the inputs."""
+        leaves, roots = self._latest_graph()
+        gradients = [torch.ones_like(root) for root in roots]
+        with self._clock.running("input_gradient"):
+            weights = backward_of_inputs(roots, gradients, leaves) if roots else None
+            _hand_back(leaves)
+        with self._clock.running("weight_gradient"):
+            if weights is not None:
+                weights.run()
+
+    def _latest_graph(self) -> tuple[list[Tensor], list[Tensor]]:
+        leaves, outputs, losses = self._kept.pop()
+        return leaves, [tensor for tensor in outputs + losses if tensor.requires_grad]
 
     def _settled(self, values: Tensors) -> tuple[Tensors, Tensors]:
         self._noise.seed_layer(0, 0, 0)
@@ -156,11 +171,18 @@ class LayerTrial:
 
     def times(self) -> LayerTimes:
         """The medians of what has run."""
-        return LayerTimes(*(self._clock.median(phase) for phase in ("inference", "forward", "recompute", "backward")))
+        return LayerTimes(*(self._clock.median(phase.name) for phase in fields(LayerTimes)))
 
     def forget(self) -> None:
         """What has run does not count."""
         self._clock.forget()
+
+
+def _hand_back(leaves: Sequence[Tensor]) -> None:
+    """The gradients of a cell's inputs, in the layout in which they travel."""
+    for leaf in leaves:
+        if leaf.grad is not None:
+            canonical_gradient(leaf.grad, is_channels_last(leaf))
 
 
 class Trials:
@@ -201,7 +223,7 @@ class Trials:
             for trial in trials:  # one graph at a time, as with re-materialization
                 trial.recompute()
             for trial in reversed(trials):
-                trial.backward()
+                trial.backward_in_halves()
             for trial in trials * in_flight:
                 trial.forward()
             for trial in trials[::-1] * in_flight:

@@ -130,11 +130,11 @@ def _halves(layers: Sequence[LayerFacts], kept: Sequence[int]) -> _Halves:
     """``kept``: by the graphs of the layers up to each."""
     noted = first = graph = 0
     for layer, kept_up_to_it in zip(reversed(layers), reversed(kept), strict=True):
-        first = max(first, noted + layer.halves.first)
+        first = max(first, noted + layer.halves.first.peak)
         noted += layer.halves.noted
         if layer.halves.waits:
             graph = max(graph, kept_up_to_it)  # what lies behind the last weight is forgotten
-    return _Halves(graph + noted, first, max(layer.halves.second for layer in layers))
+    return _Halves(graph + noted, first, max(layer.halves.second.peak for layer in layers))
 
 
 def _packed(sizes: Sequence[int]) -> int:

@@ -47,7 +47,7 @@ class BoundaryTensor:
 
 @dataclass(frozen=True)
 class Phase:
-    """Forward or backward of one layer.
+    """Forward, backward or half a backward of one layer.
 
     Attributes:
         operations: in order.
@@ -65,13 +65,13 @@ class Halves:
     Attributes:
         waits: whether there are weights whose gradients are left to the second half.
         noted: bytes of gradients that the first half holds for it, those of the inputs not counted.
-        first, second: bytes alive at most in each half that were not alive when it began.
+        first, second: each half.
     """
 
     waits: bool
     noted: int
-    first: int
-    second: int
+    first: Phase
+    second: Phase
 
 
 @dataclass(frozen=True)
@@ -323,13 +323,13 @@ def _run_backward(outputs: Tensors, loss: Tensor | None) -> None:
 def _run_halves(tracker: Tracker, outputs: Tensors, loss: Tensor | None, inputs: Sequence[Tensor]) -> Halves:
     roots = _roots(outputs, loss)
     if not roots:
-        return Halves(False, 0, 0, 0)
+        return Halves(False, 0, Phase((), 0), Phase((), 0))
     for tensor in inputs:
         tensor.grad = None
     tracker.begin()
     before = tracker.now
     left = backward_of_inputs(roots, [torch.empty_like(root) for root in roots], inputs)
-    first = tracker.peak - before
+    first = Phase(tuple(tracker.operations), tracker.peak - before)
     own = {storage_key(tensor.grad) for tensor in inputs if tensor.grad is not None}
     noted = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in left.noted}
     waits = len(left) > 0
@@ -337,7 +337,7 @@ def _run_halves(tracker: Tracker, outputs: Tensors, loss: Tensor | None, inputs:
     before = tracker.now
     left.run()
     held = sum(size for key, size in noted.items() if key not in own)
-    return Halves(waits, held, first, tracker.peak - before)
+    return Halves(waits, held, first, Phase(tuple(tracker.operations), tracker.peak - before))
 
 
 def _roots(outputs: Tensors, loss: Tensor | None) -> list[Tensor]:

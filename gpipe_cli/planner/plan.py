@@ -22,7 +22,8 @@ class CellPlan:
     Attributes:
         share: of all cells' time.
         inference_seconds: of a forward without a graph; forward_seconds: with one; recompute_seconds: of the second
-            one; backward_seconds: of both halves together.
+            one; backward_seconds: as a whole; input_gradient_seconds, weight_gradient_seconds: of its halves, for a
+            schedule that has them.
         inputs_in_flight, graphs_in_flight: the most micro-batches whose input, whose graph is kept at once.
         inputs: of all boundary inputs in flight.
         working: what the graphs in flight hold beside them, and what runs: with re-materialization, its peak.
@@ -41,6 +42,8 @@ class CellPlan:
     forward_seconds: float
     recompute_seconds: float
     backward_seconds: float
+    input_gradient_seconds: float
+    weight_gradient_seconds: float
     weights: float
     gradients: float
     optimizer: float
@@ -188,6 +191,8 @@ def cell_plans(
                 forward_seconds=time.forward,
                 recompute_seconds=time.recompute,
                 backward_seconds=time.backward,
+                input_gradient_seconds=time.input_gradient,
+                weight_gradient_seconds=time.weight_gradient,
                 weights=bytes_.weights,
                 gradients=bytes_.gradients,
                 optimizer=bytes_.optimizer,

@@ -7,7 +7,7 @@ memory's. To both belongs a share that a real run reaches (`plan.efficiency`), a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..pipeline.layer_times import LayerTimes, cell_total
 from ..pipeline.schedule import Instruction, Op
@@ -40,10 +40,15 @@ class Clock:
 
     def estimate(self, facts: LayerFacts) -> LayerTimes:
         """Of one layer, worked out."""
-        inference, forward, backward = (
-            self.seconds(phase.operations) for phase in (facts.inference, facts.forward, facts.backward)
+        forward = self.seconds(facts.forward.operations)
+        return LayerTimes(
+            inference=self.seconds(facts.inference.operations),
+            forward=forward,
+            recompute=forward,
+            backward=self.seconds(facts.backward.operations),
+            input_gradient=self.seconds(facts.halves.first.operations),
+            weight_gradient=self.seconds(facts.halves.second.operations),
         )
-        return LayerTimes(inference, forward, forward, backward)
 
     def seconds(self, operations: Iterable[Operation]) -> float:
         """Of some operations, one after the other."""
@@ -75,7 +80,10 @@ def cell_times(cells: Sequence[CellFacts], clock: Clock) -> list[LayerTimes]:
     for cell in cells:
         times = [clock.layer(layer) for layer in cell.layers]
         layers = cell.last - cell.first + 1
-        made.append(cell_total(times[:layers], times[layers:]))
+        total = cell_total(times[:layers], times[layers:])
+        if not cell.sizes.put_off:  # nobody waits for the first half, which then does everything
+            total = replace(total, input_gradient=total.backward, weight_gradient=0.0)
+        made.append(total)
     return made
 
 
@@ -90,15 +98,8 @@ def durations(
 
     def duration(instruction: Instruction) -> float:
         time, op = times[instruction.cell], instruction.op
-        if op is Op.FORWARD and (instruction.cell, instruction.micro_batch) in recomputed:
-            seconds = time.inference
-        elif op is Op.FORWARD:
-            seconds = time.forward
-        elif op is Op.RECOMPUTE:
-            seconds = time.recompute
-        else:
-            # Two halves of a backward, for the input and for the weights, are taken to be alike.
-            seconds = time.backward if op is Op.BACKWARD else time.backward / 2
+        without_graph = op is Op.FORWARD and (instruction.cell, instruction.micro_batch) in recomputed
+        seconds: float = time.inference if without_graph else getattr(time, op.name.lower())
         return seconds / (speeds[placement[instruction.cell]] if speeds else 1.0)
 
     return duration
