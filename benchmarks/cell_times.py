@@ -65,7 +65,8 @@ def worker(context: Context, config: Mapping[str, Any]) -> list[list[list[dict[s
         if world.rank == 0:
             with others.busy():
                 profiles[0] = profile_layers(builders, inputs, CPU, autocast, loss, targets)
-        dist.broadcast_object_list(profiles)
+        if context.world_size > 1:
+            dist.broadcast_object_list(profiles)
         times = planned_times(profiles[0], cut.layers[mine.number])
         said = {what: getattr(times, key) for what, key in kinds_of_work(pipeline.remat).items()}
         rounds.append(list(cell_rows(mine.number, said, measured_steps(step, config["steps"]), pipeline.M)))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import get_context
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import TypeVar
 
 Job = TypeVar("Job")
@@ -46,11 +48,23 @@ class Workers:
             self._pool = ProcessPoolExecutor(self.count, get_context("spawn"), _end_with, (os.getpid(),))
         waiting: deque[Future[Result]] = deque()
         for job in jobs:
-            waiting.append(self._pool.submit(function, job))
+            with _no_script():
+                waiting.append(self._pool.submit(function, job))
             if len(waiting) >= 2 * self.count:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+
+
+@contextmanager
+def _no_script() -> Iterator[None]:
+    """New interpreters import the program's script, and one without `if __name__ == "__main__"` would run again."""
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
 
 
 def _end_with(parent: int) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from gpipe_cli.data import cldr
+from gpipe_cli.data import cldr, cldr_corpus
 from gpipe_cli.data.babel_strings import locale_strings
 from gpipe_cli.data.cldr_corpus import CorpusParameters, open_store
 from gpipe_cli.data.languages import LANGUAGES, RANK
+from gpipe_cli.data.parallel_workers import Workers
 from gpipe_cli.data.rendering import format_number, render
 from gpipe_cli.data.source import no_report
 from gpipe_cli.data.store import Store
@@ -196,6 +199,31 @@ def test_the_store_is_the_same_bytes_each_time(tmp_path: Path) -> None:
 
 def _bytes(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_store_is_the_same_bytes_however_many_processes_make_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = open_store(TINY, str(tmp_path / "one process"), no_report).folder
+    asked: list[int] = []
+    monkeypatch.setattr(cldr_corpus, "SMALL", 0)
+    monkeypatch.setattr(cldr_corpus, "usable_cores", lambda: 3)
+    monkeypatch.setattr(cldr_corpus, "Workers", lambda count: asked.append(count) or Workers(count))
+    assert _bytes(open_store(TINY, str(tmp_path / "three"), no_report).folder) == _bytes(alone)
+    assert asked == [3]
+
+
+def test_a_script_without_a_guard_may_build_it(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from gpipe_cli.data import cldr_corpus\n"
+        "print('begins')\n"
+        "cldr_corpus.SMALL, cldr_corpus.usable_cores = 0, lambda: 2\n"
+        "parameters = cldr_corpus.CorpusParameters(('de', 'yrl'), 300, 100, 400, 0)\n"
+        "print(len(cldr_corpus.open_store(parameters, 'cache', lambda *told: None).sizes))\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("begins\n2\n", 0), done.stderr
 
 
 def test_an_opened_store_is_not_built_again(tmp_path: Path) -> None:
