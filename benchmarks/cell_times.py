@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.common import Report
 from benchmarks.plan import COLUMNS, cell_rows, comparison, configurations, kinds_of_work, medians
@@ -59,15 +58,14 @@ def worker(context: Context, config: Mapping[str, Any]) -> list[list[list[dict[s
         return task.loss(outputs, targets)[0]
 
     others = Neighbours(world.size - 1 if world.rank == 0 else 0, pipeline.threads)
+
+    def profile() -> Profile:
+        with others.busy():
+            return profile_layers(builders, inputs, CPU, autocast, loss, targets)
+
     rounds = []
     for _ in range(config["rounds"]):
-        profiles: list[Any] = [None]
-        if world.rank == 0:
-            with others.busy():
-                profiles[0] = profile_layers(builders, inputs, CPU, autocast, loss, targets)
-        if context.world_size > 1:
-            dist.broadcast_object_list(profiles)
-        times = planned_times(profiles[0], cut.layers[mine.number])
+        times = planned_times(cast(Profile, world.tell_everyone(profile)), cut.layers[mine.number])
         said = {what: getattr(times, key) for what, key in kinds_of_work(pipeline.remat).items()}
         rounds.append(list(cell_rows(mine.number, said, measured_steps(step, config["steps"]), pipeline.M)))
     return world.gather_everyone(rounds)  # type: ignore[no-any-return]  # torch's own annotation

@@ -24,14 +24,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from benchmarks.common import Report, parser
 from gpipe_cli.bench.driver import EngineStep, HalvesStep, Step, cpu_transport, engine_step, plain_step
 from gpipe_cli.bench.emulator import BACKWARD, LAYERS, WIDTH, SleepingLayer, forward_seconds
 from gpipe_cli.bench.peers import torch_interleaved_step, torch_pipelining_step
-from gpipe_cli.bench.turns import join_emulation, take_turns
+from gpipe_cli.bench.turns import join_emulation, of_all_workers, take_turns
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.launch.context import Context
 from gpipe_cli.pipeline.schedule import Instruction, Op, schedule
@@ -113,25 +112,16 @@ def worker(context: Context, config: dict[str, Any]) -> dict[str, Any]:
         steps = contenders(rank, K, setting["M"], setting["remat"], setting["serial_seconds"])
         seconds = take_turns(steps, config["repetitions"], watch)
         bubbles = {name: measured_bubble(step, K) for name, step in steps.items() if isinstance(step, EngineStep)}
-        settings.append({"seconds": seconds, "bubbles": bubbles, HALVES: of_all_workers(steps.get(HALVES), K)})
+        loop = steps.get(HALVES)
+        halves = loop.seconds if isinstance(loop, HalvesStep) else {}
+        by_name = {op.name: spent for op, spent in halves.items()}
+        settings.append({"seconds": seconds, "bubbles": bubbles, HALVES: of_all_workers(by_name, K)})
     return {"link": tuple(link or FREE), "settings": settings}
-
-
-def of_all_workers(step: Step | None, K: int) -> list[dict[str, float]]:
-    """Seconds of each kind of work by its name, in the loop taken last."""
-    if not isinstance(step, HalvesStep):
-        return []
-    workers: list[Any] = [None] * K
-    dist.all_gather_object(workers, {op.name: spent for op, spent in step.seconds.items()})
-    return workers
 
 
 def measured_bubble(step: EngineStep, K: int) -> float:
     """Share of the workers' time outside computation, in the step taken last."""
-    workers: list[Any] = [step.engine.meter.spans] * K
-    if K > 1:
-        dist.all_gather_object(workers, workers[0])
-    recordings = from_zero([Recording(spans, []) for spans in workers])
+    recordings = from_zero([Recording(spans, []) for spans in of_all_workers(step.engine.meter.spans, K)])
     return Timeline([recording.spans for recording in recordings], tuple(range(K))).bubble
 
 

@@ -83,6 +83,11 @@ class CorpusParameters:
         )
         return cls(tuple(check_languages(languages)), largest, smallest, vocabulary, corpus_seed, max_length)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Training pairs wanted of each language."""
+        return {code: corpus_size(code, self.largest, self.smallest) for code in self.languages}
+
     def folder(self) -> str:
         digest = hashlib.blake2b(json.dumps([FORMAT, asdict(self)]).encode(), digest_size=6).hexdigest()
         return f"translation-{cldr_version()}-{digest}"
@@ -157,20 +162,15 @@ def _build(parameters: CorpusParameters, folder: Path, report: Report) -> None:
 
 def _worker_count(parameters: CorpusParameters) -> int:
     """They do not change a byte; a small corpus is done before other processes have started."""
-    return 1 if sum(_sizes(parameters).values()) < SMALL else usable_cores()
-
-
-def _sizes(parameters: CorpusParameters) -> dict[str, int]:
-    return {code: corpus_size(code, parameters.largest, parameters.smallest) for code in parameters.languages}
+    return 1 if sum(parameters.sizes.values()) < SMALL else usable_cores()
 
 
 def _compose(parameters: CorpusParameters, workers: Workers, report: Report) -> dict[str, list[Pair]]:
     """The training pairs of each language."""
     corpus: dict[str, list[Pair]] = {}
-    sizes = _sizes(parameters)
-    results = workers.map(_train_pairs, [(code, size, parameters.seed) for code, size in sizes.items()])
-    for done, code in enumerate(sizes):
-        report("translation corpus: sentences", done, len(sizes))
+    results = workers.map(_train_pairs, [(code, size, parameters.seed) for code, size in parameters.sizes.items()])
+    for done, code in enumerate(parameters.languages):
+        report("translation corpus: sentences", done, len(parameters.languages))
         corpus[code] = next(results)
     return corpus
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpipe_cli.pipeline.boundary import Tensors, as_argument, as_tensors
+from gpipe_cli.pipeline.boundary import as_argument, as_tensors
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
 from gpipe_cli.pipeline.engine import Loss, Part, Pipeline, StepPlan
 from gpipe_cli.pipeline.halves import backward_of_inputs
@@ -126,22 +126,25 @@ def plain_step(
             then all backwards, the last micro-batch first.
     """
 
-    def forward(inputs: Tensors, targets: Tensors) -> Tensor:
-        values = as_argument(inputs)
-        for module in modules:
-            values = module(values)
-        return loss(as_tensors(values), targets)[0]
-
     def step() -> None:
         if kind == "gpipe":
-            losses = [forward(*part) for part in parts]
+            losses = [_forward(modules, part, loss) for part in parts]
             while losses:
                 losses.pop().backward()  # type: ignore[no-untyped-call]  # torch's own annotation
             return
         for part in parts:
-            forward(*part).backward()  # type: ignore[no-untyped-call]  # torch's own annotation
+            _forward(modules, part, loss).backward()  # type: ignore[no-untyped-call]  # torch's own annotation
 
     return step
+
+
+def _forward(modules: Sequence[nn.Module], part: Part, loss: Loss) -> Tensor:
+    """The loss of one micro-batch."""
+    inputs, targets = part
+    values = as_argument(inputs)
+    for module in modules:
+        values = module(values)
+    return loss(as_tensors(values), targets)[0]
 
 
 @dataclass(frozen=True)
@@ -159,14 +162,11 @@ class HalvesStep:
 
     def __call__(self) -> None:
         self.seconds.clear()
-        for inputs, targets in self.parts:
+        for part in self.parts:
             start = time.perf_counter()
-            values = as_argument(inputs)
-            for module in self.modules:
-                values = module(values)
-            loss = self.loss(as_tensors(values), targets)[0]
+            loss = _forward(self.modules, part, self.loss)
             scored = time.perf_counter()
-            weights = backward_of_inputs([loss], [torch.ones_like(loss)], inputs)
+            weights = backward_of_inputs([loss], [torch.ones_like(loss)], part[0])
             handed_back = time.perf_counter()
             weights.run()
             self.seconds[Op.FORWARD] += scored - start

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
-
 from gpipe_cli.launch.context import Context
 from gpipe_cli.pipeline.instruction import COMPUTE
 
 from .stopwatch import StopWatch
 from .throughput import EmulatedModel
-from .turns import join_emulation, warm_up
+from .turns import join_emulation, of_all_workers, warm_up
 
 
 def worker(context: Context, config: dict[str, Any]) -> list[dict[str, Any]]:
@@ -35,6 +33,4 @@ def measure(setting: dict[str, Any], repetitions: int, watch: StopWatch, rank: i
         for (op, _cell), seconds in step.engine.meter.seconds().items():
             if op in COMPUTE:
                 mine[op.name.lower()] += seconds / repetitions
-    cells: list[Any] = [None] * K
-    dist.all_gather_object(cells, mine)
-    return {"cells": cells, "step_seconds": whole}
+    return {"cells": of_all_workers(mine, K), "step_seconds": whole}

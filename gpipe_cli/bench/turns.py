@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+import torch.distributed as dist
 
 from gpipe_cli.launch.context import Context
 
 from .driver import Step
 from .emulator import ACCELERATOR
 from .stopwatch import StopWatch
+
+Value = TypeVar("Value")
 
 PRIORITY = 10  # of a real-time process
 
@@ -49,3 +54,11 @@ def take_turns(steps: Mapping[str, Step | None], repetitions: int, watch: StopWa
     warm_up(running.values(), watch)
     rounds = [{name: watch.time(step) for name, step in running.items()} for _ in range(repetitions)]
     return {name: statistics.median(taken[name] for taken in rounds) if name in running else None for name in steps}
+
+
+def of_all_workers(value: Value, workers: int) -> list[Value]:
+    """Every worker's ``value``, in their order, on all of them."""
+    values = [value] * workers
+    if workers > 1:
+        dist.all_gather_object(values, value)
+    return values

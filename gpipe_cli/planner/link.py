@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..cpu import GLOO_ON_ONE_MACHINE, keep_freed_memory
+from ..cpu import GLOO_ON_ONE_MACHINE, as_worker
 from ..pipeline.boundary import BoundarySpec, TensorSpec
 from ..pipeline.transport import ACTIVATION, Transport
 
@@ -121,12 +121,11 @@ def _typical(seconds: list[float]) -> float:
 def main(directory: str, rank: int) -> None:
     """One of the two processes."""
     cpu = torch.device("cpu")
-    torch.set_num_threads(1)
-    keep_freed_memory()
     dist.init_process_group("gloo", store=dist.FileStore(str(Path(directory) / "store"), 2), rank=rank, world_size=2)
     world = dist.group.WORLD
     assert world is not None
-    times = measure_link(Transport((0, 1), cpu, cpu, (world, world), world), rank)
+    with as_worker(1):
+        times = measure_link(Transport((0, 1), cpu, cpu, (world, world), world), rank)
     if rank == 0:
         _answer(directory).write_text(json.dumps(times), encoding="utf-8")
     dist.destroy_process_group()
