@@ -236,6 +236,12 @@ class TestValidatorAccepts:
     def test_every_forward_only_schedule_round_robin_too(self, placement: tuple[int, ...], M: int) -> None:
         validate(forward_only(placement, M), placement, M)
 
+    @pytest.mark.parametrize(("W", "M"), [(5, 13), (9, 25), (12, 31), (17, 46)], ids=str)
+    def test_interleaved_steps_whose_last_group_of_micro_batches_is_small(self, W: int, M: int) -> None:
+        """In which a worker is further ahead of the next one than in any other schedule."""
+        placement = tuple(range(W)) * 2
+        validate(schedule("interleaved_1f1b", placement, M, "never"), placement, M, "never")
+
     def test_a_hand_written_round_robin_step(self) -> None:
         lists = parsed(
             "F0.0 sa0.0 ra2.0 F2.0 sa2.0 rg2.0 B2.0 sg2.0 rg0.0 B0.0",
@@ -385,6 +391,17 @@ class TestValidatorRefuses:
         )
         assert refusal(lists, (0, 1), 2, "never") == (
             "deadlock: worker 0 waits at rg0.0 (instruction 2); worker 1 waits at ra1.1 (instruction 1)"
+        )
+
+    def test_a_worker_whose_messages_are_received_only_after_it_has_sent_more_than_it_may_keep(self) -> None:
+        rest = " ".join(f"ra2.{m} F2.{m} B2.{m} sg2.{m} rg0.{m} B0.{m}" for m in range(6))
+        lists = parsed(
+            " ".join(f"F0.{m} sa0.{m}" for m in range(6)) + " " + rest,
+            " ".join(f"ra1.{m} F1.{m} sa1.{m} rg1.{m} B1.{m} sg1.{m}" for m in range(6)),
+        )
+        assert refusal(lists, (0, 1, 0), 6, "never") == (
+            "deadlock: worker 0 waits at sa0.5 (instruction 11, with 4 messages of the kind on their way); "
+            "worker 1 waits at rg1.0 (instruction 3)"
         )
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -91,8 +92,21 @@ Message = tuple[str, int, int]  # "activation" or "gradient", the cell before th
 InstructionLists = Sequence[Sequence[Instruction]]
 
 
-def execution_order(lists: InstructionLists) -> Iterator[tuple[int, Instruction]]:
-    """Walks the lists as the workers would: sends never block, a receive waits for its send.
+def send_window(workers: int) -> int:
+    """The most messages of one kind, activations or gradients, that a worker keeps while they are on their way.
+
+    Enough for every kind of schedule (`validate` sees to it): interleaved ones are ahead by about half the workers.
+    """
+    return max(4, workers)
+
+
+def execution_order(lists: InstructionLists, window: int | None = None) -> Iterator[tuple[int, Instruction]]:
+    """Walks the lists as the workers would: a receive waits for its send.
+
+    Args:
+        lists: one list per worker.
+        window: a send waits until fewer messages of its kind, of this worker, have not been received; None: sends never
+            block.
 
     Yields:
         (worker, instruction), in an order that one process could execute.
@@ -102,25 +116,35 @@ def execution_order(lists: InstructionLists) -> Iterator[tuple[int, Instruction]
     """
     positions = [0] * len(lists)
     sent: set[Message] = set()
-    waiting: dict[Message, int] = {}
+    received: set[Message] = set()
+    on_their_way: dict[tuple[int, str], deque[Message]] = defaultdict(lambda: deque(maxlen=window))
+    waiting: dict[Message, int] = {}  # for it to be sent, or received
     runnable = list(range(len(lists)))
     while runnable:
         worker = runnable.pop()
         while positions[worker] < len(lists[worker]):
             instruction = lists[worker][positions[worker]]
-            awaited = instruction.awaited_message
+            awaited, message = instruction.awaited_message, instruction.sent_message
             if awaited is not None and awaited not in sent:
                 waiting[awaited] = worker
                 break
+            if message is not None and window is not None:
+                own = on_their_way[worker, message[0]]
+                if len(own) == window and own[0] not in received:
+                    waiting[own[0]] = worker
+                    break
+                own.append(message)  # a full window gives up its oldest
             yield worker, instruction
             positions[worker] += 1
-            message = instruction.sent_message
             if message is not None:
                 sent.add(message)
-                if message in waiting:
-                    runnable.append(waiting.pop(message))
+            if awaited is not None:
+                received.add(awaited)
+            if (done := message or awaited) in waiting:
+                runnable.append(waiting.pop(done))
     stuck = [
-        f"worker {worker} waits at {instructions[position]} (instruction {position})"
+        f"worker {worker} waits at {instructions[position]} (instruction {position}"
+        + (f", with {window} messages of the kind on their way)" if instructions[position].sent_message else ")")
         for worker, (instructions, position) in enumerate(zip(lists, positions, strict=True))
         if position < len(instructions)
     ]

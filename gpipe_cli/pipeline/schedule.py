@@ -27,6 +27,7 @@ from .instruction import (
     Op,
     ScheduleError,
     execution_order,
+    send_window,
 )
 from .orders import KINDS, Unit, runs_of
 
@@ -45,6 +46,7 @@ __all__ = [
     "forward_only",
     "most_kept",
     "schedule",
+    "send_window",
 ]
 
 REMAT = ("always", "except_last", "never")

@@ -1,4 +1,4 @@
-"""Messages between workers: receives are posted before they are needed, sends never block (design, "The engine").
+"""Messages between workers: receives are posted before they are needed, a send waits for none of the latest ones.
 
 One message carries one boundary of one micro-batch, packed. Both sides know its size without asking: the plan of the
 mini-batch names the shapes that enter the pipeline, and for each such shape the first message on an edge is preceded
@@ -7,7 +7,7 @@ by a description of the boundary, which both sides remember.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .boundary import BoundarySpec, Tensors, pack, unpack
+from .instruction import send_window
 
 # Message tags: kind, then cell, then micro-batch. Steps need no tag: the exchange that ends each step separates them.
 ACTIVATION, GRADIENT, DESCRIPTION = 0, 1, 2
@@ -55,18 +56,26 @@ class Transport:
         self._ranks, self._device, self._wire = ranks, device, wire
         self._groups, self._control = groups, control
         self._rank = dist.get_rank()
-        self._sending: deque[tuple[dist.Work | None, Tensor]] = deque()
+        self._window = send_window(len(set(ranks))) if wire.type == "cpu" else None
+        self._sending: dict[int, deque[tuple[dist.Work | None, Tensor]]] = defaultdict(deque)  # by kind, in order
         self._described: dict[tuple[int, Hashable], BoundarySpec] = {}
 
     def send(self, kind: int, tensors: Tensors, spec: BoundarySpec, to_cell: int, tag_cell: int, number: int) -> None:
-        """Starts sending and returns; the message is kept until it has left."""
+        """Starts sending and returns; the message is kept until it has left.
+
+        gloo says that only when asked to wait for it, so there the oldest is waited for when `send_window` are kept: as
+        a rule it has long arrived, and that the wait ends is a rule of schedules (`validate`).
+        """
+        kept = self._sending[kind]
+        if len(kept) == self._window:
+            _finish_oldest(kept)
         self._let_go()
         message = pack(tensors, spec, self._wire)
         if message.numel() == 0:
             return
         to = self._ranks[to_cell]
         work = dist.isend(message, to, group=self._group(kind, to > self._rank), tag=_tag(kind, tag_cell, number))
-        self._sending.append((work, message))
+        kept.append((work, message))
 
     def post(self, kind: int, spec: BoundarySpec, from_cell: int, tag_cell: int, number: int) -> PendingReceive:
         """Starts a receive; `finish` waits for it."""
@@ -99,7 +108,7 @@ class Transport:
         text = torch.tensor(list(spec.to_bytes()), dtype=torch.uint8)
         for part in (torch.tensor([len(text)]), text):
             work = dist.isend(part, self._ranks[cell], group=self._control, tag=_tag(DESCRIPTION, cell, 0))
-            self._sending.append((work, part))
+            self._sending[DESCRIPTION].append((work, part))
 
     def learn(self, cell: int, from_cell: int, signature: Hashable) -> BoundarySpec:
         """The receiving side of `describe`."""
@@ -114,15 +123,23 @@ class Transport:
 
     def _let_go(self) -> None:
         """Of messages that have left: a worker that only receives from now on would keep them until the step ends."""
-        while self._sending and (self._sending[0][0] is None or self._sending[0][0].is_completed()):
-            self._sending.popleft()
+        if self._window is not None:
+            return
+        for kept in self._sending.values():
+            while kept and (kept[0][0] is None or kept[0][0].is_completed()):
+                kept.popleft()
 
     def drain(self) -> None:
         """Waits until every message has left (the end of a step)."""
-        while self._sending:
-            work, _ = self._sending.popleft()
-            if work is not None:
-                work.wait()
+        for kept in self._sending.values():
+            while kept:
+                _finish_oldest(kept)
+
+
+def _finish_oldest(kept: deque[tuple[dist.Work | None, Tensor]]) -> None:
+    work, _ = kept.popleft()
+    if work is not None:
+        work.wait()
 
 
 def _tag(kind: int, cell: int, number: int) -> int:

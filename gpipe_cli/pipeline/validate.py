@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
-from .instruction import BACK, Instruction, InstructionLists, Message, Op, ScheduleError, execution_order
+from .instruction import (
+    BACK,
+    Instruction,
+    InstructionLists,
+    Message,
+    Op,
+    ScheduleError,
+    execution_order,
+    send_window,
+)
 from .schedule import REMAT
 
 _Key = tuple[Op, int, int]  # an instruction without its class: quicker to hash
@@ -22,7 +31,8 @@ def validate(lists: InstructionLists, placement: Sequence[int], M: int, remat: s
     before the weights'; what an instruction needs stands before it;
     every message is sent once and received once, on the right workers; between two workers the messages of one
     direction are received in the order in which they are sent (point-to-point queues such as NCCL's need that); and
-    the workers never wait for each other in a circle, where sends do not block and receives do.
+    the workers never wait for each other in a circle, where receives wait for their sends and a send for the message
+    that stands `send_window` before it.
 
     Args:
         lists: one list per worker.
@@ -42,7 +52,7 @@ def validate(lists: InstructionLists, placement: Sequence[int], M: int, remat: s
         done = _check_worker(worker, instructions, placement, M, remat)
         _check_complete(worker, done, placement, M, remat)
     _check_messages(lists, placement)
-    deque(execution_order(lists), maxlen=0)
+    deque(execution_order(lists, send_window(len(lists))), maxlen=0)
 
 
 def _check_worker(

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..pipeline.engine import RECEIVES_AHEAD
-from ..pipeline.schedule import Instruction, Message, Op
+from ..pipeline.schedule import Instruction, Message, Op, send_window
 from ..pipeline.simulate import Timeline
 
 MINI_BATCH, INPUTS, GRAPHS, MESSAGES, RUNNING = "mini_batch", "inputs", "graphs", "messages", "running"
@@ -70,18 +70,29 @@ class Alive:
     most: dict[str, int]
 
 
-def most_alive(timeline: Timeline, sizes: Sequence[CellSizes], sends_stay: bool) -> list[Alive]:
+def most_alive(timeline: Timeline, sizes: Sequence[CellSizes], departures_seen: bool) -> list[Alive]:
     """What each worker holds at most in a training step, of any schedule.
 
     Args:
-        timeline: of the step, as `simulate` makes it: a message is held until its receiver is ready for it, so a worker
-            that is ahead of its neighbour holds several.
+        timeline: of the step, as `simulate` makes it.
         sizes: of every cell of the model.
-        sends_stay: messages are held until the step ends, because gloo does not tell when one has left.
+        departures_seen: a message is held until its receiver is ready for it, so a worker that is ahead of its
+            neighbour holds several. False: as many as the window has, because gloo does not tell when one has left.
     """
-    departures = {} if sends_stay else _departures(timeline)
+    gone = _departures(timeline) if departures_seen else _behind_the_window(timeline)
     lists = [[span.instruction for span in spans] for spans in timeline.spans]
-    return [_Walk(each, sizes, timeline.placement, departures).run() for each in lists]
+    return [_Walk(each, sizes, timeline.placement, gone).run() for each in lists]
+
+
+def _behind_the_window(timeline: Timeline) -> dict[Instruction, int]:
+    """For each send that a full window gives up before the step ends, the place in its worker's list where it does."""
+    window = send_window(len(timeline.spans))
+    gone: dict[Instruction, int] = {}
+    for spans in timeline.spans:
+        for op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT):
+            places = [place for place, span in enumerate(spans) if span.instruction.op is op]
+            gone |= {spans[old].instruction: new for old, new in zip(places, places[window:], strict=False)}
+    return gone
 
 
 def _departures(timeline: Timeline) -> dict[Instruction, int]:

@@ -97,7 +97,7 @@ class Planner:
         )
         model = [self._model_bytes(cell) for cell in cells]
         sizes = [cell.sizes for cell in cells]
-        alive = most_alive(timeline, sizes, sends_stay=self._kernels == "cpu")
+        alive = most_alive(timeline, sizes, departures_seen=self._kernels != "cpu")
         rows = cell_plans(self.builders, cells, times, model, placement, lists, pipeline.remat)
         workers = worker_plans(placement, model, alive)
         update = self._update_seconds(cells, model, placement, pipeline.replicas)
