@@ -130,6 +130,29 @@ def test_sigterm_saves_and_the_run_goes_on_exactly(whole: Path, tmp_path: Path) 
     assert same_bits(resumed, whole)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_ended_in_a_long_evaluation_has_saved_and_goes_on_with_it(
+    number: signal.Signals, whole: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    translating = ["task.generation={per_language: 300, beam_during_run: 8, max_length: 64, length_extra: 64}"]
+    words = [*COMMAND, *COMMON, "trainer.evaluate_every=2", "checkpoint.every=2", *translating]
+    words.remove("task.generation=null")
+    words += [f"hydra.run.dir={run_dir}", "pipeline.K=2", "trainer.evaluate_first=false"]
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
+        while running.poll() is None and not (step_directory(run_dir, 2) / "manifest.json").exists():
+            time.sleep(0.01)
+        time.sleep(0.5)
+        assert running.poll() is None
+        running.send_signal(number)
+        running.wait(timeout=8)
+    assert read_manifest(step_directory(run_dir, 2)).state.scalars["evaluation_due"] is True
+    assert evaluations(run_dir) == []
+    resumed = train(tmp_path, "trainer.evaluate_every=2", "checkpoint.resume=auto")
+    assert losses(resumed) == losses(whole)
+    assert [row["step"] for row in evaluations(resumed)] == list(range(2, 22, 2))
+
+
 def test_jobs_of_a_sweep_train_as_the_run_alone(whole: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [*COMMAND, "-m", *COMMON, f"hydra.sweep.dir={tmp_path / 'sweep'}", "pipeline.K=1,4", "pipeline.workers=1"],

@@ -25,7 +25,7 @@ from .build import Cut, build_autocast, build_cells, build_model, build_source, 
 from .data_notices import forward_warnings
 from .decoding import Decoder, Machinery, Marks
 from .evaluation import Evaluator
-from .exchange import Exchange
+from .exchange import Exchange, never
 from .generation import Generator
 from .journal import Journal
 from .plan import Form, PlanCodec
@@ -132,30 +132,47 @@ def assemble_model(context: Context, settings: Settings, world: World, task: Tas
 
 def evaluation_fields(assembly: Assembly) -> dict[str, int]:
     """The exchange's fields that evaluation needs, beside those of the plan."""
-    return {"metrics": assembly.world.replicas * len(assembly.task.metrics)}
+    return {"metrics": assembly.world.replicas * len(assembly.task.metrics), "stop": 1}
 
 
-def assemble_evaluator(assembly: Assembly, exchange: Exchange) -> Evaluator:
+def assemble_evaluator(assembly: Assembly, exchange: Exchange, stop_requested: Callable[[], bool] = never) -> Evaluator:
     """Evaluation through the pipeline, with generation where the task generates.
 
     Args:
         exchange: with the fields of `assembly.codec` and `evaluation_fields`.
+        stop_requested: of this worker, as it last heard: evaluations are then broken off.
     """
     a, M = assembly, assembly.settings.pipeline.M
     generation, generator = generation_settings(a.task), None
     if generation is not None:
-        decoder, samples = assemble_decoder(a, generation), a.settings.trainer.samples
+        decoder, samples = assemble_decoder(a, generation, stop_requested), a.settings.trainer.samples
         speaks = a.world.rank == 0
         generator = Generator(decoder, cast(Any, a.source), cast(Any, a.task), generation, samples, speaks)
     keeper = PredictionKeeper(a.world, cast(Any, a.task), a.source) if hasattr(a.task, "predictions") else None
-    return Evaluator(a.world, a.source, a.task, a.cells, a.engine, a.programs, exchange, a.codec, M, generator, keeper)
+    return Evaluator(
+        a.world,
+        a.source,
+        a.task,
+        a.cells,
+        a.engine,
+        a.programs,
+        exchange,
+        a.codec,
+        M,
+        stop_requested,
+        generator,
+        keeper,
+    )
 
 
-def assemble_decoder(assembly: Assembly, generation: GenerationSettings) -> Decoder:
+def assemble_decoder(
+    assembly: Assembly, generation: GenerationSettings, stop_requested: Callable[[], bool] = never
+) -> Decoder:
     """Beam search through the pipeline; the cells must not be in training when it runs."""
     a, M = assembly, assembly.settings.pipeline.M
     marks = Marks(*a.survey.special, int(getattr(a.source, "pad_id", 0)))
-    return Decoder(Machinery(a.world, a.engine, a.programs, a.codec, M), cast(Any, a.task), generation, marks)
+    machinery = Machinery(a.world, a.engine, a.programs, a.codec, M, stop_requested)
+    return Decoder(machinery, cast(Any, a.task), generation, marks)
 
 
 def generation_settings(task: Task) -> GenerationSettings | None:

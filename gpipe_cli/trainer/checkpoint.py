@@ -213,6 +213,15 @@ class CheckpointWriter:
         self._jobs.append(self._background.submit(self._prune))
         return info
 
+    def amend(self, step: int, state: RunState, best: tuple[str, float] | None = None) -> None:
+        """Give the complete checkpoint of ``step`` another run state (worker 0); ``best`` as in `commit`."""
+        try:
+            checkpoint_commit.amend(self._run_dir, step, state)
+            if best is not None:
+                checkpoint_commit.record_best(self._run_dir, step, *best)
+        except OSError as error:
+            raise self._failure(f"amending the checkpoint of step {step}", error) from error
+
     def wait(self) -> None:
         """Return when everything begun is on disk: before the last report, and at the end of the run."""
         while self._jobs:

@@ -11,7 +11,7 @@ import os
 import platform
 import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,12 @@ def complete(
     directory.rename(final)
     sync_directory(final.parent)
     return read_manifest(final)
+
+
+def amend(run_dir: Path, step: int, state: RunState) -> None:
+    """Replace the run state of the complete checkpoint of ``step``: what an evaluation after it has found."""
+    info = read_manifest(step_directory(run_dir, step))
+    write_json(info.path / "manifest.json", _manifest(replace(info, state=state)))
 
 
 def record_best(run_dir: Path, step: int, metric: str, value: float) -> None:

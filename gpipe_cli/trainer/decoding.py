@@ -8,7 +8,7 @@ leave out sentences and groups that are done, and end together. Nothing depends 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from torch import Tensor
 from ..pipeline.engine import Pipeline
 from ..tasks.generation import GenerationSettings
 from .beam import BeamSearch, Hypothesis
-from .exchange import Exchange
+from .exchange import Exchange, never, run_unless_stopped
 from .plan import Part, PlanCodec
 from .programs import Programs
 from .world import World
@@ -40,6 +40,7 @@ class Machinery:
 
     Attributes:
         groups: how many are in flight, at most: as many parts as the codec's plans hold.
+        stop_requested: of this worker, as it last heard.
     """
 
     world: World
@@ -47,6 +48,7 @@ class Machinery:
     programs: Programs
     codec: PlanCodec
     groups: int
+    stop_requested: Callable[[], bool] = never
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Decoder:
         self._sentences_shape = (replicas, groups, size)
         rows, sentences = (replicas * groups * size * each for each in (settings.widest, 1))
         everyone = self._world.everyone
-        self._round = Exchange({**machinery.codec.fields(), "parents": rows, "tokens": rows}, everyone)
+        self._round = Exchange({**machinery.codec.fields(), "parents": rows, "tokens": rows, "stop": 1}, everyone)
         ends = {"lengths": sentences, "log_probabilities": sentences, "tokens": sentences * settings.max_length}
         self._end = Exchange(ends, everyone)
 
@@ -106,6 +108,9 @@ class Decoder:
 
         Returns:
             One for each of `sources`: nothing on workers that gave none.
+
+        Raises:
+            BrokenOff: somebody asked the run to stop.
         """
         batches = self._batches(sources)
         found: dict[int, Hypothesis] = {}
@@ -139,7 +144,7 @@ class Decoder:
                 program = machinery.programs.forward(len(flight.groups))[self._world.worker]
                 sink = self._sink(flight)
                 machinery.engine.run_forward(program, flight.signatures, flight.parts, sink, flight.caches)
-            self._round.run()
+            run_unless_stopped(self._round, machinery.stop_requested)
             flight = self._next_round(flight)
         self._write_ends(searches)
         self._end.run()
@@ -149,7 +154,7 @@ class Decoder:
         parts = [self._first_part(group) for group in groups] if self._world.reads_data else None
         if parts is not None:
             self._machinery.codec.write(self._round, parts, [1.0] * len(parts))
-        self._round.run()
+        run_unless_stopped(self._round, self._machinery.stop_requested)
         plan = self._machinery.codec.read(self._round, "generate")
         if plan.total_parts == 0:
             return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import cast
@@ -14,7 +14,7 @@ from ..data.source import Batch, Source
 from ..pipeline.cell import Cell
 from ..pipeline.engine import Pipeline
 from ..tasks.base import Task
-from .exchange import Exchange
+from .exchange import Exchange, run_unless_stopped
 from .feed import Feed
 from .generation import Generator, Sample
 from .plan import PlanCodec
@@ -48,6 +48,8 @@ class Evaluator:
     """Runs evaluations; every worker calls `evaluate` at the same step.
 
     Args:
+        exchange: with a field ``stop``.
+        stop_requested: of this worker, as it last heard.
         generator: for tasks that generate; None otherwise.
         keeper: for tasks whose predictions are shown; None otherwise.
     """
@@ -63,17 +65,30 @@ class Evaluator:
         exchange: Exchange,
         codec: PlanCodec,
         micro_batches: int,
+        stop_requested: Callable[[], bool],
         generator: Generator | None,
         keeper: PredictionKeeper | None = None,
     ) -> None:
         self._world, self._source, self._task, self._cells = world, source, task, cells
         self._engine, self._programs, self._exchange, self._codec = engine, programs, exchange, codec
         self._micro_batches, self._generator, self._keeper = micro_batches, generator, keeper
+        self._stop_requested = stop_requested
 
     def evaluate(self, final: bool) -> Evaluation:
-        """Over the whole evaluation set, each example once, whatever the replicas; ``final``: with more generation."""
+        """Over the whole evaluation set, each example once, whatever the replicas; ``final``: with more generation.
+
+        Raises:
+            BrokenOff: somebody asked the run to stop; on all workers, which are then at the same place.
+        """
         for cell in self._cells:
             cell.train(False)
+        try:
+            return self._evaluate(final)
+        finally:
+            for cell in self._cells:
+                cell.train(True)
+
+    def _evaluate(self, final: bool) -> Evaluation:
         numbers = self._score()
         loss = next(iter(numbers.values()), None)
         samples: list[Sample] = []
@@ -82,8 +97,6 @@ class Evaluator:
             scores, samples = self._generator.evaluate(final)
             numbers |= scores
             signature = getattr(self._task, "signature", None) if scores else None
-        for cell in self._cells:
-            cell.train(True)
         predictions = self._keeper.finish() if self._keeper is not None else None
         sizes = dict(getattr(self._source, "sizes", {})) if signature is not None else {}
         return Evaluation(numbers, loss, samples, predictions, sizes, signature)
@@ -114,7 +127,7 @@ class Evaluator:
                 self._codec.write(exchange, feed.parts, feed.weights)
                 if self._keeper is not None:
                     self._keeper.read(feed.parts)
-            exchange.run()
+            run_unless_stopped(exchange, self._stop_requested)
             plan = self._codec.read(exchange, "evaluate")
             if plan.total_parts == 0:
                 break

@@ -10,13 +10,17 @@ cores, this 7 ms (`benchmarks/exchange.py`).
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 SHARE, ANSWER = 1 << 30, (1 << 30) + 1  # message tags, beyond those of the pipeline's transport
+
+
+class BrokenOff(Exception):
+    """All workers leave an evaluation, at the same place, because the run was asked to stop."""
 
 
 class Exchange:
@@ -58,6 +62,26 @@ class Exchange:
             total += share
         for work in [dist.isend(total, r, group=group, tag=ANSWER) for r in others]:
             _wait(work)
+
+
+def run_unless_stopped(exchange: Exchange, stop_requested: Callable[[], bool]) -> None:
+    """One meeting, which also tells everybody whether any worker has heard of a request to stop.
+
+    Args:
+        exchange: with a field ``stop`` of one slot.
+
+    Raises:
+        BrokenOff: one has; on every worker.
+    """
+    exchange.mine["stop"][0] = float(stop_requested())
+    exchange.run()
+    if bool(exchange.all["stop"].any()):
+        raise BrokenOff
+
+
+def never() -> bool:
+    """For what nobody asks to stop."""
+    return False
 
 
 def _wait(work: dist.Work | None) -> None:

@@ -21,7 +21,7 @@ from ..pipeline.gradients import clip_factor, reduce_over_replicas, scale_gradie
 from .assembly import Assembly
 from .average import WeightAverage
 from .evaluation import Evaluator
-from .exchange import Exchange
+from .exchange import BrokenOff, Exchange
 from .feed import Feed
 from .journal import Journal
 from .plan import Plan
@@ -61,6 +61,7 @@ class Progress:
         skipped, skipped_in_a_row: updates left out because something was not finite.
         best: the lowest evaluation loss so far.
         evaluations_since_best: for early stopping.
+        evaluation_due: the evaluation after this step is still to be made, or was broken off: a resumed run begins so.
         loss: of the last finite step.
         stopped_by: why the loop ended.
     """
@@ -70,6 +71,7 @@ class Progress:
     skipped_in_a_row: int = 0
     best: float = math.inf
     evaluations_since_best: int = 0
+    evaluation_due: bool = False
     loss: float = math.nan
     stopped_by: str = ""
 
@@ -97,18 +99,28 @@ class Trainer:
 
     def run(self) -> None:
         """Until the last step, the end of the data, the time limit, early stopping or a request to stop."""
-        p = self.parts
-        if self._settings.evaluate_first and self.progress.step == 0:
-            self._evaluate(final=False)
+        if self._owes_evaluation() and self._evaluate(final=False):
+            self._save(is_best=True)
+        if not self.progress.stopped_by:
+            self._train()
+        self._finish()
+
+    def _owes_evaluation(self) -> bool:
+        """Before the first step where that is wanted, and where the run that is resumed was ended in one."""
+        steps, progress = self._settings.steps, self.progress
+        if progress.step == 0:
+            return self._settings.evaluate_first
+        return progress.evaluation_due and (steps is None or progress.step < steps)  # else the final one comes at once
+
+    def _train(self) -> None:
         self._open_feed()
         self._announce_next()
-        p.exchange.run()
+        self.parts.exchange.run()
         plan = self._read_plan(self.progress.step)
         while plan is not None:
             plan = self._step(plan)
             if plan is not None and self._between_steps():
                 break
-        self._finish()
 
     # -- one step ----------------------------------------------------------------------------------------------
 
@@ -251,23 +263,38 @@ class Trainer:
     # -- around the steps ----------------------------------------------------------------------------------------
 
     def _between_steps(self) -> bool:
-        """Evaluates and saves when it is time; True when the run should end early."""
+        """Saves and evaluates when it is time; True when the run should end early."""
         settings, progress = self._settings, self.progress
-        is_best = False
-        if settings.evaluate_every and progress.step % settings.evaluate_every == 0:
+        saving = _is_time(self._assembly.settings.checkpoint.every, progress.step)
+        progress.evaluation_due = _is_time(settings.evaluate_every, progress.step)
+        if saving:
+            self._save(is_best=False)
+        if progress.evaluation_due:
             is_best = self._evaluate(final=False)
-        every = self._assembly.settings.checkpoint.every
-        if is_best or (every and progress.step % every == 0):
-            self._save(is_best)
-        if settings.patience is not None and progress.evaluations_since_best >= settings.patience:
+            if saving or is_best:
+                self._save(is_best)
+        if (
+            not progress.stopped_by
+            and settings.patience is not None
+            and progress.evaluations_since_best >= settings.patience
+        ):
             progress.stopped_by = "early stopping"
         return bool(progress.stopped_by)
 
     def _evaluate(self, final: bool) -> bool:
-        """With the averaged weights where there are any; True when this is the best evaluation loss so far."""
+        """With the averaged weights where there are any; True when this is the best evaluation loss so far.
+
+        It can take minutes, so what was saved before is on disk first, and a request to stop breaks it off.
+        """
         progress, average = self.progress, self.parts.average
-        with average.in_place_of_weights() if average is not None else nullcontext():
-            result = self.parts.evaluator.evaluate(final)
+        self.parts.saver.finish(self.parts.exchange)
+        try:
+            with average.in_place_of_weights() if average is not None else nullcontext():
+                result = self.parts.evaluator.evaluate(final)
+        except BrokenOff:
+            progress.stopped_by = "request"
+            return False
+        progress.evaluation_due = False
         self.last_evaluation = result.numbers
         self.parts.journal.evaluation(progress, result, self._epochs_of_languages())
         if result.loss is None or not result.loss < progress.best:
@@ -285,9 +312,16 @@ class Trainer:
         self.parts.saver.begin(self.parts.exchange, asdict(self.progress), self._position, is_best)
 
     def _finish(self) -> None:
-        p, a = self.parts, self._assembly
-        stopping = self.progress.stopped_by == "request"
-        is_best = False if stopping else self._evaluate(final=True)
+        p, a, progress = self.parts, self._assembly, self.progress
+        is_best = False
+        if progress.stopped_by != "request":
+            progress.evaluation_due = True
+            self._save(is_best)
+            is_best = self._evaluate(final=True)
         self._save(is_best)
         p.saver.finish(p.exchange)
         p.journal.pictures(record_everyone(a.world, a.engine.meter), a.programs, self.totals.breakdown(a.programs))
+
+
+def _is_time(every: int | None, step: int) -> bool:
+    return bool(every) and step % cast(int, every) == 0

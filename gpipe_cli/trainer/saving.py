@@ -46,6 +46,7 @@ class Saver:
         self._configuration, self._optimizer, self._lr_schedule = configuration, optimizer, lr_schedule
         self._average = average
         self._writer = CheckpointWriter(run_dir, world.worker, model, keep) if world.replica == 0 else None
+        self._begun = -1  # the step saved last
         self._pending: tuple[int, RunState, tuple[str, float] | None] | None = None
         self._saved: Path | None = None
 
@@ -54,7 +55,10 @@ class Saver:
         return {"written": self._world.workers}
 
     def begin(self, exchange: Exchange, progress: Mapping[str, Any], data_position: Any, is_best: bool) -> None:
-        """Copies the worker's layers and writes them in the background; first ends the previous save."""
+        """Copies the worker's layers and writes them in the background; first ends the previous save.
+
+        For the second time at the same step it only replaces the progress: the layers are there.
+        """
         self.finish(exchange)
         step = int(progress["step"])
         state = RunState(
@@ -68,7 +72,13 @@ class Saver:
             },
             configuration=self._configuration,
         )
-        self._pending = (step, state, ("loss", progress["best"]) if is_best else None)
+        best = ("loss", float(progress["best"])) if is_best else None
+        if step == self._begun:
+            if self._world.rank == 0:
+                assert self._writer is not None
+                self._writer.amend(step, state, best)
+            return
+        self._begun, self._pending = step, (step, state, best)
         if self._writer is not None:
             self._writer.begin(step, {layer.name: self._state(layer) for cell in self._cells for layer in cell.layers})
 

@@ -64,7 +64,7 @@ def assemble_training(
     )
     reporter = make_reporter(assembly)
     fields = {**assembly.codec.fields(), **reporter.fields(), **saver.fields(), **evaluation_fields(assembly)}
-    exchange = Exchange({**fields, "stop": 1}, world.everyone)
+    exchange = Exchange(fields, world.everyone)
     parts = Parts(
         assembly=assembly,
         exchange=exchange,
@@ -72,7 +72,7 @@ def assemble_training(
         optimizer=optimizer,
         average=average,
         lr_schedule=lr_schedule,
-        evaluator=assemble_evaluator(assembly, exchange),
+        evaluator=assemble_evaluator(assembly, exchange, context.stop_requested),
         saver=saver,
         journal=journal,
         stop_requested=context.stop_requested,
