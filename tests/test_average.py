@@ -42,6 +42,15 @@ def test_average_follows_the_weights_by_tensorflows_ramp() -> None:
     assert found == pytest.approx([1.9, 2.8, 8.95], rel=1e-14)
 
 
+def test_a_weight_that_two_layers_share_takes_one_part_in_the_average() -> None:
+    module = scalar(1.0)
+    cell = Cell(0, [BuiltLayer(i, f"layer_{i}", nn.Sequential(module)) for i in range(2)], NoiseSource(1, 0, CPU))
+    average = WeightAverage([cell], 0.25)
+    module.weight.data.fill_(2.0)
+    average.update(0)
+    assert [average.of(f"layer_{i}")["0.weight"].item() for i in range(2)] == pytest.approx([1.9, 1.9], rel=1e-14)
+
+
 def test_batchnorm_statistics_are_averaged_and_its_counter_is_not() -> None:
     average = WeightAverage([one_cell(nn.BatchNorm1d(2))], 0.9)
     assert set(average.of("layer")) == {"weight", "bias", "running_mean", "running_var"}

@@ -81,6 +81,24 @@ def test_mistakes_are_named(tmp_path: Path, old: str, new: str, words: list[str]
     assert message in done.stderr
 
 
+def test_layers_that_share_their_weights_train_as_one_layer_that_applies_them_as_often(tmp_path: Path) -> None:
+    """Loss and gradient norm of every step: one gradient, one update, one set of statistics."""
+    pieces = "torch.manual_seed(3)\n    same, last = Hidden(width), nn.Linear(width, 2)\n    hidden = "
+    one_last = changed("partial(nn.Linear, width, 2)", "lambda: last")
+    shared = one_last.replace("partial(Hidden, width)", "lambda: same")
+    as_one = '[LayerBuilder("hidden", lambda: nn.Sequential(*[same] * depth))]'
+    found = []
+    for number, module in enumerate((shared, re.sub(r"\[LayerBuilder\(f\"hidden.*\]", as_one, one_last))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        words = ["pipeline.K=1", "pipeline.M=2", "trainer.steps=6", "trainer.evaluate_first=false"]
+        done = train(folder, module.replace("hidden = ", pieces), *words)
+        assert done.returncode == 0, done.stderr
+        rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        found.append([(row["loss"], row["grad_norm"]) for row in rows])
+    assert found[0] == found[1]
+
+
 def test_weights_shared_across_cells_are_refused_by_name(tmp_path: Path) -> None:
     sharing = changed(
         'LayerBuilder(f"hidden_{i}", partial(Hidden, width)) for i in range(depth)]',

@@ -59,7 +59,7 @@ class Cell:
         ]
         self._noise = noise
         self._layouts = GradientLayouts()
-        modules = [module for layer in self.layers for module in layer.module.modules()]
+        modules = list(dict.fromkeys(module for layer in self.layers for module in layer.module.modules()))
         self.batchnorms = [module for module in modules if isinstance(module, DeferredBatchNorm)]
         self._indices = [layer.index for layer in self.layers]
         self._step_aware: list[Any] = [module for module in modules if hasattr(module, "begin_step")]
@@ -68,8 +68,15 @@ class Cell:
         ]
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """(full name, parameter) of every parameter, in layer order; ``encoder.0.attention.query.weight``."""
-        return [(f"{layer.name}.{name}", p) for layer in self.layers for name, p in layer.module.named_parameters()]
+        """(full name, parameter) of every parameter, in layer order; ``encoder.0.attention.query.weight``.
+
+        One that several layers share stands there once, under its first name: it has one gradient and gets one update.
+        """
+        named = [(f"{layer.name}.{name}", p) for layer in self.layers for name, p in layer.module.named_parameters()]
+        first: dict[int, tuple[str, nn.Parameter]] = {}
+        for name, parameter in named:
+            first.setdefault(id(parameter), (name, parameter))
+        return list(first.values())
 
     def train(self, training: bool) -> None:
         for layer in self.layers:

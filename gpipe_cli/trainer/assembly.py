@@ -22,6 +22,7 @@ from ..pipeline.transport import Transport
 from ..tasks.base import Task
 from ..tasks.generation import GenerationSettings
 from .build import Cut, build_autocast, build_cells, build_model, build_source, cut_model
+from .checkpoint import named_tensors
 from .data_notices import forward_warnings
 from .decoding import Decoder, Machinery, Marks
 from .evaluation import Evaluator
@@ -214,26 +215,27 @@ def whole_model(world: World, cells: Sequence[Cell]) -> tuple[dict[str, list[str
     """What all workers together hold.
 
     Returns:
-        Parameter names by layer; all full names in layer order; the places of this worker's parameters among them; the
-        indices of the layers with an auxiliary loss, and last `TASK`.
+        Parameter names by layer, a shared one under all its names; the full names of all parameters in layer order,
+        each once; the places of this worker's among them; the indices of the layers with an auxiliary loss, and last
+        `TASK`.
     """
+    own = [name for cell in cells for name, _ in cell.parameters()]
     mine = [
-        (
-            layer.index,
-            layer.name,
-            [name for name, _ in layer.module.named_parameters()],
-            hasattr(layer.module, "auxiliary_loss"),
-        )
+        (layer.index, layer.name, list(named_tensors(layer.module)[0]), hasattr(layer.module, "auxiliary_loss"))
         for cell in cells
         for layer in cell.layers
     ]
-    everyone = cast("list[list[tuple[int, str, list[str], bool]]]", world.gather_everyone(mine))
-    layers = sorted(layer for worker in everyone[: world.workers] for layer in worker)
+    everyone = cast(
+        "list[tuple[list[str], list[tuple[int, str, list[str], bool]]]]", world.gather_everyone((own, mine))
+    )
+    trained = {name for names, _ in everyone[: world.workers] for name in names}
+    layers = sorted(layer for _, worker in everyone[: world.workers] for layer in worker)
     model = {name: parameters for _, name, parameters, _ in layers}
     losses = [index for index, _, _, has_loss in layers if has_loss] + [TASK]
-    names = [f"{layer}.{parameter}" for layer, parameters in model.items() for parameter in parameters]
+    in_order = (f"{layer}.{parameter}" for layer, parameters in model.items() for parameter in parameters)
+    names = [name for name in in_order if name in trained]
     place = {name: number for number, name in enumerate(names)}
-    return model, names, [place[name] for cell in cells for name, _ in cell.parameters()], losses
+    return model, names, [place[name] for name in own], losses
 
 
 def make_transport(world: World, cut: Cut) -> Transport | None:

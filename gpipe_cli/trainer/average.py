@@ -30,15 +30,14 @@ class WeightAverage:
         self._live: list[Tensor] = []
         self._averages: list[Tensor] = []
         self._places: dict[str, dict[str, int]] = {}  # layer, then name: the place in both lists
+        known: dict[int, int] = {}  # a tensor that has two names, in one layer or in two, is averaged once
         for layer in (layer for cell in cells for layer in cell.layers):
-            known: dict[int, int] = {}  # a tensor that a layer has under two names is averaged once
-            self._places[layer.name] = {
-                name: known.setdefault(id(tensor), len(self._live) + len(known))
-                for name, tensor in averaged_tensors(layer.module).items()
-            }
-            tensors = {id(tensor): tensor for tensor in averaged_tensors(layer.module).values()}
-            self._live += tensors.values()
-            self._averages += [tensor.detach().clone() for tensor in tensors.values()]
+            places = self._places[layer.name] = {}
+            for name, tensor in averaged_tensors(layer.module).items():
+                places[name] = known.setdefault(id(tensor), len(known))
+                if places[name] == len(self._live):
+                    self._live.append(tensor)
+                    self._averages.append(tensor.detach().clone())
 
     def of(self, layer: str) -> dict[str, Tensor]:
         """The averages of one layer, by the names that its weights and buffers have there."""
