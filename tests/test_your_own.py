@@ -51,6 +51,28 @@ def test_an_exception_in_a_layer_ends_the_run_with_its_traceback_and_place(tmp_p
     assert re.search(r"cell \d, layer 'hidden_\d', micro-batch \d", done.stderr)
 
 
+def test_outputs_whose_shape_depends_on_more_than_the_inputs_shapes_are_refused_by_name(tmp_path: Path) -> None:
+    count = "Hidden.calls = getattr(Hidden, 'calls', 0) + 1\n        shorter = int(Hidden.calls > 100)\n"
+    module = changed("return x + F.relu", f"{count}        return x[shorter:] + F.relu").replace(
+        "norm(x)", "norm(x[shorter:])"
+    )
+    words = ["pipeline.workers=4", "pipeline.cost=parameters", "trainer.evaluate_first=false"]
+    done = train(tmp_path, module, *words)
+    assert done.returncode == 1
+    refusal = r"cell \d \(last layer '\w+'\), micro-batch \d: its outputs, with the targets, have the shapes .* before"
+    assert re.search(refusal, done.stderr)
+
+
+def test_an_exception_in_the_data_is_told_as_one_of_the_data(tmp_path: Path) -> None:
+    broken = changed(
+        "            number += 1\n", "            number += 1\n            assert number < 8, 'a planted fault'\n"
+    )
+    done = train(tmp_path, broken, "trainer.evaluate_first=false")
+    assert done.returncode == 1
+    assert "AssertionError: a planted fault" in done.stderr
+    assert "worker 0 failed at instruction reading the next mini-batch, step 7:" in done.stderr
+
+
 def test_a_loss_that_is_not_finite_skips_the_update_and_then_stops_by_name(tmp_path: Path) -> None:
     broken = changed(
         '        return F.cross_entropy(outputs[0], targets[0], reduction="sum"), torch',

@@ -191,6 +191,14 @@ class BoundarySpec:
         """Bytes of the packed message."""
         return self.offsets[-1]
 
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these have the shapes that are described."""
+        return all(tensor.shape == described.shape for tensor, described in zip(tensors, self.tensors, strict=True))
+
+    def shapes(self) -> str:
+        """For messages."""
+        return ", ".join(str(list(described.shape)) for described in self.tensors)
+
     def to_bytes(self) -> bytes:
         rows = [
             [list(t.shape), str(t.dtype).removeprefix("torch."), t.needs_gradient, t.channels_last]

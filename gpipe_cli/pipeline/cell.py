@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..layers import LayerBuilder
 from .batchnorm import DeferredBatchNorm, defer_batchnorm
-from .boundary import GradientLayouts, Tensors, as_argument, as_tensors, canonical
+from .boundary import BoundarySpec, GradientLayouts, Tensors, as_argument, as_tensors, canonical
 from .randomness import NoiseSource, weights_of_layer
 
 
@@ -160,6 +160,21 @@ class Cell:
 
     def _failure(self, layer: BuiltLayer, micro_batch: int) -> LayerFailed:
         return LayerFailed(f"cell {self.number}, layer {layer.name!r}, micro-batch {micro_batch}")
+
+    def refuse_new_shapes(self, message: Tensors, expected: BoundarySpec, micro_batch: int) -> None:
+        """The next cell's worker has posted a receive for what such inputs gave before.
+
+        Raises:
+            LayerFailed: the outputs, and the targets behind them, have other shapes.
+        """
+        if expected.fits(message):
+            return
+        raise LayerFailed(
+            f"cell {self.number} (last layer {self.layers[-1].name!r}), micro-batch {micro_batch}: its outputs, with "
+            f"the targets, have the shapes {BoundarySpec.of(message).shapes()}, where inputs of the same shapes gave "
+            f"{expected.shapes()} before. What passes to the next cell may depend on the shapes of the inputs, not on "
+            "their values: pad it, or choose pipeline.partition sizes that leave the layers that do so in one cell"
+        )
 
     def _refuse_changed_inputs(self, inputs: Tensors, versions: list[int], micro_batch: int) -> None:
         """Recompute starts from the boundary that was kept, so nobody may write into it."""

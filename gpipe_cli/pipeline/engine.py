@@ -199,7 +199,7 @@ class Pipeline:
             started = meter.mark()
             handlers[op](cell, micro_batch)
             meter.record(instruction, started)
-        where["instruction"] = None
+        where.update(cell=None, micro_batch=None, instruction=None)  # what fails from here on, fails outside of them
         if self._transport is not None:
             self._transport.drain()
 
@@ -340,6 +340,7 @@ class Pipeline:
             spec = self._message_spec(self._behind[cell, signature], micro_batch)
             self._transport.describe(cell + 1, signature, spec)
         tensors = self._outputs.pop((cell, micro_batch)) + self._targets[micro_batch]
+        self.cells[cell].refuse_new_shapes(tensors, spec, micro_batch)
         self._transport.send(ACTIVATION, tensors, spec, cell + 1, cell + 1, micro_batch)
         self._post_ahead(Op.RECEIVE_GRADIENT)
 

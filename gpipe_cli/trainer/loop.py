@@ -128,7 +128,7 @@ class Trainer:
         """One mini-batch; returns the plan of the next, or None when this was the last."""
         p, a, step, began = self.parts, self._assembly, self.progress.step, time.perf_counter()
         meter = a.engine.meter
-        p.where["step"] = step
+        p.where["step"] = step + 1  # as the console counts
         meter.begin_step()
         before = meter.phases
         steps = self._settings.steps or 0
@@ -226,7 +226,9 @@ class Trainer:
         p, a = self.parts, self._assembly
         epochs_done = self._epochs_done()
         if self._feed is not None:
+            p.where["instruction"] = "reading the next mini-batch"
             self._feed.advance()
+            p.where["instruction"] = None
             a.codec.write(p.exchange, self._feed.parts, self._feed.weights)
         if a.world.rank == 0:
             limit = self._settings.seconds
