@@ -21,6 +21,7 @@ from ..pipeline.partition import PartitionError, cell_costs, cell_layers, partit
 from ..pipeline.randomness import NoiseSource
 from ..tasks.base import Task
 from .plan import Part
+from .target_errors import explain
 from .world import World
 
 MODEL_KEYS_READ_ELSEWHERE = ("sync_batchnorm",)  # the pipeline takes it from the model's section
@@ -106,11 +107,7 @@ def _instantiate(key: str, section: Mapping[str, Any], *arguments: object) -> An
     except ConfigurationError:
         raise
     except Exception as error:
-        cause = error.__cause__ or error
-        reason = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
-        raise ConfigurationError(
-            f"{key}._target_={section.get('_target_')} could not be made from the keys of `{key}`: {reason}"
-        ) from error
+        raise ConfigurationError(explain(key, section.get("_target_"), error)) from error
 
 
 def _with_methods(key: str, section: Mapping[str, Any], methods: Sequence[str]) -> object:
