@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None, program: Program | None = None)
         program: what workers run; None: the trainer.
 
     Returns:
-        The exit code: 0; 1 when a run failed; 2 when it was refused before it began; 130 after Ctrl-C.
+        The exit code: 0; 1 when a run failed; 2 when its configuration was refused; 130 after Ctrl-C.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     code = answer(words, _help_text, "gpipe-train")

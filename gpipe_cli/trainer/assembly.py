@@ -21,7 +21,7 @@ from ..pipeline.engine import TASK, Pipeline
 from ..pipeline.transport import Transport
 from ..tasks.base import Task
 from ..tasks.generation import GenerationSettings
-from .build import Cut, build_autocast, build_cells, build_model, build_source, cut_model
+from .build import Cut, build_autocast, build_cells, build_model, build_source, cut_model, refuse_more_cells_than_layers
 from .data_notices import forward_warnings
 from .decoding import Decoder, Machinery, Marks
 from .evaluation import Evaluator
@@ -91,6 +91,7 @@ def assemble_model(context: Context, settings: Settings, world: World, task: Tas
         ConfigurationError: something in the configuration that shows only now.
     """
     builders = build_model(settings.model)
+    refuse_more_cells_than_layers(len(builders), settings.pipeline)  # before a corpus is made, which takes minutes
     source = open_source(settings, world, journal)
     if source is not None:
         forward_warnings(source, context.emit)

@@ -162,8 +162,8 @@ def cut_model(
     Raises:
         ConfigurationError: more cells than layers, sizes that do not add up, or weights shared across a cut.
     """
+    refuse_more_cells_than_layers(len(builders), config)  # before costs are counted
     try:
-        partition([1.0] * len(builders), config.K, config.partition)  # refuses K and sizes before costs are counted
         if config.cost == "profile" and profile is not None:
             costs = profile()
         else:
@@ -173,6 +173,18 @@ def cut_model(
     cut = cut_by_costs(builders, costs, config, workers)
     refuse_sharing_across_cells(builders, cut.sizes)
     return cut
+
+
+def refuse_more_cells_than_layers(layers: int, config: PipelineConfig) -> None:
+    """What `partition` will refuse whatever the costs are, as soon as the number of layers is known.
+
+    Raises:
+        ConfigurationError: more cells than layers, or sizes that do not add up to them.
+    """
+    try:
+        partition([1.0] * layers, config.K, config.partition)
+    except PartitionError as error:
+        raise ConfigurationError(str(error)) from error
 
 
 def cut_by_costs(

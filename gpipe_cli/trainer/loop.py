@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 
+from ..errors import PlainError
 from ..pipeline.batchnorm import finish_batchnorm
 from ..pipeline.engine import StepPlan
 from ..pipeline.gradients import clip_factor, reduce_over_replicas, scale_gradients, squared_norms
@@ -31,7 +32,7 @@ from .totals import Totals
 from .trace import record_everyone
 
 
-class NonFinite(RuntimeError):
+class NonFinite(PlainError):
     """Too many updates in a row had to be skipped because loss or gradients were not finite."""
 
 
