@@ -48,7 +48,7 @@ class Source(Protocol):
         """Build or open whatever the batches need; called once, before the first batch."""
 
     def train(self, position: Any, parts: int, replica: int, replicas: int) -> Iterator[Batch]:
-        """Mini-batches without end, from just after `position` (None: from the start).
+        """Mini-batches without end, from just after `position` (None: from the start); one that ends ends the run.
 
         With D replicas a mini-batch has D·parts parts, and replica r reads r·parts … (r+1)·parts − 1.
         Same seed and position: same batches.

@@ -70,9 +70,24 @@ def test_a_loss_that_is_not_finite_skips_the_update_and_then_stops_by_name(tmp_p
     ("old", "new", "words", "message", "code"),
     [
         ("return x + F.relu", "x += 1\n        return x + F.relu", ["pipeline.K=8"], "in-place operation", 1),
-        ("def layers(width: int = 64, depth", "def layers(width: int = 64, deep", [], "model._target_=spirals.layers", 2),
+        ("def layers(width: int = 64, depth", "def layers(width: int = 64, deep", [], "model._target_=spirals.la", 2),
         ('LayerBuilder("last"', 'LayerBuilder("first"', [], "two layers named 'first'", 2),
         ("    def weight(self", "    def wait(self", [], "has no method weight", 2),
+        (
+            ', reduction="sum"), torch.zeros(0, dtype=torch.float64)',
+            ', reduction="sum")',
+            [],
+            "loss() must return two",
+            2,
+        ),
+        (
+            "return torch.stack([nll.double(), correct.double()])",
+            "return nll.double()",
+            [],
+            "evaluate() must return a v",
+            2,
+        ),
+        ("Batch(pieces[replica", "Batch(pieces + pieces[replica", [], "gave 8 micro-batches", 2),
         ("", "", ["pipeline.K=9"], "pipeline.K=9 but the model has 8 layers", 2),
     ],
 )
@@ -80,6 +95,17 @@ def test_mistakes_are_named(tmp_path: Path, old: str, new: str, words: list[str]
     done = train(tmp_path, changed(old, new), *words)
     assert done.returncode == code
     assert message in done.stderr
+
+
+def test_all_replicas_stop_when_the_data_of_one_ends(tmp_path: Path) -> None:
+    ends = changed("while True:", "while replica == 0 or number < 3:")
+    done = train(
+        tmp_path, ends, "pipeline.K=1", "pipeline.replicas=2", "pipeline.workers=1", "logging.tensorboard=false"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "the data of replica 1 ended after step 3, that of the others did not" in done.stdout + done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["steps"], summary["stopped_by"]) == (3, "end of data")
 
 
 def test_weights_shared_across_cells_are_refused_by_name(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from ..pipeline.cost import CostError, LayerCost, layer_costs, shared_parameters
 from ..pipeline.partition import PartitionError, cell_costs, cell_layers, partition, placement
 from ..pipeline.randomness import NoiseSource
 from ..tasks.base import Task
+from .checked_task import CheckedTask
 from .plan import Part
 from .target_errors import explain
 from .world import World
@@ -54,7 +55,8 @@ def build_source(section: Mapping[str, Any]) -> Source:
 
 def build_task(section: Mapping[str, Any]) -> Task:
     """``task._target_``: loss and metrics."""
-    return cast(Task, _with_methods("task", section, ("weight", "loss", "evaluate", "summarize")))
+    task = _with_methods("task", section, ("weight", "loss", "evaluate", "summarize"))
+    return cast(Task, CheckedTask(cast(Task, task), section["_target_"]))
 
 
 def build_optimizer(section: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
