@@ -148,6 +148,9 @@ def test_resume_auto_without_any_checkpoint_begins_at_the_beginning(tmp_path: Pa
         (["pipeline.k=4"], "there is no key pipeline.k; did you mean pipeline.K?"),
         (["model.Lx=3"], "there is no key model.Lx; did you mean model.L?"),
         (["optimizer.spead=3"], "there is no key optimizer.spead"),
+        (["~optimizer.decay_only"], "optimizer.decay_only is null, and so cannot be deleted: leave out ~optimizer.dec"),
+        (["~trainer.epochs"], "trainer.epochs is null, and so cannot be deleted: leave out ~trainer.epochs"),
+        (["~optimizer.decay"], "there is no key optimizer.decay; did you mean optimizer.decay_only"),
         (["modle=transformer"], "there is no key modle; did you mean model?"),
         (["optimizer=adm"], "there is no optimizer=adm; did you mean optimizer=adam"),
         (["optimizer=lamb"], "optimizer can be: adafactor, adafactor_momentum, adam, adamw, rmsprop, rmsprop_tf, sgd"),
@@ -196,6 +199,14 @@ def test_a_typed_target_gets_the_typed_keys_alone(tmp_path: Path) -> None:
 def test_a_typed_data_target_keeps_the_batch_size() -> None:
     config = {"data": {"_target_": "mine.Data", "batch_size": 8, "languages": None}}
     assert own_target.keys_left_out(config, ["++data._target_=mine.Data"]) == {"data": ["languages"]}
+
+
+def test_a_typed_optimizer_and_schedule_get_the_typed_keys_and_the_learning_rate(tmp_path: Path) -> None:
+    words = ["optimizer._target_=torch.optim.NAdam", "optimizer.momentum_decay=0.01", "pipeline.K=1", "trainer.steps=1"]
+    assert run(tmp_path, *words, "schedule._target_=my_module.flat", "schedule.over=5").returncode == 0
+    received = json.loads((only(tmp_path / "runs") / "received.json").read_text())["settings"]
+    assert received["optimizer"] == {"_target_": "torch.optim.NAdam", "lr": 0.003, "momentum_decay": 0.01}
+    assert received["schedule"] == {"_target_": "my_module.flat", "over": 5}
 
 
 def test_a_typed_target_needs_nothing_of_what_the_left_out_keys_refer_to(tmp_path: Path) -> None:
