@@ -334,6 +334,15 @@ def test_the_number_of_jobs_is_known_for_choices_and_ranges() -> None:
     assert sweep.count_jobs(["a=1,2,3", "b=range(5)", "c=x", "d=choice(p,q)"]) == 30
 
 
+def test_folders_of_jobs_are_named_by_what_is_swept(tmp_path: Path) -> None:
+    """TensorBoard shows these names, and they are cut where they are long."""
+    fixed = ["data.cache_dir=" + "long/" * 30, "trainer.steps=1", "+model.own_key=3", "precision=bf16"]
+    run(tmp_path, "-m", *fixed, "pipeline.K=1,2", "pipeline.M=4,8")
+    names = sorted(folder.name for folder in only(tmp_path / "sweeps").iterdir() if folder.is_dir())
+    cells = [(K, M) for K in (1, 2) for M in (4, 8)]
+    assert names == [f"{number}_pipeline.K={K},pipeline.M={M}" for number, (K, M) in enumerate(cells)]
+
+
 def test_names_of_job_folders_are_safe() -> None:
     assert sweep.folder_name("data.root=/a b/c,pipeline.K=2") == "data.root=_a_b_c,pipeline.K=2"
     assert len(sweep.folder_name("x" * 500)) == sweep.LONGEST_NAME
