@@ -532,6 +532,28 @@ def test_short_answers_come_within_half_a_second(tmp_path: Path, words: list[str
     assert fastest([sys.executable, "-m", "gpipe_cli.commands.train", *words], tmp_path, enough=limit) < limit
 
 
+@pytest.mark.parametrize(("words", "times"), [(["pipeline.K=0"], 1), (["hydra.mode=RUN", "pipeline.K=0"], 2)])
+def test_a_refusal_composes_the_configuration_no_more_often_than_needed(
+    tmp_path: Path, words: list[str], times: int
+) -> None:
+    program = (
+        "import cli_jobs, sys; from hydra._internal.hydra import Hydra; compose = Hydra.compose_config; seen = []; "
+        "Hydra.compose_config = lambda *a, **k: (seen.append(1), compose(*a, **k))[1]\n"
+        f"try: cli_jobs.main({words})\n"
+        "finally: print(len(seen))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == f"{times}\n", done.stderr
+    assert "pipeline.K=0: use a whole number" in done.stderr
+
+
+def test_a_mode_that_is_typed_is_heard(tmp_path: Path) -> None:
+    assert run(tmp_path, "hydra.mode=MULTIRUN", "pipeline.K=1,2", "trainer.steps=1").returncode == 0
+    assert [job["K"] for job in json.loads((only(tmp_path / "sweeps") / "sweep.json").read_text())["jobs"]] == [1, 2]
+
+
 def test_the_command_process_never_imports_torch(tmp_path: Path) -> None:
     program = (
         "import sys, cli_jobs; code = cli_jobs.main(['pipeline.K=1', 'trainer.steps=1'], "
