@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.trainer.build import build_model, build_source
+from gpipe_cli.trainer.build import build_model, build_optimizer, build_source
 
 MADE = "could not be made from the keys of `model`"
 CASES = {  # target: the module's text, and what is said of it
@@ -38,6 +38,14 @@ def test_a_wrong_target_is_refused_with_its_cause(number: int, tmp_path: Path, m
     with pytest.raises(ConfigurationError) as error:
         build_model({"_target_": target, "depth": 3})
     assert str(error.value) == f"model._target_={target} {said.format(n=number, path=path)}"
+
+
+def test_a_text_where_a_number_is_wanted_is_named() -> None:
+    section = {"_target_": "torch.optim.Adam", "lr": 0.1, "weight_decay": "abc"}
+    with pytest.raises(
+        ConfigurationError, match=r"between instances of .*; texts among them: optimizer\.weight_decay=abc$"
+    ):
+        build_optimizer(section, [])
 
 
 def test_what_our_own_code_refuses_is_told_without_its_place() -> None:

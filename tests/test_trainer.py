@@ -123,10 +123,18 @@ def test_epochs_without_a_source_that_counts_them_are_refused(tmp_path: Path) ->
         train_inline(tmp_path, *words, "trainer.epochs=1")
 
 
-def test_more_cells_than_layers_are_refused_before_data_is_prepared(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("pipeline.K=99", r"pipeline\.K=99 but the model has"),
+        ("+optimizer.speed=3", "unexpected keyword argument 'speed'"),
+        ("+schedule.speed=3", "unexpected keyword argument 'speed'"),
+    ],
+)
+def test_what_needs_no_data_is_refused_before_data_is_prepared(tmp_path: Path, word: str, message: str) -> None:
     words = ["data._target_=test_trainer.Unprepared", "model.source_vocabulary=9", "model.target_vocabulary=9"]
-    with pytest.raises(ConfigurationError, match=r"pipeline\.K=99 but the model has"):
-        train_inline(tmp_path, *words, "pipeline.K=99", "data.batch_size=4")
+    with pytest.raises(ConfigurationError, match=message):
+        train_inline(tmp_path, *words, word, "data.batch_size=4")
 
 
 class Uncounted:

@@ -109,7 +109,7 @@ def _instantiate(key: str, section: Mapping[str, Any], *arguments: object) -> An
     except ConfigurationError:
         raise
     except Exception as error:
-        raise ConfigurationError(explain(key, section.get("_target_"), error)) from error
+        raise ConfigurationError(explain(key, section, error)) from error
 
 
 def _with_methods(key: str, section: Mapping[str, Any], methods: Sequence[str]) -> object:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Mapping
+from typing import Any
 
 NOT_THEIRS = frozenset({*sys.stdlib_module_names, "hydra", "omegaconf", "torch", "numpy", "gpipe_cli"})
 LINES_SHOWN = 2  # of an exception's message
 
 
-def explain(key: str, target: object, error: Exception) -> str:
+def explain(key: str, section: Mapping[str, Any], error: Exception) -> str:
     """One sentence, with the cause's file and line where it arose in code of the user's own.
 
     Args:
         key: of the section, as "model".
-        target: its `_target_`.
+        section: its `_target_` and the keys that were passed on.
         error: what Hydra's `instantiate` raised; it wraps the cause, and does not always quote all of it.
     """
-    cause = error.__cause__ or error
+    target, cause = section.get("_target_"), error.__cause__ or error
     if not str(error).startswith("Error locating target"):
-        return f"{key}._target_={target} could not be made from the keys of `{key}`: {_told(cause)}"
+        told = _told(cause) + _texts_among(key, section, cause)
+        return f"{key}._target_={target} could not be made from the keys of `{key}`: {told}"
     cause = cause.__cause__ or cause
     if isinstance(cause, ModuleNotFoundError) and _is_part(cause.name, str(target)):
         return f"{key}._target_={target} was not found: {_what_is_missing(cause)}"
@@ -36,6 +39,16 @@ def _what_is_missing(error: ModuleNotFoundError) -> str:
     if dot:
         return f"{parent} has no {last}"
     return f"there is no module {last} here or on the PYTHONPATH"
+
+
+def _texts_among(key: str, section: Mapping[str, Any], error: BaseException) -> str:
+    """Where something was no number but a text, the keys that it may be."""
+    if not isinstance(error, TypeError) or "'str'" not in str(error):
+        return ""
+    texts = [
+        f"{key}.{name}={value}" for name, value in section.items() if name != "_target_" and isinstance(value, str)
+    ]
+    return f"; texts among them: {', '.join(texts)}" if texts else ""
 
 
 def _told(error: BaseException) -> str:
