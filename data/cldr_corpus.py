@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from ..cpu import usable_cores
+from ..errors import ConfigurationError
 from .babel_strings import cldr_version
 from .cldr import Pair, check_languages, corpus_size, held_out_pairs, train_pairs
 from .parallel_workers import Workers
@@ -105,7 +106,7 @@ def open_store(parameters: CorpusParameters, cache_dir: str | None, report: Repo
         cache_dir: None for `$GPIPE_CACHE`, or `~/.cache/gpipe` where that is not set.
 
     Raises:
-        ValueError: the vocabulary size does not suit the corpus, or `max_length` leaves a language no pair.
+        ConfigurationError: the vocabulary size does not suit the corpus, or `max_length` leaves a language no pair.
         OSError: the cache cannot be written.
     """
     cache = cache_folder(cache_dir)
@@ -193,7 +194,7 @@ def _write_language(folder: Path, code: str, pairs: Sequence[Pair], vocabulary: 
     sources, targets = (vocabulary.encode(side) for side in zip(*pairs, strict=True))
     kept = [i for i, (s, t) in enumerate(zip(sources, targets, strict=True)) if max(len(s), len(t)) < max_length]
     if not kept:
-        raise ValueError(f"data.max_length={max_length} leaves no pair of language '{code}': raise it")
+        raise ConfigurationError(f"data.max_length={max_length} leaves no pair of language '{code}': raise it")
     tokens, lengths = interleave([sources[i] for i in kept], [targets[i] for i in kept], wide=False)
     sizes = Sizes()
     ends = np.concatenate([[0], np.cumsum(lengths.sum(1, dtype=np.int64))])

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from ..errors import ConfigurationError
 from .source import Batch, Report, check_limits, parts_of_replica, permutation, split_evenly
 
 if TYPE_CHECKING:
@@ -138,10 +139,10 @@ def stack_examples(examples: list[Any]) -> Part:
     """`(inputs, targets)` of a list of `(input, target)`, both as tuples of stacked tensors.
 
     Raises:
-        ValueError: an example is not a pair.
+        ConfigurationError: an example is not a pair.
     """
     if not (isinstance(examples[0], (tuple, list)) and len(examples[0]) == 2):
-        raise ValueError(
+        raise ConfigurationError(
             f"an example of data.train or data.evaluation is not (input, target) but {type(examples[0]).__name__}: "
             "return a pair, or give data.collate"
         )

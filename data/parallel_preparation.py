@@ -101,7 +101,7 @@ class Preparation:
         """Everything that is not done yet.
 
         Raises:
-            ConfigurationError, ValueError: see `open_parallel_store`.
+            ConfigurationError: see `open_parallel_store`.
         """
         for name in ("scan", "pieces", "merged"):
             (self._work / name).mkdir(parents=True, exist_ok=True)

@@ -40,8 +40,8 @@ def open_parallel_store(
         workers: processes; None for one a core. They do not change a byte.
 
     Raises:
-        ConfigurationError: the text is not as it should be; a defect that is to be refused.
-        ValueError: a vocabulary size does not suit the text.
+        ConfigurationError: the text is not as it should be; a defect that is to be refused; a vocabulary size that does
+            not suit the text.
     """
     pairs = find_pairs(text.root, text.languages, text.target)
     cache = cache_folder(cache_dir)

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import ConfigurationError
+
 if TYPE_CHECKING:  # building a corpus needs no torch
     from torch import Tensor
 
@@ -48,7 +50,7 @@ class Source(Protocol):
         """Build or open whatever the batches need; called once, before the first batch."""
 
     def train(self, position: Any, parts: int, replica: int, replicas: int) -> Iterator[Batch]:
-        """Mini-batches without end, from just after `position` (None: from the start).
+        """Mini-batches without end, from just after `position` (None: from the start); one that ends ends the run.
 
         With D replicas a mini-batch has D·parts parts, and replica r reads r·parts … (r+1)·parts − 1.
         Same seed and position: same batches.
@@ -91,10 +93,10 @@ def parts_of_replica(count: int, parts: int, replica: int, replicas: int, key: s
     """The slices of a mini-batch of `count` examples that replica `replica` trains on: `parts` of D·parts.
 
     Raises:
-        ValueError: the mini-batch has fewer examples than D·parts; `key` names the setting that makes it larger.
+        ConfigurationError: fewer examples than D·parts; `key` names the setting that makes the mini-batch larger.
     """
     if count < parts * replicas:
-        raise ValueError(
+        raise ConfigurationError(
             f"a mini-batch of {count} examples cannot be divided into {parts * replicas} micro-batches "
             f"(pipeline.M={parts} × {replicas} replicas): raise {key} or lower pipeline.M"
         )

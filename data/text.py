@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..errors import ConfigurationError
 from . import typical
 from .cldr import HELD_OUT_ITEMS
 from .cldr_corpus import CorpusParameters, open_store
@@ -70,7 +71,7 @@ class TextSource:
         """Build the corpus unless it is cached, and lay its tokens in one row (2 bytes each, in memory).
 
         Raises:
-            ValueError: the corpus is shorter than one block.
+            ConfigurationError: the corpus is shorter than one block.
         """
         self._store = store = open_store(self.parameters, self._cache_dir, report)
         sizes = list(store.sizes.values())
@@ -82,7 +83,7 @@ class TextSource:
             pieces.append(_packed(store, rows.take(order[first : first + PACKED_AT_ONCE])))
         self._stream = np.concatenate(pieces)
         if self._blocks < 1:
-            raise ValueError(
+            raise ConfigurationError(
                 f"data.sequence_length={self._length}: the corpus has {len(self._stream)} tokens, less than one block: "
                 "lower data.sequence_length or raise data.largest"
             )

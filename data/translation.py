@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..errors import ConfigurationError
 from . import typical
 from .cldr import HELD_OUT_ITEMS
 from .cldr_corpus import CorpusParameters, open_store
@@ -105,7 +106,7 @@ class PairSource:
         """Build the corpus unless it is there, and open it.
 
         Raises:
-            ValueError: the vocabulary does not suit the corpus, or `max_length` leaves a language no pair.
+            ConfigurationError: the vocabulary does not suit the corpus, or `max_length` leaves a language no pair.
         """
         self._store = store = self._open(report)
         if self._batch_tokens is not None:
@@ -244,7 +245,7 @@ class PairSource:
         """A chunk's last mini-batch, of its longest sentences, may be half of one."""
         width, pairs = min(self._pairs_by_width.items(), key=lambda item: item[1])
         if pairs < 2 * parts:
-            raise ValueError(
+            raise ConfigurationError(
                 f"data.batch_tokens={self._batch_tokens}: a mini-batch of the longest sentences has {pairs} pairs or "
                 f"half, too few for {parts} micro-batches: use data.batch_tokens={2 * parts * width} or a lower "
                 "pipeline.M"

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 
 import sentencepiece
 
+from ..errors import ConfigurationError
+
 PAD, UNKNOWN, BOS, EOS = 0, 1, 2, 3
 
 
@@ -23,7 +25,7 @@ def train_vocabulary(
         key: under `data`, which says the size; for messages.
 
     Raises:
-        ValueError: the sentences support fewer pieces than `size`, or need more for their characters alone.
+        ConfigurationError: the sentences support fewer pieces than `size`, or need more for their characters alone.
     """
     model = io.BytesIO()
     try:
@@ -43,7 +45,7 @@ def train_vocabulary(
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise ValueError(_limit(size, str(error), key)) from error
+        raise ConfigurationError(_limit(size, str(error), key)) from error
     return model.getvalue()
 
 

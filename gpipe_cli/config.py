@@ -284,6 +284,13 @@ def _enough_examples(settings: Settings) -> str | None:
     )
 
 
+def _learning_rate_is_a_number(settings: Settings) -> str | None:
+    lr = settings.optimizer.get("lr")
+    if lr is None or (isinstance(lr, (int, float)) and not isinstance(lr, bool) and lr >= 0):
+        return None
+    return f"optimizer.lr={shown(lr)}: use a number, at least 0"
+
+
 def _workers_have_cells(settings: Settings) -> str | None:
     K, workers = settings.pipeline.K, settings.pipeline.workers
     if workers == "auto" or workers <= K:
@@ -368,6 +375,7 @@ def _begins_in_one_way(settings: Settings) -> str | None:
 
 CHECKS: tuple[Callable[[Settings], str | None], ...] = (
     _enough_examples,
+    _learning_rate_is_a_number,
     _workers_have_cells,
     _cells_go_round,
     _sizes_match_cells,

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.errors import ConfigurationError, PlainError
 from gpipe_cli.launch.context import Context
 from gpipe_cli.launch.join import join, joined
 from gpipe_cli.launch.supervisor import Job, WorkerFailed, launch
@@ -120,6 +120,10 @@ def refuse_configuration(context: Context, config: dict[str, Any]) -> None:
     raise ConfigurationError("pipeline.K=9 but the model has 8 layers: use pipeline.K<=8")
 
 
+def give_up(context: Context, config: dict[str, Any]) -> None:
+    raise PlainError("10 updates in a row had to be skipped")
+
+
 def exit_hard(context: Context, config: dict[str, Any]) -> None:
     _sleep_as_peer(context)
     os._exit(3)
@@ -219,9 +223,9 @@ def main() -> None:
     job = Job(Path(run_dir), int(workers), f"launch_jobs:{entry}", config, **settings)
     try:
         result = launch(job, _print_event)
-    except WorkerFailed as failure:
+    except (WorkerFailed, ConfigurationError) as failure:
         print(failure, file=sys.stderr)
-        sys.exit(1)
+        sys.exit(2 if isinstance(failure, ConfigurationError) else 1)
     _print_event({"event": "result", "value": result})
 
 

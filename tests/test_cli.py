@@ -148,6 +148,9 @@ def test_resume_auto_without_any_checkpoint_begins_at_the_beginning(tmp_path: Pa
         (["pipeline.k=4"], "there is no key pipeline.k; did you mean pipeline.K?"),
         (["model.Lx=3"], "there is no key model.Lx; did you mean model.L?"),
         (["optimizer.spead=3"], "there is no key optimizer.spead"),
+        (["~optimizer.decay_only"], "optimizer.decay_only is null, and so cannot be deleted: leave out ~optimizer.dec"),
+        (["~trainer.epochs"], "trainer.epochs is null, and so cannot be deleted: leave out ~trainer.epochs"),
+        (["~optimizer.decay"], "there is no key optimizer.decay; did you mean optimizer.decay_only"),
         (["modle=transformer"], "there is no key modle; did you mean model?"),
         (["optimizer=adm"], "there is no optimizer=adm; did you mean optimizer=adam"),
         (["optimizer=lamb"], "optimizer can be: adafactor, adafactor_momentum, adam, adamw, rmsprop, rmsprop_tf, sgd"),
@@ -196,6 +199,14 @@ def test_a_typed_target_gets_the_typed_keys_alone(tmp_path: Path) -> None:
 def test_a_typed_data_target_keeps_the_batch_size() -> None:
     config = {"data": {"_target_": "mine.Data", "batch_size": 8, "languages": None}}
     assert own_target.keys_left_out(config, ["++data._target_=mine.Data"]) == {"data": ["languages"]}
+
+
+def test_a_typed_optimizer_and_schedule_get_the_typed_keys_and_the_learning_rate(tmp_path: Path) -> None:
+    words = ["optimizer._target_=torch.optim.NAdam", "optimizer.momentum_decay=0.01", "pipeline.K=1", "trainer.steps=1"]
+    assert run(tmp_path, *words, "schedule._target_=my_module.flat", "schedule.over=5").returncode == 0
+    received = json.loads((only(tmp_path / "runs") / "received.json").read_text())["settings"]
+    assert received["optimizer"] == {"_target_": "torch.optim.NAdam", "lr": 0.003, "momentum_decay": 0.01}
+    assert received["schedule"] == {"_target_": "my_module.flat", "over": 5}
 
 
 def test_a_typed_target_needs_nothing_of_what_the_left_out_keys_refer_to(tmp_path: Path) -> None:
@@ -321,6 +332,15 @@ def test_a_signal_ends_the_whole_sweep_and_still_shows_the_table(
 
 def test_the_number_of_jobs_is_known_for_choices_and_ranges() -> None:
     assert sweep.count_jobs(["a=1,2,3", "b=range(5)", "c=x", "d=choice(p,q)"]) == 30
+
+
+def test_folders_of_jobs_are_named_by_what_is_swept(tmp_path: Path) -> None:
+    """TensorBoard shows these names, and they are cut where they are long."""
+    fixed = ["data.cache_dir=" + "long/" * 30, "trainer.steps=1", "+model.own_key=3", "precision=bf16"]
+    run(tmp_path, "-m", *fixed, "pipeline.K=1,2", "pipeline.M=4,8")
+    names = sorted(folder.name for folder in only(tmp_path / "sweeps").iterdir() if folder.is_dir())
+    cells = [(K, M) for K in (1, 2) for M in (4, 8)]
+    assert names == [f"{number}_pipeline.K={K},pipeline.M={M}" for number, (K, M) in enumerate(cells)]
 
 
 def test_names_of_job_folders_are_safe() -> None:
@@ -510,6 +530,28 @@ def test_short_answers_come_within_half_a_second(tmp_path: Path, words: list[str
     slower = fastest([sys.executable, "-c", "import hydra, hydra.utils"], tmp_path) / 0.2  # than a machine of 2024
     limit = 0.5 * max(1.0, slower)
     assert fastest([sys.executable, "-m", "gpipe_cli.commands.train", *words], tmp_path, enough=limit) < limit
+
+
+@pytest.mark.parametrize(("words", "times"), [(["pipeline.K=0"], 1), (["hydra.mode=RUN", "pipeline.K=0"], 2)])
+def test_a_refusal_composes_the_configuration_no_more_often_than_needed(
+    tmp_path: Path, words: list[str], times: int
+) -> None:
+    program = (
+        "import cli_jobs, sys; from hydra._internal.hydra import Hydra; compose = Hydra.compose_config; seen = []; "
+        "Hydra.compose_config = lambda *a, **k: (seen.append(1), compose(*a, **k))[1]\n"
+        f"try: cli_jobs.main({words})\n"
+        "finally: print(len(seen))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == f"{times}\n", done.stderr
+    assert "pipeline.K=0: use a whole number" in done.stderr
+
+
+def test_a_mode_that_is_typed_is_heard(tmp_path: Path) -> None:
+    assert run(tmp_path, "hydra.mode=MULTIRUN", "pipeline.K=1,2", "trainer.steps=1").returncode == 0
+    assert [job["K"] for job in json.loads((only(tmp_path / "sweeps") / "sweep.json").read_text())["jobs"]] == [1, 2]
 
 
 def test_the_command_process_never_imports_torch(tmp_path: Path) -> None:

@@ -105,6 +105,8 @@ def test_debug_tiny_leaves_what_is_typed() -> None:
         (["pipeline.partition=[3,5,0,1]"], "pipeline.partition=[3,5,0,1]: use min_max or min_variance or a list"),
         (["pipeline.M=128"], "use data.batch_size>=128 or pipeline.M<=96"),
         (["pipeline.M=32", "pipeline.replicas=4"], "pipeline.M=32 × pipeline.replicas=4 needs 128 examples"),
+        (["optimizer.lr=abc"], "optimizer.lr=abc: use a number, at least 0"),
+        (["optimizer.lr=-0.1"], "optimizer.lr=-0.1: use a number, at least 0"),
         (["data.batch_size=0"], "data.batch_size=0: use a whole number, at least 1"),
         (["trainer.steps=null"], "set one, as trainer.steps=1000"),
         (["trainer.patience=3", "trainer.evaluate_every=null"], "set trainer.evaluate_every too"),

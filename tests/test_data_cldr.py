@@ -20,6 +20,7 @@ from gpipe_cli.data.rendering import format_number, render
 from gpipe_cli.data.source import no_report
 from gpipe_cli.data.store import Store
 from gpipe_cli.data.vocabulary import train_vocabulary
+from gpipe_cli.errors import ConfigurationError
 
 SMALL = ("es", "de", "ccp", "yrl")
 
@@ -178,14 +179,14 @@ def test_languages_come_in_the_tables_order_whatever_the_order_given() -> None:
 
 def test_the_vocabulary_error_names_a_size_that_works(small: dict[str, list[cldr.Pair]]) -> None:
     sentences = [text for pair in small["de"] for text in pair]
-    with pytest.raises(ValueError, match=r"use data\.vocabulary=(\d+)") as error:
+    with pytest.raises(ConfigurationError, match=r"use data\.vocabulary=(\d+)") as error:
         train_vocabulary(sentences, 20_000)
     largest = int(str(error.value).rsplit("=", 1)[1])
     assert train_vocabulary(sentences, largest)
 
 
 def test_a_vocabulary_too_small_for_the_alphabet_says_so(small: dict[str, list[cldr.Pair]]) -> None:
-    with pytest.raises(ValueError, match=r"data\.vocabulary=20.*characters"):
+    with pytest.raises(ConfigurationError, match=r"data\.vocabulary=20.*characters"):
         train_vocabulary([text for pair in small["ccp"] for text in pair], 20)
 
 
@@ -239,7 +240,7 @@ def test_gpipe_cache_decides_where_the_store_is(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_failed_build_leaves_nothing_behind(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"data\.vocabulary=60000"):
+    with pytest.raises(ConfigurationError, match=r"data\.vocabulary=60000"):
         open_store(CorpusParameters(("de",), 100, 100, 60_000, 0), str(tmp_path), no_report)
     assert list(tmp_path.iterdir()) == []
 

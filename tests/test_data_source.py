@@ -19,6 +19,7 @@ from gpipe_cli.data.sampling import TemperatureSampler, temperature_shares
 from gpipe_cli.data.source import Batch, Source, no_report, parts_of_replica, permutation, read_ahead, split_evenly
 from gpipe_cli.data.text import TextSource
 from gpipe_cli.data.translation import TranslationSource
+from gpipe_cli.errors import ConfigurationError
 
 SMALL: dict[str, Any] = {"languages": ["de", "fi", "yrl"], "largest": 400, "smallest": 100, "vocabulary": 600}
 
@@ -116,7 +117,7 @@ def test_replicas_divide_the_mini_batch_of_one(make: Any, cache: str) -> None:
 
 @every_source
 def test_too_many_parts_name_the_key_to_raise(make: Any, cache: str) -> None:
-    with pytest.raises(ValueError, match=r"12 micro-batches .*pipeline\.M=6 × 2 replicas.*data\.batch_size"):
+    with pytest.raises(ConfigurationError, match=r"12 micro-batches .*pipeline\.M=6 × 2 replicas.*data\.batch_size"):
         make(cache).train(None, 6, 0, 2)
 
 
@@ -271,7 +272,7 @@ def test_every_example_comes_once_per_epoch(cache: str) -> None:
 
 
 def test_a_last_batch_too_small_for_its_parts_is_refused_before_training(cache: str) -> None:
-    with pytest.raises(ValueError, match=r"7 examples .*8 micro-batches.*data\.drop_last"):
+    with pytest.raises(ConfigurationError, match=r"7 examples .*8 micro-batches.*data\.drop_last"):
         examples(cache, drop_last=False).train(None, 8, 0, 1)
 
 
@@ -288,7 +289,7 @@ def test_tuples_of_inputs_become_several_tensors(cache: str) -> None:
 
 def test_an_example_that_is_no_pair_is_named(cache: str) -> None:
     singles: Any = [torch.ones(2)] * 10
-    with pytest.raises(ValueError, match=r"not \(input, target\) but Tensor.*data\.collate"):
+    with pytest.raises(ConfigurationError, match=r"not \(input, target\) but Tensor.*data\.collate"):
         next(examples(cache, train=singles).train(None, 1, 0, 1))
 
 

@@ -148,7 +148,6 @@ def test_a_console_that_does_not_read_holds_no_worker_up(tmp_path: Path) -> None
         ("exit_hard_with_zero", "worker 1 ended with exit code 0 and left no error report"),
         ("exit_politely", "SystemExit: 5"),
         ("crash", "worker 1 was killed by SIGSEGV"),
-        ("refuse_configuration", "use pipeline.K<=8"),
         ("return_unwritable", "not JSON serializable"),
         ("no_such_function", "has no attribute 'no_such_function'"),
     ],
@@ -194,9 +193,16 @@ def test_the_last_log_lines_of_a_killed_worker_are_shown(command: Any) -> None:
     assert errors.rstrip().endswith("rank_1.log:\nallocating")
 
 
-def test_a_configuration_error_is_its_message_and_nothing_else(command: Any) -> None:
-    _, errors = command("refuse_configuration").end()
+def test_a_configuration_error_is_its_message_and_nothing_else_and_no_failure(command: Any) -> None:
+    code, errors = command("refuse_configuration").end()
+    assert code == 2
     assert errors == "pipeline.K=9 but the model has 8 layers: use pipeline.K<=8\n"
+
+
+def test_a_failure_that_says_everything_is_its_message_and_nothing_else(command: Any) -> None:
+    code, errors = command("give_up").end()
+    assert code == 1
+    assert errors == "10 updates in a row had to be skipped\n"
 
 
 def test_a_module_that_cannot_be_preloaded_is_named(command: Any) -> None:

@@ -259,7 +259,7 @@ def test_a_shared_vocabulary_of_another_size_than_the_model_reads_is_refused(roo
 
 
 def test_a_vocabulary_that_the_text_cannot_fill_names_its_key(root: Path) -> None:
-    with pytest.raises(ValueError, match=r"data\.target_vocabulary=60000.*use data\.target_vocabulary=\d+"):
+    with pytest.raises(ConfigurationError, match=r"data\.target_vocabulary=60000.*use data\.target_vocabulary=\d+"):
         source(root, target_vocabulary=60_000)
 
 

@@ -19,6 +19,7 @@ from gpipe_cli.data.source import Batch, Report, no_report
 from gpipe_cli.data.store import Store
 from gpipe_cli.data.token_batches import balanced, by_tokens, padded_tokens, pairs_by_width, width_of
 from gpipe_cli.data.translation import PairSource, TranslationSource
+from gpipe_cli.errors import ConfigurationError
 
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -226,7 +227,8 @@ def test_widths_are_few_and_waste_little() -> None:
 
 
 def test_too_few_tokens_for_the_parts_are_refused_before_training(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"data\.batch_tokens=300: .*too few for 16 micro-.*data\.batch_tokens=\d+"):
+    said = r"data\.batch_tokens=300: .*too few for 16 micro-.*data\.batch_tokens=\d+"
+    with pytest.raises(ConfigurationError, match=said):
         opened(folder).train(None, 8, 0, 2)
 
 

@@ -123,6 +123,20 @@ def test_epochs_without_a_source_that_counts_them_are_refused(tmp_path: Path) ->
         train_inline(tmp_path, *words, "trainer.epochs=1")
 
 
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("pipeline.K=99", r"pipeline\.K=99 but the model has"),
+        ("+optimizer.speed=3", "unexpected keyword argument 'speed'"),
+        ("+schedule.speed=3", "unexpected keyword argument 'speed'"),
+    ],
+)
+def test_what_needs_no_data_is_refused_before_data_is_prepared(tmp_path: Path, word: str, message: str) -> None:
+    words = ["data._target_=test_trainer.Unprepared", "model.source_vocabulary=9", "model.target_vocabulary=9"]
+    with pytest.raises(ConfigurationError, match=message):
+        train_inline(tmp_path, *words, word, "data.batch_size=4")
+
+
 class Uncounted:
     """A source without `epoch`."""
 
@@ -132,3 +146,10 @@ class Uncounted:
     def train(self, position: Any, parts: int, replica: int, replicas: int) -> Any: ...
 
     def evaluation(self, parts: int) -> Any: ...
+
+
+class Unprepared(Uncounted):
+    """A source whose corpus would take minutes."""
+
+    def prepare(self, report: Any) -> None:
+        raise AssertionError("the data was prepared")

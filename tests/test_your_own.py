@@ -83,23 +83,39 @@ def test_a_loss_that_is_not_finite_skips_the_update_and_then_stops_by_name(tmp_p
     assert done.returncode == 1
     assert re.search(r"step \d+: the loss of micro-batch \d is not finite", done.stderr)
     assert "3 updates in a row" in done.stderr
+    assert "Traceback" not in done.stderr
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["skipped_updates"] >= 3
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "words", "message"),
+    ("old", "new", "words", "message", "code"),
     [
-        ("return x + F.relu", "x += 1\n        return x + F.relu", ["pipeline.K=8"], "in-place operation"),
-        ("def layers(width: int = 64, depth", "def layers(width: int = 64, deep", [], "model._target_=spirals.layers"),
-        ('LayerBuilder("last"', 'LayerBuilder("first"', [], "two layers named 'first'"),
-        ("    def weight(self", "    def wait(self", [], "has no method weight"),
-        ("", "", ["pipeline.K=9"], "pipeline.K=9"),
+        ("return x + F.relu", "x += 1\n        return x + F.relu", ["pipeline.K=8"], "in-place operation", 1),
+        ("def layers(width: int = 64, depth", "def layers(width: int = 64, deep", [], "model._target_=spirals.la", 2),
+        ('LayerBuilder("last"', 'LayerBuilder("first"', [], "two layers named 'first'", 2),
+        ("    def weight(self", "    def wait(self", [], "has no method weight", 2),
+        (
+            ', reduction="sum"), torch.zeros(0, dtype=torch.float64)',
+            ', reduction="sum")',
+            [],
+            "loss() must return two",
+            2,
+        ),
+        (
+            "return torch.stack([nll.double(), correct.double()])",
+            "return nll.double()",
+            [],
+            "evaluate() must return a v",
+            2,
+        ),
+        ("Batch(pieces[replica", "Batch(pieces + pieces[replica", [], "gave 8 micro-batches", 2),
+        ("", "", ["pipeline.K=9"], "pipeline.K=9 but the model has 8 layers", 2),
     ],
 )
-def test_mistakes_are_named(tmp_path: Path, old: str, new: str, words: list[str], message: str) -> None:
+def test_mistakes_are_named(tmp_path: Path, old: str, new: str, words: list[str], message: str, code: int) -> None:
     done = train(tmp_path, changed(old, new), *words)
-    assert done.returncode != 0
+    assert done.returncode == code
     assert message in done.stderr
 
 
@@ -119,6 +135,17 @@ def test_layers_that_share_their_weights_train_as_one_layer_that_applies_them_as
         rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
         found.append([(row["loss"], row["grad_norm"]) for row in rows])
     assert found[0] == found[1]
+
+
+def test_all_replicas_stop_when_the_data_of_one_ends(tmp_path: Path) -> None:
+    ends = changed("while True:", "while replica == 0 or number < 3:")
+    done = train(
+        tmp_path, ends, "pipeline.K=1", "pipeline.replicas=2", "pipeline.workers=1", "logging.tensorboard=false"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "the data of replica 1 ended after step 3, that of the others did not" in done.stdout + done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["steps"], summary["stopped_by"]) == (3, "end of data")
 
 
 def test_weights_shared_across_cells_are_refused_by_name(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def evaluate(words: Sequence[str]) -> int:
     """One evaluation, by workers as gpipe-train starts them.
 
     Raises:
-        ConfigurationError: no such checkpoint, or a wrong key.
+        ConfigurationError: no such checkpoint, or a wrong key, of which a worker may be the first to know.
         WorkerFailed: what a worker died of.
     """
     from gpipe_cli.commands.checkpointed import open_run, split_words

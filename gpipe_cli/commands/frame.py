@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from gpipe_cli import __version__
 from gpipe_cli.errors import ConfigurationError
 
-FAILED, REFUSED, INTERRUPTED = 1, 2, 130  # exit codes: it went wrong; it never began; Ctrl-C
+FAILED, REFUSED, INTERRUPTED = 1, 2, 130  # exit codes: it went wrong; a wrong configuration; Ctrl-C
 
 
 def answer(

@@ -15,7 +15,8 @@ from gpipe_cli.config import FREE_FORM, known_keys
 from gpipe_cli.typed_section import nearest, unknown_key
 
 KNOWN = (HydraException, OmegaConfBaseException, yaml.YAMLError)  # errors that `explain` puts into words
-NO_KEY = re.compile(r"(?:Could not override|Could not delete from config\.) '([^'=]+)")
+NO_KEY = re.compile(r"Could not override '([^'=]+)")
+NOTHING_TO_DELETE = re.compile(r"Could not delete from config\. '([^'=]+)")
 NO_GROUP = re.compile(r"Could not override '([^']+)'\.\s*No match in the defaults list")
 REFERENCE = re.compile(r"Interpolation key '([^']+)' not found")
 SWEEP_WITHOUT_M = re.compile(r"Ambiguous value for argument '([^']+)'")
@@ -41,6 +42,8 @@ def explain(error: Exception, words: Sequence[str]) -> str:
         )
     if match := NO_GROUP.search(text) or NO_KEY.search(text):
         return _unknown(match[1], words)
+    if match := NOTHING_TO_DELETE.search(text):
+        return _nothing_to_delete(match[1], words)
     if isinstance(error, MissingMandatoryValue):
         key = getattr(error, "full_key", None) or text
         return f"{key} needs a value: type {key}=…"
@@ -65,14 +68,27 @@ def _missing_option(error: MissingConfigException) -> str:
 
 
 def _unknown(key: str, words: Sequence[str]) -> str:
-    section = key.partition(".")[0]
-    if section not in FREE_FORM or "." not in key:
-        return unknown_key(key, known_keys())
-    keys = _keys_of_chosen_groups(words)
+    keys = _keys_beside(key, words)
     text = unknown_key(key, keys)
-    if not nearest(key, keys):
-        text += f"; to pass it to {section}._target_ all the same, type +{key}=…"
+    if _is_passed_on(key) and not nearest(key, keys):
+        text += f"; to pass it to {key.partition('.')[0]}._target_ all the same, type +{key}=…"
     return text
+
+
+def _nothing_to_delete(key: str, words: Sequence[str]) -> str:
+    """To Hydra a key that is null is not there."""
+    keys = _keys_beside(key, words)
+    return f"{key} is null, and so cannot be deleted: leave out ~{key}" if key in keys else unknown_key(key, keys)
+
+
+def _is_passed_on(key: str) -> bool:
+    """Whether it is the `_target_` of its section that judges it."""
+    return "." in key and key.partition(".")[0] in FREE_FORM
+
+
+def _keys_beside(key: str, words: Sequence[str]) -> list[str]:
+    """All keys that there are in its place, dotted."""
+    return _keys_of_chosen_groups(words) if _is_passed_on(key) else known_keys()
 
 
 def _keys_of_chosen_groups(words: Sequence[str]) -> list[str]:

@@ -26,7 +26,7 @@ from gpipe_cli.commands.hydra_errors import explain
 from gpipe_cli.commands.micro_batches import AUTO, settle_micro_batches
 from gpipe_cli.commands.text import command_name
 from gpipe_cli.config import Settings
-from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.errors import ConfigurationError, PlainError
 from gpipe_cli.launch.inline import launch_inline
 from gpipe_cli.launch.join import join, joined
 from gpipe_cli.launch.report import WorkerFailed
@@ -225,10 +225,13 @@ def _run_program(inline: bool, config: dict[str, Any], run_dir: Path, program: P
         return join(torchrun.ENTRY, torchrun.wrap(program.entry, config), run_dir, console)
     try:
         return launch_program(program, config, run_dir, console)
+    except (ConfigurationError, WorkerFailed):
+        raise
     except Exception as error:
-        if not inline or isinstance(error, ConfigurationError):
+        if not inline:
             raise
-        raise WorkerFailed(traceback.format_exc().rstrip()) from error
+        said = str(error) if isinstance(error, PlainError) else traceback.format_exc().rstrip()
+        raise WorkerFailed(said) from error
 
 
 def launch_program(program: Program, config: dict[str, Any], run_dir: Path, on_event: OnEvent) -> Any:
@@ -243,6 +246,7 @@ def launch_program(program: Program, config: dict[str, Any], run_dir: Path, on_e
 
     Raises:
         WorkerFailed: a worker raised, died or stalled. Inside this process exceptions come through as they are.
+        ConfigurationError: a worker refused the configuration.
     """
     settings = Settings.from_config(config["settings"])
     job = Job(

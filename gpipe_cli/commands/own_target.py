@@ -1,8 +1,8 @@
 """`gpipe-train model._target_=my_module.my_layers`: a function of the user's in place of the group's own.
 
-The chosen YAML's keys are meant for its own function. So when a `_target_` is typed for model, data or task, only the
-keys that are typed beside it are passed on (and data.batch_size, which every data set has); none of them needs Hydra's
-`+`. Whoever wants a fixed set of keys writes a YAML file of their own and chooses it with --config-dir.
+The chosen YAML's keys are meant for its own function. So when a `_target_` is typed for model, data, task, optimizer or
+schedule, only the keys that are typed beside it are passed on (and `ALWAYS_KEPT`); none of them needs Hydra's `+`.
+Whoever wants a fixed set of keys writes a YAML file of their own and chooses it with --config-dir.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-SECTIONS = ("model", "data", "task")
-ALWAYS_KEPT: dict[str, tuple[str, ...]] = {"data": ("batch_size",)}
+from gpipe_cli.config import FREE_FORM
+
+ALWAYS_KEPT = {"data": ("batch_size",), "optimizer": ("lr",)}  # what every data set and every optimizer has
 OVERRIDE = re.compile(r"(?P<mark>\+{0,2})(?P<section>\w+)\.(?P<key>[^.=@]+)(?P<rest>[^=]*=.*)", re.DOTALL)
 
 
@@ -51,6 +52,6 @@ def _typed_keys(words: Sequence[str]) -> dict[str, set[str]]:
     typed: dict[str, set[str]] = {}
     for word in words:
         match = OVERRIDE.fullmatch(word)
-        if match and match["section"] in SECTIONS:
+        if match and match["section"] in FREE_FORM:
             typed.setdefault(match["section"], set()).add(match["key"])
     return {section: keys for section, keys in typed.items() if "_target_" in keys}

@@ -13,7 +13,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, read_write
 
 from gpipe_cli.commands.text import markdown_table, number, percent, text_table
 
@@ -116,6 +116,21 @@ class CommandCallback(Callback):
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         global current
         current = Sweep(Path(config.hydra.sweep.dir).absolute(), count_jobs(list(config.hydra.overrides.task)))
+        name_by_swept_keys(config)
+
+
+def name_by_swept_keys(config: DictConfig) -> None:
+    """Leave the keys that have one value in all jobs out of the jobs' folder names, which are cut when they are long.
+
+    Hydra composes each job anew from the sweep's own overrides of `hydra`, so it is there that this has to stand; ahead
+    of what is typed, which wins.
+    """
+    parsed = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
+    fixed = [override.key_or_group for override in parsed if not override.is_sweep_override()]
+    if 0 < len(fixed) < len(parsed):
+        excluded = f"hydra.job.config.override_dirname.exclude_keys={fixed}"
+        with read_write(config.hydra):
+            config.hydra.overrides.hydra = [excluded, *config.hydra.overrides.hydra]
 
 
 def count_jobs(overrides: Sequence[str]) -> int | None:

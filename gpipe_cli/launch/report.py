@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.errors import ConfigurationError, PlainError
 
 LOG_LINES_SHOWN = 15
 LOG_COLUMNS_SHOWN = 200
@@ -47,12 +47,18 @@ class Failure:
         suspicion: how likely this is only the echo of another worker's end: 0 not at all, 1 perhaps, 2 surely.
         time: seconds since the epoch.
         text: for the console.
+        is_configuration: the worker refused the configuration.
     """
 
     rank: int
     suspicion: int
     time: float
     text: str
+    is_configuration: bool = False
+
+    def exception(self) -> WorkerFailed | ConfigurationError:
+        """What the command ends with."""
+        return (ConfigurationError if self.is_configuration else WorkerFailed)(self.text)
 
 
 def log_path(directory: Path, rank: int) -> Path:
@@ -65,7 +71,7 @@ def error_path(directory: Path, rank: int) -> Path:
 
 def write_error(directory: Path, rank: int, error: BaseException, where: dict[str, Any]) -> str:
     """Put an exception on record, whole or not at all, and return its text for the console."""
-    if isinstance(error, ConfigurationError):
+    if isinstance(error, PlainError):
         shown = str(error)
     else:
         shown = "".join(traceback.format_exception(type(error), error, _beyond_launcher(error.__traceback__))).rstrip()
@@ -75,6 +81,7 @@ def write_error(directory: Path, rank: int, error: BaseException, where: dict[st
         "type": type(error).__name__,
         "message": str(error),
         "shown": shown,
+        "plain": isinstance(error, PlainError),
         "configuration": isinstance(error, ConfigurationError),
         "suspicion": suspicion(error),
         "where": dict(where),
@@ -125,12 +132,13 @@ def failure_of(directory: Path, rank: int, exit_code: int, when: float, where: d
         record = json.loads(error_path(directory, rank).read_text())
     except FileNotFoundError:
         return _silent_death(directory, rank, exit_code, when, where)
-    log = "" if record["configuration"] else f"\nlog: {log_path(directory, rank)}"
-    return Failure(rank, record["suspicion"], record["time"], _shown_error(record) + log)
+    log = "" if record["plain"] else f"\nlog: {log_path(directory, rank)}"
+    text = _shown_error(record) + log
+    return Failure(rank, record["suspicion"], record["time"], text, record["configuration"])
 
 
 def _shown_error(record: dict[str, Any]) -> str:
-    if record["configuration"]:
+    if record["plain"]:
         return str(record["shown"])
     return f"{_name(record['rank'])} failed{_place(record['where'])}:\n{record['shown']}"
 

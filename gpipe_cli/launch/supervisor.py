@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.cpu import GLOO_ON_ONE_MACHINE
+from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch import report
 from gpipe_cli.launch.channel import LEAVE, STOP, LineReader
 from gpipe_cli.launch.report import STARTER, WorkerFailed
@@ -83,6 +84,7 @@ def launch(job: Job, on_event: OnEvent) -> Any:
 
     Raises:
         WorkerFailed: a worker raised, died or stalled; the message is for the console.
+        ConfigurationError: a worker refused the configuration.
         KeyboardInterrupt, SystemExit: the run was asked to stop by Ctrl-C, or by SIGTERM or SIGHUP (code 128 + number).
     """
     with StopSignals() as signals:
@@ -96,7 +98,7 @@ def launch(job: Job, on_event: OnEvent) -> Any:
             log.error("%s", failure)
         raise interruption
     if failure:
-        raise WorkerFailed(failure)
+        raise failure
     return watch.results[0]
 
 
@@ -182,8 +184,8 @@ class _Watch:
         self.processes = _Processes(self.job, self.directory)
         self._last_progress = time.monotonic()
 
-    def until_end(self) -> str | None:
-        """Watch until the job is over or has to be ended; returns what failed, for the console."""
+    def until_end(self) -> WorkerFailed | ConfigurationError | None:
+        """Watch until the job is over or has to be ended; returns what failed."""
         while STARTER in self.processes.open:
             self._listen(TICK_SECONDS)
             if self.failures:
@@ -194,7 +196,7 @@ class _Watch:
             if self._must_stop_now():
                 return None
             if self._stalled():
-                return self._describe_stall()
+                return WorkerFailed(self._describe_stall())
         return self._starter_failure()
 
     def end(self) -> None:
@@ -232,14 +234,14 @@ class _Watch:
     def _failure(self, rank: int, exit_code: int, when: float) -> report.Failure:
         return report.failure_of(self.directory, rank, exit_code, when, self.where.get(rank, {}))
 
-    def _settled_failure(self) -> str:
+    def _settled_failure(self) -> WorkerFailed | ConfigurationError:
         start = time.monotonic()
         while STARTER in self.processes.open:
             echoes = all(failure.suspicion for failure in self.failures)
             if time.monotonic() - start > (ECHO_SETTLE_SECONDS if echoes else SETTLE_SECONDS):
                 break
             self._listen(TICK_SECONDS)
-        return report.root_cause(self.failures).text
+        return report.root_cause(self.failures).exception()
 
     def _dismiss(self) -> None:
         """Every result is here: let the workers go. How one exits after that is no longer the run's business."""
@@ -281,11 +283,11 @@ class _Watch:
     def _stack_hint(self) -> str:
         return f"what each one was doing stands at the end of {self.directory}/rank_*.log"
 
-    def _starter_failure(self) -> str | None:
+    def _starter_failure(self) -> WorkerFailed | ConfigurationError:
         """The zygote is gone, before all workers were: it failed to start them, or somebody killed it."""
         self.processes.signal_all(signal.SIGKILL)
         code = self.processes.zygote.wait(GONE_SECONDS)
-        return self._failure(STARTER, code, time.time()).text
+        return self._failure(STARTER, code, time.time()).exception()
 
 
 def _job_file(job: Job, directory: Path, listener: socket.socket, sockets: list[int]) -> Path:

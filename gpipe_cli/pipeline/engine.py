@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import ConfigurationError
 from .boundary import BoundarySpec, Tensors, canonical_gradient, fresh_leaves, is_channels_last
 from .cell import Cell, LayerFailed
 from .halves import WeightHalf, backward_of_inputs
@@ -81,7 +82,7 @@ class Pipeline:
         cells: those of this worker, in order.
         placement: worker of every cell.
         transport: to the other workers; None when there are none.
-        loss: (outputs, targets) of the last cell to (sum, statistics).
+        loss: (outputs, targets) of the last cell to (sum, statistics); it may raise ConfigurationError.
         targets: how many of the travelling tensors are targets.
         device: of this worker.
         autocast: makes the context in which forward runs.
@@ -259,6 +260,8 @@ class Pipeline:
     def _score(self, outputs: Tensors, micro_batch: int) -> tuple[Tensor, Tensor]:
         try:
             return self._loss(outputs, self._targets[micro_batch])
+        except ConfigurationError:
+            raise
         except Exception as error:
             raise LayerFailed(f"cell {self._last}, the task's loss, micro-batch {micro_batch}") from error
 

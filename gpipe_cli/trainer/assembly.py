@@ -21,7 +21,8 @@ from ..pipeline.engine import TASK, Pipeline
 from ..pipeline.transport import Transport
 from ..tasks.base import Task
 from ..tasks.generation import GenerationSettings
-from .build import Cut, build_autocast, build_cells, build_model, build_source, cut_model
+from .batches import first_batch
+from .build import Cut, build_autocast, build_cells, build_model, build_source, cut_model, refuse_more_cells_than_layers
 from .checkpoint import named_tensors
 from .data_notices import forward_warnings
 from .decoding import Decoder, Machinery, Marks
@@ -92,6 +93,7 @@ def assemble_model(context: Context, settings: Settings, world: World, task: Tas
         ConfigurationError: something in the configuration that shows only now.
     """
     builders = build_model(settings.model)
+    refuse_more_cells_than_layers(len(builders), settings.pipeline)  # before a corpus is made, which takes minutes
     source = open_source(settings, world, journal)
     if source is not None:
         forward_warnings(source, context.emit)
@@ -200,11 +202,8 @@ def survey(
     builders: Sequence[LayerBuilder], settings: Settings, world: World, source: Source, say: Callable[[str], None]
 ) -> Survey:
     """Reads the first mini-batch and cuts the model; on rank 0."""
-    batches = source.train(None, settings.pipeline.M, 0, world.replicas)
-    parts = next(iter(batches)).parts
+    parts = first_batch(source, settings.pipeline.M, world.replicas).parts
     part = parts[0]
-    if hasattr(batches, "close"):
-        batches.close()
     profile = partial(profiled_costs, builders, part, settings, world.device, say)
     cut = cut_model(builders, settings.pipeline, world.workers, part, world.device, profile)
     special = int(getattr(source, "bos_id", 0)), int(getattr(source, "eos_id", 0))

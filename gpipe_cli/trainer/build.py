@@ -20,7 +20,9 @@ from ..pipeline.cost import CostError, LayerCost, layer_costs, shared_parameters
 from ..pipeline.partition import PartitionError, cell_costs, cell_layers, partition, placement
 from ..pipeline.randomness import NoiseSource
 from ..tasks.base import Task
+from .checked_task import CheckedTask
 from .plan import Part
+from .target_errors import explain
 from .world import World
 
 MODEL_KEYS_READ_ELSEWHERE = ("sync_batchnorm",)  # the pipeline takes it from the model's section
@@ -53,7 +55,8 @@ def build_source(section: Mapping[str, Any]) -> Source:
 
 def build_task(section: Mapping[str, Any]) -> Task:
     """``task._target_``: loss and metrics."""
-    return cast(Task, _with_methods("task", section, ("weight", "loss", "evaluate", "summarize")))
+    task = _with_methods("task", section, ("weight", "loss", "evaluate", "summarize"))
+    return cast(Task, CheckedTask(cast(Task, task), section["_target_"]))
 
 
 def build_optimizer(section: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
@@ -106,11 +109,7 @@ def _instantiate(key: str, section: Mapping[str, Any], *arguments: object) -> An
     except ConfigurationError:
         raise
     except Exception as error:
-        cause = error.__cause__ or error
-        reason = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
-        raise ConfigurationError(
-            f"{key}._target_={section.get('_target_')} could not be made from the keys of `{key}`: {reason}"
-        ) from error
+        raise ConfigurationError(explain(key, section, error)) from error
 
 
 def _with_methods(key: str, section: Mapping[str, Any], methods: Sequence[str]) -> object:
@@ -165,8 +164,8 @@ def cut_model(
     Raises:
         ConfigurationError: more cells than layers, sizes that do not add up, or weights shared across a cut.
     """
+    refuse_more_cells_than_layers(len(builders), config)  # before costs are counted
     try:
-        partition([1.0] * len(builders), config.K, config.partition)  # refuses K and sizes before costs are counted
         if config.cost == "profile" and profile is not None:
             costs = profile()
         else:
@@ -176,6 +175,18 @@ def cut_model(
     cut = cut_by_costs(builders, costs, config, workers)
     refuse_sharing_across_cells(builders, cut.sizes)
     return cut
+
+
+def refuse_more_cells_than_layers(layers: int, config: PipelineConfig) -> None:
+    """What `partition` will refuse whatever the costs are, as soon as the number of layers is known.
+
+    Raises:
+        ConfigurationError: more cells than layers, or sizes that do not add up to them.
+    """
+    try:
+        partition([1.0] * layers, config.K, config.partition)
+    except PartitionError as error:
+        raise ConfigurationError(str(error)) from error
 
 
 def cut_by_costs(

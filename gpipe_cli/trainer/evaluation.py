@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from ..data.source import Batch, Source
+from ..data.source import Source
 from ..pipeline.cell import Cell
 from ..pipeline.engine import Pipeline
 from ..tasks.base import Task
+from .batches import evaluation_batches
 from .exchange import Exchange, run_unless_stopped
 from .feed import Feed
 from .generation import Generator, Sample
@@ -101,18 +100,12 @@ class Evaluator:
         sizes = dict(getattr(self._source, "sizes", {})) if signature is not None else {}
         return Evaluation(numbers, loss, samples, predictions, sizes, signature)
 
-    def _share(self, source: Source) -> Iterator[Batch]:
-        """This replica's mini-batches of the evaluation set."""
-        world, share = self._world, getattr(source, "evaluation_share", None)
-        if share is not None:
-            return cast("Iterator[Batch]", share(self._micro_batches, world.replica, world.replicas))
-        return islice(source.evaluation(self._micro_batches), world.replica, None, world.replicas)
-
     def _score(self) -> dict[str, float]:
         world, exchange, metrics = self._world, self._exchange, self._task.metrics
         feed = None
         if self._source is not None:
-            feed = Feed(self._share(self._source), self._task.weight)
+            batches = evaluation_batches(self._source, self._micro_batches, world.replica, world.replicas)
+            feed = Feed(batches, self._task.weight)
         sums = torch.zeros(len(metrics), dtype=torch.float64)
         weight = 0.0
 

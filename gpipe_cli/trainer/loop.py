@@ -15,11 +15,13 @@ from typing import Any, cast
 
 import torch
 
+from ..errors import PlainError
 from ..pipeline.batchnorm import finish_batchnorm
 from ..pipeline.engine import StepPlan
 from ..pipeline.gradients import clip_factor, reduce_over_replicas, scale_gradients, squared_norms
 from .assembly import Assembly
 from .average import WeightAverage
+from .batches import training_batches
 from .evaluation import Evaluator
 from .exchange import BrokenOff, Exchange
 from .feed import Feed
@@ -31,7 +33,7 @@ from .totals import Totals
 from .trace import record_everyone
 
 
-class NonFinite(RuntimeError):
+class NonFinite(PlainError):
     """Too many updates in a row had to be skipped because loss or gradients were not finite."""
 
 
@@ -218,7 +220,8 @@ class Trainer:
     def _open_feed(self) -> None:
         a = self._assembly
         if a.source is not None:
-            batches = a.source.train(self._position, a.settings.pipeline.M, a.world.replica, a.world.replicas)
+            M, replica, replicas = a.settings.pipeline.M, a.world.replica, a.world.replicas
+            batches = training_batches(a.source, self._position, M, replica, replicas)
             self._feed = Feed(batches, a.task.weight)
 
     def _announce_next(self) -> None:
@@ -258,8 +261,13 @@ class Trainer:
             progress.stopped_by = "steps"
         elif stop:
             progress.stopped_by = ("", "request", "time limit", "epochs")[stop]
-        elif plan.total_parts == 0:
+        elif plan.ended:
             progress.stopped_by = "end of data"
+            if len(plan.ended) < a.world.replicas:
+                which = " and ".join(map(str, plan.ended))
+                p.journal.warn(
+                    f"the data of replica {which} ended after step {done}, that of the others did not: all stop here"
+                )
         return None if progress.stopped_by else plan
 
     # -- around the steps ----------------------------------------------------------------------------------------

@@ -38,7 +38,8 @@ class Plan:
         signatures: of this replica's micro-batches; equal when all shapes are. Empty: nothing to do here.
         weights: of this replica's micro-batches.
         total_weight: of the whole mini-batch, over all replicas.
-        total_parts: micro-batches of all replicas; 0: the data has ended.
+        total_parts: micro-batches of all replicas; 0: the data of all has ended.
+        ended: the replicas whose data has ended. In training the run ends with the first: a mini-batch is that of all.
         examples: of the whole mini-batch.
     """
 
@@ -46,6 +47,7 @@ class Plan:
     weights: tuple[float, ...]
     total_weight: float
     total_parts: int
+    ended: tuple[int, ...]
     examples: int
 
 
@@ -99,5 +101,6 @@ class PlanCodec:
             weights=tuple(weights[start : start + len(mine)]),
             total_weight=sum(weights),
             total_parts=sum(counts),
+            ended=tuple(replica for replica, count in enumerate(counts) if not count),
             examples=sum(row[0] for part_rows in rows for row in part_rows if row),
         )

@@ -15,7 +15,7 @@ from .. import __version__
 from ..config import Settings
 from ..launch.context import Context
 from .assembly import Assembly, assemble_model
-from .build import build_task
+from .build import build_lr_schedule, build_optimizer, build_task
 from .checkpoint_files import open_checkpoint
 from .data_notices import count_defects
 from .journal import Journal
@@ -43,6 +43,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     world = start_worker(context, settings)
     resumed = None if settings.checkpoint.resume is None else open_checkpoint(Path(settings.checkpoint.resume))
     task = build_task(settings.task)
+    build_lr_schedule(settings.schedule, build_optimizer(settings.optimizer, []))  # refused before data is prepared
     journal = Journal(
         context.run_dir,
         context.emit,

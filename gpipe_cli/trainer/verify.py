@@ -16,6 +16,7 @@ from ..config import Settings
 from ..launch.context import Context
 from ..pipeline.instruction import Op
 from .assembly import Assembly, assemble_model
+from .batches import training_batches
 from .build import MODEL_KEYS_READ_ELSEWHERE, build_model, build_task
 from .compare import compare, compare_beginnings, gradients_agree
 from .diagnose import Compared, Model, diagnose
@@ -109,7 +110,8 @@ def _mini_batches(assembly: Assembly) -> Iterator[list[list[Part]]]:
     """The data once more: of each mini-batch the micro-batches of every replica."""
     source, replicas = assembly.source, assembly.world.replicas
     assert source is not None
-    streams = [source.train(None, assembly.settings.pipeline.M, replica, replicas) for replica in range(replicas)]
+    M = assembly.settings.pipeline.M
+    streams = [training_batches(source, None, M, replica, replicas) for replica in range(replicas)]
     for batches in zip(*streams, strict=False):
         yield [list(batch.parts) for batch in batches]
 

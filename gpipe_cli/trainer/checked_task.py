@@ -1,0 +1,71 @@
+"""A task whose answers are looked at as they come, so that a wrong one is told in terms of the task."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import Tensor
+
+from ..errors import ConfigurationError
+from ..tasks.base import Task, Tensors
+
+
+class CheckedTask:
+    """Another task, with all its attributes.
+
+    Args:
+        task: made from the configuration's section.
+        name: its `_target_`.
+    """
+
+    def __init__(self, task: Task, name: str) -> None:
+        self._task, self._name = task, name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+    def loss(self, outputs: Tensors, targets: Tensors) -> tuple[Tensor, Tensor]:
+        """That of the task.
+
+        Raises:
+            ConfigurationError: it is not one number and a vector of the task's statistics.
+        """
+        answer: Any = self._task.loss(outputs, targets)
+        count = len(self._task.statistics)
+        if isinstance(answer, (tuple, list)) and len(answer) == 2:
+            loss, statistics = answer
+            if isinstance(loss, Tensor) and loss.numel() == 1 and _is_vector(statistics, count):
+                return loss, statistics
+        nothing = "" if count else ", torch.zeros(0) where there are none"
+        raise ConfigurationError(
+            f"task._target_={self._name}: loss() must return two tensors, the sum of the micro-batch's losses as one "
+            f'number (reduction="sum") and its statistics as a vector of {count} numbers{nothing}, not {_shown(answer)}'
+        )
+
+    def evaluate(self, outputs: Tensors, targets: Tensors) -> Tensor:
+        """That of the task.
+
+        Raises:
+            ConfigurationError: it is not a vector of the task's metrics.
+        """
+        answer: Any = self._task.evaluate(outputs, targets)
+        metrics = self._task.metrics
+        if _is_vector(answer, len(metrics)):
+            return cast(Tensor, answer)
+        raise ConfigurationError(
+            f"task._target_={self._name}: evaluate() must return a vector with one number for each of the task's "
+            f"metrics ({', '.join(metrics)}), not {_shown(answer)}"
+        )
+
+
+def _is_vector(value: object, count: int) -> bool:
+    """Of so many numbers; a single one may stand without a dimension."""
+    return isinstance(value, Tensor) and value.numel() == count and value.dim() <= 1
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    if isinstance(value, (tuple, list)) and value:
+        return f"({', '.join(map(_shown, value))})"
+    return "nothing" if value is None else f"a {type(value).__name__}"
