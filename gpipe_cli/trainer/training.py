@@ -17,11 +17,12 @@ from .average import WeightAverage
 from .build import build_lr_schedule, build_optimizer
 from .checkpoint import load_layer, restore_layer
 from .checkpoint_commit import prepare_directory
-from .checkpoint_files import CheckpointInfo, open_checkpoint
+from .checkpoint_files import CheckpointInfo, Json, open_checkpoint
 from .exchange import Exchange
 from .journal import Journal
 from .loop import Parts, Progress, Trainer
-from .saving import Saver, restore_lr_schedule
+from .saving import Saver
+from .schedule_state import ScheduleState
 from .start_messages import batchnorm_notice
 from .step_report import StepReporter
 from .transfer import load_weights, patterns_without_effect, require_same_model
@@ -49,6 +50,7 @@ def assemble_training(
     average = None if settings.trainer.average is None else WeightAverage(cells, settings.trainer.average)
     optimizer = build_optimizer(settings.optimizer, [parameter for cell in cells for _, parameter in cell.parameters()])
     lr_schedule = build_lr_schedule(settings.schedule, optimizer)
+    schedule = ScheduleState(lr_schedule, optimizer)
     # The schedule counts steps, also one whose update is skipped; torch warns when that happens to the very first.
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
     saver = Saver(
@@ -59,7 +61,7 @@ def assemble_training(
         settings.checkpoint.keep,
         config["settings"],
         optimizer,
-        lr_schedule,
+        schedule,
         average,
     )
     reporter = make_reporter(assembly)
@@ -82,7 +84,7 @@ def assemble_training(
     if world.rank == 0:
         prepare_directory(context.run_dir, resumed)
     if resumed is not None:
-        progress, position = restore(resumed, cells, optimizer, lr_schedule, average)
+        progress, position = restore(resumed, cells, optimizer, schedule, average)
         journal.message(f"going on from {resumed.path}, step {resumed.step}")
     say_batchnorm(journal, world, cells, settings, assembly.survey.examples)
     return Trainer(parts, progress, position)
@@ -120,7 +122,7 @@ def restore(
     info: CheckpointInfo,
     cells: Sequence[Cell],
     optimizer: torch.optim.Optimizer,
-    lr_schedule: torch.optim.lr_scheduler.LRScheduler,
+    schedule: ScheduleState,
     average: WeightAverage | None,
 ) -> tuple[Progress, Any]:
     """Weights and their average, optimizer, schedule and progress from a checkpoint.
@@ -134,7 +136,7 @@ def restore(
             restore_layer(layer.name, layer.module, optimizer, state)
             if average is not None:
                 average.restore(layer.name, state.averages)
-    restore_lr_schedule(lr_schedule, optimizer, cast("Mapping[str, Any]", info.state.schedule))
+    schedule.restore(cast("Mapping[str, Json]", info.state.schedule))
     scalars: dict[str, Any] = {key: value for key, value in info.state.scalars.items() if value is not None}
     return Progress(step=info.step, **scalars), info.state.data_position
 
