@@ -28,3 +28,24 @@ class Flatten(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return images.flatten(1) / 255
+
+
+class Fading(nn.Module):
+    """Goes by how much of the run has passed."""
+
+    share = 0.0
+
+    def begin_step(self, step: int, steps: int) -> None:
+        self.share = step / max(1, steps)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 - self.share)
+
+
+class Counting(Fading):
+    """Goes by the number of the step alone."""
+
+    depends_on_steps = False
+
+    def begin_step(self, step: int, steps: int) -> None:
+        self.share = 1 / (step + 2)

@@ -18,6 +18,7 @@ from .build import build_lr_schedule, build_optimizer
 from .checkpoint import load_layer, restore_layer
 from .checkpoint_commit import prepare_directory
 from .checkpoint_files import CheckpointInfo, Json, open_checkpoint
+from .compatibility import require_same_steps
 from .exchange import Exchange
 from .journal import Journal
 from .loop import Parts, Progress, Trainer
@@ -45,7 +46,10 @@ def assemble_training(
         ConfigurationError: something in the configuration that shows only now.
     """
     settings, world, cells = assembly.settings, assembly.world, assembly.cells
-    if resumed is None and settings.checkpoint.init_from is not None:
+    if resumed is not None:
+        names = layers_that_count_on_steps(world, cells)
+        require_same_steps(resumed, config["settings"], settings.checkpoint.allow_changes, names)
+    elif settings.checkpoint.init_from is not None:
         transfer(settings, world, cells, assembly.layers, journal)
     average = None if settings.trainer.average is None else WeightAverage(cells, settings.trainer.average)
     optimizer = build_optimizer(settings.optimizer, [parameter for cell in cells for _, parameter in cell.parameters()])
@@ -88,6 +92,18 @@ def assemble_training(
         journal.message(f"going on from {resumed.path}, step {resumed.step}")
     say_batchnorm(journal, world, cells, settings, assembly.survey.examples)
     return Trainer(parts, progress, position)
+
+
+def layers_that_count_on_steps(world: World, cells: Sequence[Cell]) -> list[str]:
+    """Names of the model's layers that are told the number of steps, but for those that say they make nothing of it."""
+    mine = [
+        layer.name
+        for cell in cells
+        for layer in cell.layers
+        if any(hasattr(m, "begin_step") and getattr(m, "depends_on_steps", True) for m in layer.module.modules())
+    ]
+    everyone = cast("list[list[str]]", world.gather_everyone(mine))
+    return [name for worker in everyone[: world.workers] for name in worker]
 
 
 def make_reporter(assembly: Assembly) -> StepReporter:
