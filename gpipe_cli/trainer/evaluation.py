@@ -34,6 +34,7 @@ class Evaluation:
         predictions: of a classification, on rank 0.
         sizes: training pairs of each language, on rank 0, where texts of several languages were scored.
         signature: how texts were scored, in the words of sacreBLEU.
+        effort: how much was generated (`GenerationSettings.effort`); empty where nothing is.
     """
 
     numbers: dict[str, float]
@@ -42,6 +43,7 @@ class Evaluation:
     predictions: Predictions | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     signature: str | None = None
+    effort: Mapping[str, int] = field(default_factory=dict)
 
 
 class Evaluator:
@@ -70,6 +72,11 @@ class Evaluator:
         self._engine, self._programs, self._exchange, self._codec = engine, programs, exchange, codec
         self._micro_batches, self._generator, self._keeper = micro_batches, generator, keeper
 
+    def effort(self, final: bool) -> dict[str, int]:
+        """How much is generated after the last step (``final``) or before it; empty where nothing is."""
+        generation = getattr(self._task, "generation", None)
+        return {} if generation is None else cast("dict[str, int]", generation.effort(final))
+
     def evaluate(self, final: bool) -> Evaluation:
         """Over the whole evaluation set, each example once, whatever the replicas; ``final``: with more generation."""
         for cell in self._cells:
@@ -86,7 +93,7 @@ class Evaluator:
             cell.train(True)
         predictions = self._keeper.finish() if self._keeper is not None else None
         sizes = dict(getattr(self._source, "sizes", {})) if signature is not None else {}
-        return Evaluation(numbers, loss, samples, predictions, sizes, signature)
+        return Evaluation(numbers, loss, samples, predictions, sizes, signature, self.effort(final))
 
     def _share(self, source: Source) -> Iterator[Batch]:
         """This replica's mini-batches of the evaluation set."""

@@ -94,6 +94,7 @@ class Trainer:
         self._began = time.monotonic()
         self.totals = Totals()
         self.last_evaluation: dict[str, float] = {}
+        self._evaluated: tuple[int, dict[str, int]] | None = None  # the last one's step, and how much it generated
 
     def run(self) -> None:
         """Until the last step, the end of the data, the time limit, early stopping or a request to stop."""
@@ -269,6 +270,7 @@ class Trainer:
         with average.in_place_of_weights() if average is not None else nullcontext():
             result = self.parts.evaluator.evaluate(final)
         self.last_evaluation = result.numbers
+        self._evaluated = progress.step, dict(result.effort)
         self.parts.journal.evaluation(progress, result, self._epochs_of_languages())
         if result.loss is None or not result.loss < progress.best:
             progress.evaluations_since_best += 1
@@ -287,7 +289,8 @@ class Trainer:
     def _finish(self) -> None:
         p, a = self.parts, self._assembly
         stopping = self.progress.stopped_by == "request"
-        is_best = False if stopping else self._evaluate(final=True)
+        done = self._evaluated == (self.progress.step, p.evaluator.effort(final=True))  # early stopping's last one
+        is_best = False if stopping or done else self._evaluate(final=True)
         self._save(is_best)
         p.saver.finish(p.exchange)
         p.journal.pictures(record_everyone(a.world, a.engine.meter), a.programs, self.totals.breakdown(a.programs))
