@@ -109,6 +109,11 @@ class AmoebaCell(nn.Module):
             }
         )
 
+    @property
+    def depends_on_steps(self) -> bool:
+        """Without drop path a run may be made longer or shorter (docs/design.md, `begin_step`)."""
+        return self.final_keep < 1
+
     def begin_step(self, step: int, steps: int) -> None:
         """The share of kept paths in step number `step` (from 0) of `steps`."""
         self.keep = 1 - min(1.0, step / max(1, steps)) * (1 - self.final_keep)

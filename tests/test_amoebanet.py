@@ -391,6 +391,11 @@ def test_the_share_of_kept_paths_falls_linearly_over_all_steps() -> None:
     assert shares == [1.0, 0.925, 0.85, 0.703, 0.7, 0.7]
 
 
+def test_only_with_drop_path_does_the_number_of_steps_matter() -> None:
+    assert cell_of(GENOTYPES["D"].normal, 0.7).depends_on_steps
+    assert not cell_of(GENOTYPES["D"].normal, 1.0).depends_on_steps
+
+
 def test_drop_path_drops_an_operation_for_whole_examples_and_scales_what_is_left() -> None:
     """The only node adds a dropped operation to one that never is."""
     cell = cell_of(CellGenotype(((("avg3", 1), ("none", 1)),), (2,)), 0.25)

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import own_model
 import pytest
 from inline_run import train_inline
 
@@ -108,6 +109,26 @@ def test_patience_ends_a_run_that_no_longer_gets_better(tmp_path: Path) -> None:
     summary, _ = train_inline(tmp_path, "debug=tiny", *words)
     assert summary["stopped_by"] == "early stopping"
     assert summary["steps"] == 2
+
+
+def test_early_stopping_evaluates_its_last_step_once(tmp_path: Path) -> None:
+    words = (*own_model.WORDS, "trainer.evaluate_first=true", "trainer.evaluate_every=1", "trainer.patience=1")
+    summary, _ = train_inline(tmp_path, *words, "optimizer.lr=0", "trainer.steps=9")
+    assert summary["stopped_by"] == "early stopping"
+    found = rows(tmp_path / "evaluations.jsonl")
+    assert [row["step"] for row in found] == [0, 1]
+    assert summary["evaluation"]["nll"] == found[-1]["nll"]
+    manifest = json.loads((tmp_path / "checkpoints" / "step_00000001" / "manifest.json").read_text())
+    assert manifest["state"]["scalars"]["evaluations_since_best"] == 1
+
+
+def test_early_stopping_generates_as_much_at_its_end_as_any_run(tmp_path: Path) -> None:
+    words = ["trainer.evaluate_every=1", "trainer.patience=1", "optimizer.lr=0", "task.generation.per_language=1"]
+    train_inline(tmp_path, "debug=tiny", *words, "task.generation.per_language_at_end=2", "task.generation.beam=2")
+    counted = [
+        (row["step"], row["sentences_per_language"], row["beam"]) for row in rows(tmp_path / "evaluations.jsonl")
+    ]
+    assert counted == [(0, 1, 1), (1, 1, 1), (1, 2, 2)]
 
 
 def test_epochs_end_a_run_of_a_source_that_counts_them(tmp_path: Path) -> None:

@@ -22,8 +22,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from gpipe_cli.commands import trust
 from gpipe_cli.commands.hydra_errors import KNOWN, explain
-from gpipe_cli.commands.job import Prepared, prepare
+from gpipe_cli.commands.job import Prepared, prepare, resolve
 from gpipe_cli.config import FREE_FORM, TYPED
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch.join import joined
@@ -95,31 +96,36 @@ def split_words(words: Sequence[str], own: Sequence[str], example: str) -> tuple
     return chosen, overrides
 
 
-def open_run(checkpoint: str, overrides: Sequence[str], step: str = "last") -> Checkpointed:
+def open_run(checkpoint: str, words: Sequence[str], step: str = "last", trusted: str = "") -> Checkpointed:
     """A run's configuration with overrides applied, and its checkpoint.
 
     Args:
         checkpoint: a run directory, or one checkpoint in it.
-        overrides: ``pipeline.K=4``, ``task.generation.beam=1``, ``precision=bf16``.
+        words: overrides: ``pipeline.K=4``, ``task.generation.beam=1``, ``precision=bf16``.
         step: of a run directory: a number, "best" or "last".
+        trusted: what the checkpoint may have called beside what is ours, as typed behind `trust=`.
 
     Raises:
         ConfigurationError: there is no such run or checkpoint, or the configuration is wrong; CheckpointError among it.
-            Or torchrun has started this command.
+            Or it calls what nobody trusts. Or torchrun has started this command.
     """
     if joined():
         raise ConfigurationError("it starts its own workers: call it without torchrun")
     info, warnings = checkpoint_files.choose(Path(checkpoint).expanduser(), step)
+    trust.refuse_interpolations(info.state.configuration, info.path)
     try:
-        composed = _composed(info.state.configuration, overrides)
+        overrides = OverridesParser.create().parse_overrides(list(words))
+        composed = _composed(info.state.configuration, words, overrides)
     except KNOWN as error:
-        raise ConfigurationError(explain(error, overrides)) from error
-    return Checkpointed(info.path.parent.parent, info, prepare(composed, overrides), warnings)
+        raise ConfigurationError(explain(error, words)) from error
+    # Before anything else is settled: for pipeline.M=auto the planner makes the model.
+    names = [*trust.trusted_names(trusted), *trust.typed_names(overrides)]
+    trust.refuse_foreign(resolve(composed, words)[0], names, info.path)
+    return Checkpointed(info.path.parent.parent, info, prepare(composed, words), warnings)
 
 
-def _composed(recorded: Mapping[str, Any], words: Sequence[str]) -> DictConfig:
-    """The recorded configuration with the overrides, not resolved."""
-    overrides = OverridesParser.create().parse_overrides(list(words))
+def _composed(recorded: Mapping[str, Any], words: Sequence[str], overrides: Sequence[Override]) -> DictConfig:
+    """The recorded configuration with the overrides, not resolved; ``words`` are the overrides as typed."""
     groups = [word for word, override in zip(words, overrides, strict=True) if _is_group(override)]
     with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
         default = compose("train", groups)

@@ -23,6 +23,7 @@ checkpoint=PATH   a run directory, or one checkpoint: RUN/checkpoints/step_00000
 step=N            of a run: the checkpoint of step N; step=best that of the lowest loss, step=last (default) the newest
 split=test        translation: held-out sentences that no run has chosen its checkpoint by; dev is the default
 output=DIR        where the report goes; RUN/evaluations/<step>_<split> is the default
+trust=[NAMES]     code of your own that the checkpoint may have called, such as trust=[my_module.layers]
 compare=[RUNS]    draws quality over languages (the paper's figure 3) and over parameters, of the newest report of each
                   run (a sweep means its runs; or name reports: RUN/evaluations/NAME), into output=DIR, ./comparison
 baseline=[RUNS]   bilingual runs: the picture then shows the differences to them
@@ -30,7 +31,7 @@ baseline=[RUNS]   bilingual runs: the picture then shows the differences to them
 Every key of gpipe-train can be given too: pipeline.K and pipeline.workers (the figures stay the same),
 task.generation.beam, task.generation.per_language_at_end, precision=bf16. More: docs/translation.md.
 """
-OWN = ("checkpoint", "step", "split", "output")
+OWN = ("checkpoint", "step", "split", "output", "trust")
 EXAMPLE = "gpipe-eval checkpoint=runs/NAME"
 
 
@@ -62,7 +63,8 @@ def evaluate(words: Sequence[str]) -> int:
 
     chosen, overrides = split_words(words, OWN, EXAMPLE)
     split = chosen.get("split", "dev")
-    run = open_run(chosen["checkpoint"], [*overrides, *split_overrides(split)], chosen.get("step", "last"))
+    overrides += split_overrides(split)
+    run = open_run(chosen["checkpoint"], overrides, chosen.get("step", "last"), chosen.get("trust", ""))
     folder = (
         Path(chosen["output"]) if "output" in chosen else run.run_dir / "evaluations" / f"{run.info.path.name}_{split}"
     )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gpipe_cli.commands.checkpointed import Checkpointed
 
 EXAMPLE = "gpipe-translate checkpoint=RUN < sentences.txt"
-KEYS = ("checkpoint", "step", "input", "output", "scores", "references")
+KEYS = ("checkpoint", "step", "input", "output", "scores", "references", "trust")
 HELP = """\
 gpipe-translate: translates lines with the model of a run, cut into cells and run by workers as in training.
 
@@ -35,6 +35,7 @@ input=FILE        UTF-8 text, one sentence a line; default: standard input
 output=FILE       default: standard output. Translations come in the order of the lines, an empty one for an empty line
 scores=true       before each translation its log-probability and a tab
 references=FILE   correct translations: BLEU (sacreBLEU, with its signature) on standard error at the end
+trust=[NAMES]     code of your own that the checkpoint may have called, such as trust=[my_module.layers]
 
 Any key of the run can be typed too, for example
 
@@ -72,7 +73,7 @@ def _translate(words: Sequence[str]) -> int:
     if references is not None and "input" in chosen:
         with _opened(chosen["input"]) as lines:
             refuse_other_count(sum(1 for _ in lines), references)
-    run = open_run(chosen["checkpoint"], overrides, chosen.get("step", "last"))
+    run = open_run(chosen["checkpoint"], overrides, chosen.get("step", "last"), chosen.get("trust", ""))
     for line in (*run.warnings, *run.prepared.lines):
         say(line)
     config = worker_config(run)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..layers import LayerBuilder
 from .batchnorm import DeferredBatchNorm, defer_batchnorm
 from .boundary import BoundarySpec, GradientLayouts, Tensors, as_argument, as_tensors, canonical
+from .buffers import BufferChanged, BufferGuard
 from .randomness import NoiseSource, weights_of_layer
 
 
@@ -82,6 +83,10 @@ class Cell:
         for layer in self.layers:
             layer.module.train(training)
 
+    def guard_buffers(self) -> None:
+        """From now on `run_training` refuses a layer whose first forward changes its buffers."""
+        self._calls = [(layer, BufferGuard(layer.name, layer.module), loss) for layer, _, loss in self._calls]
+
     def begin_step(self, step: int, steps: int) -> None:
         """Tells the layers that want to know (drop-path schedules) which step of how many begins."""
         for module in self._step_aware:
@@ -110,6 +115,7 @@ class Cell:
 
         Raises:
             LayerFailed: from the exception of the layer.
+            BufferChanged: after `guard_buffers`.
         """
         for batchnorm in self.batchnorms:
             batchnorm.gathering = first_time
@@ -128,6 +134,8 @@ class Cell:
                     values = (outputs,)
                 else:
                     values = self._layouts.settle(as_tensors(outputs), values, layer.index, signature)
+            except BufferChanged:
+                raise
             except Exception as error:
                 raise self._failure(layer, micro_batch) from error
         self._refuse_changed_inputs(inputs, versions, micro_batch)

@@ -52,6 +52,12 @@ class GenerationSettings:
         """The wider of the two beams."""
         return max(self.beam, self.beam_during_run)
 
+    def effort(self, at_end: bool) -> dict[str, int]:
+        """How much is generated, by the names of reports: `sentences_per_language` and `beam`."""
+        if at_end:
+            return {"sentences_per_language": self.per_language_at_end, "beam": self.beam}
+        return {"sentences_per_language": self.per_language, "beam": self.beam_during_run}
+
     def longest(self, source_tokens: int) -> int:
         """The most tokens of a translation of so many source tokens, the end-of-sentence token included."""
         return max(1, min(self.max_length, math.ceil(self.length_ratio * source_tokens) + self.length_extra))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -91,8 +92,21 @@ def _groups(section: Mapping[str, Any], parameters: list[nn.Parameter]) -> list[
 def build_lr_schedule(
     section: Mapping[str, Any], optimizer: torch.optim.Optimizer
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    """``schedule._target_``: the learning rate over the steps."""
-    return cast(torch.optim.lr_scheduler.LRScheduler, _instantiate("schedule", section, optimizer))
+    """``schedule._target_``: the learning rate over the steps.
+
+    Raises:
+        ConfigurationError: it is no schedule, does not take its keys, or wants to know more than steps.
+    """
+    made = _with_methods("schedule", section, ("step", "get_last_lr", "state_dict", "load_state_dict"), optimizer)
+    schedule = cast(torch.optim.lr_scheduler.LRScheduler, made)
+    wanted = [name for name, given in signature(schedule.step).parameters.items() if given.default is given.empty]
+    if wanted:
+        raise ConfigurationError(
+            f"schedule._target_={section['_target_']} wants {wanted[0]} at every step, but a schedule learns here only "
+            "that a step has passed: use one that counts steps, as schedule=cosine, and trainer.patience to end a run "
+            "that no longer gets better"
+        )
+    return schedule
 
 
 def build_autocast(precision: PrecisionConfig, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
@@ -112,8 +126,8 @@ def _instantiate(key: str, section: Mapping[str, Any], *arguments: object) -> An
         raise ConfigurationError(explain(key, section, error)) from error
 
 
-def _with_methods(key: str, section: Mapping[str, Any], methods: Sequence[str]) -> object:
-    made = _instantiate(key, section)
+def _with_methods(key: str, section: Mapping[str, Any], methods: Sequence[str], *arguments: object) -> object:
+    made = _instantiate(key, section, *arguments)
     missing = [name for name in methods if not callable(getattr(made, name, None))]
     if missing:
         raise ConfigurationError(f"{key}._target_={section['_target_']} has no method {', '.join(missing)}")

@@ -1,7 +1,7 @@
 """May a run go on from a checkpoint that was made with another configuration? No torch: the command process uses it.
 
 Every key matters unless it stands in ``MAY_DIFFER``: the engine promises that those change no bit of the training, or
-they only say how long, how often or where.
+they only say how long, how often or where. How long can matter to a layer, which only a worker knows that has built it.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from .checkpoint_files import CheckpointError, CheckpointInfo, Json
+from .checkpoint_files import CheckpointError, CheckpointInfo, Json, shorten
 
 MAY_DIFFER = (
     "name",
@@ -54,8 +54,13 @@ def differences(
     Returns:
         Dotted key -> (saved value, new value); ``NOT_SET`` stands for a key that one side does not have.
     """
-    patterns = (*MAY_DIFFER, *allow_changes)
-    before, now = _flatten(saved), _flatten(new)
+    return _differences(saved, new, (*MAY_DIFFER, *allow_changes))
+
+
+def _differences(
+    saved: Mapping[str, Json], new: Mapping[str, Json], patterns: Iterable[str]
+) -> dict[str, tuple[Json, Json]]:
+    patterns, before, now = list(patterns), _flatten(saved), _flatten(new)
     return {
         key: (before.get(key, NOT_SET), now.get(key, NOT_SET))
         for key in {**before, **now}
@@ -70,15 +75,38 @@ def require_compatible(info: CheckpointInfo, new: Mapping[str, Json], allow_chan
         CheckpointError: it names the keys with both values, and what to type to return to the old ones or to insist.
     """
     differing = differences(info.state.configuration, new, allow_changes)
-    if not differing:
-        return
+    if differing:
+        raise _refusal(info, differing, allow_changes, "")
+
+
+def require_same_steps(
+    info: CheckpointInfo, new: Mapping[str, Json], allow_changes: Iterable[str], layers: Sequence[str]
+) -> None:
+    """Refuse to go on from ``info`` with another `trainer.steps` where layers go by it, as scheduled drop path does.
+
+    Args:
+        layers: the names of those layers; none: the number may differ.
+
+    Raises:
+        CheckpointError: as `require_compatible`; it names the layers too.
+    """
+    saved, wanted = ({"trainer.steps": _flatten(tree).get("trainer.steps")} for tree in (info.state.configuration, new))
+    differing = _differences(saved, wanted, allow_changes) if layers else {}
+    if differing:
+        why = f"  The number of steps decides what these layers do (begin_step): {shorten(layers)}\n"
+        raise _refusal(info, differing, allow_changes, why)
+
+
+def _refusal(
+    info: CheckpointInfo, differing: Mapping[str, tuple[Json, Json]], allow_changes: Iterable[str], why: str
+) -> CheckpointError:
     lines = [f"  {key}: {_shown(old)} in the checkpoint, {_shown(now)} now" for key, (old, now) in differing.items()]
     back = (f"~{key}" if old == NOT_SET else f"{key}={_typed(old)}" for key, (old, _) in differing.items())
     insist = f"checkpoint.allow_changes=[{','.join([*allow_changes, *differing])}]"
-    raise CheckpointError(
+    return CheckpointError(
         f"{info.path} was made with another configuration:\n"
         + "\n".join(lines)
-        + f"\nTo go on as it was made, type: {shlex.join(back)}\n"
+        + f"\n{why}To go on as it was made, type: {shlex.join(back)}\n"
         + f"To go on with the change, type: {shlex.quote(insist)} (it is then no longer the same training)"
     )
 

@@ -50,15 +50,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
 def report(assembly: Assembly, result: Evaluation) -> dict[str, Any]:
     """What the evaluation found, and what has to be known to compare it with another."""
     generation = getattr(assembly.task, "generation", None)
-    how = (
-        {}
-        if generation is None
-        else {
-            "beam": generation.beam,
-            "length_exponent": generation.length_exponent,
-            "sentences_per_language": generation.per_language_at_end,
-        }
-    )
+    how = {} if generation is None else {**result.effort, "length_exponent": generation.length_exponent}
     return {
         "parameters": assembly.cut.parameters,
         "K": assembly.settings.pipeline.K,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ class Evaluation:
         predictions: of a classification, on rank 0.
         sizes: training pairs of each language, on rank 0, where texts of several languages were scored.
         signature: how texts were scored, in the words of sacreBLEU.
+        effort: how much was generated (`GenerationSettings.effort`); empty where nothing is.
     """
 
     numbers: dict[str, float]
@@ -41,6 +43,7 @@ class Evaluation:
     predictions: Predictions | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     signature: str | None = None
+    effort: Mapping[str, int] = field(default_factory=dict)
 
 
 class Evaluator:
@@ -73,6 +76,11 @@ class Evaluator:
         self._micro_batches, self._generator, self._keeper = micro_batches, generator, keeper
         self._stop_requested = stop_requested
 
+    def effort(self, final: bool) -> dict[str, int]:
+        """How much is generated after the last step (``final``) or before it; empty where nothing is."""
+        generation = getattr(self._task, "generation", None)
+        return {} if generation is None else cast("dict[str, int]", generation.effort(final))
+
     def evaluate(self, final: bool) -> Evaluation:
         """Over the whole evaluation set, each example once, whatever the replicas; ``final``: with more generation.
 
@@ -98,7 +106,7 @@ class Evaluator:
             signature = getattr(self._task, "signature", None) if scores else None
         predictions = self._keeper.finish() if self._keeper is not None else None
         sizes = dict(getattr(self._source, "sizes", {})) if signature is not None else {}
-        return Evaluation(numbers, loss, samples, predictions, sizes, signature)
+        return Evaluation(numbers, loss, samples, predictions, sizes, signature, self.effort(final))
 
     def _score(self) -> dict[str, float]:
         world, exchange, metrics = self._world, self._exchange, self._task.metrics

@@ -79,12 +79,12 @@ class Generator:
 
     def evaluate(self, final: bool) -> tuple[dict[str, float], list[Sample]]:
         """(scores, samples) on rank 0, nothing elsewhere."""
-        settings = self._settings
-        per_language = settings.per_language_at_end if final else settings.per_language
+        effort = self._settings.effort(final)
         split = getattr(self._source, "evaluation_split", "dev")
-        sentences = list(self._source.held_out(split, per_language)) if self._source is not None else []
-        beam = settings.beam if final else settings.beam_during_run
-        found = self._decoder.decode([sentence.source_ids for sentence in sentences], beam)
+        sentences: list[Sentence] = []
+        if self._source is not None:
+            sentences = list(self._source.held_out(split, effort["sentences_per_language"]))
+        found = self._decoder.decode([sentence.source_ids for sentence in sentences], effort["beam"])
         if self._source is None or not self._speaks or not sentences:  # a corpus may have no dev set
             return {}, []
         texts = [self._source.decode(hypothesis.tokens) for hypothesis in found]

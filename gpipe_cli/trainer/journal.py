@@ -156,6 +156,7 @@ class Journal:
         self._evaluations.append(result.numbers)
         numbers = {f"evaluation/{name}": value for name, value in result.numbers.items()}
         counted: dict[str, Any] = {} if result.signature is None else {"signature": result.signature}
+        counted |= result.effort  # a run that stops early may evaluate its last step twice, the second time with more
         counted |= {"epochs": dict(epochs)} if epochs else {}
         self._evaluations_file.write({"step": progress.step, **result.numbers, **counted})
         self._metrics.join({"evaluation": result.numbers})

@@ -98,6 +98,7 @@ class Trainer:
         self._began = time.monotonic()
         self.totals = Totals()
         self.last_evaluation: dict[str, float] = {}
+        self._evaluated: tuple[int, dict[str, int]] | None = None  # the last one's step, and how much it generated
 
     def run(self) -> None:
         """Until the last step, the end of the data, the time limit, early stopping or a request to stop."""
@@ -306,6 +307,7 @@ class Trainer:
             return False
         progress.evaluation_due = False
         self.last_evaluation = result.numbers
+        self._evaluated = progress.step, dict(result.effort)
         self.parts.journal.evaluation(progress, result, self._epochs_of_languages())
         if result.loss is None or not result.loss < progress.best:
             progress.evaluations_since_best += 1
@@ -324,7 +326,8 @@ class Trainer:
     def _finish(self) -> None:
         p, a, progress = self.parts, self._assembly, self.progress
         is_best = False
-        if progress.stopped_by != "request":
+        evaluated = self._evaluated == (progress.step, p.evaluator.effort(final=True))  # early stopping's last one
+        if progress.stopped_by != "request" and not evaluated:
             progress.evaluation_due = True
             self._save(is_best)
             is_best = self._evaluate(final=True)

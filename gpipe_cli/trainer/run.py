@@ -35,7 +35,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
         The summary, as in summary.json.
 
     Raises:
-        ConfigurationError: something in the configuration that shows only now.
+        ConfigurationError: something in the configuration, or in how a layer behaves, that shows only now.
         LayerFailed: an exception in a layer.
         NonFinite: too many updates in a row were not finite.
     """
@@ -56,6 +56,8 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
         resumed_step=resumed.step if resumed is not None else 0,
     )
     assembly = assemble_model(context, settings, world, task, journal)
+    for cell in assembly.cells:
+        cell.guard_buffers()
     keep_vocabularies(assembly, context.run_dir)
     trainer = assemble_training(context, config, assembly, journal, resumed)
     trainer.run()

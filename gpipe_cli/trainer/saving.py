@@ -14,6 +14,7 @@ from .average import WeightAverage
 from .checkpoint import CheckpointWriter, LayerState, layer_state
 from .checkpoint_files import RunState
 from .exchange import Exchange
+from .schedule_state import ScheduleState
 from .world import World
 
 
@@ -39,11 +40,11 @@ class Saver:
         keep: int,
         configuration: Mapping[str, Any],
         optimizer: torch.optim.Optimizer,
-        lr_schedule: torch.optim.lr_scheduler.LRScheduler,
+        schedule: ScheduleState,
         average: WeightAverage | None,
     ) -> None:
         self._world, self._cells, self._run_dir = world, cells, run_dir
-        self._configuration, self._optimizer, self._lr_schedule = configuration, optimizer, lr_schedule
+        self._configuration, self._optimizer, self._schedule = configuration, optimizer, schedule
         self._average = average
         self._writer = CheckpointWriter(run_dir, world.worker, model, keep) if world.replica == 0 else None
         self._begun = -1  # the step saved last
@@ -63,7 +64,7 @@ class Saver:
         step = int(progress["step"])
         state = RunState(
             data_position=data_position,
-            schedule=lr_schedule_state(self._lr_schedule),
+            schedule=self._schedule.save(),
             # JSON knows no infinity and no NaN: what is still at its default is left to the default again.
             scalars={
                 key: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -116,18 +117,3 @@ class Saver:
     def last_saved(self) -> str:
         """For messages: the last complete checkpoint of this run."""
         return str(self._saved) if self._saved is not None else f"the newest in {self._run_dir / 'checkpoints'}, if any"
-
-
-def lr_schedule_state(lr_schedule: torch.optim.lr_scheduler.LRScheduler) -> dict[str, Any]:
-    """Its state without functions, which a resumed run makes anew from the configuration."""
-    return {key: value for key, value in lr_schedule.state_dict().items() if key != "lr_lambdas"}
-
-
-def restore_lr_schedule(
-    lr_schedule: torch.optim.lr_scheduler.LRScheduler, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-) -> None:
-    """Puts the schedule, and the learning rates that it had set, back to where ``state`` was taken."""
-    missing = {"lr_lambdas": lr_schedule.state_dict()["lr_lambdas"]} if hasattr(lr_schedule, "lr_lambdas") else {}
-    lr_schedule.load_state_dict({**state, **missing})
-    for group, lr in zip(optimizer.param_groups, lr_schedule.get_last_lr(), strict=True):
-        group["lr"] = lr

@@ -17,11 +17,13 @@ from .average import WeightAverage
 from .build import build_lr_schedule, build_optimizer
 from .checkpoint import load_layer, restore_layer
 from .checkpoint_commit import prepare_directory
-from .checkpoint_files import CheckpointInfo, open_checkpoint
+from .checkpoint_files import CheckpointInfo, Json, open_checkpoint
+from .compatibility import require_same_steps
 from .exchange import Exchange
 from .journal import Journal
 from .loop import Parts, Progress, Trainer
-from .saving import Saver, restore_lr_schedule
+from .saving import Saver
+from .schedule_state import ScheduleState
 from .start_messages import batchnorm_notice
 from .step_report import StepReporter
 from .transfer import load_weights, patterns_without_effect, require_same_model
@@ -44,11 +46,15 @@ def assemble_training(
         ConfigurationError: something in the configuration that shows only now.
     """
     settings, world, cells = assembly.settings, assembly.world, assembly.cells
-    if resumed is None and settings.checkpoint.init_from is not None:
+    if resumed is not None:
+        names = layers_that_count_on_steps(world, cells)
+        require_same_steps(resumed, config["settings"], settings.checkpoint.allow_changes, names)
+    elif settings.checkpoint.init_from is not None:
         transfer(settings, world, cells, assembly.layers, journal)
     average = None if settings.trainer.average is None else WeightAverage(cells, settings.trainer.average)
     optimizer = build_optimizer(settings.optimizer, [parameter for cell in cells for _, parameter in cell.parameters()])
     lr_schedule = build_lr_schedule(settings.schedule, optimizer)
+    schedule = ScheduleState(lr_schedule, optimizer)
     # The schedule counts steps, also one whose update is skipped; torch warns when that happens to the very first.
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
     saver = Saver(
@@ -59,7 +65,7 @@ def assemble_training(
         settings.checkpoint.keep,
         config["settings"],
         optimizer,
-        lr_schedule,
+        schedule,
         average,
     )
     reporter = make_reporter(assembly)
@@ -82,10 +88,22 @@ def assemble_training(
     if world.rank == 0:
         prepare_directory(context.run_dir, resumed)
     if resumed is not None:
-        progress, position = restore(resumed, cells, optimizer, lr_schedule, average)
+        progress, position = restore(resumed, cells, optimizer, schedule, average)
         journal.message(f"going on from {resumed.path}, step {resumed.step}")
     say_batchnorm(journal, world, cells, settings, assembly.survey.examples)
     return Trainer(parts, progress, position)
+
+
+def layers_that_count_on_steps(world: World, cells: Sequence[Cell]) -> list[str]:
+    """Names of the model's layers that are told the number of steps, but for those that say they make nothing of it."""
+    mine = [
+        layer.name
+        for cell in cells
+        for layer in cell.layers
+        if any(hasattr(m, "begin_step") and getattr(m, "depends_on_steps", True) for m in layer.module.modules())
+    ]
+    everyone = cast("list[list[str]]", world.gather_everyone(mine))
+    return [name for worker in everyone[: world.workers] for name in worker]
 
 
 def make_reporter(assembly: Assembly) -> StepReporter:
@@ -120,7 +138,7 @@ def restore(
     info: CheckpointInfo,
     cells: Sequence[Cell],
     optimizer: torch.optim.Optimizer,
-    lr_schedule: torch.optim.lr_scheduler.LRScheduler,
+    schedule: ScheduleState,
     average: WeightAverage | None,
 ) -> tuple[Progress, Any]:
     """Weights and their average, optimizer, schedule and progress from a checkpoint.
@@ -134,7 +152,7 @@ def restore(
             restore_layer(layer.name, layer.module, optimizer, state)
             if average is not None:
                 average.restore(layer.name, state.averages)
-    restore_lr_schedule(lr_schedule, optimizer, cast("Mapping[str, Any]", info.state.schedule))
+    schedule.restore(cast("Mapping[str, Json]", info.state.schedule))
     scalars: dict[str, Any] = {key: value for key, value in info.state.scalars.items() if value is not None}
     return Progress(step=info.step, **scalars), info.state.data_position
 

@@ -1,0 +1,100 @@
+"""A layer's buffers stay as they are while it trains; only BatchNorm's statistics move, and those when a step ends.
+
+The forward of a micro-batch may run twice, the second time for its backward, and micro-batches pass one after another:
+a layer that changes its buffers on the way would give results that depend on K, on re-materialization, on the schedule.
+gpipe-train refuses it. gpipe-verify does without this guard, since it shows by how much such a layer differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigurationError
+from .batchnorm import DeferredBatchNorm
+from .boundary import as_tensors
+
+
+class BufferChanged(ConfigurationError):
+    """A layer changes a buffer in a training forward; the message names both and says what to use instead."""
+
+
+class _Seen(NamedTuple):
+    """A buffer at one moment. Its version does not tell all: the kernels of batch_norm write without counting it up."""
+
+    tensor: Tensor
+    version: int
+    copy: Tensor
+
+
+class BufferGuard:
+    """Calls a layer, and at its first call looks at its buffers before and after.
+
+    Where they differ the layer is called once more, on a copy of its input: what is made at first use, such as a table
+    of positions, is then left alone, and does no harm.
+
+    Args:
+        name: of the layer, for the message.
+        module: the layer.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self._name, self._module = name, module
+        self._settled = False
+
+    def __call__(self, argument: Any) -> Any:
+        """The layer's outputs.
+
+        Raises:
+            BufferChanged: at the first call.
+        """
+        if self._settled:
+            return self._module(argument)
+        outputs, changed = self._changes(argument, self._module)
+        if changed:
+            _, changed = self._changes(argument, self._once_more)
+        if changed:
+            raise BufferChanged(
+                f"layer {self._name!r} changes its buffer {changed!r} in every training forward. A micro-batch "
+                "may go forward twice, so results would depend on pipeline.K and pipeline.remat. Use a layer without "
+                "running statistics (track_running_stats=False, no spectral_norm), or nn.BatchNorm, whose statistics "
+                "the engine keeps; what counts steps belongs into begin_step (docs/your-own-model.md)"
+            )
+        self._settled = True
+        return outputs
+
+    def _changes(self, argument: Any, call: Callable[[Any], Any]) -> tuple[Any, str | None]:
+        """What ``call`` returns, and the first buffer that is another one or has another value behind it."""
+        before = {
+            name: _Seen(tensor, tensor._version, tensor.detach().clone())
+            for name, tensor in self._module.named_buffers()
+        }
+        outputs = call(argument)
+        after = dict(self._module.named_buffers())
+        names = (name for name in {**before, **after} if not _is_same(before.get(name), after.get(name)))
+        return outputs, next(names, None)
+
+    def _once_more(self, argument: Any) -> None:
+        """Leaves no trace in the input, in the random numbers to come and in BatchNorm's statistics."""
+        gathering = [m for m in self._module.modules() if isinstance(m, DeferredBatchNorm) and m.gathering]
+        copies = tuple(tensor.detach().clone() for tensor in as_tensors(argument))
+        for batchnorm in gathering:
+            batchnorm.gathering = False
+        with torch.random.fork_rng(devices=[tensor.device for tensor in copies if tensor.is_cuda]):
+            self._module(copies[0] if isinstance(argument, Tensor) else copies)
+        for batchnorm in gathering:
+            batchnorm.gathering = True
+
+
+def _is_same(before: _Seen | None, after: Tensor | None) -> bool:
+    if before is None or after is None or after is not before.tensor or after._version != before.version:
+        return False
+    return after.layout is not torch.strided or torch.equal(_bits(after), _bits(before.copy))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Bytes, so that NaN is like NaN."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
