@@ -392,6 +392,10 @@ def test_help_needs_no_torch_and_nothing_is_left_behind(tmp_path: Path) -> None:
     code = "import sys; from gpipe_cli.commands.plan import main; main(['--help']); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+        (["plan.device={like: h100, overhead: abc}"], "plan.device.overhead=abc: use a number of seconds, at least 0"),
+        (["plan.device={like: h100, latency: -1}"], "plan.device.latency=-1: use a number of seconds, at least 0"),
+        (["plan.device={like: h100, flops: 0}"], "plan.device.flops=0: use a positive number"),
+        (["plan.foo=1"], "there is no key plan.foo; plan has: device, memory, fit"),
     command = [sys.executable, "-m", "gpipe_cli.commands.plan", *OWN]
     subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
     assert list(tmp_path.iterdir()) == []

@@ -21,12 +21,13 @@ REFERENCE = re.compile(r"Interpolation key '([^']+)' not found")
 SWEEP_WITHOUT_M = re.compile(r"Ambiguous value for argument '([^']+)'")
 
 
-def explain(error: Exception, words: Sequence[str]) -> str:
+def explain(error: Exception, words: Sequence[str], own_keys: Sequence[str] = ()) -> str:
     """The message for the console.
 
     Args:
         error: one of `KNOWN`.
         words: the command line.
+        own_keys: dotted; those that the command has beside gpipe-train's.
     """
     text = str(error)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
@@ -40,7 +41,7 @@ def explain(error: Exception, words: Sequence[str]) -> str:
             f"spaces or brackets ({_first_line(text)})"
         )
     if match := NO_GROUP.search(text) or NO_KEY.search(text):
-        return _unknown(match[1], words)
+        return _unknown(match[1], words, own_keys)
     if isinstance(error, MissingMandatoryValue):
         key = getattr(error, "full_key", None) or text
         return f"{key} needs a value: type {key}=…"
@@ -64,10 +65,10 @@ def _missing_option(error: MissingConfigException) -> str:
     return f"there is no {group}={option}; {guess}{group} can be: {', '.join(options) or '(nothing yet)'}"
 
 
-def _unknown(key: str, words: Sequence[str]) -> str:
+def _unknown(key: str, words: Sequence[str], own_keys: Sequence[str]) -> str:
     section = key.partition(".")[0]
     if section not in FREE_FORM or "." not in key:
-        return unknown_key(key, known_keys())
+        return unknown_key(key, [*known_keys(), *own_keys])
     keys = _keys_of_chosen_groups(words)
     text = unknown_key(key, keys)
     if not nearest(key, keys):

@@ -200,7 +200,7 @@ def make_request(overrides: Sequence[str], folder: str | None = None) -> Request
     from gpipe_cli.commands.job import resolve
     from gpipe_cli.commands.own_target import allow_new_keys
     from gpipe_cli.config import Settings
-    from gpipe_cli.planner.options import AUTO, Options, with_room
+    from gpipe_cli.planner.options import AUTO, Options, keys, with_room
 
     words = ["+plan=default", *allow_new_keys(overrides)]
     if folder is not None:
@@ -212,7 +212,7 @@ def make_request(overrides: Sequence[str], folder: str | None = None) -> Request
         with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
             composed = compose("train", words)
     except KNOWN as error:
-        raise ConfigurationError(explain(error, overrides)) from error
+        raise ConfigurationError(explain(error, overrides, ["plan", *keys()])) from error
     config, lines = resolve(composed, overrides)
     options = Options.from_section(config.pop("plan"))
     options = replace(options, find_M=config["pipeline"]["M"] == AUTO)

@@ -91,6 +91,11 @@ class _Typed:
 
 def _device_of(value: Any) -> str | Mapping[str, Any]:
     if isinstance(value, (str, Mapping)):
+def keys() -> list[str]:
+    """Every key of the section, dotted."""
+    return [f"plan.{name}" for name in ("device", "memory", "fit", *(field.name for field in fields(_Typed)))]
+
+
         return value
     raise ConfigurationError(f"plan.device={value}: use a name such as h100, this, or figures in braces")
 
