@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.commands.text import number, percent, text_table
 from gpipe_cli.pipeline.picture import draw_text, legend
-from gpipe_cli.pipeline.simulate import simulate, unit_durations
+from gpipe_cli.pipeline.simulate import BUBBLE_FORMULAS, simulate, unit_durations
 
 if TYPE_CHECKING:
     from gpipe_cli.planner.plan import Plan
@@ -56,7 +56,7 @@ def _facts(plan: Plan) -> list[str]:
         f"(weights, gradients, optimizer {size_text(fullest.model)}, activations {size_text(fullest.activations)})",
         f"slowest     cell is {percent(plan.slowest_over_mean)} above the mean",
         f"sent        {size_text(plan.sent_bytes)} between devices in a step",
-        f"bubble      {percent(plan.bubble)} simulated, {percent(plan.bubble_formula)} by (W-1)/(M+W-1)",
+        f"bubble      {percent(plan.bubble)} simulated{_by_formula(plan)}",
         f"step        {seconds_text(plan.step_seconds)}, {number(plan.examples_per_second, 3)} examples/s",
     ]
     if plan.better_cut is not None:
@@ -67,6 +67,12 @@ def _facts(plan: Plan) -> list[str]:
 
 
 def _picture(plan: Plan) -> list[str]:
+def _by_formula(plan: Plan) -> str:
+    if plan.bubble_formula is None:
+        return ""
+    return f", {percent(plan.bubble_formula)} by {BUBBLE_FORMULAS[plan.schedule]}"
+
+
     """The order of work, each instruction one column wide, where a terminal can show it."""
     timeline = simulate(plan.lists, plan.timeline.placement, unit_durations)
     text = draw_text(timeline)

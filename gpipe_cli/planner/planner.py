@@ -13,7 +13,7 @@ from ..config import PipelineConfig, Settings
 from ..errors import ConfigurationError
 from ..pipeline.partition import cell_costs, partition
 from ..pipeline.schedule import Instruction, Op, ScheduleError, schedule
-from ..pipeline.simulate import ideal_bubble, simulate
+from ..pipeline.simulate import bubble_by_formula, simulate
 from ..trainer.build import Cut, build_model, build_optimizer, build_task, cut_by_costs, refuse_sharing_across_cells
 from .cells import CellFacts, build_cells
 from .devices import Device
@@ -121,7 +121,7 @@ class Planner:
             better_cut=better,
             better_cut_gain=gain,
             sent_bytes=pipeline.M * sum(sizes[n].message + sizes[n].input_gradients for n in crossings),
-            bubble_formula=ideal_bubble(len(lists), pipeline.M),
+            bubble_formula=bubble_by_formula(pipeline.schedule, len(lists), pipeline.K, pipeline.M),
             bubble=timeline.bubble,
             step_seconds=timeline.span + update,
             update_seconds=update,
