@@ -46,7 +46,22 @@ class PipelineConfig:
     @property
     def planned_workers(self) -> int:
         """`workers`; where it is still "auto", one a cell."""
-        return self.K if self.workers == "auto" else self.workers
+        return self.workers_in(self.K)
+
+    def workers_in(self, room: int) -> int:
+        """`workers`; where it is still "auto", one a cell as far as there is room.
+
+        A schedule that goes round takes so many that each has as many cells.
+
+        Args:
+            room: for so many workers of one replica, at least 1.
+        """
+        if self.workers != "auto":
+            return self.workers
+        most = min(self.K, room)
+        if self.schedule != "interleaved_1f1b":
+            return most
+        return max(number for number in range(1, most + 1) if self.K % number == 0)
 
     @property
     def worker_count(self) -> int:

@@ -170,6 +170,14 @@ def _wanted(hint: Any) -> str:
     if origin is Literal:
         return " or ".join(str(choice) for choice in get_args(hint))
     if origin is list:
-        return "a list such as [3,5,4]" if get_args(hint)[0] is not str else "a list such as [a,b]"
+        return _wanted_list(get_args(hint)[0])
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", types.NoneType: "null"}
     return words[hint]
+
+
+def _wanted_list(item: Any) -> str:
+    if item is str:
+        return "a list such as [a,b]"
+    if get_origin(item) is Literal:
+        return f"a list of {_wanted(item)}, as [{','.join(map(str, get_args(item)))}]"
+    return f"a list such as [3,5,4], each {_wanted(item)}"

@@ -103,7 +103,8 @@ def test_a_slow_link_makes_the_shortest_step_longer() -> None:
         (["tabel=2"], "did you mean table?"),
         (["table=2", "K=0"], "K=[0]: use a list"),
         (["table=2", "K"], "write K=VALUE"),
-        (["table=2", "models=resnet"], "models=[resnet]"),
+        (["table=2", "models=resnet"], "models=[resnet]: use a list of amoebanet or transformer, as [amoebanet,"),
+        (["table=2", "K=[0]"], "K=[0]: use a list such as [3,5,4], each a whole number, at least 1 or null"),
     ],
 )
 def test_a_wrong_word_is_refused_with_what_to_type(words: list[str], told: str) -> None:

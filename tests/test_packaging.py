@@ -46,6 +46,7 @@ ARROWS = {
     "planner": {
         *("cpu", "errors", "typed_section", "config", "conf", "layers", "planner", "pipeline", "data.source"),
         *("trainer.build", "trainer.plan"),  # what the configuration's names stand for; what a micro-batch is
+        "trainer.profiles",  # by which a run is cut
     },
     "launch": {"cpu", "errors", "launch"},
     "pipeline": {"errors", "layers", "pipeline"},

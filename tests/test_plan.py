@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from gpipe_cli.bench.workers import run_workers
+from gpipe_cli.commands import devices
+from gpipe_cli.commands.devices import Devices, settle_workers
 from gpipe_cli.commands.micro_batches import settle_micro_batches
 from gpipe_cli.commands.plan import main, make_request
 from gpipe_cli.errors import ConfigurationError
@@ -201,7 +203,7 @@ def test_a_step_of_one_cell_takes_its_flops_at_the_device_s_rate() -> None:
 
 
 def test_the_times_of_a_cell_are_those_of_its_layers_and_the_loss_is_in_the_last(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from gpipe_cli.planner import measurement
 
@@ -211,6 +213,7 @@ def test_the_times_of_a_cell_are_those_of_its_layers_and_the_loss_is_in_the_last
         return Profile(layers, [LayerTimes(1.0, 2.0, 3.0, 4.0, 5.0, 6.0) for _ in builders], loss)
 
     monkeypatch.setattr(measurement, "profile_layers", table)
+    monkeypatch.setenv("GPIPE_CACHE", str(tmp_path))
     made = planned(*OWN[:-1], "plan.device=this", "pipeline.K=2", "pipeline.partition=[6,2]", "model.layers=8")
     first, last = made.cells
     assert (first.inference_seconds, first.forward_seconds, first.recompute_seconds) == (6, 12, 18)
@@ -229,6 +232,19 @@ def test_layers_and_loss_are_timed_on_this_machine() -> None:
     assert made.cells[1].forward_seconds >= SleepingTask.SECONDS
     assert made.cells[1].inference_seconds < SleepingTask.SECONDS
     assert all(cell.backward_seconds > 0 for cell in made.cells)
+
+
+@pytest.mark.parametrize(("how", "workers"), [((), 2), (("pipeline.schedule=interleaved_1f1b", "pipeline.K=3"), 1)])
+def test_this_machine_gets_as_many_workers_as_a_run_starts_on_it(
+    how: tuple[str, ...], workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "find_devices", lambda device: Devices(2, "core"))
+    request = make_request((*OWN[:-1], "plan.device=this", "pipeline.K=4", *how))
+    made = plan(request.settings, replace(request.options, device=PRESETS["h100"]))  # nothing is to be measured here
+    assert made.workers == workers == settle_workers(request.settings.pipeline, False, None)[0]
+    assert made.notes == [
+        f"{made.K} cells on {workers} workers, as gpipe-train starts them on this machine (pipeline.workers=auto)"
+    ]
 
 
 def test_halves_of_a_backward_have_their_own_operations() -> None:
@@ -319,8 +335,11 @@ def test_gpipe_train_gets_a_number_before_its_workers_start() -> None:
 
 
 def test_micro_batches_too_small_for_batchnorm_are_no_choice() -> None:
-    request = make_request((*FAMILIES["images"], "data.batch_size=4", "pipeline.M=auto"))
+    images = (*FAMILIES["images"], "data.batch_size=4")
+    request = make_request((*images, "pipeline.M=auto"))
     assert answer(request.settings, request.options).tried == 2  # M=4: one image leaves a channel one pixel
+    with pytest.raises(ConfigurationError, match=r"M=4 leaves too few examples .* BatchNorm.* use a smaller"):
+        planned(*images, "pipeline.M=4")
 
 
 def test_grow_ends_at_the_last_value_that_fits_and_passes_over_those_that_the_model_refuses() -> None:
@@ -373,6 +392,10 @@ def test_more_micro_batches_than_examples_are_planned_with_a_word(capsys: pytest
     [
         (["plan.device=h1000"], "did you mean h100"),
         (["plan.device={flops: 1e12}"], "plan.device has no memory, bandwidth, link"),
+        (["plan.device={like: h100, overhead: abc}"], "plan.device.overhead=abc: use a number of seconds, at least 0"),
+        (["plan.device={like: h100, latency: -1}"], "plan.device.latency=-1: use a number of seconds, at least 0"),
+        (["plan.device={like: h100, flops: 0}"], "plan.device.flops=0: use a positive number"),
+        (["plan.foo=1"], "there is no key plan.foo; plan has: device, memory, fit"),
         (["plan.fit=16 apples"], "plan.fit=16 apples: use a number of bytes, as 16GB"),
         (["plan.fit=1GB", "plan.best=true"], "give one of them"),
         (["plan.grow=model.LL"], "plan.grow=model.LL: use a key with a whole number"),

@@ -12,9 +12,11 @@ import torch
 from hydra import compose, initialize_config_module
 from inline_run import train_inline
 
+from gpipe_cli.commands import plan
 from gpipe_cli.commands.job import prepare
 from gpipe_cli.config import Settings
 from gpipe_cli.pipeline.cost import LayerCost
+from gpipe_cli.planner import measurement
 from gpipe_cli.tasks.language_model import LanguageModelTask
 from gpipe_cli.trainer.build import build_model
 from gpipe_cli.trainer.profiles import profiled_costs
@@ -81,3 +83,47 @@ def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
 def test_a_run_says_that_its_layers_were_timed(tmp_path: Path) -> None:
     _, events = train_inline(tmp_path, "debug=tiny", "pipeline.cost=profile", "trainer.steps=1", "task.generation=null")
     assert any("profile of" in event["text"] for event in events if event["kind"] == "message")
+
+
+PLANNED = ("model=transformer_lm_small", "debug=tiny", "pipeline.cost=profile")
+
+
+def notes_of_a_plan(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[list[str], str]:
+    """The notes of a plan, and what was told while it was made."""
+    assert plan.main([*PLANNED, *words, "plan.format=json"]) == 0
+    printed = capsys.readouterr()
+    return json.loads(printed.out)["notes"], printed.err
+
+
+def test_a_plan_cuts_by_the_profile_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GPIPE_CACHE", str(tmp_path))
+    train_inline(tmp_path / "run", *PLANNED, "trainer.steps=1")
+    (file,) = (tmp_path / "profiles").iterdir()
+    notes, told = notes_of_a_plan(capsys=capsys)
+    assert any(f"from {file}" in note for note in notes)
+    assert told == ""
+
+
+def test_a_plan_keeps_its_profile_for_a_run_and_says_that_it_takes_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GPIPE_CACHE", str(tmp_path))
+    notes, told = notes_of_a_plan(capsys=capsys)
+    (file,) = (tmp_path / "profiles").iterdir()
+    assert any(note.endswith(f"kept in {file}") for note in notes)
+    assert told == "timing the layers on this machine, once, as gpipe-train does (pipeline.cost=profile)\n"
+    _, events = train_inline(tmp_path / "run", *PLANNED, "trainer.steps=1")
+    assert any(f"from {file}" in event["text"] for event in events if event["kind"] == "message")
+
+
+def test_a_plan_does_not_time_layers_for_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GPIPE_CACHE", str(tmp_path))
+    monkeypatch.setattr(measurement, "LONGEST_PROFILE", 0.0)
+    notes, told = notes_of_a_plan(capsys=capsys)
+    assert any("layers are too large to be timed for a plan" in note for note in notes)
+    assert told == ""
+    assert not (tmp_path / "profiles").exists()

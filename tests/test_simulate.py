@@ -10,7 +10,14 @@ from matplotlib.image import imread
 
 from gpipe_cli.pipeline.picture import draw_text, legend, save_picture
 from gpipe_cli.pipeline.schedule import KINDS, Instruction, Op, ScheduleError, forward_only, schedule
-from gpipe_cli.pipeline.simulate import Timeline, cost_durations, ideal_bubble, simulate, unit_durations
+from gpipe_cli.pipeline.simulate import (
+    Timeline,
+    bubble_by_formula,
+    cost_durations,
+    ideal_bubble,
+    simulate,
+    unit_durations,
+)
 
 SIZES = [(1, 1), (1, 5), (2, 1), (2, 4), (4, 4), (8, 32), (5, 3)]
 
@@ -63,6 +70,21 @@ class TestClosedFormula:
 @pytest.mark.parametrize(("K", "M", "share"), [(2, 4, 0.2), (4, 16, 0.158), (8, 32, 0.179), (4, 1, 0.75)])
 def test_ideal_bubble_is_the_papers(K: int, M: int, share: float) -> None:
     assert ideal_bubble(K, M) == pytest.approx(share, abs=5e-4)
+
+
+@pytest.mark.parametrize("M", [1, 3, 4, 5, 8])
+@pytest.mark.parametrize(("kind", "v"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 1), ("interleaved_1f1b", 3)])
+def test_where_there_is_a_formula_even_cells_have_its_bubble(kind: str, v: int, M: int) -> None:
+    formula, placement = bubble_by_formula(kind, 4, 4 * v, M), tuple(range(4)) * v
+    if formula is None:
+        assert v > 1 and M < 4
+        return
+    line = simulate(schedule(kind, placement, M, "never"), placement, cost_durations([1.0] * len(placement)))
+    assert line.bubble == pytest.approx(formula)
+
+
+def test_zero_bubble_has_no_formula_in_numbers_of_cells_alone() -> None:
+    assert bubble_by_formula("zero_bubble", 4, 4, 8) is None
 
 
 class TestTime:

@@ -58,6 +58,13 @@ def _installed_gpus() -> int:
     return len(list(folder.iterdir())) if folder.is_dir() else 0
 
 
+def room_for_workers(pipeline: PipelineConfig) -> tuple[int, Devices]:
+    """How many workers of one replica this machine has devices for, at least one; and its devices."""
+    devices = find_devices(pipeline.device)
+    room = devices.number // pipeline.replicas // (pipeline.threads if devices.word == "core" else 1)
+    return max(1, room), devices
+
+
 def settle_workers(pipeline: PipelineConfig, inline: bool, world_size: int | None) -> tuple[int, str]:
     """The number of workers of one replica, and the line that tells the user.
 
@@ -73,9 +80,8 @@ def settle_workers(pipeline: PipelineConfig, inline: bool, world_size: int | Non
     elif inline:
         workers, why = 1, "launch.inline=true"
     elif pipeline.workers == "auto":
-        devices = find_devices(pipeline.device)
-        room = devices.number // pipeline.replicas // (pipeline.threads if devices.word == "core" else 1)
-        workers, why = _fitting(pipeline, max(1, min(pipeline.K, room))), str(devices)
+        room, devices = room_for_workers(pipeline)
+        workers, why = pipeline.workers_in(room), str(devices)
     else:
         workers, why = pipeline.workers, f"pipeline.workers={pipeline.workers}"
     K = pipeline.K
@@ -86,13 +92,6 @@ def settle_workers(pipeline: PipelineConfig, inline: bool, world_size: int | Non
         )
     replicas = f" × {plural(pipeline.replicas, 'replica')}" if pipeline.replicas > 1 else ""
     return workers, f"{plural(pipeline.K, 'cell')} on {plural(workers, 'worker')}{replicas} ({why})"
-
-
-def _fitting(pipeline: PipelineConfig, room: int) -> int:
-    """As many workers as there is room for; for a schedule that goes round, so many that each has as many cells."""
-    if pipeline.schedule != "interleaved_1f1b":
-        return room
-    return max(number for number in range(1, room + 1) if pipeline.K % number == 0)
 
 
 def _workers_of_job(pipeline: PipelineConfig, world_size: int) -> int:

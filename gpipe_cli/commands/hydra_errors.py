@@ -22,12 +22,13 @@ REFERENCE = re.compile(r"Interpolation key '([^']+)' not found")
 SWEEP_WITHOUT_M = re.compile(r"Ambiguous value for argument '([^']+)'")
 
 
-def explain(error: Exception, words: Sequence[str]) -> str:
+def explain(error: Exception, words: Sequence[str], own_keys: Sequence[str] = ()) -> str:
     """The message for the console.
 
     Args:
         error: one of `KNOWN`.
         words: the command line.
+        own_keys: dotted; those that the command has beside gpipe-train's.
     """
     text = str(error)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
@@ -41,9 +42,9 @@ def explain(error: Exception, words: Sequence[str]) -> str:
             f"spaces or brackets ({_first_line(text)})"
         )
     if match := NO_GROUP.search(text) or NO_KEY.search(text):
-        return _unknown(match[1], words)
+        return _unknown(match[1], words, own_keys)
     if match := NOTHING_TO_DELETE.search(text):
-        return _nothing_to_delete(match[1], words)
+        return _nothing_to_delete(match[1], words, own_keys)
     if isinstance(error, MissingMandatoryValue):
         key = getattr(error, "full_key", None) or text
         return f"{key} needs a value: type {key}=…"
@@ -67,17 +68,17 @@ def _missing_option(error: MissingConfigException) -> str:
     return f"there is no {group}={option}; {guess}{group} can be: {', '.join(options) or '(nothing yet)'}"
 
 
-def _unknown(key: str, words: Sequence[str]) -> str:
-    keys = _keys_beside(key, words)
+def _unknown(key: str, words: Sequence[str], own_keys: Sequence[str]) -> str:
+    keys = _keys_beside(key, words, own_keys)
     text = unknown_key(key, keys)
     if _is_passed_on(key) and not nearest(key, keys):
         text += f"; to pass it to {key.partition('.')[0]}._target_ all the same, type +{key}=…"
     return text
 
 
-def _nothing_to_delete(key: str, words: Sequence[str]) -> str:
+def _nothing_to_delete(key: str, words: Sequence[str], own_keys: Sequence[str]) -> str:
     """To Hydra a key that is null is not there."""
-    keys = _keys_beside(key, words)
+    keys = _keys_beside(key, words, own_keys)
     return f"{key} is null, and so cannot be deleted: leave out ~{key}" if key in keys else unknown_key(key, keys)
 
 
@@ -86,9 +87,9 @@ def _is_passed_on(key: str) -> bool:
     return "." in key and key.partition(".")[0] in FREE_FORM
 
 
-def _keys_beside(key: str, words: Sequence[str]) -> list[str]:
+def _keys_beside(key: str, words: Sequence[str], own_keys: Sequence[str]) -> list[str]:
     """All keys that there are in its place, dotted."""
-    return _keys_of_chosen_groups(words) if _is_passed_on(key) else known_keys()
+    return _keys_of_chosen_groups(words) if _is_passed_on(key) else [*known_keys(), *own_keys]
 
 
 def _keys_of_chosen_groups(words: Sequence[str]) -> list[str]:

@@ -1,12 +1,14 @@
 """``gpipe-plan``: what a run would need and how long its steps would take, without running it.
 
-The configuration is gpipe-train's, with one more section, `plan`. Nothing is written but the picture that is asked for.
+The configuration is gpipe-train's, with one more section, `plan`. Nothing is written but the picture that is asked for,
+and with `pipeline.cost=profile` the profile that a run would write.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,11 +16,12 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpipe_cli.commands.frame import answer, exit_code
+from gpipe_cli.commands.frame import answer, exit_code, to_stderr
 from gpipe_cli.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from gpipe_cli.config import Settings
+    from gpipe_cli.planner.answer import Answer
     from gpipe_cli.planner.options import Options
     from gpipe_cli.planner.plan import Plan
 
@@ -40,7 +43,7 @@ Every key of gpipe-train (gpipe-train --help), and:
     plan.memory=16GB        most bytes a device may hold; as given, or that of the device
     plan.longest=true       sequences as long as the data allows, for memory at its worst
     plan.format=json        one JSON object on standard output
-    plan.picture=FILE       the schedule drawn: .svg, .png, .pdf
+    plan.picture=FILE       the schedule of one plan drawn: .svg, .png, .pdf
 
 --config-dir DIR adds YAML files of your own. Every key: conf/plan/default.yaml; more: docs/planning.md.
 """
@@ -53,12 +56,29 @@ class Request:
     Attributes:
         overrides: as typed; with a sweep, those of this job.
         lines: what the person should know.
+        notes: what was changed in it, so that it can be planned.
     """
 
     overrides: list[str]
     settings: Settings
     options: Options
     lines: list[str]
+    notes: list[str]
+
+    def answer(self) -> Answer:
+        """Its plan, with the notes; what takes long is told on standard error.
+
+        Raises:
+            ConfigurationError: it cannot be planned, or nothing fits.
+        """
+        from gpipe_cli.planner.search import answer
+
+        found = answer(self.settings, self.options, to_stderr)
+        return replace(found, plan=replace(found.plan, notes=[*self.notes, *found.plan.notes]))
+
+    def value_of(self, key: str) -> str:
+        """As typed."""
+        return next(word.partition("=")[2] for word in self.overrides if word.partition("=")[0] == key)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,29 +97,29 @@ def _help_text() -> str:
 def _run(words: Sequence[str]) -> int:
     overrides, folder, is_sweep = read_words(words)
     requests = [make_request(job, folder) for job in (expand(overrides) if is_sweep else [overrides])]
-    if not is_sweep:
-        return _plan_one(requests[0])
+    for request in requests:
+        _check_picture(request.options.picture, is_sweep)
     # Only now: whatever is wrong with the configuration was refused before torch was imported.
-    from gpipe_cli.planner.search import answer
+    return _plan_all(requests, swept_keys(overrides)) if is_sweep else _plan_one(requests[0])
 
-    swept = swept_keys(overrides)
-    plans = [answer(request.settings, request.options).plan for request in requests]
+
+def _plan_all(requests: Sequence[Request], swept: Sequence[str]) -> int:
+    answers = [request.answer() for request in requests]
     if requests[0].options.format == "json":
-        rows = [{"overrides": r.overrides, **p.to_json()} for r, p in zip(requests, plans, strict=True)]
+        rows = [{"overrides": r.overrides, **a.to_json()} for r, a in zip(requests, answers, strict=True)]
         print(json.dumps({"plans": rows}))
         return 0
-    from gpipe_cli.commands.plan_report import sweep_table
+    from gpipe_cli.commands.plan_report import sweep_notes, sweep_table
 
-    _say_lines(requests[0])
-    values = [[_value_of(key, request.overrides) for key in swept] for request in requests]
-    print(sweep_table(swept, values, plans))
+    for line in dict.fromkeys(line for request in requests for line in request.lines):
+        print(line)
+    typed = [{key: request.value_of(key) for key in swept} for request in requests]
+    print("\n".join([sweep_table(typed, answers), *sweep_notes(typed, answers)]))
     return 0
 
 
 def _plan_one(request: Request) -> int:
-    from gpipe_cli.planner.search import answer
-
-    found = answer(request.settings, request.options)
+    found = request.answer()
     if request.options.picture is not None:
         _draw(found.plan, request.options.picture)
     if request.options.format == "json":
@@ -107,21 +127,44 @@ def _plan_one(request: Request) -> int:
     else:
         from gpipe_cli.commands.plan_report import describe
 
-        _say_lines(request)
+        for line in request.lines:
+            print(line)
         print("\n\n".join([*found.lines, describe(found.plan)]))
     return 0
 
 
-def _say_lines(request: Request) -> None:
-    for line in request.lines:
-        print(line)
+def _check_picture(picture: str | None, is_sweep: bool) -> None:
+    """Before all the work.
+
+    Raises:
+        ConfigurationError: it cannot be drawn, or not there.
+    """
+    if picture is None:
+        return
+    if is_sweep:
+        raise ConfigurationError(f"plan.picture={picture} shows one plan, not a sweep: leave out -m or plan.picture")
+    folder = next(parent for parent in Path(picture).absolute().parents if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _not_writable(picture, error) from error
 
 
 def _draw(plan: Plan, picture: str) -> None:
     from gpipe_cli.pipeline.picture import save_picture
 
-    Path(picture).parent.mkdir(parents=True, exist_ok=True)
-    save_picture(plan.timeline, picture, f"{plan.schedule} on {plan.device.name}", "s")
+    try:
+        Path(picture).parent.mkdir(parents=True, exist_ok=True)
+        save_picture(plan.timeline, picture, f"{plan.schedule} on {plan.device.name}", "s")
+    except OSError as error:
+        raise _not_writable(picture, error) from error
+
+
+def _not_writable(picture: str, error: OSError) -> ConfigurationError:
+    return ConfigurationError(
+        f"plan.picture={picture} cannot be written ({error.strerror}): name a file in a folder that can be"
+    )
 
 
 def read_words(words: Sequence[str]) -> tuple[list[str], str | None, bool]:
@@ -196,11 +239,12 @@ def make_request(overrides: Sequence[str], folder: str | None = None) -> Request
     from hydra import compose, initialize_config_module
     from hydra.core.global_hydra import GlobalHydra
 
+    from gpipe_cli.commands.devices import room_for_workers
     from gpipe_cli.commands.hydra_errors import KNOWN, explain
     from gpipe_cli.commands.job import resolve
     from gpipe_cli.commands.own_target import allow_new_keys
     from gpipe_cli.config import Settings
-    from gpipe_cli.planner.options import AUTO, Options, with_room
+    from gpipe_cli.planner.options import AUTO, Options, keys, with_room
 
     words = ["+plan=default", *allow_new_keys(overrides)]
     if folder is not None:
@@ -212,16 +256,16 @@ def make_request(overrides: Sequence[str], folder: str | None = None) -> Request
         with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
             composed = compose("train", words)
     except KNOWN as error:
-        raise ConfigurationError(explain(error, overrides)) from error
+        raise ConfigurationError(explain(error, overrides, ["plan", *keys()])) from error
     config, lines = resolve(composed, overrides)
     options = Options.from_section(config.pop("plan"))
     options = replace(options, find_M=config["pipeline"]["M"] == AUTO)
-    config, changes = with_room(config)
-    return Request(list(overrides), Settings.from_config(config), options, [*lines, *changes])
-
-
-def _value_of(key: str, overrides: Sequence[str]) -> str:
-    return next(word.partition("=")[2] for word in overrides if word.partition("=")[0] == key)
+    config, notes = with_room(config)
+    settings = Settings.from_config(config)
+    if options.device is None:
+        room = 1 if settings.launch.inline else room_for_workers(settings.pipeline)[0]
+        options = replace(options, room=room)
+    return Request(list(overrides), settings, options, lines, notes)
 
 
 if __name__ == "__main__":

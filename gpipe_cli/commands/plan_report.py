@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from gpipe_cli.commands.text import number, percent, text_table
 from gpipe_cli.pipeline.picture import draw_text, legend
-from gpipe_cli.pipeline.simulate import simulate, unit_durations
+from gpipe_cli.pipeline.simulate import BUBBLE_FORMULAS, simulate, unit_durations
 
 if TYPE_CHECKING:
+    from gpipe_cli.planner.answer import Answer
     from gpipe_cli.planner.plan import Plan
 
 WIDEST_PICTURE = 120  # characters
@@ -56,7 +57,7 @@ def _facts(plan: Plan) -> list[str]:
         f"(weights, gradients, optimizer {size_text(fullest.model)}, activations {size_text(fullest.activations)})",
         f"slowest     cell is {percent(plan.slowest_over_mean)} above the mean",
         f"sent        {size_text(plan.sent_bytes)} between devices in a step",
-        f"bubble      {percent(plan.bubble)} simulated, {percent(plan.bubble_formula)} by (W-1)/(M+W-1)",
+        f"bubble      {percent(plan.bubble)} simulated{_by_formula(plan)}",
         f"step        {seconds_text(plan.step_seconds)}, {number(plan.examples_per_second, 3)} examples/s",
     ]
     if plan.better_cut is not None:
@@ -64,6 +65,12 @@ def _facts(plan: Plan) -> list[str]:
         gain = percent(plan.better_cut_gain)
         lines.insert(2, f"better cut  pipeline.partition=[{sizes}] makes the slowest cell {gain} faster")
     return lines
+
+
+def _by_formula(plan: Plan) -> str:
+    if plan.bubble_formula is None:
+        return ""
+    return f", {percent(plan.bubble_formula)} by {BUBBLE_FORMULAS[plan.schedule]}"
 
 
 def _picture(plan: Plan) -> list[str]:
@@ -80,22 +87,47 @@ def _notes(plan: Plan) -> list[str]:
     return [f"note: {note}" for note in plan.notes]
 
 
-def sweep_table(keys: Sequence[str], values: Sequence[Sequence[Any]], plans: Sequence[Plan]) -> str:
-    """One row a plan; ``values`` are those of the swept ``keys``."""
+def sweep_table(typed: Sequence[Mapping[str, str]], answers: Sequence[Answer]) -> str:
+    """One row a plan: the keys that differ, those that were looked for, and what comes of them.
+
+    Args:
+        typed: of each job, the values of the keys that are swept over.
+        answers: of each job.
+    """
+    keys = list(dict.fromkeys(key for given in (*typed, *(answer.found for answer in answers)) for key in given))
     columns = [key.removeprefix("pipeline.") for key in keys]
     columns += ["parameters", "memory", "fits", "bubble", "formula", "slowest", "sent", "step", "examples/s"]
-    rows = [
-        [
-            *swept,
-            plan.parameters,
-            size_text(plan.memory),
-            "yes" if plan.fits else "no",
-            *(percent(plan.bubble), percent(plan.bubble_formula), f"+{percent(plan.slowest_over_mean)}"),
-            *(size_text(plan.sent_bytes), seconds_text(plan.step_seconds), number(plan.examples_per_second, 3)),
-        ]
-        for swept, plan in zip(values, plans, strict=True)
-    ]
+    rows = [[*(_value(key, *row) for key in keys), *_figures(row[1].plan)] for row in zip(typed, answers, strict=True)]
     return text_table(columns, rows)
+
+
+def _value(key: str, typed: Mapping[str, str], answer: Answer) -> object:
+    """What was found; else what was typed; else, where only other jobs looked for it, the plan's."""
+    if key in answer.found:
+        return answer.found[key]
+    return typed.get(key, getattr(answer.plan, key.removeprefix("pipeline."), None))
+
+
+def _figures(plan: Plan) -> list[object]:
+    return [
+        plan.parameters,
+        size_text(plan.memory),
+        "yes" if plan.fits else "no",
+        *(percent(plan.bubble), percent(plan.bubble_formula), f"+{percent(plan.slowest_over_mean)}"),
+        *(size_text(plan.sent_bytes), seconds_text(plan.step_seconds), number(plan.examples_per_second, 3)),
+    ]
+
+
+def sweep_notes(typed: Sequence[Mapping[str, str]], answers: Sequence[Answer]) -> list[str]:
+    """The notes of all plans, each once; with the jobs that it belongs to, unless these are all."""
+    jobs: dict[str, list[str]] = {}
+    for given, answer in zip(typed, answers, strict=True):
+        for note in dict.fromkeys(answer.plan.notes):
+            jobs.setdefault(note, []).append(" ".join(f"{key}={value}" for key, value in given.items()))
+    return [
+        f"note: {note}" if len(whose) == len(answers) else f"note on {', '.join(whose)}: {note}"
+        for note, whose in jobs.items()
+    ]
 
 
 def size_text(size: float) -> str:

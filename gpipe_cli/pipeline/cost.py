@@ -38,6 +38,17 @@ class CostError(ValueError):
     """A layer whose cost cannot be found in the way asked for."""
 
 
+class TooFewExamples(CostError):
+    """A micro-batch so small that BatchNorm has a single value of a channel, whose variance is none."""
+
+    def with_way_out(self, M: int) -> str:
+        """What to tell the person who chose M micro-batches."""
+        return (
+            f"pipeline.M={M} leaves too few examples in a micro-batch for BatchNorm, which needs two values of every "
+            f"channel: use a smaller pipeline.M or a larger data.batch_size ({self})"
+        )
+
+
 @dataclass(frozen=True)
 class TensorShape:
     """What is known of a tensor without its values."""
@@ -350,10 +361,24 @@ def _named(builder: LayerBuilder, shapes: Sequence[TensorShape]) -> Iterator[Non
             "without; give it and all layers after it a `cost`, or use pipeline.cost=parameters"
         ) from error
     except Exception as error:
+        refuse_too_few_examples(error, given)
         raise CostError(
             f"{given}, fails while its cost is measured: {type(error).__name__}: {error}; if it runs in training, use "
             "pipeline.cost=parameters"
         ) from error
+
+
+def refuse_too_few_examples(error: Exception, given: str) -> None:
+    """Gives torch's complaint about BatchNorm a name of its own; other errors are the caller's.
+
+    Args:
+        given: which layer, and what it was given.
+
+    Raises:
+        TooFewExamples: that is what it was.
+    """
+    if "Expected more than 1 value per channel" in str(error):
+        raise TooFewExamples(given) from error
 
 
 def build_key(builder: LayerBuilder, index: int) -> Hashable:

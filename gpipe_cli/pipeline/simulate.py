@@ -113,3 +113,20 @@ def cost_durations(cell_costs: Sequence[float], backward: float = 2.0) -> Callab
 def ideal_bubble(K: int, M: int) -> float:
     """The bubble of K equal cells on K workers with M micro-batches: (K-1) / (M+K-1) (section 2.3)."""
     return (K - 1) / (M + K - 1)
+
+
+# For W workers with v equal cells each. What stands not here depends on more than these numbers.
+BUBBLE_FORMULAS = {"gpipe": "(W-1)/(M+W-1)", "1f1b": "(W-1)/(M+W-1)", "interleaved_1f1b": "(W-1)/(vM+W-1)"}
+
+
+def bubble_by_formula(kind: str, workers: int, cells: int, M: int) -> float | None:
+    """The bubble of equal cells by `BUBBLE_FORMULAS`; None where none of them holds.
+
+    That is for `zero_bubble`, where it depends on how long the halves of a backward take, and for `interleaved_1f1b`
+    with fewer micro-batches than workers.
+    """
+    if kind not in BUBBLE_FORMULAS:
+        return None
+    if kind != "interleaved_1f1b" or workers in (1, cells):
+        return ideal_bubble(workers, M)
+    return ideal_bubble(workers, cells // workers * M) if workers <= M else None

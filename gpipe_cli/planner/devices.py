@@ -6,6 +6,7 @@ share of them a real run reaches. Sizes are as sold: 16 GB means 16e9 bytes for 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -113,9 +114,13 @@ def _number(key: str, value: Any) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError):
-        number = -1.0
-    if isinstance(value, bool) or (not number > 0 and key not in ("latency", "overhead", "host")):
-        raise ConfigurationError(f"plan.device.{key}={value}: use a positive number, as {key}: 1e12")
+        number = math.nan
+    if key in ("latency", "overhead", "host"):
+        fits, wanted = number >= 0, f"a number of seconds, at least 0, as {key}: 1e-5"
+    else:
+        fits, wanted = number > 0, f"a positive number, as {key}: 1e12"
+    if isinstance(value, bool) or not fits or math.isinf(number):
+        raise ConfigurationError(f"plan.device.{key}={value}: use {wanted}")
     return number
 
 

@@ -22,7 +22,14 @@ from torch.overrides import TorchFunctionMode
 from ..layers import LayerBuilder
 from ..pipeline.batchnorm import defer_batchnorm
 from ..pipeline.boundary import Tensors, as_argument, as_tensors, canonical
-from ..pipeline.cost import CostError, TensorShape, build_key, build_without_memory, fake_mode
+from ..pipeline.cost import (
+    CostError,
+    TensorShape,
+    build_key,
+    build_without_memory,
+    fake_mode,
+    refuse_too_few_examples,
+)
 from ..pipeline.halves import backward_of_inputs
 from .tracking import Operation, Saved, Tracker, storage_key
 
@@ -245,6 +252,7 @@ def _measure(
         with fake:
             return _run_twice(run, inputs, [module], wanted, autocast, auxiliary_loss is not None)
     except Exception as error:
+        refuse_too_few_examples(error, f"layer {builder.name!r}, given {given}")
         raise CostError(
             f"layer {builder.name!r}, given {given}, cannot be planned on tensors without values: "
             f"{type(error).__name__}: {error}"

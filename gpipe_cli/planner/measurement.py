@@ -5,25 +5,26 @@ Always on tensors without values; under `plan.device=this` they are run and time
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from ..config import PipelineConfig, Settings
 from ..cpu import as_worker, usable_cores
 from ..errors import ConfigurationError
 from ..layers import LayerBuilder
-from ..pipeline.boundary import Tensors
-from ..pipeline.cost import CostError, LayerCost, Profile, TensorShape, layer_costs, profile_layers
+from ..pipeline.cost import CostError, LayerCost, Profile, TensorShape, TooFewExamples, layer_costs, profile_layers
 from ..trainer.build import build_autocast
+from ..trainer.plan import Part
+from ..trainer.profiles import KeptProfile, profiled_costs
 from .example import example_part
 from .layer_facts import BoundaryTensor, LayerFacts, measure_layers, measure_loss
 from .neighbours import Neighbours
 from .options import Options
+from .this_device import measure_rates, present_device
 from .timing import Clock
 
 if TYPE_CHECKING:
@@ -59,11 +60,12 @@ class Measurements:
     """One for each number of parts that a mini-batch is divided into; remembered, for searches.
 
     Args:
-        settings, options: the configuration and the section `plan`.
+        settings, options: the configuration, with a number of workers, and the section `plan`.
         builders: the model.
         task: whose loss stands behind the last layer.
         clock: works times out, and is told those that were measured.
         kernels: see `layer_facts.kernels_of`.
+        say: is told what takes long, before it begins.
     """
 
     def __init__(
@@ -74,9 +76,11 @@ class Measurements:
         task: Task,
         clock: Clock,
         kernels: str,
+        say: Callable[[str], None],
     ) -> None:
         self._settings, self._options, self._builders, self._task = settings, options, builders, task
-        self._clock, self._kernels = clock, kernels
+        self._clock, self._kernels, self._say = clock, kernels, say
+        self._here = present_device(settings.pipeline)
         self._known: dict[int, Measurement] = {}
         self._other_workers = _other_workers(settings.pipeline)
 
@@ -92,11 +96,14 @@ class Measurements:
 
     def _measure(self, parts: int) -> Measurement:
         settings = self._settings
-        (inputs, targets), examples = example_part(settings.data, parts, self._options.longest)
+        part, examples = example_part(settings.data, parts, self._options.longest)
+        inputs, targets = part
         autocast = build_autocast(settings.precision, torch.device("cpu"))
         notes: list[str] = []
         try:
             layers = measure_layers(self._builders, inputs, targets, autocast, self._kernels)
+        except TooFewExamples as error:
+            raise ConfigurationError(error.with_way_out(parts // settings.pipeline.replicas)) from error
         except CostError as error:
             raise ConfigurationError(str(error)) from error
         try:
@@ -104,33 +111,61 @@ class Measurements:
         except CostError as error:
             loss = None
             notes.append(str(error))
-        timed = self._time(layers, loss, inputs, targets, notes) if self._options.device is None else None
-        costs = self._costs(inputs, targets, timed)
+        timed = self._time(layers, loss, part, notes) if self._options.device is None else None
+        try:
+            costs = self._costs(layers, loss, part, timed, notes)
+        except CostError as error:
+            raise ConfigurationError(str(error)) from error
         described = tuple(BoundaryTensor(TensorShape.of(tensor), False) for tensor in inputs)
         sizes = [tensor.numel() * tensor.element_size() for tensor in targets]
         return Measurement(layers, loss, costs, described, sizes, examples, notes)
 
-    def _costs(self, inputs: Tensors, targets: Tensors, timed: Profile | None) -> list[LayerCost]:
-        """By which the model is cut, as a run would cut it."""
+    def _costs(
+        self, layers: Sequence[LayerFacts], loss: LayerFacts | None, part: Part, timed: Profile | None, notes: list[str]
+    ) -> list[LayerCost]:
+        """By which the model is cut, as a run on this machine would cut it."""
         how = self._settings.pipeline.cost
-        try:
-            if how != "profile":
-                return layer_costs(self._builders, inputs, how)
-            return (timed or self._run(inputs, targets, torch.device("cpu"))).costs
-        except CostError as error:
-            raise ConfigurationError(str(error)) from error
+        if how != "profile":
+            return layer_costs(self._builders, part[0], how)
+        with as_worker(self._settings.pipeline.threads):  # a profile is kept for a number of threads
+            kept = KeptProfile.of(self._builders, part, self._settings, self._here)
+            is_known = kept.read() is not None
+            if not is_known and timed is not None:
+                kept.write(timed.costs)
+                return timed.costs
+            if not is_known and not self._soon_timed(layers, loss):
+                notes.append(
+                    "layers are too large to be timed for a plan: cut by worked-out times, where gpipe-train times "
+                    "them (pipeline.cost=profile)"
+                )
+                return self._worked_out_costs(layers, loss)
+            if not is_known:
+                self._say("timing the layers on this machine, once, as gpipe-train does (pipeline.cost=profile)")
+            return profiled_costs(self._builders, self._with_values(part), self._settings, self._here, notes.append)
+
+    def _worked_out_costs(self, layers: Sequence[LayerFacts], loss: LayerFacts | None) -> list[LayerCost]:
+        seconds = self._clock.costs(layers, loss)
+        return [
+            LayerCost(builder.name, facts.parameter_count, None, None, cost)
+            for builder, facts, cost in zip(self._builders, layers, seconds, strict=True)
+        ]
+
+    def _soon_timed(self, layers: Sequence[LayerFacts], loss: LayerFacts | None) -> bool:
+        """Whether this machine times layers and loss in seconds rather than minutes."""
+        clock = self._clock
+        if self._options.device is not None:
+            clock = Clock(measure_rates(self._settings.pipeline), 1.0, 1.0, {})
+        return clock.once(layers, loss) <= LONGEST_PROFILE
 
     def _time(
-        self, layers: Sequence[LayerFacts], loss: LayerFacts | None, inputs: Tensors, targets: Tensors, notes: list[str]
+        self, layers: Sequence[LayerFacts], loss: LayerFacts | None, part: Part, notes: list[str]
     ) -> Profile | None:
         """On the present machine layers and loss themselves are timed, as far as that takes seconds."""
-        distinct = {id(facts): facts for facts in (*layers, *([] if loss is None else [loss]))}
-        estimated = sum(self._clock.estimate(facts).total for facts in distinct.values())
-        if estimated > LONGEST_PROFILE:
+        if not self._soon_timed(layers, loss):
             notes.append("layers are too large to be timed here: times follow from the machine's measured rates")
             return None
         try:
-            timed = self._run(inputs, targets, torch.device("cuda" if self._kernels != "cpu" else "cpu"))
+            timed = self._run(part)
         except (CostError, RuntimeError) as error:
             notes.append(f"layers could not be timed here ({error}): times follow from the machine's measured rates")
             return None
@@ -139,22 +174,22 @@ class Measurements:
             self._clock.measured[id(loss)] = timed.loss
         return timed
 
-    def _run(self, inputs: Tensors, targets: Tensors, device: torch.device) -> Profile:
-        autocast = build_autocast(self._settings.precision, device)
-        given, wanted = (tuple(_with_values(tensor, device) for tensor in side) for side in (inputs, targets))
-        beside = self._other_workers.busy() if device.type == "cpu" else nullcontext()
+    def _run(self, part: Part) -> Profile:
+        autocast = build_autocast(self._settings.precision, self._here)
+        given, wanted = self._with_values(part)
+        beside = self._other_workers.busy() if self._here.type == "cpu" else nullcontext()
         with as_worker(self._settings.pipeline.threads), beside:
             return profile_layers(
-                self._builders, given, device, autocast, lambda outputs: self._task.loss(outputs, wanted)[0], wanted
+                self._builders, given, self._here, autocast, lambda outputs: self._task.loss(outputs, wanted)[0], wanted
             )
+
+    def _with_values(self, part: Part) -> Part:
+        """Ones, which may stand for tokens, labels and pixels."""
+        given, wanted = (tuple(torch.ones_like(tensor, device=self._here) for tensor in side) for side in part)
+        return given, wanted
 
 
 def _other_workers(pipeline: PipelineConfig) -> Neighbours:
     """Workers of a CPU share the machine with each other, which they feel: as many as compute at the same time."""
     at_once = min(pipeline.planned_workers * pipeline.replicas, usable_cores() // pipeline.threads)
     return Neighbours(max(0, at_once - 1), pipeline.threads)
-
-
-def _with_values(tensor: Tensor, device: torch.device) -> Tensor:
-    """Ones, which may stand for tokens, labels and pixels."""
-    return torch.ones_like(tensor, device=device)

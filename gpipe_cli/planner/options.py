@@ -25,6 +25,7 @@ class Options:
         device: None: the present machine, to be measured.
         memory, fit: bytes.
         find_M: `pipeline.M=auto`: the fastest M that fits.
+        room: for how many workers of a replica the present machine has devices; None: for one a cell.
     """
 
     device: Device | None
@@ -42,6 +43,7 @@ class Options:
     format: str
     picture: str | None
     find_M: bool = False
+    room: int | None = None
 
     @classmethod
     def default(cls) -> Options:
@@ -87,6 +89,11 @@ class _Typed:
     candidates: list[Count] | None
     format: Literal["text", "json"]
     picture: str | None
+
+
+def keys() -> list[str]:
+    """Every key of the section, dotted."""
+    return [f"plan.{name}" for name in ("device", "memory", "fit", *(field.name for field in fields(_Typed)))]
 
 
 def _device_of(value: Any) -> str | Mapping[str, Any]:

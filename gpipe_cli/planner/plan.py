@@ -83,7 +83,8 @@ class Plan:
         slowest_over_mean: how much longer the slowest cell takes than the mean, as a share.
         better_cut: layers of each cell if they were cut by these times; None where that gains less than 1 %.
         sent_bytes: between workers, in one step of one replica.
-        bubble_formula: (W-1) / (M+W-1) for W workers. bubble: of the simulated schedule, waits for messages included.
+        bubble_formula: of W workers with v equal cells each: (W-1) / (M+W-1), with `interleaved_1f1b` (W-1) / (vM+W-1);
+            None where the schedule has none. bubble: of the simulated schedule, waits for messages included.
         step_seconds: with the optimizer's update.
         memory: most bytes on any device. limit: what a device may hold.
         optimizer_bytes, weight_bytes, gradient_bytes, activation_bytes: over all devices.
@@ -106,7 +107,7 @@ class Plan:
     better_cut: list[int] | None
     better_cut_gain: float
     sent_bytes: int
-    bubble_formula: float
+    bubble_formula: float | None
     bubble: float
     step_seconds: float
     update_seconds: float

@@ -6,14 +6,14 @@ instruction lists that would run (`memory`), times come from a described device 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..config import PipelineConfig, Settings
 from ..errors import ConfigurationError
 from ..pipeline.partition import cell_costs, partition
 from ..pipeline.schedule import Instruction, Op, ScheduleError, schedule
-from ..pipeline.simulate import ideal_bubble, simulate
+from ..pipeline.simulate import bubble_by_formula, simulate
 from ..trainer.build import Cut, build_model, build_optimizer, build_task, cut_by_costs, refuse_sharing_across_cells
 from .cells import CellFacts, build_cells
 from .devices import Device
@@ -25,40 +25,63 @@ from .options import Options
 from .plan import ModelBytes, Plan, cell_plans, worker_plans
 from .timing import Clock, cell_times, durations
 
+Say = Callable[[str], None]
+
+
+def say_nothing(line: str) -> None:
+    """For those whom nobody listens to."""
+
 
 class Planner:
     """Plans one model on one kind of device; remembers what it has measured, for searches.
 
     Args:
-        settings: the configuration; `pipeline.workers=auto` is one worker a cell.
+        settings: the configuration; `pipeline.workers=auto` is one worker a cell, as far as `options.room` goes.
         options: the section `plan`.
+        say: is told what takes long, before it begins.
 
     Raises:
         ConfigurationError: the model cannot be built or planned.
     """
 
-    def __init__(self, settings: Settings, options: Options) -> None:
+    def __init__(self, settings: Settings, options: Options, say: Say = say_nothing) -> None:
         self.settings, self.options = settings, options
         self.builders = build_model(settings.model)
-        self.device = options.device or self._this_device()
+        busiest = settings.pipeline if options.fit is None else replace(settings.pipeline, K=len(self.builders))
+        measured = replace(settings, pipeline=self._with_workers(busiest))
+        self.device = options.device or self._this_device(measured.pipeline)
         self._clock = Clock(self.device, options.efficiency, options.bandwidth_efficiency, {})
         if options.device is None:
             self._clock = replace(self._clock, efficiency=1.0, bandwidth_efficiency=1.0)
         self._kernels = self.device.kernels if options.kernels == "auto" else options.kernels
         task = build_task(settings.task)
-        self._measurements = Measurements(settings, options, self.builders, task, self._clock, self._kernels)
+        self._measurements = Measurements(measured, options, self.builders, task, self._clock, self._kernels, say)
         self._state = OptimizerState(lambda parameters: build_optimizer(settings.optimizer, parameters))
         self._state_of: dict[int, int] = {}
 
-    def _this_device(self) -> Device:
+    @staticmethod
+    def _this_device(pipeline: PipelineConfig) -> Device:
         from .this_device import measure_device
 
-        return measure_device(self.settings.pipeline)
+        return measure_device(pipeline)
+
+    def _with_workers(self, pipeline: PipelineConfig) -> PipelineConfig:
+        """With a number in place of `pipeline.workers=auto`."""
+        room = self.options.room
+        return replace(pipeline, workers=pipeline.planned_workers if room is None else pipeline.workers_in(room))
 
     @property
     def limit(self) -> float:
         """Bytes that a device may hold."""
         return self.options.fit or self.options.memory or self.device.memory
+
+    def _notes_on_workers(self, pipeline: PipelineConfig) -> list[str]:
+        if self.settings.pipeline.workers != "auto" or pipeline.workers == pipeline.K:
+            return []
+        return [
+            f"{pipeline.K} cells on {pipeline.workers} workers, as gpipe-train starts them on this machine "
+            "(pipeline.workers=auto)"
+        ]
 
     def plan(self, pipeline: PipelineConfig | None = None) -> Plan:
         """The plan for `settings`, or with other values of the section `pipeline`.
@@ -66,9 +89,9 @@ class Planner:
         Raises:
             ConfigurationError: the model cannot be cut so, or has no such schedule.
         """
-        pipeline = pipeline or self.settings.pipeline
+        pipeline = self._with_workers(pipeline or self.settings.pipeline)
         measured = self._measurements.of(pipeline.M * pipeline.replicas)
-        cut = cut_by_costs(self.builders, measured.costs, pipeline, pipeline.planned_workers)
+        cut = cut_by_costs(self.builders, measured.costs, pipeline, pipeline.worker_count)
         refuse_sharing_across_cells(self.builders, cut.sizes)
         cells = build_cells(measured.layers, measured.loss, cut.layers, measured.inputs, measured.target_bytes)
         try:
@@ -121,7 +144,7 @@ class Planner:
             better_cut=better,
             better_cut_gain=gain,
             sent_bytes=pipeline.M * sum(sizes[n].message + sizes[n].input_gradients for n in crossings),
-            bubble_formula=ideal_bubble(len(lists), pipeline.M),
+            bubble_formula=bubble_by_formula(pipeline.schedule, len(lists), pipeline.K, pipeline.M),
             bubble=timeline.bubble,
             step_seconds=timeline.span + update,
             update_seconds=update,
@@ -131,7 +154,7 @@ class Planner:
             gradient_bytes=sum(bytes_.gradients for bytes_ in model),
             optimizer_bytes=sum(bytes_.optimizer for bytes_ in model),
             activation_bytes=sum(worker.activations for worker in workers),
-            notes=measured.notes,
+            notes=[*measured.notes, *self._notes_on_workers(pipeline)],
             timeline=timeline,
             lists=lists,
         )
@@ -168,9 +191,7 @@ class Planner:
         self, measured: Measurement, pipeline: PipelineConfig, slowest: float
     ) -> tuple[list[int] | None, float]:
         """What the cut would be by these times, and by how much its slowest cell is faster; below 1 % nothing."""
-        costs = [self._clock.layer(layer).total for layer in measured.layers]
-        if measured.loss is not None:
-            costs[-1] += self._clock.layer(measured.loss).total
+        costs = self._clock.costs(measured.layers, measured.loss)
         sizes = partition(costs, pipeline.K, "min_max")
         best = max(cell_costs(costs, sizes))
         gain = slowest / best - 1 if best else 0.0

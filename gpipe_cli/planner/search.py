@@ -2,57 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
-from typing import Any, cast
+from typing import Any
 
-from ..config import FREE_FORM, PipelineConfig, Settings
+from ..config import PipelineConfig, Settings
 from ..errors import ConfigurationError
 from ..pipeline.schedule import KINDS
+from ..typed_section import shown
+from .answer import Answer
+from .growth import grow
 from .options import Options
 from .plan import Plan
-from .planner import Planner
+from .planner import Planner, Say, say_nothing
+from .shortfall import nothing_fits
 
 REMAT_BY_SPEED = ("never", "except_last", "always")  # the least recomputing first
 MOST_MICRO_BATCHES = 1024
+_AT_ONCE = 16  # numbers of cells tried between one that fits and one that does not, before those between them
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What was found.
-
-    Attributes:
-        plan: of it.
-        found: the keys that were looked for and their values; empty for a plain plan.
-        tried: plans that were made on the way.
-    """
-
-    plan: Plan
-    found: dict[str, Any] = field(default_factory=dict)
-    tried: int = 1
-
-    @property
-    def lines(self) -> list[str]:
-        """In words, for the terminal."""
-        if not self.found:
-            return []
-        words = " ".join(f"{key}={value}" for key, value in self.found.items())
-        return [f"found after {self.tried} plans: {words}"]
-
-    def to_json(self) -> dict[str, Any]:
-        return {**self.plan.to_json(), "found": self.found, "tried": self.tried}
-
-
-def answer(settings: Settings, options: Options) -> Answer:
+def answer(settings: Settings, options: Options, say: Say = say_nothing) -> Answer:
     """The plan, or what `plan.fit`, `plan.best`, `plan.grow` or `pipeline.M=auto` ask for.
+
+    Args:
+        say: is told what takes long, before it begins.
 
     Raises:
         ConfigurationError: the configuration cannot be planned, or nothing fits.
     """
     if options.grow is not None:
-        return grow(settings, options, options.grow)
-    planner = Planner(settings, options)
+        return grow(settings, options, options.grow, say)
+    planner = Planner(settings, options, say)
     if options.fit is not None:
         return smallest(planner)
     if options.best:
@@ -72,21 +54,42 @@ def micro_batch_counts(settings: Settings) -> list[int]:
 
 
 def cell_counts(planner: Planner) -> list[int]:
-    """The K that `smallest` tries."""
+    """The K that `smallest` tries first: `plan.candidates`, or 2^n, 3·2^n and the number of layers.
+
+    Raises:
+        ConfigurationError: each of `plan.candidates` is more than the model has layers.
+    """
     layers, wanted = len(planner.builders), planner.options.candidates
     if wanted is None:
-        wanted = sorted({1 << power for power in range(11)} | {3 << power for power in range(10)})
-    return [K for K in sorted(wanted) if layers >= K]
+        wanted = [layers, *(1 << power for power in range(11)), *(3 << power for power in range(10))]
+    counts = sorted({K for K in wanted if layers >= K})
+    if not counts:
+        raise ConfigurationError(
+            f"plan.candidates={shown(wanted)}: the model has {layers} layers and every cell needs one, use numbers up "
+            f"to {layers}"
+        )
+    return counts
 
 
 class _Trial:
-    """Plans one after the other, and remembers what came nearest to the limit."""
+    """Plans one after the other, and remembers what came nearest to the limit.
+
+    Attributes:
+        tried: plans that were made.
+        lightest: the plan whose fullest device holds least of weights, gradients and optimizer state.
+    """
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
         self._nearest: Plan | None = None
         self._refusal: ConfigurationError | None = None
+        self._most_cells = 0
+        self.lightest: Plan | None = None
         self.tried = 0
+
+    @property
+    def limit(self) -> float:
+        return self._planner.limit
 
     def plan(self, **values: Any) -> Plan | None:
         """None where the model or the schedule does not go with these values, as BatchNorm with a single number."""
@@ -96,15 +99,39 @@ class _Trial:
             self._refusal = error
             return None
         self.tried += 1
+        self._most_cells = max(self._most_cells, made.K)
         if self._nearest is None or made.memory < self._nearest.memory:
             self._nearest = made
+        if self.lightest is None or _model_bytes(made) < _model_bytes(self.lightest):
+            self.lightest = made
         return made
+
+    def any_with_cells(self, K: int) -> Answer | None:
+        """The smallest M, for it the least recomputing that fit with so many cells."""
+        for M, remat in product(micro_batch_counts(self._planner.settings), REMAT_BY_SPEED):
+            found = self.plan(K=K, M=M, remat=remat)
+            if found is not None and found.fits:
+                return Answer(found, {"pipeline.K": K, "pipeline.M": M, "pipeline.remat": remat}, self.tried)
+        return None
+
+    def with_cells(self, K: int) -> Answer | None:
+        """Likewise, without trying much where weights, gradients and optimizer state alone do not fit.
+
+        They depend on neither M nor remat.
+        """
+        plain = self.plan(K=K, M=1, remat="always")
+        return None if plain is None or _model_bytes(plain) > self.limit else self.any_with_cells(K)
 
     def nothing(self) -> ConfigurationError:
         """What to say when nothing fits."""
-        if self._nearest is None and self._refusal is not None:
-            return self._refusal
-        return ConfigurationError(_nothing_fits(self._planner.limit, self._nearest))
+        if self._nearest is None:
+            return self._refusal or ConfigurationError("there is nothing to try")
+        return ConfigurationError(nothing_fits(self._nearest, self.limit, self._most_cells))
+
+
+def _model_bytes(plan: Plan) -> float:
+    """Weights, gradients and optimizer state on the device that holds most of them."""
+    return max(worker.model for worker in plan.workers_plan)
 
 
 def smallest(planner: Planner) -> Answer:
@@ -113,17 +140,29 @@ def smallest(planner: Planner) -> Answer:
     Raises:
         ConfigurationError: nothing fits; it says what comes nearest.
     """
-    trial = _Trial(planner)
+    trial, too_few = _Trial(planner), 0
     for K in cell_counts(planner):
-        # Weights, gradients and optimizer state alone must fit; they depend on neither M nor remat.
-        plain = trial.plan(K=K, M=1, remat="always")
-        if plain is None or max(worker.model for worker in plain.workers_plan) > planner.limit:
-            continue
-        for M, remat in product(micro_batch_counts(planner.settings), REMAT_BY_SPEED):
-            found = trial.plan(K=K, M=M, remat=remat)
-            if found is not None and found.fits:
-                return Answer(found, {"pipeline.K": K, "pipeline.M": M, "pipeline.remat": remat}, trial.tried)
+        found = trial.with_cells(K)
+        if found is not None:
+            found = found if planner.options.candidates else _fewer_cells(trial, too_few, found)
+            return replace(found, tried=trial.tried)
+        too_few = K
+    if trial.lightest is not None and _model_bytes(trial.lightest) > trial.limit:
+        trial.any_with_cells(trial.lightest.K)  # for what comes nearest: with M=1 alone it would not be told
     raise trial.nothing()
+
+
+def _fewer_cells(trial: _Trial, too_few: int, found: Answer) -> Answer:
+    """The fewest cells that fit of those between ``too_few``, which do not, and those of ``found``."""
+    while (between := found.plan.K - too_few - 1) > 0:
+        step = -(-between // _AT_ONCE)
+        for K in range(too_few + step, found.plan.K, step):
+            smaller = trial.with_cells(K)
+            if smaller is not None:
+                found = smaller
+                break
+            too_few = K
+    return found
 
 
 def fastest(planner: Planner, kinds: Sequence[str], remats: Sequence[str], only_M: bool = False) -> Answer:
@@ -155,84 +194,3 @@ def _changed(pipeline: PipelineConfig, **values: Any) -> PipelineConfig:
     workers = pipeline.workers if pipeline.workers == "auto" else min(pipeline.workers, K)
     partition = pipeline.partition if isinstance(pipeline.partition, str) or K == pipeline.K else "min_max"
     return replace(pipeline, **{"workers": workers, "partition": partition, **values})
-
-
-def _nothing_fits(limit: float, nearest: Plan | None) -> str:
-    if nearest is None:
-        return f"nothing fits {limit / 1e9:.4g} GB: weights and optimizer alone are larger; more cells, or smaller ones"
-    return (
-        f"nothing fits {limit / 1e9:.4g} GB: the nearest is {nearest.memory / 1e9:.4g} GB with pipeline.K={nearest.K} "
-        f"pipeline.M={nearest.M} pipeline.remat={nearest.remat} pipeline.schedule={nearest.schedule}; use more cells, "
-        "a smaller data.batch_size or a smaller model"
-    )
-
-
-def grow(settings: Settings, options: Options, key: str) -> Answer:
-    """The largest whole number for ``key`` (such as model.L) whose plan fits, by doubling and then halving the rest.
-
-    Values that the model refuses, as a number of layers that is no multiple of 3, are passed over downwards.
-
-    Raises:
-        ConfigurationError: no such key, or not even the smallest value fits.
-    """
-    section, _, name = key.partition(".")
-    start = getattr(settings, section, {}).get(name) if section in FREE_FORM else None
-    if not isinstance(start, int) or isinstance(start, bool) or start < 1:
-        raise ConfigurationError(f"plan.grow={key}: use a key with a whole number, such as model.L or data.batch_size")
-    attempts = _Attempts(settings, options, section, name)
-    low = start
-    while low and not attempts.fits(low):
-        low //= 2
-    if not low:
-        raise ConfigurationError(
-            f"plan.grow={key}: {_nothing_fits(attempts.limit, attempts.nearest)}"
-            if attempts.nearest
-            else attempts.refusal
-        )
-    high = 2 * low
-    while attempts.fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if attempts.fits(middle) else (low, middle)
-    found = attempts.plans[low]
-    assert found is not None
-    return Answer(found, {key: attempts.used[low]}, len(attempts.plans))
-
-
-class _Attempts:
-    """Plans by the value of one key."""
-
-    def __init__(self, settings: Settings, options: Options, section: str, name: str) -> None:
-        self._settings, self._options, self._section, self._name = settings, options, section, name
-        self.plans: dict[int, Plan | None] = {}
-        self.used: dict[int, int] = {}
-        self.nearest: Plan | None = None
-        self.refusal = ""
-        self.limit = 0.0
-
-    def fits(self, value: int) -> bool:
-        """Whether the largest allowed value up to this one fits."""
-        if value not in self.plans:
-            self.plans[value] = self._plan(value)
-        plan = self.plans[value]
-        if plan is not None and (self.nearest is None or plan.memory < self.nearest.memory):
-            self.nearest = plan
-        return plan is not None and plan.fits
-
-    def _plan(self, value: int) -> Plan | None:
-        for allowed in self._downwards(value):
-            section = {**getattr(self._settings, self._section), self._name: allowed}
-            try:
-                planner = Planner(replace(self._settings, **cast(Any, {self._section: section})), self._options)
-                self.limit = planner.limit
-                plan = planner.plan()
-            except ConfigurationError as error:
-                self.refusal = str(error)
-                continue
-            self.used[value] = allowed
-            return plan
-        return None
-
-    def _downwards(self, value: int) -> Iterator[int]:
-        yield from (value - less for less in range(12) if value - less >= 1)

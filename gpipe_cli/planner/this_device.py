@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import median
 
 import torch
@@ -19,18 +20,31 @@ _GPU_LINK = LinkTimes(host=0.0, latency=1e-5, rate=12e9)  # to a neighbour, assu
 _CPU_LINK = LinkTimes(host=1.5e-4, latency=1e-4, rate=0.6e9)  # where it cannot be measured; as found on two cores
 
 
+def present_device(pipeline: PipelineConfig) -> torch.device:
+    """Where a run on this machine would compute."""
+    return torch.device("cuda" if pipeline.device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
 def measure_device(pipeline: PipelineConfig) -> Device:
     """Rates of products and of memory, what starting an operation costs, and what messages between workers cost.
 
     With the threads that a worker has. A link between GPUs is assumed, not measured.
     """
-    if pipeline.device != "cpu" and torch.cuda.is_available():
-        return _measure(torch.device("cuda"), float(torch.cuda.get_device_properties(0).total_memory), _GPU_LINK)
+    rates, workers = measure_rates(pipeline), pipeline.planned_workers * pipeline.replicas
+    if present_device(pipeline).type == "cuda":
+        return rates
+    link = (link_between_processes() if workers > 1 else None) or _CPU_LINK
+    return replace(rates, memory=rates.memory / workers, link=link.rate, latency=link.latency, host=link.host)
+
+
+def measure_rates(pipeline: PipelineConfig) -> Device:
+    """Likewise, without what messages cost, and with the machine's whole memory: that takes less than a second."""
+    device = present_device(pipeline)
+    if device.type == "cuda":
+        return _measure(device, float(torch.cuda.get_device_properties(0).total_memory), _GPU_LINK)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    workers = pipeline.planned_workers * pipeline.replicas
-    link = link_between_processes() if workers > 1 else None
     with as_worker(pipeline.threads):
-        return _measure(torch.device("cpu"), memory / workers, link or _CPU_LINK)
+        return _measure(device, float(memory), _CPU_LINK)
 
 
 def _measure(device: torch.device, memory: float, link: LinkTimes) -> Device:

@@ -38,6 +38,18 @@ class Clock:
             known = self.measured[id(facts)] = self.estimate(facts)
         return known
 
+    def costs(self, layers: Sequence[LayerFacts], loss: LayerFacts | None) -> list[float]:
+        """Seconds of forward and backward of each layer; the last pays for the loss."""
+        seconds = [self.layer(facts).total for facts in layers]
+        if loss is not None:
+            seconds[-1] += self.layer(loss).total
+        return seconds
+
+    def once(self, layers: Sequence[LayerFacts], loss: LayerFacts | None) -> float:
+        """Seconds of forward and backward, worked out; equal layers count once, as where layers are timed."""
+        distinct = {id(facts): facts for facts in (*layers, *([] if loss is None else [loss]))}
+        return sum(self.estimate(facts).total for facts in distinct.values())
+
     def estimate(self, facts: LayerFacts) -> LayerTimes:
         """Of one layer, worked out."""
         forward = self.seconds(facts.forward.operations)

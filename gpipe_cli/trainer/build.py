@@ -17,7 +17,7 @@ from ..data.source import Source
 from ..errors import ConfigurationError
 from ..layers import LayerBuilder
 from ..pipeline.cell import BuiltLayer, Cell, build_layer
-from ..pipeline.cost import CostError, LayerCost, layer_costs, shared_parameters
+from ..pipeline.cost import CostError, LayerCost, TooFewExamples, layer_costs, shared_parameters
 from ..pipeline.partition import PartitionError, cell_costs, cell_layers, partition, placement
 from ..pipeline.randomness import NoiseSource
 from ..tasks.base import Task
@@ -184,6 +184,8 @@ def cut_model(
             costs = profile()
         else:
             costs = layer_costs(builders, example[0], config.cost, device=device)
+    except TooFewExamples as error:
+        raise ConfigurationError(error.with_way_out(config.M)) from error
     except (PartitionError, CostError) as error:
         raise ConfigurationError(str(error)) from error
     cut = cut_by_costs(builders, costs, config, workers)

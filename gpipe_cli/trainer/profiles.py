@@ -63,6 +63,50 @@ class ProfileKey:
         return cache_dir / "profiles" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
+@dataclass(frozen=True)
+class KeptProfile:
+    """A place in the cache, where the profile of these layers on this device lies or is to lie."""
+
+    key: ProfileKey
+    path: Path
+
+    @classmethod
+    def of(
+        cls,
+        builders: Sequence[LayerBuilder],
+        part: Part,
+        settings: Settings,
+        device: torch.device,
+        cache_dir: Path | None = None,
+    ) -> KeptProfile:
+        """As for `profiled_costs`; of ``part`` only the shapes matter."""
+        cache = cache_dir or Path(os.environ.get("GPIPE_CACHE") or "~/.cache/gpipe").expanduser()
+        key = ProfileKey.of(builders, part, settings, device)
+        return cls(key, key.path(cache))
+
+    def read(self) -> list[LayerCost] | None:
+        """None where there is no such file, or one that this program cannot use."""
+        try:
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+            if content["key"] != json.loads(json.dumps(self.key.values, default=str)):
+                return None
+            return [LayerCost(row["name"], row["parameters"], None, None, row["seconds"]) for row in content["layers"]]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def write(self, costs: Sequence[LayerCost]) -> bool:
+        """Whole or not at all; False where the cache cannot be written, which costs time at the next start, no more."""
+        rows = [{"name": cost.name, "parameters": cost.parameters, "seconds": cost.cost} for cost in costs]
+        temporary = self.path.with_suffix(f".{os.getpid()}.partial")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps({"key": self.key.values, "layers": rows}, indent=1, default=str) + "\n")
+            temporary.replace(self.path)
+        except OSError:
+            return False
+        return True
+
+
 def profiled_costs(
     builders: Sequence[LayerBuilder],
     part: Part,
@@ -83,12 +127,10 @@ def profiled_costs(
     Raises:
         CostError: a layer that cannot be measured.
     """
-    cache = cache_dir or Path(os.environ.get("GPIPE_CACHE") or "~/.cache/gpipe").expanduser()
-    key = ProfileKey.of(builders, part, settings, device)
-    path = key.path(cache)
-    known = _read(path, key)
+    place = KeptProfile.of(builders, part, settings, device, cache_dir)
+    known = place.read()
     if known is not None:
-        say(f"profile of {len(known)} layers from {path}; remove the file to measure anew")
+        say(f"profile of {len(known)} layers from {place.path}; remove the file to measure anew")
         return known
     began = time.perf_counter()
     autocast = build_autocast(settings.precision, device)
@@ -97,8 +139,8 @@ def profiled_costs(
         builders, part[0], device, autocast, lambda outputs: task.loss(outputs, targets)[0], targets
     ).costs
     seconds = time.perf_counter() - began
-    kept = _write(path, key, costs)
-    say(f"profile of {len(costs)} layers measured in {seconds:.1f} s{f', kept in {path}' if kept else ''}")
+    kept = f", kept in {place.path}" if place.write(costs) else ""
+    say(f"profile of {len(costs)} layers measured in {seconds:.1f} s{kept}")
     return costs
 
 
@@ -120,27 +162,3 @@ def _source(target: str) -> str:
         if file is not None:
             return hashlib.sha256(Path(file).read_bytes()).hexdigest()
     return ""
-
-
-def _read(path: Path, key: ProfileKey) -> list[LayerCost] | None:
-    """None where there is no such file, or one that this program cannot use."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["key"] != json.loads(json.dumps(key.values, default=str)):
-            return None
-        return [LayerCost(row["name"], row["parameters"], None, None, row["seconds"]) for row in content["layers"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _write(path: Path, key: ProfileKey, costs: Sequence[LayerCost]) -> bool:
-    """Whole or not at all; False where the cache cannot be written, which costs time at the next start and no more."""
-    rows = [{"name": cost.name, "parameters": cost.parameters, "seconds": cost.cost} for cost in costs]
-    temporary = path.with_suffix(f".{os.getpid()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps({"key": key.values, "layers": rows}, indent=1, default=str) + "\n")
-        temporary.replace(path)
-    except OSError:
-        return False
-    return True
