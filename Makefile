@@ -13,13 +13,14 @@ help: ## show this list
 
 venv: $(INSTALLED) ## install the tool and what its development needs into .venv
 
+# setuptools warns of every editable installation, at length: ahead of all that a newcomer is meant to read.
 $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "$(PYTHON) is older than 3.10: make venv PYTHON=python3.12 (or any from 3.10)"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing into .venv (a few minutes the first time: torch is large)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
 # Its activations fit into any laptop's memory; recomputing them (the default) gives the same bits in a fifth more time.
