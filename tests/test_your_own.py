@@ -148,6 +148,14 @@ def test_all_replicas_stop_when_the_data_of_one_ends(tmp_path: Path) -> None:
     assert (summary["steps"], summary["stopped_by"]) == (3, "end of data")
 
 
+def test_a_builder_that_keeps_what_it_makes_is_refused_by_name(tmp_path: Path) -> None:
+    kept = "KEPT = {}\n\n\ndef kept(width):\n    return KEPT.setdefault(width, Hidden(width))\n\n\ndef layers("
+    module = changed("partial(Hidden, width)", "partial(kept, width)").replace("def layers(", kept, 1)
+    done = train(tmp_path, module, "pipeline.K=1")
+    assert done.returncode == 2
+    assert "layer 'hidden_0': its builder keeps the module that it makes" in done.stderr
+
+
 def test_weights_shared_across_cells_are_refused_by_name(tmp_path: Path) -> None:
     sharing = changed(
         'LayerBuilder(f"hidden_{i}", partial(Hidden, width)) for i in range(depth)]',

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
+from ..errors import ConfigurationError
 from ..layers import LayerBuilder
 from .batchnorm import DeferredBatchNorm, defer_batchnorm
 from .boundary import BoundarySpec, GradientLayouts, Tensors, as_argument, as_tensors, canonical
@@ -32,9 +34,20 @@ class BuiltLayer:
 
 
 def build_layer(builder: LayerBuilder, index: int, seed: int, device: torch.device) -> nn.Module:
-    """The module of layer number ``index``: weights drawn on the CPU, the same on every kind of device, then moved."""
+    """The module of layer number ``index``: weights drawn on the CPU, the same on every kind of device, then moved.
+
+    Raises:
+        ConfigurationError: its builder gives again what it made while costs were counted, on tensors without values.
+    """
     with weights_of_layer(seed, index):
-        return builder.build().to(device)
+        module = builder.build()
+    if any(isinstance(tensor, FakeTensor) for tensor in (*module.parameters(), *module.buffers())):
+        raise ConfigurationError(
+            f"layer {builder.name!r}: its builder keeps the module that it makes, and has kept one without values from "
+            "when costs were counted. A builder makes a new module at every call; what two layers share is made before "
+            "the list of layers is"
+        )
+    return module.to(device)
 
 
 class Cell:
