@@ -244,3 +244,9 @@ def test_the_model_s_sync_batchnorm_is_the_pipeline_s() -> None:
     assert composed("model=amoebanet", "model.sync_batchnorm=true")["pipeline"]["sync_batchnorm"] is True
     assert composed("model=amoebanet")["pipeline"]["sync_batchnorm"] is False
     assert composed("pipeline.sync_batchnorm=true")["pipeline"]["sync_batchnorm"] is True
+
+
+def test_the_model_s_average_is_the_trainer_s() -> None:
+    assert composed("model=transformer")["trainer"]["average"] == 0.98
+    assert composed("model=transformer_lm")["trainer"]["average"] is None
+    assert composed("trainer.average=null")["trainer"]["average"] is None

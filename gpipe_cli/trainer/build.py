@@ -26,7 +26,7 @@ from .plan import Part
 from .target_errors import explain
 from .world import World
 
-MODEL_KEYS_READ_ELSEWHERE = ("sync_batchnorm",)  # the pipeline takes it from the model's section
+MODEL_KEYS_READ_ELSEWHERE = ("sync_batchnorm", "average")  # pipeline and trainer take them from the model's section
 
 
 def build_model(section: Mapping[str, Any]) -> list[LayerBuilder]:
