@@ -23,6 +23,7 @@ from gpipe_cli.tasks.classification import ClassificationTask
 from gpipe_cli.tasks.cross_entropy import smoothed_cross_entropy
 from gpipe_cli.tasks.language_model import LanguageModelTask
 from gpipe_cli.tasks.translation import TranslationTask
+from gpipe_cli.trainer.build import MODEL_KEYS_READ_ELSEWHERE
 
 LN2 = math.log(2)
 HALF_QUARTER_QUARTER = [math.log(0.5), math.log(0.25), math.log(0.25)]
@@ -273,4 +274,4 @@ def test_yaml_shows_every_key_of_what_it_names(path: Path) -> None:
     keys: Any = OmegaConf.load(path)
     keys.pop("defaults", None)
     parameters = inspect.signature(get_object(keys.pop("_target_"))).parameters
-    assert set(keys) == set(parameters)
+    assert set(keys) - set(MODEL_KEYS_READ_ELSEWHERE) == set(parameters)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 ENTRY = "gpipe_cli.commands.torchrun:enter"
 KEY = "rank_0_decides"
+HEAD_START = 2.0  # seconds; torchrun ends all ranks as soon as one has failed, and rank 0 has to say why before that
 
 
 def is_first() -> bool:

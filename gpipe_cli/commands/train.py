@@ -55,10 +55,12 @@ def _help_text() -> str:
 
 
 def _say(text: str) -> None:
-    from gpipe_cli.commands.torchrun import is_first
+    from gpipe_cli.commands.torchrun import HEAD_START, is_first
 
     if is_first():
         to_stderr(text)
+    else:
+        time.sleep(HEAD_START)
 
 
 def refuse_unknown_flags(words: Sequence[str]) -> None:
