@@ -80,21 +80,20 @@ def refuse_foreign(config: Mapping[str, Any], trusted: Sequence[str], checkpoint
 
 def _targets(value: Any) -> Iterator[Any]:
     """Every `_target_`, at any depth."""
-    if isinstance(value, Mapping):
-        if "_target_" in value:
-            yield value["_target_"]
-        yield from _targets(list(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _targets(item)
+    return (item for key, item in _entries(value) if key == "_target_")
 
 
 def _texts(value: Any) -> Iterator[str]:
     """Every text, keys among them, at any depth."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _texts([*value, *value.values()])
+    return (text for entry in _entries(value) for text in entry if isinstance(text, str))
+
+
+def _entries(value: Any, key: Any = None) -> Iterator[tuple[Any, Any]]:
+    """Every value with the key that it has, if it has one: this one, and all that lie in it."""
+    yield key, value
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _entries(item, name)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _texts(item)
+            yield from _entries(item)

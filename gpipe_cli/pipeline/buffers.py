@@ -31,7 +31,7 @@ class _Seen(NamedTuple):
 
 
 class BufferGuard:
-    """Calls a layer, and at its first call looks at its buffers before and after.
+    """Calls a layer and looks at its buffers before and after.
 
     Where they differ the layer is called once more, on a copy of its input: what is made at first use, such as a table
     of positions, is then left alone, and does no harm.
@@ -43,16 +43,13 @@ class BufferGuard:
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self._name, self._module = name, module
-        self._settled = False
 
     def __call__(self, argument: Any) -> Any:
         """The layer's outputs.
 
         Raises:
-            BufferChanged: at the first call.
+            BufferChanged: they are not as they were.
         """
-        if self._settled:
-            return self._module(argument)
         outputs, changed = self._changes(argument, self._module)
         if changed:
             _, changed = self._changes(argument, self._once_more)
@@ -63,7 +60,6 @@ class BufferGuard:
                 "running statistics (track_running_stats=False, no spectral_norm), or nn.BatchNorm, whose statistics "
                 "the engine keeps; what counts steps belongs into begin_step (docs/your-own-model.md)"
             )
-        self._settled = True
         return outputs
 
     def _changes(self, argument: Any, call: Callable[[Any], Any]) -> tuple[Any, str | None]:

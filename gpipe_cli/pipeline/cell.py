@@ -50,6 +50,9 @@ def build_layer(builder: LayerBuilder, index: int, seed: int, device: torch.devi
     return module.to(device)
 
 
+_Call = tuple[BuiltLayer, Callable[..., Any], Callable[..., Tensor] | None]  # a layer, its forward, its auxiliary loss
+
+
 class Cell:
     """The layers of one cell and how to run them.
 
@@ -77,9 +80,10 @@ class Cell:
         self.batchnorms = [module for module in modules if isinstance(module, DeferredBatchNorm)]
         self._indices = [layer.index for layer in self.layers]
         self._step_aware: list[Any] = [module for module in modules if hasattr(module, "begin_step")]
-        self._calls: list[tuple[BuiltLayer, Callable[..., Any], Callable[..., Tensor] | None]] = [
+        self._calls: list[_Call] = [
             (layer, layer.module, getattr(layer.module, "auxiliary_loss", None)) for layer in self.layers
         ]
+        self._guarded_calls: list[_Call] = []  # for the first micro-batch, where buffers are guarded
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """(full name, parameter) of every parameter, in layer order; ``encoder.0.attention.query.weight``.
@@ -97,8 +101,8 @@ class Cell:
             layer.module.train(training)
 
     def guard_buffers(self) -> None:
-        """From now on `run_training` refuses a layer whose first forward changes its buffers."""
-        self._calls = [(layer, BufferGuard(layer.name, layer.module), loss) for layer, _, loss in self._calls]
+        """The next `run_training` refuses a layer whose forward changes its buffers."""
+        self._guarded_calls = [(layer, BufferGuard(layer.name, layer.module), loss) for layer, _, loss in self._calls]
 
     def begin_step(self, step: int, steps: int) -> None:
         """Tells the layers that want to know (drop-path schedules) which step of how many begins."""
@@ -137,7 +141,7 @@ class Cell:
         auxiliary: dict[int, Tensor] = {}
         seeds = self._noise.seeds(step, micro_batch, self._indices)
         settled = self._layouts.settled(signature)
-        for (layer, forward, auxiliary_loss), seed in zip(self._calls, seeds, strict=True):
+        for (layer, forward, auxiliary_loss), seed in zip(self._guarded_calls or self._calls, seeds, strict=True):
             self._noise.seed(seed)
             try:
                 outputs = forward(as_argument(values))
@@ -152,6 +156,7 @@ class Cell:
             except Exception as error:
                 raise self._failure(layer, micro_batch) from error
         self._refuse_changed_inputs(inputs, versions, micro_batch)
+        self._guarded_calls = []
         return values, auxiliary
 
     def run_inference(self, inputs: Tensors, micro_batch: int, caches: list[dict[str, Any]] | None) -> Tensors:

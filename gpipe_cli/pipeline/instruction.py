@@ -100,13 +100,8 @@ def send_window(workers: int) -> int:
     return max(4, workers)
 
 
-def execution_order(lists: InstructionLists, window: int | None = None) -> Iterator[tuple[int, Instruction]]:
-    """Walks the lists as the workers would: a receive waits for its send.
-
-    Args:
-        lists: one list per worker.
-        window: a send waits until fewer messages of its kind, of this worker, have not been received; None: sends never
-            block.
+def execution_order(lists: InstructionLists) -> Iterator[tuple[int, Instruction]]:
+    """Walks the lists as the workers would: a receive waits for its send, a send until `send_window` has room for it.
 
     Yields:
         (worker, instruction), in an order that one process could execute.
@@ -114,7 +109,7 @@ def execution_order(lists: InstructionLists, window: int | None = None) -> Itera
     Raises:
         ScheduleError: at the end, if some workers wait for ever; it names where each of them stands.
     """
-    positions = [0] * len(lists)
+    positions, window = [0] * len(lists), send_window(len(lists))
     sent: set[Message] = set()
     received: set[Message] = set()
     on_their_way: dict[tuple[int, str], deque[Message]] = defaultdict(lambda: deque(maxlen=window))
@@ -128,7 +123,7 @@ def execution_order(lists: InstructionLists, window: int | None = None) -> Itera
             if awaited is not None and awaited not in sent:
                 waiting[awaited] = worker
                 break
-            if message is not None and window is not None:
+            if message is not None:
                 own = on_their_way[worker, message[0]]
                 if len(own) == window and own[0] not in received:
                     waiting[own[0]] = worker

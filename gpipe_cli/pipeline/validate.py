@@ -8,16 +8,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
-from .instruction import (
-    BACK,
-    Instruction,
-    InstructionLists,
-    Message,
-    Op,
-    ScheduleError,
-    execution_order,
-    send_window,
-)
+from .instruction import BACK, Instruction, InstructionLists, Message, Op, ScheduleError, execution_order
 from .schedule import REMAT
 
 _Key = tuple[Op, int, int]  # an instruction without its class: quicker to hash
@@ -52,7 +43,7 @@ def validate(lists: InstructionLists, placement: Sequence[int], M: int, remat: s
         done = _check_worker(worker, instructions, placement, M, remat)
         _check_complete(worker, done, placement, M, remat)
     _check_messages(lists, placement)
-    deque(execution_order(lists, send_window(len(lists))), maxlen=0)
+    deque(execution_order(lists), maxlen=0)
 
 
 def _check_worker(

@@ -12,7 +12,7 @@ from .answer import Answer
 from .options import Options
 from .plan import Plan
 from .planner import Planner, Say
-from .shortfall import nothing_fits
+from .shortfall import Shortfall
 
 MOST_DOUBLINGS = 40
 WITHOUT_EFFECT = 4  # doublings in a row that change nothing in memory: more will not, either
@@ -51,9 +51,7 @@ class _Attempts:
 
     def __init__(self, settings: Settings, options: Options, section: str, name: str, say: Say) -> None:
         self._settings, self._options, self._section, self._name = settings, options, section, name
-        self._say = say
-        self._nearest: Plan | None = None
-        self._refusal = ""
+        self._say, self._shortfall = say, Shortfall()
         self._limit = 0.0
         self.plans: dict[int, Plan | None] = {}
         self.used: dict[int, int] = {}
@@ -67,8 +65,6 @@ class _Attempts:
         if value not in self.plans:
             self.plans[value] = self._plan(value)
         plan = self.plans[value]
-        if plan is not None and (self._nearest is None or plan.memory < self._nearest.memory):
-            self._nearest = plan
         return plan is not None and plan.fits
 
     def double(self, low: int) -> int:
@@ -92,9 +88,7 @@ class _Attempts:
 
     def nothing(self) -> ConfigurationError:
         """What to say when not even the smallest value fits."""
-        if self._nearest is None:
-            return ConfigurationError(self._refusal)
-        return ConfigurationError(f"{self._asked}: {nothing_fits(self._nearest, self._limit, self._nearest.K)}")
+        return self._shortfall.error(self._limit, f"{self._asked}: ")
 
     def _held(self, value: int) -> list[float]:
         """Bytes of each device."""
@@ -110,8 +104,9 @@ class _Attempts:
                 self._limit = planner.limit
                 plan = planner.plan()
             except ConfigurationError as error:
-                self._refusal = str(error)
+                self._shortfall.refused(error)
                 continue
+            self._shortfall.made(plan)
             self.used[value] = allowed
             return plan
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -152,10 +153,14 @@ class Measurements:
 
     def _soon_timed(self, layers: Sequence[LayerFacts], loss: LayerFacts | None) -> bool:
         """Whether this machine times layers and loss in seconds rather than minutes."""
-        clock = self._clock
-        if self._options.device is not None:
-            clock = Clock(measure_rates(self._settings.pipeline), 1.0, 1.0, {})
-        return clock.once(layers, loss) <= LONGEST_PROFILE
+        return self._clock_here.once(layers, loss) <= LONGEST_PROFILE
+
+    @cached_property
+    def _clock_here(self) -> Clock:
+        """Of this machine, whatever the plan is for."""
+        if self._options.device is None:
+            return self._clock
+        return Clock(measure_rates(self._settings.pipeline), 1.0, 1.0, {})
 
     def _time(
         self, layers: Sequence[LayerFacts], loss: LayerFacts | None, part: Part, notes: list[str]

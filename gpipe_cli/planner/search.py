@@ -16,7 +16,7 @@ from .growth import grow
 from .options import Options
 from .plan import Plan
 from .planner import Planner, Say, say_nothing
-from .shortfall import nothing_fits
+from .shortfall import Shortfall
 
 REMAT_BY_SPEED = ("never", "except_last", "always")  # the least recomputing first
 MOST_MICRO_BATCHES = 1024
@@ -72,7 +72,7 @@ def cell_counts(planner: Planner) -> list[int]:
 
 
 class _Trial:
-    """Plans one after the other, and remembers what came nearest to the limit.
+    """Plans one after the other.
 
     Attributes:
         tried: plans that were made.
@@ -80,10 +80,7 @@ class _Trial:
     """
 
     def __init__(self, planner: Planner) -> None:
-        self._planner = planner
-        self._nearest: Plan | None = None
-        self._refusal: ConfigurationError | None = None
-        self._most_cells = 0
+        self._planner, self._shortfall = planner, Shortfall()
         self.lightest: Plan | None = None
         self.tried = 0
 
@@ -96,12 +93,10 @@ class _Trial:
         try:
             made = self._planner.plan(_changed(self._planner.settings.pipeline, **values))
         except ConfigurationError as error:
-            self._refusal = error
+            self._shortfall.refused(error)
             return None
         self.tried += 1
-        self._most_cells = max(self._most_cells, made.K)
-        if self._nearest is None or made.memory < self._nearest.memory:
-            self._nearest = made
+        self._shortfall.made(made)
         if self.lightest is None or _model_bytes(made) < _model_bytes(self.lightest):
             self.lightest = made
         return made
@@ -124,9 +119,7 @@ class _Trial:
 
     def nothing(self) -> ConfigurationError:
         """What to say when nothing fits."""
-        if self._nearest is None:
-            return self._refusal or ConfigurationError("there is nothing to try")
-        return ConfigurationError(nothing_fits(self._nearest, self.limit, self._most_cells))
+        return self._shortfall.error(self.limit)
 
 
 def _model_bytes(plan: Plan) -> float:

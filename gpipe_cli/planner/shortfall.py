@@ -2,10 +2,39 @@
 
 from __future__ import annotations
 
+from ..errors import ConfigurationError
 from .plan import Plan
 
 
-def nothing_fits(nearest: Plan, limit: float, most_cells: int) -> str:
+class Shortfall:
+    """Remembers of all plans that are tried which came nearest to the limit, and why others could not be made."""
+
+    def __init__(self) -> None:
+        self._nearest: Plan | None = None
+        self._refusal: ConfigurationError | None = None
+        self._most_cells = 0
+
+    def made(self, plan: Plan) -> None:
+        self._most_cells = max(self._most_cells, plan.K)
+        if self._nearest is None or plan.memory < self._nearest.memory:
+            self._nearest = plan
+
+    def refused(self, error: ConfigurationError) -> None:
+        self._refusal = error
+
+    def error(self, limit: float, asked: str = "") -> ConfigurationError:
+        """What to raise when none of them fits.
+
+        Args:
+            limit: bytes that a device may hold.
+            asked: what stands before the sentence.
+        """
+        if self._nearest is None:
+            return self._refusal or ConfigurationError("there is nothing to try")
+        return ConfigurationError(asked + _nothing_fits(self._nearest, limit, self._most_cells))
+
+
+def _nothing_fits(nearest: Plan, limit: float, most_cells: int) -> str:
     """The sentence that refuses.
 
     Args:

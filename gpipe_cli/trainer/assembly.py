@@ -145,37 +145,29 @@ def assemble_evaluator(assembly: Assembly, exchange: Exchange, stop_requested: C
         exchange: with the fields of `assembly.codec` and `evaluation_fields`.
         stop_requested: of this worker, as it last heard: evaluations are then broken off.
     """
-    a, M = assembly, assembly.settings.pipeline.M
+    a, machinery = assembly, _machinery(assembly, stop_requested)
     generation, generator = generation_settings(a.task), None
     if generation is not None:
-        decoder, samples = assemble_decoder(a, generation, stop_requested), a.settings.trainer.samples
+        decoder, samples = _decoder(a, machinery, generation), a.settings.trainer.samples
         speaks = a.world.rank == 0
         generator = Generator(decoder, cast(Any, a.source), cast(Any, a.task), generation, samples, speaks)
     keeper = PredictionKeeper(a.world, cast(Any, a.task), a.source) if hasattr(a.task, "predictions") else None
-    return Evaluator(
-        a.world,
-        a.source,
-        a.task,
-        a.cells,
-        a.engine,
-        a.programs,
-        exchange,
-        a.codec,
-        M,
-        stop_requested,
-        generator,
-        keeper,
-    )
+    return Evaluator(machinery, a.source, a.task, a.cells, exchange, generator, keeper)
 
 
-def assemble_decoder(
-    assembly: Assembly, generation: GenerationSettings, stop_requested: Callable[[], bool] = never
-) -> Decoder:
+def assemble_decoder(assembly: Assembly, generation: GenerationSettings) -> Decoder:
     """Beam search through the pipeline; the cells must not be in training when it runs."""
-    a, M = assembly, assembly.settings.pipeline.M
-    marks = Marks(*a.survey.special, int(getattr(a.source, "pad_id", 0)))
-    machinery = Machinery(a.world, a.engine, a.programs, a.codec, M, stop_requested)
-    return Decoder(machinery, cast(Any, a.task), generation, marks)
+    return _decoder(assembly, _machinery(assembly, never), generation)
+
+
+def _machinery(assembly: Assembly, stop_requested: Callable[[], bool]) -> Machinery:
+    a = assembly
+    return Machinery(a.world, a.engine, a.programs, a.codec, a.settings.pipeline.M, stop_requested)
+
+
+def _decoder(assembly: Assembly, machinery: Machinery, generation: GenerationSettings) -> Decoder:
+    marks = Marks(*assembly.survey.special, int(getattr(assembly.source, "pad_id", 0)))
+    return Decoder(machinery, cast(Any, assembly.task), generation, marks)
 
 
 def generation_settings(task: Task) -> GenerationSettings | None:

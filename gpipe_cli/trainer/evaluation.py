@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -11,16 +11,13 @@ from torch import Tensor
 
 from ..data.source import Source
 from ..pipeline.cell import Cell
-from ..pipeline.engine import Pipeline
 from ..tasks.base import Task
 from .batches import evaluation_batches
+from .decoding import Machinery
 from .exchange import Exchange, run_unless_stopped
 from .feed import Feed
 from .generation import Generator, Sample
-from .plan import PlanCodec
 from .predictions import PredictionKeeper, Predictions
-from .programs import Programs
-from .world import World
 
 
 @dataclass(frozen=True)
@@ -50,31 +47,24 @@ class Evaluator:
     """Runs evaluations; every worker calls `evaluate` at the same step.
 
     Args:
+        machinery: as many micro-batches in flight as the mini-batches of an evaluation have.
         exchange: with a field ``stop``.
-        stop_requested: of this worker, as it last heard.
         generator: for tasks that generate; None otherwise.
         keeper: for tasks whose predictions are shown; None otherwise.
     """
 
     def __init__(
         self,
-        world: World,
+        machinery: Machinery,
         source: Source | None,
         task: Task,
         cells: Sequence[Cell],
-        engine: Pipeline,
-        programs: Programs,
         exchange: Exchange,
-        codec: PlanCodec,
-        micro_batches: int,
-        stop_requested: Callable[[], bool],
         generator: Generator | None,
         keeper: PredictionKeeper | None = None,
     ) -> None:
-        self._world, self._source, self._task, self._cells = world, source, task, cells
-        self._engine, self._programs, self._exchange, self._codec = engine, programs, exchange, codec
-        self._micro_batches, self._generator, self._keeper = micro_batches, generator, keeper
-        self._stop_requested = stop_requested
+        self._machinery, self._source, self._task, self._cells = machinery, source, task, cells
+        self._exchange, self._generator, self._keeper = exchange, generator, keeper
 
     def effort(self, final: bool) -> dict[str, int]:
         """How much is generated after the last step (``final``) or before it; empty where nothing is."""
@@ -109,10 +99,11 @@ class Evaluator:
         return Evaluation(numbers, loss, samples, predictions, sizes, signature, self.effort(final))
 
     def _score(self) -> dict[str, float]:
-        world, exchange, metrics = self._world, self._exchange, self._task.metrics
+        m, exchange, metrics = self._machinery, self._exchange, self._task.metrics
+        world = m.world
         feed = None
         if self._source is not None:
-            batches = evaluation_batches(self._source, self._micro_batches, world.replica, world.replicas)
+            batches = evaluation_batches(self._source, m.groups, world.replica, world.replicas)
             feed = Feed(batches, self._task.weight)
         sums = torch.zeros(len(metrics), dtype=torch.float64)
         weight = 0.0
@@ -125,17 +116,17 @@ class Evaluator:
         while True:
             if feed is not None:
                 feed.advance()
-                self._codec.write(exchange, feed.parts, feed.weights)
+                m.codec.write(exchange, feed.parts, feed.weights)
                 if self._keeper is not None:
                     self._keeper.read(feed.parts)
-            run_unless_stopped(exchange, self._stop_requested)
-            plan = self._codec.read(exchange, "evaluate")
+            run_unless_stopped(exchange, m.stop_requested)
+            plan = m.codec.read(exchange, "evaluate")
             if plan.total_parts == 0:
                 break
             weight += plan.total_weight
             if plan.signatures:
-                program = self._programs.forward(len(plan.signatures))[world.worker]
-                self._engine.run_forward(program, plan.signatures, feed.parts if feed is not None else None, add)
+                program = m.programs.forward(len(plan.signatures))[world.worker]
+                m.engine.run_forward(program, plan.signatures, feed.parts if feed is not None else None, add)
         exchange.mine["metrics"].view(world.replicas, -1)[world.replica] += sums
         exchange.run()
         totals = exchange.all["metrics"].view(world.replicas, -1).sum(0).tolist()
