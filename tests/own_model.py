@@ -23,6 +23,13 @@ def layers(middle: str = "ReLU") -> list[LayerBuilder]:
     ]
 
 
+def with_a_layer_twice() -> list[LayerBuilder]:
+    """1,706 parameters, of which 72 stand in two layers."""
+    both = nn.Linear(8, 8)
+    first, last = layers()[:2], layers()[-1]
+    return [*first, LayerBuilder("once", lambda: both), LayerBuilder("again", lambda: nn.Sequential(both)), last]
+
+
 class Flatten(nn.Module):
     """uint8 [b, 3, 8, 8] to float32 [b, 192], from 0 to 1."""
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpipe_cli.layers import LayerBuilder
-from gpipe_cli.pipeline.cost import COSTS, CostError, count_parameters, layer_costs, shared_parameters
+from gpipe_cli.pipeline.cost import COSTS, CostError, count_parameters, layer_costs
 
 BATCH = 4
 
@@ -245,27 +245,3 @@ class TestErrors:
     def test_profile_of_fake_inputs(self) -> None:
         with pytest.raises(CostError, match=r"needs real inputs: use pipeline\.cost=flops"):
             layer_costs(builders(nn.ReLU), (torch.empty(3, device="meta"),), "profile")
-
-
-class TestSharedParameters:
-    def test_fresh_modules_share_nothing(self) -> None:
-        assert shared_parameters(builders(*[partial(nn.Linear, 8, 8)] * 3, lambda: nn.Linear(8, 8))) == []
-
-    def test_a_module_in_a_closure_is_found_with_both_its_names(self) -> None:
-        table = nn.Embedding(7, 8)
-        (shared,) = shared_parameters(builders(lambda: table, nn.ReLU, lambda: nn.Sequential(nn.ReLU(), table)))
-        assert (shared.layers, shared.parameters) == (("layer0", "layer2"), ("weight", "1.weight"))
-
-    def test_a_module_in_equal_partials_is_found(self) -> None:
-        found = shared_parameters(builders(*[partial(nn.Sequential, nn.Linear(8, 8))] * 2))
-        assert [shared.parameters for shared in found] == [("0.weight", "0.weight"), ("0.bias", "0.bias")]
-
-    def test_one_parameter_tied_into_two_modules_is_found(self) -> None:
-        weight = nn.Parameter(torch.zeros(8, 8))
-
-        def tied() -> nn.Module:
-            layer = nn.Linear(8, 8)
-            layer.weight = weight
-            return layer
-
-        assert [shared.parameters for shared in shared_parameters(builders(tied, tied))] == [("weight", "weight")]

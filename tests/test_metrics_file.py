@@ -35,3 +35,20 @@ def test_a_resumed_run_replaces_the_rows_after_its_checkpoint_and_a_torn_one(tmp
     file.write({"step": 3, "loss": 1.0})
     file.join({"evaluation": {}})
     assert rows(path) == [{"step": 1}, {"step": 2}, {"step": 3, "loss": 1.0, "evaluation": {}}]
+
+
+def test_what_a_finished_run_finds_once_more_is_not_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 0, "nll": 2.0}\n{"step": 2, "nll": 1.0}\n')
+    file = MetricsFile(path, 2)
+    file.write({"step": 2, "nll": 1.0})
+    file.write({"step": 2, "nll": 0.5})
+    assert rows(path) == [{"step": 0, "nll": 2.0}, {"step": 2, "nll": 1.0}, {"step": 2, "nll": 0.5}]
+
+
+def test_a_row_that_is_joined_twice_by_the_same_stays(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "m.jsonl", 0)
+    file.write({"step": 1})
+    for _ in range(2):
+        file.join({"evaluation": {"nll": 1.0}})
+    assert rows(tmp_path / "m.jsonl") == [{"step": 1, "evaluation": {"nll": 1.0}}]

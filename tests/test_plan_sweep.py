@@ -92,3 +92,27 @@ def test_a_schedule_without_a_formula_has_a_dash(capsys: pytest.CaptureFixture[s
     assert [row["formula"] for row in table(capsys.readouterr().out)] == ["11.1 %", "5.9 %", "-"]
     assert main([*OWN, *words, "pipeline.schedule=interleaved_1f1b"]) == 0
     assert "simulated, 5.9 % by (W-1)/(vM+W-1)\n" in capsys.readouterr().out
+
+
+def test_a_job_that_is_refused_keeps_its_row_and_the_others_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", *OWN, "pipeline.K=2,4000,4"]) == 2
+    printed = capsys.readouterr().out
+    rows = table(printed.partition("\nrefusal")[0])
+    assert [(row["K"], row["parameters"] != "-", row["step"] != "-") for row in rows] == [
+        ("2", True, True),
+        ("4000", False, False),
+        ("4", True, True),
+    ]
+    assert printed.splitlines()[-1].startswith("refusal on pipeline.K=4000: ")
+    assert "4000" in printed.splitlines()[-1].partition(": ")[2]
+    assert main(["-m", *OWN, "pipeline.K=2,4000", "plan.format=json"]) == 2
+    planned, refused = json.loads(capsys.readouterr().out)["plans"]
+    assert planned["K"] == 2
+    assert refused.keys() == {"overrides", "refused"}
+    assert refused["overrides"][-2:] == ["pipeline.K=4000", "plan.format=json"]
+
+
+def test_what_all_jobs_are_refused_for_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", *SMALL, "plan.fit=1KB"]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("refusal" in line for line in lines) == 1

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from gpipe_cli.commands.frame import answer, exit_code, to_stderr
+from gpipe_cli.commands.frame import REFUSED, answer, exit_code, to_stderr
 from gpipe_cli.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -104,18 +104,31 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _plan_all(requests: Sequence[Request], swept: Sequence[str]) -> int:
-    answers = [request.answer() for request in requests]
+    """A job that is refused, or that fits nothing, keeps its row, and the others are planned all the same."""
+    outcomes = [_outcome(request) for request in requests]
+    code = REFUSED if any(isinstance(outcome, ConfigurationError) for outcome in outcomes) else 0
     if requests[0].options.format == "json":
-        rows = [{"overrides": r.overrides, **a.to_json()} for r, a in zip(requests, answers, strict=True)]
+        rows = [{"overrides": r.overrides, **_as_json(o)} for r, o in zip(requests, outcomes, strict=True)]
         print(json.dumps({"plans": rows}))
-        return 0
+        return code
     from gpipe_cli.commands.plan_report import sweep_notes, sweep_table
 
     for line in dict.fromkeys(line for request in requests for line in request.lines):
         print(line)
     typed = [{key: request.value_of(key) for key in swept} for request in requests]
-    print("\n".join([sweep_table(typed, answers), *sweep_notes(typed, answers)]))
-    return 0
+    print("\n".join([sweep_table(typed, outcomes), *sweep_notes(typed, outcomes)]))
+    return code
+
+
+def _outcome(request: Request) -> Answer | ConfigurationError:
+    try:
+        return request.answer()
+    except ConfigurationError as error:
+        return error
+
+
+def _as_json(outcome: Answer | ConfigurationError) -> dict[str, Any]:
+    return {"refused": str(outcome)} if isinstance(outcome, ConfigurationError) else outcome.to_json()
 
 
 def _plan_one(request: Request) -> int:

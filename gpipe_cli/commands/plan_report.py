@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from gpipe_cli.commands.text import number, percent, text_table
+from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.pipeline.picture import draw_text, legend
 from gpipe_cli.pipeline.simulate import BUBBLE_FORMULAS, simulate, unit_durations
 
@@ -87,18 +88,23 @@ def _notes(plan: Plan) -> list[str]:
     return [f"note: {note}" for note in plan.notes]
 
 
-def sweep_table(typed: Sequence[Mapping[str, str]], answers: Sequence[Answer]) -> str:
+def sweep_table(typed: Sequence[Mapping[str, str]], outcomes: Sequence[Answer | ConfigurationError]) -> str:
     """One row a plan: the keys that differ, those that were looked for, and what comes of them.
 
     Args:
         typed: of each job, the values of the keys that are swept over.
-        answers: of each job.
+        outcomes: of each job; the row of one that was refused has dashes.
     """
-    keys = list(dict.fromkeys(key for given in (*typed, *(answer.found for answer in answers)) for key in given))
-    columns = [key.removeprefix("pipeline.") for key in keys]
-    columns += ["parameters", "memory", "fits", "bubble", "formula", "slowest", "sent", "step", "examples/s"]
-    rows = [[*(_value(key, *row) for key in keys), *_figures(row[1].plan)] for row in zip(typed, answers, strict=True)]
-    return text_table(columns, rows)
+    found = [{} if isinstance(outcome, ConfigurationError) else outcome.found for outcome in outcomes]
+    keys = list(dict.fromkeys(key for given in (*typed, *found) for key in given))
+    figures = ["parameters", "memory", "fits", "bubble", "formula", "slowest", "sent", "step", "examples/s"]
+    rows = [
+        [*(typed_here.get(key) for key in keys), *(None for _ in figures)]
+        if isinstance(outcome, ConfigurationError)
+        else [*(_value(key, typed_here, outcome) for key in keys), *_figures(outcome.plan)]
+        for typed_here, outcome in zip(typed, outcomes, strict=True)
+    ]
+    return text_table([*(key.removeprefix("pipeline.") for key in keys), *figures], rows)
 
 
 def _value(key: str, typed: Mapping[str, str], answer: Answer) -> object:
@@ -118,16 +124,22 @@ def _figures(plan: Plan) -> list[object]:
     ]
 
 
-def sweep_notes(typed: Sequence[Mapping[str, str]], answers: Sequence[Answer]) -> list[str]:
-    """The notes of all plans, each once; with the jobs that it belongs to, unless these are all."""
-    jobs: dict[str, list[str]] = {}
-    for given, answer in zip(typed, answers, strict=True):
-        for note in dict.fromkeys(answer.plan.notes):
-            jobs.setdefault(note, []).append(" ".join(f"{key}={value}" for key, value in given.items()))
+def sweep_notes(typed: Sequence[Mapping[str, str]], outcomes: Sequence[Answer | ConfigurationError]) -> list[str]:
+    """The notes of all plans and why some were refused, each once; with its jobs, unless these are all."""
+    jobs: dict[tuple[str, str], list[str]] = {}
+    for given, outcome in zip(typed, outcomes, strict=True):
+        for line in _said(outcome):
+            jobs.setdefault(line, []).append(" ".join(f"{key}={value}" for key, value in given.items()))
     return [
-        f"note: {note}" if len(whose) == len(answers) else f"note on {', '.join(whose)}: {note}"
-        for note, whose in jobs.items()
+        f"{kind}: {text}" if len(whose) == len(outcomes) else f"{kind} on {', '.join(whose)}: {text}"
+        for (kind, text), whose in jobs.items()
     ]
+
+
+def _said(outcome: Answer | ConfigurationError) -> list[tuple[str, str]]:
+    if isinstance(outcome, ConfigurationError):
+        return [("refusal", str(outcome))]
+    return [("note", note) for note in dict.fromkeys(outcome.plan.notes)]
 
 
 def size_text(size: float) -> str:

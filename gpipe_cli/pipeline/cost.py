@@ -8,7 +8,6 @@ real, alone, and let go.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -97,19 +96,6 @@ class LayerCost:
     cost: float
 
 
-@dataclass(frozen=True)
-class SharedParameter:
-    """One parameter that two layers hold; each would train its own copy if a cut came between them.
-
-    Attributes:
-        layers: the names of the two, in the model's order.
-        parameters: what each of them calls it.
-    """
-
-    layers: tuple[str, str]
-    parameters: tuple[str, str]
-
-
 def layer_costs(
     builders: Sequence[LayerBuilder],
     example_inputs: Tensors,
@@ -163,33 +149,6 @@ def count_parameters(builders: Sequence[LayerBuilder]) -> list[int]:
                 known[key] = _number_of_parameters(build_without_memory(builder, fake_mode()))
             numbers.append(known[key])
     return numbers
-
-
-def shared_parameters(builders: Sequence[LayerBuilder]) -> list[SharedParameter]:
-    """Parameters that stand in two layers, such as those of one module that two builders return.
-
-    Of equal builders the first two are enough to see whether they share.
-
-    Raises:
-        CostError: a layer that cannot be built.
-    """
-    # Weak: what two builders share is kept alive by them, and everything else is let go at once.
-    holders: dict[int, tuple[weakref.ref[nn.Parameter], str, str]] = {}
-    built: dict[Hashable, int] = {}
-    shared = []
-    with torch.random.fork_rng(devices=[]):
-        for index, builder in enumerate(builders):
-            key = build_key(builder, index)
-            built[key] = built.get(key, 0) + 1
-            if built[key] > 2:
-                continue
-            for name, parameter in build_without_memory(builder, fake_mode()).named_parameters():
-                holder, layer, its_name = holders.get(id(parameter), (None, "", ""))
-                if holder is not None and holder() is parameter:
-                    shared.append(SharedParameter((layer, builder.name), (its_name, name)))
-                else:
-                    holders[id(parameter)] = (weakref.ref(parameter), builder.name, name)
-    return shared
 
 
 def _declared(builder: LayerBuilder) -> float:

@@ -6,11 +6,12 @@ layers are walked with the storages that they keep.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
 
 from ..pipeline.boundary import ALIGNMENT
+from ..pipeline.cost import TensorShape
 from .layer_facts import BoundaryTensor, LayerFacts
 from .memory import CellSizes
 
@@ -22,6 +23,7 @@ class CellFacts:
     Attributes:
         first, last: numbers of its layers in the model's list.
         layers: their facts; behind the last cell's stands the task's loss.
+        weights: its parameters, each once, however many of its layers hold it.
         sizes: what one micro-batch holds.
         inputs_bytes: of the boundary in front of it, one micro-batch.
     """
@@ -29,21 +31,22 @@ class CellFacts:
     first: int
     last: int
     layers: tuple[LayerFacts, ...]
+    weights: tuple[TensorShape, ...]
     sizes: CellSizes
     inputs_bytes: int
 
     @property
     def parameters(self) -> int:
-        return sum(layer.parameter_count for layer in self.layers)
+        return sum(weight.numel for weight in self.weights)
 
     @property
     def weight_bytes(self) -> int:
         """Weights and buffers, such as BatchNorm's moving averages."""
-        return sum(layer.weight_bytes + layer.buffer_bytes for layer in self.layers)
+        return self.gradient_bytes + sum(layer.buffer_bytes for layer in self.layers)
 
     @property
     def gradient_bytes(self) -> int:
-        return sum(layer.weight_bytes for layer in self.layers)
+        return sum(weight.bytes for weight in self.weights)
 
     @property
     def flops(self) -> float:
@@ -57,6 +60,7 @@ def build_cells(
     cells: Sequence[range],
     inputs: Sequence[BoundaryTensor],
     target_bytes: Sequence[int],
+    repeated: Sequence[Collection[str]],
 ) -> list[CellFacts]:
     """The facts of every cell.
 
@@ -66,6 +70,7 @@ def build_cells(
         cells: the layers of each.
         inputs: of the first layer.
         target_bytes: of each target of a micro-batch.
+        repeated: names of the parameters of each layer that an earlier one holds too.
     """
     made = []
     for number, members in enumerate(cells):
@@ -76,7 +81,10 @@ def build_cells(
         boundary = inputs if not members.start else layers[members.start - 1].boundary
         sizes = _sizes(own, boundary, target_bytes, is_last)
         plain = sum(tensor.bytes for tensor in boundary)
-        made.append(CellFacts(members.start, members.stop - 1, tuple(own), sizes, plain))
+        weights = [
+            shape for index in members for name, shape in layers[index].parameters if name not in repeated[index]
+        ]
+        made.append(CellFacts(members.start, members.stop - 1, tuple(own), tuple(weights), sizes, plain))
     return made
 
 

@@ -135,10 +135,6 @@ class LayerFacts:
     def parameter_count(self) -> int:
         return sum(shape.numel for _, shape in self.parameters)
 
-    @property
-    def weight_bytes(self) -> int:
-        return sum(shape.bytes for _, shape in self.parameters)
-
 
 def measure_layers(
     builders: Sequence[LayerBuilder], inputs: Tensors, targets: Tensors, autocast: Autocast, kernels: str

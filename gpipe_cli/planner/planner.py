@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from ..config import PipelineConfig, Settings
 from ..errors import ConfigurationError
 from ..pipeline.partition import cell_costs, partition
 from ..pipeline.schedule import Instruction, Op, ScheduleError, schedule
+from ..pipeline.sharing import Sharing, find_sharing
 from ..pipeline.simulate import bubble_by_formula, simulate
-from ..trainer.build import Cut, build_model, build_optimizer, build_task, cut_by_costs, refuse_sharing_across_cells
+from ..trainer.build import Cut, build_model, build_optimizer, build_task, cut_by_costs
 from .cells import CellFacts, build_cells
 from .devices import Device
-from .layer_facts import LayerFacts
 from .measurement import Measurement, Measurements
 from .memory import most_alive
 from .optimizer_state import OptimizerState
@@ -57,7 +58,6 @@ class Planner:
         task = build_task(settings.task)
         self._measurements = Measurements(measured, options, self.builders, task, self._clock, self._kernels, say)
         self._state = OptimizerState(lambda parameters: build_optimizer(settings.optimizer, parameters))
-        self._state_of: dict[int, int] = {}
 
     @staticmethod
     def _this_device(pipeline: PipelineConfig) -> Device:
@@ -69,6 +69,11 @@ class Planner:
         """With a number in place of `pipeline.workers=auto`."""
         room = self.options.room
         return replace(pipeline, workers=pipeline.planned_workers if room is None else pipeline.workers_in(room))
+
+    @cached_property
+    def _sharing(self) -> Sharing:
+        """Once for all plans, and after the layers have been measured, which says better why one cannot be built."""
+        return find_sharing(self.builders)
 
     @property
     def limit(self) -> float:
@@ -91,9 +96,9 @@ class Planner:
         """
         pipeline = self._with_workers(pipeline or self.settings.pipeline)
         measured = self._measurements.of(pipeline.M * pipeline.replicas)
-        cut = cut_by_costs(self.builders, measured.costs, pipeline, pipeline.worker_count)
-        refuse_sharing_across_cells(self.builders, cut.sizes)
-        cells = build_cells(measured.layers, measured.loss, cut.layers, measured.inputs, measured.target_bytes)
+        cut = cut_by_costs(self.builders, measured.costs, pipeline, pipeline.worker_count, self._sharing)
+        boundary, repeated = (measured.inputs, measured.target_bytes), self._sharing.repeated
+        cells = build_cells(measured.layers, measured.loss, cut.layers, *boundary, repeated)
         try:
             lists = schedule(pipeline.schedule, cut.placement, pipeline.M, pipeline.remat)
         except ScheduleError as error:
@@ -171,12 +176,7 @@ class Planner:
         if self.options.bytes_per_parameter is not None:
             return ModelBytes(cell.parameters * self.options.bytes_per_parameter, 0, 0, 0)
         average = cell.weight_bytes if self.settings.trainer.average is not None else 0
-        return ModelBytes(cell.weight_bytes, cell.gradient_bytes, sum(map(self._state_bytes, cell.layers)), average)
-
-    def _state_bytes(self, layer: LayerFacts) -> int:
-        if id(layer) not in self._state_of:  # `_measurements` keeps every layer's facts, so that no id comes twice
-            self._state_of[id(layer)] = self._state.total(shape for _, shape in layer.parameters)
-        return self._state_of[id(layer)]
+        return ModelBytes(cell.weight_bytes, cell.gradient_bytes, self._state.total(cell.weights), average)
 
     def _update_seconds(
         self, cells: Sequence[CellFacts], model: Sequence[ModelBytes], placement: Sequence[int], replicas: int

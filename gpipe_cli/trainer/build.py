@@ -17,9 +17,10 @@ from ..data.source import Source
 from ..errors import ConfigurationError
 from ..layers import LayerBuilder
 from ..pipeline.cell import BuiltLayer, Cell, build_layer
-from ..pipeline.cost import CostError, LayerCost, TooFewExamples, layer_costs, shared_parameters
+from ..pipeline.cost import CostError, LayerCost, TooFewExamples, layer_costs
 from ..pipeline.partition import PartitionError, cell_costs, cell_layers, partition, placement
 from ..pipeline.randomness import NoiseSource
+from ..pipeline.sharing import Sharing, find_sharing
 from ..tasks.base import Task
 from .checked_task import CheckedTask
 from .plan import Part
@@ -188,9 +189,7 @@ def cut_model(
         raise ConfigurationError(error.with_way_out(config.M)) from error
     except (PartitionError, CostError) as error:
         raise ConfigurationError(str(error)) from error
-    cut = cut_by_costs(builders, costs, config, workers)
-    refuse_sharing_across_cells(builders, cut.sizes)
-    return cut
+    return cut_by_costs(builders, costs, config, workers, find_sharing(builders))
 
 
 def refuse_more_cells_than_layers(layers: int, config: PipelineConfig) -> None:
@@ -206,12 +205,17 @@ def refuse_more_cells_than_layers(layers: int, config: PipelineConfig) -> None:
 
 
 def cut_by_costs(
-    builders: Sequence[LayerBuilder], costs: Sequence[LayerCost], config: PipelineConfig, workers: int
+    builders: Sequence[LayerBuilder],
+    costs: Sequence[LayerCost],
+    config: PipelineConfig,
+    workers: int,
+    sharing: Sharing,
 ) -> Cut:
     """Partition and placement from known costs.
 
     Raises:
-        ConfigurationError: more cells than layers, sizes that do not add up, or more workers than cells.
+        ConfigurationError: more cells than layers, sizes that do not add up, more workers than cells, or weights shared
+            across a cut.
     """
     try:
         sizes = partition([layer.cost for layer in costs], config.K, config.partition)
@@ -219,6 +223,10 @@ def cut_by_costs(
         workers_of = placement(config.schedule, totals, workers)
     except PartitionError as error:
         raise ConfigurationError(str(error)) from error
+    cells = cell_layers(sizes)
+    _refuse_sharing_across_cells(sharing, {builders[i].name: cell for cell, layers in enumerate(cells) for i in layers})
+    again = [sum(repeated.values()) for repeated in sharing.repeated]
+    parameters = [cost.parameters - repeated for cost, repeated in zip(costs, again, strict=True)]
     whole = sum(totals) or 1.0
     table = [
         {
@@ -227,23 +235,18 @@ def cut_by_costs(
             "first": builders[layers[0]].name,
             "last": builders[layers[-1]].name,
             "layers": len(layers),
-            "parameters": sum(costs[i].parameters for i in layers),
+            "parameters": sum(parameters[i] for i in layers),
             "cost": totals[number],
             "share": totals[number] / whole,
         }
-        for number, layers in enumerate(cell_layers(sizes))
+        for number, layers in enumerate(cells)
     ]
-    return Cut(list(sizes), tuple(workers_of), table, sum(layer.parameters for layer in costs))
+    return Cut(list(sizes), tuple(workers_of), table, sum(parameters))
 
 
-def refuse_sharing_across_cells(builders: Sequence[LayerBuilder], sizes: Sequence[int]) -> None:
-    """Weights that two layers share must lie in one cell.
-
-    Raises:
-        ConfigurationError: they do not; it names layers and weight.
-    """
-    cell_of = {builders[i].name: cell for cell, layers in enumerate(cell_layers(sizes)) for i in layers}
-    for shared in shared_parameters(builders):
+def _refuse_sharing_across_cells(sharing: Sharing, cell_of: Mapping[str, int]) -> None:
+    """Weights that two layers share must lie in one cell; ``cell_of``: by the layer's name."""
+    for shared in sharing.pairs:
         if cell_of[shared.layers[0]] != cell_of[shared.layers[1]]:
             raise ConfigurationError(
                 f"layers {shared.layers[0]!r} and {shared.layers[1]!r} share the weight {shared.parameters[0]!r} but "

@@ -13,21 +13,25 @@ from typing import Any
 class MetricsFile:
     """Rows are written when their step ends; an evaluation that follows a step joins that step's row.
 
+    A row that stands there as the last is not written again: a finished run that is resumed finds the same once more.
+
     Args:
         path: of the file; a resumed run goes on in it.
         resumed_step: rows of later steps, from a run that was killed after its last checkpoint, are removed.
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
-        _drop_later_rows(path, resumed_step)
+        self._last_line = _drop_later_rows(path, resumed_step)
         self._file = path.open("a", encoding="utf-8", buffering=1)
         self._last: Mapping[str, Any] | None = None
         self._start = 0
 
     def write(self, row: Mapping[str, Any]) -> None:
         """The row of a step; it has a key "step"."""
-        self._start, self._last = self._file.tell(), row
-        self._file.write(json.dumps(json_safe(row)) + "\n")
+        line = json.dumps(json_safe(row))
+        if line != self._last_line:
+            self._start, self._last, self._last_line = self._file.tell(), row, line
+            self._file.write(f"{line}\n")
 
     def join(self, more: Mapping[str, Any]) -> None:
         """Adds to the last row; without one (before the first step of this process) nothing happens."""
@@ -35,6 +39,7 @@ class MetricsFile:
             return
         self._file.truncate(self._start)
         self._file.seek(0, os.SEEK_END)
+        self._last_line = None
         self.write({**self._last, **more})
 
     def close(self) -> None:
@@ -52,15 +57,28 @@ def json_safe(value: Any) -> Any:
     return value
 
 
-def _drop_later_rows(path: Path, step: int) -> None:
-    """A resumed run writes the steps after its checkpoint again; their first version goes, and a torn last row too."""
+def _drop_later_rows(path: Path, step: int) -> str | None:
+    """A resumed run writes the steps after its checkpoint again; their first version goes, and a torn last row too.
+
+    They are the end of the file, which is cut off there: whoever is killed meanwhile has lost nothing.
+
+    Returns:
+        The last row that stays.
+    """
     if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except (ValueError, KeyError):
-            continue
-    path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        return None
+    last, end = None, 0
+    with path.open("r+b") as file:
+        for line in file:
+            if not _is_row_up_to(step, line):
+                break
+            last, end = line.decode().rstrip("\n"), end + len(line)
+        file.truncate(end)
+    return last
+
+
+def _is_row_up_to(step: int, line: bytes) -> bool:
+    try:
+        return line.endswith(b"\n") and bool(json.loads(line)["step"] <= step)
+    except (ValueError, KeyError, TypeError):
+        return False
