@@ -133,12 +133,16 @@ def compare_as_processes(context: Context, config: dict[str, Any]) -> list[str]:
     workers = context.world_size
     world = dist.group.WORLD
     assert world is not None
-    each_way = tuple(dist.new_group() for _ in range(4))  # as with NCCL
+    each_way = tuple(dist.new_group() for _ in range(4))
     found: list[str] = []
     for case in all_cases(workers) + (round_robin_cases(2 * workers) if workers < 4 else []):
         placement = tuple(cell % workers for cell in range(case.K))
-        groups = each_way if case.kind == "interleaved_1f1b" else (world, world)
+        like_nccl = case.examples == 11  # groups, first messages and receives as between GPUs
+        groups = each_way if like_nccl or case.kind == "interleaved_1f1b" else (world, world)
         transport = Transport(placement, CPU, CPU, groups, world)
+        if like_nccl:
+            transport.connect()
+            transport.blocks_device = True
         ours = run_case(case, placement, context.rank, transport)
         found += differences(case, ours, run_plain(case))
         losses: list[Any] = [None] * workers

@@ -24,11 +24,9 @@ from .boundary import BoundarySpec, Tensors, canonical_gradient, fresh_leaves, i
 from .cell import Cell, LayerFailed
 from .halves import WeightHalf, backward_of_inputs
 from .meter import Meter
+from .receives import ReceivesAhead
 from .schedule import Instruction, Op
 from .transport import ACTIVATION, GRADIENT, PendingReceive, Transport
-
-# Receives posted before they are needed, in each direction: a late one costs gloo up to 2 ms, an early one memory.
-RECEIVES_AHEAD = 2
 
 TASK = -1  # stands for the task's loss where auxiliary losses have the index of their layer
 
@@ -143,7 +141,7 @@ class Pipeline:
         self._interpret(program, parts)
         record = self._record
         held = (self._inputs, self._outputs, self._kept, self._put_off, self._gradients, self._received_gradients)
-        if any((*held, self._posted)):
+        if any((*held, self._receives)):
             raise RuntimeError("the step left something behind in the engine's buffers: the schedule is incomplete")
         self._clear()
         return record
@@ -183,17 +181,16 @@ class Pipeline:
         self._gradients: dict[tuple[int, int], Tensors] = {}  # of the inputs of (cell, micro-batch)
         self._received_gradients: dict[tuple[int, int], Tensors] = {}  # of its outputs
         self._targets: dict[int, Tensors] = {}
-        self._posted: dict[tuple[Op, int, int], PendingReceive] = {}
+        self._receives = ReceivesAhead((), self._post_receive, after_sends=False)
 
     def _interpret(self, program: Sequence[Instruction], parts: Sequence[Part] | None) -> None:
         for number, (inputs, targets) in enumerate(parts or ()):
             self._inputs[0, number] = self._to_device(inputs)
             self._targets[number] = self._to_device(targets)
-        receives = {op: [i for i in program if i.op is op] for op in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT)}
-        self._receives = {op: iter(instructions) for op, instructions in receives.items()}
-        self._next_receive: dict[Op, Instruction | None] = {op: next(it, None) for op, it in self._receives.items()}
+        blocking = self._transport is not None and self._transport.blocks_device
+        self._receives = ReceivesAhead(program, self._post_receive, after_sends=blocking)
+        self._receives.post_ahead(Op.RECEIVE_ACTIVATION)
         meter, where, handlers = self.meter, self._where, self._handlers
-        self._post_ahead(Op.RECEIVE_ACTIVATION)
         for instruction in program:
             op, cell, micro_batch = instruction.op, instruction.cell, instruction.micro_batch
             where["cell"], where["micro_batch"], where["instruction"] = cell, micro_batch, op.name.lower()
@@ -345,17 +342,17 @@ class Pipeline:
         tensors = self._outputs.pop((cell, micro_batch)) + self._targets[micro_batch]
         self.cells[cell].refuse_new_shapes(tensors, spec, micro_batch)
         self._transport.send(ACTIVATION, tensors, spec, cell + 1, cell + 1, micro_batch)
-        self._post_ahead(Op.RECEIVE_GRADIENT)
+        self._receives.has_sent()
+        self._receives.post_ahead(Op.RECEIVE_GRADIENT)
 
     def _receive_activation(self, cell: int, micro_batch: int) -> None:
         assert self._transport is not None
-        pending = self._posted.pop((Op.RECEIVE_ACTIVATION, cell, micro_batch), None)
+        pending = self._receives.take(Op.RECEIVE_ACTIVATION, cell, micro_batch)
         if pending is None:
             signature = self._plan.signatures[micro_batch]
             spec = self._transport.known(cell, signature) or self._transport.learn(cell, cell - 1, signature)
-            self._advance_receives(Op.RECEIVE_ACTIVATION)
             pending = self._transport.post(ACTIVATION, spec, cell - 1, cell, micro_batch)
-        self._post_ahead(Op.RECEIVE_ACTIVATION)
+        self._receives.post_ahead(Op.RECEIVE_ACTIVATION)
         tensors = self._transport.finish(pending)
         split = len(tensors) - self._n_targets
         boundary = BoundarySpec(pending.spec.tensors[:split])
@@ -369,30 +366,15 @@ class Pipeline:
         assert boundary is not None  # the activation came through it
         gradients = self._gradients.pop((cell, micro_batch))  # [4]
         self._transport.send(GRADIENT, gradients, boundary.gradients, cell - 1, cell, micro_batch)
+        self._receives.has_sent()
 
     def _receive_gradient(self, cell: int, micro_batch: int) -> None:
         assert self._transport is not None
-        pending = self._posted.pop((Op.RECEIVE_GRADIENT, cell, micro_batch), None)
-        if pending is None:
-            self._advance_receives(Op.RECEIVE_GRADIENT)
-            pending = self._post_receive(Op.RECEIVE_GRADIENT, cell, micro_batch)
-            assert pending is not None
-        self._post_ahead(Op.RECEIVE_GRADIENT)
+        pending = self._receives.take(Op.RECEIVE_GRADIENT, cell, micro_batch)
+        pending = pending or self._post_receive(Op.RECEIVE_GRADIENT, cell, micro_batch)
+        assert pending is not None  # its boundary is known: the activation went out through it
+        self._receives.post_ahead(Op.RECEIVE_GRADIENT)
         self._received_gradients[cell, micro_batch] = self._transport.finish(pending)
-
-    def _post_ahead(self, op: Op) -> None:
-        """Posts the next receives of one direction, in the order in which they will be waited for."""
-        posted = sum(1 for key in self._posted if key[0] is op)
-        while posted < RECEIVES_AHEAD and (instruction := self._next_receive[op]) is not None:
-            pending = self._post_receive(op, instruction.cell, instruction.micro_batch)
-            if pending is None:
-                return
-            self._posted[op, instruction.cell, instruction.micro_batch] = pending
-            self._advance_receives(op)
-            posted += 1
-
-    def _advance_receives(self, op: Op) -> None:
-        self._next_receive[op] = next(self._receives[op], None)
 
     def _post_receive(self, op: Op, cell: int, micro_batch: int) -> PendingReceive | None:
         """None when the boundary's shapes are not known yet."""

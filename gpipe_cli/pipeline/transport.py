@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from .instruction import send_window
 # Message tags: kind, then cell, then micro-batch. Steps need no tag: the exchange that ends each step separates them.
 ACTIVATION, GRADIENT, DESCRIPTION = 0, 1, 2
 MICRO_BATCHES_AT_MOST = 1 << 15
+_FIRST_MESSAGES = (64, 4 << 20)  # bytes; for a large one NCCL connects more channels
 
 
 @dataclass
@@ -34,6 +36,9 @@ class PendingReceive:
 
 class Transport:
     """Sends and receives boundaries for one worker.
+
+    Attributes:
+        blocks_device: a receive that has been posted occupies the device until its message is there.
 
     Args:
         ranks: global rank of the worker of each cell, in this replica.
@@ -59,6 +64,27 @@ class Transport:
         self._window = send_window(len(set(ranks))) if wire.type == "cpu" else None
         self._sending: dict[int, deque[tuple[dist.Work | None, Tensor]]] = defaultdict(deque)  # by kind, in order
         self._described: dict[tuple[int, Hashable], BoundarySpec] = {}
+        self.blocks_device = wire.type == "cuda"
+        if self.blocks_device:
+            self.connect()
+            torch.cuda.synchronize(wire)
+
+    def connect(self) -> None:
+        """A message each way over every edge, edge by edge: all workers of the pipeline call it at the same time.
+
+        NCCL makes the connection of two ranks when they first talk, and holds the host until both do. In a step one of
+        them may be waiting for something else from the other.
+        """
+        for sender, receiver in dict.fromkeys(pairwise(self._ranks)):
+            if sender == receiver:
+                continue
+            for kind, by, to in ((ACTIVATION, sender, receiver), (GRADIENT, receiver, sender)):
+                for size in _FIRST_MESSAGES:
+                    token = torch.zeros(size, dtype=torch.uint8, device=self._wire)
+                    if self._rank == by:
+                        dist.send(token, to, group=self._group(kind, to > by))
+                    elif self._rank == to:
+                        dist.recv(token, by, group=self._group(kind, to > by))
 
     def send(self, kind: int, tensors: Tensors, spec: BoundarySpec, to_cell: int, tag_cell: int, number: int) -> None:
         """Starts sending and returns; the message is kept until it has left.

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..pipeline.engine import RECEIVES_AHEAD
+from ..pipeline.receives import RECEIVES, RECEIVES_AHEAD, SENDS, ReceivesAhead, sends_before
 from ..pipeline.schedule import Instruction, Message, Op, send_window
 from ..pipeline.simulate import Timeline
 
@@ -81,7 +81,7 @@ def most_alive(timeline: Timeline, sizes: Sequence[CellSizes], departures_seen: 
     """
     gone = _departures(timeline) if departures_seen else _behind_the_window(timeline)
     lists = [[span.instruction for span in spans] for spans in timeline.spans]
-    return [_Walk(each, sizes, timeline.placement, gone).run() for each in lists]
+    return [_Walk(each, sizes, timeline.placement, gone, after_sends=departures_seen).run() for each in lists]
 
 
 def _behind_the_window(timeline: Timeline) -> dict[Instruction, int]:
@@ -99,12 +99,15 @@ def _departures(timeline: Timeline) -> dict[Instruction, int]:
     """For each send, the place in its worker's list where its message has left: its receive was posted by then."""
     posted: dict[Message, float] = {}
     for spans in timeline.spans:
-        for op in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT):
+        before = sends_before([span.instruction for span in spans])
+        sent_at = [0.0, *(span.end for span in spans if span.instruction.op in SENDS)]
+        for op in RECEIVES:
             received = [span for span in spans if span.instruction.op is op]
             for place, span in enumerate(received):
-                message = span.instruction.awaited_message
+                message, i = span.instruction.awaited_message, span.instruction
                 assert message is not None
-                posted[message] = received[place - RECEIVES_AHEAD - 1].end if place > RECEIVES_AHEAD else 0.0
+                earlier = received[place - RECEIVES_AHEAD - 1].end if place > RECEIVES_AHEAD else 0.0
+                posted[message] = max(earlier, sent_at[before[i.op, i.cell, i.micro_batch]])
     left: dict[Instruction, int] = {}
     for spans in timeline.spans:
         starts = [span.start for span in spans]
@@ -121,6 +124,7 @@ class _Walk:
         sizes: Sequence[CellSizes],
         placement: Sequence[int],
         departures: Mapping[Instruction, int],
+        after_sends: bool,
     ) -> None:
         self._instructions, self._sizes, self._placement = instructions, sizes, placement
         self._leaving: dict[int, list[Instruction]] = {}
@@ -131,9 +135,7 @@ class _Walk:
         uses = ((i, n) for i, n in computed if i.op is not Op.WEIGHT_GRADIENT or sizes[i.cell].put_off)
         self._last_use = {(i.cell, i.micro_batch): n for i, n in uses}
         self._recomputed = {(i.cell, i.micro_batch) for i, _ in computed if i.op is Op.RECOMPUTE}
-        self._receives = [
-            [i for i in instructions if i.op is op] for op in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT)
-        ]
+        self._receives = ReceivesAhead(instructions, self._post, after_sends)
         self._holders: dict[tuple[object, ...], set[str]] = {}
         self._held: dict[tuple[object, ...], tuple[str, int]] = {}
         self._now = dict.fromkeys(KINDS, 0)
@@ -144,7 +146,7 @@ class _Walk:
         micro_batches = 1 + max((i.micro_batch for i in self._instructions), default=-1)
         if any(i.cell == 0 for i in self._instructions):
             self._hold(("mini-batch",), "step", MINI_BATCH, micro_batches * self._sizes[0].message)
-        self._post(Op.RECEIVE_ACTIVATION, 0)
+        self._receives.post_ahead(Op.RECEIVE_ACTIVATION)
         for position, instruction in enumerate(self._instructions):
             for sent in self._leaving.get(position, ()):
                 self._drop(("sending", sent), "wire")
@@ -162,10 +164,12 @@ class _Walk:
         elif instruction.op is Op.SEND_ACTIVATION:
             self._hold(("sending", instruction), "wire", MESSAGES, self._sizes[cell + 1].message)
             self._drop(("boundary", cell, number), "outgoing")
-            self._post(Op.RECEIVE_GRADIENT, 0)
+            self._receives.has_sent()
+            self._receives.post_ahead(Op.RECEIVE_GRADIENT)
         elif instruction.op is Op.SEND_GRADIENT:
             self._hold(("sending", instruction), "wire", MESSAGES, size.input_gradients)
             self._drop(("gradient", cell, number), "wire")
+            self._receives.has_sent()
         elif instruction.op is Op.FORWARD:
             self._forward(cell, number)
         elif instruction.op is Op.RECOMPUTE:
@@ -204,21 +208,20 @@ class _Walk:
 
     def _receive(self, instruction: Instruction) -> None:
         cell, number, size = instruction.cell, instruction.micro_batch, self._sizes[instruction.cell]
-        self._drop(("posted", instruction), "wire")
+        if self._receives.take(instruction.op, cell, number):
+            self._drop(("posted", instruction.op, cell, number), "wire")
         if instruction.op is Op.RECEIVE_ACTIVATION:
             self._hold(("received", cell, number), "input", INPUTS, size.message)
             self._hold(("targets", number), "step", MINI_BATCH, size.targets)
         else:
             self._hold(("gradient", cell + 1, number), "wire", MESSAGES, size.output_gradients)
-        list_ = self._receives[instruction.op is Op.RECEIVE_GRADIENT]
-        self._post(instruction.op, list_.index(instruction) + 1)
+        self._receives.post_ahead(instruction.op)
 
-    def _post(self, op: Op, first: int) -> None:
-        """The receives that the engine has posted ahead."""
-        for instruction in self._receives[op is Op.RECEIVE_GRADIENT][first : first + RECEIVES_AHEAD]:
-            size = self._sizes[instruction.cell]
-            bytes_ = size.message if op is Op.RECEIVE_ACTIVATION else size.output_gradients
-            self._hold(("posted", instruction), "wire", MESSAGES, bytes_)
+    def _post(self, op: Op, cell: int, number: int) -> bool:
+        """A receive that the engine has posted ahead; it always knows the shapes."""
+        bytes_ = self._sizes[cell].message if op is Op.RECEIVE_ACTIVATION else self._sizes[cell].output_gradients
+        self._hold(("posted", op, cell, number), "wire", MESSAGES, bytes_)
+        return True
 
     def _let_go(self, cell: int, number: int) -> None:
         """The micro-batch is done with in this cell: its graph, its input, the gradient it was given."""
