@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from engine_jobs import Case, all_cases, differences, run_case, run_plain
+from small_models import CPU, build_all, mini_batch, small_model, token_loss
 from torch import nn
 
 from gpipe_cli.launch.supervisor import Job, launch
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell, LayerFailed
+from gpipe_cli.pipeline.engine import Pipeline
 from gpipe_cli.pipeline.randomness import NoiseSource
-from gpipe_cli.pipeline.schedule import KINDS, REMAT
+from gpipe_cli.pipeline.schedule import KINDS, REMAT, forward_only
 
 
 @pytest.fixture(autouse=True)
@@ -103,3 +105,13 @@ def test_nothing_is_left_in_the_engine_after_a_step_and_no_graph_is_alive(kind: 
     gc.collect()
     alive = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor) and thing.grad_fn is not None]
     assert not alive
+
+
+def test_an_evaluation_leaves_no_times_behind_however_long_it_goes_on() -> None:
+    layers = build_all(small_model())
+    engine = Pipeline([Cell(0, layers, NoiseSource(1, 0, CPU))], (0,), None, token_loss, 1, CPU)
+    parts = mini_batch(0, 8, 2)
+    engine.meter.begin_step()
+    engine.run_forward(forward_only((0,), 2)[0], ("a", "b"), parts, lambda *_: None)
+    engine.meter.end_step()
+    assert engine.meter.spans == []

@@ -191,12 +191,14 @@ class Pipeline:
         self._receives = ReceivesAhead(program, self._post_receive, after_sends=blocking)
         self._receives.post_ahead(Op.RECEIVE_ACTIVATION)
         meter, where, handlers = self.meter, self._where, self._handlers
+        is_timed = self._sink is None  # translating may go on for days, and nobody asks where its time goes
         for instruction in program:
             op, cell, micro_batch = instruction.op, instruction.cell, instruction.micro_batch
             where["cell"], where["micro_batch"], where["instruction"] = cell, micro_batch, op.name.lower()
             started = meter.mark()
             handlers[op](cell, micro_batch)
-            meter.record(instruction, started)
+            if is_timed:
+                meter.record(instruction, started)
         where.update(cell=None, micro_batch=None, instruction=None)  # what fails from here on, fails outside of them
         if self._transport is not None:
             self._transport.drain()

@@ -47,9 +47,8 @@ class Meter:
         self.phases: list[Phase] = []
 
     def begin_step(self) -> None:
-        """Forgets what was recorded since the last step (evaluations) and starts the clock."""
+        """Starts the clock."""
         self.settle()
-        self._marks.clear()
         if self._on_gpu:
             self._began_on_gpu = self._event()
         self.began = time.perf_counter()

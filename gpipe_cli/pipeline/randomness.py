@@ -13,6 +13,7 @@ from hashlib import blake2b
 from struct import pack, unpack
 
 import torch
+from torch import Tensor
 
 WEIGHTS, NOISE = 1, 2  # what a seed is for, so that the two never coincide
 _TOGETHER = 8  # seeds of eight bytes in the longest digest of blake2b
@@ -32,22 +33,35 @@ def weights_of_layer(seed: int, layer: int) -> Iterator[None]:
         yield
 
 
+def generator_states(device: torch.device) -> tuple[Tensor, ...]:
+    """Of all generators that a layer on ``device`` may draw from: the CPU's, and the device's own."""
+    own = (torch.cuda.get_rng_state(device),) if device.type == "cuda" else ()
+    return (torch.get_rng_state(), *own)
+
+
+def restore_generators(device: torch.device, states: tuple[Tensor, ...]) -> None:
+    """To what `generator_states` said of them."""
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
+
+
 class NoiseSource:
-    """Seeds the generator of the device before a layer runs.
+    """Seeds the generators that a layer may draw from, before it runs.
 
     Args:
         seed: of the run.
         replica: 0 … D−1.
-        device: whose default generator the layers draw from.
+        device: where the layers run. They draw from its default generator, or from the CPU's, as a layer does that
+            tosses a coin with ``torch.rand(())``.
     """
 
     def __init__(self, seed: int, replica: int, device: torch.device) -> None:
         self._seed, self._replica = seed, replica
+        self._generators = [torch.default_generator]
         if device.type == "cuda":
             torch.cuda.init()  # type: ignore[no-untyped-call]  # torch's own
-            self._generator = torch.cuda.default_generators[device.index or 0]
-        else:
-            self._generator = torch.default_generator
+            self._generators.append(torch.cuda.default_generators[device.index or 0])
 
     def seeds(self, step: int, micro_batch: int, layers: Sequence[int]) -> list[int]:
         """The seed of each of ``layers`` (indices in the model's list): 63 bits that depend only on these numbers.
@@ -62,7 +76,8 @@ class NoiseSource:
 
     def seed(self, seed: int) -> None:
         """What is drawn next depends only on ``seed``."""
-        self._generator.manual_seed(seed)
+        for generator in self._generators:
+            generator.manual_seed(seed)
 
     def seed_layer(self, step: int, micro_batch: int, layer: int) -> None:
         """What ``layer`` draws next depends only on these numbers."""

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..pipeline.randomness import generator_states, restore_generators
+
 T = TypeVar("T")
 
 
@@ -87,12 +89,12 @@ class _Turns(Generic[T]):
         return self._normalised[number]
 
     def _pass_turn(self, number: int) -> None:
-        state = _random_state(self._device)
+        state = generator_states(self._device)
         self._turn[(number + 1) % len(self._turn)].release()
         self._turn[number].acquire()
         if self._error is not None:
             raise _GaveUp
-        _set_random_state(self._device, state)
+        restore_generators(self._device, state)
 
 
 def _over_all(batchnorm: _BatchNorm, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -117,14 +119,3 @@ def _replaced_forward(
     finally:
         for batchnorm in replaced:
             del batchnorm.forward
-
-
-def _random_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _set_random_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)

@@ -22,7 +22,7 @@ from ..config import Settings
 from ..layers import LayerBuilder
 from ..pipeline.boundary import Tensors, as_tensors
 from ..pipeline.cell import build_layer
-from ..pipeline.randomness import NoiseSource
+from ..pipeline.randomness import NoiseSource, generator_states
 from ..tasks.base import Task
 from .build import build_autocast, build_lr_schedule, build_optimizer
 from .joint_batchnorm import run_together
@@ -197,7 +197,7 @@ class PlainTraining:
         with self._autocast():
             for index, _, module in self.layers:
                 noise.seed_layer(run.step, number, index)
-                before = _generator_state(self._device)
+                before = generator_states(self._device)
                 run.seen.weights(WEIGHTS, replica, number, index, module)
                 returned = module(values if len(values) > 1 else values[0])
                 outputs = as_tensors(returned)
@@ -205,7 +205,7 @@ class PlainTraining:
                 auxiliary = getattr(module, "auxiliary_loss", None)
                 if auxiliary is not None:
                     losses.append(auxiliary(returned, targets))
-                if not torch.equal(before, _generator_state(self._device)):
+                if not all(map(torch.equal, before, generator_states(self._device))):
                     self.draws_noise.add(index)
                 values = outputs
             losses.append(self._task.loss(values, targets)[0])
@@ -289,7 +289,3 @@ class _FrozenAverages:
 
 def _norm(gradients: Iterable[Tensor]) -> float:
     return math.sqrt(sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in gradients))
-
-
-def _generator_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

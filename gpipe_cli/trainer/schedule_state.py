@@ -64,6 +64,14 @@ class ScheduleState:
         for group, settings in zip(self._optimizer.param_groups, changed, strict=True):
             group.update(settings)
 
+    def replay(self, steps: int) -> None:
+        """Puts schedule and groups where a run of the present configuration would have them after so many steps.
+
+        For a run that goes on with another learning rate or schedule: those of its past say nothing of it.
+        """
+        for _ in range(steps):
+            self._lr_schedule.step()
+
     def _settings(self) -> list[dict[str, Any]]:
         """Of each of the optimizer's groups what is no parameter."""
         groups = self._optimizer.param_groups

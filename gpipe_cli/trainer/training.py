@@ -22,6 +22,7 @@ from .compatibility import require_same_steps
 from .exchange import Exchange
 from .journal import Journal
 from .loop import Parts, Progress, Trainer
+from .same_data import fingerprint
 from .saving import Saver
 from .schedule_state import ScheduleState
 from .start_messages import batchnorm_notice
@@ -64,9 +65,11 @@ def assemble_training(
         assembly.layers,
         settings.checkpoint.keep,
         config["settings"],
+        fingerprint(assembly.source),
         optimizer,
         schedule,
         average,
+        journal.warn,
     )
     reporter = make_reporter(assembly)
     fields = {**assembly.codec.fields(), **reporter.fields(), **saver.fields(), **evaluation_fields(assembly)}
@@ -86,10 +89,12 @@ def assemble_training(
     )
     progress, position = Progress(), None
     if world.rank == 0:
-        prepare_directory(context.run_dir, resumed)
+        for warning in prepare_directory(context.run_dir, resumed):
+            journal.warn(warning)
     if resumed is not None:
-        progress, position = restore(resumed, cells, optimizer, schedule, average)
+        progress, position = restore(resumed, cells, optimizer, average)
         journal.message(f"going on from {resumed.path}, step {resumed.step}")
+        restore_schedule(resumed, schedule, config["settings"])
     say_batchnorm(journal, world, cells, settings, assembly.survey.examples)
     return Trainer(parts, progress, position)
 
@@ -138,10 +143,9 @@ def restore(
     info: CheckpointInfo,
     cells: Sequence[Cell],
     optimizer: torch.optim.Optimizer,
-    schedule: ScheduleState,
     average: WeightAverage | None,
 ) -> tuple[Progress, Any]:
-    """Weights and their average, optimizer, schedule and progress from a checkpoint.
+    """Weights and their average, optimizer and progress from a checkpoint.
 
     Returns:
         Progress and data position.
@@ -152,9 +156,17 @@ def restore(
             restore_layer(layer.name, layer.module, optimizer, state)
             if average is not None:
                 average.restore(layer.name, state.averages)
-    schedule.restore(cast("Mapping[str, Json]", info.state.schedule))
     scalars: dict[str, Any] = {key: value for key, value in info.state.scalars.items() if value is not None}
     return Progress(step=info.step, **scalars), info.state.data_position
+
+
+def restore_schedule(info: CheckpointInfo, schedule: ScheduleState, settings: Mapping[str, Json]) -> None:
+    """As the checkpoint has it, or, where `checkpoint.allow_changes` let it be changed, as the configuration has it."""
+    saved = info.state.configuration
+    if all(saved.get(section) == settings.get(section) for section in ("optimizer", "schedule")):
+        schedule.restore(cast("Mapping[str, Json]", info.state.schedule))
+    else:
+        schedule.replay(info.step)
 
 
 def say_batchnorm(journal: Journal, world: World, cells: Sequence[Cell], settings: Settings, examples: int) -> None:
