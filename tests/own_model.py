@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -56,6 +57,20 @@ class Counting(Fading):
 
     def begin_step(self, step: int, steps: int) -> None:
         self.share = 1 / (step + 2)
+
+
+class Ending(nn.Module):
+    """Asks for an end of the run in the middle of step `at`."""
+
+    at: ClassVar[int | None] = None
+    asked: ClassVar[bool] = False
+    depends_on_steps = False
+
+    def begin_step(self, step: int, steps: int) -> None:
+        Ending.asked = step == self.at
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
 
 
 class Remembering(nn.Module):

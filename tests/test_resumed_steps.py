@@ -1,4 +1,4 @@
-"""What may be changed when a run goes on: more steps where no layer goes by their number, the learning rate if asked."""
+"""Going on with a run: what may be changed, more steps or the learning rate, and what is still to be evaluated."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from inline_run import train_inline
-from own_model import WORDS
+from own_model import WORDS, Ending
 
 from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.launch.context import Context
 from gpipe_cli.trainer.checkpoint_files import step_directory
 
 
@@ -62,3 +63,58 @@ def test_a_schedule_that_may_differ_goes_on_as_if_it_had_always_been(tmp_path: P
     stairs = ("schedule._target_=torch.optim.lr_scheduler.StepLR", "++schedule.step_size=1", "++schedule.gamma=0.5")
     change = (*stairs, "~schedule.warmup_steps", "checkpoint.allow_changes=[schedule]")
     assert learning_rates(tmp_path, *change) == [0.025, 0.0125]
+
+
+def test_a_run_that_would_write_over_another_is_refused_before_it_does(tmp_path: Path) -> None:
+    words = (*WORDS, "trainer.evaluate_every=null", "trainer.steps=2")
+    train_inline(tmp_path, *words)
+    kept = {path: path.read_bytes() for path in tmp_path.rglob("*.jsonl")}
+    with pytest.raises(ConfigurationError, match="already holds checkpoints"):
+        train_inline(tmp_path, *words)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.jsonl")} == kept
+    assert all(kept.values())
+
+
+EVERY_STEP = ("++model.middle=Ending", "trainer.evaluate_every=1", "optimizer.lr=0", "trainer.steps=5")
+
+
+def going_on(run_dir: Path) -> str:
+    """With the newest checkpoint, if there is one."""
+    steps = sorted((run_dir / "checkpoints").glob("step_*"))
+    return f"checkpoint.resume={steps[-1] if steps else 'null'}"
+
+
+def evaluated(run_dir: Path) -> list[int]:
+    return [json.loads(row)["step"] for row in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+
+
+def test_a_step_that_was_to_be_evaluated_when_the_run_was_ended_is_evaluated_when_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [word for word in WORDS if not word.startswith("trainer.evaluate_every")]
+    hears = {"stop_requested": lambda: Ending.asked}
+    monkeypatch.setattr("gpipe_cli.launch.inline.Context", lambda **given: Context(**{**given, **hears}))
+    monkeypatch.setattr(Ending, "at", 1)
+    summary, _ = train_inline(tmp_path, *words, *EVERY_STEP)
+    assert (summary["steps"], summary["stopped_by"], evaluated(tmp_path)) == (2, "request", [1])
+    monkeypatch.setattr(Ending, "at", None)
+    monkeypatch.setattr(Ending, "asked", False)
+    train_inline(tmp_path, *words, *EVERY_STEP, going_on(tmp_path))
+    assert evaluated(tmp_path) == [1, 2, 3, 4, 5]
+
+
+def test_a_run_that_has_lost_patience_trains_no_further_when_it_is_typed_again(tmp_path: Path) -> None:
+    words = [word for word in WORDS if not word.startswith("trainer.evaluate_every")]
+    for _ in range(3):
+        again = ("trainer.patience=2", "trainer.evaluate_first=true", going_on(tmp_path))
+        summary, _ = train_inline(tmp_path, *words, *EVERY_STEP, *again)
+        assert (summary["steps"], summary["stopped_by"]) == (2, "early stopping")
+    assert evaluated(tmp_path) == [0, 1, 2]
+
+
+def test_what_is_evaluated_because_time_is_up_does_not_wear_out_patience(tmp_path: Path) -> None:
+    words = [*WORDS, "++model.middle=Ending", "optimizer.lr=0", "trainer.patience=2", "trainer.evaluate_every=1000"]
+    for _ in range(3):
+        slice_of_time = ("trainer.steps=100000", "trainer.seconds=0.01", going_on(tmp_path))
+        summary, _ = train_inline(tmp_path, *words, *slice_of_time)
+        assert summary["stopped_by"] == "time limit"

@@ -104,6 +104,7 @@ class Trainer:
         """Until the last step, the end of the data, the time limit, early stopping or a request to stop."""
         if self._owes_evaluation() and self._evaluate(final=False):
             self._save(is_best=True)
+        self._heed_patience()
         if not self.progress.stopped_by:
             self._train()
         self._finish()
@@ -185,6 +186,7 @@ class Trainer:
         p.lr_schedule.step()
         p.optimizer.zero_grad(set_to_none=True)
         progress.step += 1
+        progress.evaluation_due = _is_time(self._settings.evaluate_every, progress.step)
 
     def _tell(self, report: StepReport, plan: Plan, lr: float, seconds: float) -> None:
         """What has become of the step, to whoever reads of it."""
@@ -275,27 +277,27 @@ class Trainer:
 
     def _between_steps(self) -> bool:
         """Saves and evaluates when it is time; True when the run should end early."""
-        settings, progress = self._settings, self.progress
+        progress = self.progress
         saving = _is_time(self._assembly.settings.checkpoint.every, progress.step)
-        progress.evaluation_due = _is_time(settings.evaluate_every, progress.step)
         if saving:
             self._save(is_best=False)
         if progress.evaluation_due:
             is_best = self._evaluate(final=False)
             if saving or is_best:
                 self._save(is_best)
-        if (
-            not progress.stopped_by
-            and settings.patience is not None
-            and progress.evaluations_since_best >= settings.patience
-        ):
-            progress.stopped_by = "early stopping"
+        self._heed_patience()
         return bool(progress.stopped_by)
 
-    def _evaluate(self, final: bool) -> bool:
+    def _heed_patience(self) -> None:
+        progress, patience = self.progress, self._settings.patience
+        if not progress.stopped_by and patience is not None and progress.evaluations_since_best >= patience:
+            progress.stopped_by = "early stopping"
+
+    def _evaluate(self, final: bool, counts: bool = True) -> bool:
         """With the averaged weights where there are any; True when this is the best evaluation loss so far.
 
-        It can take minutes, so what was saved before is on disk first, and a request to stop breaks it off.
+        ``counts``: for `trainer.patience`. It can take minutes, so what was saved before is on disk first, and a
+        request to stop breaks it off.
         """
         progress, average = self.progress, self.parts.average
         self.parts.saver.finish(self.parts.exchange)
@@ -310,7 +312,7 @@ class Trainer:
         self._evaluated = progress.step, dict(result.effort)
         self.parts.journal.evaluation(progress, result, self._epochs_of_languages())
         if result.loss is None or not result.loss < progress.best:
-            progress.evaluations_since_best += 1
+            progress.evaluations_since_best += counts
             return False
         progress.best, progress.evaluations_since_best = result.loss, 0
         return progress.step > 0
@@ -328,9 +330,9 @@ class Trainer:
         is_best = False
         evaluated = self._evaluated == (progress.step, p.evaluator.effort(final=True))  # early stopping's last one
         if progress.stopped_by != "request" and not evaluated:
-            progress.evaluation_due = True
+            was_due, progress.evaluation_due = progress.evaluation_due, True
             self._save(is_best)
-            is_best = self._evaluate(final=True)
+            is_best = self._evaluate(final=True, counts=was_due)  # each time limit would wear out patience
         self._save(is_best)
         p.saver.finish(p.exchange)
         p.journal.pictures(record_everyone(a.world, a.engine.meter), a.programs, self.totals.breakdown(a.programs))
