@@ -14,6 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from .source import fingerprint_of
+
 
 class BrokenImage(NamedTuple):
     """An image that could not be read, and what the decoder said."""
@@ -41,6 +43,9 @@ class Images(Protocol):
     class_names: tuple[str, ...]
 
     def __len__(self) -> int: ...
+
+    def fingerprint(self) -> str:
+        """Of which images there are, in their order; their contents are not read."""
 
     def read(self, index: int) -> Tensor:
         """Image `index` as uint8 [3, H, W].
@@ -81,6 +86,9 @@ class ImageFiles:
         name = self._bytes[self._ends[index] : self._ends[index + 1]].tobytes()
         return self.root / os.fsdecode(name)
 
+    def fingerprint(self) -> str:
+        return fingerprint_of(self._bytes.tobytes(), self._ends.tobytes(), self.labels.tobytes())
+
     def read(self, index: int) -> Tensor:
         path = self.path(index)
         try:
@@ -98,6 +106,9 @@ class ImageArray:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def fingerprint(self) -> str:
+        return fingerprint_of(repr(tuple(self._images.shape)).encode(), self.labels.tobytes())
 
     def read(self, index: int) -> Tensor:
         return self._images[index]

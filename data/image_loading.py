@@ -48,6 +48,9 @@ class TransformedImages(Dataset[Example]):
     def __len__(self) -> int:
         return len(self._images)
 
+    def fingerprint(self) -> str:
+        return self._images.fingerprint()
+
     def __getitem__(self, index: int) -> Example:
         broken = []
         for place in range(self._attempts):

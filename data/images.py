@@ -155,6 +155,10 @@ class ImageSource:
         """How many images were met that could not be read."""
         return {"broken_images": len(self.broken_images)}
 
+    def fingerprint(self) -> str:
+        """Of the names and labels of the training images."""
+        return self._prepared[0].fingerprint()
+
     def epoch(self, position: Any) -> float:
         """How often the training images were read up to `position`."""
         return self._examples().epoch(position)

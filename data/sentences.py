@@ -15,12 +15,15 @@ EXAMPLE = (8, 16)  # sentences and tokens of the one batch, by which the model's
 
 
 def keep_vocabularies(store: Path, folder: Path) -> None:
-    """Copies a store's vocabularies; there is no target vocabulary where both sides share one."""
+    """Copies a store's vocabularies, each whole or not at all; none for the target where both sides share one."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in (SOURCE, TARGET):
-        (folder / name).unlink(missing_ok=True)
         if (store / name).exists():
-            shutil.copyfile(store / name, folder / name)
+            draft = folder / f".{name}"
+            shutil.copyfile(store / name, draft)
+            draft.replace(folder / name)
+        else:
+            (folder / name).unlink(missing_ok=True)
 
 
 def are_kept(folder: Path) -> bool:

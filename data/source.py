@@ -64,6 +64,9 @@ class Source(Protocol):
     # Optional: `evaluation_share(parts, replica, replicas)`, of the mini-batches of `evaluation` the numbers replica,
     # replica + replicas, …: where reading is dear, so that replicas do not all read everything.
     # Optional: `defects`, a dict of counts (broken files, left-out lines) that goes into summary.json.
+    # Optional: `fingerprint() -> str`, of the prepared training data: a run is not resumed with another one. The same
+    # data have the same one on another machine and under another path.
+    # Optional: `keep_vocabularies(folder)`, writes what ids stand for: files that a resume compares byte for byte.
 
 
 def no_report(text: str, done: int, total: int) -> None:
@@ -80,6 +83,15 @@ def check_limits(**values: tuple[float | None, float, float | None]) -> None:
         if value is not None and not (value >= least and (most is None or value <= most)):
             limit = f"at least {least}" if most is None else f"between {least} and {most}"
             raise ValueError(f"data.{key}={value}: must be {limit}")
+
+
+def fingerprint_of(*parts: bytes) -> str:
+    """A short digest of all parts and where each ends."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def split_evenly(count: int, parts: int) -> list[slice]:

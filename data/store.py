@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from .source import fingerprint_of
 from .token_batches import width_of
 from .vocabulary import Vocabulary
 
@@ -122,6 +123,15 @@ class Store:
     def sizes(self) -> dict[str, int]:
         """Training pairs of each language."""
         return {code: of.pairs for code, of in self.languages.items()}
+
+    def fingerprint(self) -> str:
+        """Of what a run sees: vocabularies, and of each language the numbers of pairs and tokens of each length.
+
+        The shards are not read, which may be of any size: a change that leaves all of these alike is not seen.
+        """
+        said = json.loads((self.folder / "store.json").read_text(encoding="utf-8"))
+        vocabularies = [path.read_bytes() for path in sorted(self.folder.glob("*.model"))]
+        return fingerprint_of(json.dumps([said["block"], said["languages"]]).encode(), *vocabularies)
 
     def blocks(self) -> list[list[int]]:
         """Of each language, the pairs of each of its blocks."""

@@ -114,6 +114,10 @@ class TextSource:
         """The text of the ids up to the first end mark."""
         return self._opened.source_vocabulary.decode(ids)
 
+    def fingerprint(self) -> str:
+        """Of the corpus, not of the order in which it is read."""
+        return self._opened.fingerprint()
+
     def epoch(self, position: Any) -> float:
         """How often the whole text was read up to `position`."""
         return float((position or {"batch": 0})["batch"] * self._batch_size / self._blocks)

@@ -194,6 +194,10 @@ class PairSource:
         """The script of each language, as far as it is known."""
         return {code: SCRIPTS[code] for code in self.sizes if code in SCRIPTS}
 
+    def fingerprint(self) -> str:
+        """Of the corpus, not of the order in which it is read."""
+        return self._opened.fingerprint()
+
     def epoch(self, position: Any) -> float:
         """Pairs read up to `position`, in sizes of the corpus (of which small languages come round more often)."""
         chunk, read = self._place(position)

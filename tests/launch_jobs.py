@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,33 @@ def sleep(context: Context, config: dict[str, Any]) -> None:
     subprocess.Popen(["sleep", "120"])
     _ready(context)
     time.sleep(120)
+
+
+def prepare_data(context: Context, config: dict[str, Any]) -> list[float]:
+    """The trainer's preparation of data by replicas of two workers, where a message may take 2 s.
+
+    Args:
+        config: "seconds" that each preparation takes.
+
+    Returns:
+        When each rank began to prepare; 0 for one that reads no data.
+    """
+    from gpipe_cli.trainer.preparation import prepare_in_turn
+    from gpipe_cli.trainer.world import join_world
+
+    began = 0.0
+
+    class Slow:
+        def prepare(self, report: Any) -> None:
+            nonlocal began
+            began = time.time()
+            _ready(context)
+            time.sleep(config["seconds"])
+
+    context.init_process_group = partial(context.init_process_group, timeout_seconds=2.0)  # type: ignore[method-assign]
+    world = join_world(context, 2, context.world_size // 2, "cpu", "gloo")
+    prepare_in_turn(Slow() if world.reads_data else None, world, lambda text, done, total: None)
+    return world.gather_everyone(began)
 
 
 def run_until_stopped(context: Context, config: dict[str, Any]) -> str:

@@ -52,6 +52,23 @@ def test_a_matrix_is_factored_in_rows_and_columns() -> None:
     assert parameter.flatten().tolist() == pytest.approx(expected, rel=1e-12)
 
 
+# Their squares are eps = 1e-30 alone, and the product of two of those is 0 in float32.
+@pytest.mark.parametrize("gradient", [[[0.0, 0.0], [0.0, 0.0]], [[2.0, 0.0], [0.0, 0.0]]], ids=["all", "row, column"])
+def test_zeros_in_the_first_gradient_of_a_matrix_move_nothing(gradient: list[list[float]]) -> None:
+    parameter = nn.Parameter(torch.ones(2, 2))
+    parameter.grad = torch.tensor(gradient)
+    Adafactor([parameter], lr=0.5, beta1=0.0).step()
+    assert parameter[parameter.grad == 0].tolist() == pytest.approx([1.0] * int((parameter.grad == 0).sum()), abs=0)
+    assert bool(parameter.isfinite().all())
+
+
+def test_a_uniformly_tiny_first_gradient_moves_a_matrix_by_the_learning_rate() -> None:
+    parameter = nn.Parameter(torch.zeros(2, 2))
+    parameter.grad = torch.full((2, 2), 1e-13)
+    Adafactor([parameter], lr=0.5, beta1=0.0).step()
+    assert parameter.flatten().tolist() == pytest.approx([-0.5] * 4, rel=1e-3)
+
+
 def test_the_squares_decay_as_one_minus_t_to_the_minus_exponent() -> None:
     parameter = weight([0.0])
     optimizer = Adafactor([parameter], lr=1.0, beta1=0.0, decay_exponent=0.5, eps=0.0, clip=None)

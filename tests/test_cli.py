@@ -19,6 +19,7 @@ from typing import Any
 import cli_jobs
 import pytest
 
+from gpipe_cli import gpus
 from gpipe_cli.commands import devices, own_target, sweep
 from gpipe_cli.commands.console import Console
 from gpipe_cli.commands.devices import Devices, settle_workers
@@ -87,6 +88,61 @@ def test_a_terminal_shows_a_progress_bar(tmp_path: Path) -> None:
     assert "━".encode() in shown and b"4/4  loss 1.2500" in shown
 
 
+def start(folder: Path, stdout: int, *words: str) -> subprocess.Popen[bytes]:
+    """A slow run of 8 steps."""
+    command = [*COMMAND, *words, "pipeline.K=1", "trainer.steps=8", f"seed={cli_jobs.SLOW}"]
+    environment = {**ENVIRONMENT, "TERM": "xterm"}
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=stdout, stderr=subprocess.PIPE)
+
+
+def ends_in_order(folder: Path, process: subprocess.Popen[bytes], reason: str) -> None:
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, b"")
+    directory = only(folder / "runs")
+    assert (directory / "summary.json").is_file()
+    said = (directory / "train.log").read_text()
+    assert said.count("cannot be written to") == 1 and reason in said
+    assert "step 8/8" in said
+
+
+def test_a_run_whose_pipe_loses_its_reader_goes_on(tmp_path: Path) -> None:
+    ours, theirs = os.pipe()
+    process = start(tmp_path, theirs)
+    os.close(theirs)
+    assert os.read(ours, 1)
+    os.close(ours)
+    ends_in_order(tmp_path, process, "Broken pipe")
+
+
+def test_a_run_whose_terminal_is_closed_goes_on(tmp_path: Path) -> None:
+    """Where no hang-up tells of it: the run is no job of that terminal."""
+    ours, theirs = pty.openpty()
+    process = start(tmp_path, theirs)
+    os.close(theirs)
+    assert os.read(ours, 1)
+    os.close(ours)
+    ends_in_order(tmp_path, process, "Input/output error")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_run_whose_output_is_on_a_full_disk_goes_on(tmp_path: Path) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    process = start(tmp_path, full)
+    os.close(full)
+    ends_in_order(tmp_path, process, "No space left on device")
+
+
+def test_a_sweep_whose_pipe_loses_its_reader_goes_on_to_its_table(tmp_path: Path) -> None:
+    ours, theirs = os.pipe()
+    process = start(tmp_path, theirs, "-m", "pipeline.M=4,8")
+    os.close(theirs)
+    assert os.read(ours, 1)
+    os.close(ours)
+    assert process.wait(60) == 0
+    jobs = json.loads((only(tmp_path / "sweeps") / "sweep.json").read_text())["jobs"]
+    assert [job["status"] for job in jobs] == ["done", "done"]
+
+
 def test_a_failed_run_ends_with_its_traceback_and_exit_code_1(tmp_path: Path) -> None:
     failed = run(tmp_path, f"seed={cli_jobs.FAILS}", "pipeline.K=1")
     assert failed.returncode == 1
@@ -117,6 +173,21 @@ def test_a_run_directory_that_is_in_use_is_refused(tmp_path: Path) -> None:
         first.terminate()
     assert second.returncode == 2
     assert "another gpipe-train is writing to" in second.stderr
+
+
+def test_a_file_system_without_locks_is_a_warning(tmp_path: Path) -> None:
+    program = (
+        "import errno, fcntl, sys, cli_jobs\n"
+        "def flock(*_): raise OSError(errno.ENOLCK, 'No locks available')\n"
+        "fcntl.flock = flock\n"
+        "program = cli_jobs.Program('cli_jobs:train', ('json',))\n"
+        "sys.exit(cli_jobs.main(['pipeline.K=1', 'trainer.steps=1'], program))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("warning: no locks on the file system of") == 1
 
 
 def wait_for(path: Path) -> None:
@@ -425,12 +496,20 @@ def test_a_job_of_the_wrong_size_is_refused(changes: dict[str, Any], world_size:
 
 
 def test_gpus_are_those_that_cuda_programs_see(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_installed_gpus", lambda: 4)
+    monkeypatch.setattr(gpus, "_installed_gpus", lambda: 4)
     seen = {}
     for visible in ("0,1", "", "-1", "2", "0,1,2,3,4,5"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         seen[visible] = devices.count_gpus()
     assert seen == {"0,1": 2, "": 0, "-1": 0, "2": 1, "0,1,2,3,4,5": 4}
+
+
+@pytest.mark.parametrize(("visible", "number"), [("7", 0), ("NoDevFiles", 0), ("GPU-a,MIG-b", 2)])
+def test_names_that_no_gpu_has_are_none(visible: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NoDevFiles is what Slurm gives to a job without GPUs; a worker would take one more for a driver that fails."""
+    monkeypatch.setattr(gpus, "_installed_gpus", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert devices.count_gpus() == number
 
 
 # -- what the console shows --------------------------------------------------------------------------------------

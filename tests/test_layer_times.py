@@ -130,6 +130,61 @@ def test_batchnorm_gathers_in_every_forward_but_not_when_it_is_recomputed() -> N
     assert batchnorm.gathered_count == 2 * 4
 
 
+class Stream:
+    """Stands for a GPU's, where work takes as long as a test says, and waiting for it half a second."""
+
+    now, waits = 0.0, 0
+
+    def work(self, seconds: float) -> None:
+        self.now += seconds
+
+    def wait(self, *_: object) -> None:
+        self.waits += 1
+        self.now += 0.5
+
+
+class StreamEvent:
+    def __init__(self, stream: Stream) -> None:
+        self.stream, self.at = stream, -1.0
+
+    def record(self, stream: Stream) -> None:
+        self.at = stream.now
+
+    def synchronize(self) -> None:
+        self.stream.wait()
+
+    def elapsed_time(self, end: StreamEvent) -> float:
+        return (end.at - self.at) * 1000
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    made = Stream()
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: StreamEvent(made))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made)
+    monkeypatch.setattr(torch.cuda, "synchronize", made.wait)
+    return made
+
+
+def test_a_gpu_is_not_waited_for_around_what_is_timed(stream: Stream) -> None:
+    clock = layer_times._Clock(torch.device("cuda"))
+    for seconds in (0.1, 0.3, 0.2):
+        with clock.running("forward"):
+            stream.work(seconds)
+    assert stream.waits == 0
+    assert clock.median("forward") == pytest.approx(0.2)
+    assert stream.waits > 0  # else the events may not have come yet
+
+
+def test_what_a_gpu_did_before_it_was_warm_does_not_count(stream: Stream) -> None:
+    clock = layer_times._Clock(torch.device("cuda"))
+    for seconds in (9.0, 0.2):
+        clock.forget()
+        with clock.running("forward"):
+            stream.work(seconds)
+    assert clock.median("forward") == pytest.approx(0.2)
+
+
 def test_times_of_layers_add_up() -> None:
     ones, tens = LayerTimes(1, 2, 3, 4, 5, 6), LayerTimes(10, 20, 30, 40, 50, 60)
     assert total_times([ones, tens]) == LayerTimes(11, 22, 33, 44, 55, 66)

@@ -25,18 +25,19 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 ARROWS = {
     "cpu": set(),
     "errors": set(),
+    "gpus": set(),
     "layers": set(),
     "typed_section": {"errors"},
     "config": {"errors", "typed_section"},
     "commands": {
-        *("cpu", "errors", "config", "typed_section", "conf", "commands", "launch"),
+        *("cpu", "gpus", "errors", "config", "typed_section", "conf", "commands", "launch"),
         *("trainer.checkpoint_files", "trainer.compatibility"),  # what a checkpoint is, without torch
         *("trainer.translation_scores", "trainer.language_pictures"),  # BLEU of languages, without torch
         *("tasks.bleu", "data.sentences"),  # BLEU, the vocabularies that a run has kept: without torch
     },
     "commands.export": {"commands", "trainer"},
     "commands.plan": {"commands", "config", "errors", "planner", "pipeline"},
-    "commands.plan_report": {"commands", "planner", "pipeline"},
+    "commands.plan_report": {"commands", "errors", "planner", "pipeline"},
     "commands.bench": {"commands", "bench", "errors", "launch", "typed_section"},
     "commands.report": {"commands", "bench"},
     "bench": {
@@ -55,7 +56,7 @@ ARROWS = {
     "models": {"errors", "layers", "models"},
     "conf": set(),
     "trainer": {
-        *("errors", "config", "layers", "trainer", "tasks", "pipeline"),
+        *("errors", "gpus", "config", "layers", "trainer", "tasks", "pipeline"),
         *("launch.context", "data.source"),  # a worker's place, and what a data source is
     },
 }

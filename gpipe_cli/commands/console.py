@@ -14,16 +14,20 @@ Everything that is printed also goes to train.log, as plain text. An event is a 
 
 and the launcher's own, with "event": stopping (signal, grace_seconds), killed (message), warning (message). Any other
 event goes to train.log alone. Numbers may be null (not finite, or not known).
+
+A run does not end because nobody reads what it prints: see `Output`.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from contextlib import suppress
+from typing import IO, Any, Literal, cast
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -38,6 +42,58 @@ log = logging.getLogger("gpipe_cli")
 Event = Mapping[str, Any]
 
 
+class Output:
+    """Standard output or error of a run, which goes on when it can no longer be written to.
+
+    The reader of a pipe may have died, the terminal been closed, the disk behind a `>` be full. From the first failure
+    on, everything that is written there goes to /dev/null: also what Python still holds back and would fail to write at
+    its end, and what the user's own code prints.
+    """
+
+    def __init__(self, stream: IO[str] | None) -> None:
+        self._stream = stream  # None: Python was started with this one closed
+
+    def write(self, text: str) -> int:
+        self._guard(lambda stream: stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._guard(lambda stream: stream.flush())
+
+    def isatty(self) -> bool:
+        return self._stream is not None and self._stream.isatty()
+
+    def fileno(self) -> int:
+        if self._stream is None:
+            raise OSError("there is no such stream")
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def _guard(self, action: Callable[[IO[str]], object]) -> None:
+        if self._stream is None:
+            return
+        try:
+            action(self._stream)
+        except OSError as error:
+            failed, self._stream = self._stream, None
+            with suppress(OSError):
+                _redirect_to_nothing(failed)
+            # No warning, which would come back to the console: this may be rich's thread, with rich's lock held.
+            name = getattr(failed, "name", "the output")
+            log.info("%s cannot be written to (%s): nothing more is shown there, the run goes on", name, error)
+
+
+def _redirect_to_nothing(stream: IO[str]) -> None:
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nothing, stream.fileno())
+    finally:
+        os.close(nothing)
+
+
 class Console:
     """Shows events; use it as a context manager, so that the progress bar is always taken away.
 
@@ -49,7 +105,9 @@ class Console:
 
     def __init__(self, every: int, mode: Literal["auto", "plain"], silent: bool = False) -> None:
         self._every, self._silent = every, silent
-        self._rich = RichConsole(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
+        self._output = Output(sys.stdout)
+        file = cast("IO[str]", self._output)  # all of it that rich uses
+        self._rich = RichConsole(file=file, highlight=False, markup=False, soft_wrap=True)
         self._bar = _Bar(self._rich) if mode == "auto" and self._rich.is_terminal and not silent else None
         self._pace = _Pace()
         self._last_line = self._last_preparation = -LONGEST_SILENCE_SECONDS
@@ -83,7 +141,7 @@ class Console:
         if self._bar:
             self._bar.close()
         if not self._silent:
-            print(text, file=sys.stderr, flush=True)
+            print(text, file=Output(sys.stderr), flush=True)
 
     def warn(self, text: str) -> None:
         log.warning("%s", text, extra={"shown": True})
@@ -95,7 +153,7 @@ class Console:
         if self._rich.is_terminal:
             self._rich.print(text, style=style)
         else:
-            print(text, flush=True)
+            print(text, file=self._output, flush=True)
 
     # -- kinds of events -----------------------------------------------------------------------------------------
 

@@ -1,18 +1,13 @@
-"""How many workers the machine has room for. Counts GPUs without importing torch."""
+"""How many workers the machine has room for, found out without torch."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 
 from gpipe_cli.config import PipelineConfig
 from gpipe_cli.cpu import usable_cores
 from gpipe_cli.errors import ConfigurationError
-
-NVIDIA_SMI_SECONDS = 20.0
+from gpipe_cli.gpus import count_gpus as count_gpus
 
 
 @dataclass(frozen=True)
@@ -34,28 +29,6 @@ def find_devices(device: str) -> Devices:
     """The devices of this machine: its GPUs, or the CPU cores that this process may use (`pipeline.device`)."""
     gpus = 0 if device == "cpu" else count_gpus()
     return Devices(gpus, "GPU") if gpus else Devices(usable_cores(), "core")
-
-
-def count_gpus() -> int:
-    """GPUs that CUDA programs see: CUDA_VISIBLE_DEVICES, as far as the driver has them."""
-    present = _installed_gpus()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return present
-    names = [name.strip() for name in visible.split(",")]
-    used = names.index("-1") if "-1" in names else len(names)  # what stands behind an invalid one is not visible
-    return min(present, len([name for name in names[:used] if name]))
-
-
-def _installed_gpus() -> int:
-    if program := shutil.which("nvidia-smi"):
-        try:
-            listing = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS)
-        except (OSError, subprocess.TimeoutExpired):
-            return 0
-        return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
-    folder = Path("/proc/driver/nvidia/gpus")
-    return len(list(folder.iterdir())) if folder.is_dir() else 0
 
 
 def room_for_workers(pipeline: PipelineConfig) -> tuple[int, Devices]:

@@ -153,7 +153,7 @@ def run_job(composed: DictConfig, program: Program, started_at: float) -> tuple[
         (run_dir / sweep.ERROR_FILE).unlink(missing_ok=True)
         try:
             prepared = prepare(composed, list(place.overrides.task))
-            with _sole_writer(run_dir):
+            with _sole_writer(run_dir, console):
                 config = _with_checkpoint(prepared, run_dir, place, console)
                 config = {"settings": config, "started_at": time.time() if is_sweep else started_at}
                 result = _start(prepared, config, run_dir, program, console)
@@ -263,7 +263,7 @@ def launch_program(program: Program, config: dict[str, Any], run_dir: Path, on_e
 
 
 @contextmanager
-def _sole_writer(run_dir: Path) -> Iterator[None]:
+def _sole_writer(run_dir: Path, console: Console) -> Iterator[None]:
     """Hold the run directory's lock, which the system lets go of when this process ends, however it ends."""
     if not torchrun.is_first():
         yield
@@ -271,10 +271,12 @@ def _sole_writer(run_dir: Path) -> Iterator[None]:
     with (run_dir / "run.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise ConfigurationError(
                 f"another gpipe-train is writing to {run_dir}: wait for it, or choose another hydra.run.dir"
             ) from None
+        except OSError as error:  # a file system without locks
+            console.warn(f"no locks on the file system of {run_dir} ({error}): two runs in it would not be noticed")
         yield
 
 

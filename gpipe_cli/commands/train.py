@@ -143,6 +143,7 @@ def _may_set_mode(words: Sequence[str]) -> bool:
 def _end_sweep(finished: Sweep) -> int:
     """Show the table over all jobs, also when Ctrl-C has ended the sweep; returns the exit code."""
     from gpipe_cli.commands import sweep
+    from gpipe_cli.commands.console import Output
     from gpipe_cli.commands.job import where_it_is
     from gpipe_cli.commands.torchrun import is_first
 
@@ -151,7 +152,7 @@ def _end_sweep(finished: Sweep) -> int:
     if not finished.directory.is_dir():
         return REFUSED
     table, all_done = sweep.finish(finished)
-    print(f"\n{table}\n\n{where_it_is(finished.directory)}", flush=True)
+    print(f"\n{table}\n\n{where_it_is(finished.directory)}", file=Output(sys.stdout), flush=True)
     return 0 if all_done else FAILED
 
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
-# A peer that dies is noticed at once; this is for one that is merely slow (data preparation, the first compilation).
+# A peer that dies is noticed at once; this is for one that is merely slow (the first compilation, a full disk). Data
+# may take longer to prepare: trainer/preparation.py waits with a patience of its own.
 GROUP_TIMEOUT_SECONDS = 1800.0
 
 

@@ -36,7 +36,7 @@ def joined() -> bool:
 
 
 def join(entry: str, config: dict[str, Any], run_dir: Path, on_event: OnEvent) -> Any:
-    """Be the rank that the environment says (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
+    """Be the rank that the environment says (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK or its like).
 
     Several jobs of one process (a sweep) are told apart by their order, which is the same in every rank. torch's
     thread count is left alone: torchrun sets OMP_NUM_THREADS.
@@ -63,7 +63,7 @@ def join(entry: str, config: dict[str, Any], run_dir: Path, on_event: OnEvent) -
     context = Context(
         rank=rank,
         world_size=world_size,
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        local_rank=_local_rank(),
         run_dir=run_dir.absolute(),
         open_store=open_store,
         emit=lambda event: on_event({"rank": rank, **event}),
@@ -78,6 +78,15 @@ def join(entry: str, config: dict[str, Any], run_dir: Path, on_event: OnEvent) -
     if interruption := signals.interruption():
         raise interruption
     return value
+
+
+def _local_rank() -> int:
+    """The number of this process on its machine; 0 where no launcher tells.
+
+    Slurm's comes last: it has one for the script of a batch job too, which all processes of an mpirun in it inherit.
+    """
+    names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+    return next((int(os.environ[name]) for name in names if os.environ.get(name)), 0)
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from .example import example_part
 from .layer_facts import BoundaryTensor, LayerFacts, measure_layers, measure_loss
 from .neighbours import Neighbours
 from .options import Options
-from .this_device import measure_rates, present_device
+from .this_device import measure_rates, present_device, workers_on_a_gpu
 from .timing import Clock
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ class Measurements:
         self._settings, self._options, self._builders, self._task = settings, options, builders, task
         self._clock, self._kernels, self._say = clock, kernels, say
         self._here = present_device(settings.pipeline)
+        self._sharing = workers_on_a_gpu(settings.pipeline) if options.device is None else 1
         self._known: dict[int, Measurement] = {}
         self._other_workers = _other_workers(settings.pipeline)
 
@@ -113,6 +114,10 @@ class Measurements:
             loss = None
             notes.append(str(error))
         timed = self._time(layers, loss, part, notes) if self._options.device is None else None
+        if self._sharing > 1:
+            notes.append(
+                f"{self._sharing} workers share a GPU of this machine: each has that part of its memory and speed"
+            )
         try:
             costs = self._costs(layers, loss, part, timed, notes)
         except CostError as error:
@@ -174,9 +179,9 @@ class Measurements:
         except (CostError, RuntimeError) as error:
             notes.append(f"layers could not be timed here ({error}): times follow from the machine's measured rates")
             return None
-        self._clock.measured.update({id(facts): times for facts, times in zip(layers, timed.times, strict=True)})
-        if loss is not None and timed.loss is not None:
-            self._clock.measured[id(loss)] = timed.loss
+        # A GPU was this process's alone; the workers that will share it take turns.
+        both = [*zip(layers, timed.times, strict=True), *([] if loss is None else [(loss, timed.loss)])]
+        self._clock.measured.update({id(facts): times.slower(self._sharing) for facts, times in both if times})
         return timed
 
     def _run(self, part: Part) -> Profile:

@@ -80,7 +80,7 @@ class Adafactor(SteppedByGroup):
         state = self.state[parameter]
         state["step"] = state.get("step", 0) + 1
         beta2 = 1 - state["step"] ** -group["decay_exponent"] if group["beta2"] is None else group["beta2"]
-        update = gradient / _second_moment(state, gradient.square() + group["eps"], beta2).sqrt()
+        update = _over_root(state, gradient, gradient.square() + group["eps"], beta2)
         if group["clip"] is not None:
             update /= (_rms(update) / group["clip"]).clamp(min=1.0)
         update *= group["lr"]
@@ -94,17 +94,22 @@ class Adafactor(SteppedByGroup):
         parameter.sub_(update)
 
 
-def _second_moment(state: dict[str, Any], squares: Tensor, beta2: float) -> Tensor:
-    """The moving average of the squares; of a matrix, the product of those of its rows and columns."""
+def _over_root(state: dict[str, Any], gradient: Tensor, squares: Tensor, beta2: float) -> Tensor:
+    """The gradient over √V, where V is the moving average of the squares; of a matrix, of its rows and columns.
+
+    Where a whole row and a whole column of zeros meet, R and C are both eps and their product is 0 in float32: the
+    roots are taken apart, and never multiplied with each other.
+    """
     if squares.dim() < 2:
         average = state.setdefault("square", torch.zeros_like(squares))
         average.lerp_(squares, 1 - beta2)
-        return cast(Tensor, average)
+        return gradient / cast(Tensor, average).sqrt()
     rows = state.setdefault("rows", torch.zeros_like(squares[..., :1]))
     columns = state.setdefault("columns", torch.zeros_like(squares[..., :1, :]))
     rows.lerp_(squares.mean(-1, keepdim=True), 1 - beta2)
     columns.lerp_(squares.mean(-2, keepdim=True), 1 - beta2)
-    return cast(Tensor, rows * columns / rows.mean(-2, keepdim=True))
+    by_rows = gradient * (rows.mean(-2, keepdim=True).sqrt() / rows.sqrt())
+    return cast(Tensor, by_rows / columns.sqrt())
 
 
 def _rms(tensor: Tensor) -> Tensor:

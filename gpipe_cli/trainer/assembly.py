@@ -32,6 +32,7 @@ from .generation import Generator
 from .journal import Journal
 from .plan import Form, PlanCodec
 from .predictions import PredictionKeeper
+from .preparation import prepare_in_turn
 from .profiles import profiled_costs
 from .programs import Programs
 from .world import World
@@ -176,17 +177,14 @@ def generation_settings(task: Task) -> GenerationSettings | None:
 
 
 def open_source(settings: Settings, world: World, journal: Journal) -> Source | None:
-    """The data source on the workers that read it; rank 0 prepares it first, the others find it prepared."""
+    """The data source on the workers that read it, prepared."""
     source = build_source(settings.data) if world.reads_data else None
     if source is not None and settings.trainer.epochs is not None and not hasattr(source, "epoch"):
         raise ConfigurationError(
             f"trainer.epochs={settings.trainer.epochs} but data._target_={settings.data['_target_']} has no method "
             "epoch(position), so nobody knows when one has passed: use trainer.steps"
         )
-    prepare = getattr(source, "prepare", None)
-    world.tell_everyone(lambda: prepare(journal.preparation) if prepare is not None else None)
-    if world.rank != 0 and prepare is not None:
-        prepare(lambda text, done, total: None)
+    prepare_in_turn(source, world, journal.preparation)
     return source
 
 

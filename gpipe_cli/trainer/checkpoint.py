@@ -158,7 +158,8 @@ def _copy(tensor: Tensor, device: torch.device | None = None) -> Tensor:
 class CheckpointWriter:
     """One worker's side of saving. All methods belong to the worker's main thread.
 
-    What fails in the background is raised by the next call of any method, as a CheckpointError.
+    What fails in the background is raised by the next call of any method, as a CheckpointError. An old checkpoint that
+    could not be deleted is only a warning: see `take_warnings`.
 
     Args:
         run_dir: the run directory, on a file system that all workers share.
@@ -177,6 +178,8 @@ class CheckpointWriter:
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._jobs: list[Future[None]] = []
         self._finished_step = -1
+        self._warnings: list[str] = []
+        self._undeleted: set[Path] = set()  # of which a warning has told
 
     def begin(self, step: int, layers: Mapping[str, LayerState]) -> None:
         """Copy ``layers`` to the CPU and start writing them; waits first if the previous step is still being written.
@@ -214,18 +217,29 @@ class CheckpointWriter:
         return info
 
     def amend(self, step: int, state: RunState, best: tuple[str, float] | None = None) -> None:
-        """Give the complete checkpoint of ``step`` another run state (worker 0); ``best`` as in `commit`."""
+        """Give the complete checkpoint of ``step`` another run state (worker 0); ``best`` as in `commit`.
+
+        A new best one replaces another, which is then pruned.
+        """
         try:
             checkpoint_commit.amend(self._run_dir, step, state)
             if best is not None:
                 checkpoint_commit.record_best(self._run_dir, step, *best)
         except OSError as error:
             raise self._failure(f"amending the checkpoint of step {step}", error) from error
+        if best is not None:
+            self._jobs.append(self._background.submit(self._prune))
 
     def wait(self) -> None:
         """Return when everything begun is on disk: before the last report, and at the end of the run."""
         while self._jobs:
             self._jobs.pop(0).result()
+
+    def take_warnings(self) -> list[str]:
+        """What has gone wrong in the background without harm, since the last call."""
+        taken = self._warnings[:]
+        del self._warnings[: len(taken)]
+        return taken
 
     def _write(self, step: int, layers: Mapping[str, LayerState]) -> None:
         directory = checkpoint_files.partial_directory(self._run_dir, step)
@@ -239,10 +253,14 @@ class CheckpointWriter:
         self._finished_step = step
 
     def _prune(self) -> None:
+        """Never fails: the weights are safe, and the next checkpoint tries it again."""
         try:
-            checkpoint_commit.prune(self._run_dir, self._keep)
-        except OSError as error:
-            raise self._failure("deleting old checkpoints", error) from error
+            failed = checkpoint_commit.prune(self._run_dir, self._keep)
+        except (OSError, CheckpointError) as error:
+            home = checkpoint_files.checkpoints_directory(self._run_dir)
+            failed = {home: f"no checkpoint in {home} was deleted ({error}): the next checkpoint tries it again"}
+        self._warnings += [text for path, text in failed.items() if path not in self._undeleted]
+        self._undeleted = set(failed)
 
     def _raise_failure(self) -> None:
         while self._jobs and self._jobs[0].done():

@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -108,40 +108,58 @@ def record_best(run_dir: Path, step: int, metric: str, value: float) -> None:
     write_json(checkpoints_directory(run_dir) / "best.json", {"step": step, "metric": metric, "value": value})
 
 
-def prune(run_dir: Path, keep: int) -> None:
-    """Delete all but the best and the ``keep`` newest undamaged checkpoints, and whatever was set aside."""
+def prune(run_dir: Path, keep: int) -> dict[Path, str]:
+    """Delete all but the best and the ``keep`` newest undamaged checkpoints, and whatever was set aside.
+
+    Returns:
+        What could not be deleted, with a warning for each; the next call tries again.
+    """
     best = best_step(run_dir)
+    failed: dict[Path, str] = {}
     undamaged = 0
     for directory in reversed(step_directories(run_dir)):
         if undamaged >= keep and step_of(directory) != best:
-            _discard(directory)
+            failed |= _try_each(_discard, [directory])
         elif not problems_of(directory):
             undamaged += 1
-    _delete_all(checkpoints_directory(run_dir).glob(f"step_*{DISCARDED}"))
+    return failed | _try_each(shutil.rmtree, checkpoints_directory(run_dir).glob(f"step_*{DISCARDED}"))
 
 
-def prepare_directory(run_dir: Path, resumed: CheckpointInfo | None) -> None:
+def refuse_another_run(run_dir: Path, resumed: CheckpointInfo | None) -> None:
+    """Call it before anything in the run directory is written over.
+
+    Raises:
+        CheckpointError: the directory holds checkpoints and the run does not go on from one of them.
+    """
+    home, existing = checkpoints_directory(run_dir), step_directories(run_dir)
+    if existing and (resumed is None or resumed.path.resolve().parent != home.resolve()):
+        raise CheckpointError(
+            f"{home} already holds checkpoints, the newest of step {step_of(existing[-1])}, which this run would mix "
+            f"with its own: type checkpoint.resume={run_dir} to go on from it, or choose another hydra.run.dir"
+        )
+
+
+def prepare_directory(run_dir: Path, resumed: CheckpointInfo | None) -> list[str]:
     """Make the run directory ready, once, before any worker saves.
 
     Leftovers of a killed run are removed. Checkpoints later than the one resumed from (they were damaged, or the user
     went back on purpose) are set aside, and deleted when the first new checkpoint is complete: what is in the directory
     is always one course of training.
 
+    Returns:
+        A warning for each leftover that could not be removed. It is in nobody's way.
+
     Raises:
         CheckpointError: the directory holds checkpoints and the run does not go on from one of them.
     """
-    home = checkpoints_directory(run_dir)
-    existing = step_directories(run_dir)
-    if existing and (resumed is None or resumed.path.resolve().parent != home.resolve()):
-        raise CheckpointError(
-            f"{home} already holds checkpoints, the newest of step {step_of(existing[-1])}, which this run would mix "
-            f"with its own: type checkpoint.resume={run_dir} to go on from it, or choose another hydra.run.dir"
-        )
+    refuse_another_run(run_dir, resumed)
+    home, existing = checkpoints_directory(run_dir), step_directories(run_dir)
     home.mkdir(parents=True, exist_ok=True)
-    _delete_all([*home.glob(f"step_*{PARTIAL}"), *home.glob(f"step_*{DISCARDED}")])
+    failed = _try_each(shutil.rmtree, [*home.glob(f"step_*{PARTIAL}"), *home.glob(f"step_*{DISCARDED}")])
     for directory in existing:
         if resumed is not None and step_of(directory) > resumed.step:
             _discard(directory)
+    return list(failed.values())
 
 
 def _discard(directory: Path) -> None:
@@ -152,9 +170,16 @@ def _discard(directory: Path) -> None:
     directory.rename(target)
 
 
-def _delete_all(directories: Iterable[Path]) -> None:
+def _try_each(delete: Callable[[Path], object], directories: Iterable[Path]) -> dict[Path, str]:
+    """What could not be deleted, with a warning for each: on NFS a file that somebody still reads stays for a while."""
+    failed = {}
     for directory in list(directories):
-        shutil.rmtree(directory)
+        try:
+            delete(directory)
+        except OSError as error:
+            if directory.exists():  # else somebody else has deleted it
+                failed[directory] = f"{directory} could not be deleted ({error}): the next checkpoint tries it again"
+    return failed
 
 
 def _read_part(directory: Path, worker: int) -> dict[str, LayerFile]:

@@ -28,7 +28,7 @@ from ..errors import ConfigurationError
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 
-FORMAT = 1
+FORMAT = 2  # 2 may have data_fingerprint in its run state
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 PARTIAL = ".partial"
 DISCARDED = ".discarded"  # no longer counts, but may not be deleted yet
@@ -62,12 +62,14 @@ class RunState:
         schedule: state of the learning-rate schedule.
         scalars: model-wide values (best metric so far, skipped updates, ...).
         configuration: the resolved configuration.
+        data_fingerprint: of the training data, None where their source gives none.
     """
 
     data_position: Json = None
     schedule: Json = None
     scalars: Mapping[str, Json] = field(default_factory=dict)
     configuration: Mapping[str, Json] = field(default_factory=dict)
+    data_fingerprint: str | None = None
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Journal:
-    """Writes on rank 0; on the other ranks every method does nothing.
+    """Writes on rank 0; on the other ranks every method does nothing. Files are touched from `open` on.
 
     Args:
         run_dir: of the run.
@@ -44,7 +44,6 @@ class Journal:
         statistics: names of the task's training statistics.
         unit: what a weight of 1 is: examples or tokens.
         steps: of the whole run, None when something else ends it.
-        resumed_step: lines of later steps, from a run that was killed after its last checkpoint, are removed.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class Journal:
         statistics: Sequence[str],
         unit: str,
         steps: int | None,
-        resumed_step: int,
     ) -> None:
         self._run_dir, self._active, self._every, self._unit, self._steps = run_dir, active, every, unit, steps
         self._emit = emit if active else _nowhere
@@ -65,14 +63,22 @@ class Journal:
         self._board: SummaryWriter | None = None
         self._evaluations: list[Mapping[str, float]] = []
         self._traced: dict[int, Timeline] = {}
-        if not active:
+        self._tensorboard = tensorboard
+
+    def open(self, resumed_step: int) -> None:
+        """Begins the record, when nothing can refuse the run any more.
+
+        Args:
+            resumed_step: lines of later steps, from a run that was killed after its last checkpoint, are removed.
+        """
+        if not self._active:
             return
-        self._metrics = MetricsFile(run_dir / "metrics.jsonl", resumed_step)
-        self._evaluations_file = MetricsFile(run_dir / "evaluations.jsonl", resumed_step)
-        if tensorboard:
+        self._metrics = MetricsFile(self._run_dir / "metrics.jsonl", resumed_step)
+        self._evaluations_file = MetricsFile(self._run_dir / "evaluations.jsonl", resumed_step)
+        if self._tensorboard:
             from torch.utils.tensorboard.writer import SummaryWriter  # slow to import, and only rank 0 needs it
 
-            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resumed_step + 1)
+            self._board = SummaryWriter(str(self._run_dir / "tensorboard"), purge_step=resumed_step + 1)
 
     def message(self, text: str) -> None:
         self._emit({"kind": "message", "text": text})
@@ -211,9 +217,20 @@ class Journal:
         self.message(f"step {step} recorded: {path} (open it in https://ui.perfetto.dev)")
 
     def pictures(self, recordings: Sequence[Recording], programs: Programs, breakdown: Breakdown | None) -> None:
-        """pictures/: the pipeline's last step (replica 0) as it was measured, the loss, and where a step goes."""
+        """pictures/: the pipeline's last step (replica 0) as it was measured, the loss, and where a step goes.
+
+        What cannot be drawn is a warning: the run has done its work.
+        """
         if not self._active:
             return
+        try:
+            self._draw(recordings, programs, breakdown)
+        except Exception as error:
+            self.warn(f"{self._run_dir / 'pictures'} is not complete ({type(error).__name__}: {error})")
+        if breakdown is not None:
+            self.message(f"where a step goes: {breakdown}")
+
+    def _draw(self, recordings: Sequence[Recording], programs: Programs, breakdown: Breakdown | None) -> None:
         folder = self._run_dir / "pictures"
         folder.mkdir(exist_ok=True)
         for step, timeline in self._traced.items():
@@ -225,7 +242,6 @@ class Journal:
             draw_loss(self._run_dir, folder / "loss.png")
         if breakdown is not None:
             draw_breakdown({"measured": breakdown.shares()}, folder / "breakdown.png", "Where a step goes")
-            self.message(f"where a step goes: {breakdown}")
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """summary.json, whole or not at all."""
@@ -255,7 +271,7 @@ class Notices(Journal):
     """
 
     def __init__(self, run_dir: Path, emit: Callable[[dict[str, Any]], None], active: bool) -> None:
-        super().__init__(run_dir, emit, False, 1, False, (), "", None, 0)
+        super().__init__(run_dir, emit, False, 1, False, (), "", None)
         self._emit = emit if active else _nowhere
 
 

@@ -326,7 +326,7 @@ class Trainer:
         self.parts.saver.begin(self.parts.exchange, asdict(self.progress), self._position, is_best)
 
     def _finish(self) -> None:
-        p, a, progress = self.parts, self._assembly, self.progress
+        p, progress = self.parts, self.progress
         is_best = False
         evaluated = self._evaluated == (progress.step, p.evaluator.effort(final=True))  # early stopping's last one
         if progress.stopped_by != "request" and not evaluated:
@@ -335,6 +335,10 @@ class Trainer:
             is_best = self._evaluate(final=True, counts=was_due)  # each time limit would wear out patience
         self._save(is_best)
         p.saver.finish(p.exchange)
+
+    def draw(self) -> None:
+        """The run's pictures; every worker calls it, when all else is done."""
+        p, a = self.parts, self._assembly
         p.journal.pictures(record_everyone(a.world, a.engine.meter), a.programs, self.totals.breakdown(a.programs))
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from ..pipeline.picture import Panel, save_panels, save_picture
 from ..pipeline.simulate import Timeline, simulate
 from .programs import Programs
 from .trace import mean_durations
+
+MOST_POINTS = 10_000  # of a curve; a picture has fewer pixels
 
 
 def draw_step(measured: Timeline, kind: str, path: Path) -> None:
@@ -41,15 +44,14 @@ def draw_loss(run_dir: Path, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    steps = [row for row in _rows(run_dir / "metrics.jsonl") if row["loss"] is not None]
-    evaluations = _rows(run_dir / "evaluations.jsonl")
+    known = ((row["step"], row["loss"]) for row in _rows(run_dir / "metrics.jsonl", MOST_POINTS))
+    steps, losses = zip(*(point for point in known if point[1] is not None), strict=True)
+    evaluations = list(_rows(run_dir / "evaluations.jsonl"))
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.plot([row["step"] for row in steps], [row["loss"] for row in steps], color="#a9cdee", linewidth=0.8)
-    axes.plot(
-        [row["step"] for row in steps], _smooth([row["loss"] for row in steps]), color="#2f6db3", label="training"
-    )
+    axes.plot(steps, losses, color="#a9cdee", linewidth=0.8)
+    axes.plot(steps, _smooth(losses), color="#2f6db3", label="training")
     numbers = (name for row in evaluations for name, value in row.items() if isinstance(value, float))
     metric = next(numbers, None)  # the first of the task's: the loss
     points = [(row["step"], row[metric]) for row in evaluations if metric and row.get(metric) is not None]
@@ -62,8 +64,14 @@ def draw_loss(run_dir: Path, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def _rows(path: Path) -> list[Mapping[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+def _rows(path: Path, most: int | None = None) -> Iterator[Mapping[str, Any]]:
+    """Of a file that may have millions of lines: at most about so many, evenly spread."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        every = 1 if most is None else max(1, sum(1 for _ in file) // most)
+        file.seek(0)
+        yield from (json.loads(line) for line in islice(file, 0, None, every))
 
 
 def _smooth(values: Sequence[float]) -> list[float]:

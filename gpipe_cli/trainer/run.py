@@ -16,10 +16,12 @@ from ..config import Settings
 from ..launch.context import Context
 from .assembly import Assembly, assemble_model
 from .build import build_lr_schedule, build_optimizer, build_task
+from .checkpoint_commit import refuse_another_run
 from .checkpoint_files import open_checkpoint
 from .data_notices import count_defects
 from .journal import Journal
 from .loop import Trainer
+from .same_data import require_same_data, vocabulary_folder
 from .start import start_worker
 from .training import assemble_training
 
@@ -42,6 +44,8 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     settings = Settings.from_config(config["settings"])
     world = start_worker(context, settings)
     resumed = None if settings.checkpoint.resume is None else open_checkpoint(Path(settings.checkpoint.resume))
+    if world.rank == 0:
+        refuse_another_run(context.run_dir, resumed)
     task = build_task(settings.task)
     build_lr_schedule(settings.schedule, build_optimizer(settings.optimizer, []))  # refused before data is prepared
     journal = Journal(
@@ -53,16 +57,19 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
         statistics=task.statistics,
         unit=task.unit,
         steps=settings.trainer.steps,
-        resumed_step=resumed.step if resumed is not None else 0,
     )
     assembly = assemble_model(context, settings, world, task, journal)
     for cell in assembly.cells:
         cell.guard_buffers()
+    if resumed is not None and world.rank == 0:
+        require_same_data(resumed, assembly.source, settings.checkpoint.allow_changes)
     keep_vocabularies(assembly, context.run_dir)
     trainer = assemble_training(context, config, assembly, journal, resumed)
+    journal.open(0 if resumed is None else resumed.step)
     trainer.run()
     summary = summarize(trainer, config)
     journal.summary(summary)
+    trainer.draw()
     journal.close()
     return summary
 
@@ -71,7 +78,7 @@ def keep_vocabularies(assembly: Assembly, run_dir: Path) -> None:
     """vocabulary/: what texts are written in, so that the run can translate where its data is not. Rank 0 writes it."""
     keep = getattr(assembly.source, "keep_vocabularies", None)
     if keep is not None and assembly.world.rank == 0:
-        keep(run_dir / "vocabulary")
+        keep(vocabulary_folder(run_dir))
 
 
 def summarize(trainer: Trainer, config: Mapping[str, Any]) -> dict[str, Any]:

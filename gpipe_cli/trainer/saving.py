@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,9 @@ class Saver:
         cells: whose layers this worker writes.
         model: parameter names of every layer of the model, in order.
         keep: checkpoints kept beside the best.
-        configuration: saved with every checkpoint, compared when a run resumes.
+        configuration, data_fingerprint: saved with every checkpoint, compared when a run resumes.
         average: of the weights of these cells; None: there is none.
+        warn: is told of an old checkpoint that could not be deleted.
     """
 
     def __init__(
@@ -39,13 +40,16 @@ class Saver:
         model: Mapping[str, Sequence[str]],
         keep: int,
         configuration: Mapping[str, Any],
+        data_fingerprint: str | None,
         optimizer: torch.optim.Optimizer,
         schedule: ScheduleState,
         average: WeightAverage | None,
+        warn: Callable[[str], None],
     ) -> None:
         self._world, self._cells, self._run_dir = world, cells, run_dir
         self._configuration, self._optimizer, self._schedule = configuration, optimizer, schedule
-        self._average = average
+        self._data_fingerprint = data_fingerprint
+        self._average, self._warn = average, warn
         self._writer = CheckpointWriter(run_dir, world.worker, model, keep) if world.replica == 0 else None
         self._begun = -1  # the step saved last
         self._pending: tuple[int, RunState, tuple[str, float] | None] | None = None
@@ -72,6 +76,7 @@ class Saver:
                 if key not in ("step", "stopped_by")
             },
             configuration=self._configuration,
+            data_fingerprint=self._data_fingerprint,
         )
         best = ("loss", float(progress["best"])) if is_best else None
         if step == self._begun:
@@ -91,6 +96,7 @@ class Saver:
         """Tells the others how far this worker's writing has come."""
         if self._writer is not None:
             exchange.mine["written"][self._world.worker] = self._writer.finished_step + 1
+            self._tell_warnings(self._writer)
 
     def read(self, exchange: Exchange) -> None:
         """Rank 0 makes the checkpoint complete once everybody has written."""
@@ -104,15 +110,19 @@ class Saver:
 
     def finish(self, exchange: Exchange) -> None:
         """Waits until a checkpoint that was begun is complete; every worker calls it at the same place."""
-        if self._pending is None:
-            return
+        if self._pending is not None:
+            if self._writer is not None:
+                self._writer.wait()
+            self.report(exchange)
+            exchange.run()
+            self.read(exchange)
         if self._writer is not None:
             self._writer.wait()
-        self.report(exchange)
-        exchange.run()
-        self.read(exchange)
-        if self._writer is not None:
-            self._writer.wait()
+            self._tell_warnings(self._writer)
+
+    def _tell_warnings(self, writer: CheckpointWriter) -> None:
+        for text in writer.take_warnings():
+            self._warn(text)
 
     def last_saved(self) -> str:
         """For messages: the last complete checkpoint of this run."""

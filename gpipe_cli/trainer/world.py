@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from ..launch.context import Context
+from ..errors import ConfigurationError
+from ..gpus import count_gpus
+from ..launch.context import GROUP_TIMEOUT_SECONDS, Context
+
+_CPU = "cpu"  # the identity of a device that is no GPU
 
 
 @dataclass(frozen=True)
@@ -78,11 +84,12 @@ def join_world(context: Context, workers: int, replicas: int, device: str, backe
     Args:
         workers, replicas: W and D; W·D is the number of ranks.
         device: auto, cpu or cuda.
-        backend: auto, gloo or nccl. ``auto`` is NCCL when every worker of the machine has a GPU of its own; several
+        backend: auto, gloo or nccl. ``auto`` is NCCL when every worker of the job has a GPU of its own; several
             workers on one GPU talk by gloo, through the CPU.
 
     Raises:
         ValueError: the number of ranks is not W·D.
+        ConfigurationError: a GPU is asked for, or there, that cannot be used; or NCCL without a GPU for each worker.
     """
     if context.world_size != workers * replicas:
         raise ValueError(f"{context.world_size} workers were started for {workers} × {replicas} replicas")
@@ -110,15 +117,98 @@ def _new_group(ranks: list[int] | None) -> dist.ProcessGroup:
 
 
 def _choose_device(context: Context, device: str) -> torch.device:
-    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+    if device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        _refuse_to_do_without_gpu(device)
         return torch.device("cpu")
     chosen = torch.device("cuda", context.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(chosen)
     return chosen
 
 
+def _refuse_to_do_without_gpu(device: str) -> None:
+    """``auto`` is the CPU only where there is no GPU: weeks of computing must not go to CPUs for an old driver's sake.
+
+    Raises:
+        ConfigurationError: `pipeline.device=cuda`, or a GPU that torch cannot use.
+    """
+    present, host = count_gpus(), socket.gethostname()
+    if present:
+        made_for = f"made for CUDA {torch.version.cuda}" if torch.version.cuda else "made for CPUs alone"
+        raise ConfigurationError(
+            f"pipeline.device={device}: there {'is 1 GPU' if present == 1 else f'are {present} GPUs'} on {host}, but "
+            f"torch {torch.__version__} ({made_for}) cannot use them: update the NVIDIA driver or install a torch that "
+            "fits it; to compute on CPUs use pipeline.device=cpu, or hide the GPUs by CUDA_VISIBLE_DEVICES=-1"
+        )
+    if device == "cuda":
+        raise ConfigurationError(
+            f"pipeline.device=cuda: there is no GPU on {host} that CUDA programs see (nvidia-smi, "
+            "CUDA_VISIBLE_DEVICES): use pipeline.device=cpu, or auto"
+        )
+
+
 def _choose_backend(context: Context, device: torch.device, backend: str) -> str:
-    if backend != "auto":
+    """The same on every rank, because all look at the devices of all.
+
+    Raises:
+        ConfigurationError: `pipeline.backend=nccl` without a GPU for each.
+    """
+    if context.world_size == 1:  # sends nothing
+        return "nccl" if device.type == "cuda" and backend != "gloo" else "gloo"
+    if backend == "gloo":
         return backend
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", context.world_size))  # torchrun sets it
-    return "nccl" if device.type == "cuda" and torch.cuda.device_count() >= local else "gloo"
+    devices = _devices_of_all(context, device)
+    problems = _reasons_against_nccl(devices)
+    if not problems:
+        return "nccl"
+    if backend == "nccl":
+        raise ConfigurationError(
+            f"pipeline.backend=nccl needs a GPU of its own for every worker, but {'; '.join(problems)}: "
+            "use pipeline.backend=auto, or as many workers on each machine as it has GPUs"
+        )
+    if context.rank == 0 and any(each != _CPU for each in devices):
+        text = f"workers send through the CPU (gloo), which is slower than from GPU to GPU: {'; '.join(problems)}"
+        context.emit({"kind": "warning", "text": text})
+    return "gloo"
+
+
+def _reasons_against_nccl(devices: Sequence[str]) -> list[str]:
+    """In words, with the ranks; ``devices`` are those of all ranks by their identity."""
+    ranks: dict[str, list[int]] = {}
+    for rank, device in enumerate(devices):
+        ranks.setdefault(device, []).append(rank)
+    without = ranks.pop(_CPU, [])
+    named = {device: ", ".join(map(str, users)) for device, users in ranks.items() if len(users) > 1}
+    alone = [f"{'ranks' if len(without) > 1 else 'rank'} {', '.join(map(str, without))} on the CPU"] if without else []
+    return [*alone, *(f"ranks {users} on one GPU" for users in named.values())]
+
+
+def _devices_of_all(context: Context, device: torch.device) -> list[str]:
+    """The identity of every rank's device, in rank order; waits for the others."""
+    store = dist.PrefixStore("devices", context.store)
+    store.set(str(context.rank), _identity(device))
+    keys = [str(rank) for rank in range(context.world_size)]
+    store.wait(keys, timedelta(seconds=GROUP_TIMEOUT_SECONDS))
+    return [store.get(key).decode() for key in keys]
+
+
+def _identity(device: torch.device) -> str:
+    """What tells this device from every other of the job.
+
+    A GPU's is its machine and its place there, by which NCCL tells them apart: slices of one GPU (MIG) have different
+    uuids, but NCCL refuses them as one.
+    """
+    if device.type == "cpu":
+        return _CPU
+    properties: Any = torch.cuda.get_device_properties(device)
+    place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    return f"{_this_machine()} {properties.uuid if None in place else ':'.join(map(str, place))}"
+
+
+def _this_machine() -> str:
+    """The boot's number, which containers of one machine share; the name where the system has none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()

@@ -1,0 +1,42 @@
+"""How many GPUs a program on this machine would see, found out without torch: commands and workers both ask."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+NVIDIA_SMI_SECONDS = 20.0
+_NAMED = re.compile(r"(GPU|MIG)-.+")
+
+
+def count_gpus() -> int:
+    """GPUs that CUDA programs see: CUDA_VISIBLE_DEVICES, as far as the driver has them."""
+    present = _installed_gpus()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
+    seen = 0
+    for name in visible.split(","):
+        if not _is_valid(name.strip(), present):  # as -1, or the NoDevFiles that Slurm gives to a job without GPUs
+            break  # what stands behind an invalid one is not visible
+        seen += 1
+    return min(present, seen)
+
+
+def _is_valid(name: str, present: int) -> bool:
+    return int(name) < present if name.isdecimal() else _NAMED.fullmatch(name) is not None
+
+
+def _installed_gpus() -> int:
+    if program := shutil.which("nvidia-smi"):
+        try:
+            listing = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS)
+        except (OSError, subprocess.TimeoutExpired):
+            return 0
+        return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+    folder = Path("/proc/driver/nvidia/gpus")
+    # A container sees that folder of its machine even where it was given none of the GPUs.
+    return len(list(folder.iterdir())) if folder.is_dir() and Path("/dev/nvidiactl").exists() else 0
