@@ -115,3 +115,13 @@ def test_an_evaluation_leaves_no_times_behind_however_long_it_goes_on() -> None:
     engine.run_forward(forward_only((0,), 2)[0], ("a", "b"), parts, lambda *_: None)
     engine.meter.end_step()
     assert engine.meter.spans == []
+
+
+def test_an_error_of_a_gpu_is_told_with_a_doubt_about_its_place() -> None:
+    class Asserting(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    cell = Cell(0, [BuiltLayer(0, "late", Asserting())], NoiseSource(1, 0, CPU))
+    with pytest.raises(LayerFailed, match=r"layer 'late', micro-batch 0, or before: .*CUDA_LAUNCH_BLOCKING=1"):
+        cell.run_training((torch.zeros(2),), (), step=0, micro_batch=0, signature=None, first_time=True)

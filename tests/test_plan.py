@@ -334,6 +334,13 @@ def test_gpipe_train_gets_a_number_before_its_workers_start() -> None:
     assert line.startswith(f"pipeline.M={settled['pipeline']['M']} (auto")
 
 
+def test_under_torchrun_only_the_first_process_asks_for_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpipe_cli.commands.torchrun.is_first", lambda: False)
+    monkeypatch.setattr("gpipe_cli.commands.micro_batches._ask_planner", lambda _: pytest.fail("asked"))
+    config = settings_json(*FAMILIES["translation"])
+    settle_micro_batches({**config, "pipeline": {**config["pipeline"], "M": "auto"}})
+
+
 def test_micro_batches_too_small_for_batchnorm_are_no_choice() -> None:
     images = (*FAMILIES["images"], "data.batch_size=4")
     request = make_request((*images, "pipeline.M=auto"))

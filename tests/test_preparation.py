@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from launch_command import Command
+
+from gpipe_cli.commands.plan import make_request
+from gpipe_cli.data.source import Report
+from gpipe_cli.errors import PlainError
+from gpipe_cli.trainer.assembly import open_source
+from gpipe_cli.trainer.journal import Notices
+from gpipe_cli.trainer.world import World
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for left-over processes in /proc")
 
@@ -69,3 +77,23 @@ def test_a_worker_that_dies_preparing_leaves_nobody_waiting(prepare: Any) -> Non
     code, errors = job.end()
     assert code == 1
     assert "worker 0 was killed by SIGKILL" in errors
+
+
+def test_a_request_to_stop_is_heard_between_two_parts_of_a_preparation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow:
+        done = 0
+
+        def prepare(self, report: Report) -> None:
+            for part in range(10):
+                report("slowly", part, 10)
+                self.done += 1
+
+    source = Slow()
+    monkeypatch.setattr("gpipe_cli.trainer.assembly.build_source", lambda _: source)
+    world = World(0, 1, 1, torch.device("cpu"), torch.device("cpu"), None, None, None)
+    settings = make_request(["debug=tiny"]).settings
+    with pytest.raises(PlainError, match="ended while the data were prepared"):
+        open_source(settings, world, Notices(tmp_path, print, True), lambda: source.done == 3)
+    assert source.done == 3

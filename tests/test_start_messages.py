@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpipe_cli.trainer.start_messages import batchnorm_notice
+from gpipe_cli.trainer.start_messages import batchnorm_notice, grace_warning
 
 
 @pytest.mark.parametrize(
@@ -55,3 +55,10 @@ def test_two_replicas_together_see_what_one_with_both_halves_would() -> None:
     together, alone = batchnorm_notice(62, 16, 4, 2, True), batchnorm_notice(62, 16, 4, 1, False)
     assert together is not None and alone is not None
     assert together.text.split(":")[0] == alone.text.split(":")[0]
+
+
+def test_steps_too_long_for_the_time_that_a_request_to_stop_leaves() -> None:
+    assert grace_warning(4.0, 8.0) is None
+    said = grace_warning(167.4, 8.0)
+    assert said is not None
+    assert "a step takes 167 s, and 8 s after" in said and "launch.grace_seconds=670 leaves" in said

@@ -30,7 +30,8 @@ def settle_micro_batches(config: Mapping[str, Any]) -> tuple[dict[str, Any], str
     provisional = Settings.from_config({**config, "pipeline": {**config["pipeline"], "M": 1}})
     workers, _ = settle_workers(provisional.pipeline, provisional.launch.inline, torchrun.world_size())
     asked = {**config, "pipeline": {**config["pipeline"], "M": 1, "workers": workers}}
-    number = _ask_planner(json.dumps(asked, sort_keys=True))
+    # Under torchrun the first process's configuration is everybody's; others asking would only disturb its measuring.
+    number = _ask_planner(json.dumps(asked, sort_keys=True)) if torchrun.is_first() else 1
     settled = {**config, "pipeline": {**config["pipeline"], "M": number}}
     return settled, f"pipeline.M={number} (auto: the fastest that fits, by `gpipe-plan plan.device=this`)"
 

@@ -24,6 +24,13 @@ class LayerFailed(RuntimeError):
     """An exception inside a layer: says which cell, layer and micro-batch; the cause is the layer's own exception."""
 
 
+def told_late(error: Exception) -> str:
+    """What to add to the place where an error of a GPU shows: it may have happened before."""
+    if "CUDA error" not in str(error):
+        return ""
+    return ", or before: a GPU tells of errors late. With CUDA_LAUNCH_BLOCKING=1 in the environment it tells at once"
+
+
 @dataclass(frozen=True)
 class BuiltLayer:
     """A layer that lives on this worker: its place in the model's list, its name and its module."""
@@ -154,7 +161,7 @@ class Cell:
             except BufferChanged:
                 raise
             except Exception as error:
-                raise self._failure(layer, micro_batch) from error
+                raise self._failure(layer, micro_batch, error) from error
         self._refuse_changed_inputs(inputs, versions, micro_batch)
         self._guarded_calls = []
         return values, auxiliary
@@ -172,7 +179,7 @@ class Cell:
                     outputs = decode(argument, caches[position])
                 values = tuple(canonical(tensor) for tensor in as_tensors(outputs))
             except Exception as error:
-                raise self._failure(layer, micro_batch) from error
+                raise self._failure(layer, micro_batch, error) from error
         return values
 
     @contextmanager
@@ -182,10 +189,11 @@ class Cell:
             yield
         except Exception as error:
             names = f"layers {self.layers[0].name!r} to {self.layers[-1].name!r}"
-            raise LayerFailed(f"cell {self.number}, backward of {names}, micro-batch {micro_batch}") from error
+            place = f"cell {self.number}, backward of {names}, micro-batch {micro_batch}"
+            raise LayerFailed(place + told_late(error)) from error
 
-    def _failure(self, layer: BuiltLayer, micro_batch: int) -> LayerFailed:
-        return LayerFailed(f"cell {self.number}, layer {layer.name!r}, micro-batch {micro_batch}")
+    def _failure(self, layer: BuiltLayer, micro_batch: int, error: Exception) -> LayerFailed:
+        return LayerFailed(f"cell {self.number}, layer {layer.name!r}, micro-batch {micro_batch}{told_late(error)}")
 
     def refuse_new_shapes(self, message: Tensors, expected: BoundarySpec, micro_batch: int) -> None:
         """The next cell's worker has posted a receive for what such inputs gave before.

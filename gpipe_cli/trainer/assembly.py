@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from ..config import Settings
 from ..data.source import Source
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, PlainError
 from ..launch.context import Context
 from ..layers import LayerBuilder
 from ..pipeline.cell import Cell
@@ -95,7 +95,7 @@ def assemble_model(context: Context, settings: Settings, world: World, task: Tas
     """
     builders = build_model(settings.model)
     refuse_more_cells_than_layers(len(builders), settings.pipeline)  # before a corpus is made, which takes minutes
-    source = open_source(settings, world, journal)
+    source = open_source(settings, world, journal, context.stop_requested)
     if source is not None:
         forward_warnings(source, context.emit)
     found = cast(
@@ -176,15 +176,28 @@ def generation_settings(task: Task) -> GenerationSettings | None:
     return getattr(task, "generation", None)
 
 
-def open_source(settings: Settings, world: World, journal: Journal) -> Source | None:
-    """The data source on the workers that read it, prepared."""
+def open_source(
+    settings: Settings, world: World, journal: Journal, stop_requested: Callable[[], bool]
+) -> Source | None:
+    """The data source on the workers that read it, prepared.
+
+    Raises:
+        ConfigurationError: it cannot be made.
+        PlainError: somebody asked for an end meanwhile. Preparing may be ended anywhere; the next run goes on with it.
+    """
     source = build_source(settings.data) if world.reads_data else None
     if source is not None and settings.trainer.epochs is not None and not hasattr(source, "epoch"):
         raise ConfigurationError(
             f"trainer.epochs={settings.trainer.epochs} but data._target_={settings.data['_target_']} has no method "
             "epoch(position), so nobody knows when one has passed: use trainer.steps"
         )
-    prepare_in_turn(source, world, journal.preparation)
+
+    def report(text: str, done: int, total: int) -> None:
+        if stop_requested():
+            raise PlainError("ended while the data were prepared: what is finished is kept for the next run")
+        journal.preparation(text, done, total)
+
+    prepare_in_turn(source, world, report)
     return source
 
 

@@ -240,7 +240,7 @@ def _manifest(info: CheckpointInfo) -> dict[str, Any]:
 
 def _versions() -> dict[str, str]:
     found = {"gpipe-cli": __version__, "python": platform.python_version()}
-    for package in ("torch", "safetensors"):
+    for package in ("torch", "safetensors", "babel", "sentencepiece"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:  # put on the path by hand: works, but carries no version

@@ -28,8 +28,9 @@ from .feed import Feed
 from .journal import Journal
 from .plan import Plan
 from .saving import Saver
+from .start_messages import grace_warning
 from .step_report import StepReport, StepReporter
-from .totals import Totals
+from .totals import WARM_UP, Totals
 from .trace import record_everyone
 
 
@@ -195,6 +196,8 @@ class Trainer:
         p.journal.step(progress, report, plan, lr, seconds, a.programs.forecast(len(plan.signatures)))
         if progress.step in self._settings.traced_steps:
             p.journal.trace(progress.step, record_everyone(a.world, a.engine.meter), a.programs, a.cut.table)
+        if self.totals.steps == WARM_UP and (text := grace_warning(seconds, a.settings.launch.grace_seconds)):
+            p.journal.warn(text)
         if not report.finite:
             self._warn_of_non_finite(report)
 

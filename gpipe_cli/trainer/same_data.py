@@ -64,9 +64,11 @@ def _require_same_vocabularies(info: CheckpointInfo, source: Source | None) -> N
 
 
 def _advice(info: CheckpointInfo) -> str:
+    makers = [f"{name} {info.versions[name]}" for name in ("babel", "sentencepiece") if name in info.versions]
+    releases = f"the former release ({', '.join(makers)})" if makers else "the former release"
     return (
         "the data have changed since the run began (another release of babel or sentencepiece makes other data, and so "
-        "do other files under data.root). To go on, install the former release, or put the former files back; or begin "
+        f"do other files under data.root). To go on, install {releases}, or put the former files back; or begin "
         f"a new run: with checkpoint.init_from={_run_dir(info)} it begins with the weights of this one, if their sizes "
         "agree"
     )

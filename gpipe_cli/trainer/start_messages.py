@@ -1,7 +1,8 @@
-"""What a run says before its first step about things that a person could not see otherwise."""
+"""What a run says at its beginning about things that a person could not see otherwise."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -44,4 +45,15 @@ def batchnorm_notice(layers: int, mini_batch: int, M: int, replicas: int, togeth
         f"a micro-batch has a single example, so BatchNorm tells the model only how the places of one example differ, "
         f"and evaluation will look different: use pipeline.M<={max(1, mini_batch // (2 * replicas))}, "
         f"data.batch_size>={2 * M * replicas}{replica_advice}",
+    )
+
+
+def grace_warning(step_seconds: float, grace_seconds: float) -> str | None:
+    """Of a request to stop that leaves no time to end a step and save it; None where there is enough for two."""
+    if 2 * step_seconds <= grace_seconds:
+        return None
+    enough = 10 * math.ceil(0.4 * step_seconds)
+    return (
+        f"a step takes {step_seconds:.0f} s, and {grace_seconds:g} s after Ctrl-C or SIGTERM the workers are killed, "
+        f"saved or not: launch.grace_seconds={enough} leaves time for a step and a checkpoint"
     )

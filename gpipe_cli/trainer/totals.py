@@ -24,20 +24,21 @@ class Totals:
     Attributes:
         first_step_at: time.time() when the first step had ended.
         peak_memory: the highest of any worker, bytes.
+        steps: that were added.
     """
 
     first_step_at: float | None = None
     peak_memory: int = 0
-    _seen: int = 0
+    steps: int = 0
     _recent: deque[tuple[StepReport, Plan, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def add(self, report: StepReport, plan: Plan, seconds: float) -> None:
         """One training step that took ``seconds``."""
         if self.first_step_at is None:
             self.first_step_at = time.time()
-        if self._seen == WARM_UP:
+        if self.steps == WARM_UP:
             self._recent.clear()
-        self._seen += 1
+        self.steps += 1
         self._recent.append((report, plan, seconds))
         self.peak_memory = max(self.peak_memory, *(int(worker["memory_bytes"]) for worker in report.workers))
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from ..config import Settings
+from ..errors import ConfigurationError
 from ..launch.context import Context
 from ..pipeline.cell import Cell
 from .assembly import Assembly, assemble_evaluator, evaluation_fields
@@ -17,7 +18,7 @@ from .average import WeightAverage
 from .build import build_lr_schedule, build_optimizer
 from .checkpoint import load_layer, restore_layer
 from .checkpoint_commit import prepare_directory
-from .checkpoint_files import CheckpointInfo, Json, open_checkpoint
+from .checkpoint_files import CheckpointInfo, Json, open_checkpoint, shorten
 from .compatibility import require_same_steps
 from .exchange import Exchange
 from .journal import Journal
@@ -47,8 +48,13 @@ def assemble_training(
         ConfigurationError: something in the configuration that shows only now.
     """
     settings, world, cells = assembly.settings, assembly.world, assembly.cells
+    names = layers_that_count_on_steps(world, cells)
+    if names and settings.trainer.steps is None:
+        raise ConfigurationError(
+            f"trainer.steps=null, but their number decides what these layers do (begin_step): {shorten(names)}: set "
+            "trainer.steps; trainer.epochs and trainer.seconds may end the run before"
+        )
     if resumed is not None:
-        names = layers_that_count_on_steps(world, cells)
         require_same_steps(resumed, config["settings"], settings.checkpoint.allow_changes, names)
     elif settings.checkpoint.init_from is not None:
         transfer(settings, world, cells, assembly.layers, journal)

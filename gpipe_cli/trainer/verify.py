@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
-import torch._dynamo  # noqa: F401  # every optimizer made imports it; here it is imported once, before workers are forked
+import torch._dynamo  # every optimizer made imports it; here it is imported once, before workers are forked
 import torch.distributed as dist
 
 from ..config import Settings
@@ -49,6 +49,8 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
     refuse_what_cannot_be_verified(settings)
     settings = in_wanted_dtype(settings)
     world = start_worker(context, settings)
+    if world.device.type == "cuda":
+        choose_repeatable_kernels()
     journal = Notices(context.run_dir, context.emit, world.rank == 0)
     assembly = assemble_model(context, settings, world, build_task(settings.task), journal)
     world.tell_everyone(lambda: require_memory(assembly.cut.parameters, 8 if settings.verify.dtype == "float64" else 4))
@@ -63,6 +65,13 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
     report = compare_with_plain(assembly, begun, steps)
     (context.run_dir / "verify.json").write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
     return report.as_json()
+
+
+def choose_repeatable_kernels() -> None:
+    """The same sums in the same order both times, in full precision: cuDNN rounds to 10 bits unless told otherwise."""
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.deterministic = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def compare_with_plain(assembly: Assembly, begun: StepState, steps: Sequence[StepState]) -> Report:
