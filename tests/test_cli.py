@@ -523,6 +523,21 @@ def shown(*events: dict[str, object], every: int = 1) -> str:
     return output.getvalue()
 
 
+def test_what_a_terminal_cannot_show_is_a_question_mark() -> None:
+    written = io.BytesIO()
+    with redirect_stdout(io.TextIOWrapper(written, encoding="ascii")), Console(1, "plain") as console:
+        console.say("8.1 → 7.9")
+        console.say("on")
+    assert written.getvalue() == b"8.1 ? 7.9\non\n"
+
+
+def test_an_output_that_somebody_has_closed_ends_no_run() -> None:
+    output = io.StringIO()
+    with redirect_stdout(output), Console(1, "plain") as console:
+        output.close()
+        console.say("still here")
+
+
 def test_plain_progress_tells_the_first_step_the_last_and_not_too_many_between() -> None:
     lines = shown(*(cli_jobs.progress(step, 1000) for step in range(1, 1001)), every=10).splitlines()
     assert lines[0].startswith("step 1/1,000") and lines[-1].startswith("step 1,000/1,000")

@@ -54,7 +54,7 @@ class Output:
         self._stream = stream  # None: Python was started with this one closed
 
     def write(self, text: str) -> int:
-        self._guard(lambda stream: stream.write(text))
+        self._guard(lambda stream: _write(stream, text))
         return len(text)
 
     def flush(self) -> None:
@@ -77,13 +77,21 @@ class Output:
             return
         try:
             action(self._stream)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # the latter: somebody has closed it in this process
             failed, self._stream = self._stream, None
-            with suppress(OSError):
+            with suppress(OSError, ValueError):
                 _redirect_to_nothing(failed)
             # No warning, which would come back to the console: this may be rich's thread, with rich's lock held.
             name = getattr(failed, "name", "the output")
             log.info("%s cannot be written to (%s): nothing more is shown there, the run goes on", name, error)
+
+
+def _write(stream: IO[str], text: str) -> None:
+    try:
+        stream.write(text)
+    except UnicodeEncodeError:  # a terminal that is told to be Latin-1, or ASCII
+        known = getattr(stream, "encoding", None) or "ascii"
+        stream.write(text.encode(known, errors="replace").decode(known))
 
 
 def _redirect_to_nothing(stream: IO[str]) -> None:
