@@ -95,6 +95,13 @@ def start(folder: Path, stdout: int, *words: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, cwd=folder, env=environment, stdout=stdout, stderr=subprocess.PIPE)
 
 
+def lose_reader(ours: int, theirs: int) -> None:
+    """Once something of what a run writes was read, nobody reads it any more; ``theirs`` is the end that it has."""
+    os.close(theirs)
+    assert os.read(ours, 1)
+    os.close(ours)
+
+
 def ends_in_order(folder: Path, process: subprocess.Popen[bytes], reason: str) -> None:
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, b"")
@@ -108,9 +115,7 @@ def ends_in_order(folder: Path, process: subprocess.Popen[bytes], reason: str) -
 def test_a_run_whose_pipe_loses_its_reader_goes_on(tmp_path: Path) -> None:
     ours, theirs = os.pipe()
     process = start(tmp_path, theirs)
-    os.close(theirs)
-    assert os.read(ours, 1)
-    os.close(ours)
+    lose_reader(ours, theirs)
     ends_in_order(tmp_path, process, "Broken pipe")
 
 
@@ -118,9 +123,7 @@ def test_a_run_whose_terminal_is_closed_goes_on(tmp_path: Path) -> None:
     """Where no hang-up tells of it: the run is no job of that terminal."""
     ours, theirs = pty.openpty()
     process = start(tmp_path, theirs)
-    os.close(theirs)
-    assert os.read(ours, 1)
-    os.close(ours)
+    lose_reader(ours, theirs)
     ends_in_order(tmp_path, process, "Input/output error")
 
 
@@ -135,9 +138,7 @@ def test_a_run_whose_output_is_on_a_full_disk_goes_on(tmp_path: Path) -> None:
 def test_a_sweep_whose_pipe_loses_its_reader_goes_on_to_its_table(tmp_path: Path) -> None:
     ours, theirs = os.pipe()
     process = start(tmp_path, theirs, "-m", "pipeline.M=4,8")
-    os.close(theirs)
-    assert os.read(ours, 1)
-    os.close(ours)
+    lose_reader(ours, theirs)
     assert process.wait(60) == 0
     jobs = json.loads((only(tmp_path / "sweeps") / "sweep.json").read_text())["jobs"]
     assert [job["status"] for job in jobs] == ["done", "done"]
@@ -500,7 +501,7 @@ def test_gpus_are_those_that_cuda_programs_see(monkeypatch: pytest.MonkeyPatch) 
     seen = {}
     for visible in ("0,1", "", "-1", "2", "0,1,2,3,4,5"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        seen[visible] = devices.count_gpus()
+        seen[visible] = gpus.count_gpus()
     assert seen == {"0,1": 2, "": 0, "-1": 0, "2": 1, "0,1,2,3,4,5": 4}
 
 
@@ -509,7 +510,7 @@ def test_names_that_no_gpu_has_are_none(visible: str, number: int, monkeypatch: 
     """NoDevFiles is what Slurm gives to a job without GPUs; a worker would take one more for a driver that fails."""
     monkeypatch.setattr(gpus, "_installed_gpus", lambda: 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert devices.count_gpus() == number
+    assert gpus.count_gpus() == number
 
 
 # -- what the console shows --------------------------------------------------------------------------------------

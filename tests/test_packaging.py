@@ -42,7 +42,7 @@ ARROWS = {
     "commands.report": {"commands", "bench"},
     "bench": {
         *("errors", "typed_section", "layers", "bench", "models", "pipeline", "trainer", "launch", "planner"),
-        *("cpu", "commands.devices"),  # how many CPU cores and GPUs there are
+        *("cpu", "gpus"),  # how many CPU cores and GPUs there are
     },
     "planner": {
         *("cpu", "errors", "typed_section", "config", "conf", "layers", "planner", "pipeline", "data.source"),

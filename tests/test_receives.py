@@ -30,8 +30,6 @@ def events(program: Sequence[Instruction], after_sends: bool) -> list[Event]:
         elif (message := i.sent_message) is not None:
             found.append(("send", message))
             receives.has_sent()
-            if i.op is Op.SEND_ACTIVATION:
-                receives.post_ahead(Op.RECEIVE_GRADIENT)
         else:
             if not receives.take(i.op, i.cell, i.micro_batch):
                 post(i.op, i.cell, i.micro_batch)

@@ -12,6 +12,7 @@ import pytest
 from inline_run import train_inline
 
 from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.trainer.pictures import draw_loss
 
 CONF = Path(__file__).parents[1] / "conf"
 GROUPS = ("optimizer", "schedule", "precision", "pipeline", "checkpoint", "logging", "experiment")
@@ -95,6 +96,12 @@ def test_bf16_trains_close_to_fp32(tmp_path: Path) -> None:
     half, _ = train_inline(tmp_path / "bf16", "debug=tiny", "pipeline.K=2", "precision=bf16")
     assert half["loss"] != whole["loss"]
     assert half["loss"] == pytest.approx(whole["loss"], rel=0.02)
+
+
+def test_a_run_without_any_finite_loss_has_its_pictures_too(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": null}\n')
+    draw_loss(tmp_path, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").stat().st_size > 0
 
 
 def test_a_time_limit_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpipe_cli.commands.devices import count_gpus
 from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.gpus import count_gpus
 from gpipe_cli.pipeline.schedule import KINDS
 
 from .options import BenchOptions

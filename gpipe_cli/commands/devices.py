@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gpipe_cli.config import PipelineConfig
 from gpipe_cli.cpu import usable_cores
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.gpus import count_gpus as count_gpus
+from gpipe_cli.gpus import count_gpus
 
 
 @dataclass(frozen=True)

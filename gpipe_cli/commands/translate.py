@@ -100,6 +100,7 @@ def worker_config(run: Checkpointed) -> dict[str, Any]:
         ConfigurationError: the run's model does not translate, or more than one replica is wanted.
     """
     from gpipe_cli.data.sentences import are_kept
+    from gpipe_cli.trainer.checkpoint_files import vocabulary_folder
 
     config = dict(run.config)
     if run.prepared.settings.pipeline.replicas != 1:
@@ -111,7 +112,7 @@ def worker_config(run: Checkpointed) -> dict[str, Any]:
             f"{run.run_dir}: its task has no section generation, so its model is not known to generate text; if it is "
             "a translation, type +task.generation='{per_language:1,per_language_at_end:1,group:64,max_length:64}'"
         )
-    longest, vocabularies = config["data"].get("max_length"), run.run_dir / "vocabulary"
+    longest, vocabularies = config["data"].get("max_length"), vocabulary_folder(run.run_dir)
     if are_kept(vocabularies):
         config["data"] = {"_target_": "gpipe_cli.data.sentences.SentenceSource", "vocabularies": str(vocabularies)}
     config["launch"] = {**config["launch"], "stall_seconds": None}  # a person who types is no stall

@@ -195,10 +195,12 @@ class Pipeline:
         for instruction in program:
             op, cell, micro_batch = instruction.op, instruction.cell, instruction.micro_batch
             where["cell"], where["micro_batch"], where["instruction"] = cell, micro_batch, op.name.lower()
+            if not is_timed:
+                handlers[op](cell, micro_batch)
+                continue
             started = meter.mark()
             handlers[op](cell, micro_batch)
-            if is_timed:
-                meter.record(instruction, started)
+            meter.record(instruction, started)
         where.update(cell=None, micro_batch=None, instruction=None)  # what fails from here on, fails outside of them
         if self._transport is not None:
             self._transport.drain()
@@ -345,7 +347,6 @@ class Pipeline:
         self.cells[cell].refuse_new_shapes(tensors, spec, micro_batch)
         self._transport.send(ACTIVATION, tensors, spec, cell + 1, cell + 1, micro_batch)
         self._receives.has_sent()
-        self._receives.post_ahead(Op.RECEIVE_GRADIENT)
 
     def _receive_activation(self, cell: int, micro_batch: int) -> None:
         assert self._transport is not None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .batchnorm import DeferredBatchNorm, defer_batchnorm
 from .boundary import GradientLayouts, Tensors, as_argument, as_tensors, canonical_gradient, is_channels_last
 from .halves import backward_of_inputs
+from .meter import event_now
 from .randomness import NoiseSource
 
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -254,9 +255,9 @@ class _Clock:
     @contextmanager
     def running(self, phase: str) -> Iterator[None]:
         if self._device.type == "cuda":
-            begin = self._note()
+            begin = event_now(self._device)
             yield
-            self._noted[phase].append((begin, self._note()))
+            self._noted[phase].append((begin, event_now(self._device)))
         else:
             start = time.perf_counter()
             yield
@@ -271,8 +272,3 @@ class _Clock:
     def forget(self) -> None:
         self._seconds.clear()
         self._noted.clear()
-
-    def _note(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event

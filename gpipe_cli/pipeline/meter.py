@@ -16,6 +16,13 @@ from .simulate import Span
 Mark = float | torch.cuda.Event
 
 
+def event_now(device: torch.device) -> torch.cuda.Event:
+    """What a GPU fills in with the time when it has come to it, behind all that was started before."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 class Phase(NamedTuple):
     """What a worker did between the pipeline's part of one step and the next, in seconds of the meter's clock."""
 
@@ -50,12 +57,12 @@ class Meter:
         """Starts the clock."""
         self.settle()
         if self._on_gpu:
-            self._began_on_gpu = self._event()
+            self._began_on_gpu = event_now(self._device)
         self.began = time.perf_counter()
 
     def mark(self) -> Mark:
         """The present moment."""
-        return self._event() if self._on_gpu else time.perf_counter()
+        return event_now(self._device) if self._on_gpu else time.perf_counter()
 
     def record(self, instruction: Instruction, started: Mark) -> None:
         """``instruction`` has run from ``started`` to now."""
@@ -75,9 +82,9 @@ class Meter:
     def phase(self, name: str, on_device: bool = False) -> Iterator[None]:
         """Records what the body does. ``on_device``: its work runs on the device, behind the host's back."""
         device = on_device and self._on_gpu
-        started = self._event() if device else time.perf_counter()
+        started = event_now(self._device) if device else time.perf_counter()
         yield
-        self._phase_marks.append((name, started, self._event() if device else time.perf_counter()))
+        self._phase_marks.append((name, started, event_now(self._device) if device else time.perf_counter()))
 
     def settle(self) -> None:
         """Fills `phases`; on a GPU waits for its work first."""
@@ -98,8 +105,3 @@ class Meter:
             return mark
         assert self._began_on_gpu is not None
         return self.began + float(self._began_on_gpu.elapsed_time(mark)) / 1000
-
-    def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own
-        event.record(torch.cuda.current_stream(self._device))
-        return event

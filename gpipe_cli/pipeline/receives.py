@@ -72,11 +72,10 @@ class ReceivesAhead(Generic[Pending]):
             left.popleft()
 
     def has_sent(self) -> None:
-        """One more send has been started."""
+        """One more send has been started; what may be posted since is."""
         self._sent += 1
-        if self._sends_before is not None:
-            for op in RECEIVES:
-                self.post_ahead(op)
+        for op in RECEIVES:
+            self.post_ahead(op)
 
     def take(self, op: Op, cell: int, micro_batch: int) -> Pending | None:
         """The next of its kind, if it was posted; else it is the caller's to post."""

@@ -165,7 +165,6 @@ class _Walk:
             self._hold(("sending", instruction), "wire", MESSAGES, self._sizes[cell + 1].message)
             self._drop(("boundary", cell, number), "outgoing")
             self._receives.has_sent()
-            self._receives.post_ahead(Op.RECEIVE_GRADIENT)
         elif instruction.op is Op.SEND_GRADIENT:
             self._hold(("sending", instruction), "wire", MESSAGES, size.input_gradients)
             self._drop(("gradient", cell, number), "wire")

@@ -98,6 +98,11 @@ def checkpoints_directory(run_dir: Path) -> Path:
     return run_dir / "checkpoints"
 
 
+def vocabulary_folder(run_dir: Path) -> Path:
+    """Where a run keeps what its texts are written in."""
+    return run_dir / "vocabulary"
+
+
 def step_directory(run_dir: Path, step: int) -> Path:
     return checkpoints_directory(run_dir) / f"step_{step:08d}"
 

@@ -45,7 +45,8 @@ def draw_loss(run_dir: Path, path: Path) -> None:
     from matplotlib.figure import Figure
 
     known = ((row["step"], row["loss"]) for row in _rows(run_dir / "metrics.jsonl", MOST_POINTS))
-    steps, losses = zip(*(point for point in known if point[1] is not None), strict=True)
+    trained = [(step, loss) for step, loss in known if loss is not None]
+    steps, losses = [step for step, _ in trained], [loss for _, loss in trained]
     evaluations = list(_rows(run_dir / "evaluations.jsonl"))
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)

@@ -17,11 +17,11 @@ from ..launch.context import Context
 from .assembly import Assembly, assemble_model
 from .build import build_lr_schedule, build_optimizer, build_task
 from .checkpoint_commit import refuse_another_run
-from .checkpoint_files import open_checkpoint
+from .checkpoint_files import open_checkpoint, vocabulary_folder
 from .data_notices import count_defects
 from .journal import Journal
 from .loop import Trainer
-from .same_data import require_same_data, vocabulary_folder
+from .same_data import require_same_data
 from .start import start_worker
 from .training import assemble_training
 

@@ -14,14 +14,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ..data.source import Source
-from .checkpoint_files import CheckpointError, CheckpointInfo
+from .checkpoint_files import CheckpointError, CheckpointInfo, vocabulary_folder
 
 KEY = "data"  # in checkpoint.allow_changes
-
-
-def vocabulary_folder(run_dir: Path) -> Path:
-    """Where a run keeps what its texts are written in."""
-    return run_dir / "vocabulary"
 
 
 def fingerprint(source: Source | None) -> str | None:
