@@ -1,10 +1,10 @@
 """Step time on emulated accelerators against the limit of the schedule, beside torch.distributed.pipelining.
 
 48 layers that sleep (backward twice the forward, 1/M of it per micro-batch) are cut into K equal cells on K real
-processes that send real gloo messages; for interleaved_1f1b into 2K, two on each process; for zero_bubble each half of
-a backward takes as long as a forward. The limit is what `gpipe_cli.pipeline.simulate` gives for the very lists of
-instructions that run, with free messages and free bookkeeping. The peers get the same layers in the same processes,
-with torch.utils.checkpoint in their stages where remat is on.
+processes that send real messages (the peers by gloo); for interleaved_1f1b into 2K, two on each process; for
+zero_bubble each half of a backward takes as long as a forward. The limit is what `gpipe_cli.pipeline.simulate` gives
+for the very lists of instructions that run, with free messages and free bookkeeping. The peers get the same layers in
+the same processes, with torch.utils.checkpoint in their stages where remat is on.
 
 A step lasts from one moment set for all workers to the end of the last one. The exchange that ends a trainer's step
 lies outside, for the engine and the peers alike (benchmarks.exchange times it). One untimed step without sleeping comes

@@ -4,7 +4,7 @@ Counted is every tensor that the step keeps: what autograd saves for backward (t
 inputs that the engine keeps for recompute, gradients on their way, messages that are posted or being sent. Each storage
 counts once; weights, their gradients and the mini-batch that the caller holds do not. The count is taken whenever
 autograd saves something, and its highest value over all workers is shown; buffers that an operation needs only while it
-runs are not in it.
+runs are not in it. Added are the slots of memory that the worker shares with those that it sends to, in whole pages.
 
 The formula, in bytes: N is the boundary of the whole mini-batch, and one layer's share of N/M is what the graph of that
 layer keeps for one micro-batch, measured by itself. With remat=never the formula is N·L/K: nothing is recomputed.
@@ -90,7 +90,7 @@ def worker(context: Context, config: dict[str, Any]) -> list[int]:
         meter = Meter(tensors_of(modules, parts if rank == 0 else []))
         with meter.watch():
             step()
-        most = torch.tensor([meter.highest])
+        most = torch.tensor([meter.highest + step.engine.bytes_shared])
         dist.all_reduce(most, dist.ReduceOp.MAX)
         highest.append(int(most))
     return highest
@@ -119,7 +119,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--K", type=int, nargs="+", default=[1, 2, 4, 8], help="divisors of 16 (default: 1 2 4 8)")
     options.add_argument("--M", type=int, nargs="+", default=[1, 4, 32], help="default: 1 4 32")
-    options.add_argument("--examples", type=int, default=128, help="N, a multiple of every M (default: 128)")
+    options.add_argument("--examples", type=int, default=2048, help="N, a multiple of every M (default: 2048)")
     arguments = options.parse_args()
     if arguments.quick:
         arguments.K, arguments.M = [1, 4], [1, 4]

@@ -24,6 +24,7 @@ from gpipe_cli.pipeline.schedule import REMAT, schedule
 from gpipe_cli.pipeline.transport import Transport
 
 STEPS = 3
+WIRES = ("shared memory", "gloo", "like NCCL")  # the last: groups, first messages and receives as between GPUs
 
 
 @dataclass(frozen=True)
@@ -137,9 +138,10 @@ def compare_as_processes(context: Context, config: dict[str, Any]) -> list[str]:
     found: list[str] = []
     for case in all_cases(workers) + (round_robin_cases(2 * workers) if workers < 4 else []):
         placement = tuple(cell % workers for cell in range(case.K))
-        like_nccl = case.examples == 11  # groups, first messages and receives as between GPUs
+        wire = WIRES[(case.examples + case.M + case.batchnorm + len(case.remat)) % len(WIRES)]
+        like_nccl = wire == "like NCCL"
         groups = each_way if like_nccl or case.kind == "interleaved_1f1b" else (world, world)
-        transport = Transport(placement, CPU, CPU, groups, world)
+        transport = Transport(placement, CPU, CPU, groups, world, shared_memory=wire == "shared memory")
         if like_nccl:
             transport.connect()
             transport.blocks_device = True

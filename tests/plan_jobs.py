@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -31,10 +32,11 @@ CPU = torch.device("cpu")
 
 def measure(context: Context, config: dict[str, Any]) -> list[list[dict[str, int]]]:
     """Entry point of a worker: for each configuration, and each worker, the bytes of each kind."""
-    world = join_world(context, context.world_size, 1, "cpu", "gloo")
+    world = join_world(context, context.world_size, 1, "cpu", "auto")
     found = []
     for values in config["settings"]:
-        mine = one_run(Settings.from_config(values), world)
+        settings = Settings.from_config(values)
+        mine = one_run(settings, replace(world, shared_memory=settings.pipeline.backend != "gloo"))
         found.append(cast("list[dict[str, int]]", world.gather_everyone(mine)))
     return found
 

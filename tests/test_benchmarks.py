@@ -22,6 +22,7 @@ SMALL = {
     "overhead": "--sizes tiny --examples 4 --tokens 4 --repetitions 2",
     "memory": "--K 2 --M 2 --examples 4",
     "startup": "--K 1 --quick debug=tiny",
+    "messages": "--workers 2 --rounds 1",
     "exchange": "--workers 2 --rounds 10",
     "meter": "--shapes 2,2 --examples 4 --tokens 4 --repetitions 2",
     "plan": "--quick debug=tiny",
@@ -49,7 +50,7 @@ def test_every_benchmark_is_tried() -> None:
 
 def test_memory_kept_with_rematerialization_is_what_the_paper_promises(tmp_path: Path) -> None:
     output = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "benchmarks.memory", "--K", "2", "--M", "4", "--examples", "16"]
+    command = [sys.executable, "-m", "benchmarks.memory", "--K", "2", "--M", "4", "--examples", "256"]
     subprocess.run([*command, "--output", str(output)], cwd=ROOT, capture_output=True, timeout=200, check=True)
     for row in json.loads(output.read_text())["rows"]:
         assert row["ratio"] < 1.2, row

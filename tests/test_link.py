@@ -15,8 +15,9 @@ from gpipe_cli.planner.link import LinkTimes, link_between_processes
 FOUND = LinkTimes(host=1e-3, latency=2e-3, rate=3e6)
 
 
-def test_it_is_measured_between_two_processes() -> None:
-    found = link_between_processes()
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_it_is_measured_between_two_processes(shared_memory: bool) -> None:
+    found = link_between_processes(shared_memory)
     assert found is not None
     assert 0 < found.host < 0.1
     assert 0 <= found.latency < 0.1
@@ -57,8 +58,8 @@ def test_this_device_has_the_link_that_was_found(
 ) -> None:
     asked: list[bool] = []
 
-    def answer() -> LinkTimes | None:
-        asked.append(True)
+    def answer(shared_memory: bool) -> LinkTimes | None:
+        asked.append(shared_memory)
         return measured
 
     monkeypatch.setattr(this_device, "link_between_processes", answer)
@@ -66,4 +67,4 @@ def test_this_device_has_the_link_that_was_found(
     device = this_device.measure_device(make_request([f"pipeline.K={K}", "pipeline.device=cpu"]).settings.pipeline)
     expected = measured or this_device._CPU_LINK
     assert (device.host, device.latency, device.link) == expected
-    assert len(asked) == (K > 1)  # one worker sends nothing
+    assert asked == [True] * (K > 1)  # one worker sends nothing

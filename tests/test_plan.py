@@ -64,6 +64,7 @@ RUNS = [
     ("language model", ("pipeline.K=2", "pipeline.M=4", "precision=bf16")),
     ("images", (*SPREAD, "pipeline.remat=never")),
     ("images", (*SPREAD, "pipeline.remat=always", "pipeline.schedule=1f1b")),
+    ("images", (*SPREAD, "pipeline.remat=always", "pipeline.backend=gloo")),
     ("translation", (*SPREAD, "pipeline.remat=never", "pipeline.schedule=zero_bubble")),
     ("language model", ("pipeline.K=2", "pipeline.M=4", "pipeline.remat=always", "pipeline.schedule=zero_bubble")),
     ("images", (*SPREAD, "pipeline.remat=never", "pipeline.schedule=zero_bubble")),
@@ -86,7 +87,8 @@ def test_every_kind_of_bytes_is_what_a_real_step_allocates(number: int, allocate
         cells = [made.cells[cell] for cell in worker.cells]
         for kind in ("weights", "gradients", "optimizer"):
             assert sum(getattr(cell, kind) for cell in cells) == real[kind], kind
-        assert worker.activations == pytest.approx(real["activations"], rel=0.1)
+        # How many slots of shared memory there are two busy cores decide: as many as messages were on their way.
+        assert worker.activations - worker.parts["shared"] == pytest.approx(real["activations"], rel=0.1)
 
 
 def test_the_largest_model_of_the_paper_is_planned_exactly_and_without_memory(

@@ -18,6 +18,7 @@ from gpipe_cli.planner.planner import Planner
 FREE, TOTAL = 30e9, 80e9
 WHOLE = PRESETS["h100"]
 GLOO = LinkTimes(host=1e-3, latency=2e-3, rate=3e6)
+SHARED = LinkTimes(host=5e-4, latency=2e-3, rate=3e6)
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (FREE, TOTAL))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(this_device, "_measure", whole)
-    monkeypatch.setattr(this_device, "link_between_processes", lambda: GLOO)
+    monkeypatch.setattr(this_device, "link_between_processes", lambda shared: SHARED if shared else GLOO)
 
 
 def pipeline(*words: str) -> PipelineConfig:
@@ -54,11 +55,11 @@ def test_workers_share_the_memory_that_is_free_and_the_rates(
     ("words", "link"),
     [
         (["pipeline.workers=2"], this_device._GPU_LINK),
-        (["pipeline.workers=4"], GLOO),
+        (["pipeline.workers=4"], SHARED),
         (["pipeline.workers=2", "pipeline.backend=gloo"], GLOO),
     ],
 )
-def test_messages_go_through_the_cpu_where_gloo_carries_them(words: list[str], link: LinkTimes, two_gpus: None) -> None:
+def test_messages_go_through_the_cpu_where_nccl_carries_none(words: list[str], link: LinkTimes, two_gpus: None) -> None:
     found = this_device.measure_device(pipeline(*words))
     assert (found.host, found.latency, found.link) == link
 

@@ -1,9 +1,10 @@
 """An emulated accelerator: layers that sleep as long as a device would compute, so K workers need no K devices.
 
 A sleep ends late by tens of microseconds, and later when the processor is busy; after it even a small addition is slow,
-on a cold cache. That belongs to the emulation and not to what is measured, so whatever a layer took too long, from the
-first line of its forward or backward to the last, is taken off its next sleep. What stands between two layers (Python,
-autograd, the engine) is not paid back; the plain loop's own efficiency says how much the first two are.
+on a cold cache. That belongs to the emulation and not to what is measured, so whatever a layer took too long is taken
+off the next sleep: in forward from the first line of the module to its last, in backward from the first line of its
+node until its weight has its gradient. What stands between two layers (the module's call, autograd's way from node to
+node, the engine, messages) is not paid back; the plain loop's own efficiency says how much the first two are.
 """
 
 from __future__ import annotations
@@ -53,20 +54,17 @@ ACCELERATOR = Accelerator()
 class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
-        ACCELERATOR.begin(seconds)
         ctx.save_for_backward(x)  # torch.utils.checkpoint recomputes only for a graph that has saved something
         ctx.seconds = seconds
-        y = x + weight
-        ACCELERATOR.end()
-        return y
+        return x + weight
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        _ = ctx.saved_tensors  # here it recomputes
         ACCELERATOR.begin(ctx.seconds * BACKWARD)
-        of_weight = gradients[0].sum()
         ACCELERATOR.end()
-        return gradients[0], of_weight, None
+        _ = ctx.saved_tensors  # here torch.utils.checkpoint runs forward again: layers that take their own time
+        ACCELERATOR.begin(0.0)
+        return gradients[0], gradients[0].sum(), None  # ends when the weight has its gradient
 
 
 class _Half(torch.autograd.Function):
@@ -84,6 +82,10 @@ class _Half(torch.autograd.Function):
         return gradients[0], None
 
 
+def _backward_has_ended(weight: Tensor) -> None:
+    ACCELERATOR.end()
+
+
 class SleepingLayer(nn.Module):
     """x [b, WIDTH] to x + weight, in ``seconds``; its backward takes twice as long.
 
@@ -96,13 +98,20 @@ class SleepingLayer(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(()))
         self.seconds, self.divisible = seconds, divisible
+        if not divisible:
+            tell = self.weight.register_post_accumulate_grad_hook
+            tell(_backward_has_ended)  # type: ignore[no-untyped-call]  # torch's own
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.divisible:
-            return _Sleep.apply(x, self.weight, self.seconds)  # type: ignore[no-any-return]
         ACCELERATOR.begin(self.seconds)
-        y: Tensor = _Half.apply(x, self.seconds) + _Half.apply(self.weight, self.seconds)
-        ACCELERATOR.end()
+        try:  # torch.utils.checkpoint leaves the last layer that it runs again by an exception
+            y: Tensor
+            if self.divisible:
+                y = _Half.apply(x, self.seconds) + _Half.apply(self.weight, self.seconds)
+            else:
+                y = _Sleep.apply(x, self.weight, self.seconds)
+        finally:
+            ACCELERATOR.end()
         return y
 
 

@@ -1,4 +1,4 @@
-"""A slow link between workers, emulated: messages travel by gloo at once and are handed over when they would arrive.
+"""A slow link between workers, emulated: messages travel at once and are handed over when they would arrive.
 
 The sender stamps each message with the moment at which it would be there: sent + latency + bytes / bandwidth, where a
 link carries one message after another in each direction. All processes of a machine share one monotonic clock, so the
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -70,14 +71,15 @@ class LinkTransport(Transport):
     def post(self, kind: int, spec: BoundarySpec, from_cell: int, tag_cell: int, number: int) -> PendingReceive:
         return super().post(kind, _stamped(spec), from_cell, tag_cell, number)
 
-    def finish(self, pending: PendingReceive) -> Tensors:
+    def finish(self, pending: PendingReceive, apart: int = 0) -> Tensors:
         """Waits for the message, and then until it would be there."""
-        *tensors, stamp = super().finish(pending)
+        *tensors, stamp = super().finish(pending, apart + 1)
         self.due = float(stamp)
         time.sleep(max(0.0, self.due - time.perf_counter()))
         return tuple(tensors)
 
 
+@lru_cache
 def _stamped(spec: BoundarySpec) -> BoundarySpec:
     return replace(spec, tensors=(*spec.tensors, STAMP))
 

@@ -59,7 +59,8 @@ def real_step(
             cells[-1].train(True)
     transport = None
     if world.directions is not None and world.everyone is not None:
-        transport = Transport(placement, world.device, world.wire, world.directions, world.everyone)
+        groups = world.directions, world.everyone
+        transport = Transport(placement, world.device, world.wire, *groups, world.shared_memory)
     parts: list[Part] = [((x,), (y,)) for x, y in zip(*(tensor.tensor_split(M) for tensor in examples), strict=True)]
     scale = 1.0 / len(examples[0])
     return step_of_cells(

@@ -24,7 +24,7 @@ from .turns import join_emulation, take_turns
 
 EXAMPLES = 64  # rows of the emulated mini-batch; they say nothing about the model's
 LINK_MESSAGES = 20  # in a row, to measure a link
-LINK_SECONDS = 0.005  # each at least so long: a short one drowns in what gloo takes
+LINK_SECONDS = 0.005  # each at least so long: a short one drowns in what sending takes
 
 
 class EmulatedModel:

@@ -121,6 +121,11 @@ class Pipeline:
         }
         self._clear()
 
+    @property
+    def bytes_shared(self) -> int:
+        """Of the memory that this worker shares with those that it sends to."""
+        return 0 if self._transport is None else self._transport.bytes_shared
+
     # -- the two ways to run -----------------------------------------------------------------------------------
 
     def train_step(self, program: Sequence[Instruction], plan: StepPlan, parts: Sequence[Part] | None) -> StepRecord:
@@ -356,12 +361,13 @@ class Pipeline:
             spec = self._transport.known(cell, signature) or self._transport.learn(cell, cell - 1, signature)
             pending = self._transport.post(ACTIVATION, spec, cell - 1, cell, micro_batch)
         self._receives.post_ahead(Op.RECEIVE_ACTIVATION)
-        tensors = self._transport.finish(pending)
+        # Targets stay until the step ends, and would keep the whole message.
+        tensors = self._transport.finish(pending, apart=self._n_targets)
         split = len(tensors) - self._n_targets
-        boundary = BoundarySpec(pending.spec.tensors[:split])
-        self._inputs[cell, micro_batch] = fresh_leaves(tensors[:split], boundary)
-        # Their own memory: targets stay until the step ends, and would keep the whole message.
-        self._targets[micro_batch] = tuple(tensor.clone() for tensor in tensors[split:])
+        for tensor, described in zip(tensors[:split], pending.spec.tensors, strict=False):
+            if described.needs_gradient:  # it collects the gradient that will be sent back
+                tensor.requires_grad_()
+        self._inputs[cell, micro_batch], self._targets[micro_batch] = tensors[:split], tensors[split:]
 
     def _send_gradient(self, cell: int, micro_batch: int) -> None:
         assert self._transport is not None

@@ -110,6 +110,7 @@ def _sizes(
     # Without an input that needs a gradient nothing is put off.
     halves = _halves(layers, kept) if any(tensor.needs_gradient for tensor in inputs) else _Halves(0, 0, 0)
     return CellSizes(
+        gathered=sum(layer.gathered for layer in layers),
         message=_packed([*(tensor.bytes for tensor in inputs), *target_bytes]),
         targets=sum(target_bytes),
         graph=total - own_outputs,

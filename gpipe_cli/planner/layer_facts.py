@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from ..layers import LayerBuilder
-from ..pipeline.batchnorm import defer_batchnorm
+from ..pipeline.batchnorm import DeferredBatchNorm, defer_batchnorm
 from ..pipeline.boundary import Tensors, as_argument, as_tensors, canonical
 from ..pipeline.cost import (
     CostError,
@@ -111,6 +111,7 @@ class LayerFacts:
         saves_inputs: numbers of the inputs that the graph keeps.
         saves_outputs: numbers of the output storages that the graph keeps.
         saves_inside: bytes of everything else that the graph keeps, weights not counted.
+        gathered: bytes kept until the mini-batch has ended: the sums of BatchNorm.
         outputs: in order.
     """
 
@@ -124,6 +125,7 @@ class LayerFacts:
     saves_inputs: frozenset[int]
     saves_outputs: frozenset[int]
     saves_inside: int
+    gathered: int
     outputs: tuple[Output, ...] = field(repr=False)
 
     @property
@@ -273,10 +275,12 @@ def _run_twice(
     tracker.ignore(known)
     with tracker:
         inference = _run_inference(tracker, run, inputs, autocast)
+        gathered = _take_gathered(modules)
         tracker.begin()
         with saved.watch():
             outputs, losses = _run_forward(run, inputs, autocast, has_loss)
         forward = Phase(tuple(tracker.operations), tracker.peak)
+        _take_gathered(modules)
         described = _describe(inputs, outputs)
         kept = _what_is_saved(saved, inputs, outputs, described, known)
         graph = kept[2] + sum({o.storage: o.bytes for o in described if o.of_input is None}.values())
@@ -296,8 +300,16 @@ def _run_twice(
         saves_inputs=kept[0],
         saves_outputs=kept[1],
         saves_inside=kept[2],
+        gathered=gathered,
         outputs=described,
     )
+
+
+def _take_gathered(modules: Sequence[nn.Module]) -> int:
+    """Bytes of the sums that BatchNorm has gathered in a run; the next one begins without."""
+    batchnorms = [m for module in modules for m in module.modules() if isinstance(m, DeferredBatchNorm)]
+    pooled = [batchnorm.take_pooled() for batchnorm in batchnorms]
+    return sum(sums.nbytes for sums in pooled if sums is not None)
 
 
 def _run_inference(tracker: Tracker, run: Callable[..., Any], inputs: Sequence[Tensor], autocast: Autocast) -> Phase:

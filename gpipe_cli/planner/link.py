@@ -39,10 +39,14 @@ class LinkTimes(NamedTuple):
     rate: float
 
 
-def link_between_processes() -> LinkTimes | None:
-    """Between two processes of this machine that are started for it, over gloo; None where they cannot be connected."""
+def link_between_processes(shared_memory: bool = True) -> LinkTimes | None:
+    """Between two processes of this machine that are started for it; None where they cannot be connected.
+
+    Args:
+        shared_memory: as of `Transport`; otherwise over gloo.
+    """
     with tempfile.TemporaryDirectory(prefix="gpipe-link-") as directory:
-        command = [sys.executable, "-m", __name__, directory]
+        command = [sys.executable, "-m", __name__, directory, str(int(shared_memory))]
         # In a session of their own: Ctrl-C is the command's to answer.
         how: dict[str, Any] = {
             "stderr": subprocess.DEVNULL,
@@ -118,18 +122,18 @@ def _typical(seconds: list[float]) -> float:
     return median(seconds) if seconds else 0.0
 
 
-def main(directory: str, rank: int) -> None:
+def main(directory: str, shared_memory: bool, rank: int) -> None:
     """One of the two processes."""
     cpu = torch.device("cpu")
     dist.init_process_group("gloo", store=dist.FileStore(str(Path(directory) / "store"), 2), rank=rank, world_size=2)
     world = dist.group.WORLD
     assert world is not None
     with as_worker(1):
-        times = measure_link(Transport((0, 1), cpu, cpu, (world, world), world), rank)
+        times = measure_link(Transport((0, 1), cpu, cpu, (world, world), world, shared_memory), rank)
     if rank == 0:
         _answer(directory).write_text(json.dumps(times), encoding="utf-8")
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], sys.argv[2] == "1", int(sys.argv[3]))

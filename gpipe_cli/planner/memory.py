@@ -10,13 +10,24 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from ..pipeline.receives import RECEIVES, RECEIVES_AHEAD, SENDS, ReceivesAhead, sends_before
 from ..pipeline.schedule import Instruction, Message, Op, send_window
+from ..pipeline.shared_memory import slot_bytes
 from ..pipeline.simulate import Timeline
 
 MINI_BATCH, INPUTS, GRAPHS, MESSAGES, RUNNING = "mini_batch", "inputs", "graphs", "messages", "running"
-KINDS = (MINI_BATCH, INPUTS, GRAPHS, MESSAGES, RUNNING)
+SHARED = "shared"
+KINDS = (MINI_BATCH, INPUTS, GRAPHS, MESSAGES, SHARED, RUNNING)
+
+
+class Wire(Enum):
+    """How messages travel, which decides who keeps them how long."""
+
+    NCCL = "nccl"  # until its receiver is ready for it, so a worker that is ahead of its neighbour holds several
+    GLOO = "gloo"  # as many as the window has, because gloo does not tell when one has left
+    SHARED_MEMORY = "shared memory"  # in slots, as many as were ever on their way; the receiver copies it out
 
 
 @dataclass(frozen=True)
@@ -24,6 +35,7 @@ class CellSizes:
     """Bytes of one micro-batch in one cell.
 
     Attributes:
+        gathered: what it keeps until the mini-batch has ended, once for all micro-batches: the sums of BatchNorm.
         message: what comes from the cell before: all tensors in front of the cell, and the targets that travel along.
         targets: of the micro-batch.
         graph: what forward keeps for backward beside inputs and outputs.
@@ -38,6 +50,7 @@ class CellSizes:
         input_half, weight_half: alive at most in each half, beside graph and gradients, beside what was put off.
     """
 
+    gathered: int
     message: int
     targets: int
     graph: int
@@ -58,8 +71,9 @@ class Alive:
 
     Attributes:
         peak: bytes at the worst moment.
-        parts: what they are then, by `KINDS`: the mini-batch or its targets, boundary inputs, graphs, messages and
-            gradients on their way, and what an operation needs while it runs.
+        parts: what they are then, by `KINDS`: what stays for the whole mini-batch, boundary inputs, graphs, messages
+            and gradients on their way, memory shared with the receivers of messages, and what an operation needs while
+            it runs.
         kept: bytes at the worst moment between two instructions.
         most: of each kind, at its own worst moment.
     """
@@ -70,18 +84,53 @@ class Alive:
     most: dict[str, int]
 
 
-def most_alive(timeline: Timeline, sizes: Sequence[CellSizes], departures_seen: bool) -> list[Alive]:
+def most_alive(timeline: Timeline, sizes: Sequence[CellSizes], wire: Wire) -> list[Alive]:
     """What each worker holds at most in a training step, of any schedule.
 
     Args:
         timeline: of the step, as `simulate` makes it.
         sizes: of every cell of the model.
-        departures_seen: a message is held until its receiver is ready for it, so a worker that is ahead of its
-            neighbour holds several. False: as many as the window has, because gloo does not tell when one has left.
+        wire: between the workers.
     """
-    gone = _departures(timeline) if departures_seen else _behind_the_window(timeline)
+    slots = [0] * len(timeline.spans)
+    gone: dict[Instruction, int] = {}
+    if wire is Wire.NCCL:
+        gone = _departures(timeline)
+    elif wire is Wire.GLOO:
+        gone = _behind_the_window(timeline)
+    else:
+        slots = _slots(timeline, sizes)
     lists = [[span.instruction for span in spans] for spans in timeline.spans]
-    return [_Walk(each, sizes, timeline.placement, gone, after_sends=departures_seen).run() for each in lists]
+    walks = [_Walk(each, sizes, timeline.placement, gone, wire) for each in lists]
+    return [walk.run(shared) for walk, shared in zip(walks, slots, strict=True)]
+
+
+def _slots(timeline: Timeline, sizes: Sequence[CellSizes]) -> list[int]:
+    """Bytes of each worker's slots of shared memory, which stay from step to step.
+
+    For gradients as many as it has messages on their way at once; for activations as many as there may be, because in
+    an evaluation, where nothing comes back, an early worker runs ahead. All as large as the kind's largest message.
+    """
+    ends = {span.instruction.awaited_message: span.end for spans in timeline.spans for span in spans}
+    window = send_window(len(timeline.spans))
+    shared = []
+    for spans in timeline.spans:
+        total = 0
+        for op in SENDS:
+            sent = [span for span in spans if span.instruction.op is op]
+            on_their_way: list[float] = []  # when each will have been taken
+            most = len(sent) if op is Op.SEND_ACTIVATION else 0
+            for instruction, start, _ in sent:
+                on_their_way = [end for end in on_their_way if end > start] + [ends[instruction.sent_message]]
+                most = max(most, len(on_their_way))
+            largest = max((_sent_bytes(span.instruction, sizes) for span in sent), default=0)
+            total += min(most, window) * slot_bytes(largest)
+        shared.append(total)
+    return shared
+
+
+def _sent_bytes(sent: Instruction, sizes: Sequence[CellSizes]) -> int:
+    return sizes[sent.cell + 1].message if sent.op is Op.SEND_ACTIVATION else sizes[sent.cell].input_gradients
 
 
 def _behind_the_window(timeline: Timeline) -> dict[Instruction, int]:
@@ -124,9 +173,10 @@ class _Walk:
         sizes: Sequence[CellSizes],
         placement: Sequence[int],
         departures: Mapping[Instruction, int],
-        after_sends: bool,
+        wire: Wire,
     ) -> None:
         self._instructions, self._sizes, self._placement = instructions, sizes, placement
+        self._copied = wire is Wire.SHARED_MEMORY
         self._leaving: dict[int, list[Instruction]] = {}
         for instruction in instructions:
             if instruction in departures:
@@ -135,14 +185,16 @@ class _Walk:
         uses = ((i, n) for i, n in computed if i.op is not Op.WEIGHT_GRADIENT or sizes[i.cell].put_off)
         self._last_use = {(i.cell, i.micro_batch): n for i, n in uses}
         self._recomputed = {(i.cell, i.micro_batch) for i, _ in computed if i.op is Op.RECOMPUTE}
-        self._receives = ReceivesAhead(instructions, self._post, after_sends)
+        self._receives = ReceivesAhead(instructions, self._post, after_sends=wire is Wire.NCCL)
         self._holders: dict[tuple[object, ...], set[str]] = {}
         self._held: dict[tuple[object, ...], tuple[str, int]] = {}
         self._now = dict.fromkeys(KINDS, 0)
         self._peak = self._kept = 0
         self._parts, self._most = dict(self._now), dict(self._now)
 
-    def run(self) -> Alive:
+    def run(self, shared: int) -> Alive:
+        """``shared``: bytes of this worker's slots of shared memory."""
+        self._hold(("slots",), "wire", SHARED, shared)
         micro_batches = 1 + max((i.micro_batch for i in self._instructions), default=-1)
         if any(i.cell == 0 for i in self._instructions):
             self._hold(("mini-batch",), "step", MINI_BATCH, micro_batches * self._sizes[0].message)
@@ -162,11 +214,11 @@ class _Walk:
         if instruction.awaited_message is not None:
             self._receive(instruction)
         elif instruction.op is Op.SEND_ACTIVATION:
-            self._hold(("sending", instruction), "wire", MESSAGES, self._sizes[cell + 1].message)
+            self._send(instruction)
             self._drop(("boundary", cell, number), "outgoing")
             self._receives.has_sent()
         elif instruction.op is Op.SEND_GRADIENT:
-            self._hold(("sending", instruction), "wire", MESSAGES, size.input_gradients)
+            self._send(instruction)
             self._drop(("gradient", cell, number), "wire")
             self._receives.has_sent()
         elif instruction.op is Op.FORWARD:
@@ -196,6 +248,7 @@ class _Walk:
 
     def _forward(self, cell: int, number: int) -> None:
         size, keeps = self._sizes[cell], (cell, number) not in self._recomputed
+        self._hold(("gathered", cell), "step", MINI_BATCH, size.gathered)
         self._run(size.forward if keeps else size.inference)
         if keeps:
             self._hold(("graph", cell, number), "graph", GRAPHS, size.graph)
@@ -205,12 +258,17 @@ class _Walk:
             kind, holder = (INPUTS, "input") if inside else (MESSAGES, "outgoing")
             self._hold(("boundary", cell, number), holder, kind, size.outputs)
 
+    def _send(self, instruction: Instruction) -> None:
+        if not self._copied:
+            self._hold(("sending", instruction), "wire", MESSAGES, _sent_bytes(instruction, self._sizes))
+
     def _receive(self, instruction: Instruction) -> None:
         cell, number, size = instruction.cell, instruction.micro_batch, self._sizes[instruction.cell]
         if self._receives.take(instruction.op, cell, number):
             self._drop(("posted", instruction.op, cell, number), "wire")
         if instruction.op is Op.RECEIVE_ACTIVATION:
-            self._hold(("received", cell, number), "input", INPUTS, size.message)
+            apart = size.targets if self._copied else 0
+            self._hold(("received", cell, number), "input", INPUTS, size.message - apart)
             self._hold(("targets", number), "step", MINI_BATCH, size.targets)
         else:
             self._hold(("gradient", cell + 1, number), "wire", MESSAGES, size.output_gradients)
@@ -218,6 +276,8 @@ class _Walk:
 
     def _post(self, op: Op, cell: int, number: int) -> bool:
         """A receive that the engine has posted ahead; it always knows the shapes."""
+        if self._copied:
+            return True
         bytes_ = self._sizes[cell].message if op is Op.RECEIVE_ACTIVATION else self._sizes[cell].output_gradients
         self._hold(("posted", op, cell, number), "wire", MESSAGES, bytes_)
         return True

@@ -20,7 +20,7 @@ from ..trainer.build import Cut, build_model, build_optimizer, build_task, cut_b
 from .cells import CellFacts, build_cells
 from .devices import Device
 from .measurement import Measurement, Measurements
-from .memory import most_alive
+from .memory import Wire, most_alive
 from .optimizer_state import OptimizerState
 from .options import Options
 from .plan import ModelBytes, Plan, cell_plans, worker_plans
@@ -125,7 +125,7 @@ class Planner:
         )
         model = [self._model_bytes(cell) for cell in cells]
         sizes = [cell.sizes for cell in cells]
-        alive = most_alive(timeline, sizes, departures_seen=self._kernels != "cpu")
+        alive = most_alive(timeline, sizes, self._wire(pipeline))
         rows = cell_plans(self.builders, cells, times, model, placement, lists, pipeline.remat)
         workers = worker_plans(placement, model, alive)
         update = self._update_seconds(cells, model, placement, pipeline.replicas)
@@ -163,6 +163,12 @@ class Planner:
             timeline=timeline,
             lists=lists,
         )
+
+    def _wire(self, pipeline: PipelineConfig) -> Wire:
+        """Workers of CPUs are taken to be on one machine."""
+        if self._kernels != "cpu":
+            return Wire.NCCL
+        return Wire.GLOO if pipeline.backend == "gloo" else Wire.SHARED_MEMORY
 
     def _speeds(self, workers: int) -> list[float] | None:
         speeds = self.options.speeds

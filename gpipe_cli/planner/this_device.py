@@ -60,7 +60,7 @@ def measure_device(pipeline: PipelineConfig) -> Device:
             return rates
     else:
         rates = replace(rates, memory=rates.memory / workers)
-    link = (link_between_processes() if workers > 1 else None) or _CPU_LINK
+    link = (link_between_processes(pipeline.backend != "gloo") if workers > 1 else None) or _CPU_LINK
     return replace(rates, link=link.rate, latency=link.latency, host=link.host)
 
 

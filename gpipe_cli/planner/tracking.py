@@ -69,8 +69,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ow
     def _watch(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._alive or key in self._ignored:
-            return
+        if key in self._alive or key in self._ignored or not storage.resizable():
+            return  # memory that torch has not allocated is no tensor's: a slot that two workers share
         size = storage.nbytes()
         self.now += size
         self.peak = max(self.peak, self.now)

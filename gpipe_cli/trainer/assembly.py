@@ -245,4 +245,4 @@ def make_transport(world: World, cut: Cut) -> Transport | None:
     if world.workers == 1 or world.directions is None or world.everyone is None:
         return None
     ranks = tuple(world.rank_of(worker) for worker in cut.placement)
-    return Transport(ranks, world.device, world.wire, world.directions, world.everyone)
+    return Transport(ranks, world.device, world.wire, world.directions, world.everyone, world.shared_memory)

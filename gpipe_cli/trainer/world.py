@@ -26,10 +26,11 @@ class World:
     Attributes:
         workers, replicas: W and D; together W·D ranks.
         device: of this worker.
-        wire: where messages between workers travel: the device with NCCL, the CPU with gloo.
+        wire: where messages between workers travel: the device with NCCL, else the CPU.
         everyone: group of all ranks for CPU tensors; None when there is only one.
         directions: groups for activations and for gradients; with NCCL two of each, see `Transport`.
         same_worker: the ranks that hold the same layers in the other replicas; None without replicas.
+        shared_memory: messages from CPU to CPU within a machine go through memory that both workers see.
     """
 
     rank: int
@@ -40,6 +41,7 @@ class World:
     everyone: dist.ProcessGroup | None
     directions: tuple[dist.ProcessGroup, ...] | None
     same_worker: dist.ProcessGroup | None
+    shared_memory: bool = True
 
     @property
     def size(self) -> int:
@@ -84,8 +86,8 @@ def join_world(context: Context, workers: int, replicas: int, device: str, backe
     Args:
         workers, replicas: W and D; W·D is the number of ranks.
         device: auto, cpu or cuda.
-        backend: auto, gloo or nccl. ``auto`` is NCCL when every worker of the job has a GPU of its own; several
-            workers on one GPU talk by gloo, through the CPU.
+        backend: auto, gloo or nccl. ``auto`` is NCCL when every worker of the job has a GPU of its own; else workers
+            talk through the CPU, by memory that they share where they are on one machine, by gloo where they are not.
 
     Raises:
         ValueError: the number of ranks is not W·D.
@@ -109,7 +111,8 @@ def join_world(context: Context, workers: int, replicas: int, device: str, backe
             group = _new_group([replica * workers + worker for replica in range(replicas)])
             if context.rank % workers == worker:
                 same_worker = group
-    return World(context.rank, workers, replicas, chosen, wire, everyone, directions, same_worker)
+    shared_memory = backend != "gloo"
+    return World(context.rank, workers, replicas, chosen, wire, everyone, directions, same_worker, shared_memory)
 
 
 def _new_group(ranks: list[int] | None) -> dist.ProcessGroup:
@@ -168,7 +171,7 @@ def _choose_backend(context: Context, device: torch.device, backend: str) -> str
             "use pipeline.backend=auto, or as many workers on each machine as it has GPUs"
         )
     if context.rank == 0 and any(each != _CPU for each in devices):
-        text = f"workers send through the CPU (gloo), which is slower than from GPU to GPU: {'; '.join(problems)}"
+        text = f"workers send through the CPU, which is slower than from GPU to GPU: {'; '.join(problems)}"
         context.emit({"kind": "warning", "text": text})
     return "gloo"
 

@@ -1,0 +1,246 @@
+"""Messages between two workers of one machine, through memory that both can see.
+
+gloo sends over TCP even there: a message is copied four times and wakes two threads beside the two workers, and where
+cores are the devices that is computing time. Here the sender copies it into a slot of shared memory and says so by 16
+bytes on a socket; the receiver copies it out and gives the slot back by one byte.
+
+The memory has no name (memfd) and travels as a descriptor over the socket, so nothing is left behind however the
+processes end; the end of one shows at the other as the end of the socket.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .boundary import BoundarySpec, Tensors, unpack
+
+_TOKEN = struct.Struct("<qii")  # tag, slot, whether the slot's memory comes behind it
+_BYTE = b"\0"
+_NAME_BYTES = 64
+
+
+def slot_bytes(message: int) -> int:
+    """Bytes of a slot for a message of so many: whole pages."""
+    return -(-message // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class _Slot:
+    """Shared memory for one message at a time."""
+
+    def __init__(self, number: int, descriptor: int) -> None:
+        self.number = number
+        self.size = os.fstat(descriptor).st_size
+        memory = mmap.mmap(descriptor, self.size)
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping
+        self._spec: BoundarySpec | None = None
+        self._tensors: Tensors = ()
+
+    def tensors(self, spec: BoundarySpec) -> Tensors:
+        """The tensors of such a message, where they lie: made once for messages that are alike."""
+        if self._spec is not spec:
+            self._spec, self._tensors = spec, unpack(self._bytes, spec)
+        return self._tensors
+
+
+class Outgoing:
+    """The sender's end of a channel for one kind of message.
+
+    Args:
+        peer: its connected socket.
+        receiver: rank, for error messages.
+        window: the most messages on their way; one more waits until the receiver has taken the oldest.
+    """
+
+    def __init__(self, peer: socket.socket, receiver: int, window: int) -> None:
+        self._peer, self._receiver, self._window = peer, receiver, window
+        self._on_their_way: deque[_Slot] = deque()
+        self._free: list[_Slot] = []
+
+    @property
+    def bytes_shared(self) -> int:
+        """Of all slots."""
+        return sum(slot.size for slot in (*self._free, *self._on_their_way))
+
+    def send(self, tensors: Sequence[Tensor], spec: BoundarySpec, tag: int) -> None:
+        """Copies a message into a slot and tells the receiver.
+
+        Raises:
+            RuntimeError: the receiver has gone, or the window is full and it takes nothing for too long.
+        """
+        slot, new_memory = self._slot_for(spec.size)
+        for place, tensor in zip(slot.tensors(spec), tensors, strict=True):
+            place.copy_(tensor.detach() if tensor.requires_grad else tensor)
+        try:
+            self._peer.sendall(_TOKEN.pack(tag, slot.number, new_memory is not None))
+            if new_memory is not None:
+                socket.send_fds(self._peer, [_BYTE], [new_memory])
+        except OSError as error:
+            raise _lost(self._receiver, error) from None
+        finally:
+            if new_memory is not None:
+                os.close(new_memory)
+        self._on_their_way.append(slot)
+
+    def _slot_for(self, size: int) -> tuple[_Slot, int | None]:
+        """A free slot that is large enough, with the descriptor of its memory if the receiver does not have it."""
+        if not self._free and self._on_their_way:
+            self._take_back(wait=len(self._on_their_way) == self._window)
+        number = len(self._on_their_way)
+        if self._free:
+            slot = self._free.pop()  # the one used last: its memory is the warmest
+            if slot.size >= size:
+                return slot, None
+            number = slot.number
+        descriptor = os.memfd_create("gpipe-message")
+        os.ftruncate(descriptor, slot_bytes(size))
+        return _Slot(number, descriptor), descriptor
+
+    def _take_back(self, wait: bool) -> None:
+        """The slots of the messages that were taken: the oldest, as they are received in the order of sending."""
+        try:
+            taken = self._peer.recv(self._window, 0 if wait else socket.MSG_DONTWAIT)
+        except OSError as error:
+            if isinstance(error, BlockingIOError) and not wait:
+                return
+            raise _lost(self._receiver, error) from None
+        if not taken:
+            raise _lost(self._receiver)
+        for _ in taken:
+            self._free.append(self._on_their_way.popleft())
+
+
+class Incoming:
+    """The receiver's end.
+
+    Args:
+        peer: its connected socket.
+        sender: rank, for error messages.
+        device: where the tensors are used.
+    """
+
+    def __init__(self, peer: socket.socket, sender: int, device: torch.device) -> None:
+        self._peer, self._sender, self._device = peer, sender, device
+        self._slots: dict[int, _Slot] = {}
+
+    def receive(self, spec: BoundarySpec, tag: int) -> Tensors:
+        """Waits for the next message and copies it out: tensors on the device, each with memory of its own.
+
+        Raises:
+            RuntimeError: the sender has gone, or sends nothing for too long; or it is another message.
+        """
+        sent, number, is_new = self._next_token()
+        if is_new:
+            self._slots[number] = self._new_slot(number)
+        if sent != tag:
+            raise RuntimeError(f"rank {self._sender} sent message {sent} where {tag} is awaited")
+        tensors = tuple(tensor.to(self._device, copy=True) for tensor in self._slots[number].tensors(spec))
+        with suppress(ConnectionError):  # it has all that it wanted from the sender; the next message would tell
+            self._peer.send(_BYTE)
+        return tensors
+
+    def _next_token(self) -> tuple[int, int, bool]:
+        try:
+            token = self._peer.recv(_TOKEN.size, socket.MSG_WAITALL)
+        except OSError as error:
+            raise _lost(self._sender, error) from None
+        if len(token) < _TOKEN.size:
+            raise _lost(self._sender)
+        sent, number, is_new = _TOKEN.unpack(token)
+        return sent, number, bool(is_new)
+
+    def _new_slot(self, number: int) -> _Slot:
+        """Of the memory that comes behind its token."""
+        try:
+            byte, descriptors, _, _ = socket.recv_fds(self._peer, len(_BYTE), 1)
+        except OSError as error:
+            raise _lost(self._sender, error) from None
+        if not byte:
+            raise _lost(self._sender)
+        if not descriptors:  # the kernel has dropped it
+            raise OSError(f"no memory can be shared with rank {self._sender}: too many open files (ulimit -n)")
+        slot = _Slot(number, descriptors[0])
+        os.close(descriptors[0])
+        return slot
+
+
+def _lost(peer: int, error: OSError | None = None) -> RuntimeError:
+    """In the words that gloo has for it, by which the launcher knows an echo of another worker's end."""
+    if isinstance(error, BlockingIOError):
+        return RuntimeError(f"process group, shared memory: rank {peer} neither sends nor takes a message any more")
+    return RuntimeError(f"process group, shared memory: Connection closed by peer, rank {peer} ({error})")
+
+
+def connect_sender(receiver: int, control: dist.ProcessGroup, tag: int, patience: float) -> socket.socket | None:
+    """The sender's part of connecting a channel; None where no memory can be shared, as between two machines.
+
+    Args:
+        receiver: rank.
+        control: CPU group to talk in meanwhile; ``tag`` marks the talk.
+        patience: seconds that a later wait may take.
+    """
+    name = torch.zeros(_NAME_BYTES, dtype=torch.uint8)
+    dist.recv(name, receiver, group=control, tag=tag)
+    peer = _reach(bytes(name.tolist()).rstrip(_BYTE))
+    dist.send(torch.tensor([int(peer is not None)]), receiver, group=control, tag=tag)
+    return None if peer is None else _patient(peer, patience)
+
+
+def connect_receiver(sender: int, control: dist.ProcessGroup, tag: int, patience: float) -> socket.socket | None:
+    """The other part of `connect_sender`."""
+    name = b"gpipe-" + secrets.token_hex(16).encode()
+    listener = _listen(name)
+    message = torch.tensor(list((name if listener else b"").ljust(_NAME_BYTES, _BYTE)), dtype=torch.uint8)
+    answer = torch.zeros(1, dtype=torch.int64)
+    dist.send(message, sender, group=control, tag=tag)
+    dist.recv(answer, sender, group=control, tag=tag)
+    if listener is None:
+        return None
+    with listener:
+        return _patient(listener.accept()[0], patience) if answer.item() else None
+
+
+def _listen(name: bytes) -> socket.socket | None:
+    """An abstract name: no file, and known on this machine alone. None where there is no such thing."""
+    with ExitStack() as undo:
+        try:
+            listener = undo.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind(_BYTE + name)
+            listener.listen(1)
+        except OSError:
+            return None
+        undo.pop_all()
+        return listener
+
+
+def _reach(name: bytes) -> socket.socket | None:
+    """A socket connected with the listener of that name; None where there is none, or no memory can be shared."""
+    if not name or not hasattr(os, "memfd_create"):  # a Python made for old systems has none
+        return None
+    with ExitStack() as undo:
+        try:
+            os.close(os.memfd_create("gpipe-trial"))
+            peer = undo.enter_context(socket.socket(socket.AF_UNIX))
+            peer.connect(_BYTE + name)
+        except OSError:
+            return None
+        undo.pop_all()
+        return peer
+
+
+def _patient(peer: socket.socket, seconds: float) -> socket.socket:
+    """Waits in the kernel, at most so long: a timeout of Python's would cost two more system calls a message."""
+    limit = struct.pack("@ll", int(seconds), 0)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    return peer
