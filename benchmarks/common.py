@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.bench.machine import machine, machine_line
+from gpipe_cli.bench.machine import machine, machine_line, stolen
 
 WARM_UP = 2  # rounds that do not count
 
@@ -55,8 +55,10 @@ class Report:
 
     columns: Mapping[str, str]
     rows: list[dict[str, Any]] = field(default_factory=list)
+    _stolen: tuple[int, int] | None = None
 
     def begin(self) -> None:
+        self._stolen = stolen()
         print(f"\n{machine_line()}\n")
         print("| " + " | ".join(self.columns) + " |")
         print("|" + "---|" * len(self.columns), flush=True)
@@ -70,8 +72,17 @@ class Report:
     def end(self, output: Path | None, notes: Sequence[str] = ()) -> None:
         """Prints the notes below the table and writes everything to ``output``."""
         print()
+        notes = [*notes, *self._what_others_took()]
         for note in notes:
             print(note)
         if output is not None:
-            content = {"machine": machine(), "rows": self.rows, "notes": list(notes)}
+            content = {"machine": machine(), "rows": self.rows, "notes": notes}
             output.write_text(json.dumps(content, indent=1) + "\n")
+
+    def _what_others_took(self) -> list[str]:
+        """A note, where the system tells."""
+        before, now = self._stolen, stolen()
+        if before is None or now is None or now[1] == before[1]:
+            return []
+        share = (now[0] - before[0]) / (now[1] - before[1])
+        return [f"meanwhile the host of this virtual machine gave {share:.1%} of its processors' time to others"]

@@ -30,6 +30,19 @@ def machine_line() -> str:
     )
 
 
+def stolen() -> tuple[int, int] | None:
+    """Ticks of all processors that a virtual machine was ready to use and its host gave to others, and ticks in all.
+
+    Since the start of the system; None where that is not told.
+    """
+    try:
+        first = Path("/proc/stat").read_text().splitlines()[0].split()
+    except OSError:
+        return None
+    ticks = [int(number) for number in first[1:9]]  # user, nice, system, idle, iowait, irq, softirq, steal
+    return ticks[-1], sum(ticks)
+
+
 def processor() -> str:
     """The processor's name, as Linux tells it."""
     try:

@@ -20,7 +20,7 @@ from .emulator import ACCELERATOR, WIDTH, SleepingLayer
 from .link import Link, LinkTransport, measured_seconds
 from .peers import torch_interleaved_step, torch_pipelining_step, torchgpipe_step
 from .stopwatch import StopWatch
-from .turns import join_emulation, take_turns
+from .turns import join_emulation, take_turns, typical
 
 EXAMPLES = 64  # rows of the emulated mini-batch; they say nothing about the model's
 LINK_MESSAGES = 20  # in a row, to measure a link
@@ -137,7 +137,7 @@ def measure(setting: dict[str, Any], repetitions: int, watch: StopWatch, rank: i
             contender(name, model, cuts, rank, K) if link is None else linked_step(model, name, cuts[K], rank, K, link)
         )
     return {
-        "seconds": take_turns(steps, repetitions, watch),
+        "seconds": {name: typical(seconds) for name, seconds in take_turns(steps, repetitions, watch).items()},
         "link": None if link is None else link_check(link, rank, K),
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -43,8 +43,8 @@ def warm_up(steps: Iterable[Step], watch: StopWatch) -> None:
     ACCELERATOR.speed = 1.0
 
 
-def take_turns(steps: Mapping[str, Step | None], repetitions: int, watch: StopWatch) -> dict[str, float | None]:
-    """Median seconds of each contender's step, after a warm-up; None for one that is None.
+def take_turns(steps: Mapping[str, Step | None], repetitions: int, watch: StopWatch) -> dict[str, list[float]]:
+    """Seconds of each contender's steps, after a warm-up; none for one that is None.
 
     Args:
         steps: the same names in the same order on every worker, with None for the same of them.
@@ -53,7 +53,12 @@ def take_turns(steps: Mapping[str, Step | None], repetitions: int, watch: StopWa
     running = {name: step for name, step in steps.items() if step is not None}
     warm_up(running.values(), watch)
     rounds = [{name: watch.time(step) for name, step in running.items()} for _ in range(repetitions)]
-    return {name: statistics.median(taken[name] for taken in rounds) if name in running else None for name in steps}
+    return {name: [taken[name] for taken in rounds] if name in running else [] for name in steps}
+
+
+def typical(seconds: Sequence[float]) -> float | None:
+    """The median of a contender's steps; None of one that took none."""
+    return statistics.median(seconds) if seconds else None
 
 
 def of_all_workers(value: Value, workers: int) -> list[Value]:

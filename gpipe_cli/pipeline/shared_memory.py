@@ -91,11 +91,13 @@ class Outgoing:
             if new_memory is not None:
                 os.close(new_memory)
         self._on_their_way.append(slot)
+        if not self._free:  # here nobody waits for it; before the next message the receiver would
+            self._take_back(wait=False)
 
     def _slot_for(self, size: int) -> tuple[_Slot, int | None]:
         """A free slot that is large enough, with the descriptor of its memory if the receiver does not have it."""
-        if not self._free and self._on_their_way:
-            self._take_back(wait=len(self._on_their_way) == self._window)
+        if not self._free and len(self._on_their_way) == self._window:
+            self._take_back(wait=True)
         number = len(self._on_their_way)
         if self._free:
             slot = self._free.pop()  # the one used last: its memory is the warmest
@@ -111,10 +113,10 @@ class Outgoing:
         try:
             taken = self._peer.recv(self._window, 0 if wait else socket.MSG_DONTWAIT)
         except OSError as error:
-            if isinstance(error, BlockingIOError) and not wait:
+            if not wait:  # nothing yet; that the receiver has gone shows when it matters
                 return
             raise _lost(self._receiver, error) from None
-        if not taken:
+        if wait and not taken:
             raise _lost(self._receiver)
         for _ in taken:
             self._free.append(self._on_their_way.popleft())
