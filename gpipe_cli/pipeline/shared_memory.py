@@ -96,8 +96,8 @@ class Outgoing:
 
     def _slot_for(self, size: int) -> tuple[_Slot, int | None]:
         """A free slot that is large enough, with the descriptor of its memory if the receiver does not have it."""
-        if not self._free and len(self._on_their_way) == self._window:
-            self._take_back(wait=True)
+        if not self._free and self._on_their_way:
+            self._take_back(wait=len(self._on_their_way) == self._window)
         number = len(self._on_their_way)
         if self._free:
             slot = self._free.pop()  # the one used last: its memory is the warmest
