@@ -144,27 +144,28 @@ class Cell:
         for batchnorm in self.batchnorms:
             batchnorm.gathering = first_time
         versions = [tensor._version for tensor in inputs]
-        values = inputs
+        argument = as_argument(inputs)
         auxiliary: dict[int, Tensor] = {}
-        seeds = self._noise.seeds(step, micro_batch, self._indices)
+        seeds, seed_noise = self._noise.seeds(step, micro_batch, self._indices), self._noise.seed
         settled = self._layouts.settled(signature)
         for (layer, forward, auxiliary_loss), seed in zip(self._guarded_calls or self._calls, seeds, strict=True):
-            self._noise.seed(seed)
+            seed_noise(seed)
             try:
-                outputs = forward(as_argument(values))
+                outputs = forward(argument)
                 if auxiliary_loss is not None:
                     auxiliary[layer.index] = auxiliary_loss(outputs, targets)
                 if layer.index in settled and isinstance(outputs, Tensor) and outputs.is_contiguous():
-                    values = (outputs,)
+                    argument = outputs
                 else:
-                    values = self._layouts.settle(as_tensors(outputs), values, layer.index, signature)
+                    values = self._layouts.settle(as_tensors(outputs), as_tensors(argument), layer.index, signature)
+                    argument = as_argument(values)
             except BufferChanged:
                 raise
             except Exception as error:
                 raise self._failure(layer, micro_batch, error) from error
         self._refuse_changed_inputs(inputs, versions, micro_batch)
         self._guarded_calls = []
-        return values, auxiliary
+        return as_tensors(argument), auxiliary
 
     def run_inference(self, inputs: Tensors, micro_batch: int, caches: list[dict[str, Any]] | None) -> Tensors:
         """F_k without noise or graph; with ``caches`` (one dict a layer) one incremental call of generation."""
