@@ -70,7 +70,9 @@ def kinds_on(workers: int) -> list[str]:
     return [kind for kind in CELLS if workers > 1 or kind in ("gpipe", "1f1b")]
 
 
-def contenders(rank: int, K: int, M: int, remat: str, serial_seconds: float) -> dict[str, Step | None]:
+def contenders(
+    rank: int, K: int, M: int, remat: str, serial_seconds: float, shared_memory: bool
+) -> dict[str, Step | None]:
     batch = torch.zeros(EXAMPLES, WIDTH)
 
     def layers(divisible: bool = False) -> list[nn.Module]:
@@ -83,7 +85,8 @@ def contenders(rank: int, K: int, M: int, remat: str, serial_seconds: float) -> 
         steps[HALVES] = HalvesStep(layers(divisible=True), asked)
     for kind in kinds_on(K):
         mine = layers(divisible=kind == "zero_bubble")
-        steps[kind] = engine_step(mine, rank, K, parts, kind, remat, cells_here=CELLS[kind])
+        how = {"cells_here": CELLS[kind], "shared_memory": shared_memory}
+        steps[kind] = engine_step(mine, rank, K, parts, kind, remat, **how)
         steps[f"torch {kind}"] = peer(kind, layers(), remat != "never", rank, K, M, batch)
     return steps
 
@@ -105,11 +108,11 @@ def worker(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     each worker the seconds of a plain loop with two halves."""
     watch = join_emulation(context, config["realtime"])
     rank, K = context.rank, context.world_size
-    transport = cpu_transport(tuple(range(K)))
+    transport = cpu_transport(tuple(range(K)), not config["gloo"])
     link = None if transport is None else measure_link(transport, rank)
     settings = []
     for setting in config["settings"]:
-        steps = contenders(rank, K, setting["M"], setting["remat"], setting["serial_seconds"])
+        steps = contenders(rank, K, setting["M"], setting["remat"], setting["serial_seconds"], not config["gloo"])
         seconds = take_turns(steps, config["repetitions"], watch)
         bubbles = {name: measured_bubble(step, K) for name, step in steps.items() if isinstance(step, EngineStep)}
         loop = steps.get(HALVES)
@@ -161,6 +164,7 @@ def main() -> None:
     options.add_argument("--repetitions", type=int, default=3, help="timed steps of each contender (default: 3)")
     options.add_argument("--seconds", type=float, help="serial work per step; default: 1.5, 3, 8 s for M = 1, 4, 32")
     options.add_argument("--realtime", action="store_true", help="shut out the machine's other work (Linux, as root)")
+    options.add_argument("--gloo", action="store_true", help="our messages by gloo, too, as the peers' are")
     arguments = options.parse_args()
     if arguments.quick:
         arguments.repetitions = 1
@@ -184,6 +188,7 @@ def main() -> None:
     report.begin()
     links = {}
     config = {"settings": settings, "repetitions": arguments.repetitions, "realtime": arguments.realtime}
+    config["gloo"] = arguments.gloo
     for K in arguments.K:
         answer = run_workers("benchmarks.emulated:worker", K, config, ("torch.distributed.pipelining",))
         links[K] = LinkTimes(*answer["link"])

@@ -66,12 +66,14 @@ def engine_step(
     remat: str = "never",
     loss: Loss = squared_loss,
     cells_here: int = 1,
+    shared_memory: bool = True,
 ) -> EngineStep:
     """One training step of this worker, whose cells ``modules`` make up in equal parts.
 
     Args:
         parts: micro-batches; every worker gives the same shapes, only the first one's values count.
         cells_here: cells of each worker; cell c lies on worker c mod W.
+        shared_memory: as of `Transport`.
     """
     placement = tuple(range(workers)) * cells_here
     size = len(modules) // cells_here
@@ -80,7 +82,8 @@ def engine_step(
         cell = part * workers + rank
         built = [BuiltLayer(cell * size + i, f"layer.{i}", modules[part * size + i]) for i in range(size)]
         cells.append(Cell(cell, built, NoiseSource(0, 0, CPU)))
-    return step_of_cells(cells, placement, rank, cpu_transport(placement), parts, kind, remat, loss)
+    transport = cpu_transport(placement, shared_memory)
+    return step_of_cells(cells, placement, rank, transport, parts, kind, remat, loss)
 
 
 def step_of_cells(
@@ -108,12 +111,12 @@ def step_of_cells(
     return EngineStep(engine, program, StepPlan(0, 1, signatures, scale), parts if worker == 0 else None)
 
 
-def cpu_transport(placement: tuple[int, ...]) -> Transport | None:
+def cpu_transport(placement: tuple[int, ...], shared_memory: bool = True) -> Transport | None:
     """To the other workers of the process group; None when there are none."""
     world = dist.group.WORLD
     if world is None or world.size() == 1:
         return None
-    return Transport(placement, CPU, CPU, (world, world), world)
+    return Transport(placement, CPU, CPU, (world, world), world, shared_memory)
 
 
 def plain_step(
