@@ -13,13 +13,14 @@ first; after that the contenders take turns, and the median of the repetitions i
 plain: efficiency of the plain loop, the ceiling of the emulation: all workers at the same time run the layers of their
 own cells, forward and backward, by a plain loop without engine and messages; for zero_bubble with its two halves.
 
-bubble: share of the workers' time outside forward, recompute and backward in the last step of the engine, by its meter.
+bubble: share of the workers' time outside forward, recompute and backward, by the engine's meter; again the median.
 planned: the same by the planner's simulation, from what the plain loop takes for the layers and what a message between
 two of these processes takes (`gpipe_cli.planner.link`).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from benchmarks.common import Report, parser
 from gpipe_cli.bench.driver import EngineStep, HalvesStep, Step, cpu_transport, engine_step, plain_step
 from gpipe_cli.bench.emulator import BACKWARD, LAYERS, WIDTH, SleepingLayer, forward_seconds
 from gpipe_cli.bench.peers import torch_interleaved_step, torch_pipelining_step
+from gpipe_cli.bench.stopwatch import StopWatch
 from gpipe_cli.bench.turns import join_emulation, of_all_workers, take_turns, typical
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.launch.context import Context
@@ -104,26 +106,37 @@ def peer(
 
 
 def worker(context: Context, config: dict[str, Any]) -> dict[str, Any]:
-    """Entry point: `LinkTimes` as ``link``; for each of ``settings`` the seconds and bubble of each contender, and of
-    each worker the seconds of a plain loop with two halves."""
+    """Entry point: `LinkTimes` as ``link``; for each of ``settings`` the seconds and bubbles of each contender's steps,
+    and of each worker the seconds of a plain loop with two halves."""
     watch = join_emulation(context, config["realtime"])
     rank, K = context.rank, context.world_size
     transport = cpu_transport(tuple(range(K)), not config["gloo"])
     link = None if transport is None else measure_link(transport, rank)
-    settings = []
-    for setting in config["settings"]:
-        steps = contenders(rank, K, setting["M"], setting["remat"], setting["serial_seconds"], not config["gloo"])
-        seconds = take_turns(steps, config["repetitions"], watch)
-        bubbles = {name: measured_bubble(step, K) for name, step in steps.items() if isinstance(step, EngineStep)}
-        loop = steps.get(HALVES)
-        halves = loop.seconds if isinstance(loop, HalvesStep) else {}
-        by_name = {op.name: spent for op, spent in halves.items()}
-        settings.append({"seconds": seconds, "bubbles": bubbles, HALVES: of_all_workers(by_name, K)})
+    settings = [measure(setting, config, watch, rank, K) for setting in config["settings"]]
     return {"link": tuple(link or FREE), "settings": settings}
 
 
+def measure(
+    setting: Mapping[str, Any], config: Mapping[str, Any], watch: StopWatch, rank: int, K: int
+) -> dict[str, Any]:
+    """The steps of all contenders in one setting."""
+    M, remat, serial = setting["M"], setting["remat"], setting["serial_seconds"]
+    steps = contenders(rank, K, M, remat, serial, not config["gloo"])
+    bubbles: dict[str, list[float]] = defaultdict(list)
+
+    def note_bubble(name: str) -> None:
+        if isinstance(step := steps[name], EngineStep):
+            bubbles[name].append(measured_bubble(step, K))
+
+    seconds = take_turns(steps, config["repetitions"], watch, note_bubble)
+    loop = steps.get(HALVES)
+    halves = loop.seconds if isinstance(loop, HalvesStep) else {}
+    by_name = {op.name: spent for op, spent in halves.items()}
+    return {"seconds": seconds, "bubbles": bubbles, HALVES: of_all_workers(by_name, K)}
+
+
 def measured_bubble(step: EngineStep, K: int) -> float:
-    """Share of the workers' time outside computation, in the step taken last."""
+    """Share of the workers' time outside computation, in the step just taken."""
     recordings = from_zero([Recording(spans, []) for spans in of_all_workers(step.engine.meter.spans, K)])
     return Timeline([recording.spans for recording in recordings], tuple(range(K))).bubble
 
@@ -150,7 +163,7 @@ def rows_of(K: int, setting: Mapping[str, Any], link: LinkTimes, found: Mapping[
                 "plain": serial / K / plain,
                 "torch, s": other,
                 "torch / ours": None if other is None else other / step,
-                "bubble": found["bubbles"][kind],
+                "bubble": typical(found["bubbles"][kind]),
                 "planned": timeline(kind, K, M, remat, expected, link).bubble,
             }
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -43,16 +43,28 @@ def warm_up(steps: Iterable[Step], watch: StopWatch) -> None:
     ACCELERATOR.speed = 1.0
 
 
-def take_turns(steps: Mapping[str, Step | None], repetitions: int, watch: StopWatch) -> dict[str, list[float]]:
+def take_turns(
+    steps: Mapping[str, Step | None],
+    repetitions: int,
+    watch: StopWatch,
+    look: Callable[[str], None] = lambda name: None,
+) -> dict[str, list[float]]:
     """Seconds of each contender's steps, after a warm-up; none for one that is None.
 
     Args:
         steps: the same names in the same order on every worker, with None for the same of them.
         repetitions: timed steps of each; in every round each contender has one.
+        look: is given the name of a contender whose step has just been timed.
     """
+
+    def timed(name: str, step: Step) -> float:
+        seconds = watch.time(step)
+        look(name)
+        return seconds
+
     running = {name: step for name, step in steps.items() if step is not None}
     warm_up(running.values(), watch)
-    rounds = [{name: watch.time(step) for name, step in running.items()} for _ in range(repetitions)]
+    rounds = [{name: timed(name, step) for name, step in running.items()} for _ in range(repetitions)]
     return {name: [taken[name] for taken in rounds] if name in running else [] for name in steps}
 
 
