@@ -365,7 +365,7 @@ def _patience_is_tested(settings: Settings) -> str | None:
 def _backend_fits_device(settings: Settings) -> str | None:
     if settings.pipeline.backend != "nccl" or settings.pipeline.device != "cpu":
         return None
-    return "pipeline.backend=nccl moves data between GPUs but pipeline.device=cpu: use pipeline.backend=gloo"
+    return "pipeline.backend=nccl moves data between GPUs but pipeline.device=cpu: use pipeline.backend=auto"
 
 
 def _inline_is_one_worker(settings: Settings) -> str | None:

@@ -110,7 +110,7 @@ def test_debug_tiny_leaves_what_is_typed() -> None:
         (["data.batch_size=0"], "data.batch_size=0: use a whole number, at least 1"),
         (["trainer.steps=null"], "set one, as trainer.steps=1000"),
         (["trainer.patience=3", "trainer.evaluate_every=null"], "set trainer.evaluate_every too"),
-        (["pipeline.backend=nccl", "pipeline.device=cpu"], "use pipeline.backend=gloo"),
+        (["pipeline.backend=nccl", "pipeline.device=cpu"], "use pipeline.backend=auto"),
         (["launch.inline=true", "pipeline.workers=2"], "use pipeline.workers=1"),
         (["+pipeline.microbatches=3"], "there is no key pipeline.microbatches; pipeline has: K, M, remat"),
         (["+pipelin={K: 3}"], "there is no key pipelin; did you mean pipeline?"),
