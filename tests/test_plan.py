@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.flop_counter import flop_registry
 
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.commands import devices
@@ -258,6 +260,16 @@ def test_halves_of_a_backward_have_their_own_operations() -> None:
     assert attention.input_gradient_seconds > attention.weight_gradient_seconds > 0
     halves = attention.input_gradient_seconds + attention.weight_gradient_seconds
     assert attention.backward_seconds <= halves < 1.1 * attention.backward_seconds
+
+
+def test_attention_counts_in_every_release_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("model=transformer_lm_small", "model.L=1", "plan.kernels=accelerator", "plan.device=a100-40gb")
+    counted = planned(*words)
+    for name in ("", "_backward"):
+        operation = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{name}")
+        monkeypatch.delitem(flop_registry, operation, raising=False)
+    assert planned(*words).cells[0].flops == counted.cells[0].flops
+    assert planned(*words).step_seconds == counted.step_seconds
 
 
 def test_a_slower_device_and_a_slower_link_make_the_step_longer() -> None:

@@ -65,6 +65,30 @@ def test_growing_a_key_of_which_no_value_is_too_large_ends_and_says_so() -> None
     assert "all values up to 1099511627776 fit" in refusal(*own, "plan.grow=model.number")
 
 
+# -- how many micro-batches are tried ----------------------------------------------------------------------------------
+
+COUNTED_IN_TOKENS = ("data.batch_size=null", "data.batch_tokens=4096")  # typical targets are 16 wide: 320 pairs
+
+
+def test_micro_batches_of_data_counted_in_tokens_go_as_far_as_its_sentences() -> None:
+    request = make_request((*COUNTED_IN_TOKENS, "pipeline.K=1"))
+    assert micro_batch_counts(request.settings)[-1] == 256
+    assert micro_batch_counts(request.settings, longest=True)[-1] < 256
+
+
+def test_the_paper_s_mini_batch_of_four_million_tokens_fits_one_gpu_in_many_micro_batches() -> None:
+    words = ("experiment=nmt_t_6_8192_16", "plan.device=a100-40gb", "pipeline.remat=always")
+    found = asked(*words, "pipeline.M=auto")
+    assert found.plan.fits
+    assert found.plan.M > 4
+
+
+def test_what_is_too_large_is_named_as_it_was_given() -> None:
+    said = refusal(*COUNTED_IN_TOKENS, "plan.fit=60MB", "plan.candidates=[1]")
+    assert "a smaller data.batch_tokens" in said
+    assert "data.batch_size" not in said
+
+
 # -- plan.fit ----------------------------------------------------------------------------------------------------------
 
 

@@ -51,7 +51,7 @@ class _Attempts:
 
     def __init__(self, settings: Settings, options: Options, section: str, name: str, say: Say) -> None:
         self._settings, self._options, self._section, self._name = settings, options, section, name
-        self._say, self._shortfall = say, Shortfall()
+        self._say, self._shortfall = say, Shortfall(settings)
         self._limit = 0.0
         self.plans: dict[int, Plan | None] = {}
         self.used: dict[int, int] = {}

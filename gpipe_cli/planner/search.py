@@ -12,6 +12,7 @@ from ..errors import ConfigurationError
 from ..pipeline.schedule import KINDS
 from ..typed_section import shown
 from .answer import Answer
+from .example import example_part
 from .growth import grow
 from .options import Options
 from .plan import Plan
@@ -44,13 +45,16 @@ def answer(settings: Settings, options: Options, say: Say = say_nothing) -> Answ
     return Answer(planner.plan())
 
 
-def micro_batch_counts(settings: Settings) -> list[int]:
-    """The M that searches try: powers of two, as far as the mini-batch has examples."""
-    size, replicas = settings.data.get("batch_size"), settings.pipeline.replicas
-    most = 4 * settings.pipeline.K
-    if isinstance(size, int) and settings.data.get("batch_tokens") is None:
-        most = min(MOST_MICRO_BATCHES, size // replicas)
-    return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
+def micro_batch_counts(settings: Settings, longest: bool = False) -> list[int]:
+    """The M that searches try: powers of two, as far as a typical mini-batch has examples.
+
+    Args:
+        longest: see `example_part`; of a mini-batch counted in tokens, longer ones are fewer.
+    """
+    replicas = settings.pipeline.replicas
+    _, examples = example_part(settings.data, replicas, longest)
+    most = min(MOST_MICRO_BATCHES, examples // replicas)
+    return [1 << power for power in range(most.bit_length())]
 
 
 def cell_counts(planner: Planner) -> list[int]:
@@ -75,12 +79,14 @@ class _Trial:
     """Plans one after the other.
 
     Attributes:
+        micro_batch_counts: the M to try.
         tried: plans that were made.
         lightest: the plan whose fullest device holds least of weights, gradients and optimizer state.
     """
 
     def __init__(self, planner: Planner) -> None:
-        self._planner, self._shortfall = planner, Shortfall()
+        self._planner, self._shortfall = planner, Shortfall(planner.settings)
+        self.micro_batch_counts = micro_batch_counts(planner.settings, planner.options.longest)
         self.lightest: Plan | None = None
         self.tried = 0
 
@@ -103,7 +109,7 @@ class _Trial:
 
     def any_with_cells(self, K: int) -> Answer | None:
         """The smallest M, for it the least recomputing that fit with so many cells."""
-        for M, remat in product(micro_batch_counts(self._planner.settings), REMAT_BY_SPEED):
+        for M, remat in product(self.micro_batch_counts, REMAT_BY_SPEED):
             found = self.plan(K=K, M=M, remat=remat)
             if found is not None and found.fits:
                 return Answer(found, {"pipeline.K": K, "pipeline.M": M, "pipeline.remat": remat}, self.tried)
@@ -165,7 +171,7 @@ def fastest(planner: Planner, kinds: Sequence[str], remats: Sequence[str], only_
         ConfigurationError: nothing fits.
     """
     trial, best = _Trial(planner), None
-    for kind, M, remat in product(kinds, micro_batch_counts(planner.settings), remats):
+    for kind, M, remat in product(kinds, trial.micro_batch_counts, remats):
         found = trial.plan(M=M, remat=remat, schedule=kind)
         if found is not None and found.fits and (best is None or _rank(found) < _rank(best)):
             best = found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -11,10 +11,31 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 _HALF = (torch.bfloat16, torch.float16)
 _NO_WORK = ("aten::empty", "aten::detach", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "prim::")
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> float:
+    return float(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> float:
+    return float(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
+
+
+_CPU_ATTENTION: dict[Any, Callable[..., float]] = {  # not every release of torch counts its own
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+def _flops(operation: Any, args: Any, kwargs: Any, out: Any) -> float:
+    """Of one call of an operation; zero of one that neither torch nor the table above counts."""
+    if (count := flop_registry.get(operation)) is not None:
+        return float(count(*args, **kwargs, out_val=out))
+    return _CPU_ATTENTION[operation](*args, **kwargs) if operation in _CPU_ATTENTION else 0.0
 
 
 class Operation(NamedTuple):
@@ -59,8 +80,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ow
             self._watch(tensor)
         if not func.is_view and not func.name().startswith(_NO_WORK):
             read = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-            count = flop_registry.get(func._overloadpacket)
-            flops = float(count(*args, **kwargs, out_val=out)) if count is not None else 0.0
+            flops = _flops(func._overloadpacket, args, kwargs, out)
             moved = sum(tensor.numel() * tensor.element_size() for tensor in (*read, *made))
             half = any(tensor.dtype in _HALF for tensor in read)
             self.operations.append(Operation(flops, float(moved), half))
