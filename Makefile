@@ -17,7 +17,7 @@ venv: $(INSTALLED) ## install the tool and what its development needs into .venv
 $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "$(PYTHON) is older than 3.10: make venv PYTHON=python3.12 (or any from 3.10)"; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv # anew if its making was broken off
 	@echo "installing into .venv (a few minutes the first time: torch is large)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'

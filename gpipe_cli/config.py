@@ -124,7 +124,8 @@ class CheckpointConfig:
 
     Attributes:
         every: steps between checkpoints; null: only at the end. keep: how many of them stay, beside the best.
-        resume: null, "auto" (the newest checkpoint of this run directory, if there is one), or a run or checkpoint.
+        resume: null, "auto" (the newest checkpoint of this run directory, or, of one that nobody named, of the run
+            beside it that saved last; the beginning where there is none), or a run or checkpoint.
         allow_changes: keys that may differ from the checkpoint's configuration.
         init_from: null, or a run or checkpoint whose weights and buffers a new run begins with (transfer).
         init_except: patterns of layers ("head") and of what is in them ("*.auxiliary_head.*") that begin anew.

@@ -12,6 +12,8 @@ from pathlib import Path
 # A laptop's own name may not resolve, and processes of one machine need no network.
 GLOO_ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
 
+CGROUPS = Path("/sys/fs/cgroup")
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _MALLOC_SETTINGS = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_"}
 _KEPT = (1 << 31) - 1  # bytes, the most that mallopt takes
@@ -20,11 +22,19 @@ _KEPT = (1 << 31) - 1  # bytes, the most that mallopt takes
 def usable_cores() -> int:
     """Cores that this process may use: its affinity, and a container's share of the machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    limit = Path("/sys/fs/cgroup/cpu.max")  # "quota period" in microseconds, or "max period"
-    words = limit.read_text().split() if limit.is_file() else []
-    if len(words) == 2 and words[0].isdigit():
-        cores = min(cores, max(1, int(words[0]) // int(words[1])))
-    return cores
+    quota, period = _container_share()
+    return cores if quota is None else min(cores, max(1, quota // period))
+
+
+def _container_share() -> tuple[int | None, int]:
+    """Microseconds of processor time, None without a limit, in a period of so many."""
+    words: list[str] = []
+    if (limit := CGROUPS / "cpu.max").is_file():  # version 2: "quota period", or "max period"
+        words = limit.read_text().split()
+    elif (older := CGROUPS / "cpu" / "cpu.cfs_quota_us").is_file():  # version 1; -1 is no limit
+        words = [older.read_text(), older.with_name("cpu.cfs_period_us").read_text()]
+    quota, period = words if len(words) == 2 else ("max", "1")
+    return (int(quota), int(period)) if quota.strip().isdigit() else (None, 1)
 
 
 @contextmanager

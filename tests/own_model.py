@@ -24,6 +24,12 @@ def layers(middle: str = "ReLU") -> list[LayerBuilder]:
     ]
 
 
+def with_a_frozen_start() -> list[LayerBuilder]:
+    """1,634 parameters, of which the first map's 1,544 do not learn."""
+    flatten, _, *others = layers()
+    return [flatten, LayerBuilder("first", lambda: nn.Linear(192, 8).requires_grad_(False)), *others]
+
+
 def with_a_layer_twice() -> list[LayerBuilder]:
     """1,706 parameters, of which 72 stand in two layers."""
     both = nn.Linear(8, 8)

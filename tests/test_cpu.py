@@ -6,11 +6,13 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from gpipe_cli.cpu import torch_threads
+from gpipe_cli import cpu
+from gpipe_cli.cpu import torch_threads, usable_cores
 
 FAULTS_OF_A_STEP = """
 import resource, torch
@@ -56,3 +58,26 @@ def test_threads_are_given_back() -> None:
     assert torch.get_num_threads() == before
     with torch_threads(None):
         assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 64),
+        ({"cpu.max": "max 100000"}, 64),
+        ({"cpu.max": "350000 100000"}, 3),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 64),
+        ({"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2),
+    ],
+    ids=["none", "2 without limit", "2", "2 below one", "1 without limit", "1"],
+)
+def test_a_container_s_share_counts_in_both_versions_of_cgroups(
+    files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(cpu, "CGROUPS", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(64))
+    assert usable_cores() == cores

@@ -23,6 +23,8 @@ COMMON = [
     "trainer.evaluate_every=10",
     "checkpoint.every=5",
     "model.dropout=0.1",
+    "model.input_dropout=0.1",
+    "model.attention_dropout=0.1",
     "task.generation=null",
     "logging.tensorboard=false",
 ]
@@ -84,6 +86,23 @@ def test_every_k_gives_the_same_bits(words: list[str], whole: Path, tmp_path: Pa
     run_dir = train(tmp_path, *words)
     assert losses(run_dir) == losses(whole)
     assert same_bits(run_dir, whole)
+
+
+@pytest.mark.slow
+def test_sixteen_cells_in_sixteen_processes_give_the_same_bits(tmp_path: Path) -> None:
+    short = ["model.L=4", "trainer.steps=4", "trainer.evaluate_every=4"]
+    reference = train(tmp_path / "whole", *short, *WHOLE)
+    run_dir = train(tmp_path / "sixteen", *short, "pipeline.K=16", "pipeline.workers=16")
+    assert losses(run_dir) == losses(reference)
+    assert same_bits(run_dir, reference, step=4)
+
+
+def test_three_replicas_give_the_same_bits_for_every_number_of_workers(tmp_path: Path) -> None:
+    words = ["trainer.steps=4", "pipeline.replicas=3", "pipeline.M=2", "data.batch_size=24", "checkpoint.every=2"]
+    one = train(tmp_path / "one", *words, "pipeline.K=1", "pipeline.workers=1")
+    two = train(tmp_path / "two", *words, "pipeline.K=4", "pipeline.workers=2")
+    assert losses(two) == losses(one)
+    assert same_bits(two, one, step=4)
 
 
 def test_schedules_that_go_back_in_the_same_order_give_the_same_bits(tmp_path: Path) -> None:
@@ -199,7 +218,8 @@ def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Pa
 
 def test_two_replicas_train_as_one_pipeline_on_the_joined_mini_batch(tmp_path: Path) -> None:
     """The same parts, read by two first workers; only the order of summation differs."""
-    common = ["model.dropout=0", "pipeline.K=2", "data.batch_size=30"]
+    common = ["model.dropout=0", "model.input_dropout=0", "model.attention_dropout=0"]
+    common += ["pipeline.K=2", "data.batch_size=30"]
     one = train(tmp_path / "one", *common, "pipeline.workers=1", "pipeline.M=4")
     two = train(tmp_path / "two", *common, "pipeline.workers=2", "pipeline.M=2", "pipeline.replicas=2")
     assert losses(two) == pytest.approx(losses(one), rel=1e-4)

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .replicas import sum_over_replicas
+
 
 class DeferredBatchNorm(nn.Module):
     """Stands in for an ``nn.BatchNorm*d``, with the same parameters and buffers under the same names.
@@ -143,13 +145,13 @@ def defer_batchnorm(module: nn.Module, group: dist.ProcessGroup | None = None) -
 
 
 def finish_batchnorm(layers: Iterable[DeferredBatchNorm], replicas: dist.ProcessGroup | None) -> None:
-    """Applies what the step gathered to the moving averages; with replicas, pooled over them in one all-reduce."""
+    """Applies what the step gathered to the moving averages; with replicas, pooled over them in one sum."""
     gathered = [(layer, pooled) for layer in layers if (pooled := layer.take_pooled()) is not None]
     if not gathered:
         return
     if replicas is not None:
         flat = torch.cat([pooled.flatten() for _, pooled in gathered])
-        dist.all_reduce(flat, group=replicas)
+        sum_over_replicas(flat, replicas)
         parts = torch.split(flat, [pooled.numel() for _, pooled in gathered])
         gathered = [(layer, part.view_as(pooled)) for (layer, pooled), part in zip(gathered, parts, strict=True)]
     for layer, pooled in gathered:

@@ -12,23 +12,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .replicas import sum_over_replicas
+
 BUCKET_BYTES = 32 << 20  # gradients are reduced in flat buckets of about this size
+
+
+def fill_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Gives every parameter that learns a gradient, zero if nothing used it, so that a cut decides about no update.
+
+    A frozen one keeps none, and so the optimizer leaves it alone: with a zero its weight decay would shrink it.
+    """
+    for parameter in parameters:
+        if parameter.grad is None and parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def reduce_over_replicas(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Sums the gradients of the D replicas in place, once per mini-batch (paper, section 2.2).
 
-    A sum, not a mean: every replica has already divided by the weight of the whole mini-batch. A parameter that got no
-    gradient on this replica counts as zero.
+    A sum, not a mean: every replica has already divided by the weight of the whole mini-batch. Every replica gives the
+    same parameters, and `fill_gradients` has seen to it that the same of them have a gradient.
     """
-    gradients = []
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        gradients.append(parameter.grad)
-    for bucket in _buckets(gradients):
+    for bucket in _buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-        dist.all_reduce(flat, group=group)
+        sum_over_replicas(flat, group)
         sums = torch.split(flat, [gradient.numel() for gradient in bucket])
         for gradient, summed in zip(bucket, sums, strict=True):
             gradient.copy_(summed.view_as(gradient))

@@ -24,6 +24,7 @@ class CellFacts:
         first, last: numbers of its layers in the model's list.
         layers: their facts; behind the last cell's stands the task's loss.
         weights: its parameters, each once, however many of its layers hold it.
+        trained: those of them that learn.
         sizes: what one micro-batch holds.
         inputs_bytes: of the boundary in front of it, one micro-batch.
     """
@@ -32,6 +33,7 @@ class CellFacts:
     last: int
     layers: tuple[LayerFacts, ...]
     weights: tuple[TensorShape, ...]
+    trained: tuple[TensorShape, ...]
     sizes: CellSizes
     inputs_bytes: int
 
@@ -42,11 +44,11 @@ class CellFacts:
     @property
     def weight_bytes(self) -> int:
         """Weights and buffers, such as BatchNorm's moving averages."""
-        return self.gradient_bytes + sum(layer.buffer_bytes for layer in self.layers)
+        return sum(weight.bytes for weight in self.weights) + sum(layer.buffer_bytes for layer in self.layers)
 
     @property
     def gradient_bytes(self) -> int:
-        return sum(weight.bytes for weight in self.weights)
+        return sum(weight.bytes for weight in self.trained)
 
     @property
     def flops(self) -> float:
@@ -81,10 +83,15 @@ def build_cells(
         boundary = inputs if not members.start else layers[members.start - 1].boundary
         sizes = _sizes(own, boundary, target_bytes, is_last)
         plain = sum(tensor.bytes for tensor in boundary)
-        weights = [
-            shape for index in members for name, shape in layers[index].parameters if name not in repeated[index]
+        held = [
+            (shape, name in layers[index].frozen)
+            for index in members
+            for name, shape in layers[index].parameters
+            if name not in repeated[index]
         ]
-        made.append(CellFacts(members.start, members.stop - 1, tuple(own), tuple(weights), sizes, plain))
+        weights = tuple(shape for shape, _ in held)
+        trained = tuple(shape for shape, frozen in held if not frozen)
+        made.append(CellFacts(members.start, members.stop - 1, tuple(own), weights, trained, sizes, plain))
     return made
 
 

@@ -103,7 +103,8 @@ class LayerFacts:
     """What one layer is and needs, for one micro-batch of known shapes.
 
     Attributes:
-        parameters: shape and dtype of each number it learns, by its name within the layer.
+        parameters: shape and dtype of its weights, by their names within the layer.
+        frozen: names of those that do not learn (``requires_grad`` is false).
         buffer_bytes: of what it keeps beside them, such as BatchNorm's moving averages.
         inference: forward without a graph; forward: with one; backward.
         backward_extra: bytes alive at most in backward beyond what forward has kept.
@@ -116,6 +117,7 @@ class LayerFacts:
     """
 
     parameters: tuple[tuple[str, TensorShape], ...]
+    frozen: frozenset[str]
     buffer_bytes: int
     inference: Phase
     forward: Phase
@@ -291,6 +293,7 @@ def _run_twice(
         halves = _run_halves(tracker, *_run_forward(run, inputs, autocast, has_loss), inputs)
     return LayerFacts(
         parameters=tuple((name, TensorShape.of(p)) for name, p in parameters),
+        frozen=frozenset(name for name, p in parameters if not p.requires_grad),
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in buffers),
         inference=inference,
         forward=forward,

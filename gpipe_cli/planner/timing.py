@@ -74,7 +74,7 @@ class Clock:
     def update(self, cell: CellFacts, state_bytes: float) -> float:
         """Of the optimizer's step for one cell: weights, gradients and state are read, weights and state written."""
         moved = 2 * cell.gradient_bytes + cell.gradient_bytes + 2 * state_bytes
-        starts = len(cell.weights) * self.device.overhead
+        starts = len(cell.trained) * self.device.overhead
         return moved / (self.device.bandwidth * self.bandwidth_efficiency) + starts
 
     def transfer(self, size: float) -> float:

@@ -69,11 +69,19 @@ def build_optimizer(section: Mapping[str, Any], parameters: Sequence[nn.Paramete
     has two groups on every worker, one of them perhaps empty, so that the schedule's state fits any partition.
 
     Raises:
-        ConfigurationError: a wrong ``decay_only``, or keys that the optimizer does not take.
+        ConfigurationError: a wrong ``decay_only``, keys that the optimizer does not take, or an optimizer that wants
+            more than gradients: a loss that it can compute again, or sparse ones.
     """
     own = {key: value for key, value in section.items() if key != "decay_only"}
     held = list(parameters) or [nn.Parameter(torch.zeros(1))]
-    return cast(torch.optim.Optimizer, _instantiate("optimizer", own, _groups(section, held)))
+    optimizer = cast(torch.optim.Optimizer, _instantiate("optimizer", own, _groups(section, held)))
+    closure = signature(optimizer.step).parameters.get("closure")
+    if (closure is not None and closure.default is closure.empty) or isinstance(optimizer, torch.optim.SparseAdam):
+        raise ConfigurationError(
+            f"optimizer._target_={section['_target_']} wants to compute the loss again in its step, or sparse "
+            "gradients: a pipeline has computed ordinary gradients once for each update; use another, as optimizer=adam"
+        )
+    return optimizer
 
 
 def _groups(section: Mapping[str, Any], parameters: list[nn.Parameter]) -> list[Any]:

@@ -18,7 +18,7 @@ import torch
 from ..errors import PlainError
 from ..pipeline.batchnorm import finish_batchnorm
 from ..pipeline.engine import StepPlan
-from ..pipeline.gradients import clip_factor, reduce_over_replicas, scale_gradients, squared_norms
+from ..pipeline.gradients import clip_factor, fill_gradients, reduce_over_replicas, scale_gradients, squared_norms
 from .assembly import Assembly
 from .average import WeightAverage
 from .batches import training_batches
@@ -163,10 +163,7 @@ class Trainer:
         return next_plan
 
     def _settle_gradients(self) -> None:
-        """Every parameter has a gradient, zero if nothing used it, so that a cut never decides who gets an update."""
-        for parameter in self._parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        fill_gradients(self._parameters)
         if self._assembly.world.same_worker is not None:
             reduce_over_replicas(self._parameters, self._assembly.world.same_worker)
 

@@ -213,10 +213,11 @@ class PlainTraining:
         return losses
 
     def _take_gradients(self) -> dict[Key, Tensor]:
-        """The gradients so far, zero where there is none, and begins anew."""
+        """The gradients so far of what learns, zero where there is none, and begins anew."""
         gradients = {}
         for key, parameter in self.parameters.items():
-            gradients[key] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            if parameter.requires_grad:
+                gradients[key] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for parameter in self.parameters.values():
             parameter.grad = None
         return gradients
@@ -234,6 +235,8 @@ class PlainTraining:
         factor = limit / norm if limit is not None and norm > limit else 1.0
         if math.isfinite(state.loss) and math.isfinite(norm):
             for key, parameter in self.parameters.items():
+                if not parameter.requires_grad:
+                    continue  # nor does its weight decay
                 gradient = gradients[key].to(self._device)
                 parameter.grad = gradient * factor if factor != 1.0 else gradient.clone()
             self._optimizer.step()

@@ -1,0 +1,12 @@
+"""Sums over replicas, whose bits must not depend on where a number lies."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpipe_cli.bench.workers import run_workers
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+def test_replicas_are_added_up_in_their_order(replicas: int) -> None:
+    assert run_workers("replicas_jobs:sums", replicas, {}) == []
