@@ -15,11 +15,13 @@ own cells, forward and backward, by a plain loop without engine and messages; fo
 
 bubble: share of the workers' time outside forward, recompute and backward, by the engine's meter; again the median.
 planned: the same by the planner's simulation, from what the plain loop takes for the layers and what a message between
-two of these processes takes (`gpipe_cli.planner.link`).
+two of these processes takes (`gpipe_cli.planner.link`). cells: what the plan has a worker compute over what the meter
+says, again the median; of the worker with which it is farthest from 1.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -123,22 +125,31 @@ def measure(
     M, remat, serial = setting["M"], setting["remat"], setting["serial_seconds"]
     steps = contenders(rank, K, M, remat, serial, not config["gloo"])
     bubbles: dict[str, list[float]] = defaultdict(list)
+    busy: dict[str, list[list[float]]] = defaultdict(list)
 
-    def note_bubble(name: str) -> None:
+    def look(name: str) -> None:
         if isinstance(step := steps[name], EngineStep):
-            bubbles[name].append(measured_bubble(step, K))
+            measured = measured_timeline(step, K)
+            bubbles[name].append(measured.bubble)
+            busy[name].append(measured.busy)
 
-    seconds = take_turns(steps, config["repetitions"], watch, note_bubble)
+    seconds = take_turns(steps, config["repetitions"], watch, look)
     loop = steps.get(HALVES)
     halves = loop.seconds if isinstance(loop, HalvesStep) else {}
     by_name = {op.name: spent for op, spent in halves.items()}
-    return {"seconds": seconds, "bubbles": bubbles, HALVES: of_all_workers(by_name, K)}
+    return {"seconds": seconds, "bubbles": bubbles, "busy": busy, HALVES: of_all_workers(by_name, K)}
 
 
-def measured_bubble(step: EngineStep, K: int) -> float:
-    """Share of the workers' time outside computation, in the step just taken."""
+def measured_timeline(step: EngineStep, K: int) -> Timeline:
+    """Of the step just taken, by the meters of all workers."""
     recordings = from_zero([Recording(spans, []) for spans in of_all_workers(step.engine.meter.spans, K)])
-    return Timeline([recording.spans for recording in recordings], tuple(range(K))).bubble
+    return Timeline([recording.spans for recording in recordings], tuple(range(K)))
+
+
+def farthest(planned: Sequence[float], measured: Sequence[Sequence[float]]) -> float:
+    """Of the workers' planned / measured seconds, medians of some steps, the one that is farthest from 1."""
+    shares = [plan / statistics.median(steps) for plan, steps in zip(planned, zip(*measured, strict=True), strict=True)]
+    return max(shares, key=lambda share: max(share, 1 / share))
 
 
 def rows_of(K: int, setting: Mapping[str, Any], link: LinkTimes, found: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -149,6 +160,7 @@ def rows_of(K: int, setting: Mapping[str, Any], link: LinkTimes, found: Mapping[
         plain = seconds[HALVES if kind == "zero_bubble" else "plain"]
         expected = in_halves(found[HALVES], M) if kind == "zero_bubble" else even(kind, K, M, plain * K)
         limit = timeline(kind, K, M, remat, even(kind, K, M, serial)).span
+        plan = timeline(kind, K, M, remat, expected, link)
         step, other = seconds[kind], seconds[f"torch {kind}"]
         rows.append(
             {
@@ -164,7 +176,8 @@ def rows_of(K: int, setting: Mapping[str, Any], link: LinkTimes, found: Mapping[
                 "torch, s": other,
                 "torch / ours": None if other is None else other / step,
                 "bubble": typical(found["bubbles"][kind]),
-                "planned": timeline(kind, K, M, remat, expected, link).bubble,
+                "planned": plan.bubble,
+                "cells": farthest(plan.busy, found["busy"][kind]),
             }
         )
     return rows
@@ -196,6 +209,7 @@ def main() -> None:
             "torch / ours": ".3f",
             "bubble": ".1%",
             "planned": ".1%",
+            "cells": ".3f",
         }
     )
     report.begin()
@@ -212,13 +226,15 @@ def main() -> None:
     beside = [row for row in report.rows if row["torch / ours"] is not None]
     slower = [row for row in beside if row["torch / ours"] < 1]
     near = [row for row in report.rows if abs(row["bubble"] - row["planned"]) < 0.02]
+    timed = [row for row in report.rows if abs(row["cells"] - 1) < 0.1]
     report.end(
         arguments.output,
         [
             f"lowest share of the limit: {worst['of limit']:.3f} at K={worst['K']} M={worst['M']} "
             f"remat={worst['remat']} {worst['schedule']}",
-            f"faster than torch.distributed.pipelining in {len(beside) - len(slower)} of {len(beside)} cells",
-            f"planned bubble within 2 points of the measured one in {len(near)} of {len(report.rows)} cells",
+            f"faster than torch.distributed.pipelining in {len(beside) - len(slower)} of {len(beside)} rows",
+            f"planned bubble within 2 points of the measured one in {len(near)} of {len(report.rows)} rows",
+            f"planned cell times within 10 % of the measured ones in {len(timed)} of {len(report.rows)} rows",
             *(
                 f"messages between {K} workers: {1e3 * link.host:.2f} ms of a worker's time for a send or a receive, "
                 f"{1e3 * link.latency:.2f} ms on the way, {link.rate / 1e9:.1f} GB/s"
