@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -19,10 +18,11 @@ from inline_run import train_inline
 from gpipe_cli.commands.job import prepare
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch.supervisor import Job, launch
-from gpipe_cli.pipeline.instruction import Instruction
+from gpipe_cli.pipeline.instruction import COMPUTE, Instruction
 from gpipe_cli.pipeline.meter import Meter, Phase
-from gpipe_cli.pipeline.schedule import schedule
-from gpipe_cli.pipeline.simulate import Span
+from gpipe_cli.pipeline.picture import draw_text
+from gpipe_cli.pipeline.schedule import KINDS, schedule
+from gpipe_cli.pipeline.simulate import Span, simulate, unit_durations
 from gpipe_cli.trainer.clocks import Ping, offset
 from gpipe_cli.trainer.exchange import Exchange
 from gpipe_cli.trainer.step_report import StepReport, StepReporter
@@ -42,10 +42,15 @@ class Run:
 
     directory: Path
     summary: dict[str, Any]
+    kind: str
+
+    @property
+    def placement(self) -> list[int]:
+        return [cell["worker"] for cell in self.summary["cells"]]
 
     @property
     def lists(self) -> list[list[Instruction]]:
-        return schedule("1f1b", [cell["worker"] for cell in self.summary["cells"]], 3, "except_last")
+        return schedule(self.kind, self.placement, 3, "except_last")
 
     def events(self, step: int) -> list[Event]:
         text = (self.directory / "trace" / f"step_{step:06d}.trace.json").read_text(encoding="utf-8")
@@ -55,14 +60,13 @@ class Run:
         return [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def recorded(kind: str, directory: Path) -> Run:
     words = [
         "debug=tiny",
         "pipeline.K=4",
         "pipeline.M=3",
         "pipeline.workers=2",
-        "pipeline.schedule=1f1b",
+        f"pipeline.schedule={kind}",
         "trainer.steps=3",
         "trainer.trace_steps=[2,3]",
         "trainer.evaluate_first=false",
@@ -73,10 +77,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     ]
     with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
         config = prepare(compose("train", overrides=words), words).config
-    directory = tmp_path_factory.mktemp("run")
     content = {"settings": config, "started_at": time.time()}
     job = Job(directory, 2, "gpipe_cli.trainer.run:main", content, preload=PRELOAD)
-    yield Run(directory, launch(job, lambda event: None))
+    return Run(directory, launch(job, lambda event: None), kind)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return recorded("1f1b", tmp_path_factory.mktemp("run"))
 
 
 def is_instruction(event: Event) -> bool:
@@ -89,6 +97,24 @@ def test_the_trace_of_each_worker_is_its_list_of_the_schedule(run: Run, step: in
         slices = [event for event in run.events(step) if is_instruction(event) and event["pid"] == worker]
         slices.sort(key=lambda event: event["ts"])  # stable: the file has them in the order of execution
         assert [event["name"] for event in slices] == [str(instruction) for instruction in expected]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_trace_has_what_the_schedule_s_picture_shows(kind: str, tmp_path: Path) -> None:
+    run = recorded(kind, tmp_path)
+    picture = draw_text(simulate(run.lists, run.placement, unit_durations))
+    drawn = {
+        label.strip(): marks.replace(".", "").split() for label, marks in (r.split("|") for r in picture.split("\n"))
+    }
+    traced: dict[str, list[str]] = {}
+    for event in sorted(run.events(3), key=lambda event: float(event.get("ts", 0))):
+        if is_instruction(event) and event["pid"] < 2:  # the third row is the critical path
+            instruction = Instruction.parse(event["name"])
+            if instruction.op in COMPUTE:
+                row = traced.setdefault(f"worker {event['pid']} cell {instruction.cell}", [])
+                row.append(f"{instruction.op.value}{instruction.micro_batch}")
+    assert traced == drawn
 
 
 def test_a_worker_does_one_thing_at_a_time(run: Run) -> None:
@@ -137,7 +163,7 @@ def test_the_update_takes_time_and_is_a_part_of_the_step(run: Run) -> None:
 
 def test_now_and_then_a_step_tells_the_times_of_every_cell(run: Run) -> None:
     rows = run.metrics()
-    assert ["cells" in row for row in rows] == [False, False, True]
+    assert ["cells" in row for row in rows] == [True, False, True]  # the first, and every third
     cells = rows[2]["cells"]
     assert all(cell["forward"] > 0 and cell["backward"] > 0 for cell in cells)
     # Cells 0 and 1 share a worker, 2 and 3 the other: messages pass between 1 and 2 alone.

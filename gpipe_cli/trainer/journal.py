@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..pipeline.forecast import Forecast
+from ..pipeline.instruction import COMPUTE
 from ..pipeline.simulate import Timeline
 from .breakdown import Breakdown, draw_breakdown, mean_breakdown
 from .image_pictures import draw_classification, read_picture
@@ -19,7 +20,7 @@ from .metrics_file import MetricsFile, json_safe
 from .pictures import draw_loss, draw_step, draw_traced_step
 from .plan import Plan
 from .programs import Programs
-from .step_report import PHASES, StepReport
+from .step_report import PART_OF, PHASES, StepReport
 from .trace import Recording, measured_timeline, trace, write_trace
 from .translation_scores import languages_of
 from .whole_file import write_whole
@@ -93,6 +94,24 @@ class Journal:
         """The table of the K cells."""
         self._emit({"kind": "cells", "rows": [dict(row) for row in table]})
 
+    def cell_times(self, table: Sequence[Mapping[str, Any]]) -> None:
+        """The table of the K cells once more, with what each took: milliseconds of a step, means of the latest.
+
+        Args:
+            table: with `seconds` by part of a step; None where no step was taken.
+        """
+        timed = [row for row in table if row["seconds"]]
+        told = *(PART_OF[op] for op in COMPUTE), "waiting", "sending"
+        parts = [part for part in told if any(row["seconds"][part] for row in timed)]
+        if not timed or not self._active:
+            return
+        columns = ["cell", "worker", "layers", "parameters", *(f"{part.replace('_', ' ')}, ms" for part in parts)]
+        rows = [
+            [*(row[name] for name in columns[:4]), *(f"{1e3 * row['seconds'][part]:.1f}" for part in parts)]
+            for row in timed
+        ]
+        self._emit({"kind": "table", "title": "what a step takes, cell by cell:", "columns": columns, "rows": rows})
+
     def step(
         self, progress: Progress, report: StepReport, plan: Plan, lr: float, seconds: float, forecast: Forecast
     ) -> None:
@@ -121,7 +140,7 @@ class Journal:
             "skipped_updates": progress.skipped,
             **self._shares(report.statistics),
         }
-        due = progress.step % self._every == 0
+        due = progress.step % self._every == 0 or progress.step in (1, self._steps)
         shares = mean_breakdown(forecast, report.cells, report.updates, seconds).shares() if due else {}
         times = {"breakdown": shares, "cells": report.cells, "workers": report.workers} if due else {}
         self._metrics.write({**row, **times})

@@ -70,6 +70,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     summary = summarize(trainer, config)
     journal.summary(summary)
     trainer.draw()
+    journal.cell_times(summary["cells"])
     journal.close()
     return summary
 
