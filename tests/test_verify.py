@@ -27,7 +27,9 @@ from gpipe_cli.launch.inline import launch_inline
 from gpipe_cli.launch.supervisor import Job
 from gpipe_cli.trainer.compare import GRADIENTS, PASSED_BACK, Difference, Quantity, Step
 from gpipe_cli.trainer.joint_batchnorm import run_together
+from gpipe_cli.trainer.plain import PlainTraining, Together
 from gpipe_cli.trainer.verify_limits import require_memory
+from gpipe_cli.trainer.verify_record import StepState
 
 TESTS = Path(__file__).parent
 
@@ -75,6 +77,23 @@ def test_batchnorm_explains_what_m_does(tmp_path: Path) -> None:
     assert note["first_layer"] == "norm" and note["loss_differs"] > 1e-4 and not note["explains"]
     alone = verified(tmp_path, "pipeline.M=1")
     assert alone["agrees"] and alone["batchnorm"] is None
+
+
+def test_batchnorm_over_other_examples_is_what_explains_a_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plain loop has the whole mini-batch where the pipeline has micro-batches, and the other way round."""
+    gradients = PlainTraining.gradients
+
+    def exchanged(plain: PlainTraining, step: int, parts: Any, order: Any, together: Together) -> StepState:
+        other = Together.NOTHING if together is Together.EVERYTHING else Together.EVERYTHING
+        return gradients(plain, step, parts, order, other)
+
+    monkeypatch.setattr(PlainTraining, "gradients", exchanged)
+    report = verified(tmp_path, "verify.steps=1")
+    assert not report["agrees"]
+    assert report["batchnorm"]["explains"]
+    assert any(report["batchnorm"]["text"] in line for line in as_text(report))
 
 
 def test_run_together_gives_batchnorm_the_whole_and_dropout_its_own(tmp_path: Path) -> None:
@@ -177,6 +196,16 @@ def test_workers_and_replicas_agree_with_one_process(tmp_path: Path) -> None:
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert json.loads((run_dir / "verify.json").read_text())["agrees"]
     assert not (run_dir / "checkpoints").exists() and not (run_dir / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["transformer", "transformer_lm_small", "amoebanet"])
+def test_both_families_are_the_plain_loop(family: str, tmp_path: Path) -> None:
+    words = ["debug=tiny", f"model={family}", "pipeline.K=2", "pipeline.workers=2", f"hydra.run.dir={tmp_path / 'run'}"]
+    line = [sys.executable, "-m", "gpipe_cli.commands.verify", *words]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("OK")
 
 
 def test_a_fault_between_processes_is_named_and_the_exit_code_is_1(tmp_path: Path) -> None:
