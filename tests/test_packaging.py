@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import subprocess
 import sys
@@ -194,22 +195,24 @@ def test_the_wheel_holds_every_module_and_every_yaml(wheel: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_wheel_runs_outside_the_clone(wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_installs_and_trains_outside_the_clone(wheel: Path, tmp_path: Path) -> None:
     """In an environment without the clone, from a folder whose own data/ and models.py would be found first."""
     environment = tmp_path / "environment"
     venv.create(environment, with_pip=False)
-    site = next(environment.glob("lib/python*/site-packages"))
-    zipfile.ZipFile(wheel).extractall(site)
+    site, python = next(environment.glob("lib/python*/site-packages")), str(environment / "bin" / "python")
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*install, str(wheel)], check=True)
     (site / "dependencies.pth").write_text(f"{next(p for p in sys.path if p.endswith('site-packages'))}\n")
     folder = tmp_path / "elsewhere"
     (folder / "data").mkdir(parents=True)
     for trap in ("models.py", "conf.py", "data/__init__.py"):
         (folder / trap).write_text("raise ImportError('this is not ours')\n")
-    python = str(environment / "bin" / "python")
     outside = {**os.environ, "PYTHONPATH": str(folder)}
     where = [python, "-c", "import gpipe_cli.models as m, gpipe_cli.data as d; print(m.__file__, d.__file__)"]
     found = subprocess.run(where, cwd=folder, env=outside, capture_output=True, text=True)
     assert found.stdout.split() == [str(site / "gpipe_cli" / name / "__init__.py") for name in ("models", "data")]
-    command = [python, "-m", "gpipe_cli.commands.train", "--cfg", "job", "model=transformer_lm", "debug=tiny"]
-    done = subprocess.run(command, cwd=folder, env=outside, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and "gpipe_cli.models.transformer_lm" in done.stdout, done.stderr
+    words = ["debug=tiny", "trainer.steps=2", "task.generation=null", "pipeline.K=2", "pipeline.workers=2"]
+    command = [str(environment / "bin" / "gpipe-train"), *words, "hydra.run.dir=run"]
+    done = subprocess.run(command, cwd=folder, env=outside, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((folder / "run" / "summary.json").read_text())["steps"] == 2
