@@ -97,6 +97,14 @@ def test_sixteen_cells_in_sixteen_processes_give_the_same_bits(tmp_path: Path) -
     assert same_bits(run_dir, reference, step=4)
 
 
+def test_half_precision_gives_the_same_bits_for_every_k(tmp_path: Path) -> None:
+    half = ["precision=bf16", "trainer.steps=4", "trainer.evaluate_every=4", "checkpoint.every=4"]
+    reference = train(tmp_path / "whole", *half, *WHOLE)
+    run_dir = train(tmp_path / "four", *half, "pipeline.K=4", "pipeline.workers=2")
+    assert losses(run_dir) == losses(reference)
+    assert same_bits(run_dir, reference, step=4)
+
+
 def test_three_replicas_give_the_same_bits_for_every_number_of_workers(tmp_path: Path) -> None:
     words = ["trainer.steps=4", "pipeline.replicas=3", "pipeline.M=2", "data.batch_size=24", "checkpoint.every=2"]
     one = train(tmp_path / "one", *words, "pipeline.K=1", "pipeline.workers=1")
