@@ -119,11 +119,15 @@ def build_lr_schedule(
 
 
 def build_autocast(precision: PrecisionConfig, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """The context in which forward runs: bf16 autocast or nothing."""
+    """The context in which forward runs: bf16 autocast or nothing.
+
+    Without autocast's cache: it keeps the casts of leaves, and a cell's inputs are leaves where they would be inner
+    tensors of a larger cell. What is used twice would then add up its gradients in bf16 here and in fp32 there.
+    """
     if precision.autocast is None:
         return nullcontext
     dtype = getattr(torch, precision.autocast)
-    return lambda: torch.autocast(device.type, dtype)
+    return lambda: torch.autocast(device.type, dtype, cache_enabled=False)
 
 
 def _instantiate(key: str, section: Mapping[str, Any], *arguments: object) -> Any:
