@@ -1,6 +1,8 @@
 """Tiny jobs for test_launch.py: entry points that workers run, and, run as a script, a command that launches them.
 
 python launch_jobs.py ENTRY WORKERS RUN_DIR [key=value of Job, as JSON ...]
+
+Where RANK is set it is one rank; ENTRY may be several then, with commas between, and linger=SECONDS follows each.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -71,6 +74,19 @@ def deadlock(context: Context, config: dict[str, Any]) -> None:
     _ready(context)
     context.where.update(cell=context.rank, instruction=f"r{context.rank}.0")
     distributed.recv(torch.zeros(1), (context.rank + 1) % context.world_size)
+
+
+def wait_in_shared_memory(context: Context, config: dict[str, Any]) -> None:
+    """Waits for a message of a peer that sends none, in a system call that Python takes up again after each signal."""
+    import torch
+
+    from gpipe_cli.pipeline.boundary import BoundarySpec
+    from gpipe_cli.pipeline.shared_memory import Incoming
+
+    ours, _theirs = socket.socketpair()
+    _ready(context)
+    context.where.update(cell=0, instruction="r0.0")
+    Incoming(ours, 1, torch.device("cpu")).receive(BoundarySpec.of((torch.zeros(1),)), 0)
 
 
 def fail_beside_recv(context: Context, config: dict[str, Any]) -> None:
@@ -224,6 +240,15 @@ def use_pool(context: Context, config: dict[str, Any]) -> list[int]:
         return pool.map(abs, [-1, -2])
 
 
+def end_pool_at_work(context: Context, config: dict[str, Any]) -> bool:
+    """Returns whether the signals that ended the pool's processes were taken for a request to this one."""
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        pool.map_async(time.sleep, [120, 120], chunksize=1)
+        time.sleep(0.5)
+    time.sleep(1.5)
+    return context.stop_requested()
+
+
 def leave_child_behind(context: Context, config: dict[str, Any]) -> str:
     subprocess.Popen(["sleep", "120"])
     return "done"
@@ -242,10 +267,13 @@ def _print_event(event: dict[str, Any]) -> None:
 def main() -> None:
     entry, workers, run_dir, *options = sys.argv[1:]
     settings = {key: json.loads(value) for key, value in (option.split("=", 1) for option in options)}
-    config = settings.pop("config", {})
+    config, linger = settings.pop("config", {}), settings.pop("linger", 0.0)
     if joined():
         for job_number, one in enumerate(entry.split(",")):
-            value = join(f"launch_jobs:{one}", config, Path(run_dir) / str(job_number), _print_event)
+            try:
+                value = join(f"launch_jobs:{one}", config, Path(run_dir) / str(job_number), _print_event, **settings)
+            finally:
+                time.sleep(linger)
             _print_event({"event": "result", "rank": int(os.environ["RANK"]), "value": value})
         return
     job = Job(Path(run_dir), int(workers), f"launch_jobs:{entry}", config, **settings)

@@ -18,11 +18,13 @@ from typing import Any
 
 import launch_jobs
 import pytest
-from launch_command import Command
+from launch_command import START_UP_SECONDS, Command
 
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch import report
+from gpipe_cli.launch.deadline import SECOND_REQUEST_SECONDS, StopDeadline
 from gpipe_cli.launch.inline import launch_inline
+from gpipe_cli.launch.signals import REQUESTS, StopSignals
 from gpipe_cli.launch.supervisor import Job, WorkerFailed, launch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for left-over processes in /proc")
@@ -368,6 +370,12 @@ def test_inline_refuses_more_than_one_worker(tmp_path: Path) -> None:
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "--no-python")
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        number: int = server.getsockname()[1]
+        return number
+
+
 @pytest.mark.slow
 def test_ranks_of_torchrun_run_several_jobs_one_after_the_other(command: Any) -> None:
     started = command("all_reduce,all_reduce", prefix=TORCHRUN)
@@ -405,9 +413,97 @@ def test_ctrl_c_under_torchrun_lets_all_save_and_end(command: Any) -> None:
 
 
 @pytest.mark.slow
+def test_ranks_of_torchrun_that_cannot_stop_are_gone_after_the_grace_period(command: Any) -> None:
+    started = command("deadlock", prefix=TORCHRUN, grace_seconds=2.0)
+    started.wait_until_ready(2)
+    started.process.terminate()
+    begin = time.monotonic()
+    while any(Path(f"/proc/{event['pid']}").exists() for event in started.ready):
+        time.sleep(0.05)
+    assert time.monotonic() - begin < 2 + 2
+    code, errors = started.end()
+    assert code != 0
+    for rank in (0, 1):
+        assert f"worker {rank} at cell {rank}, instruction r{rank}.0 had not ended 2 s after the request" in errors
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_a_rank_of_torchrun_at_once(command: Any) -> None:
+    started = command("deadlock", prefix=TORCHRUN, grace_seconds=60.0)
+    started.wait_until_ready(2)
+    for _ in range(2):
+        for event in started.ready:
+            os.kill(event["pid"], signal.SIGTERM)
+        time.sleep(SECOND_REQUEST_SECONDS + 0.2)
+    begin = time.monotonic()
+    code, errors = started.end()
+    assert code == 1
+    assert time.monotonic() - begin < 3
+    assert "was asked to stop a second time: ended at once" in errors
+
+
+def by_hand(port: int, rank: int = 0, world_size: int = 1) -> tuple[str, ...]:
+    """What a person types who starts ranks without any launcher."""
+    return ("env", f"RANK={rank}", f"WORLD_SIZE={world_size}", "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={port}")
+
+
+@pytest.mark.parametrize(("entry", "world_size"), [("deadlock", 2), ("wait_in_shared_memory", 1)])
+def test_ranks_that_nobody_watches_end_by_themselves(command: Any, entry: str, world_size: int) -> None:
+    port = free_port()
+    ranks = [command(entry, prefix=by_hand(port, rank, world_size), grace_seconds=1.0) for rank in range(world_size)]
+    for rank in ranks:
+        rank.wait_until_ready(1)
+    for rank in ranks:
+        rank.process.terminate()
+    begin = time.monotonic()
+    ends = [rank.end() for rank in ranks]
+    assert time.monotonic() - begin < 1 + 2
+    assert [code for code, _ in ends] == [1] * world_size
+    assert any("instruction r0.0 had not ended 1 s after the request to stop" in errors for _, errors in ends)
+
+
+def test_a_rank_that_still_looks_for_the_others_ends_when_asked_to(command: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        prefix = by_hand(silent.getsockname()[1], 1, world_size=2)
+        started = command("deadlock", prefix=prefix, grace_seconds=1.0)
+        silent.settimeout(START_UP_SECONDS)
+        connection, _ = silent.accept()
+        with connection:
+            time.sleep(0.2)  # from the connection into its wait for an answer
+            started.press_ctrl_c()
+            begin = time.monotonic()
+            code, errors = started.end()
+    assert time.monotonic() - begin < 1 + 2
+    assert code == 1
+    assert "worker 1 had not ended 1 s after the request to stop" in errors
+
+
+def test_the_deadline_of_a_job_that_has_stopped_in_time_ends_with_it(command: Any) -> None:
+    started = command("run_until_stopped", prefix=by_hand(free_port()), grace_seconds=1.0, linger=2.5)
+    (started.run_dir / "0").mkdir()
+    started.wait_until_ready(1)
+    started.process.terminate()
+    assert started.end() == (128 + signal.SIGTERM, "")
+    assert (started.run_dir / "0" / "saved").exists()
+
+
+def test_signals_are_handled_as_before_when_they_need_no_longer_be_noted() -> None:
+    handlers = [signal.getsignal(number) for number in REQUESTS]
+    with StopDeadline(1.0, str) as deadline, StopSignals(wake=deadline.wake):
+        assert signal.getsignal(signal.SIGTERM) not in handlers
+    assert [signal.getsignal(number) for number in REQUESTS] == handlers
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_rank_may_end_a_pool_of_its_own(command: Any) -> None:
+    started = command("end_pool_at_work", prefix=by_hand(free_port()), grace_seconds=1.0)
+    assert [event["value"] for event in started.events()] == [False]
+    assert started.end()[0] == 0
+
+
+@pytest.mark.slow
 def test_two_machines_end_together_when_one_fails(command: Any) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     nodes = [
         command(
             "fail_beside_recv",

@@ -25,7 +25,7 @@ from gpipe_cli.commands.frame import FAILED, REFUSED, to_stderr
 from gpipe_cli.commands.hydra_errors import explain
 from gpipe_cli.commands.micro_batches import AUTO, settle_micro_batches
 from gpipe_cli.commands.text import command_name
-from gpipe_cli.config import Settings
+from gpipe_cli.config import LaunchConfig, Settings
 from gpipe_cli.errors import ConfigurationError, PlainError
 from gpipe_cli.launch.inline import launch_inline
 from gpipe_cli.launch.join import join, joined
@@ -214,21 +214,23 @@ def _start(prepared: Prepared, config: dict[str, Any], run_dir: Path, program: P
     for line in prepared.lines:
         console.say(line)
     try:
-        return _run_program(prepared.settings.launch.inline, config, run_dir, program, console)
+        return _run_program(prepared.settings.launch, config, run_dir, program, console)
     except (KeyboardInterrupt, SystemExit):
         console.say(f"stopped before its end; {where_it_is(run_dir)}")
         raise
 
 
-def _run_program(inline: bool, config: dict[str, Any], run_dir: Path, program: Program, console: Console) -> Any:
+def _run_program(
+    settings: LaunchConfig, config: dict[str, Any], run_dir: Path, program: Program, console: Console
+) -> Any:
     if joined():
-        return join(torchrun.ENTRY, torchrun.wrap(program.entry, config), run_dir, console)
+        return join(torchrun.ENTRY, torchrun.wrap(program.entry, config), run_dir, console, settings.grace_seconds)
     try:
         return launch_program(program, config, run_dir, console)
     except (ConfigurationError, WorkerFailed):
         raise
     except Exception as error:
-        if not inline:
+        if not settings.inline:
             raise
         said = str(error) if isinstance(error, PlainError) else traceback.format_exc().rstrip()
         raise WorkerFailed(said) from error

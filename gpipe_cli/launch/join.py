@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from gpipe_cli.launch import report
 from gpipe_cli.launch.context import Context, call_entry
+from gpipe_cli.launch.deadline import StopDeadline
 from gpipe_cli.launch.process import die_with_parent
 from gpipe_cli.launch.signals import StopSignals
-from gpipe_cli.launch.supervisor import OnEvent
+from gpipe_cli.launch.supervisor import Job, OnEvent
 from gpipe_cli.launch.worker import leave
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-# Ctrl-C reaches a rank twice at once, from the terminal and from torchrun; only a later one is a second request.
-SECOND_REQUEST_SECONDS = 1.0
 ASK_STORE_SECONDS = 1.0  # how often rank 0 looks whether another rank was told to stop
 STORE_TIMEOUT_SECONDS = 300
 
@@ -35,21 +34,29 @@ def joined() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def join(entry: str, config: dict[str, Any], run_dir: Path, on_event: OnEvent) -> Any:
+def join(
+    entry: str, config: dict[str, Any], run_dir: Path, on_event: OnEvent, grace_seconds: float = Job.grace_seconds
+) -> Any:
     """Be the rank that the environment says (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK or its like).
 
     Several jobs of one process (a sweep) are told apart by their order, which is the same in every rank. torch's
     thread count is left alone: torchrun sets OMP_NUM_THREADS.
+
+    Args:
+        grace_seconds: from the first request to stop until this process ends itself with exit code 1, wherever it is.
 
     Returns:
         what the entry point returned on this rank.
 
     Raises:
         KeyboardInterrupt, SystemExit: after a run that ended early because it was asked to.
-        An exception of the entry point does not come through: it is put on record below `run_dir`/workers, printed,
-        and ends the process at once with exit code 1, because exit handlers may wait for peers that wait for us.
+        An exception of the entry point, or from meeting the others, does not come through: it is put on record below
+        `run_dir`/workers, printed, and ends the process at once with exit code 1, because exit handlers may wait for
+        peers that wait for us.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # Only torchrun is known to outlive its ranks. A script may start them in the background and end, and srun and
+    # mpirun see to what they have started; where nobody does, a rank fails when it next talks to one that is gone.
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())
     store_prefix = f"job{next(_job_numbers)}"
@@ -67,11 +74,12 @@ def join(entry: str, config: dict[str, Any], run_dir: Path, on_event: OnEvent) -
         run_dir=run_dir.absolute(),
         open_store=open_store,
         emit=lambda event: on_event({"rank": rank, **event}),
-        stop_requested=lambda: stop.requested(context.store),
+        stop_requested=lambda: stop.requested(deadline),
     )
-    store = context.store  # before there is a signal handler that uses it
-    with StopSignals(lambda: stop.note(store)) as signals:
+    deadline = StopDeadline(grace_seconds, lambda: report.who(rank, context.where.copy()))
+    with StopSignals(stop.note, deadline.wake) as signals, deadline:
         try:
+            stop.use(context.store)
             value = call_entry(entry, context, config, threads=None)
         except BaseException as error:
             _fail(context, error)
@@ -106,26 +114,34 @@ class _StopRequest:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._first: float | None = None
+        self._store: Store | None = None
+        self._noted = False
         self._next_look = 0.0
 
-    def note(self, store: Store) -> None:
-        """The signal handler; it runs between two Python instructions of the main thread."""
-        now = time.monotonic()
-        if self._first is None:
-            self._first = now
-            if self._rank != 0:
-                store.set(self.KEY, "1")
-        elif now - self._first > SECOND_REQUEST_SECONDS:
-            leave(1)
+    def use(self, store: Store) -> None:
+        """From here on the store can be asked and told; it is told of what was noted before."""
+        self._store = store
+        if self._noted:
+            self._tell()
 
-    def requested(self, store: Store) -> bool:
+    def note(self) -> None:
+        """The signal handler; it runs between two Python instructions of the main thread."""
+        if not self._noted:
+            self._noted = True
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._rank != 0 and self._store is not None:
+            self._store.set(self.KEY, "1")
+
+    def requested(self, deadline: StopDeadline) -> bool:
         now = time.monotonic()
-        if self._first is None and self._rank == 0 and now > self._next_look:
+        if not self._noted and self._rank == 0 and self._store is not None and now > self._next_look:
             self._next_look = now + ASK_STORE_SECONDS
-            if store.check([self.KEY]):
-                self._first = now
-        return self._first is not None
+            if self._store.check([self.KEY]):
+                self._noted = True
+                deadline.heard()
+        return self._noted
 
 
 def _fail(context: Context, error: BaseException) -> NoReturn:

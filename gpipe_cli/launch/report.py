@@ -182,6 +182,11 @@ def describe_place(where: dict[str, Any]) -> str:
     return ", ".join(f"{key.replace('_', '-')} {value}" for key, value in where.items() if value is not None)
 
 
+def who(rank: int, where: dict[str, Any]) -> str:
+    """A worker and where it is, as far as that is known."""
+    return f"{_name(rank)}{_place(where)}"
+
+
 def _place(where: dict[str, Any]) -> str:
     return f" at {describe_place(where)}" if describe_place(where) else ""
 
