@@ -247,6 +247,16 @@ def test_echoes_of_a_peers_end_are_told_from_causes() -> None:
     assert report.suspicion(echo) == 2
 
 
+def test_only_a_peers_end_is_an_echo_in_one_line() -> None:
+    def line(error: BaseException) -> str | None:
+        return report.echo_line(Path("workers"), 0, error, {"cell": 2})
+
+    told = line(RuntimeError("process group, shared memory: Connection closed by peer, rank 1 (None)"))
+    assert told is not None and told.startswith("worker 0 at cell 2 noticed the end of another: ") and "rank 1" in told
+    assert line(RuntimeError("[gloo/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation")) is None
+    assert line(ConnectionResetError("Connection reset by peer")) is None  # of the user's own model or data
+
+
 # ---------------------------------------------------------------------------------------- processes that are killed
 
 
@@ -499,6 +509,18 @@ def test_a_rank_may_end_a_pool_of_its_own(command: Any) -> None:
     started = command("end_pool_at_work", prefix=by_hand(free_port()), grace_seconds=1.0)
     assert [event["value"] for event in started.events()] == [False]
     assert started.end()[0] == 0
+
+
+def test_of_ranks_without_a_supervisor_only_the_one_that_failed_prints_a_traceback(command: Any) -> None:
+    port = free_port()
+    ranks = [command("fail_beside_recv", prefix=by_hand(port, rank, world_size=2)) for rank in (0, 1)]
+    (echo_code, echo), (code, cause) = [rank.end() for rank in ranks]
+    assert (echo_code, code) == (1, 1)
+    assert echo.startswith("worker 0 noticed the end of another: Connection closed by peer [127.0.0.1]:")
+    assert echo.count("\n") == 1
+    assert cause.startswith("worker 1 failed at cell 1,") and cause.endswith("ValueError: the real cause\n")
+    record = json.loads((ranks[0].run_dir / "0" / "workers" / "error_0.json").read_text())
+    assert record["shown"].startswith("Traceback") and record["suspicion"] == 2
 
 
 @pytest.mark.slow

@@ -149,7 +149,8 @@ def _fail(context: Context, error: BaseException) -> NoReturn:
     try:
         directory = context.run_dir / "workers"
         directory.mkdir(parents=True, exist_ok=True)
-        print(report.write_error(directory, context.rank, error, context.where), file=sys.stderr)
+        shown = report.write_error(directory, context.rank, error, context.where)
+        print(report.echo_line(directory, context.rank, error, context.where) or shown, file=sys.stderr)
         if "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(error, Exception):
             from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 

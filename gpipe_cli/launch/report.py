@@ -23,6 +23,9 @@ STARTER = -1  # in place of a rank: the process that starts the workers
 COMMUNICATION = re.compile(
     r"gloo|nccl|c10d|process ?group|TCPStore|Connection (closed|reset) by peer|Broken pipe", re.IGNORECASE
 )
+GONE = re.compile(  # … and of one that is gone for sure, and not only slow
+    r"connection (was likely )?(closed|reset)|broken pipe|remote process exit", re.IGNORECASE
+)
 SIGNAL_MEANING = {
     signal.SIGKILL: "usually the kernel's out-of-memory killer: see `dmesg`, and use less memory per worker",
     signal.SIGSEGV: "a crash in compiled code",
@@ -104,6 +107,22 @@ def suspicion(error: BaseException) -> int:
     """Whether an exception is an echo of a peer's end: 0 if no link of its chain is a communication error, 2 if all."""
     links = [_is_communication(link) for link in _chain(error)]
     return 2 if all(links) else 1 if any(links) else 0
+
+
+def echo_line(directory: Path, rank: int, error: BaseException, where: dict[str, Any]) -> str | None:
+    """In place of the traceback of an exception that tells of another worker's end alone; None for any other.
+
+    It is for a rank that knows its own errors only; the supervisor waits for everybody's (see `root_cause`).
+    """
+    if suspicion(error) < 2 or not GONE.search(str(error)):
+        return None
+    said = (
+        re.sub(r"^\[[^\]]*\] *", "", str(error)).partition("\n")[0].partition(". ")[0]
+    )  # without gloo's file and advice
+    return (
+        f"{who(rank, where)} noticed the end of another: {said}; the cause is told by the worker that failed first, "
+        f"unless it was killed (what this one did: {error_path(directory, rank)})"
+    )
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
