@@ -159,7 +159,7 @@ class LaunchConfig:
 
     Attributes:
         grace_seconds: from the request to stop until workers are killed.
-        stall_seconds: without a sign of progress for so long the run fails; null: never.
+        stall_seconds: without a sign of progress for so long the run fails; null: never. Not under torchrun.
         inline: run everything inside the command's own process, for a debugger.
     """
 

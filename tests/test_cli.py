@@ -431,8 +431,9 @@ def torchrun(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_torchrun_s_processes_are_the_workers_of_one_run(tmp_path: Path) -> None:
-    done = torchrun(tmp_path, "trainer.steps=1")
+    done = torchrun(tmp_path, "trainer.steps=1", "launch.stall_seconds=60")
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("launch.stall_seconds does nothing here") == 1
     assert done.stdout.count("4 cells on 2 workers (WORLD_SIZE=2)") == 1
     assert (only(tmp_path / "runs") / "received.json").is_file()
 

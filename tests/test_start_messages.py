@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from gpipe_cli.launch.join import torchrun_patience
 from gpipe_cli.trainer.start_messages import batchnorm_notice, grace_warning
 
 
@@ -62,3 +63,26 @@ def test_steps_too_long_for_the_time_that_a_request_to_stop_leaves() -> None:
     said = grace_warning(167.4, 8.0)
     assert said is not None
     assert "a step takes 167 s, and 8 s after" in said and "launch.grace_seconds=670 leaves" in said
+
+
+def test_torchrun_may_leave_less_time_than_the_configuration() -> None:
+    assert grace_warning(14.0, 600.0, 30.0) is None
+    assert grace_warning(100.0, 600.0, 600.0) is None
+    said = grace_warning(100.0, 600.0, 30.0)
+    assert said is not None
+    assert "30 s after Ctrl-C or SIGTERM torchrun kills the workers (if it has no --shutdown-timeout)" in said
+    assert ": TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600 before torchrun" in said and "launch.grace_seconds" not in said
+    said = grace_warning(100.0, 8.0, 30.0)
+    assert said is not None
+    assert "and 8 s after Ctrl-C or SIGTERM the workers are killed" in said
+    assert ": launch.grace_seconds=400 with TORCH_ELASTIC_SHUTDOWN_TIMEOUT=400 before torchrun" in said
+
+
+def test_a_rank_knows_of_torchruns_patience_what_its_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert torchrun_patience() is None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert torchrun_patience() == 30.0
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
+    assert torchrun_patience() == 600.0

@@ -86,6 +86,10 @@ def prepare(composed: DictConfig, overrides: Sequence[str]) -> Prepared:
     settings = Settings.from_config(config)
     workers, line = settle_workers(settings.pipeline, settings.launch.inline, torchrun.world_size())
     config["pipeline"] = {**config["pipeline"], "workers": workers}
+    if joined() and settings.launch.stall_seconds is not None:
+        lines.append(
+            "launch.stall_seconds does nothing here: only gpipe-train that starts its own workers watches them"
+        )
     return Prepared(config, Settings.from_config(config), [line, *lines])
 
 

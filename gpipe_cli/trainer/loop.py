@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 
 from ..errors import PlainError
+from ..launch.join import torchrun_patience
 from ..pipeline.batchnorm import finish_batchnorm
 from ..pipeline.engine import StepPlan
 from ..pipeline.gradients import clip_factor, fill_gradients, reduce_over_replicas, scale_gradients, squared_norms
@@ -193,8 +194,10 @@ class Trainer:
         p.journal.step(progress, report, plan, lr, seconds, a.programs.forecast(len(plan.signatures)))
         if progress.step in self._settings.traced_steps:
             p.journal.trace(progress.step, record_everyone(a.world, a.engine.meter), a.programs, a.cut.table)
-        if self.totals.steps == WARM_UP and (text := grace_warning(seconds, a.settings.launch.grace_seconds)):
-            p.journal.warn(text)
+        if self.totals.steps == WARM_UP:
+            text = grace_warning(seconds, a.settings.launch.grace_seconds, torchrun_patience())
+            if text:
+                p.journal.warn(text)
         if not report.finite:
             self._warn_of_non_finite(report)
 

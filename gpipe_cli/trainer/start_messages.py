@@ -48,12 +48,24 @@ def batchnorm_notice(layers: int, mini_batch: int, M: int, replicas: int, togeth
     )
 
 
-def grace_warning(step_seconds: float, grace_seconds: float) -> str | None:
-    """Of a request to stop that leaves no time to end a step and save it; None where there is enough for two."""
-    if 2 * step_seconds <= grace_seconds:
+def grace_warning(step_seconds: float, grace_seconds: float, torchrun_seconds: float | None = None) -> str | None:
+    """Of a request to stop that leaves no time to end a step and save it; None where there is enough for two.
+
+    Args:
+        torchrun_seconds: after which torchrun kills what it has asked to stop; None without torchrun.
+    """
+    patience = math.inf if torchrun_seconds is None else torchrun_seconds
+    if 2 * step_seconds <= min(grace_seconds, patience):
         return None
     enough = 10 * math.ceil(0.4 * step_seconds)
+    killed, advice = "the workers are killed", []
+    if 2 * step_seconds > grace_seconds:
+        advice.append(f"launch.grace_seconds={enough}")
+    else:
+        killed, enough = "torchrun kills the workers (if it has no --shutdown-timeout)", math.ceil(grace_seconds)
+    if enough > patience:
+        advice.append(f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={enough} before torchrun (torch 2.12 or newer)")
     return (
-        f"a step takes {step_seconds:.0f} s, and {grace_seconds:g} s after Ctrl-C or SIGTERM the workers are killed, "
-        f"saved or not: launch.grace_seconds={enough} leaves time for a step and a checkpoint"
+        f"a step takes {step_seconds:.0f} s, and {min(grace_seconds, patience):g} s after Ctrl-C or SIGTERM {killed}, "
+        f"saved or not: {' with '.join(advice)} leaves time for a step and a checkpoint"
     )
