@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -155,6 +156,51 @@ def test_sigterm_saves_and_the_run_goes_on_exactly(whole: Path, tmp_path: Path) 
     resumed = train(tmp_path, "pipeline.K=1", "checkpoint.every=null", "checkpoint.resume=auto")
     assert losses(resumed) == losses(whole)
     assert same_bits(resumed, whole)
+
+
+@pytest.mark.slow
+def test_torchrun_s_processes_train_save_when_asked_to_stop_and_go_on_with_the_same_bits(
+    whole: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [*torchrun, *COMMAND[1:], *COMMON, f"hydra.run.dir={run_dir}", "pipeline.K=4", "checkpoint.every=null"]
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as running:
+        metrics = run_dir / "metrics.jsonl"
+        while running.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") >= 3):
+            time.sleep(0.01)
+        running.send_signal(signal.SIGTERM)
+        running.communicate(timeout=60)
+    assert running.returncode != 0
+    assert 3 <= len(losses(run_dir)) < 20
+    assert list((run_dir / "checkpoints").glob("step_*/manifest.json"))
+    words.append("checkpoint.resume=auto")
+    resumed = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert losses(run_dir) == losses(whole)
+    assert same_bits(run_dir, whole)
+
+
+def test_processes_that_somebody_started_by_hand_are_the_workers_of_one_run(whole: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    words = [*COMMAND, *COMMON, f"hydra.run.dir={run_dir}", "pipeline.K=2", "trainer.steps=2"]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1]), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            words,
+            cwd=tmp_path,
+            env={**os.environ, **meeting, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    assert "2 cells on 2 workers (WORLD_SIZE=2)" in said[0] and said[1] == ""
+    assert losses(run_dir) == losses(whole)[:2]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
