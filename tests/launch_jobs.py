@@ -269,9 +269,10 @@ def main() -> None:
     settings = {key: json.loads(value) for key, value in (option.split("=", 1) for option in options)}
     config, linger = settings.pop("config", {}), settings.pop("linger", 0.0)
     if joined():
+        grace = settings.get("grace_seconds", Job.grace_seconds)  # of the keys of Job the only one that a rank has
         for job_number, one in enumerate(entry.split(",")):
             try:
-                value = join(f"launch_jobs:{one}", config, Path(run_dir) / str(job_number), _print_event, **settings)
+                value = join(f"launch_jobs:{one}", config, Path(run_dir) / str(job_number), _print_event, grace)
             finally:
                 time.sleep(linger)
             _print_event({"event": "result", "rank": int(os.environ["RANK"]), "value": value})

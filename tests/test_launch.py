@@ -516,7 +516,8 @@ def test_of_ranks_without_a_supervisor_only_the_one_that_failed_prints_a_traceba
     ranks = [command("fail_beside_recv", prefix=by_hand(port, rank, world_size=2)) for rank in (0, 1)]
     (echo_code, echo), (code, cause) = [rank.end() for rank in ranks]
     assert (echo_code, code) == (1, 1)
-    assert echo.startswith("worker 0 noticed the end of another: Connection closed by peer [127.0.0.1]:")
+    assert echo.startswith("worker 0 noticed the end of another: ")
+    assert "Connection closed by peer" in echo or "Connection reset by peer" in echo
     assert echo.count("\n") == 1
     assert cause.startswith("worker 1 failed at cell 1,") and cause.endswith("ValueError: the real cause\n")
     record = json.loads((ranks[0].run_dir / "0" / "workers" / "error_0.json").read_text())
