@@ -32,7 +32,7 @@ from torch import nn
 from benchmarks.common import Report, parser
 from gpipe_cli.bench.driver import EngineStep, HalvesStep, Step, cpu_transport, engine_step, plain_step
 from gpipe_cli.bench.emulator import BACKWARD, LAYERS, WIDTH, SleepingLayer, forward_seconds
-from gpipe_cli.bench.peers import torch_interleaved_step, torch_pipelining_step
+from gpipe_cli.bench.peers import Work, torch_interleaved_step, torch_pipelining_step
 from gpipe_cli.bench.stopwatch import StopWatch
 from gpipe_cli.bench.turns import join_emulation, of_all_workers, take_turns, typical
 from gpipe_cli.bench.workers import run_workers
@@ -91,20 +91,18 @@ def contenders(
         mine = layers(divisible=kind == "zero_bubble")
         how = {"cells_here": CELLS[kind], "shared_memory": shared_memory}
         steps[kind] = engine_step(mine, rank, K, parts, kind, remat, **how)
-        steps[f"torch {kind}"] = peer(kind, layers(), remat != "never", rank, K, M, batch)
+        steps[f"torch {kind}"] = peer(kind, layers(), remat != "never", rank, K, M, Work(batch, batch))
     return steps
 
 
-def peer(
-    kind: str, layers: list[nn.Module], remat: bool, rank: int, K: int, M: int, batch: torch.Tensor
-) -> Step | None:
+def peer(kind: str, layers: list[nn.Module], remat: bool, rank: int, K: int, M: int, work: Work) -> Step | None:
     """torch.distributed.pipelining's schedule of the same kind, where it has one and takes this M."""
     if kind == "zero_bubble":
         return None
     if CELLS[kind] == 1:
-        return torch_pipelining_step(kind, layers, remat, rank, K, M, batch)
+        return torch_pipelining_step(kind, layers, remat, rank, K, M, work)
     size = len(layers) // CELLS[kind]
-    return torch_interleaved_step([layers[:size], layers[size:]], remat, rank, K, M, batch)
+    return torch_interleaved_step([layers[:size], layers[size:]], remat, rank, K, M, work)
 
 
 def worker(context: Context, config: dict[str, Any]) -> dict[str, Any]:

@@ -2,41 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
+
+from gpipe_cli.pipeline.boundary import Tensors, as_argument, as_tensors
 
 from .driver import CPU, Step
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
-class _Checkpointed(nn.Sequential):
-    """The way to re-materialize there: recompute begins when the gradient has arrived, for every micro-batch."""
+def squared_sum(outputs: Tensor, targets: Tensor) -> Tensor:
+    return mse_loss(outputs, targets, reduction="sum")
 
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+
+@dataclass(frozen=True)
+class Work:
+    """What a peer's step is about.
+
+    Attributes:
+        inputs, targets: of the mini-batch, on the CPU; every step brings them to where they are needed, as ours does.
+        loss: of a micro-batch's outputs and targets; the step adds the micro-batches' up.
+        device: of this worker.
+        noise: layers draw random numbers, so a recompute has to draw them again.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    loss: Callable[[Tensor, Tensor], Tensor] = squared_sum
+    device: torch.device = CPU
+    noise: bool = False
+
+
+class _Contiguous(torch.autograd.Function):
+    """The same tensor, whose gradient is contiguous: torch's pipelining sends no other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
+
+
+class Stage(nn.Sequential):
+    """Layers as one module that takes the tensors of a boundary one by one, and returns those of the next.
+
+    Args:
+        remat: by torch.utils.checkpoint, the way to re-materialize there: recompute begins when the gradient has
+            arrived, for every micro-batch.
+        noise: of `Work`.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], remat: bool, noise: bool = False) -> None:
+        super().__init__(*layers)
+        self._remat, self._noise = remat, noise
+
+    def forward(self, *inputs: Tensor) -> Tensor | Tensors:
+        received = [_Contiguous.apply(x) if x.requires_grad else x for x in inputs]
+        if self._remat:
+            outputs = checkpoint(self._run, *received, use_reentrant=False, preserve_rng_state=self._noise)
+        else:
+            outputs = self._run(*received)
+        return as_argument([y.contiguous() for y in as_tensors(outputs)])
+
+    def _run(self, *inputs: Tensor) -> Any:
+        return super().forward(as_argument(inputs))  # type: ignore[no-untyped-call]  # torch's own annotation
 
 
 def torch_pipelining_step(
-    kind: str, layers: Sequence[nn.Module], remat: bool, rank: int, K: int, M: int, batch: Tensor
+    kind: str, layers: Sequence[nn.Module], remat: bool, rank: int, K: int, M: int, work: Work
 ) -> Step | None:
     """A function that runs one training step on this worker; None where torch's schedule refuses M < K."""
     if kind == "1f1b" and M < K:
         return None
-    stage = PipelineStage(_stage_module(layers, remat), rank, K, CPU)
-    schedule = SCHEDULES[kind](stage, M, partial(mse_loss, reduction="sum"), scale_grads=False)
-    return _step(schedule, rank, K, batch)
+    stage = PipelineStage(Stage(layers, remat, work.noise), rank, K, work.device)
+    return _step(SCHEDULES[kind](stage, M, work.loss, scale_grads=False), rank, K, work)
 
 
 def torch_interleaved_step(
-    chunks: Sequence[Sequence[nn.Module]], remat: bool, rank: int, K: int, M: int, batch: Tensor
+    chunks: Sequence[Sequence[nn.Module]], remat: bool, rank: int, K: int, M: int, work: Work
 ) -> Step | None:
     """The same with several stages a worker: chunk c of this worker is stage c·K + rank.
 
@@ -46,17 +100,26 @@ def torch_interleaved_step(
     if M % K:
         return None
     stages = [
-        PipelineStage(_stage_module(layers, remat), number * K + rank, len(chunks) * K, CPU)
+        PipelineStage(Stage(layers, remat, work.noise), number * K + rank, len(chunks) * K, work.device)
         for number, layers in enumerate(chunks)
     ]
-    loss = partial(mse_loss, reduction="sum")
-    return _step(ScheduleInterleaved1F1B([*stages], M, loss, scale_grads=False), rank, K, batch)
+    return _step(ScheduleInterleaved1F1B([*stages], M, work.loss, scale_grads=False), rank, K, work)
 
 
-def torchgpipe_step(cells: Sequence[Sequence[nn.Module]], remat: str, rank: int, M: int, batch: Tensor) -> Step | None:
+def torchgpipe_step(
+    cells: Sequence[Sequence[nn.Module]],
+    remat: str,
+    rank: int,
+    M: int,
+    work: Work,
+    devices: Sequence[torch.device] | None = None,
+) -> Step | None:
     """The same by torchgpipe, which is one process: worker 0 runs all cells while the others wait.
 
     Its thread is one a device and its backward one thread of autograd, so cells on CPUs follow each other.
+
+    Args:
+        devices: of each cell; None: the CPU.
 
     Returns:
         None where it is not installed.
@@ -67,24 +130,21 @@ def torchgpipe_step(cells: Sequence[Sequence[nn.Module]], remat: str, rank: int,
         return lambda: None
     from torchgpipe import GPipe  # a peer that not everybody has installed
 
+    places = [CPU] * len(cells) if devices is None else list(devices)
     whole = nn.Sequential(*(layer for layers in cells for layer in layers))
-    pipeline = GPipe(whole, [len(layers) for layers in cells], devices=[CPU] * len(cells), chunks=M, checkpoint=remat)
+    pipeline = GPipe(whole, [len(layers) for layers in cells], devices=places, chunks=M, checkpoint=remat)
 
     def step() -> None:
-        mse_loss(pipeline(batch), batch, reduction="sum").backward()  # type: ignore[no-untyped-call]  # torch's own
+        outputs = pipeline(work.inputs.to(places[0], non_blocking=True))
+        work.loss(outputs, work.targets.to(places[-1], non_blocking=True)).backward()  # type: ignore[no-untyped-call]
 
     return step
 
 
-def _stage_module(layers: Sequence[nn.Module], remat: bool) -> nn.Module:
-    return _Checkpointed(*layers) if remat else nn.Sequential(*layers)
-
-
-def _step(schedule: Any, rank: int, K: int, batch: Tensor) -> Step:
-    inputs = (batch,) if rank == 0 else ()
-    target = batch if rank == K - 1 else None
-
+def _step(schedule: Any, rank: int, K: int, work: Work) -> Step:
     def step() -> None:
+        inputs = (work.inputs.to(work.device, non_blocking=True),) if rank == 0 else ()
+        target = work.targets.to(work.device, non_blocking=True) if rank == K - 1 else None
         schedule.step(*inputs, target=target, return_outputs=False)
 
     return step

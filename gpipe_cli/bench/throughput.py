@@ -18,8 +18,9 @@ from gpipe_cli.pipeline.transport import Transport
 from .driver import CPU, EngineStep, Step, cpu_transport, plain_step, step_of_cells
 from .emulator import ACCELERATOR, WIDTH, SleepingLayer
 from .link import Link, LinkTransport, measured_seconds
-from .peers import torch_interleaved_step, torch_pipelining_step, torchgpipe_step
+from .peers import Work, torch_interleaved_step, torch_pipelining_step, torchgpipe_step
 from .stopwatch import StopWatch
+from .throughput_settings import PLAIN, TORCH, TORCHGPIPE
 from .turns import join_emulation, take_turns, typical
 
 EXAMPLES = 64  # rows of the emulated mini-batch; they say nothing about the model's
@@ -46,6 +47,10 @@ class EmulatedModel:
 
     def modules(self, sizes: Sequence[int], cell: int) -> list[Any]:
         return [layer.module for layer in self.layers(sizes, cell)]
+
+    @property
+    def work(self) -> Work:
+        return Work(self.batch, self.batch)
 
     @property
     def parts(self) -> list[Part]:
@@ -75,21 +80,21 @@ def contender(name: str, model: EmulatedModel, cuts: dict[int, list[int]], rank:
         cuts: number of cells to the layers of each.
     """
     remat = model.remat != "never"
-    if name == "plain":
+    if name == PLAIN:
         layers = [module for cell in range(K) for module in model.modules(cuts[K], cell)]
         return plain_step(layers, model.parts) if rank == 0 else lambda: None
-    if name == "torchgpipe":
+    if name == TORCHGPIPE:
         return torchgpipe_step(
-            [model.modules(cuts[K], cell) for cell in range(K)], model.remat, rank, model.M, model.batch
+            [model.modules(cuts[K], cell) for cell in range(K)], model.remat, rank, model.M, model.work
         )
     if name == "torch interleaved":
         if 2 * K not in cuts:
             return None
         chunks = [model.modules(cuts[2 * K], rank), model.modules(cuts[2 * K], K + rank)]
-        return torch_interleaved_step(chunks, remat, rank, K, model.M, model.batch)
-    if name.startswith("torch "):
-        kind = name.removeprefix("torch ")
-        return torch_pipelining_step(kind, model.modules(cuts[K], rank), remat, rank, K, model.M, model.batch)
+        return torch_interleaved_step(chunks, remat, rank, K, model.M, model.work)
+    if name.startswith(TORCH):
+        kind = name.removeprefix(TORCH)
+        return torch_pipelining_step(kind, model.modules(cuts[K], rank), remat, rank, K, model.M, model.work)
     cells = 2 * K if name.startswith("interleaved") else K
     return model.engine_step(name, cuts[cells], rank, K) if cells in cuts else None
 

@@ -1,4 +1,4 @@
-"""What tables 2 and 3 measure: the models, and each of them at one K and M on emulated accelerators."""
+"""What tables 2 and 3 measure: the models, and each of them at one K and M."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .options import BenchOptions
 from .paper import TABLE_2, TABLE_3, Throughputs
 from .profiles import BACKWARD, Profile
 
-TORCHGPIPE = "torchgpipe"
-PEERS = ("torch gpipe", "torch 1f1b", "torch interleaved", TORCHGPIPE)
-QUICK_PEERS = ("torch gpipe",)
+TORCH, TORCHGPIPE = "torch ", "torchgpipe"  # the former before the name of a schedule
+PEERS = (f"{TORCH}gpipe", f"{TORCH}1f1b", f"{TORCH}interleaved", TORCHGPIPE)
+QUICK_PEERS = PEERS[:1]
 PLAIN = "plain"
 SERIAL_SECONDS = {1: 1.0, 4: 2.0, 32: 6.0}  # by M: sleeps should last a millisecond, short steps drown in overhead
 QUICK_SERIAL_SECONDS = {1: 0.4, 4: 0.8, 32: 3.0}
@@ -62,7 +62,7 @@ TABLES = {
 
 @dataclass(frozen=True)
 class Setting:
-    """One model at one K and M on emulated accelerators.
+    """One model at one K and M.
 
     Attributes:
         serial_seconds: forward and backward of the mini-batch on one emulated device.
@@ -77,6 +77,11 @@ class Setting:
     options: BenchOptions
     linked: bool
     real: bool = False
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """In the table."""
+        return self.K, self.M
 
     @property
     def examples(self) -> int:
