@@ -1,11 +1,62 @@
-"""gpipe-bench table=2 with layers that compute: the same work for all contenders."""
+"""gpipe-bench table=2 with layers that compute: the same work for all contenders, and what does not fit."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
+from gpipe_cli.bench import real_throughput, throughput_notes, throughput_processes
 from gpipe_cli.bench.peers import Stage
+from gpipe_cli.bench.throughput_settings import PEERS, PLAIN
+from gpipe_cli.bench.workers import run_workers
+from gpipe_cli.commands.bench import main, parse
+from gpipe_cli.launch.report import WorkerFailed, WorkerOutOfMemory
+
+OURS = ["gpipe", "1f1b"]
+REAL = ("table=2", "layers=real", "small=true", "models=transformer", "K=2", "batch=4", "repetitions=1")
+
+
+def bench(folder: Path, *words: str) -> dict[str, Any]:
+    """Runs the command in this process, its workers in their own; returns the figures that it wrote, and the text."""
+    assert main([*REAL, *words, f"out={folder}"]) == 0
+    figures: dict[str, Any] = json.loads((folder / "table2.json").read_text(encoding="utf-8"))
+    return {**figures, "text": (folder / "table2.md").read_text(encoding="utf-8")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["always", "never"])
+def test_all_contenders_compute_the_same_gradients(remat: str) -> None:
+    """The boundaries of AmoebaNet are pairs of tensors, the inputs of the Transformer are integers."""
+    settings = [("transformer", 1), ("transformer", 2), ("amoebanet", 2)]
+    config = {"settings": settings, "remat": remat, "contenders": [*OURS, *PEERS, PLAIN]}
+    found = run_workers("bench_jobs:gradients", 2, config, throughput_processes.PRELOAD)
+    assert found[0]["torch 1f1b"] is None and found[0]["torch interleaved"] is None, "torch refuses M < K"
+    for (family, M), norms in zip(settings, found, strict=True):
+        for name in ["1f1b", *PEERS, PLAIN]:
+            if (M, name) not in ((1, "torch 1f1b"), (1, "torch interleaved")):
+                assert norms[name] == pytest.approx(norms["gpipe"], rel=1e-2, abs=1e-5), (family, M, name)
+
+
+def test_uneven_micro_batches_are_refused_by_torch_and_no_error() -> None:
+    """4 examples make micro-batches of 2, 1 and 1."""
+    config = {"settings": [("transformer", 3)], "remat": "never", "contenders": ["gpipe", "torch gpipe"]}
+    (norms,) = run_workers("bench_jobs:gradients", 2, config, throughput_processes.PRELOAD)
+    assert norms["gpipe"] and norms["torch gpipe"] is None
+
+
+def test_every_contender_s_step_ends_in_an_update() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    step = real_throughput.whole_step(
+        real_throughput.Contender(lambda: (1e3 * weight).sum().backward(), [weight]), torch.device("cpu")
+    )
+    step()
+    assert float(weight.detach()) < 1.0 and weight.grad is not None and not weight.grad.any()
+    real_throughput.whole_step(real_throughput.Contender(lambda: None, []), torch.device("cpu"))()
 
 
 def test_a_peer_s_recompute_draws_the_same_noise_again() -> None:
@@ -35,3 +86,77 @@ class Transposed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x, x.T
+
+
+@pytest.mark.slow
+def test_real_layers_have_the_peers_and_a_plain_loop_beside_them(tmp_path: Path) -> None:
+    figures = bench(tmp_path, "M=2", "quick=true")
+    (row,) = figures["rows"]
+    assert set(row["seconds"]) == {"gpipe", "1f1b", "torch gpipe", "plain"}
+    assert all(seconds > 0 for seconds in row["seconds"].values())
+    assert "torch.distributed.pipelining" in figures["text"]
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_costs_its_own_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices with room for two examples: M=2 fits, M=1 does not, of any contender."""
+    monkeypatch.setattr(throughput_processes, "REAL", "bench_jobs:hungry")
+    figures = bench(tmp_path, "M=1,2", "quick=true", "schedules=gpipe")
+    rows = {row["M"]: row for row in figures["rows"]}
+    everyone = ["gpipe", "torch gpipe", "plain"]
+    assert rows[1]["too_large"] == everyone and set(rows[1]["seconds"].values()) == {None}
+    assert rows[1]["ours"] is None and rows[1]["reference"] == [2, 2]
+    assert rows[2]["too_large"] == [] and all(rows[2]["seconds"][name] > 0 for name in everyone)
+    assert rows[2]["ours"] == 1.0, "the reference is the first that fits"
+    assert "transformer K=2 M=1 (gpipe, torch gpipe, plain)" in figures["text"]
+    assert "transformer: K=2, M=2" in figures["text"] or "our own run at K=2, M=2" in figures["text"]
+    assert "The paper's figures are in units of its own, K=2, M=1" in figures["text"]
+
+
+@pytest.mark.slow
+def test_a_model_of_which_nothing_fits_has_dashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(throughput_processes, "REAL", "bench_jobs:starving")
+    figures = bench(tmp_path, "M=2", "peers=false", "schedules=gpipe")
+    (row,) = figures["rows"]
+    assert row["ours"] is None and row["too_large"] == ["gpipe"]
+    assert "transformer: none" in figures["text"]
+    assert (tmp_path / "table2.png").exists()
+
+
+@pytest.mark.slow
+def test_another_failure_ends_the_command_with_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(throughput_processes, "REAL", "bench_jobs:broken")
+    assert main([*REAL, "M=2", "peers=false", "schedules=gpipe", f"out={tmp_path}"]) == 1
+    told = capsys.readouterr().err
+    assert "ValueError: broken in another way" in told and "Traceback" in told
+
+
+@pytest.mark.slow
+def test_too_little_memory_is_known_from_other_failures() -> None:
+    """It really asks for more than any machine has, on the CPU; the other worker waits for it."""
+    with pytest.raises(WorkerOutOfMemory, match="wrapped") as failure:
+        run_workers("bench_jobs:greedy", 2, {})
+    assert throughput_processes.last_line(failure.value) == "RuntimeError: wrapped, as torch's pipelining does"
+    with pytest.raises(WorkerFailed) as failure:
+        run_workers("bench_jobs:crash", 1, {})
+    assert not isinstance(failure.value, WorkerOutOfMemory)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "told"),
+    [
+        (0, None),
+        (1, None),
+        (2, "gpipe-bench table=2 K=2 layers=real out=bench/real"),
+        (4, "gpipe-bench table=2 K=2,4 layers=real out=bench/real"),
+    ],
+)
+def test_a_machine_with_too_few_gpus_for_all_K_is_told_what_it_can_measure(
+    gpus: int, told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(throughput_notes, "count_gpus", lambda: gpus)
+    said = throughput_notes.machine_notes(parse(["table=2"]))
+    assert not said if told is None else said[0].endswith(told)
+    assert throughput_notes.machine_notes(parse(["table=2", "layers=emulated"])) == []

@@ -107,7 +107,7 @@ class Setting:
 
     def contenders(self) -> list[str]:
         kinds = [kind for kind in self.options.schedules if self.limit(kind) is not None]
-        if self.linked or self.real or not self.options.peers:
+        if self.linked or not self.options.peers:
             return kinds
         plain = [PLAIN] if min(self.options.grid_K) == self.K else []
         return [*kinds, *(QUICK_PEERS if self.options.quick else PEERS), *plain]

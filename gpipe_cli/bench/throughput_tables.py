@@ -1,4 +1,4 @@
-"""Tables 2 and 3: normalised throughput by K and M, on emulated accelerators, beside the paper, the ideal and peers.
+"""Tables 2 and 3: normalised throughput by K and M beside the paper, the ideal and peers; emulated or real layers.
 
 Everything is in units of the engine's own run at the smallest K and M, as the paper's tables are; the mini-batch is
 fixed, so a micro-batch takes 1/M of it.
@@ -19,10 +19,8 @@ from .paper import ideal_throughput
 from .profiles import Model, profile_models
 from .tables import Curve, Say, Table, two_digits
 from .throughput_notes import notes
+from .throughput_processes import Measured, measure
 from .throughput_settings import PEERS, PLAIN, TABLES, Protocol, Setting, serial_seconds
-from .workers import run_workers
-
-EMULATED, REAL = "gpipe_cli.bench.throughput:worker", "gpipe_cli.bench.real:worker"
 
 
 @dataclass(frozen=True)
@@ -30,46 +28,47 @@ class Result:
     """One row.
 
     Attributes:
-        seconds: of a step, by contender; None where one refuses the setting.
-        link: measured seconds of a message in front of cell 1 (``carry``) and of a free one (``host``); None without.
-        unit: throughput of the reference, in mini-batches of one second's work a second.
-        limit: shortest possible seconds of the step; of the reference ``limit_unit``, as a throughput.
+        kind: our schedule in it.
+        reference: K and M of the setting whose throughput is the unit.
+        unit: throughput of the reference, in mini-batches of one second's work a second; None: nothing was measured.
+        limit: shortest possible seconds of the step; of the reference ``limit_unit``, as a throughput; None where our
+            schedule refuses the setting.
     """
 
     setting: Setting
     kind: str
-    seconds: dict[str, float | None]
-    link: dict[str, float] | None
-    unit: float
-    limit: float
-    limit_unit: float
+    measured: Measured
+    reference: tuple[int, int]
+    unit: float | None
+    limit: float | None
+    limit_unit: float | None
     paper: float | None
     ideal: float
 
     def normalised(self, name: str) -> float | None:
-        seconds = self.seconds.get(name)
-        return None if seconds is None else self.setting.serial_seconds / seconds / self.unit
+        seconds = self.measured.seconds.get(name)
+        return None if seconds is None or self.unit is None else self.setting.serial_seconds / seconds / self.unit
 
     @property
-    def ours(self) -> float:
-        value = self.normalised(self.kind)
-        assert value is not None
-        return value
+    def ours(self) -> float | None:
+        return self.normalised(self.kind)
 
     @property
-    def simulated(self) -> float:
+    def simulated(self) -> float | None:
+        if self.limit is None or self.limit_unit is None:
+            return None
         return self.setting.serial_seconds / self.limit / self.limit_unit
 
     @property
-    def of_limit(self) -> float:
-        return self.limit * self.ours * self.unit / self.setting.serial_seconds
+    def of_limit(self) -> float | None:
+        seconds = self.measured.seconds.get(self.kind)
+        return None if self.limit is None or seconds is None or self.setting.real else self.limit / seconds
 
     @property
     def bandwidth(self) -> float | None:
         """Bytes a second of the emulated device's link, as measured."""
-        if self.link is None:
-            return None
-        return self.setting.message_bytes[1] / self.link["carry"] * self.setting.scale
+        link = self.measured.link
+        return None if link is None else self.setting.message_bytes[1] / link["carry"] * self.setting.scale
 
     def facts(self) -> dict[str, Any]:
         """For programs."""
@@ -85,20 +84,23 @@ class Result:
             "simulated": self.simulated,
             "limit_seconds": self.limit,
             "serial_seconds": setting.serial_seconds,
-            "seconds": self.seconds,
-            "normalised": {name: self.normalised(name) for name in self.seconds},
+            "reference": self.reference,
+            "seconds": self.measured.seconds,
+            "normalised": {name: self.normalised(name) for name in self.measured.seconds},
+            "too_large": self.measured.too_large,
             "cell_shares": setting.profile.cell_shares(setting.K),
             "message_bytes": setting.message_bytes[1:],
-            "link": self.link,
+            "link": self.measured.link,
             "link_bytes_per_second": self.bandwidth,
         }
 
 
 def throughput_table(number: int, options: BenchOptions, say: Say) -> Table:
-    """Table 2 or 3 on emulated accelerators.
+    """Table 2 or 3.
 
     Raises:
         ConfigurationError: an unknown schedule, or more cells than layers.
+        WorkerFailed: a worker's exception, unless it is a real layer that found no room.
     """
     protocol = TABLES[number]
     check(options, protocol)
@@ -141,52 +143,41 @@ def check(options: BenchOptions, protocol: Protocol) -> None:
         raise ConfigurationError(f"K={too_few[0]}: a pipeline to measure has at least 2 cells")
 
 
-def measure(settings: Sequence[Setting], options: BenchOptions, say: Say) -> dict[int, dict[str, Any]]:
-    """What the workers found, by the number of the setting; one set of processes for each K."""
-    measured: dict[int, dict[str, Any]] = {}
-    for K in sorted(set(options.grid_K)):
-        numbers = [number for number, setting in enumerate(settings) if setting.K == K]
-        say(f"K={K}: {len(numbers)} settings, timed steps of each contender: {options.timed_steps}")
-        config = {
-            "settings": [settings[number].config() for number in numbers],
-            "repetitions": options.timed_steps,
-            "realtime": options.realtime,
-        }
-        found = run_workers(REAL if settings[0].real else EMULATED, K, config, ("torch.distributed.pipelining",))
-        measured |= dict(zip(numbers, found, strict=True))
-    return measured
-
-
 def make_results(
-    protocol: Protocol, settings: Sequence[Setting], measured: dict[int, dict[str, Any]], options: BenchOptions
+    protocol: Protocol, settings: Sequence[Setting], measured: Sequence[Measured], options: BenchOptions
 ) -> list[Result]:
     """From seconds to throughput in units of each model's reference."""
     kind = options.schedules[0]
-    reference = reference_of(protocol, options)
     results = []
-    for number, setting in enumerate(settings):
-        at = next(i for i, s in enumerate(settings) if s.profile is setting.profile and reference == (s.K, s.M))
-        of_reference = settings[at]
-        limit, limit_there = setting.limit(kind), of_reference.limit(kind)
-        assert limit is not None and limit_there is not None
+    for setting, found in zip(settings, measured, strict=True):
+        reference, seconds = reference_of(setting, settings, measured, kind)
+        limit_there = reference.limit(kind)
         results.append(
             Result(
                 setting,
                 kind,
-                measured[number]["seconds"],
-                measured[number]["link"],
-                of_reference.serial_seconds / measured[at]["seconds"][kind],
-                limit,
-                of_reference.serial_seconds / limit_there,
-                None if options.small else protocol.paper[setting.profile.model.family].get((setting.K, setting.M)),
-                ideal_throughput(setting.K, setting.M, reference),
+                found,
+                reference.place,
+                None if seconds is None else reference.serial_seconds / seconds,
+                setting.limit(kind),
+                None if limit_there is None else reference.serial_seconds / limit_there,
+                None if options.small else protocol.paper[setting.profile.model.family].get(setting.place),
+                ideal_throughput(*setting.place, reference.place),
             )
         )
     return results
 
 
-def reference_of(protocol: Protocol, options: BenchOptions) -> tuple[int, int]:
-    return min(options.grid_K), min(options.M or protocol.M)
+def reference_of(
+    setting: Setting, settings: Sequence[Setting], measured: Sequence[Measured], kind: str
+) -> tuple[Setting, float | None]:
+    """The setting with the smallest K, then M, in which the same model was measured, and our seconds there.
+
+    Where none was, as when nothing fits into a device's memory, the smallest of all, and None.
+    """
+    pairs = zip(settings, measured, strict=True)
+    found = [(other, facts.seconds.get(kind)) for other, facts in pairs if other.profile is setting.profile]
+    return min(found, key=lambda one: (one[1] is None, one[0].place))
 
 
 def make_table(protocol: Protocol, results: Sequence[Result], options: BenchOptions) -> Table:
@@ -200,7 +191,7 @@ def make_table(protocol: Protocol, results: Sequence[Result], options: BenchOpti
     rows: list[list[object]] = [
         [
             *(r.setting.profile.model.name, r.setting.K, r.setting.M, two_digits(r.paper)),
-            *(two_digits(value) for value in (r.ours, r.ideal, r.simulated, None if r.setting.real else r.of_limit)),
+            *(two_digits(value) for value in (r.ours, r.ideal, r.simulated, r.of_limit)),
             *(two_digits(r.normalised(name)) for name in others),
         ]
         for r in results
@@ -210,7 +201,7 @@ def make_table(protocol: Protocol, results: Sequence[Result], options: BenchOpti
         f"Table {protocol.number}: {protocol.title}, {'real layers' if real else 'emulated accelerators'}",
         columns,
         rows,
-        notes(protocol, results, options, reference_of(protocol, options)),
+        notes(protocol, results, options),
         {"rows": [result.facts() for result in results], "contenders": [options.schedules[0], *others]},
         curves(results),
     )

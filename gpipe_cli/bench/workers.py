@@ -16,7 +16,7 @@ def run_workers(entry: str, workers: int, config: Mapping[str, Any], preload: Se
     """Runs ``entry(context, config)`` on so many processes with one thread each; returns rank 0's result.
 
     Raises:
-        WorkerFailed, ConfigurationError: a worker's exception.
+        WorkerFailed, ConfigurationError: a worker's exception (WorkerOutOfMemory: it had no room for a tensor).
     """
     with tempfile.TemporaryDirectory(prefix="gpipe-bench-") as directory:
         job = Job(Path(directory), workers, entry, dict(config), preload=(*PRELOAD, *preload))

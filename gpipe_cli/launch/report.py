@@ -26,6 +26,8 @@ COMMUNICATION = re.compile(
 GONE = re.compile(  # … and of one that is gone for sure, and not only slow
     r"connection (was likely )?(closed|reset)|broken pipe|remote process exit", re.IGNORECASE
 )
+# What torch, and the libraries under it, say when a device or the machine has no room for a tensor.
+NO_MEMORY = re.compile(r"out of memory|can't allocate memory|STATUS_ALLOC_FAILED", re.IGNORECASE)
 SIGNAL_MEANING = {
     signal.SIGKILL: "usually the kernel's out-of-memory killer: see `dmesg`, and use less memory per worker",
     signal.SIGSEGV: "a crash in compiled code",
@@ -41,6 +43,10 @@ class WorkerFailed(RuntimeError):
     """
 
 
+class WorkerOutOfMemory(WorkerFailed):
+    """A worker failed because its device, or the machine, had no room for a tensor."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """One worker's end, as far as it is known.
@@ -51,6 +57,7 @@ class Failure:
         time: seconds since the epoch.
         text: for the console.
         is_configuration: the worker refused the configuration.
+        is_memory: there was no room for a tensor.
     """
 
     rank: int
@@ -58,10 +65,13 @@ class Failure:
     time: float
     text: str
     is_configuration: bool = False
+    is_memory: bool = False
 
     def exception(self) -> WorkerFailed | ConfigurationError:
         """What the command ends with."""
-        return (ConfigurationError if self.is_configuration else WorkerFailed)(self.text)
+        if self.is_configuration:
+            return ConfigurationError(self.text)
+        return (WorkerOutOfMemory if self.is_memory else WorkerFailed)(self.text)
 
 
 def log_path(directory: Path, rank: int) -> Path:
@@ -86,6 +96,7 @@ def write_error(directory: Path, rank: int, error: BaseException, where: dict[st
         "shown": shown,
         "plain": isinstance(error, PlainError),
         "configuration": isinstance(error, ConfigurationError),
+        "memory": any(_is_memory(link) for link in _chain(error)),
         "suspicion": suspicion(error),
         "where": dict(where),
     }
@@ -139,6 +150,12 @@ def _is_communication(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and COMMUNICATION.search(str(error)) is not None
 
 
+def _is_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError) or any(base.__name__ == "OutOfMemoryError" for base in type(error).__mro__):
+        return True
+    return isinstance(error, RuntimeError) and NO_MEMORY.search(str(error)) is not None
+
+
 def failure_of(directory: Path, rank: int, exit_code: int, when: float, where: dict[str, Any]) -> Failure:
     """What is known about a worker that ended without finishing: its own report, or the way it died.
 
@@ -153,7 +170,7 @@ def failure_of(directory: Path, rank: int, exit_code: int, when: float, where: d
         return _silent_death(directory, rank, exit_code, when, where)
     log = "" if record["plain"] else f"\nlog: {log_path(directory, rank)}"
     text = _shown_error(record) + log
-    return Failure(rank, record["suspicion"], record["time"], text, record["configuration"])
+    return Failure(rank, record["suspicion"], record["time"], text, record["configuration"], record["memory"])
 
 
 def _shown_error(record: dict[str, Any]) -> str:
