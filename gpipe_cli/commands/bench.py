@@ -28,8 +28,9 @@ from gpipe_cli.typed_section import read_section, unknown_key
 HELP = """\
 gpipe-bench: one of the paper's tables, measured here, with the paper's figures beside it.
 
-    gpipe-bench table=2 quick=true        normalised throughput for K = 2, 4, 8 and M = 1, 4, 32, emulated accelerators
-    gpipe-bench table=3                   the same with slow links between the workers
+    gpipe-bench table=2 quick=true        normalised throughput for K = 2, 4, 8 and M = 1, 4, 32, on emulated
+                                          accelerators unless each worker has a GPU
+    gpipe-bench table=3                   the same with slow links between the workers, always emulated
     gpipe-bench table=4                   where a training step goes
     gpipe-bench table=1                   the largest models that fit
 
