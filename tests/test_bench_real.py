@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gpipe_cli.bench import real_throughput, throughput_notes, throughput_processes
-from gpipe_cli.bench.peers import Stage
+from gpipe_cli.bench.peers import RealStage
 from gpipe_cli.bench.throughput_settings import PEERS, PLAIN
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.commands.bench import main, parse
@@ -63,7 +63,7 @@ def test_a_peer_s_recompute_draws_the_same_noise_again() -> None:
     def gradient(remat: bool) -> torch.Tensor:
         torch.manual_seed(0)
         x = torch.ones(100, requires_grad=True)
-        outputs = Stage([nn.Dropout(0.5), nn.Tanh()], remat, noise=True)(x)
+        outputs = RealStage([nn.Dropout(0.5), nn.Tanh()], remat)(x)
         assert isinstance(outputs, torch.Tensor)
         torch.rand(10)  # as another micro-batch would
         outputs.sum().backward()
@@ -76,7 +76,7 @@ def test_a_peer_s_recompute_draws_the_same_noise_again() -> None:
 def test_a_peer_s_stage_hands_on_contiguous_tensors_and_gradients() -> None:
     """torch's pipelining sends no others; a layer that transposes has neither."""
     x = torch.ones(4, 3, requires_grad=True)
-    outputs = Stage([nn.Identity(), Transposed()], remat=False)(x)
+    outputs = RealStage([nn.Identity(), Transposed()], remat=False)(x)
     assert isinstance(outputs, tuple) and all(y.is_contiguous() for y in outputs)
     assert torch.autograd.grad(outputs[1].mean(), x)[0].is_contiguous()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpipe_cli.launch.join import torchrun_patience
+from gpipe_cli.launch.context import torchrun_patience
 from gpipe_cli.trainer.start_messages import batchnorm_notice, grace_warning
 
 

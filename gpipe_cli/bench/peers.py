@@ -32,14 +32,15 @@ class Work:
         inputs, targets: of the mini-batch, on the CPU; every step brings them to where they are needed, as ours does.
         loss: of a micro-batch's outputs and targets; the step adds the micro-batches' up.
         device: of this worker.
-        noise: layers draw random numbers, so a recompute has to draw them again.
+        real: layers compute: they may draw random numbers, which a recompute has to draw again, and hand on tuples or
+            what is not contiguous.
     """
 
     inputs: Tensor
     targets: Tensor
     loss: Callable[[Tensor, Tensor], Tensor] = squared_sum
     device: torch.device = CPU
-    noise: bool = False
+    real: bool = False
 
 
 class _Contiguous(torch.autograd.Function):
@@ -54,23 +55,35 @@ class _Contiguous(torch.autograd.Function):
         return gradient.contiguous()
 
 
-class Stage(nn.Sequential):
-    """Layers as one module that takes the tensors of a boundary one by one, and returns those of the next.
+def stage_module(layers: Sequence[nn.Module], remat: bool, real: bool) -> nn.Module:
+    """Layers as one module, with nothing more between them than they need.
 
     Args:
         remat: by torch.utils.checkpoint, the way to re-materialize there: recompute begins when the gradient has
             arrived, for every micro-batch.
-        noise: of `Work`.
+        real: of `Work`.
     """
+    if real:
+        return RealStage(layers, remat)
+    return _Checkpointed(*layers) if remat else nn.Sequential(*layers)
 
-    def __init__(self, layers: Sequence[nn.Module], remat: bool, noise: bool = False) -> None:
+
+class _Checkpointed(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+
+
+class RealStage(nn.Sequential):
+    """Takes the tensors of a boundary one by one, and returns those of the next."""
+
+    def __init__(self, layers: Sequence[nn.Module], remat: bool) -> None:
         super().__init__(*layers)
-        self._remat, self._noise = remat, noise
+        self._remat = remat
 
     def forward(self, *inputs: Tensor) -> Tensor | Tensors:
         received = [_Contiguous.apply(x) if x.requires_grad else x for x in inputs]
         if self._remat:
-            outputs = checkpoint(self._run, *received, use_reentrant=False, preserve_rng_state=self._noise)
+            outputs = checkpoint(self._run, *received, use_reentrant=False, preserve_rng_state=True)
         else:
             outputs = self._run(*received)
         return as_argument([y.contiguous() for y in as_tensors(outputs)])
@@ -85,7 +98,7 @@ def torch_pipelining_step(
     """A function that runs one training step on this worker; None where torch's schedule refuses M < K."""
     if kind == "1f1b" and M < K:
         return None
-    stage = PipelineStage(Stage(layers, remat, work.noise), rank, K, work.device)
+    stage = PipelineStage(stage_module(layers, remat, work.real), rank, K, work.device)
     return _step(SCHEDULES[kind](stage, M, work.loss, scale_grads=False), rank, K, work)
 
 
@@ -100,7 +113,7 @@ def torch_interleaved_step(
     if M % K:
         return None
     stages = [
-        PipelineStage(Stage(layers, remat, work.noise), number * K + rank, len(chunks) * K, work.device)
+        PipelineStage(stage_module(layers, remat, work.real), number * K + rank, len(chunks) * K, work.device)
         for number, layers in enumerate(chunks)
     ]
     return _step(ScheduleInterleaved1F1B([*stages], M, work.loss, scale_grads=False), rank, K, work)

@@ -54,13 +54,12 @@ class RealSetting:
 
     @property
     def work(self) -> Work:
-        """Layers have dropout."""
         weight = len(self.examples[0])
 
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:
             return cross_entropy_sum((outputs,), (targets,))[0] / weight
 
-        return Work(*self.examples, loss, self.world.device, noise=True)
+        return Work(*self.examples, loss, self.world.device, real=True)
 
     def modules(self, cells: int, cell: int, device: torch.device | None = None) -> list[nn.Module]:
         """New layers of one cell, with the weights that the engine's have; ``device`` None: this worker's."""

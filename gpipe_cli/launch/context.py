@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +21,17 @@ if TYPE_CHECKING:
 # A peer that dies is noticed at once; this is for one that is merely slow (the first compilation, a full disk). Data
 # may take longer to prepare: trainer/preparation.py waits with a patience of its own.
 GROUP_TIMEOUT_SECONDS = 1800.0
+TORCHRUN_SECONDS = 30.0  # torchrun's own patience with ranks that it has asked to stop
+
+
+def torchrun_patience() -> float | None:
+    """Seconds from torchrun's request to stop until it kills its ranks; None without torchrun.
+
+    What `torchrun --shutdown-timeout` says is not passed on to ranks, its variable is.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", TORCHRUN_SECONDS))
 
 
 @dataclass

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 ASK_STORE_SECONDS = 1.0  # how often rank 0 looks whether another rank was told to stop
 STORE_TIMEOUT_SECONDS = 300
-TORCHRUN_SECONDS = 30.0  # torchrun's own patience with ranks that it has asked to stop
 
 _job_numbers = itertools.count()
 
@@ -33,16 +32,6 @@ _job_numbers = itertools.count()
 def joined() -> bool:
     """Whether this process was started as one rank of a job."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def torchrun_patience() -> float | None:
-    """Seconds from torchrun's request to stop until it kills its ranks; None without torchrun.
-
-    What `torchrun --shutdown-timeout` says is not passed on to ranks, its variable is.
-    """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return None
-    return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", TORCHRUN_SECONDS))
 
 
 def join(

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 
 from ..errors import PlainError
-from ..launch.join import torchrun_patience
+from ..launch.context import torchrun_patience
 from ..pipeline.batchnorm import finish_batchnorm
 from ..pipeline.engine import StepPlan
 from ..pipeline.gradients import clip_factor, fill_gradients, reduce_over_replicas, scale_gradients, squared_norms
