@@ -280,13 +280,6 @@ def test_a_slower_device_and_a_slower_link_make_the_step_longer() -> None:
     assert linked.step_seconds > fast.step_seconds + 2 * 16 * 64 * 4 / 1e6
 
 
-def test_an_uneven_cut_is_told_what_a_better_one_would_gain() -> None:
-    made = planned(*OWN, "pipeline.K=2", "pipeline.partition=[2,6]", "model.layers=8")
-    assert made.better_cut is not None
-    assert made.better_cut[1] < 6
-    assert made.better_cut_gain > 0.3
-
-
 def test_what_is_sent_counts_both_directions() -> None:
     made = planned(*OWN, "pipeline.K=4", "pipeline.M=4")
     boundary, targets = 16 * 64 * 4, 16 * 64 * 4

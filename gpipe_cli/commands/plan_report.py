@@ -64,7 +64,7 @@ def _facts(plan: Plan) -> list[str]:
     if plan.better_cut is not None:
         sizes = ",".join(map(str, plan.better_cut))
         gain = percent(plan.better_cut_gain)
-        lines.insert(2, f"better cut  pipeline.partition=[{sizes}] makes the slowest cell {gain} faster")
+        lines.insert(2, f"better cut  pipeline.partition=[{sizes}] makes the slowest worker {gain} faster")
     return lines
 
 

@@ -81,7 +81,8 @@ class Plan:
     Attributes:
         parameters: of the whole model.
         slowest_over_mean: how much longer the slowest cell takes than the mean, as a share.
-        better_cut: layers of each cell if they were cut by these times; None where that gains less than 1 %.
+        better_cut: layers of each cell if they were cut by these times; None where that gains less than 1 %, or where a
+            run would refuse it. better_cut_gain: by how much its slowest worker is faster, as a share.
         sent_bytes: between workers, in one step of one replica.
         bubble_formula: of W workers with v equal cells each: (W-1) / (M+W-1), with `interleaved_1f1b` (W-1) / (vM+W-1);
             None where the schedule has none. bubble: of the simulated schedule, waits for messages included.

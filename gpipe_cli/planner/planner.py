@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import repeat
 
 from ..config import PipelineConfig, Settings
 from ..errors import ConfigurationError
@@ -130,7 +131,7 @@ class Planner:
         workers = worker_plans(placement, model, alive)
         update = self._update_seconds(cells, model, placement, pipeline.replicas)
         busy = [cell.forward_seconds + cell.backward_seconds for cell in rows]
-        better, gain = self._better_cut(measured, pipeline, max(busy))
+        better, gain = self._better_cut(measured, pipeline, cut)
         crossings = [number for number in range(1, len(cells)) if placement[number] != placement[number - 1]]
         return Plan(
             K=pipeline.K,
@@ -193,15 +194,28 @@ class Planner:
             of_workers[worker] += self._clock.reduction(cell.gradient_bytes, replicas)
         return max(of_workers)
 
-    def _better_cut(
-        self, measured: Measurement, pipeline: PipelineConfig, slowest: float
-    ) -> tuple[list[int] | None, float]:
-        """What the cut would be by these times, and by how much its slowest cell is faster; below 1 % nothing."""
-        costs = self._clock.costs(measured.layers, measured.loss)
-        sizes = partition(costs, pipeline.K, "min_max")
-        best = max(cell_costs(costs, sizes))
-        gain = slowest / best - 1 if best else 0.0
+    def _better_cut(self, measured: Measurement, pipeline: PipelineConfig, cut: Cut) -> tuple[list[int] | None, float]:
+        """What the cut would be by these times, and by how much its slowest worker is faster; below 1 % nothing.
+
+        Nor where a run would refuse it, because layers that share a weight would lie in two cells.
+        """
+        times = self._clock.costs(measured.layers, measured.loss)
+        sizes = partition(times, pipeline.K, "min_max")
+        try:
+            typed = replace(pipeline, partition=sizes)
+            other = cut_by_costs(self.builders, measured.costs, typed, pipeline.worker_count, self._sharing)
+        except ConfigurationError:
+            return None, 0.0
+        best = self._slowest_worker(times, other)
+        gain = self._slowest_worker(times, cut) / best - 1 if best else 0.0
         return (sizes, gain) if gain >= 0.01 else (None, 0.0)
+
+    def _slowest_worker(self, times: Sequence[float], cut: Cut) -> float:
+        """Seconds that it takes for one micro-batch in all its cells; ``times``: of each layer at speed 1."""
+        seconds = [0.0] * (max(cut.placement) + 1)
+        for cost, worker in zip(cell_costs(times, cut.sizes), cut.placement, strict=True):
+            seconds[worker] += cost
+        return max(second / speed for second, speed in zip(seconds, self.options.speeds or repeat(1.0), strict=False))
 
 
 def plan(settings: Settings, options: Options) -> Plan:
