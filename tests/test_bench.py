@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from gpipe_cli.bench.capacity import attempt
+from gpipe_cli.bench import capacity_table
+from gpipe_cli.bench.capacity import attempt, largest
+from gpipe_cli.bench.capacity_table import curves_of, measured_row
 from gpipe_cli.bench.options import BenchOptions
 from gpipe_cli.bench.paper import TABLE_2, ideal_throughput
 from gpipe_cli.bench.profiles import Model, Profile
 from gpipe_cli.bench.throughput_settings import Setting
+from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.commands.bench import main, parse
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.trainer.world import World
@@ -148,6 +151,28 @@ def test_table_1_counts_weights_gradients_optimizer_and_what_recomputing_saves()
     naive, pipelined = attempt(1, 1, "never", world), attempt(1, 4, "always", world)
     assert pipelined.parameters == naive.parameters
     assert 16 * naive.parameters < pipelined.peak < naive.peak
+
+
+@pytest.mark.parametrize("most", [512, 500, 1])
+@pytest.mark.parametrize("limit", [0, 1, 2, 3, 299, 499, 500, 511, 512, 513, 2000])
+def test_the_largest_that_fits_is_one_that_was_tried_and_never_beyond_the_cap(limit: int, most: int) -> None:
+    tried: dict[int, bool] = {}
+    found = largest(lambda number: tried.setdefault(number, number <= limit), most)
+    assert found == min(limit, most)
+    assert max(tried) <= most
+    assert found == 0 or tried[found]
+    assert found == most or not tried[found + 1]
+
+
+def test_table_1_says_where_larger_models_may_fit_too() -> None:
+    config = {"budget": 1 << 40, "most": 2, "M": 1, "remat": "never"}
+    capped = {"K": 1, "naive": True, "budget": 1 << 40, "found": run_workers(capacity_table.WORKER, 1, config)}
+    assert capped["found"]["or_more"] is True
+    assert measured_row(capped)[-2:] == ["L=2 or more", "0.7M or more"]
+    assert curves_of([], [capped]) == []
+    exact = {**capped, "found": {**capped["found"], "or_more": False}}
+    assert measured_row(exact)[-2:] == ["L=2", "0.7M"]
+    assert len(curves_of([], [exact])) == 1
 
 
 @pytest.mark.slow

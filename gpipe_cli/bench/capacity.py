@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,6 @@ from .real import parameters_of, real_step
 
 # A narrow Transformer-L, whose steps take seconds on a laptop.
 WIDTH, INNER, HEADS, VOCABULARY, TOKENS, EXAMPLES = 128, 512, 2, 1000, 64, 32
-LARGEST_L = 512
 
 
 @dataclass(frozen=True)
@@ -37,32 +37,43 @@ class Trial:
 
 
 def worker(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
-    """Entry point: the largest L whose step fits, by doubling and halving; every attempt is a real step.
+    """Entry point: the largest L whose step fits; every attempt is a real step.
 
     Args:
-        config: ``budget`` (bytes a worker), ``M``, ``remat``.
+        config: ``budget`` (bytes a worker), ``most`` (no larger L is tried), ``M``, ``remat``.
 
     Returns:
-        The fields of the largest `Trial` that fits, and ``steps``, the number of attempts; None where L=1 does not fit.
+        The fields of the largest `Trial` that fits; ``steps``, the number of attempts; ``or_more``: larger ones were
+        not tried, and may fit too. None where L=1 does not fit.
     """
     world = join_world(context, context.world_size, 1, "auto", "auto")
     trials: dict[int, Trial] = {}
 
     def fits(L: int) -> bool:
-        if L not in trials:
-            trials[L] = attempt(L, config["M"], config["remat"], world)
+        trials[L] = attempt(L, config["M"], config["remat"], world)
         return trials[L].peak <= int(config["budget"])
 
-    low = 1
-    if not fits(low):
+    found = largest(fits, config["most"])
+    if not found:
         return None
-    high = 2
-    while high <= LARGEST_L and fits(high):
-        low, high = high, 2 * high
+    return {**vars(trials[found]), "steps": len(trials), "or_more": found == config["most"]}
+
+
+def largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number from 1 to ``most`` that fits, by doubling and halving; 0 where 1 does not.
+
+    Args:
+        fits: of those up to some number true; asked once of any.
+    """
+    low, high = 0, 1
+    while fits(high):
+        if high == most:
+            return most
+        low, high = high, min(2 * high, most)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return {**vars(trials[low]), "steps": len(trials)}
+    return low
 
 
 def attempt(L: int, M: int, remat: str, world: World) -> Trial:
