@@ -48,7 +48,7 @@ ARROWS = {
     "planner": {
         *("cpu", "errors", "typed_section", "config", "conf", "layers", "planner", "pipeline", "data.source"),
         *("trainer.build", "trainer.plan"),  # what the configuration's names stand for; what a micro-batch is
-        "trainer.profiles",  # by which a run is cut
+        *("trainer.profiles", "trainer.average"),  # by which a run is cut; what it averages
     },
     "launch": {"cpu", "errors", "launch"},
     "pipeline": {"errors", "layers", "pipeline"},

@@ -64,7 +64,7 @@ RUNS = [
     ("translation", (*SPREAD, "pipeline.remat=never", "pipeline.schedule=1f1b")),
     ("language model", (*SPREAD, "pipeline.remat=except_last")),
     ("language model", ("pipeline.K=2", "pipeline.M=4", "precision=bf16")),
-    ("images", (*SPREAD, "pipeline.remat=never")),
+    ("images", (*SPREAD, "pipeline.remat=never", "trainer.average=0.9")),
     ("images", (*SPREAD, "pipeline.remat=always", "pipeline.schedule=1f1b")),
     ("images", (*SPREAD, "pipeline.remat=always", "pipeline.backend=gloo")),
     ("translation", (*SPREAD, "pipeline.remat=never", "pipeline.schedule=zero_bubble")),
@@ -74,7 +74,7 @@ RUNS = [
 
 
 @pytest.fixture(scope="module")
-def allocated() -> list[list[dict[str, int]]]:
+def allocated() -> list[list[dict[str, Any]]]:
     """What the engine's workers allocate in a real step of each of RUNS."""
     settings = [settings_json(*FAMILIES[family], *how) for family, how in RUNS]
     return run_workers("plan_jobs:measure", 2, {"settings": settings})  # type: ignore[no-any-return]
@@ -82,13 +82,17 @@ def allocated() -> list[list[dict[str, int]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(RUNS)), ids=[f"{family} {' '.join(how)}" for family, how in RUNS])
-def test_every_kind_of_bytes_is_what_a_real_step_allocates(number: int, allocated: list[list[dict[str, int]]]) -> None:
+def test_every_kind_of_bytes_is_what_a_real_step_allocates(number: int, allocated: list[list[dict[str, Any]]]) -> None:
     family, how = RUNS[number]
     made = planned(*FAMILIES[family], *how, "plan.kernels=cpu")
     for worker, real in zip(made.workers_plan, allocated[number], strict=True):
         cells = [made.cells[cell] for cell in worker.cells]
-        for kind in ("weights", "gradients", "optimizer"):
+        for kind in ("weights", "gradients", "optimizer", "average"):
             assert sum(getattr(cell, kind) for cell in cells) == real[kind], kind
+        assert worker.model == sum(real[kind] for kind in ("weights", "gradients", "optimizer", "average"))
+        for cell in cells:
+            if cell.cell:  # what stands in front of the first is the mini-batch, all of it from the beginning
+                assert cell.inputs == real["inputs"][str(cell.cell)]
         # How many slots of shared memory there are two busy cores decide: as many as messages were on their way.
         assert worker.activations - worker.parts["shared"] == pytest.approx(real["activations"], rel=0.1)
 

@@ -1,13 +1,16 @@
-"""The better cut that a plan recommends: a run takes it, and what decides its pace gains by it."""
+"""What a plan says: the better cut that it recommends, and the memory that counts."""
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
+import pytest
 from test_plan import OWN, planned
 from torch import nn
 
+from gpipe_cli.commands.plan import main
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.planner.plan import Plan
 
@@ -52,3 +55,11 @@ def test_with_several_cells_a_worker_the_slowest_worker_decides() -> None:
     split = ("pipeline.K=4", "pipeline.partition=[1,3,3,1]", "model.layers=8")
     assert planned(*OWN, *split, "pipeline.workers=4").better_cut == [2, 2, 2, 2]
     assert planned(*OWN, *split, "pipeline.workers=2").better_cut is None
+
+
+@pytest.mark.parametrize(("average", "told"), [("0.9", ", average"), ("null", "")])
+def test_averaged_weights_are_named_where_they_are_counted(
+    average: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*OWN, "pipeline.K=2", f"trainer.average={average}"]) == 0
+    assert re.search(rf"\(weights, gradients, optimizer{told} \d", capsys.readouterr().out)

@@ -53,9 +53,10 @@ def cells_table(plan: Plan) -> str:
 def _facts(plan: Plan) -> list[str]:
     fullest = max(plan.workers_plan, key=lambda worker: worker.total)
     verdict = "fits" if plan.fits else "DOES NOT FIT"
+    held = "weights, gradients, optimizer" + (", average" if any(cell.average for cell in plan.cells) else "")
     lines = [
         f"memory      {size_text(plan.memory)} on device {fullest.worker}, of {size_text(plan.limit)}: {verdict} "
-        f"(weights, gradients, optimizer {size_text(fullest.model)}, activations {size_text(fullest.activations)})",
+        f"({held} {size_text(fullest.model)}, activations {size_text(fullest.activations)})",
         f"slowest     cell is {percent(plan.slowest_over_mean)} above the mean",
         f"sent        {size_text(plan.sent_bytes)} between devices in a step",
         f"bubble      {percent(plan.bubble)} simulated{_by_formula(plan)}",

@@ -47,6 +47,11 @@ class CellFacts:
         return sum(weight.bytes for weight in self.weights) + sum(layer.buffer_bytes for layer in self.layers)
 
     @property
+    def average_bytes(self) -> int:
+        """Of their moving averages."""
+        return self.gradient_bytes + sum(layer.averaged_buffer_bytes for layer in self.layers)
+
+    @property
     def gradient_bytes(self) -> int:
         return sum(weight.bytes for weight in self.trained)
 

@@ -31,6 +31,7 @@ from ..pipeline.cost import (
     refuse_too_few_examples,
 )
 from ..pipeline.halves import backward_of_inputs
+from ..trainer.average import averaged_tensors
 from .tracking import Operation, Saved, Tracker, storage_key
 
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -106,6 +107,7 @@ class LayerFacts:
         parameters: shape and dtype of its weights, by their names within the layer.
         frozen: names of those that do not learn (``requires_grad`` is false).
         buffer_bytes: of what it keeps beside them, such as BatchNorm's moving averages.
+        averaged_buffer_bytes: of those that `trainer.average` averages, as it does the parameters.
         inference: forward without a graph; forward: with one; backward.
         backward_extra: bytes alive at most in backward beyond what forward has kept.
         halves: the same backward in two.
@@ -119,6 +121,7 @@ class LayerFacts:
     parameters: tuple[tuple[str, TensorShape], ...]
     frozen: frozenset[str]
     buffer_bytes: int
+    averaged_buffer_bytes: int
     inference: Phase
     forward: Phase
     backward: Phase
@@ -294,7 +297,8 @@ def _run_twice(
     return LayerFacts(
         parameters=tuple((name, TensorShape.of(p)) for name, p in parameters),
         frozen=frozenset(name for name, p in parameters if not p.requires_grad),
-        buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in buffers),
+        buffer_bytes=sum(buffer.nbytes for buffer in buffers),
+        averaged_buffer_bytes=_averaged_buffer_bytes(modules),
         inference=inference,
         forward=forward,
         backward=backward,
@@ -306,6 +310,11 @@ def _run_twice(
         gathered=gathered,
         outputs=described,
     )
+
+
+def _averaged_buffer_bytes(modules: Sequence[nn.Module]) -> int:
+    averaged = {id(tensor): tensor for module in modules for tensor in averaged_tensors(module).values()}
+    return sum(tensor.nbytes for tensor in averaged.values() if not isinstance(tensor, nn.Parameter))
 
 
 def _take_gathered(modules: Sequence[nn.Module]) -> int:

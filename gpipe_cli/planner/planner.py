@@ -182,7 +182,7 @@ class Planner:
     def _model_bytes(self, cell: CellFacts) -> ModelBytes:
         if self.options.bytes_per_parameter is not None:
             return ModelBytes(cell.parameters * self.options.bytes_per_parameter, 0, 0, 0)
-        average = cell.weight_bytes if self.settings.trainer.average is not None else 0
+        average = cell.average_bytes if self.settings.trainer.average is not None else 0
         return ModelBytes(cell.weight_bytes, cell.gradient_bytes, self._state.total(cell.trained), average)
 
     def _update_seconds(
