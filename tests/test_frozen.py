@@ -58,9 +58,9 @@ def test_a_run_with_frozen_weights_is_the_plain_loop(tmp_path: Path, own_path: N
 
 
 def test_a_plan_has_neither_gradients_nor_optimizer_state_for_frozen_weights() -> None:
-    made = planned(*FROZEN, DECAY, "pipeline.K=2", "pipeline.partition=[2,2]")
+    made = planned(*FROZEN, DECAY, "pipeline.K=2", "pipeline.partition=[2,2]", "trainer.average=0.9")
     frozen, learning = made.cells
     assert (frozen.parameters, frozen.weights) == (1544, 4 * 1544)
-    assert (frozen.gradients, frozen.optimizer) == (0, 0)
+    assert (frozen.gradients, frozen.optimizer, frozen.average) == (0, 0, 4 * 1544)
     assert learning.gradients == 4 * 90
     assert learning.optimizer > 0

@@ -44,21 +44,25 @@ class CellFacts:
     @property
     def weight_bytes(self) -> int:
         """Weights and buffers, such as BatchNorm's moving averages."""
-        return sum(weight.bytes for weight in self.weights) + sum(layer.buffer_bytes for layer in self.layers)
+        return _bytes(self.weights) + sum(layer.buffer_bytes for layer in self.layers)
 
     @property
     def average_bytes(self) -> int:
         """Of their moving averages."""
-        return self.gradient_bytes + sum(layer.averaged_buffer_bytes for layer in self.layers)
+        return _bytes(self.weights) + sum(layer.averaged_buffer_bytes for layer in self.layers)
 
     @property
     def gradient_bytes(self) -> int:
-        return sum(weight.bytes for weight in self.trained)
+        return _bytes(self.trained)
 
     @property
     def flops(self) -> float:
         """Of one micro-batch's forward."""
         return sum(operation.flops for layer in self.layers for operation in layer.inference.operations)
+
+
+def _bytes(shapes: Sequence[TensorShape]) -> int:
+    return sum(shape.bytes for shape in shapes)
 
 
 def build_cells(
