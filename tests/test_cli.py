@@ -127,6 +127,16 @@ def test_a_run_whose_terminal_is_closed_goes_on(tmp_path: Path) -> None:
     ends_in_order(tmp_path, process, "Input/output error")
 
 
+@pytest.mark.parametrize("words", [["plan", "--help"], ["plan", "plan.format=json"], ["train", "--help"]], ids=" ".join)
+def test_a_reader_that_has_seen_enough_is_no_error(words: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", f"gpipe_cli.commands.{words[0]}", *words[1:]]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_run_whose_output_is_on_a_full_disk_goes_on(tmp_path: Path) -> None:
     full = os.open("/dev/full", os.O_WRONLY)

@@ -20,6 +20,7 @@ from gpipe_cli.bench.table_files import write_table
 from gpipe_cli.bench.tables import Table
 from gpipe_cli.commands.frame import FAILED, INTERRUPTED, REFUSED, answer
 from gpipe_cli.commands.help import conf_folder
+from gpipe_cli.commands.output import show
 from gpipe_cli.commands.text import duration, markdown_table, text_table
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch.report import WorkerFailed
@@ -119,12 +120,12 @@ def run(options: BenchOptions) -> None:
             f"out={options.out}: {error.strerror}; name a directory that can be written"
         ) from error
     where, began = machine_line(), time.monotonic()
-    print(where, flush=True)
-    table = make(options.table, options, lambda text: print(f"  {text}", flush=True))
+    show(where)
+    table = make(options.table, options, lambda text: show(f"  {text}"))
     seconds = time.monotonic() - began
-    print(f"\n{table.title}\n\n{text_table(table.columns, table.rows)}\n")
+    show(f"\n{table.title}\n\n{text_table(table.columns, table.rows)}\n")
     for note in table.notes:
-        print(f"* {note}")
+        show(f"* {note}")
     about = {
         "title": table.title,
         "options": dataclasses.asdict(options),
@@ -132,7 +133,7 @@ def run(options: BenchOptions) -> None:
         "seconds": round(seconds, 1),
     }
     paths = write_table(table, markdown_table(table.columns, table.rows), folder, where, about)
-    print(f"\n{duration(seconds)}; written: {', '.join(str(path) for path in paths)}")
+    show(f"\n{duration(seconds)}; written: {', '.join(str(path) for path in paths)}")
 
 
 if __name__ == "__main__":

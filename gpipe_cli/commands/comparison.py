@@ -11,6 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from gpipe_cli.commands.evaluate import level_rows
 from gpipe_cli.commands.hydra_errors import KNOWN
+from gpipe_cli.commands.output import show
 from gpipe_cli.commands.text import text_table
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.trainer.language_pictures import ModelScores, draw_capacity, draw_languages
@@ -37,14 +38,14 @@ def compare(words: Sequence[str]) -> int:
     try:
         draw_languages(models, sizes, output / "languages.png")
         draw_capacity(models, sizes, output / "capacity.png")
-        print(text_table(columns, level_rows(reports)))
+        show(text_table(columns, level_rows(reports)))
         if single:
             bleu = {code: value for report in single for code, value in _one_language(report).items()}
             draw_languages(models, sizes, output / "differences.png", bleu)
-            print("\n" + text_table(*difference_table(reports, bleu)))
+            show("\n" + text_table(*difference_table(reports, bleu)))
     except ValueError as error:
         raise ConfigurationError(f"compare: {error}") from error
-    print(f"\npictures: {output}")
+    show(f"\npictures: {output}")
     return 0
 
 

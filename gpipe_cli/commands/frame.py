@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from gpipe_cli import __version__
+from gpipe_cli.commands.output import show
 from gpipe_cli.errors import ConfigurationError
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130  # exit codes: it went wrong; a wrong configuration; Ctrl-C
@@ -26,10 +27,10 @@ def answer(
         needs_words: without any words the page is shown too, for a wrong call.
     """
     if {"-h", "--help"} & set(words) or (needs_words and not words):
-        print((help_text if isinstance(help_text, str) else help_text()).rstrip("\n"))
+        show((help_text if isinstance(help_text, str) else help_text()).rstrip("\n"))
         return REFUSED if needs_words and not words else 0
     if version_of is not None and "--version" in words:
-        print(f"{version_of} {__version__}")
+        show(f"{version_of} {__version__}")
         return 0
     return None
 

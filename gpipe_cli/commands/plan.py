@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.commands.frame import REFUSED, answer, exit_code, to_stderr
+from gpipe_cli.commands.output import show
 from gpipe_cli.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -109,14 +110,14 @@ def _plan_all(requests: Sequence[Request], swept: Sequence[str]) -> int:
     code = REFUSED if any(isinstance(outcome, ConfigurationError) for outcome in outcomes) else 0
     if requests[0].options.format == "json":
         rows = [{"overrides": r.overrides, **_as_json(o)} for r, o in zip(requests, outcomes, strict=True)]
-        print(json.dumps({"plans": rows}))
+        show(json.dumps({"plans": rows}))
         return code
     from gpipe_cli.commands.plan_report import sweep_notes, sweep_table
 
     for line in dict.fromkeys(line for request in requests for line in request.lines):
-        print(line)
+        show(line)
     typed = [{key: request.value_of(key) for key in swept} for request in requests]
-    print("\n".join([sweep_table(typed, outcomes), *sweep_notes(typed, outcomes)]))
+    show("\n".join([sweep_table(typed, outcomes), *sweep_notes(typed, outcomes)]))
     return code
 
 
@@ -136,13 +137,13 @@ def _plan_one(request: Request) -> int:
     if request.options.picture is not None:
         _draw(found.plan, request.options.picture)
     if request.options.format == "json":
-        print(json.dumps(found.to_json()))
+        show(json.dumps(found.to_json()))
     else:
         from gpipe_cli.commands.plan_report import describe
 
         for line in request.lines:
-            print(line)
-        print("\n\n".join([*found.lines, describe(found.plan)]))
+            show(line)
+        show("\n\n".join([*found.lines, describe(found.plan)]))
     return 0
 
 

@@ -10,6 +10,7 @@ from gpipe_cli.bench.run_table import run_table
 from gpipe_cli.bench.runs import find_runs
 from gpipe_cli.bench.table_files import write_table
 from gpipe_cli.commands.frame import FAILED, REFUSED, answer
+from gpipe_cli.commands.output import show
 from gpipe_cli.commands.text import markdown_table, text_table
 
 HELP = """\
@@ -46,16 +47,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not runs:
         return FAILED
     table = run_table(runs)
-    print(text_table(table.columns, table.rows) + "\n")
+    show(text_table(table.columns, table.rows) + "\n")
     for note in table.notes:
-        print(f"* {note}")
+        show(f"* {note}")
     try:
         folder = Path(out[-1] if out else "bench")
         written = write_table(table, markdown_table(table.columns, table.rows), folder)
     except OSError as error:
         print(f"gpipe-report: {error}", file=sys.stderr)
         return FAILED
-    print(f"\nwritten: {', '.join(str(path) for path in written)}")
+    show(f"\nwritten: {', '.join(str(path) for path in written)}")
     return 0
 
 

@@ -143,8 +143,8 @@ def _may_set_mode(words: Sequence[str]) -> bool:
 def _end_sweep(finished: Sweep) -> int:
     """Show the table over all jobs, also when Ctrl-C has ended the sweep; returns the exit code."""
     from gpipe_cli.commands import sweep
-    from gpipe_cli.commands.console import Output
     from gpipe_cli.commands.job import where_it_is
+    from gpipe_cli.commands.output import Output
     from gpipe_cli.commands.torchrun import is_first
 
     if not is_first():

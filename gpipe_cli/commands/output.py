@@ -1,0 +1,85 @@
+"""Standard output and error, which may have nobody behind them any more. Imports nothing slow."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import IO
+
+log = logging.getLogger("gpipe_cli")
+
+
+class Output:
+    """Standard output or error of a run, which goes on when it can no longer be written to.
+
+    The reader of a pipe may have died, the terminal been closed, the disk behind a `>` be full. From the first failure
+    on, everything that is written there goes to /dev/null: also what Python still holds back and would fail to write at
+    its end, and what the user's own code prints.
+    """
+
+    def __init__(self, stream: IO[str] | None) -> None:
+        self._stream = stream  # None: Python was started with this one closed
+
+    def write(self, text: str) -> int:
+        self._guard(lambda stream: _write(stream, text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._guard(lambda stream: stream.flush())
+
+    def isatty(self) -> bool:
+        return self._stream is not None and self._stream.isatty()
+
+    def fileno(self) -> int:
+        if self._stream is None:
+            raise OSError("there is no such stream")
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def _guard(self, action: Callable[[IO[str]], object]) -> None:
+        if self._stream is None:
+            return
+        try:
+            action(self._stream)
+        except (OSError, ValueError) as error:  # the latter: somebody has closed it in this process
+            failed, self._stream = self._stream, None
+            with suppress(OSError, ValueError):
+                _redirect_to_nothing(failed)
+            # No warning, which would come back to the console: this may be rich's thread, with rich's lock held.
+            name = getattr(failed, "name", "the output")
+            log.info("%s cannot be written to (%s): nothing more is shown there, the run goes on", name, error)
+
+
+def _write(stream: IO[str], text: str) -> None:
+    try:
+        stream.write(text)
+    except UnicodeEncodeError:  # a terminal that is told to be Latin-1, or ASCII
+        known = getattr(stream, "encoding", None) or "ascii"
+        stream.write(text.encode(known, errors="replace").decode(known))
+
+
+def _redirect_to_nothing(stream: IO[str]) -> None:
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nothing, stream.fileno())
+    finally:
+        os.close(nothing)
+
+
+def show(text: str) -> None:
+    """Prints ``text``. A reader that has seen enough, as `head` does, is no error; a full disk is.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    try:
+        _write(sys.stdout, f"{text}\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _redirect_to_nothing(sys.stdout)
