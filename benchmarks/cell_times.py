@@ -38,9 +38,9 @@ CPU = torch.device("cpu")
 
 def worker(context: Context, config: Mapping[str, Any]) -> list[list[list[dict[str, Any]]]]:
     """Entry point: for each cell, by round, the rows of the table; as many workers as cells."""
-    world = join_world(context, context.world_size, 1, "cpu", config["settings"]["pipeline"]["backend"])
     settings = Settings.from_config(config["settings"])
     pipeline = settings.pipeline
+    world = join_world(context, context.world_size, 1, "cpu", pipeline.backend)
     builders, task = build_model(settings.model), build_task(settings.task)
     (inputs, targets), _ = example_part(settings.data, pipeline.M, False)
     # Ones, as in a plan, may stand for tokens, labels and pixels.
