@@ -32,7 +32,7 @@ from torch import nn
 from benchmarks.common import Report, parser
 from gpipe_cli.bench.driver import EngineStep, HalvesStep, Step, cpu_transport, engine_step, plain_step
 from gpipe_cli.bench.emulator import BACKWARD, LAYERS, WIDTH, SleepingLayer, forward_seconds
-from gpipe_cli.bench.peers import Work, torch_interleaved_step, torch_pipelining_step
+from gpipe_cli.bench.peers import Work, torch_step
 from gpipe_cli.bench.stopwatch import StopWatch
 from gpipe_cli.bench.turns import join_emulation, of_all_workers, take_turns, typical
 from gpipe_cli.bench.workers import run_workers
@@ -99,10 +99,9 @@ def peer(kind: str, layers: list[nn.Module], remat: bool, rank: int, K: int, M: 
     """torch.distributed.pipelining's schedule of the same kind, where it has one and takes this M."""
     if kind == "zero_bubble":
         return None
-    if CELLS[kind] == 1:
-        return torch_pipelining_step(kind, layers, remat, rank, K, M, work)
     size = len(layers) // CELLS[kind]
-    return torch_interleaved_step([layers[:size], layers[size:]], remat, rank, K, M, work)
+    chunks = [layers[first : first + size] for first in range(0, len(layers), size)]
+    return torch_step(kind, chunks, remat, rank, K, M, work)
 
 
 def worker(context: Context, config: dict[str, Any]) -> dict[str, Any]:

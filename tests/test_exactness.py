@@ -43,6 +43,17 @@ def train(folder: Path, *words: str) -> Path:
     return run_dir
 
 
+def signalled(words: list[str], run_dir: Path, steps: int, number: signal.Signals) -> int:
+    """Runs the command beside ``run_dir``, sends it a signal after so many steps, and returns its exit code."""
+    with subprocess.Popen(words, cwd=run_dir.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as running:
+        metrics = run_dir / "metrics.jsonl"
+        while running.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") >= steps):
+            time.sleep(0.01)
+        running.send_signal(number)
+        running.communicate(timeout=60)
+    return running.returncode
+
+
 def losses(run_dir: Path) -> list[float]:
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
@@ -132,11 +143,7 @@ def test_schedules_that_go_back_in_the_same_order_give_the_same_bits(tmp_path: P
 def test_a_killed_run_goes_on_at_another_k_as_if_it_had_never_stopped(whole: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     words = [*COMMAND, *COMMON, f"hydra.run.dir={run_dir}", "pipeline.K=2", "pipeline.workers=2"]
-    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
-        metrics = run_dir / "metrics.jsonl"
-        while running.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") >= 12):
-            time.sleep(0.01)
-        running.send_signal(signal.SIGKILL)
+    signalled(words, run_dir, 12, signal.SIGKILL)
     resumed = train(tmp_path, "pipeline.K=4", "pipeline.workers=3", "checkpoint.resume=auto")
     assert losses(resumed) == losses(whole)
     assert same_bits(resumed, whole)
@@ -145,13 +152,7 @@ def test_a_killed_run_goes_on_at_another_k_as_if_it_had_never_stopped(whole: Pat
 def test_sigterm_saves_and_the_run_goes_on_exactly(whole: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     words = [*COMMAND, *COMMON, f"hydra.run.dir={run_dir}", "pipeline.K=3", "checkpoint.every=null"]
-    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as running:
-        metrics = run_dir / "metrics.jsonl"
-        while running.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") >= 3):
-            time.sleep(0.01)
-        running.send_signal(signal.SIGTERM)
-        running.communicate(timeout=60)
-    assert running.returncode == 128 + signal.SIGTERM
+    assert signalled(words, run_dir, 3, signal.SIGTERM) == 128 + signal.SIGTERM
     assert list((run_dir / "checkpoints").glob("step_*/manifest.json"))
     resumed = train(tmp_path, "pipeline.K=1", "checkpoint.every=null", "checkpoint.resume=auto")
     assert losses(resumed) == losses(whole)
@@ -165,13 +166,7 @@ def test_torchrun_s_processes_train_save_when_asked_to_stop_and_go_on_with_the_s
     run_dir = tmp_path / "run"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     words = [*torchrun, *COMMAND[1:], *COMMON, f"hydra.run.dir={run_dir}", "pipeline.K=4", "checkpoint.every=null"]
-    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as running:
-        metrics = run_dir / "metrics.jsonl"
-        while running.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") >= 3):
-            time.sleep(0.01)
-        running.send_signal(signal.SIGTERM)
-        running.communicate(timeout=60)
-    assert running.returncode != 0
+    assert signalled(words, run_dir, 3, signal.SIGTERM) != 0
     assert 3 <= len(losses(run_dir)) < 20
     assert list((run_dir / "checkpoints").glob("step_*/manifest.json"))
     words.append("checkpoint.resume=auto")

@@ -10,18 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_cli.pipeline.boundary import Tensors, as_argument, as_tensors
 
-from .driver import CPU, Step
+from .driver import CPU, Step, squared_sum
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-
-
-def squared_sum(outputs: Tensor, targets: Tensor) -> Tensor:
-    return mse_loss(outputs, targets, reduction="sum")
 
 
 @dataclass(frozen=True)
@@ -92,31 +87,28 @@ class RealStage(nn.Sequential):
         return super().forward(as_argument(inputs))  # type: ignore[no-untyped-call]  # torch's own annotation
 
 
-def torch_pipelining_step(
-    kind: str, layers: Sequence[nn.Module], remat: bool, rank: int, K: int, M: int, work: Work
+def torch_step(
+    kind: str, chunks: Sequence[Sequence[nn.Module]], remat: bool, rank: int, K: int, M: int, work: Work
 ) -> Step | None:
-    """A function that runs one training step on this worker; None where torch's schedule refuses M < K."""
-    if kind == "1f1b" and M < K:
-        return None
-    stage = PipelineStage(stage_module(layers, remat, work.real), rank, K, work.device)
-    return _step(SCHEDULES[kind](stage, M, work.loss, scale_grads=False), rank, K, work)
+    """A function that runs one training step of torch.distributed.pipelining on this worker.
 
-
-def torch_interleaved_step(
-    chunks: Sequence[Sequence[nn.Module]], remat: bool, rank: int, K: int, M: int, work: Work
-) -> Step | None:
-    """The same with several stages a worker: chunk c of this worker is stage c·K + rank.
+    Args:
+        kind: of `SCHEDULES`; with several chunks the schedule is the interleaved one, whatever it is called.
+        chunks: the layers of this worker's stages; chunk c is stage c·K + rank.
 
     Returns:
-        None where torch's schedule refuses an M that is no multiple of K.
+        None where torch's schedule refuses: 1f1b with M < K, the interleaved one an M that is no multiple of K.
     """
-    if M % K:
+    interleaved = len(chunks) > 1
+    if M % K if interleaved else kind == "1f1b" and M < K:
         return None
     stages = [
         PipelineStage(stage_module(layers, remat, work.real), number * K + rank, len(chunks) * K, work.device)
         for number, layers in enumerate(chunks)
     ]
-    return _step(ScheduleInterleaved1F1B([*stages], M, work.loss, scale_grads=False), rank, K, work)
+    if interleaved:
+        return _step(ScheduleInterleaved1F1B([*stages], M, work.loss, scale_grads=False), rank, K, work)
+    return _step(SCHEDULES[kind](stages[0], M, work.loss, scale_grads=False), rank, K, work)
 
 
 def torchgpipe_step(

@@ -18,7 +18,7 @@ from gpipe_cli.trainer.world import World, join_world
 
 from .driver import CPU, Step, plain_step
 from .models import build_layers, random_examples
-from .peers import Work, torch_interleaved_step, torch_pipelining_step, torchgpipe_step
+from .peers import Work, torch_step, torchgpipe_step
 from .profiles import Model
 from .real import SEED, cross_entropy_sum, parameters_of, real_step
 from .stopwatch import StopWatch
@@ -131,15 +131,11 @@ def torch_contender(kind: str, setting: RealSetting) -> Contender | None:
     K, rank = world.workers, world.worker
     if world.wire.type != world.device.type or len(setting.examples[0]) % M:
         return None
-    remat = setting.remat != "never"
-    if kind == "interleaved":
-        if 2 * K not in setting.cuts:
-            return None
-        chunks = [setting.modules(2 * K, rank), setting.modules(2 * K, K + rank)]
-        step = torch_interleaved_step(chunks, remat, rank, K, M, setting.work)
-    else:
-        chunks = [setting.modules(K, rank)]
-        step = torch_pipelining_step(kind, chunks[0], remat, rank, K, M, setting.work)
+    cells = 2 * K if kind == "interleaved" else K
+    if cells not in setting.cuts:
+        return None
+    chunks = [setting.modules(cells, cell) for cell in range(rank, cells, K)]
+    step = torch_step(kind, chunks, setting.remat != "never", rank, K, M, setting.work)
     return None if step is None else Contender(step, parameters_in(module for chunk in chunks for module in chunk))
 
 

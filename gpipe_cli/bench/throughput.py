@@ -18,7 +18,7 @@ from gpipe_cli.pipeline.transport import Transport
 from .driver import CPU, EngineStep, Step, cpu_transport, plain_step, step_of_cells
 from .emulator import ACCELERATOR, WIDTH, SleepingLayer
 from .link import Link, LinkTransport, measured_seconds
-from .peers import Work, torch_interleaved_step, torch_pipelining_step, torchgpipe_step
+from .peers import Work, torch_step, torchgpipe_step
 from .stopwatch import StopWatch
 from .throughput_settings import PLAIN, TORCH, TORCHGPIPE
 from .turns import join_emulation, take_turns, typical
@@ -87,16 +87,14 @@ def contender(name: str, model: EmulatedModel, cuts: dict[int, list[int]], rank:
         return torchgpipe_step(
             [model.modules(cuts[K], cell) for cell in range(K)], model.remat, rank, model.M, model.work
         )
-    if name == "torch interleaved":
-        if 2 * K not in cuts:
-            return None
-        chunks = [model.modules(cuts[2 * K], rank), model.modules(cuts[2 * K], K + rank)]
-        return torch_interleaved_step(chunks, remat, rank, K, model.M, model.work)
-    if name.startswith(TORCH):
-        kind = name.removeprefix(TORCH)
-        return torch_pipelining_step(kind, model.modules(cuts[K], rank), remat, rank, K, model.M, model.work)
-    cells = 2 * K if name.startswith("interleaved") else K
-    return model.engine_step(name, cuts[cells], rank, K) if cells in cuts else None
+    kind = name.removeprefix(TORCH)
+    cells = 2 * K if kind.startswith("interleaved") else K
+    if cells not in cuts:
+        return None
+    if not name.startswith(TORCH):
+        return model.engine_step(name, cuts[cells], rank, K)
+    chunks = [model.modules(cuts[cells], cell) for cell in range(rank, cells, K)]
+    return torch_step(kind, chunks, remat, rank, K, model.M, model.work)
 
 
 def linked_step(model: EmulatedModel, kind: str, sizes: Sequence[int], rank: int, K: int, link: Link) -> Step:
