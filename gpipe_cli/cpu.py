@@ -1,4 +1,4 @@
-"""How processes use a machine's CPU: cores, torch's threads, the memory that they keep, how gloo connects them."""
+"""How processes use a machine's CPU: cores, memory, torch's threads, how gloo connects them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 GLOO_ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
 
 CGROUPS = Path("/sys/fs/cgroup")
+MEMORY_FACTS = Path("/proc/meminfo")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _MALLOC_SETTINGS = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_"}
@@ -35,6 +36,29 @@ def _container_share() -> tuple[int | None, int]:
         words = [older.read_text(), older.with_name("cpu.cfs_period_us").read_text()]
     quota, period = words if len(words) == 2 else ("max", "1")
     return (int(quota), int(period)) if quota.strip().isdigit() else (None, 1)
+
+
+def usable_memory() -> int | None:
+    """Bytes of memory that this process may use: the machine's, or a container's share; None where nobody says."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
+    return _within_container(machine)
+
+
+def free_memory() -> int | None:
+    """Bytes of it that are free, as far as the system tells (Linux); else all of it."""
+    try:
+        with MEMORY_FACTS.open(encoding="ascii") as lines:
+            return _within_container(next(int(line.split()[1]) * 1024 for line in lines if "MemAvailable" in line))
+    except (OSError, StopIteration):
+        return usable_memory()
+
+
+def _within_container(memory: int | None) -> int | None:
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # version 2; 1, where no limit is a very large one
+        file = CGROUPS / name
+        if file.is_file() and (limit := file.read_text().strip()).isdigit():
+            return int(limit) if memory is None else min(memory, int(limit))
+    return memory
 
 
 @contextmanager

@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from gpipe_cli.bench import capacity_table
-from gpipe_cli.bench.capacity import attempt, largest
+from gpipe_cli.bench.capacity import TENSORS, OverBudget, Trial, attempt
+from gpipe_cli.bench.capacity_search import SHORT, largest, present_device, search
 from gpipe_cli.bench.capacity_table import curves_of, measured_row
 from gpipe_cli.bench.options import BenchOptions
 from gpipe_cli.bench.paper import TABLE_2, ideal_throughput
 from gpipe_cli.bench.profiles import Model, Profile
 from gpipe_cli.bench.throughput_settings import Setting
-from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.commands.bench import main, parse
+from gpipe_cli.cpu import usable_memory
 from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.pipeline.cell import LayerFailed
 from gpipe_cli.trainer.world import World
 
 CPU = torch.device("cpu")
@@ -146,33 +147,74 @@ def test_commands_start_without_torch() -> None:
     assert done.stdout.strip() == "False"
 
 
+def narrow(L: int, M: int, remat: str, budget: int = 1 << 40) -> Trial:
+    return Trial(L, 128, 64, 32, M, remat, budget)
+
+
 def test_table_1_counts_weights_gradients_optimizer_and_what_recomputing_saves() -> None:
     world = World(0, 1, 1, CPU, CPU, None, None, None)
-    naive, pipelined = attempt(1, 1, "never", world), attempt(1, 4, "always", world)
-    assert pipelined.parameters == naive.parameters
-    assert 16 * naive.parameters < pipelined.peak < naive.peak
+    naive, pipelined = attempt(narrow(1, 1, "never"), world), attempt(narrow(1, 4, "always"), world)
+    assert pipelined["parameters"] == naive["parameters"]
+    assert 16 * naive["parameters"] < pipelined["peak"] < naive["peak"]
 
 
+def test_table_1_refuses_the_first_tensor_beyond_the_budget() -> None:
+    world = World(0, 1, 1, CPU, CPU, None, None, None)
+    peak = attempt(narrow(1, 1, "never"), world)["peak"]
+    assert attempt(narrow(1, 1, "never", peak), world)["peak"] == peak
+    with pytest.raises(LayerFailed) as failure:  # in the middle of backward
+        attempt(narrow(1, 1, "never", peak - 1), world)
+    assert isinstance(failure.value.__cause__, OverBudget)
+
+
+@pytest.mark.parametrize("slope", ["even", "uneven", "level"])
 @pytest.mark.parametrize("most", [512, 500, 1])
-@pytest.mark.parametrize("limit", [0, 1, 2, 3, 299, 499, 500, 511, 512, 513, 2000])
-def test_the_largest_that_fits_is_one_that_was_tried_and_never_beyond_the_cap(limit: int, most: int) -> None:
-    tried: dict[int, bool] = {}
-    found = largest(lambda number: tried.setdefault(number, number <= limit), most)
+@pytest.mark.parametrize("limit", [0, 1, 2, 3, 4, 17, 299, 499, 500, 511, 512, 513, 2000])
+def test_the_largest_that_fits_is_one_that_was_tried_and_never_beyond_the_cap(
+    limit: int, most: int, slope: str
+) -> None:
+    tried: list[int] = []
+    bytes_of = {"even": lambda n: 500 + 10 * n, "uneven": lambda n: 500 + 10 * (n + n % 2), "level": lambda n: 1}[slope]
+    budget = bytes_of(limit)
+
+    def peak_of(number: int) -> int | None:
+        tried.append(number)
+        return bytes_of(number) if number <= limit else None
+
+    found = largest(peak_of, budget, most)
     assert found == min(limit, most)
-    assert max(tried) <= most
-    assert found == 0 or tried[found]
-    assert found == most or not tried[found + 1]
+    assert len(set(tried)) == len(tried) and max(tried) <= most
+    assert found in (0, *tried)
+    assert found == most or found + 1 in tried
+    assert len(tried) <= (7 if slope != "level" else 20)
+
+
+def test_a_trial_that_finds_no_room_ends_its_workers_and_counts_as_one_that_does_not_fit() -> None:
+    told: list[str] = []
+    trial = {"width": 128, "tokens": 64, "texts": 32, "M": 8, "remat": "always", "budget": 9_000_000}
+    found = search(2, trial, told.append, most=4)
+    assert found is not None and not found["or_more"]
+    assert found["peak"] <= 9_000_000
+    assert f"  L={found['L'] + 1}: does not fit" in told
 
 
 def test_table_1_says_where_larger_models_may_fit_too() -> None:
-    config = {"budget": 1 << 40, "most": 2, "M": 1, "remat": "never"}
-    capped = {"K": 1, "naive": True, "budget": 1 << 40, "found": run_workers(capacity_table.WORKER, 1, config)}
-    assert capped["found"]["or_more"] is True
+    trial = {"width": 128, "tokens": 64, "texts": 32, "M": 1, "remat": "never", "budget": 1 << 40}
+    found = search(1, trial, lambda text: None, most=2)
+    assert found is not None and found["or_more"] is True
+    capped = {"K": 1, "naive": True, "budget": 1 << 40, "width": 128, "found": found}
     assert measured_row(capped)[-2:] == ["L=2 or more", "0.7M or more"]
     assert curves_of([], [capped]) == []
-    exact = {**capped, "found": {**capped["found"], "or_more": False}}
+    exact = {**capped, "found": {**found, "or_more": False}}
     assert measured_row(exact)[-2:] == ["L=2", "0.7M"]
     assert len(curves_of([], [exact])) == 1
+
+
+def test_the_present_device_s_own_memory_is_a_budget_for_each_of_two_workers() -> None:
+    budget, tokens = present_device()
+    whole = usable_memory()
+    assert whole is not None and 0 < budget <= TENSORS * whole / 2
+    assert tokens == SHORT or torch.cuda.is_available()
 
 
 @pytest.mark.slow

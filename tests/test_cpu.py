@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gpipe_cli import cpu
-from gpipe_cli.cpu import torch_threads, usable_cores
+from gpipe_cli.cpu import free_memory, torch_threads, usable_cores, usable_memory
 
 FAULTS_OF_A_STEP = """
 import resource, torch
@@ -75,9 +75,43 @@ def test_threads_are_given_back() -> None:
 def test_a_container_s_share_counts_in_both_versions_of_cgroups(
     files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(f"{text}\n")
+    write_all(tmp_path, files)
     monkeypatch.setattr(cpu, "CGROUPS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(64))
     assert usable_cores() == cores
+
+
+@pytest.mark.parametrize(
+    ("files", "bytes_usable"),
+    [
+        ({}, None),
+        ({"memory.max": "max"}, None),
+        ({"memory.max": "1048576"}, 1 << 20),
+        ({"memory/memory.limit_in_bytes": "9223372036854771712"}, None),
+        ({"memory/memory.limit_in_bytes": "1048576"}, 1 << 20),
+    ],
+    ids=["none", "2 without limit", "2", "1 without limit", "1"],
+)
+def test_a_container_s_memory_counts_in_both_versions_of_cgroups(
+    files: dict[str, str], bytes_usable: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_all(tmp_path, files)
+    monkeypatch.setattr(cpu, "CGROUPS", tmp_path)
+    monkeypatch.setattr(cpu, "MEMORY_FACTS", tmp_path / "meminfo")
+    (tmp_path / "meminfo").write_text("MemTotal: 4000 kB\nMemAvailable: 3000 kB\n")
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert usable_memory() == (bytes_usable or machine)
+    assert free_memory() == (bytes_usable or 3000 * 1024)
+
+
+def test_where_the_system_does_not_tell_what_is_free_all_of_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "MEMORY_FACTS", tmp_path / "no such file")
+    assert free_memory() == usable_memory()
+
+
+def write_all(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(f"{text}\n")

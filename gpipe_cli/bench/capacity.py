@@ -1,14 +1,17 @@
-"""One worker's part of table 1: the largest model whose training step keeps within a budget of bytes, by real steps."""
+"""One worker's part of table 1: a real training step on a device that holds only so many bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from gpipe_cli.cpu import free_memory
+from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch.context import Context
 from gpipe_cli.models.transformer_lm import transformer_lm
 from gpipe_cli.pipeline.cost import layer_costs
@@ -18,79 +21,125 @@ from gpipe_cli.trainer.world import World, join_world
 
 from .real import parameters_of, real_step
 
-# A narrow Transformer-L, whose steps take seconds on a laptop.
-WIDTH, INNER, HEADS, VOCABULARY, TOKENS, EXAMPLES = 128, 512, 2, 1000, 64, 32
+VOCABULARY = 1000
+TENSORS = 0.8  # of a CPU's free memory; the rest is for the processes themselves
+
+
+class OverBudget(MemoryError):
+    """A tensor more than the budget holds."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One training step with an update by RMSProp.
+    """One training step of a Transformer-L, with an update by RMSProp.
 
     Attributes:
-        peak: most bytes of tensors alive on any worker: weights, gradients, optimizer, activations, messages.
-        parameters: of the whole model.
+        L, width: its depth and d_model.
+        tokens: of each text.
+        texts: of the mini-batch.
+        budget: bytes that a worker's device holds.
     """
 
     L: int
-    peak: int
-    parameters: int
+    width: int
+    tokens: int
+    texts: int
+    M: int
+    remat: str
+    budget: int
 
 
-def worker(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
-    """Entry point: the largest L whose step fits; every attempt is a real step.
+def device_memory(context: Context, config: dict[str, Any]) -> dict[str, Any]:
+    """Entry point: what each of the workers of table 1 finds on the present machine.
 
     Args:
-        config: ``budget`` (bytes a worker), ``most`` (no larger L is tried), ``M``, ``remat``.
+        config: ``workers``, the most of them.
 
     Returns:
-        The fields of the largest `Trial` that fits; ``steps``, the number of attempts; ``or_more``: larger ones were
-        not tried, and may fit too. None where L=1 does not fit.
+        ``budget``: bytes of a worker, its part where several share a device; ``kind``: cpu or cuda.
+
+    Raises:
+        ConfigurationError: nobody says how much memory there is.
     """
-    world = join_world(context, context.world_size, 1, "auto", "auto")
-    trials: dict[int, Trial] = {}
-
-    def fits(L: int) -> bool:
-        trials[L] = attempt(L, config["M"], config["remat"], world)
-        return trials[L].peak <= int(config["budget"])
-
-    found = largest(fits, config["most"])
-    if not found:
-        return None
-    return {**vars(trials[found]), "steps": len(trials), "or_more": found == config["most"]}
+    device = join_world(context, context.world_size, 1, "auto", "auto").device
+    if device.type == "cuda":
+        sharing = -(-config["workers"] // torch.cuda.device_count())
+        return {"budget": torch.cuda.mem_get_info(device)[0] // sharing, "kind": device.type}
+    memory = free_memory()
+    if memory is None:
+        raise ConfigurationError("memory=device: this system does not tell how much there is; give a size, as 4GB")
+    return {"budget": int(TENSORS * memory / config["workers"]), "kind": device.type}
 
 
-def largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number from 1 to ``most`` that fits, by doubling and halving; 0 where 1 does not.
+def worker(context: Context, config: dict[str, Any]) -> dict[str, int]:
+    """Entry point: one trial.
 
     Args:
-        fits: of those up to some number true; asked once of any.
+        config: the fields of `Trial`.
+
+    Returns:
+        ``peak``, the most bytes of tensors alive on any worker (weights, gradients, optimizer, activations, messages);
+        ``parameters``, of the whole model.
+
+    Raises:
+        OverBudget, torch.OutOfMemoryError: it does not fit on this worker; the others then wait for it.
     """
-    low, high = 0, 1
-    while fits(high):
-        if high == most:
-            return most
-        low, high = high, min(2 * high, most)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return attempt(Trial(**config), join_world(context, context.world_size, 1, "auto", "auto"))
 
 
-def attempt(L: int, M: int, remat: str, world: World) -> Trial:
-    """One step of a new model; every worker finds the same peak."""
+def attempt(trial: Trial, world: World) -> dict[str, int]:
+    """See `worker`."""
     torch.manual_seed(0)
-    tokens = torch.randint(VOCABULARY, (EXAMPLES, TOKENS + 1))
+    tokens = torch.randint(VOCABULARY, (trial.texts, trial.tokens + 1))
     examples = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    builders = transformer_lm(L, INNER, HEADS, VOCABULARY, WIDTH)
+    builders = transformer_lm(trial.L, 4 * trial.width, trial.width // 64, VOCABULARY, trial.width)
     costs = layer_costs(builders, (examples[0][:1],), "flops")
     sizes = partition([layer.cost for layer in costs], world.workers, "min_max")
-    tracker = Tracker()
-    with tracker:
-        step = real_step(builders, sizes, world, examples, M, "gpipe", remat)
+    with _held_to(trial.budget, world.device) as memory:
+        step = real_step(builders, sizes, world, examples, trial.M, "gpipe", trial.remat)
         optimizer = torch.optim.RMSprop(parameters_of(step), lr=1e-6, momentum=0.9)
         step()
         optimizer.step()
-    peak = torch.tensor([tracker.peak])
+        peak = torch.tensor([memory.peak])
     if world.everyone is not None:
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=world.everyone)
-    return Trial(L, int(peak), sum(layer.parameters for layer in costs))
+    return {"peak": int(peak), "parameters": sum(layer.parameters for layer in costs)}
+
+
+@contextmanager
+def _held_to(budget: int, device: torch.device) -> Iterator[_Allocator | _Counted]:
+    """A device of so many bytes: a GPU's own allocator refuses more, a CPU's tensors are counted one by one."""
+    if device.type == "cuda":
+        yield _Allocator(budget, device)
+        return
+    counted = _Counted(budget)
+    with counted:
+        yield counted
+
+
+class _Allocator:
+    """A GPU's, which takes no more than ``budget`` from the device."""
+
+    def __init__(self, budget: int, device: torch.device) -> None:
+        self._device = device
+        whole = torch.cuda.mem_get_info(device)[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, budget / whole), device)
+        torch.cuda.reset_peak_memory_stats(device)
+
+    @property
+    def peak(self) -> int:
+        return int(torch.cuda.max_memory_allocated(self._device))
+
+
+class _Counted(Tracker):  # type: ignore[no-untyped-call]  # torch's own
+    """Counts as the planner's tracker does, and refuses what a device of ``budget`` bytes would."""
+
+    def __init__(self, budget: int) -> None:
+        super().__init__()
+        self._budget = budget
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.now > self._budget:
+            raise OverBudget(f"{self.now:,} bytes of tensors where the budget is {self._budget:,}")
+        return out

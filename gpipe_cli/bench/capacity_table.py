@@ -8,14 +8,11 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from gpipe_cli.planner.devices import parse_bytes
-
+from .capacity_search import GB, LARGEST_L, MEASURED_M, NARROW, ROWS, measure, read_memory
 from .options import BenchOptions
 from .paper import TABLE_1, Capacity
 from .tables import Curve, Say, Table
-from .workers import run_workers
 
-WORKER = "gpipe_cli.bench.capacity:worker"
 WORDS = {
     "amoebanet": (
         *("model=amoebanet", "model.genotype=D", "data=imagenet", "data.image_size=224", "data.batch_size=128"),
@@ -29,10 +26,6 @@ WORDS = {
 BYTES_PER_PARAMETER = 12  # the paper's, with RMSProp: weight, mean square, momentum
 MICRO_BATCHES = {"amoebanet": 128, "transformer": 32}  # not stated: a micro-batch of one example, as in torchgpipe's
 GROWN = {"amoebanet": "D", "transformer": "L"}
-GB = 1e9
-MEASURED_M = 8
-LARGEST_L = 512  # that is tried by real steps: one of them takes three minutes on a core
-MEASURED = ((1, True), (1, False), (2, False))  # (K, naive)
 
 
 class PlanFailed(RuntimeError):
@@ -69,13 +62,14 @@ def capacity_table(number: int, options: BenchOptions, say: Say) -> Table:
 
     Raises:
         ConfigurationError: a memory budget that is no size.
+        WorkerFailed: a real step failed, and not for want of memory.
         PlanFailed: gpipe-plan refused.
     """
-    budgets = [parse_bytes(memory, "memory") for memory in options.memory]
+    budgets = read_memory(options.memory)
     planned = [
         plan_column(family, column, options.quick, say) for family in options.models for column in TABLE_1[family]
     ]
-    measured = [row for budget in budgets for row in measure(budget, say)]
+    measured = [row for budget in budgets for row in measure(budget, options, say)]
     columns = ["model", "devices", "how", "paper: size", "paper: parameters", "its GB a device", "of", "fits"]
     columns += ["ours: size", "ours: parameters"]
     rows = [planned_row(row) for row in planned] + [measured_row(row) for row in measured]
@@ -85,7 +79,7 @@ def capacity_table(number: int, options: BenchOptions, say: Say) -> Table:
         "Table 1: the largest models that fit",
         columns,
         rows,
-        notes(options),
+        notes(options, measured),
         facts,
         curves=curves_of(planned, measured),
         axes=("devices", "parameters"),
@@ -132,17 +126,6 @@ def summary(plan: dict[str, Any]) -> dict[str, Any]:
     return {name: plan[name] for name in names}
 
 
-def measure(budget: int, say: Say) -> list[dict[str, Any]]:
-    """The largest narrow Transformer-L on this machine, naive and pipelined."""
-    rows = []
-    for K, naive in MEASURED:
-        say(f"real steps on this machine, {budget / GB:.3g} GB a worker, K={K}, {'naive' if naive else 'pipeline'}")
-        config: dict[str, Any] = {"budget": budget, "most": LARGEST_L, "M": 1 if naive else MEASURED_M}
-        config["remat"] = "never" if naive else "always"
-        rows.append({"K": K, "naive": naive, "budget": budget, "found": run_workers(WORKER, K, config)})
-    return rows
-
-
 def planned_row(row: Planned) -> list[object]:
     column, at_paper, largest = row.column, row.at_paper, row.largest
     key = f"model.{GROWN[row.family]}"
@@ -159,10 +142,14 @@ def measured_row(row: dict[str, Any]) -> list[object]:
     more = " or more" if found is not None and found["or_more"] else ""
     size = "not even L=1" if found is None else f"L={found['L']}{more}"
     return [
-        *("narrow transformer, measured", row["K"], "naive" if row["naive"] else "pipeline", None, None),
+        *(f"{_width(row)} transformer, measured", row["K"], "naive" if row["naive"] else "pipeline", None, None),
         *(None if found is None else f"{found['peak'] / GB:.3f}", f"{row['budget'] / GB:.3f}", None, size),
         None if found is None else big(found["parameters"]) + more,
     ]
+
+
+def _width(row: dict[str, Any]) -> str:
+    return "narrow" if row["width"] == NARROW else "wide"
 
 
 def curves_of(planned: list[Planned], measured: list[dict[str, Any]]) -> list[Curve]:
@@ -184,7 +171,7 @@ def curves_of(planned: list[Planned], measured: list[dict[str, Any]]) -> list[Cu
     for budget in sorted({row["budget"] for row in measured}):
         for row in measured:
             if row["budget"] == budget and row["found"] is not None and not row["found"]["or_more"]:
-                panel = f"narrow, {budget / GB:.3g} GB a worker"
+                panel = f"{_width(row)}, {budget / GB:.3g} GB a worker"
                 add(panel, "ours, measured", "ours", row["naive"], row["K"], row["found"]["parameters"])
     return [Curve(panel, label, role, found) for (panel, label, role), found in points.items()]
 
@@ -197,17 +184,26 @@ def big(parameters: float) -> str:
     return f"{parameters / 1e9:.2f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
 
 
-def notes(options: BenchOptions) -> list[str]:
+def notes(options: BenchOptions, measured: list[dict[str, Any]]) -> list[str]:
     said = [
         f"Planned by gpipe-plan for the paper's devices with {BYTES_PER_PARAMETER} bytes a parameter, mini-batches of "
         "32 texts of 1,024 tokens or 128 images of 224². naive: M=1, nothing recomputed; pipeline: remat always, "
         "micro-batches of one example.",
         "its GB a device: what the paper's own size needs by this plan, on the fullest device. ours: the largest that "
         "fits; of AmoebaNet the width D grows at the paper's L.",
-        "Measured: a real step with an update by RMSProp (16 bytes a parameter with the gradient) of a Transformer-L "
-        "with d_model 128 and H 512, 32 texts of 64 tokens, M=8 where pipelined. All bytes of tensors alive count, on "
-        f"the fullest worker. No deeper model than L={LARGEST_L} is tried: where that fits, the row says `or more`.",
+        *(_how_measured(row) for row in measured[:: len(ROWS)]),
     ]
     if options.quick:
         said.append("quick: the largest sizes by the planner were not looked for.")
     return said
+
+
+def _how_measured(row: dict[str, Any]) -> str:
+    """Of the rows of one budget."""
+    return (
+        f"Measured, {row['budget'] / GB:.3g} GB a worker: a real step with an update by RMSProp (16 bytes a parameter "
+        f"with the gradient) of a Transformer-L with d_model {row['width']} and H {4 * row['width']}, {row['texts']} "
+        f"texts of {row['tokens']} tokens, M={min(MEASURED_M, row['texts'])} where pipelined. All bytes of tensors "
+        f"alive count, on the fullest worker; a tensor beyond the budget is refused. No deeper model than "
+        f"L={LARGEST_L} is tried: where that fits, the row says `or more`."
+    )

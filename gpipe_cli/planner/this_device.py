@@ -12,7 +12,7 @@ from statistics import median
 import torch
 
 from ..config import PipelineConfig
-from ..cpu import as_worker
+from ..cpu import as_worker, usable_memory
 from .devices import Device
 from .link import LinkTimes, link_between_processes
 
@@ -73,9 +73,9 @@ def measure_rates(pipeline: PipelineConfig) -> Device:
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what this process itself no longer needs is free
         return _measure(device, float(torch.cuda.mem_get_info()[0]), _GPU_LINK)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = usable_memory()
     with as_worker(pipeline.threads):
-        return _measure(device, float(memory), _CPU_LINK)
+        return _measure(device, math.inf if memory is None else float(memory), _CPU_LINK)
 
 
 def _measure(device: torch.device, memory: float, link: LinkTimes) -> Device:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from ..config import Settings
+from ..cpu import free_memory
 from ..errors import ConfigurationError
 
 # Tensors of the model's size that rank 0 holds at the most: of both sides weights, gradients and two of optimizer
@@ -41,18 +39,9 @@ def require_memory(parameters: int, size: int) -> None:
     Raises:
         ConfigurationError: the model does not fit into one process beside its comparison.
     """
-    needed, there = parameters * size * COPIES, available_memory()
+    needed, there = parameters * size * COPIES, free_memory()
     if there is not None and needed > there:
         raise ConfigurationError(
             f"gpipe-verify holds the whole model in one process, about {COPIES} times: {parameters:,} parameters need "
             f"{needed / 1e9:.0f} GB and {there / 1e9:.0f} GB are free. Verify a small one of its kind: add debug=tiny"
         )
-
-
-def available_memory() -> int | None:
-    """Bytes that are free where rank 0 compares; None where the system does not say."""
-    try:
-        with Path("/proc/meminfo").open(encoding="ascii") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
