@@ -26,6 +26,7 @@ from gpipe_cli.launch.deadline import SECOND_REQUEST_SECONDS, StopDeadline
 from gpipe_cli.launch.inline import launch_inline
 from gpipe_cli.launch.signals import REQUESTS, StopSignals
 from gpipe_cli.launch.supervisor import Job, WorkerFailed, launch
+from gpipe_cli.launch.worker import HEARTBEAT_SECONDS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for left-over processes in /proc")
 
@@ -286,14 +287,16 @@ def test_a_killed_starter_ends_the_job(command: Any, entry: str) -> None:
     assert "the process that starts the workers was killed by SIGKILL" in errors
 
 
-def test_a_worker_killed_from_outside_ends_the_job(command: Any) -> None:
+def test_a_worker_killed_from_outside_ends_the_job_and_is_named_with_its_cell(command: Any) -> None:
     started = command("deadlock", preload=["torch"])
     started.wait_until_ready(3)
+    time.sleep(2 * HEARTBEAT_SECONDS)
     victim = next(event for event in started.ready if event["rank"] == 2)
     os.kill(victim["pid"], signal.SIGKILL)
     code, errors = started.end()
     assert code == 1
     assert "worker 2 was killed by SIGKILL" in errors
+    assert "; last seen at cell 2, instruction r2.0\n" in errors
 
 
 # -------------------------------------------------------------------------------------------------- asked to stop

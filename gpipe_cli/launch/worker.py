@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import sys
 import threading
@@ -21,6 +22,8 @@ from gpipe_cli.launch.process import die_with_parent, keep_worker_signals, redir
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+HEARTBEAT_SECONDS = 1.0
 
 
 def main(job: dict[str, Any], rank: int, parent: int) -> NoReturn:
@@ -56,8 +59,7 @@ def _run(job: dict[str, Any], rank: int) -> None:
         emit=lambda event: channel.send({"event": event}),
         stop_requested=channel.stop_requested,
     )
-    if job["stall_seconds"] is not None:
-        _start_heartbeat(context.where, channel.send, min(1.0, job["stall_seconds"] / 4))
+    _start_heartbeat(context.where, channel.send, min(HEARTBEAT_SECONDS, (job["stall_seconds"] or math.inf) / 4))
     try:
         channel.finish(call_entry(job["entry"], context, job["config"], job["threads"]))
     except BaseException as error:
@@ -95,7 +97,10 @@ def _store_opener(job: dict[str, Any], rank: int) -> Callable[[], Store]:
 
 
 def _start_heartbeat(where: dict[str, Any], send: Callable[[dict[str, Any]], None], interval: float) -> None:
-    """Tell the command where this worker is, whenever that has changed; a thread, since the worker may be blocked."""
+    """Tell the command where this worker is, whenever that has changed: it cannot say so itself once it is killed.
+
+    A thread, since the worker may be blocked.
+    """
 
     def beat() -> None:
         told: dict[str, Any] = {}
