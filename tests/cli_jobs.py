@@ -38,6 +38,7 @@ def progress(step: int, steps: int | None) -> dict[str, Any]:
         "kind": "progress",
         "step": step,
         "steps": steps,
+        "done": step / steps if steps else None,
         "loss": 5 / step,
         "lr": 1e-3,
         "examples_per_second": 800.0,

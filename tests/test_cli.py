@@ -14,6 +14,7 @@ import time
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cli_jobs
@@ -554,6 +555,15 @@ def test_plain_progress_tells_the_first_step_the_last_and_not_too_many_between()
     lines = shown(*(cli_jobs.progress(step, 1000) for step in range(1, 1001)), every=10).splitlines()
     assert lines[0].startswith("step 1/1,000") and lines[-1].startswith("step 1,000/1,000")
     assert len(lines) < 5
+
+
+def test_the_time_left_follows_from_the_share_done_whatever_limits_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(0, 1000, 30))  # the clock is read twice at the first step, and twice at each that follows
+    monkeypatch.setattr("gpipe_cli.commands.console.time", SimpleNamespace(monotonic=ticks.__next__))
+    events = [{**cli_jobs.progress(step, None), "done": done} for step, done in ((1, 0.25), (2, 0.5), (3, 1.0))]
+    first, second, last = shown(*events).splitlines()
+    assert "left" not in first and "left" not in last
+    assert second.endswith("2:00 left")  # a quarter took a minute
 
 
 def test_numbers_that_are_not_known_are_shown_as_such() -> None:

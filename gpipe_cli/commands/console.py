@@ -7,7 +7,8 @@ Everything that is printed also goes to train.log, as plain text. An event is a 
     preparation    text, done, total                         data being made ready; total 0: unknown
     cells          rows: [{cell, worker, first, last, layers, parameters, cost, share}]
     table          title, columns: [...], rows: [[...]]      any other table
-    progress       step, steps (or null), loss, lr, examples_per_second, bubble, bubble_predicted, skipped_updates
+    progress       step, steps (or null), done (share of the run, or null), loss, lr, examples_per_second, bubble,
+                   bubble_predicted, skipped_updates
     evaluation     step, numbers: {name: value}
     samples        rows: [{label: text}]                     outputs beside what they should be
     end            text                                      the last line of the run
@@ -140,10 +141,11 @@ class Console:
 
     def _progress(self, event: Event) -> None:
         step, steps = event["step"], event["steps"]
-        first = self._pace.start(step)
-        left = self._pace.seconds_left(step, steps)
+        done = event["done"]
+        first = self._pace.start(done)
+        left = self._pace.seconds_left(done)
         if self._bar:
-            self._bar.progress(step, steps, _progress_line(event, left, short=True))
+            self._bar.progress(step, steps, done, _progress_line(event, left, short=True))
         now = time.monotonic()
         silence = now - self._last_line
         due = step % self._every == 0 and silence >= PLAIN_SECONDS
@@ -212,23 +214,23 @@ def _bubble(measured: float | None, predicted: float | None, short: bool) -> str
 
 
 class _Pace:
-    """The time that is left, from the pace so far in this process (a resumed run starts at a later step)."""
+    """The time that is left, from the pace so far in this process (a resumed run begins with a share of it done)."""
 
     def __init__(self) -> None:
-        self._start: tuple[int, float] | None = None
+        self._start: tuple[float | None, float] | None = None
 
-    def start(self, step: int) -> bool:
+    def start(self, done: float | None) -> bool:
         """True for the first step seen."""
         if self._start is not None:
             return False
-        self._start = (step, time.monotonic())
+        self._start = (done, time.monotonic())
         return True
 
-    def seconds_left(self, step: int, steps: int | None) -> float | None:
-        if self._start is None or steps is None or not self._start[0] < step < steps:
+    def seconds_left(self, done: float | None) -> float | None:
+        first, began = self._start or (None, 0.0)
+        if first is None or done is None or not first < done < 1:
             return None
-        first, began = self._start
-        return (time.monotonic() - began) / (step - first) * (steps - step)
+        return (time.monotonic() - began) / (done - first) * (1 - done)
 
 
 class _Bar:
@@ -242,10 +244,11 @@ class _Bar:
     def preparation(self, text: str, done: int, total: int) -> None:
         self._update(text, done, total or None, f"{text}: {done:,}" + (f" of {total:,}" if total else ""))
 
-    def progress(self, step: int, steps: int | None, line: str) -> None:
-        self._update("training", step, steps, f"{step:,}{f'/{steps:,}' if steps else ''}  {line}")
+    def progress(self, step: int, steps: int | None, done: float | None, line: str) -> None:
+        total = None if done is None else 1.0
+        self._update("training", done or 0.0, total, f"{step:,}{f'/{steps:,}' if steps else ''}  {line}")
 
-    def _update(self, name: str, done: int, total: int | None, line: str) -> None:
+    def _update(self, name: str, done: float, total: float | None, line: str) -> None:
         if name not in self._tasks:
             for task in self._tasks.values():
                 self._progress.remove_task(task)

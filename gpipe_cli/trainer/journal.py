@@ -113,13 +113,21 @@ class Journal:
         self._emit({"kind": "table", "title": "what a step takes, cell by cell:", "columns": columns, "rows": rows})
 
     def step(
-        self, progress: Progress, report: StepReport, plan: Plan, lr: float, seconds: float, forecast: Forecast
+        self,
+        progress: Progress,
+        report: StepReport,
+        plan: Plan,
+        lr: float,
+        seconds: float,
+        forecast: Forecast,
+        done: float | None,
     ) -> None:
         """One training step: a line in metrics.jsonl, a tick on the console; now and then its times, and TensorBoard.
 
         Args:
             seconds: of the whole step, its update included.
             forecast: of the schedule that ran.
+            done: share of the run that lies behind; None where nobody knows its end.
         """
         if not self._active:
             return
@@ -144,7 +152,7 @@ class Journal:
         shares = mean_breakdown(forecast, report.cells, report.updates, seconds).shares() if due else {}
         times = {"breakdown": shares, "cells": report.cells, "workers": report.workers} if due else {}
         self._metrics.write({**row, **times})
-        self._emit({"kind": "progress", **json_safe(row), "steps": self._steps})
+        self._emit({"kind": "progress", **json_safe(row), "steps": self._steps, "done": done})
         if self._board is not None and due:
             self._write_scalars(progress.step, row, report, shares)
 

@@ -191,7 +191,8 @@ class Trainer:
         """What has become of the step, to whoever reads of it."""
         p, a, progress = self.parts, self._assembly, self.progress
         self.totals.add(report, plan, seconds)
-        p.journal.step(progress, report, plan, lr, seconds, a.programs.forecast(len(plan.signatures)))
+        forecast = a.programs.forecast(len(plan.signatures))
+        p.journal.step(progress, report, plan, lr, seconds, forecast, self._share_done())
         if progress.step in self._settings.traced_steps:
             p.journal.trace(progress.step, record_everyone(a.world, a.engine.meter), a.programs, a.cut.table)
         if self.totals.steps == WARM_UP:
@@ -251,11 +252,24 @@ class Trainer:
 
     def _epochs_done(self) -> bool:
         """Whether the mini-batch trained on last was the last of the epochs; only first workers can tell."""
-        epochs, source = self._settings.epochs, self._assembly.source
         position = self._position if self._feed is None or self._feed.position is None else self._feed.position
+        return (self._share_of_epochs(position) or 0.0) >= 1
+
+    def _share_of_epochs(self, position: Any) -> float | None:
+        """How much of the epochs lies before a position of the data; only first workers can tell."""
+        epochs, source = self._settings.epochs, self._assembly.source
         if epochs is None or source is None or position is None:
-            return False
-        return bool(cast(Any, source).epoch(position) >= epochs)
+            return None
+        return float(cast(Any, source).epoch(position)) / epochs
+
+    def _share_done(self) -> float | None:
+        """Of the run, by whichever of its limits comes first at this pace; None without any that this worker sees."""
+        settings, shares = self._settings, [self._share_of_epochs(self._position)]
+        if settings.steps is not None:
+            shares.append(self.progress.step / settings.steps)
+        if settings.seconds is not None:
+            shares.append((time.monotonic() - self._began) / settings.seconds)
+        return max((share for share in shares if share is not None), default=None)
 
     def _read_plan(self, done: int) -> Plan | None:
         """The plan of the step after ``done`` ones, or None, with the reason in ``progress.stopped_by``."""
