@@ -43,9 +43,10 @@ deep: $(INSTALLED) ## train very deep models with and without depth-scaled initi
 		hydra.sweep.dir=sweeps/deep
 	$(BIN)/python -m benchmarks.deep sweeps/deep output=sweeps/deep/deep.png
 
-test: $(INSTALLED) ## run the tests, on two cores at a time
-	$(BIN)/python -m pytest -m alone
-	$(BIN)/python -m pytest -m "not alone" -n 2 --dist worksteal
+PYTEST := $(BIN)/python -m pytest $(if $(SLOW),--slow)
+test: $(INSTALLED) ## run the tests, on two cores at a time; SLOW=1: the slow ones too
+	$(PYTEST) -m alone
+	$(PYTEST) -m "not alone" -n 2 --dist worksteal
 
 table1 table2 table3 table4: $(INSTALLED) ## measure one of the paper's tables here, into bench/
 	$(BIN)/gpipe-bench table=$(@:table%=%)
@@ -64,8 +65,7 @@ types: $(INSTALLED) ## check the types
 	@ln -s $(CURDIR)/gpipe_cli/* $(CURDIR)/conf $(CURDIR)/models $(CURDIR)/data $(TYPES)/gpipe_cli/
 	MYPYPATH=$(TYPES) $(BIN)/mypy -p gpipe_cli
 
-check: lint types ## lint, types and the fast tests
-	$(BIN)/python -m pytest -m "not slow"
+check: lint types test ## lint, types and tests
 
 clean: ## remove what was built; .venv and runs stay
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

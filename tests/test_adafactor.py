@@ -110,6 +110,7 @@ def test_a_wrong_value_is_named(key: str, value: float) -> None:
         Adafactor([weight([1.0])], **{key: value})
 
 
+@pytest.mark.slow
 def test_a_resumed_run_at_another_cut_has_the_same_bits(tmp_path: Path) -> None:
     words = ("debug=tiny", "optimizer=adafactor_momentum", "schedule=transformer", "trainer.evaluate_every=null")
     train_inline(tmp_path / "whole", *words)

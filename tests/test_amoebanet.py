@@ -537,6 +537,7 @@ def test_drop_path_and_dropout_change_the_gradients() -> None:
     assert quiet[1]["losses"] != noisy[1]["losses"]
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_plain_gradients_and_the_bits_of_one(tmp_path: Path) -> None:
     job = Job(tmp_path, 2, "amoebanet_jobs:compare_as_processes", {}, preload=("torch", "torch.distributed"))
     found = launch(job, lambda event: None)

@@ -111,6 +111,7 @@ def test_checkpoints_hold_the_averages_of_weights_and_statistics(whole: Path) ->
         assert torch.allclose(third[name].double(), expected, rtol=1e-5, atol=1e-6), name
 
 
+@pytest.mark.slow
 def test_every_k_and_a_resume_give_the_same_bits(whole: Path, tmp_path: Path) -> None:
     train_inline(tmp_path, *TINY, "pipeline.K=3", f"checkpoint.resume={step_directory(whole, 2)}")
     one, other = saved(whole, 4), saved(tmp_path, 4)

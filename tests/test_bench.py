@@ -58,6 +58,7 @@ def test_the_paper_s_row_above_the_bound_is_its_transformer_with_M_4() -> None:
     assert above == {(2, 4), (4, 4), (8, 4)}
 
 
+@pytest.mark.slow
 def test_table_2_as_real_processes(tmp_path: Path) -> None:
     figures = bench(tmp_path, "table=2", "M=1,2", *TINY)
     rows = {(row["K"], row["M"]): row for row in figures["rows"]}
@@ -73,6 +74,7 @@ def test_table_2_as_real_processes(tmp_path: Path) -> None:
     assert "K·M/(M+K−1)" in figures["stdout"]
 
 
+@pytest.mark.slow
 def test_table_3_s_links_are_never_faster_than_they_should_be(tmp_path: Path) -> None:
     figures = bench(tmp_path, "table=3", "M=4", *TINY)
     (row,) = figures["rows"]
@@ -189,6 +191,7 @@ def test_the_largest_that_fits_is_one_that_was_tried_and_never_beyond_the_cap(
     assert len(tried) <= (7 if slope != "level" else 20)
 
 
+@pytest.mark.slow
 def test_a_trial_that_finds_no_room_ends_its_workers_and_counts_as_one_that_does_not_fit() -> None:
     told: list[str] = []
     trial = {"width": 128, "tokens": 64, "texts": 32, "M": 8, "remat": "always", "budget": 9_000_000}
@@ -198,6 +201,7 @@ def test_a_trial_that_finds_no_room_ends_its_workers_and_counts_as_one_that_does
     assert f"  L={found['L'] + 1}: does not fit" in told
 
 
+@pytest.mark.slow
 def test_table_1_says_where_larger_models_may_fit_too() -> None:
     trial = {"width": 128, "tokens": 64, "texts": 32, "M": 1, "remat": "never", "budget": 1 << 40}
     found = search(1, trial, lambda text: None, most=2)

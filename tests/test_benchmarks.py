@@ -31,6 +31,7 @@ SMALL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_the_benchmark_prints_a_table_and_writes_its_figures(name: str, tmp_path: Path) -> None:
     output = tmp_path / "figures.json"
@@ -48,6 +49,7 @@ def test_every_benchmark_is_tried() -> None:
     assert scripts == set(SMALL)
 
 
+@pytest.mark.slow
 def test_memory_kept_with_rematerialization_is_what_the_paper_promises(tmp_path: Path) -> None:
     output = tmp_path / "figures.json"
     command = [sys.executable, "-m", "benchmarks.memory", "--K", "2", "--M", "4", "--examples", "256"]

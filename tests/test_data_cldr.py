@@ -202,6 +202,7 @@ def _bytes(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_the_store_is_the_same_bytes_however_many_processes_make_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,6 +215,7 @@ def test_the_store_is_the_same_bytes_however_many_processes_make_it(
     assert asked == [3]
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_may_build_it(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -260,6 +262,7 @@ def test_a_cache_that_cannot_be_written_says_which_key_to_set(tmp_path: Path) ->
         open_store(TINY, str(tmp_path / "file" / "cache"), no_report)
 
 
+@pytest.mark.slow
 def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     builders = [context.Process(target=open_store, args=(TINY, str(tmp_path), no_report)) for _ in range(2)]

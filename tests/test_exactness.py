@@ -109,6 +109,7 @@ def test_sixteen_cells_in_sixteen_processes_give_the_same_bits(tmp_path: Path) -
     assert same_bits(run_dir, reference, step=4)
 
 
+@pytest.mark.slow
 def test_half_precision_gives_the_same_bits_for_every_k(tmp_path: Path) -> None:
     half = ["precision=bf16", "trainer.steps=4", "trainer.evaluate_every=4", "checkpoint.every=4"]
     reference = train(tmp_path / "whole", *half, *WHOLE)
@@ -117,6 +118,7 @@ def test_half_precision_gives_the_same_bits_for_every_k(tmp_path: Path) -> None:
     assert same_bits(run_dir, reference, step=4)
 
 
+@pytest.mark.slow
 def test_three_replicas_give_the_same_bits_for_every_number_of_workers(tmp_path: Path) -> None:
     words = ["trainer.steps=4", "pipeline.replicas=3", "pipeline.M=2", "data.batch_size=24", "checkpoint.every=2"]
     one = train(tmp_path / "one", *words, "pipeline.K=1", "pipeline.workers=1")
@@ -125,6 +127,7 @@ def test_three_replicas_give_the_same_bits_for_every_number_of_workers(tmp_path:
     assert same_bits(two, one, step=4)
 
 
+@pytest.mark.slow
 def test_schedules_that_go_back_in_the_same_order_give_the_same_bits(tmp_path: Path) -> None:
     """gpipe adds the micro-batches' gradients up in reverse; the other three in order."""
     short = ["trainer.steps=6", "trainer.evaluate_every=3", "pipeline.M=4"]
@@ -176,6 +179,7 @@ def test_torchrun_s_processes_train_save_when_asked_to_stop_and_go_on_with_the_s
     assert same_bits(run_dir, whole)
 
 
+@pytest.mark.slow
 def test_processes_that_somebody_started_by_hand_are_the_workers_of_one_run(whole: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     words = [*COMMAND, *COMMON, f"hydra.run.dir={run_dir}", "pipeline.K=2", "trainer.steps=2"]
@@ -198,6 +202,7 @@ def test_processes_that_somebody_started_by_hand_are_the_workers_of_one_run(whol
     assert losses(run_dir) == losses(whole)[:2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_run_that_is_ended_in_a_long_evaluation_has_saved_and_goes_on_with_it(
     number: signal.Signals, whole: Path, tmp_path: Path
@@ -221,6 +226,7 @@ def test_a_run_that_is_ended_in_a_long_evaluation_has_saved_and_goes_on_with_it(
     assert [row["step"] for row in evaluations(resumed)] == list(range(2, 22, 2))
 
 
+@pytest.mark.slow
 def test_jobs_of_a_sweep_train_as_the_run_alone(whole: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [*COMMAND, "-m", *COMMON, f"hydra.sweep.dir={tmp_path / 'sweep'}", "pipeline.K=1,4", "pipeline.workers=1"],
@@ -252,6 +258,7 @@ def test_a_resume_with_another_model_is_refused_by_name(whole: Path, tmp_path: P
     assert "seed" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
     run_dir = train(tmp_path, *WHOLE)
     before = losses(run_dir), evaluations(run_dir)
@@ -265,6 +272,7 @@ def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Pa
     assert (losses(run_dir), evaluations(run_dir)) == before
 
 
+@pytest.mark.slow
 def test_two_replicas_train_as_one_pipeline_on_the_joined_mini_batch(tmp_path: Path) -> None:
     """The same parts, read by two first workers; only the order of summation differs."""
     common = ["model.dropout=0", "model.input_dropout=0", "model.attention_dropout=0"]

@@ -158,6 +158,7 @@ def test_a_tiny_transfer_on_each_data_set_s_layout(
 # --- pictures
 
 
+@pytest.mark.slow
 def test_an_evaluation_leaves_pictures_of_predictions(tmp_path: Path) -> None:
     train_inline(tmp_path, "debug=tiny", "model=amoebanet", "trainer.steps=1", "trainer.evaluate_first=false")
     assert {"predictions.png", "confusion.png"} <= {path.name for path in (tmp_path / "pictures").iterdir()}
@@ -168,6 +169,7 @@ def test_a_translation_leaves_none(tmp_path: Path) -> None:
     assert not {"predictions.png", "confusion.png"} & {path.name for path in (tmp_path / "pictures").iterdir()}
 
 
+@pytest.mark.slow
 def test_tensorboard_has_the_pictures(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -30,6 +30,7 @@ def weights(run_dir: Path, layer: str) -> dict[str, torch.Tensor]:
     return load_layer(read_manifest(step_directory(run_dir, 3)), layer).weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_weight_decay_leaves_frozen_weights_alone(workers: int, tmp_path: Path, own_path: None) -> None:
     """With two workers the first holds nothing that learns."""

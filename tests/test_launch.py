@@ -491,6 +491,7 @@ def test_a_rank_that_still_looks_for_the_others_ends_when_asked_to(command: Any)
     assert "worker 1 had not ended 1 s after the request to stop" in errors
 
 
+@pytest.mark.slow
 def test_the_deadline_of_a_job_that_has_stopped_in_time_ends_with_it(command: Any) -> None:
     started = command("run_until_stopped", prefix=by_hand(free_port()), grace_seconds=1.0, linger=2.5)
     (started.run_dir / "0").mkdir()

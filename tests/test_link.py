@@ -15,6 +15,7 @@ from gpipe_cli.planner.link import LinkTimes, link_between_processes
 FOUND = LinkTimes(host=1e-3, latency=2e-3, rate=3e6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_it_is_measured_between_two_processes(shared_memory: bool) -> None:
     found = link_between_processes(shared_memory)

@@ -57,7 +57,7 @@ ARROWS = {
     "models": {"errors", "layers", "models"},
     "conf": set(),
     "trainer": {
-        *("errors", "gpus", "config", "layers", "trainer", "tasks", "pipeline"),
+        *("cpu", "errors", "gpus", "config", "layers", "trainer", "tasks", "pipeline"),
         *("launch.context", "data.source"),  # a worker's place, and what a data source is
     },
 }

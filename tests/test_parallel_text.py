@@ -56,6 +56,7 @@ def sources_read(made: ParallelTextSource) -> set[str]:
 # --- layouts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
 @pytest.mark.parametrize(
     "layout",

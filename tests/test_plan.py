@@ -210,6 +210,7 @@ def test_a_step_of_one_cell_takes_its_flops_at_the_device_s_rate() -> None:
     assert made.step_seconds == pytest.approx((forward + backward) / 1e9, rel=0.01)
 
 
+@pytest.mark.slow
 def test_the_times_of_a_cell_are_those_of_its_layers_and_the_loss_is_in_the_last(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -234,6 +235,7 @@ def test_the_times_of_a_cell_are_those_of_its_layers_and_the_loss_is_in_the_last
     assert [cell.layers for cell in by_time.cells] == [7, 1]  # 7 · 6 s, and 6 s with a loss of 60
 
 
+@pytest.mark.slow
 def test_layers_and_loss_are_timed_on_this_machine() -> None:
     made = planned(*OWN[:-1], "plan.device=this", "pipeline.K=2", "task._target_=test_plan.SleepingTask")
     assert made.notes == []
@@ -337,6 +339,7 @@ def test_micro_batches_left_to_the_planner() -> None:
     assert found.plan.examples_per_second == max(made.examples_per_second for made in by_hand)
 
 
+@pytest.mark.slow
 def test_gpipe_train_gets_a_number_before_its_workers_start() -> None:
     config = settings_json(*FAMILIES["translation"])
     settled, line = settle_micro_batches({**config, "pipeline": {**config["pipeline"], "M": "auto"}})
@@ -352,6 +355,7 @@ def test_under_torchrun_only_the_first_process_asks_for_a_number(monkeypatch: py
     settle_micro_batches({**config, "pipeline": {**config["pipeline"], "M": "auto"}})
 
 
+@pytest.mark.slow
 def test_micro_batches_too_small_for_batchnorm_are_no_choice() -> None:
     images = (*FAMILIES["images"], "data.batch_size=4")
     request = make_request((*images, "pipeline.M=auto"))
@@ -429,6 +433,7 @@ def test_mistakes_are_named(words: list[str], message: str, capsys: pytest.Captu
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_help_needs_no_torch_and_nothing_is_left_behind(tmp_path: Path) -> None:
     code = "import sys; from gpipe_cli.commands.plan import main; main(['--help']); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)

@@ -33,6 +33,7 @@ def alone(*words: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("search", "keys"),
     [

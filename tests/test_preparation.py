@@ -43,6 +43,7 @@ def prepare(tmp_path: Path) -> Iterator[Any]:
         one.clean_up()
 
 
+@pytest.mark.slow
 def test_replicas_prepare_in_turn_and_nobody_loses_patience(prepare: Any) -> None:
     job = prepare(4, LONGER_THAN_A_MESSAGE_MAY)
     *_, result = job.events()

@@ -96,6 +96,7 @@ def evaluated(run_dir: Path) -> list[int]:
     return [json.loads(row)["step"] for row in (run_dir / "evaluations.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_step_that_was_to_be_evaluated_when_the_run_was_ended_is_evaluated_when_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +112,7 @@ def test_a_step_that_was_to_be_evaluated_when_the_run_was_ended_is_evaluated_whe
     assert evaluated(tmp_path) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_a_run_that_has_lost_patience_trains_no_further_when_it_is_typed_again(tmp_path: Path) -> None:
     words = [word for word in WORDS if not word.startswith("trainer.evaluate_every")]
     for _ in range(3):

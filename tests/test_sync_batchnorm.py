@@ -27,6 +27,7 @@ def train(folder: Path, name: str, *words: str) -> tuple[list[float], str]:
     return [json.loads(row)["loss"] for row in rows], done.stdout
 
 
+@pytest.mark.slow
 def test_the_command_trains_two_replicas_as_one_when_told_to(tmp_path: Path) -> None:
     words = ["debug=tiny", "model=amoebanet", "model.L=3", "trainer.steps=2", "trainer.evaluate_every=null"]
     words += ["optimizer.lr=1e-4", "pipeline.K=1", "pipeline.M=1", "logging.tensorboard=false"]

@@ -91,6 +91,7 @@ def is_instruction(event: Event) -> bool:
     return event["ph"] == "X" and event["cat"] != "phase"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [2, 3])
 def test_the_trace_of_each_worker_is_its_list_of_the_schedule(run: Run, step: int) -> None:
     for worker, expected in enumerate(run.lists):

@@ -53,6 +53,7 @@ def weights(checkpoint: Path, kind: str = "weight") -> dict[str, Tensor]:
     return {name.replace(f"{kind}:", ""): value for name, value in tensors(checkpoint).items() if f"/{kind}:" in name}
 
 
+@pytest.mark.slow
 def test_all_but_the_classifier_comes_from_the_other_run(digits: Path, birds: list[str], tmp_path: Path) -> None:
     summary, events = begin(tmp_path / "run", digits, *birds, "checkpoint.init_except=[head]", "pipeline.K=3")
     before, after = weights(digits, "average"), weights(step_directory(tmp_path / "run", 1))
@@ -82,6 +83,7 @@ def test_a_classifier_of_another_size_is_never_skipped_silently(digits: Path, bi
     assert "checkpoint.init_except=[head]" in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_classifier_of_the_same_size_is_kept_unless_left_out(digits: Path, tmp_path: Path) -> None:
     begin(tmp_path / "kept", digits)
     begin(tmp_path / "new", digits, "checkpoint.init_except=[head.classifier.weight]", "seed=2")
@@ -121,6 +123,7 @@ def test_a_path_without_a_run_is_refused_before_any_worker_starts(tmp_path: Path
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_five_seeds_from_one_run_give_one_table(digits: Path, birds: list[str], tmp_path: Path) -> None:
     run_dir = digits.parent.parent
     words = [f"checkpoint.init_from={run_dir}", "checkpoint.init_except=[head]", "launch.inline=true"]
@@ -133,6 +136,7 @@ def test_five_seeds_from_one_run_give_one_table(digits: Path, birds: list[str], 
     assert "accuracy" in done.stdout
 
 
+@pytest.mark.slow
 def test_resume_auto_goes_on_and_does_not_begin_again(digits: Path, tmp_path: Path) -> None:
     words = [f"checkpoint.init_from={digits}", "checkpoint.resume=auto", f"hydra.run.dir={tmp_path / 'run'}"]
     words += ["launch.inline=true", "schedule.steps=9"]

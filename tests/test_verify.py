@@ -208,6 +208,7 @@ def test_both_families_are_the_plain_loop(family: str, tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1].startswith("OK")
 
 
+@pytest.mark.slow
 def test_a_fault_between_processes_is_named_and_the_exit_code_is_1(tmp_path: Path) -> None:
     done = command(tmp_path, "pipeline.workers=1", "pipeline.replicas=2", fault="replicas_not_added_up")
     assert done.returncode == 1, done.stderr

@@ -51,6 +51,7 @@ def test_an_exception_in_a_layer_ends_the_run_with_its_traceback_and_place(tmp_p
     assert re.search(r"cell \d, layer 'hidden_\d', micro-batch \d", done.stderr)
 
 
+@pytest.mark.slow
 def test_outputs_whose_shape_depends_on_more_than_the_inputs_shapes_are_refused_by_name(tmp_path: Path) -> None:
     count = "Hidden.calls = getattr(Hidden, 'calls', 0) + 1\n        shorter = int(Hidden.calls > 100)\n"
     module = changed("return x + F.relu", f"{count}        return x[shorter:] + F.relu").replace(
@@ -63,6 +64,7 @@ def test_outputs_whose_shape_depends_on_more_than_the_inputs_shapes_are_refused_
     assert re.search(refusal, done.stderr)
 
 
+@pytest.mark.slow
 def test_an_exception_in_the_data_is_told_as_one_of_the_data(tmp_path: Path) -> None:
     broken = changed(
         "            number += 1\n", "            number += 1\n            assert number < 8, 'a planted fault'\n"
@@ -119,6 +121,7 @@ def test_mistakes_are_named(tmp_path: Path, old: str, new: str, words: list[str]
     assert message in done.stderr
 
 
+@pytest.mark.slow
 def test_layers_that_share_their_weights_train_as_one_layer_that_applies_them_as_often(tmp_path: Path) -> None:
     """Loss and gradient norm of every step: one gradient, one update, one set of statistics."""
     pieces = "torch.manual_seed(3)\n    same, last = Hidden(width), nn.Linear(width, 2)\n    hidden = "
