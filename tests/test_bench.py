@@ -188,7 +188,7 @@ def test_the_largest_that_fits_is_one_that_was_tried_and_never_beyond_the_cap(
     assert len(set(tried)) == len(tried) and max(tried) <= most
     assert found in (0, *tried)
     assert found == most or found + 1 in tried
-    assert len(tried) <= (7 if slope != "level" else 20)
+    assert len(tried) <= {"even": 7, "uneven": 12, "level": 20}[slope]
 
 
 @pytest.mark.slow

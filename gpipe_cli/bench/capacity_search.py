@@ -107,10 +107,13 @@ def largest(peak_of: Callable[[int], int | None], budget: int, most: int) -> int
 
 
 def _guess(peaks: list[tuple[int, int]], budget: int, low: int, high: int) -> int:
-    """Where the line through the last two trials meets the budget; by doubling and halving, where there is none."""
+    """Where the line through the first and the last trial meets the budget; by doubling and halving, where none does.
+
+    After one trial the line through nothing, which takes nothing: rather too small a guess than too large a one.
+    """
     blind = min(2 * low, (low + high) // 2)
-    if len(peaks) < 2:
+    if not peaks:
         return blind
-    (a, peak_a), (b, peak_b) = peaks[-2:]
+    (a, peak_a), (b, peak_b) = peaks[0] if len(peaks) > 1 else (0, 0), peaks[-1]
     slope = (peak_b - peak_a) / (b - a)
     return int(b + (budget - peak_b) / slope) if slope > 0 else blind
