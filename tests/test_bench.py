@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gpipe_cli.bench.capacity import TENSORS, OverBudget, Trial, attempt
-from gpipe_cli.bench.capacity_search import SHORT, largest, present_device, search
+from gpipe_cli.bench.capacity_search import SHORT, device_budget, largest, search
 from gpipe_cli.bench.capacity_table import curves_of, measured_row
 from gpipe_cli.bench.options import BenchOptions
 from gpipe_cli.bench.paper import TABLE_2, ideal_throughput
@@ -215,7 +215,7 @@ def test_table_1_says_where_larger_models_may_fit_too() -> None:
 
 
 def test_the_present_device_s_own_memory_is_a_budget_for_each_of_two_workers() -> None:
-    budget, tokens = present_device()
+    budget, tokens = device_budget()
     whole = usable_memory()
     assert whole is not None and 0 < budget <= TENSORS * whole / 2
     assert tokens == SHORT or torch.cuda.is_available()

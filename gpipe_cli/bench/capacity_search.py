@@ -42,7 +42,7 @@ def measure(typed: int | None, options: BenchOptions, say: Say) -> list[dict[str
         typed: budget of a worker; None: what the present device holds.
     """
     texts = options.batch or 32
-    budget, tokens = (typed, SHORT) if typed is not None else present_device()
+    budget, tokens = (typed, SHORT) if typed is not None else device_budget()
     width = NARROW if budget < WIDE_FROM else WIDE
     rows = []
     for K, naive in ROWS:
@@ -54,8 +54,8 @@ def measure(typed: int | None, options: BenchOptions, say: Say) -> list[dict[str
     return rows
 
 
-def present_device() -> tuple[int, int]:
-    """What it holds for a worker, in bytes, and the tokens of a text that goes with it."""
+def device_budget() -> tuple[int, int]:
+    """What the present device holds for a worker, in bytes, and the tokens of the texts to fill it with."""
     found = run_workers(MEMORY, 1, {"workers": max(K for K, _ in ROWS)}, PRELOAD)
     return found["budget"], LONG if found["kind"] == "cuda" else SHORT
 
