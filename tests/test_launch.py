@@ -26,7 +26,7 @@ from gpipe_cli.launch.deadline import SECOND_REQUEST_SECONDS, StopDeadline
 from gpipe_cli.launch.inline import launch_inline
 from gpipe_cli.launch.signals import REQUESTS, StopSignals
 from gpipe_cli.launch.supervisor import Job, WorkerFailed, launch
-from gpipe_cli.launch.worker import HEARTBEAT_SECONDS
+from gpipe_cli.launch.worker import HEARTBEAT_SECONDS, place_soon
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for left-over processes in /proc")
 
@@ -297,6 +297,13 @@ def test_a_worker_killed_from_outside_ends_the_job_and_is_named_with_its_cell(co
     assert code == 1
     assert "worker 2 was killed by SIGKILL" in errors
     assert "; last seen at cell 2, instruction r2.0\n" in errors
+
+
+def test_a_worker_between_two_instructions_is_seen_in_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    where: dict[str, Any] = {"step": 3, "cell": None}
+    assert place_soon(where) == {"step": 3, "cell": None}  # where there is none
+    monkeypatch.setattr("gpipe_cli.launch.worker.time.sleep", lambda seconds: where.update(cell=2))
+    assert place_soon(where) == {"step": 3, "cell": 2}
 
 
 # -------------------------------------------------------------------------------------------------- asked to stop

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 HEARTBEAT_SECONDS = 1.0
+LOOKS, BETWEEN_LOOKS_SECONDS = 5, 0.02
 
 
 def main(job: dict[str, Any], rank: int, parent: int) -> NoReturn:
@@ -106,8 +107,17 @@ def _start_heartbeat(where: dict[str, Any], send: Callable[[dict[str, Any]], Non
         told: dict[str, Any] = {}
         while True:
             time.sleep(interval)
-            if (now := where.copy()) != told:
+            if (now := place_soon(where)) != told:
                 told = now
                 send({"where": now})
 
     threading.Thread(target=beat, name="heartbeat", daemon=True).start()
+
+
+def place_soon(where: dict[str, Any]) -> dict[str, Any]:
+    """What a worker is doing; one between two instructions, and so in no cell, is looked at a few times more."""
+    for _ in range(LOOKS):
+        if "cell" not in where or where["cell"] is not None:
+            break
+        time.sleep(BETWEEN_LOOKS_SECONDS)
+    return where.copy()
