@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ def device_memory(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     """
     device = join_world(context, context.world_size, 1, "auto", "auto").device
     if device.type == "cuda":
-        sharing = -(-config["workers"] // torch.cuda.device_count())
+        sharing = math.ceil(config["workers"] / torch.cuda.device_count())
         return {"budget": torch.cuda.mem_get_info(device)[0] // sharing, "kind": device.type}
     memory = free_memory()
     if memory is None:

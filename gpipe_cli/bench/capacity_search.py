@@ -36,21 +36,20 @@ def read_memory(words: Sequence[str]) -> list[int | None]:
 
 
 def measure(typed: int | None, options: BenchOptions, say: Say) -> list[dict[str, Any]]:
-    """One row for each of `ROWS`: the budget, the size of the texts, and what was found.
+    """One row for each of `ROWS`: what was tried, and what was found.
 
     Args:
         typed: budget of a worker; None: what the present device holds.
     """
     texts = options.batch or 32
     budget, tokens = (typed, SHORT) if typed is not None else device_budget()
-    width = NARROW if budget < WIDE_FROM else WIDE
+    model = {"width": NARROW if budget < WIDE_FROM else WIDE, "tokens": tokens, "texts": texts}
     rows = []
     for K, naive in ROWS:
         M, remat = (1, "never") if naive else (min(MEASURED_M, texts), "always")
         say(f"real steps on this machine, {budget / GB:.3g} GB a worker, K={K}, {'naive' if naive else 'pipeline'}")
-        model = {"width": width, "tokens": tokens, "texts": texts}
-        found = search(K, {**model, "M": M, "remat": remat, "budget": budget}, say)
-        rows.append({"K": K, "naive": naive, "budget": budget, **model, "found": found})
+        trial = {**model, "M": M, "remat": remat, "budget": budget}
+        rows.append({"K": K, "naive": naive, **trial, "found": search(K, trial, say)})
     return rows
 
 

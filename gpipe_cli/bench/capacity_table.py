@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from .capacity_search import GB, LARGEST_L, MEASURED_M, NARROW, ROWS, measure, read_memory
+from .capacity_search import GB, LARGEST_L, NARROW, measure, read_memory
 from .options import BenchOptions
 from .paper import TABLE_1, Capacity
 from .tables import Curve, Say, Table
@@ -191,7 +191,7 @@ def notes(options: BenchOptions, measured: list[dict[str, Any]]) -> list[str]:
         "micro-batches of one example.",
         "its GB a device: what the paper's own size needs by this plan, on the fullest device. ours: the largest that "
         "fits; of AmoebaNet the width D grows at the paper's L.",
-        *(_how_measured(row) for row in measured[:: len(ROWS)]),
+        *(_how_measured(row) for row in measured if row["K"] > 1),
     ]
     if options.quick:
         said.append("quick: the largest sizes by the planner were not looked for.")
@@ -199,11 +199,11 @@ def notes(options: BenchOptions, measured: list[dict[str, Any]]) -> list[str]:
 
 
 def _how_measured(row: dict[str, Any]) -> str:
-    """Of the rows of one budget."""
+    """Of the rows of one budget, of which this is the only one with several workers."""
     return (
         f"Measured, {row['budget'] / GB:.3g} GB a worker: a real step with an update by RMSProp (16 bytes a parameter "
         f"with the gradient) of a Transformer-L with d_model {row['width']} and H {4 * row['width']}, {row['texts']} "
-        f"texts of {row['tokens']} tokens, M={min(MEASURED_M, row['texts'])} where pipelined. All bytes of tensors "
-        f"alive count, on the fullest worker; a tensor beyond the budget is refused. No deeper model than "
+        f"texts of {row['tokens']} tokens, M={row['M']} where pipelined. All bytes of tensors alive count, on the "
+        "fullest worker; a tensor beyond the budget is refused. No deeper model than "
         f"L={LARGEST_L} is tried: where that fits, the row says `or more`."
     )

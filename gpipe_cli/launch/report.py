@@ -187,7 +187,7 @@ def _silent_death(directory: Path, rank: int, exit_code: int, when: float, where
         how = f"ended with exit code {exit_code} and left no error report"
     # NCCL's watchdog thread aborts the whole process when a peer is gone.
     echo = exit_code == -signal.SIGABRT and COMMUNICATION.search(tail) is not None
-    seen = f"; last seen{_place(where)}" if _place(where) else ""
+    seen = f"; last seen{place}" if (place := _place(where)) else ""
     text = f"{_name(rank)} {how}{seen}\nlast lines of {log_path(directory, rank)}:\n{tail or '(empty)'}"
     return Failure(rank, 1 if echo else 0, when, text)
 
