@@ -18,7 +18,7 @@ from gpipe_cli.pipeline.schedule import schedule
 ROOT = Path(__file__).parent.parent
 SMALL = {
     "emulated": "--K 2 --M 2 --seconds 0.02 --repetitions 1",
-    "two_workers": "--M 2 --width 16 --layers 2 --examples 4 --repetitions 2",
+    "two_workers": "--M 2 --width 16 --layers 2 --examples 4 --rounds 2",
     "overhead": "--sizes tiny --examples 4 --tokens 4 --repetitions 2",
     "memory": "--K 2 --M 2 --examples 4",
     "startup": "--K 1 --quick debug=tiny",
