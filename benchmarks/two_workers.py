@@ -73,14 +73,11 @@ def row(kind: str, M: int, seconds: dict[str, list[float]]) -> dict[str, Any]:
     """Of one schedule; every list in ``seconds`` has the rounds in the same order."""
     ideal = 2 * M / (M + 1)
     one_by_one = [first + second for first, second in zip(seconds["alone 0"], seconds["alone 1"], strict=True)]
-    number = 1 + KINDS.index(kind)
-    cores = {
-        turn: [alone / both for alone, both in zip(one_by_one, seconds[f"together {turn}"], strict=True)]
-        for turn in (number - 1, number)
-    }
-    least = [min(pair) for pair in zip(*cores.values(), strict=True)]
+    number = KINDS.index(kind)
+    before, after = seconds[f"together {number}"], seconds[f"together {number + 1}"]
+    cores = [alone / max(both) for alone, *both in zip(one_by_one, before, after, strict=True)]
     shares = [plain / step / ideal for plain, step in zip(seconds["plain"], seconds[kind], strict=True)]
-    whole = [share for share, available in zip(shares, least, strict=True) if available >= 2 * WHOLE]
+    whole = [share for share, available in zip(shares, cores, strict=True) if available >= 2 * WHOLE]
     plain, step = statistics.median(seconds["plain"]), statistics.median(seconds[kind])
     return {
         "M": M,
@@ -90,7 +87,7 @@ def row(kind: str, M: int, seconds: dict[str, list[float]]) -> dict[str, Any]:
         "speed-up": plain / step,
         "2M/(M+1)": ideal,
         "share": statistics.median(shares),
-        "cores": statistics.median(least),
+        "cores": statistics.median(cores),
         "whole": len(whole),
         "share, whole": statistics.median(whole) if whole else None,
         "seconds": seconds,
