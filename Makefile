@@ -63,7 +63,7 @@ format: $(INSTALLED) ## format the code
 types: $(INSTALLED) ## check the types
 	@rm -rf $(TYPES) && mkdir -p $(TYPES)/gpipe_cli
 	@ln -s $(CURDIR)/gpipe_cli/* $(CURDIR)/conf $(CURDIR)/models $(CURDIR)/data $(TYPES)/gpipe_cli/
-	MYPYPATH=$(TYPES) $(BIN)/mypy -p gpipe_cli
+	MYPYPATH=$(TYPES) $(BIN)/mypy -p gpipe_cli -p benchmarks
 
 check: lint types test ## lint, types and tests
 

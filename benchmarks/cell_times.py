@@ -68,13 +68,13 @@ def worker(context: Context, config: Mapping[str, Any]) -> list[list[list[dict[s
         times = planned_times(cast(Profile, world.tell_everyone(profile)), cut.layers[mine.number])
         said = {what: getattr(times, key) for what, key in kinds_of_work(pipeline.remat).items()}
         rounds.append(list(cell_rows(mine.number, said, measured_steps(step, config["steps"]), pipeline.M)))
-    return world.gather_everyone(rounds)  # type: ignore[no-any-return]  # torch's own annotation
+    return cast(list[Any], world.gather_everyone(rounds))
 
 
 def planned_times(profile: Profile, layers: range) -> LayerTimes:
     """Of one cell, as a plan adds them up."""
-    with_loss = profile.loss is not None and layers.stop == len(profile.times)
-    return cell_total([profile.times[layer] for layer in layers], [profile.loss] if with_loss else [])
+    loss = [profile.loss] if profile.loss is not None and layers.stop == len(profile.times) else []
+    return cell_total([profile.times[layer] for layer in layers], loss)
 
 
 def measured_steps(step: EngineStep, steps: int) -> list[dict[str, float]]:

@@ -53,7 +53,9 @@ def generate(folder: Path, pairs: int) -> None:
     folder.mkdir()
     trained = {}
     for number, count in enumerate(np.maximum(20, pairs * shares / shares.sum()).astype(int).tolist()):
-        code, shards, widths = f"x{number}", [], []
+        code = f"x{number}"
+        shards: list[int] = []
+        widths: list[dict[int, tuple[int, int]]] = []
         for first in range(0, count, Sizes().shard):
             size = min(Sizes().shard, count - first)
             target = np.clip(draw.lognormal(3.1, 0.6, size), 1, 200)

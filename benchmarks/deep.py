@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
 COLOURS = {True: "#2f6db3", False: "#d9822b"}  # with depth-scaled initialisation, and without
 STYLES = ("-", "--", ":")  # of logit clipping, in the order in which its values are met

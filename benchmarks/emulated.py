@@ -89,7 +89,7 @@ def contenders(
         steps[HALVES] = HalvesStep(layers(divisible=True), asked)
     for kind in kinds_on(K):
         mine = layers(divisible=kind == "zero_bubble")
-        how = {"cells_here": CELLS[kind], "shared_memory": shared_memory}
+        how: dict[str, Any] = {"cells_here": CELLS[kind], "shared_memory": shared_memory}
         steps[kind] = engine_step(mine, rank, K, parts, kind, remat, **how)
         steps[f"torch {kind}"] = peer(kind, layers(), remat != "never", rank, K, M, Work(batch, batch))
     return steps
@@ -145,7 +145,9 @@ def measured_timeline(step: EngineStep, K: int) -> Timeline:
 
 def farthest(planned: Sequence[float], measured: Sequence[Sequence[float]]) -> float:
     """Of the workers' planned / measured seconds, medians of some steps, the one that is farthest from 1."""
-    shares = [plan / statistics.median(steps) for plan, steps in zip(planned, zip(*measured, strict=True), strict=True)]
+    shares: list[float] = [
+        plan / statistics.median(steps) for plan, steps in zip(planned, zip(*measured, strict=True), strict=True)
+    ]
     return max(shares, key=lambda share: max(share, 1 / share))
 
 

@@ -40,7 +40,7 @@ SIZES = {
 
 def build_modules(sizes: dict[str, int]) -> list[nn.Module]:
     vocabulary = sizes["vocabulary"]
-    others = {name: size for name, size in sizes.items() if name != "vocabulary"}
+    others: dict[str, Any] = {name: size for name, size in sizes.items() if name != "vocabulary"}
     builders = transformer(**others, source_vocabulary=vocabulary, target_vocabulary=vocabulary)
     return [build_layer(builder, index, 0, CPU) for index, builder in enumerate(builders)]
 
