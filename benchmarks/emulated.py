@@ -89,8 +89,9 @@ def contenders(
         steps[HALVES] = HalvesStep(layers(divisible=True), asked)
     for kind in kinds_on(K):
         mine = layers(divisible=kind == "zero_bubble")
-        how: dict[str, Any] = {"cells_here": CELLS[kind], "shared_memory": shared_memory}
-        steps[kind] = engine_step(mine, rank, K, parts, kind, remat, **how)
+        steps[kind] = engine_step(
+            mine, rank, K, parts, kind, remat, cells_here=CELLS[kind], shared_memory=shared_memory
+        )
         steps[f"torch {kind}"] = peer(kind, layers(), remat != "never", rank, K, M, Work(batch, batch))
     return steps
 

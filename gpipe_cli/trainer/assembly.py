@@ -98,9 +98,7 @@ def assemble_model(context: Context, settings: Settings, world: World, task: Tas
     source = open_source(settings, world, journal, context.stop_requested)
     if source is not None:
         forward_warnings(source, context.emit)
-    found = cast(
-        Survey, world.tell_everyone(lambda: survey(builders, settings, world, cast(Source, source), journal.message))
-    )
+    found = world.tell_everyone(lambda: survey(builders, settings, world, cast(Source, source), journal.message))
     journal.cells(found.cut.table)
     cells = build_cells(builders, found.cut, world, settings.seed, settings.pipeline.sync_batchnorm)
     for cell in cells:
@@ -227,9 +225,7 @@ def whole_model(world: World, cells: Sequence[Cell]) -> tuple[dict[str, list[str
         for cell in cells
         for layer in cell.layers
     ]
-    everyone = cast(
-        "list[tuple[list[str], list[tuple[int, str, list[str], bool]]]]", world.gather_everyone((own, mine))
-    )
+    everyone = world.gather_everyone((own, mine))
     trained = {name for names, _ in everyone[: world.workers] for name in names}
     layers = sorted(layer for _, worker in everyone[: world.workers] for layer in worker)
     model = {name: parameters for _, name, parameters, _ in layers}

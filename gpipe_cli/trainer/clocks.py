@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -57,7 +57,7 @@ def clock_offset(world: World, name: str | None = None, clock: Clock = time.perf
     """
     if world.everyone is None:
         return 0.0
-    names = cast("list[str]", world.gather_everyone(clock_name() if name is None else name))
+    names = world.gather_everyone(clock_name() if name is None else name)
     others = [rank for rank, theirs in enumerate(names) if theirs != names[0]]
     if world.rank == 0:
         for rank in others:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from ..data.source import Source
 from .world import World
@@ -41,6 +41,6 @@ def count_defects(world: World, source: Source | None) -> dict[str, int]:
     """
     mine = dict(getattr(source, "defects", {}))
     total: Counter[str] = Counter()
-    for defects in cast("list[dict[str, int]]", world.gather_everyone(mine)):
+    for defects in world.gather_everyone(mine):
         total.update(defects)
     return dict(total)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ..pipeline.critical_path import Place, critical_path
 from ..pipeline.instruction import COMPUTE
@@ -43,7 +43,7 @@ def record_everyone(world: World, meter: Meter) -> list[Recording]:
     """The last step of every rank, in rank order, on every rank; every worker calls it at the same time."""
     meter.settle()
     mine = Recording(meter.spans, meter.phases).shifted(clock_offset(world))
-    return cast("list[Recording]", world.gather_everyone(mine))
+    return world.gather_everyone(mine)
 
 
 def from_zero(recordings: Sequence[Recording], scale: float = 1.0) -> list[Recording]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ import torch.distributed as dist
 from ..errors import ConfigurationError
 from ..gpus import count_gpus
 from ..launch.context import GROUP_TIMEOUT_SECONDS, Context
+
+Value = TypeVar("Value")
 
 _CPU = "cpu"  # the identity of a device that is no GPU
 
@@ -64,18 +66,18 @@ class World:
         """Global rank of another worker of the same replica."""
         return self.replica * self.workers + worker
 
-    def tell_everyone(self, make: Callable[[], object]) -> object:
+    def tell_everyone(self, make: Callable[[], Value]) -> Value:
         """What ``make`` returns on rank 0, on every rank; the others wait for it."""
         value = [make() if self.rank == 0 else None]
         if self.everyone is not None:
             dist.broadcast_object_list(value, src=0, group=self.everyone, device=torch.device("cpu"))
-        return value[0]
+        return cast(Value, value[0])
 
-    def gather_everyone(self, value: object) -> list[object]:
+    def gather_everyone(self, value: Value) -> list[Value]:
         """Every rank's ``value``, in rank order, on every rank."""
         if self.everyone is None:
             return [value]
-        values: list[object] = [None] * self.size
+        values = [value] * self.size
         dist.all_gather_object(values, value, group=self.everyone)
         return values
 
