@@ -1,0 +1,85 @@
+"""Golden losses: twelve steps of three models, written down in tests/golden/ by `python tests/golden_losses.py`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+FOLDER = Path(__file__).parent / "golden"
+# The schedules of a group add up the gradients of micro-batches in the same order, and so make the same losses: gpipe
+# from the last micro-batch to the first, the others from the first to the last. Files are named after the first ones.
+GROUPS = {"gpipe": ["gpipe"], "1f1b": ["1f1b", "interleaved_1f1b", "zero_bubble"]}
+STEPS = 12
+# debug=tiny makes them small; what is drawn at random (dropout, drop path) is on in all of them.
+MODELS = {
+    "transformer": [
+        "model.dropout=0.1",
+        "model.input_dropout=0.1",
+        "model.attention_dropout=0.1",
+        "task.generation=null",
+    ],
+    "transformer_lm": ["model.dropout=0.1", "model.input_dropout=0.1", "model.attention_dropout=0.1"],
+    "amoebanet": ["model.dropout=0.2", "model.drop_path_keep=0.7"],
+}
+
+
+class Step(NamedTuple):
+    """What is written down of a step: Python's decimals of a float64, which read back as the same number."""
+
+    loss: float
+    gradient_norm: float
+
+
+def made_with() -> str:
+    """What decides the last bits (torch, the processor) and, where there is text, the corpus and its vocabulary."""
+    releases = ", ".join(f"{package} {version(package)}" for package in ("torch", "babel", "sentencepiece"))
+    return f"# made with {releases} on {torch.backends.cpu.get_cpu_capability()}"
+
+
+def trained(model: str, schedule: str, cells: int) -> list[Step]:
+    """The steps of gpipe-train, as its metrics.jsonl has them."""
+    # Interleaving wants more cells than workers.
+    workers = max(1, cells // 2) if schedule == "interleaved_1f1b" else min(cells, 2)
+    with tempfile.TemporaryDirectory() as run:
+        keys = [f"model={model}", "debug=tiny", *MODELS[model], f"trainer.steps={STEPS}", f"pipeline.K={cells}"]
+        keys += [f"pipeline.schedule={schedule}", f"pipeline.workers={workers}", "logging.every=1"]
+        keys += ["trainer.evaluate_first=false", "trainer.evaluate_every=null", "checkpoint.every=null"]
+        keys += ["logging.tensorboard=false", f"hydra.run.dir={run}"]
+        command = [sys.executable, "-m", "gpipe_cli.commands.train", *keys]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+        lines = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    return [Step(line["loss"], line["grad_norm"]) for line in lines]
+
+
+def written(model: str, group: str) -> tuple[str, list[Step]]:
+    """What the file was made with, and its steps."""
+    lines = golden_file(model, group).read_text().splitlines()
+    steps = [line.split() for line in lines if not line.startswith("#")]
+    assert [int(number) for number, _, _ in steps] == list(range(1, STEPS + 1))
+    return lines[1], [Step(float(loss), float(norm)) for _, loss, norm in steps]
+
+
+def golden_file(model: str, group: str) -> Path:
+    return FOLDER / f"{model}_{group}.txt"
+
+
+def rewrite(model: str, group: str) -> None:
+    head = [f"# python tests/golden_losses.py {model} {group}", made_with(), "# step, loss, gradient norm"]
+    rows = [f"{i:2}  {step.loss!r:20} {step.gradient_norm!r}" for i, step in enumerate(trained(model, group, 1), 1)]
+    golden_file(model, group).write_text("\n".join([*head, *rows]) + "\n")
+    print(golden_file(model, group))
+
+
+if __name__ == "__main__":
+    for chosen in [sys.argv[1:]] if sys.argv[1:] else product(MODELS, GROUPS):
+        rewrite(*chosen)
