@@ -1,0 +1,67 @@
+"""A run that an earlier gpipe-cli left (tests/old_checkpoint/) can still be evaluated, exported and gone on from.
+
+All by the commands, as a person would; the keys of the run are those in its .hydra/overrides.yaml. The last bits belong
+to the processor and the releases that expected.json names; with others a tolerance serves.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from math import isclose
+from pathlib import Path
+from typing import Any
+
+import golden_losses
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+HOME = Path(__file__).parent / "old_checkpoint"
+EXPECTED = json.loads((HOME / "expected.json").read_text())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(HOME / "run", tmp_path / "run"))
+
+
+def test_it_is_evaluated(run: Path) -> None:
+    command("evaluate", f"checkpoint={run}", f"output={run / 'report'}")
+    hold("evaluation", EXPECTED["evaluation"], json.loads((run / "report" / "evaluation.json").read_text())["numbers"])
+
+
+@pytest.mark.parametrize("cells", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_it_is_gone_on_from(run: Path, cells: int) -> None:
+    before = (run / "metrics.jsonl").read_text()
+    keys = yaml.safe_load((run / ".hydra" / "overrides.yaml").read_text())
+    steps = EXPECTED["next_steps"]
+    others = [f"checkpoint.resume={run}", f"trainer.steps={steps[-1]['step']}", f"pipeline.K={cells}"]
+    command("train", *keys, *others, f"hydra.run.dir={run}")
+    after = (run / "metrics.jsonl").read_text()
+    assert after.startswith(before)
+    lines = [json.loads(line) for line in after.removeprefix(before).splitlines()]
+    assert [line["step"] for line in lines] == [step["step"] for step in steps]
+    for expected, line in zip(steps, lines, strict=True):
+        hold(f"step {line['step']}", expected, line)
+
+
+def test_its_weights_are_exported(run: Path, tmp_path: Path) -> None:
+    command("export", f"checkpoint={run}", f"output={tmp_path / 'model.safetensors'}")
+    weights = load_file(tmp_path / "model.safetensors")
+    assert {name: list(weight.shape) for name, weight in weights.items()} == EXPECTED["state_dict"]
+
+
+def command(name: str, *words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", f"gpipe_cli.commands.{name}", *words], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, f"gpipe-{name} {' '.join(words)}\n{done.stdout}{done.stderr}"
+
+
+def hold(what: str, expected: dict[str, float], got: dict[str, Any]) -> None:
+    tolerance = 0.0 if EXPECTED["made_with"] == golden_losses.made_with() else 1e-4
+    for key, value in expected.items():
+        assert isclose(value, got[key], rel_tol=tolerance), f"{key} of {what}: {value!r} recorded, {got[key]!r} now"
