@@ -23,15 +23,15 @@ from gpipe_cli.bench.driver import EngineStep, step_of_cells
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.config import Settings
+from gpipe_cli.distributed.world import join_world
+from gpipe_cli.factory.build import build_autocast, build_cells, build_model, build_task, cut_model
 from gpipe_cli.launch.context import Context
+from gpipe_cli.partition.cost import Profile, profile_layers
+from gpipe_cli.partition.layer_times import LayerTimes, cell_total
 from gpipe_cli.pipeline.boundary import Tensors
-from gpipe_cli.pipeline.cost import Profile, profile_layers
-from gpipe_cli.pipeline.layer_times import LayerTimes, cell_total
-from gpipe_cli.planner.example import example_part
-from gpipe_cli.planner.neighbours import Neighbours
+from gpipe_cli.planner.measure.example import example_part
+from gpipe_cli.planner.measure.neighbours import Neighbours
 from gpipe_cli.trainer.assembly import make_transport
-from gpipe_cli.trainer.build import build_autocast, build_cells, build_model, build_task, cut_model
-from gpipe_cli.trainer.world import join_world
 
 CPU = torch.device("cpu")
 

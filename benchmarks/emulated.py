@@ -2,7 +2,7 @@
 
 48 layers that sleep (backward twice the forward, 1/M of it per micro-batch) are cut into K equal cells on K real
 processes that send real messages (the peers by gloo); for interleaved_1f1b into 2K, two on each process; for
-zero_bubble each half of a backward takes as long as a forward. The limit is what `gpipe_cli.pipeline.simulate` gives
+zero_bubble each half of a backward takes as long as a forward. The limit is what `gpipe_cli.schedule.simulate` gives
 for the very lists of instructions that run, with free messages and free bookkeeping. The peers get the same layers in
 the same processes, with torch.utils.checkpoint in their stages where remat is on.
 
@@ -15,8 +15,8 @@ own cells, forward and backward, by a plain loop without engine and messages; fo
 
 bubble: share of the workers' time outside forward, recompute and backward, by the engine's meter; again the median.
 planned: the same by the planner's simulation, from what the plain loop takes for the layers and what a message between
-two of these processes takes (`gpipe_cli.planner.link`). cells: what the plan has a worker compute over what the meter
-says, again the median; of the worker with which it is farthest from 1.
+two of these processes takes (`gpipe_cli.planner.measure.link`). cells: what the plan has a worker compute over what the
+meter says, again the median; of the worker with which it is farthest from 1.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from gpipe_cli.bench.stopwatch import StopWatch
 from gpipe_cli.bench.turns import join_emulation, of_all_workers, take_turns, typical
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.launch.context import Context
-from gpipe_cli.pipeline.schedule import Instruction, Op, schedule
-from gpipe_cli.pipeline.simulate import Timeline, cost_durations, simulate
-from gpipe_cli.planner.link import LinkTimes, measure_link
-from gpipe_cli.trainer.trace import Recording, from_zero
+from gpipe_cli.metrics.trace import Recording, from_zero
+from gpipe_cli.planner.measure.link import LinkTimes, measure_link
+from gpipe_cli.schedule.schedule import Instruction, Op, schedule
+from gpipe_cli.schedule.simulate import Timeline, cost_durations, simulate
 
 EXAMPLES = 64
 FREE = LinkTimes(0.0, 0.0, 0.0)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from benchmarks.common import Report, parser
 from gpipe_cli.bench.workers import run_workers
+from gpipe_cli.distributed.exchange import Exchange
 from gpipe_cli.launch.context import Context
-from gpipe_cli.trainer.exchange import Exchange
 
 NUMBERS = 500
 

@@ -25,7 +25,7 @@ from gpipe_cli.bench.driver import Block, engine_step, squared_loss
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.launch.context import Context
 from gpipe_cli.pipeline.engine import Part
-from gpipe_cli.planner.tracking import Tracker
+from gpipe_cli.planner.measure.tracking import Tracker
 
 LAYERS = 16
 WIDTH = 16

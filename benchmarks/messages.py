@@ -17,7 +17,7 @@ from benchmarks.common import Report, parser
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.launch.context import Context
 from gpipe_cli.pipeline.transport import Transport
-from gpipe_cli.planner.link import LinkTimes, measure_link
+from gpipe_cli.planner.measure.link import LinkTimes, measure_link
 
 CPU = torch.device("cpu")
 WIRES = {"shared memory": True, "gloo": False}

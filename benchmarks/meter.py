@@ -22,17 +22,17 @@ from benchmarks.common import Report, parser, seconds_in_turns, slower_by
 from benchmarks.overhead import SIZES, build_modules, random_parts
 from gpipe_cli.bench.driver import CPU, step_of_cells
 from gpipe_cli.cpu import keep_freed_memory
+from gpipe_cli.distributed.exchange import Exchange
+from gpipe_cli.distributed.world import World
+from gpipe_cli.metrics.step_report import StepReporter
+from gpipe_cli.partition.partition import cell_layers, partition
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
 from gpipe_cli.pipeline.engine import Part
-from gpipe_cli.pipeline.forecast import Forecast
-from gpipe_cli.pipeline.instruction import Instruction
 from gpipe_cli.pipeline.meter import Meter
-from gpipe_cli.pipeline.partition import cell_layers, partition
 from gpipe_cli.pipeline.randomness import NoiseSource
+from gpipe_cli.schedule.forecast import Forecast
+from gpipe_cli.schedule.instruction import Instruction
 from gpipe_cli.tasks.translation import TranslationTask
-from gpipe_cli.trainer.exchange import Exchange
-from gpipe_cli.trainer.step_report import StepReporter
-from gpipe_cli.trainer.world import World
 
 DIRECT = 200  # repetitions of what is measured directly
 

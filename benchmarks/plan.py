@@ -25,7 +25,7 @@ from benchmarks.common import Report, parser
 
 MODELS = {
     "transformer_lm_small": ("model=transformer_lm_small",),
-    "amoebanet": ("model=amoebanet", "schedule.warmup_steps=1"),  # on the digits
+    "amoebanet": ("model=amoebanet", "lr_schedule.warmup_steps=1"),  # on the digits
 }
 REMATS = ("never", "always")
 CUT = ("pipeline.K=2", "pipeline.M=4")

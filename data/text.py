@@ -12,8 +12,8 @@ import torch
 
 from ..errors import ConfigurationError
 from . import typical
-from .cldr import HELD_OUT_ITEMS
-from .cldr_corpus import CorpusParameters, open_store
+from .cldr.corpus import CorpusParameters, open_store
+from .cldr.pairs import HELD_OUT_ITEMS
 from .source import Batch, Report, check_limits, parts_of_replica, permutation, read_ahead, split_evenly
 from .store import Rows, Store
 from .vocabulary import BOS, EOS, PAD

@@ -16,9 +16,9 @@ import torch
 
 from ..errors import ConfigurationError
 from . import typical
-from .cldr import HELD_OUT_ITEMS
-from .cldr_corpus import CorpusParameters, open_store
-from .languages import RANK, SCRIPTS
+from .cldr.corpus import CorpusParameters, open_store
+from .cldr.languages import RANK, SCRIPTS
+from .cldr.pairs import HELD_OUT_ITEMS
 from .sampling import TemperatureSampler, temperature_shares
 from .sentences import keep_vocabularies
 from .source import Batch, Report, check_limits, parts_of_replica, permutation, read_ahead, split_evenly

@@ -1,8 +1,8 @@
 """The configuration, typed: one dataclass per component says which keys there are, their types and their limits.
 
 YAML (``conf/``) holds the values, all of them: the dataclasses have no defaults, so no value stands in two places.
-What is chosen by name (model, data, task, optimizer, schedule) keeps its keys as they are; whatever ``_target_`` names
-judges them. No torch here: the command process refuses a wrong value within half a second.
+What is chosen by name (model, data, task, optimizer, lr_schedule) keeps its keys as they are; whatever ``_target_``
+names judges them. No torch here: the command process refuses a wrong value within half a second.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class VerifyConfig:
 
 @dataclass(frozen=True)
 class Settings:
-    """The whole configuration. `model`, `data`, `task`, `optimizer` and `schedule` stay plain: see `FREE_FORM`."""
+    """The whole configuration. `model`, `data`, `task`, `optimizer` and `lr_schedule` stay plain: see `FREE_FORM`."""
 
     name: str | None
     seed: CountOrZero
@@ -195,7 +195,7 @@ class Settings:
     data: dict[str, Any]
     task: dict[str, Any]
     optimizer: dict[str, Any]
-    schedule: dict[str, Any]
+    lr_schedule: dict[str, Any]
     pipeline: PipelineConfig
     trainer: TrainerConfig
     precision: PrecisionConfig
@@ -245,7 +245,7 @@ TYPED: dict[str, type] = {
     "launch": LaunchConfig,
     "verify": VerifyConfig,
 }
-FREE_FORM = ("model", "data", "task", "optimizer", "schedule")
+FREE_FORM = ("model", "data", "task", "optimizer", "lr_schedule")
 
 
 def known_keys() -> list[str]:

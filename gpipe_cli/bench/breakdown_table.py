@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.pipeline.forecast import Forecast
-from gpipe_cli.pipeline.schedule import schedule
-from gpipe_cli.pipeline.simulate import ideal_bubble
-from gpipe_cli.trainer.breakdown import mean_breakdown
+from gpipe_cli.metrics.breakdown import mean_breakdown
+from gpipe_cli.schedule.forecast import Forecast
+from gpipe_cli.schedule.schedule import schedule
+from gpipe_cli.schedule.simulate import ideal_bubble
 
 from .options import BenchOptions
 from .paper import TABLE_4

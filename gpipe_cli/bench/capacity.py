@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from gpipe_cli.cpu import free_memory
+from gpipe_cli.distributed.world import World, join_world
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch.context import Context
 from gpipe_cli.models.transformer_lm import transformer_lm
-from gpipe_cli.pipeline.cost import layer_costs
-from gpipe_cli.pipeline.partition import partition
-from gpipe_cli.planner.tracking import Tracker
-from gpipe_cli.trainer.world import World, join_world
+from gpipe_cli.partition.cost import layer_costs
+from gpipe_cli.partition.partition import partition
+from gpipe_cli.planner.measure.tracking import Tracker
 
 from .real import parameters_of, real_step
 

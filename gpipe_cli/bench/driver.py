@@ -16,10 +16,10 @@ from gpipe_cli.pipeline.boundary import as_argument, as_tensors
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
 from gpipe_cli.pipeline.engine import Loss, Part, Pipeline, StepPlan
 from gpipe_cli.pipeline.halves import backward_of_inputs
-from gpipe_cli.pipeline.instruction import Op
 from gpipe_cli.pipeline.randomness import NoiseSource
-from gpipe_cli.pipeline.schedule import Instruction, schedule
 from gpipe_cli.pipeline.transport import Transport
+from gpipe_cli.schedule.instruction import Op
+from gpipe_cli.schedule.schedule import Instruction, schedule
 
 CPU = torch.device("cpu")
 Step = Callable[[], None]

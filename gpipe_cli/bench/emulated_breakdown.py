@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gpipe_cli.launch.context import Context
-from gpipe_cli.pipeline.instruction import COMPUTE
+from gpipe_cli.schedule.instruction import COMPUTE
 
 from .stopwatch import StopWatch
 from .throughput import EmulatedModel

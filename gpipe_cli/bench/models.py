@@ -12,7 +12,7 @@ from gpipe_cli.launch.context import Context
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.models.transformer_lm import transformer_lm
-from gpipe_cli.pipeline.cost import layer_costs
+from gpipe_cli.partition.cost import layer_costs
 
 from .profiles import Model
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpipe_cli.trainer.breakdown import draw_breakdown
+from gpipe_cli.metrics.breakdown import draw_breakdown
 
 from .tables import Curve, Table
 

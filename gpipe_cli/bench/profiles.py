@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from gpipe_cli.pipeline.partition import cell_costs, cell_layers, partition
+from gpipe_cli.partition.partition import cell_costs, cell_layers, partition
 
 from .workers import run_workers
 

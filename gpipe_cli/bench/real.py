@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gpipe_cli.distributed.world import World
 from gpipe_cli.layers import LayerBuilder
+from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.pipeline.boundary import Tensors
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell, build_layer
 from gpipe_cli.pipeline.engine import Part
-from gpipe_cli.pipeline.partition import cell_layers
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.pipeline.transport import Transport
-from gpipe_cli.trainer.world import World
 
 from .driver import EngineStep, step_of_cells
 

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.distributed.world import World, join_world
 from gpipe_cli.launch.context import Context
 from gpipe_cli.layers import LayerBuilder
+from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.pipeline.boundary import Tensors
 from gpipe_cli.pipeline.cell import build_layer
-from gpipe_cli.pipeline.partition import cell_layers
-from gpipe_cli.trainer.world import World, join_world
 
 from .driver import CPU, Step, plain_step
 from .models import build_layers, random_examples

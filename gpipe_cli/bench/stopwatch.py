@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from gpipe_cli.trainer.exchange import Exchange
+from gpipe_cli.distributed.exchange import Exchange
 
 START_AHEAD = 0.05  # seconds from the exchange to the common start
 

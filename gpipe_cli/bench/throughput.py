@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from gpipe_cli.launch.context import Context
+from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
 from gpipe_cli.pipeline.engine import Part
-from gpipe_cli.pipeline.partition import cell_layers
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.pipeline.transport import Transport
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gpipe_cli.pipeline.schedule import Instruction, Op, ScheduleError, schedule
-from gpipe_cli.pipeline.simulate import cost_durations, simulate
+from gpipe_cli.schedule.schedule import Instruction, Op, ScheduleError, schedule
+from gpipe_cli.schedule.simulate import cost_durations, simulate
 
 from .options import BenchOptions
 from .paper import TABLE_2, TABLE_3, Throughputs

@@ -18,12 +18,12 @@ from gpipe_cli.bench.machine import machine, machine_line
 from gpipe_cli.bench.options import BenchOptions
 from gpipe_cli.bench.table_files import write_table
 from gpipe_cli.bench.tables import Table
-from gpipe_cli.commands.frame import FAILED, INTERRUPTED, REFUSED, answer
-from gpipe_cli.commands.help import conf_folder
-from gpipe_cli.commands.output import show
-from gpipe_cli.commands.text import duration, markdown_table, text_table
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch.report import WorkerFailed
+from gpipe_cli.terminal.frame import FAILED, INTERRUPTED, REFUSED, answer
+from gpipe_cli.terminal.help import conf_folder
+from gpipe_cli.terminal.output import show
+from gpipe_cli.terminal.text import duration, markdown_table, text_table
 from gpipe_cli.typed_section import read_section, unknown_key
 
 HELP = """\

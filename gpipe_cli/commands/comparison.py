@@ -10,12 +10,12 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from gpipe_cli.commands.evaluate import level_rows
-from gpipe_cli.commands.hydra_errors import KNOWN
-from gpipe_cli.commands.output import show
-from gpipe_cli.commands.text import text_table
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.trainer.language_pictures import ModelScores, draw_capacity, draw_languages
-from gpipe_cli.trainer.translation_scores import languages_of
+from gpipe_cli.metrics.language_pictures import ModelScores, draw_capacity, draw_languages
+from gpipe_cli.metrics.translation_scores import languages_of
+from gpipe_cli.terminal.hydra_errors import KNOWN
+from gpipe_cli.terminal.output import show
+from gpipe_cli.terminal.text import text_table
 
 EXAMPLE = "gpipe-eval compare=[RUN1,RUN2] baseline=[RUN3]"
 REPORT = "evaluation.json"  # as the worker calls it

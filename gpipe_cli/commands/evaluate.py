@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.commands.frame import answer, exit_code
 from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.terminal.frame import answer, exit_code
 
 HELP = """\
 gpipe-eval: evaluates a checkpoint as its run did after the last step, and compares runs.
@@ -57,9 +57,9 @@ def evaluate(words: Sequence[str]) -> int:
         ConfigurationError: no such checkpoint, or a wrong key, of which a worker may be the first to know.
         WorkerFailed: what a worker died of.
     """
-    from gpipe_cli.commands.checkpointed import open_run, split_words
-    from gpipe_cli.commands.console import Console
-    from gpipe_cli.commands.job import Program, launch_program
+    from gpipe_cli.jobs.checkpointed import open_run, split_words
+    from gpipe_cli.jobs.job import Program, launch_program
+    from gpipe_cli.terminal.console import Console
 
     chosen, overrides = split_words(words, OWN, EXAMPLE)
     split = chosen.get("split", "dev")
@@ -96,7 +96,7 @@ def split_overrides(split: str) -> list[str]:
 
 def as_text(report: Mapping[str, Any]) -> list[str]:
     """The report as tables: the figures, BLEU by resource and script, and BLEU of every language."""
-    from gpipe_cli.commands.text import text_table
+    from gpipe_cli.terminal.text import text_table
 
     numbers = report["numbers"]
     lines = [text_table(["figure", "value"], [[name, value] for name, value in numbers.items() if "/" not in name])]
@@ -111,7 +111,7 @@ def as_text(report: Mapping[str, Any]) -> list[str]:
 
 def level_rows(reports: Sequence[Mapping[str, Any]]) -> list[list[object]]:
     """One row a level of resource and report: languages, BLEU, and BLEU by script with the number of languages."""
-    from gpipe_cli.trainer.translation_scores import (
+    from gpipe_cli.metrics.translation_scores import (
         LATIN,
         LEVELS,
         OTHER,
@@ -139,7 +139,7 @@ def level_rows(reports: Sequence[Mapping[str, Any]]) -> list[list[object]]:
 
 def language_rows(report: Mapping[str, Any]) -> list[list[object]]:
     """The three levels side by side, each from the most to the least data."""
-    from gpipe_cli.trainer.translation_scores import LEVELS, languages_of, resource_levels
+    from gpipe_cli.metrics.translation_scores import LEVELS, languages_of, resource_levels
 
     scores, sizes = languages_of(report["numbers"]), report["sizes"]
     levels = resource_levels({code: sizes[code] for code in scores if code in sizes})

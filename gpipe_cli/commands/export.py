@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpipe_cli.commands.frame import FAILED, REFUSED, answer, to_stderr
-from gpipe_cli.trainer import checkpoint_files
-from gpipe_cli.trainer.checkpoint_files import CheckpointError, CheckpointInfo
+from gpipe_cli.checkpoint import files as checkpoint_files
+from gpipe_cli.checkpoint.files import CheckpointError, CheckpointInfo
+from gpipe_cli.terminal.frame import FAILED, REFUSED, answer, to_stderr
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,7 +99,7 @@ def parse(words: Sequence[str]) -> Arguments:
 
 def export(info: CheckpointInfo, output: Path, average: bool = False) -> str:
     """Write the state_dict, replacing ``output`` only once it is whole; returns a line about what was written."""
-    from gpipe_cli.trainer.checkpoint import export_state_dict
+    from gpipe_cli.checkpoint.snapshot import export_state_dict
 
     weights = export_state_dict(info, average)
     output.parent.mkdir(parents=True, exist_ok=True)

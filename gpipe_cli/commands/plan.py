@@ -16,9 +16,9 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpipe_cli.commands.frame import REFUSED, answer, exit_code, to_stderr
-from gpipe_cli.commands.output import show
 from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.terminal.frame import REFUSED, answer, exit_code, to_stderr
+from gpipe_cli.terminal.output import show
 
 if TYPE_CHECKING:
     from gpipe_cli.config import Settings
@@ -72,7 +72,7 @@ class Request:
         Raises:
             ConfigurationError: it cannot be planned, or nothing fits.
         """
-        from gpipe_cli.planner.search import answer
+        from gpipe_cli.planner.search.search import answer
 
         found = answer(self.settings, self.options, to_stderr)
         return replace(found, plan=replace(found.plan, notes=[*self.notes, *found.plan.notes]))
@@ -166,7 +166,7 @@ def _check_picture(picture: str | None, is_sweep: bool) -> None:
 
 
 def _draw(plan: Plan, picture: str) -> None:
-    from gpipe_cli.pipeline.picture import save_picture
+    from gpipe_cli.schedule.picture import save_picture
 
     try:
         Path(picture).parent.mkdir(parents=True, exist_ok=True)
@@ -214,8 +214,8 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    from gpipe_cli.commands.hydra_errors import explain
-    from gpipe_cli.commands.own_target import allow_new_keys
+    from gpipe_cli.jobs.own_target import allow_new_keys
+    from gpipe_cli.terminal.hydra_errors import explain
 
     try:
         parsed = OverridesParser.create().parse_overrides(allow_new_keys(overrides))
@@ -253,12 +253,12 @@ def make_request(overrides: Sequence[str], folder: str | None = None) -> Request
     from hydra import compose, initialize_config_module
     from hydra.core.global_hydra import GlobalHydra
 
-    from gpipe_cli.commands.devices import room_for_workers
-    from gpipe_cli.commands.hydra_errors import KNOWN, explain
-    from gpipe_cli.commands.job import resolve
-    from gpipe_cli.commands.own_target import allow_new_keys
     from gpipe_cli.config import Settings
+    from gpipe_cli.jobs.devices import room_for_workers
+    from gpipe_cli.jobs.job import resolve
+    from gpipe_cli.jobs.own_target import allow_new_keys
     from gpipe_cli.planner.options import AUTO, Options, keys, with_room
+    from gpipe_cli.terminal.hydra_errors import KNOWN, explain
 
     words = ["+plan=default", *allow_new_keys(overrides)]
     if folder is not None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from gpipe_cli.commands.text import number, percent, text_table
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.pipeline.picture import draw_text, legend
-from gpipe_cli.pipeline.simulate import BUBBLE_FORMULAS, simulate, unit_durations
+from gpipe_cli.schedule.picture import draw_text, legend
+from gpipe_cli.schedule.simulate import BUBBLE_FORMULAS, simulate, unit_durations
+from gpipe_cli.terminal.text import number, percent, text_table
 
 if TYPE_CHECKING:
     from gpipe_cli.planner.answer import Answer

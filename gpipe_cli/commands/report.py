@@ -9,9 +9,9 @@ from pathlib import Path
 from gpipe_cli.bench.run_table import run_table
 from gpipe_cli.bench.runs import find_runs
 from gpipe_cli.bench.table_files import write_table
-from gpipe_cli.commands.frame import FAILED, REFUSED, answer
-from gpipe_cli.commands.output import show
-from gpipe_cli.commands.text import markdown_table, text_table
+from gpipe_cli.terminal.frame import FAILED, REFUSED, answer
+from gpipe_cli.terminal.output import show
+from gpipe_cli.terminal.text import markdown_table, text_table
 
 HELP = """\
 gpipe-report: one table and one plot of several runs of gpipe-train.

@@ -14,16 +14,16 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpipe_cli.commands.frame import FAILED, REFUSED, answer, exit_code, to_stderr
-from gpipe_cli.commands.text import command_name
 from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.terminal.frame import FAILED, REFUSED, answer, exit_code, to_stderr
+from gpipe_cli.terminal.text import command_name
 from gpipe_cli.typed_section import nearest
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from gpipe_cli.commands.job import Program
-    from gpipe_cli.commands.sweep import Sweep
+    from gpipe_cli.jobs.job import Program
+    from gpipe_cli.jobs.sweep import Sweep
 
 HYDRA_FLAGS = (
     *("--hydra-help", "--cfg", "-c", "--resolve", "--package", "-p", "--run", "-r", "--multirun", "-m"),
@@ -49,13 +49,13 @@ def main(arguments: Sequence[str] | None = None, program: Program | None = None)
 
 
 def _help_text() -> str:
-    from gpipe_cli.commands.help import help_text
+    from gpipe_cli.terminal.help import help_text
 
     return help_text()
 
 
 def _say(text: str) -> None:
-    from gpipe_cli.commands.torchrun import HEAD_START, is_first
+    from gpipe_cli.jobs.torchrun import HEAD_START, is_first
 
     if is_first():
         to_stderr(text)
@@ -84,9 +84,9 @@ def _run(words: Sequence[str], program: Program | None) -> int:
     refuse_unknown_flags(words)
     import hydra
 
-    from gpipe_cli.commands import own_target, sweep
-    from gpipe_cli.commands.hydra_errors import KNOWN, explain
-    from gpipe_cli.commands.job import Program, run_job
+    from gpipe_cli.jobs import own_target, sweep
+    from gpipe_cli.jobs.job import Program, run_job
+    from gpipe_cli.terminal.hydra_errors import KNOWN, explain
 
     started_at = time.time() - time.process_time()  # Python's own start, and the imports so far, are all CPU time
     codes: list[int] = []
@@ -114,7 +114,7 @@ def _command_line(words: Sequence[str]) -> Iterator[None]:
     """Hydra reads `sys.argv`. Under torchrun only rank 0 lets it write."""
     from hydra._internal.hydra import Hydra
 
-    from gpipe_cli.commands import torchrun
+    from gpipe_cli.jobs import torchrun
     from gpipe_cli.launch.join import joined
 
     before = sys.argv
@@ -142,10 +142,10 @@ def _may_set_mode(words: Sequence[str]) -> bool:
 
 def _end_sweep(finished: Sweep) -> int:
     """Show the table over all jobs, also when Ctrl-C has ended the sweep; returns the exit code."""
-    from gpipe_cli.commands import sweep
-    from gpipe_cli.commands.job import where_it_is
-    from gpipe_cli.commands.output import Output
-    from gpipe_cli.commands.torchrun import is_first
+    from gpipe_cli.jobs import sweep
+    from gpipe_cli.jobs.job import where_it_is
+    from gpipe_cli.jobs.torchrun import is_first
+    from gpipe_cli.terminal.output import Output
 
     if not is_first():
         return 0

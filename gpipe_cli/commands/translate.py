@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
-from gpipe_cli.commands.frame import FAILED, answer, exit_code
-from gpipe_cli.commands.frame import to_stderr as say  # standard output holds nothing but translations
 from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.terminal.frame import FAILED, answer, exit_code
+from gpipe_cli.terminal.frame import to_stderr as say  # standard output holds nothing but translations
 
 if TYPE_CHECKING:
-    from gpipe_cli.commands.checkpointed import Checkpointed
+    from gpipe_cli.jobs.checkpointed import Checkpointed
 
 EXAMPLE = "gpipe-translate checkpoint=RUN < sentences.txt"
 KEYS = ("checkpoint", "step", "input", "output", "scores", "references", "trust")
@@ -63,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _translate(words: Sequence[str]) -> int:
-    from gpipe_cli.commands.checkpointed import open_run, split_words
-    from gpipe_cli.commands.job import Program, launch_program
+    from gpipe_cli.jobs.checkpointed import open_run, split_words
+    from gpipe_cli.jobs.job import Program, launch_program
 
     chosen, overrides = split_words(words, KEYS, EXAMPLE)
     if chosen.get("scores", "false") not in ("true", "false"):
@@ -99,8 +99,8 @@ def worker_config(run: Checkpointed) -> dict[str, Any]:
     Raises:
         ConfigurationError: the run's model does not translate, or more than one replica is wanted.
     """
+    from gpipe_cli.checkpoint.files import vocabulary_folder
     from gpipe_cli.data.sentences import are_kept
-    from gpipe_cli.trainer.checkpoint_files import vocabulary_folder
 
     config = dict(run.config)
     if run.prepared.settings.pipeline.replicas != 1:
@@ -229,7 +229,7 @@ class Writer:
 
 
 def _tell_end(result: dict[str, Any], longest: int | None, writer: Writer) -> None:
-    from gpipe_cli.commands.text import duration
+    from gpipe_cli.terminal.text import duration
 
     start = "\r" if sys.stderr.isatty() else ""
     say(f"{start}{writer.lines:,} lines in {duration(writer.seconds)}, the start of the workers included")

@@ -10,10 +10,10 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpipe_cli.commands.frame import FAILED, answer
+from gpipe_cli.terminal.frame import FAILED, answer
 
 if TYPE_CHECKING:
-    from gpipe_cli.commands.console import Console
+    from gpipe_cli.terminal.console import Console
 
 DIFFERENT = FAILED
 HELP = """\
@@ -44,9 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if code is not None:
         return code
     from gpipe_cli.commands import train
-    from gpipe_cli.commands.job import Program
+    from gpipe_cli.jobs.job import Program
 
-    program = Program("gpipe_cli.trainer.verify:main", conclude=conclude)
+    program = Program("gpipe_cli.verify.run:main", conclude=conclude)
     words = with_own_run_directory(words)
     if "verify.format=json" in words:
         with redirect_stdout(sys.stderr):
@@ -64,7 +64,7 @@ def with_own_run_directory(words: Sequence[str]) -> list[str]:
 
 def conclude(report: Any, run_dir: Path, console: Console) -> int:
     """Show the report of rank 0, and leave what the table of a sweep is made of; other ranks (torchrun) have none."""
-    from gpipe_cli.commands.sweep import ERROR_FILE
+    from gpipe_cli.jobs.sweep import ERROR_FILE
 
     if report is None:
         return 0
@@ -89,7 +89,7 @@ def largest(report: dict[str, Any], name: str) -> float | None:
 
 def as_text(report: dict[str, Any]) -> list[str]:
     """A table for each step, what was found, and the verdict last."""
-    from gpipe_cli.commands.text import text_table
+    from gpipe_cli.terminal.text import text_table
 
     columns = ["", "compared", "largest difference", "relative", "where", "verdict"]
     lines = []

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigurationError
+from ..schedule.schedule import Instruction, Op
 from .boundary import BoundarySpec, Tensors, canonical_gradient, fresh_leaves, is_channels_last
 from .cell import Cell, LayerFailed
 from .halves import WeightHalf, backward_of_inputs
 from .meter import Meter
 from .receives import ReceivesAhead
-from .schedule import Instruction, Op
 from .transport import ACTIVATION, GRADIENT, PendingReceive, Transport
 
 TASK = -1  # stands for the task's loss where auxiliary losses have the index of their layer

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from .instruction import Instruction, Op
-from .simulate import Span
+from ..schedule.instruction import Instruction, Op
+from ..schedule.simulate import Span
 
 Mark = float | torch.cuda.Event
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from .instruction import Instruction, Op
+from ..schedule.instruction import Instruction, Op
 
 # Receives posted before they are needed, in each direction: a late one costs gloo up to 2 ms, an early one memory.
 RECEIVES_AHEAD = 2

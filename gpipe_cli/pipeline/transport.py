@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..schedule.instruction import send_window
 from .boundary import BoundarySpec, Tensors, pack, unpack
-from .instruction import send_window
 from .shared_memory import Incoming, Outgoing, connect_receiver, connect_sender
 
 # Message tags: kind, then cell, then micro-batch. Steps need no tag: the exchange that ends each step separates them.

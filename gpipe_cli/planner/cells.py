@@ -10,9 +10,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
 
+from ..partition.cost import TensorShape
 from ..pipeline.boundary import ALIGNMENT
-from ..pipeline.cost import TensorShape
-from .layer_facts import BoundaryTensor, LayerFacts
+from .measure.layer_facts import BoundaryTensor, LayerFacts
 from .memory import CellSizes
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ..pipeline.receives import RECEIVES, RECEIVES_AHEAD, SENDS, ReceivesAhead, sends_before
-from ..pipeline.schedule import Instruction, Message, Op, send_window
 from ..pipeline.shared_memory import slot_bytes
-from ..pipeline.simulate import Timeline
+from ..schedule.schedule import Instruction, Message, Op, send_window
+from ..schedule.simulate import Timeline
 
 MINI_BATCH, INPUTS, GRAPHS, MESSAGES, RUNNING = "mini_batch", "inputs", "graphs", "messages", "running"
 SHARED = "shared"

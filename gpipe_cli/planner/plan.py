@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..layers import LayerBuilder
-from ..pipeline.layer_times import LayerTimes
-from ..pipeline.schedule import Instruction, most_kept
-from ..pipeline.simulate import Timeline
+from ..partition.layer_times import LayerTimes
+from ..schedule.schedule import Instruction, most_kept
+from ..schedule.simulate import Timeline
 from .cells import CellFacts
 from .devices import Device
 from .memory import Alive

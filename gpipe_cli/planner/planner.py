@@ -13,16 +13,16 @@ from itertools import repeat
 
 from ..config import PipelineConfig, Settings
 from ..errors import ConfigurationError
-from ..pipeline.partition import cell_costs, partition
-from ..pipeline.schedule import Instruction, Op, ScheduleError, schedule
-from ..pipeline.sharing import Sharing, find_sharing
-from ..pipeline.simulate import bubble_by_formula, simulate
-from ..trainer.build import Cut, build_model, build_optimizer, build_task, cut_by_costs
+from ..factory.build import Cut, build_model, build_optimizer, build_task, cut_by_costs
+from ..partition.partition import cell_costs, partition
+from ..partition.sharing import Sharing, find_sharing
+from ..schedule.schedule import Instruction, Op, ScheduleError, schedule
+from ..schedule.simulate import bubble_by_formula, simulate
 from .cells import CellFacts, build_cells
 from .devices import Device
-from .measurement import Measurement, Measurements
+from .measure.measurement import Measurement, Measurements
+from .measure.optimizer_state import OptimizerState
 from .memory import Wire, most_alive
-from .optimizer_state import OptimizerState
 from .options import Options
 from .plan import ModelBytes, Plan, cell_plans, worker_plans
 from .timing import Clock, cell_times, durations
@@ -62,7 +62,7 @@ class Planner:
 
     @staticmethod
     def _this_device(pipeline: PipelineConfig) -> Device:
-        from .this_device import measure_device
+        from .measure.this_device import measure_device
 
         return measure_device(pipeline)
 

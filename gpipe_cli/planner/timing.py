@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ..pipeline.layer_times import LayerTimes, cell_total
-from ..pipeline.schedule import Instruction, Op
+from ..partition.layer_times import LayerTimes, cell_total
+from ..schedule.schedule import Instruction, Op
 from .cells import CellFacts
 from .devices import Device
-from .layer_facts import LayerFacts
-from .tracking import Operation
+from .measure.layer_facts import LayerFacts
+from .measure.tracking import Operation
 
 
 @dataclass(frozen=True)

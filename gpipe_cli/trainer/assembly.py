@@ -11,31 +11,39 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
+from ..checkpoint.snapshot import named_tensors
 from ..config import Settings
 from ..data.source import Source
+from ..decoding.decoding import Decoder, Machinery, Marks
+from ..decoding.generation import Generator
+from ..distributed.batch_plan import Form, PlanCodec
+from ..distributed.exchange import Exchange, never
+from ..distributed.world import World
 from ..errors import ConfigurationError, PlainError
+from ..factory.build import (
+    Cut,
+    build_autocast,
+    build_cells,
+    build_model,
+    build_source,
+    cut_model,
+    refuse_more_cells_than_layers,
+)
+from ..factory.profiles import profiled_costs
 from ..launch.context import Context
 from ..layers import LayerBuilder
+from ..metrics.journal import Journal
+from ..metrics.predictions import PredictionKeeper
 from ..pipeline.cell import Cell
 from ..pipeline.engine import TASK, Pipeline
 from ..pipeline.transport import Transport
+from ..schedule.programs import Programs
 from ..tasks.base import Task
 from ..tasks.generation import GenerationSettings
 from .batches import first_batch
-from .build import Cut, build_autocast, build_cells, build_model, build_source, cut_model, refuse_more_cells_than_layers
-from .checkpoint import named_tensors
 from .data_notices import forward_warnings
-from .decoding import Decoder, Machinery, Marks
 from .evaluation import Evaluator
-from .exchange import Exchange, never
-from .generation import Generator
-from .journal import Journal
-from .plan import Form, PlanCodec
-from .predictions import PredictionKeeper
 from .preparation import prepare_in_turn
-from .profiles import profiled_costs
-from .programs import Programs
-from .world import World
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..data.source import Source
-from .world import World
+from ..distributed.world import World
 
 
 class _ToConsole(logging.Handler):
@@ -28,7 +28,7 @@ def forward_warnings(source: Source, emit: Callable[[dict[str, Any]], None]) -> 
     Sources know nothing of consoles; they log, from whatever thread, as any library does.
     """
     package = type(source).__module__.rpartition(".")[0] or type(source).__module__
-    logger = logging.getLogger(package)
+    logger = logging.getLogger("gpipe_cli.data" if package.startswith("gpipe_cli.data") else package)
     for handler in [handler for handler in logger.handlers if isinstance(handler, _ToConsole)]:
         logger.removeHandler(handler)  # of an earlier run in this process
     logger.addHandler(_ToConsole(emit))

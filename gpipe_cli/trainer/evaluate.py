@@ -7,15 +7,15 @@ import math
 from pathlib import Path
 from typing import Any
 
+from ..distributed.exchange import Exchange
 from ..launch.context import Context
+from ..metrics.image_pictures import draw_classification
+from ..metrics.language_pictures import ModelScores, draw_languages
+from ..metrics.records import Evaluation
+from ..metrics.translation_scores import languages_of
+from ..metrics.whole_file import write_whole
 from .assembly import Assembly, assemble_evaluator, evaluation_fields
-from .evaluation import Evaluation
-from .exchange import Exchange
 from .from_checkpoint import assemble_from_checkpoint
-from .image_pictures import draw_classification
-from .language_pictures import ModelScores, draw_languages
-from .translation_scores import languages_of
-from .whole_file import write_whole
 
 REPORT = "evaluation.json"
 

@@ -2,45 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from ..data.source import Source
+from ..decoding.decoding import Machinery
+from ..decoding.generation import Generator
+from ..distributed.exchange import Exchange, run_unless_stopped
+from ..metrics.predictions import PredictionKeeper
+from ..metrics.records import Evaluation, Sample
 from ..pipeline.cell import Cell
 from ..tasks.base import Task
 from .batches import evaluation_batches
-from .decoding import Machinery
-from .exchange import Exchange, run_unless_stopped
 from .feed import Feed
-from .generation import Generator, Sample
-from .predictions import PredictionKeeper, Predictions
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What one evaluation found.
-
-    Attributes:
-        numbers: by name, what the task makes of its sums, and scores of generated outputs.
-        loss: the first of the task's numbers: lower is better, it selects the best checkpoint. None without data.
-        samples: generated outputs to look at.
-        predictions: of a classification, on rank 0.
-        sizes: training pairs of each language, on rank 0, where texts of several languages were scored.
-        signature: how texts were scored, in the words of sacreBLEU.
-        effort: how much was generated (`GenerationSettings.effort`); empty where nothing is.
-    """
-
-    numbers: dict[str, float]
-    loss: float | None
-    samples: list[Sample] = field(default_factory=list)
-    predictions: Predictions | None = None
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    signature: str | None = None
-    effort: Mapping[str, int] = field(default_factory=dict)
 
 
 class Evaluator:

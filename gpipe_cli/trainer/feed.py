@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..data.source import Batch
-from .plan import Part
+from ..distributed.batch_plan import Part
 
 
 class Feed:

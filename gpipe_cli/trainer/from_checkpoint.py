@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.files import open_checkpoint
+from ..checkpoint.transfer import load_weights, require_same_model
 from ..config import Settings
+from ..factory.build import build_task
 from ..launch.context import Context
+from ..metrics.journal import Notices
 from .assembly import Assembly, assemble_model
-from .build import build_task
-from .checkpoint_files import open_checkpoint
-from .journal import Notices
 from .start import start_worker
-from .transfer import load_weights, require_same_model
 
 
 class _WithoutCells(Notices):
@@ -27,7 +27,7 @@ def assemble_from_checkpoint(context: Context, config: Mapping[str, Any]) -> Ass
     The weights are those that evaluation used in the run: the moving averages where `trainer.average` was set.
 
     Args:
-        config: "settings", the resolved configuration (commands/checkpointed.py makes it), and "checkpoint", the path
+        config: "settings", the resolved configuration (jobs/checkpointed.py makes it), and "checkpoint", the path
             of one checkpoint.
 
     Raises:

@@ -6,7 +6,6 @@ Every worker runs the same loop and takes the same turns, because all it decides
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,24 +14,25 @@ from typing import Any, cast
 
 import torch
 
+from ..distributed.batch_plan import Plan
+from ..distributed.exchange import BrokenOff, Exchange
 from ..errors import PlainError
 from ..launch.context import torchrun_patience
+from ..metrics.journal import Journal
+from ..metrics.records import Progress
+from ..metrics.step_report import StepReport, StepReporter
+from ..metrics.totals import WARM_UP, Totals
+from ..metrics.trace import record_everyone
+from ..optim.average import WeightAverage
 from ..pipeline.batchnorm import finish_batchnorm
 from ..pipeline.engine import StepPlan
 from ..pipeline.gradients import clip_factor, fill_gradients, reduce_over_replicas, scale_gradients, squared_norms
 from .assembly import Assembly
-from .average import WeightAverage
 from .batches import training_batches
 from .evaluation import Evaluator
-from .exchange import BrokenOff, Exchange
 from .feed import Feed
-from .journal import Journal
-from .plan import Plan
 from .saving import Saver
 from .start_messages import grace_warning
-from .step_report import StepReport, StepReporter
-from .totals import WARM_UP, Totals
-from .trace import record_everyone
 
 
 class NonFinite(PlainError):
@@ -54,30 +54,6 @@ class Parts:
     journal: Journal
     stop_requested: Callable[[], bool]
     where: dict[str, Any]
-
-
-@dataclass
-class Progress:
-    """How far the run has come; the same on every worker.
-
-    Attributes:
-        step: updates done, skipped ones counted in.
-        skipped, skipped_in_a_row: updates left out because something was not finite.
-        best: the lowest evaluation loss so far.
-        evaluations_since_best: for early stopping.
-        evaluation_due: the evaluation after this step is still to be made, or was broken off: a resumed run begins so.
-        loss: of the last finite step.
-        stopped_by: why the loop ended.
-    """
-
-    step: int = 0
-    skipped: int = 0
-    skipped_in_a_row: int = 0
-    best: float = math.inf
-    evaluations_since_best: int = 0
-    evaluation_due: bool = False
-    loss: float = math.nan
-    stopped_by: str = ""
 
 
 class Trainer:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..data.source import Report, Source, no_report
-from .world import World
+from ..distributed.world import World
 
 PATIENCE = timedelta(days=365)
 ARRIVED, GO_ON = (1 << 30) + 2, (1 << 30) + 3  # message tags, beyond those of the exchange

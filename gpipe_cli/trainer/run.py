@@ -12,16 +12,16 @@ import torch
 import torch._dynamo  # every optimizer imports it when it is made; here it is imported once, before workers are forked
 
 from .. import __version__
+from ..checkpoint.commit import refuse_another_run
+from ..checkpoint.files import open_checkpoint, vocabulary_folder
+from ..checkpoint.same_data import require_same_data
 from ..config import Settings
+from ..factory.build import build_lr_schedule, build_optimizer, build_task
 from ..launch.context import Context
+from ..metrics.journal import Journal
 from .assembly import Assembly, assemble_model
-from .build import build_lr_schedule, build_optimizer, build_task
-from .checkpoint_commit import refuse_another_run
-from .checkpoint_files import open_checkpoint, vocabulary_folder
 from .data_notices import count_defects
-from .journal import Journal
 from .loop import Trainer
-from .same_data import require_same_data
 from .start import start_worker
 from .training import assemble_training
 
@@ -47,7 +47,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     if world.rank == 0:
         refuse_another_run(context.run_dir, resumed)
     task = build_task(settings.task)
-    build_lr_schedule(settings.schedule, build_optimizer(settings.optimizer, []))  # refused before data is prepared
+    build_lr_schedule(settings.lr_schedule, build_optimizer(settings.optimizer, []))  # refused before data is prepared
     journal = Journal(
         context.run_dir,
         context.emit,

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.files import RunState
+from ..checkpoint.schedule_state import ScheduleState
+from ..checkpoint.snapshot import CheckpointWriter, LayerState, layer_state
+from ..distributed.exchange import Exchange
+from ..distributed.world import World
+from ..optim.average import WeightAverage
 from ..pipeline.cell import BuiltLayer, Cell
-from .average import WeightAverage
-from .checkpoint import CheckpointWriter, LayerState, layer_state
-from .checkpoint_files import RunState
-from .exchange import Exchange
-from .schedule_state import ScheduleState
-from .world import World
 
 
 class Saver:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..config import Settings
+from ..distributed.world import World, join_world
 from ..launch.context import Context
-from .world import World, join_world
 
 
 def start_worker(context: Context, settings: Settings) -> World:

@@ -9,27 +9,28 @@ from typing import Any, cast
 
 import torch
 
+from ..checkpoint.commit import prepare_directory
+from ..checkpoint.compatibility import require_same_steps
+from ..checkpoint.files import CheckpointInfo, Json, open_checkpoint, shorten
+from ..checkpoint.same_data import fingerprint
+from ..checkpoint.schedule_state import ScheduleState
+from ..checkpoint.snapshot import load_layer, restore_layer
+from ..checkpoint.transfer import load_weights, patterns_without_effect, require_same_model
 from ..config import Settings
+from ..distributed.exchange import Exchange
+from ..distributed.world import World
 from ..errors import ConfigurationError
+from ..factory.build import build_lr_schedule, build_optimizer
 from ..launch.context import Context
+from ..metrics.journal import Journal
+from ..metrics.records import Progress
+from ..metrics.step_report import StepReporter
+from ..optim.average import WeightAverage
 from ..pipeline.cell import Cell
 from .assembly import Assembly, assemble_evaluator, evaluation_fields
-from .average import WeightAverage
-from .build import build_lr_schedule, build_optimizer
-from .checkpoint import load_layer, restore_layer
-from .checkpoint_commit import prepare_directory
-from .checkpoint_files import CheckpointInfo, Json, open_checkpoint, shorten
-from .compatibility import require_same_steps
-from .exchange import Exchange
-from .journal import Journal
-from .loop import Parts, Progress, Trainer
-from .same_data import fingerprint
+from .loop import Parts, Trainer
 from .saving import Saver
-from .schedule_state import ScheduleState
 from .start_messages import batchnorm_notice
-from .step_report import StepReporter
-from .transfer import load_weights, patterns_without_effect, require_same_model
-from .world import World
 
 
 def assemble_training(
@@ -60,7 +61,7 @@ def assemble_training(
         transfer(settings, world, cells, assembly.layers, journal)
     average = None if settings.trainer.average is None else WeightAverage(cells, settings.trainer.average)
     optimizer = build_optimizer(settings.optimizer, [parameter for cell in cells for _, parameter in cell.parameters()])
-    lr_schedule = build_lr_schedule(settings.schedule, optimizer)
+    lr_schedule = build_lr_schedule(settings.lr_schedule, optimizer)
     schedule = ScheduleState(lr_schedule, optimizer)
     # The schedule counts steps, also one whose update is skipped; torch warns when that happens to the very first.
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
@@ -169,7 +170,7 @@ def restore(
 def restore_schedule(info: CheckpointInfo, schedule: ScheduleState, settings: Mapping[str, Json]) -> None:
     """As the checkpoint has it, or, where `checkpoint.allow_changes` let it be changed, as the configuration has it."""
     saved = info.state.configuration
-    if all(saved.get(section) == settings.get(section) for section in ("optimizer", "schedule")):
+    if all(saved.get(section) == settings.get(section) for section in ("optimizer", "lr_schedule")):
         schedule.restore(cast("Mapping[str, Json]", info.state.schedule))
     else:
         schedule.replay(info.step)

@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
+from ..decoding.beam import Hypothesis
+from ..decoding.decoding import Decoder
+from ..distributed.exchange import Exchange
 from ..errors import ConfigurationError
 from ..launch.context import Context
 from ..tasks.generation import GenerationSettings
 from .assembly import Assembly, assemble_decoder, generation_settings
-from .beam import Hypothesis
-from .decoding import Decoder
-from .exchange import Exchange
 from .from_checkpoint import assemble_from_checkpoint
 
 TICK_SECONDS = 0.2  # between looks at whether to stop

@@ -1,0 +1,191 @@
+"""The paper's image data sets (section 4) as they are on disk, and what to say when they are not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...errors import ConfigurationError
+from ..source import Report
+from .files import ImageArray, ImageFiles, Images
+from .folders import read_folder
+
+
+@dataclass(frozen=True)
+class Known:
+    """What there is to know about a data set.
+
+    Attributes:
+        title: its name in messages.
+        layout: what `data.root` must hold.
+        origin: where to get it.
+        torchvision: the class of torchvision.datasets that reads it; None for an image folder.
+        train, evaluation: that class's arguments for the two splits.
+        download: size of what `data.download=true` would fetch; None where it cannot be fetched by program.
+    """
+
+    title: str
+    layout: str
+    origin: str
+    torchvision: str | None = None
+    train: Mapping[str, Any] = field(default_factory=dict)
+    evaluation: Mapping[str, Any] = field(default_factory=dict)
+    download: str | None = None
+
+
+KNOWN = {
+    "image_folder": Known(
+        title="an image folder",
+        layout="a folder for each of data.folders, in each of them a folder of images for each class",
+        origin="arrange your images so",
+    ),
+    "imagenet": Known(
+        title="ImageNet",
+        layout="train/<wnid>/*.JPEG and val/<wnid>/*.JPEG, 1,000 folders n01440764 … n15075141 in each",
+        origin="ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar from https://image-net.org/download-images "
+        "(an account is needed); unpack the 1,000 tar files of train, and sort val into class folders",
+    ),
+    "cifar10": Known(
+        title="CIFAR-10",
+        layout="cifar-10-batches-py/ with data_batch_1 … data_batch_5, test_batch and batches.meta, as published",
+        origin="https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
+        torchvision="CIFAR10", train={"train": True}, evaluation={"train": False}, download="170 MB",
+    ),
+    "cifar100": Known(
+        title="CIFAR-100",
+        layout="cifar-100-python/ with train, test and meta, as published",
+        origin="https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
+        torchvision="CIFAR100", train={"train": True}, evaluation={"train": False}, download="170 MB",
+    ),
+    "stanford_cars": Known(
+        title="Stanford Cars",
+        layout="stanford_cars/ with cars_train/*.jpg, cars_test/*.jpg, devkit/cars_meta.mat, "
+        "devkit/cars_train_annos.mat and cars_test_annos_withlabels.mat",
+        origin="its own site is gone: look for cars_train.tgz, cars_test.tgz, car_devkit.tgz and "
+        "cars_test_annos_withlabels.mat at https://github.com/pytorch/vision/issues/7545",
+        torchvision="StanfordCars", train={"split": "train"}, evaluation={"split": "test"},
+    ),
+    "oxford_pets": Known(
+        title="Oxford-IIIT Pets",
+        layout="oxford-iiit-pet/ with images/*.jpg, annotations/trainval.txt and annotations/test.txt",
+        origin="https://www.robots.ox.ac.uk/~vgg/data/pets/ (images.tar.gz and annotations.tar.gz)",
+        torchvision="OxfordIIITPet", train={"split": "trainval"}, evaluation={"split": "test"}, download="800 MB",
+    ),
+    "food101": Known(
+        title="Food-101",
+        layout="food-101/ with images/<class>/*.jpg, meta/train.json and meta/test.json",
+        origin="http://data.vision.ee.ethz.ch/cvl/food-101.tar.gz",
+        torchvision="Food101", train={"split": "train"}, evaluation={"split": "test"}, download="5 GB",
+    ),
+    "fgvc_aircraft": Known(
+        title="FGVC Aircraft",
+        layout="fgvc-aircraft-2013b/data/ with images/*.jpg, variants.txt, images_variant_trainval.txt and "
+        "images_variant_test.txt",
+        origin="https://www.robots.ox.ac.uk/~vgg/data/fgvc-aircraft/archives/fgvc-aircraft-2013b.tar.gz",
+        torchvision="FGVCAircraft", train={"split": "trainval"}, evaluation={"split": "test"}, download="2.8 GB",
+    ),
+}  # fmt: skip
+
+
+def open_images(
+    dataset: str, root: str | None, folders: Sequence[str], download: bool, cache: Path, report: Report
+) -> tuple[Images, Images]:
+    """The training and the evaluation images of a data set.
+
+    Args:
+        dataset: a key of `KNOWN`.
+        root: the folder that holds it.
+        folders: of an image folder, the two splits.
+        download: whether torchvision may fetch what is not there.
+        cache: folder where lists of files are kept.
+
+    Raises:
+        ConfigurationError: something is not as it should be: what, what was expected where, and where to get it.
+    """
+    known = KNOWN[dataset]
+    try:
+        if root is None:
+            raise ConfigurationError("data.root is not set")
+        if known.torchvision is None:
+            train, evaluation = (read_folder(Path(root).expanduser() / folder, cache, report) for folder in folders)
+            return train, _relabelled(evaluation, train)
+        return _from_torchvision(known, Path(root).expanduser(), download, report)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{error}. {help_for(dataset)}") from error
+
+
+def help_for(dataset: str) -> str:
+    """What `data.root` must hold, and how it gets there."""
+    known = KNOWN[dataset]
+    fetch = f"; or data.download=true ({known.download})" if known.download else ""
+    return f"For {known.title}, data.root must hold {known.layout}. Where from: {known.origin}{fetch}"
+
+
+def _relabelled(evaluation: ImageFiles, train: ImageFiles) -> ImageFiles:
+    """The evaluation images with the training split's class numbers."""
+    number = {name: label for label, name in enumerate(train.class_names)}
+    strange = [name for name in evaluation.class_names if name not in number]
+    if strange:
+        raise ConfigurationError(
+            f"{evaluation.root} has class folders that {train.root} has not: {', '.join(strange[:4])}"
+            + (f", … ({len(strange)} in all)" if len(strange) > 4 else "")
+        )
+    labels = np.array([number[name] for name in evaluation.class_names])[evaluation.labels]
+    return evaluation.relabelled(labels, train.class_names)
+
+
+def _from_torchvision(known: Known, root: Path, download: bool, report: Report) -> tuple[Images, Images]:
+    from torchvision import datasets  # type: ignore[import-untyped] # two seconds to import
+
+    if download and known.download is None:
+        raise ConfigurationError(f"data.download=true: {known.title} cannot be downloaded by program")
+    if download:
+        report(f"{known.title}: downloading up to {known.download}", 0, 1)
+    opened = []
+    for split in (known.train, known.evaluation):
+        try:
+            opened.append(getattr(datasets, str(known.torchvision))(root, **split, download=download))
+        except (RuntimeError, OSError, ValueError, KeyError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0].replace(DOWNLOAD_ADVICE, "")
+            raise ConfigurationError(f"data.root={root}: {reason.rstrip('. ')}") from error
+    classes = opened[0].classes
+    train, evaluation = (FILES_OF[str(known.torchvision)](dataset, root, classes) for dataset in opened)
+    return train, evaluation
+
+
+DOWNLOAD_ADVICE = "You can use download=True to download it"  # torchvision's, where ours names the key
+
+
+def _array(dataset: Any, root: Path, classes: Sequence[str]) -> Images:
+    return ImageArray(torch.from_numpy(dataset.data).permute(0, 3, 1, 2), dataset.targets, classes)
+
+
+def _files(paths: Sequence[str | Path], labels: Sequence[int], root: Path, classes: Sequence[str]) -> Images:
+    """The listed files, once it is sure that all are there: torchvision would find out when it comes to the file."""
+    there = {path for folder in {Path(path).parent for path in paths} if folder.is_dir() for path in folder.iterdir()}
+    missing = [path for path in map(Path, paths) if path not in there]
+    if missing:
+        raise ConfigurationError(
+            f"data.root={root} is not complete: {len(missing)} of {len(paths)} images are missing, "
+            f"the first is {missing[0]}; unpack the archive again"
+        )
+    return ImageFiles(root, [os.path.relpath(path, root) for path in paths], labels, classes)
+
+
+FILES_OF: dict[str, Callable[[Any, Path, Sequence[str]], Images]] = {
+    # Only the lists are torchvision's; every file is decoded in our one way, which names a broken image.
+    "CIFAR10": _array,
+    "CIFAR100": _array,
+    "StanfordCars": lambda of, root, classes: _files(
+        [path for path, _ in of._samples], [label for _, label in of._samples], root, classes
+    ),
+    "OxfordIIITPet": lambda of, root, classes: _files(of._images, of._labels, root, classes),
+    "Food101": lambda of, root, classes: _files(of._image_files, of._labels, root, classes),
+    "FGVCAircraft": lambda of, root, classes: _files(of._image_files, of._labels, root, classes),
+}

@@ -1,0 +1,149 @@
+"""1,797 real handwritten digits inside the package (data/digits.NOTICE): images with nothing to download.
+
+A check that a model learns, not a benchmark: 360 test images cannot tell a good model from a better one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .. import typical
+from ..source import Batch, Report, check_limits, parts_of_replica, permutation, read_ahead, split_evenly
+
+if TYPE_CHECKING:
+    from ..source import Part
+
+CLASSES = 10
+TEST_IMAGES = 360  # the last in order: mostly writers that the others do not have, so that no handwriting leaks
+WHITE = 16  # the brightest value of the stored images
+
+
+class DigitsSource:
+    """Mini-batches of digits, enlarged and slightly rotated, moved and scaled in training.
+
+    A part is `((images uint8 [b, 3, S, S],), (labels int64 [b],))`. All images are kept in memory, enlarged; order and
+    augmentation are functions of (seed, epoch, index).
+
+    Args:
+        batch_size: images of a mini-batch, over all micro-batches and replicas.
+        classes: 10; stands in the configuration for models to read.
+        image_size: side S that the 8×8 pixels are enlarged to (bilinear).
+        rotate: largest rotation in degrees, either way.
+        shift: largest shift, as a share of the side, in each direction.
+        scale: largest change of size; 0.1 is between 0.9 and 1.1 times.
+        seed: decides order and augmentation.
+
+    Raises:
+        ValueError: a value out of its limits.
+    """
+
+    class_names = tuple(str(digit) for digit in range(CLASSES))
+
+    def __init__(
+        self,
+        batch_size: int = 64,
+        classes: int = CLASSES,
+        image_size: int = 32,
+        rotate: float = 10.0,
+        shift: float = 0.06,
+        scale: float = 0.1,
+        seed: int = 0,
+    ) -> None:
+        check_limits(
+            batch_size=(batch_size, 1, None),
+            classes=(classes, CLASSES, CLASSES),
+            image_size=(image_size, 8, None),
+            rotate=(rotate, 0, 180),
+            shift=(shift, 0, 1),
+            scale=(scale, 0, 0.9),
+        )
+        self._batch_size, self._image_size, self._seed = batch_size, image_size, seed
+        self._affine = (float(np.deg2rad(rotate)), scale, 2 * shift, 2 * shift)  # grids reach from −1 to 1
+        self._images, self._labels = torch.empty(0), torch.empty(0, dtype=torch.int64)
+
+    def prepare(self, report: Report) -> None:
+        """Read and enlarge all images: a few hundredths of a second.
+
+        Raises:
+            ValueError: a mini-batch is larger than the training set.
+        """
+        with np.load(Path(__file__).with_name("digits.npz"), allow_pickle=False) as stored:
+            images, labels = torch.from_numpy(stored["images"]), torch.from_numpy(stored["labels"])
+        check_limits(batch_size=(self._batch_size, 1, len(images) - TEST_IMAGES))
+        side = (self._image_size, self._image_size)
+        self._images = F.interpolate(images[:, None] * (255 / WHITE), side, mode="bilinear", align_corners=False)
+        self._labels = labels.to(torch.int64)
+
+    def typical_part(self, parts: int, longest: bool) -> tuple[Part, int]:
+        """Shapes of a micro-batch, without data: see `typical`."""
+        return typical.images(parts, self._batch_size, self._image_size)
+
+    def train(self, position: Any, parts: int, replica: int, replicas: int) -> Iterator[Batch]:
+        """Mini-batches without end; a position is `{"epoch": e, "batch": b}`, the next one to make."""
+        start = position or {"epoch": 0, "batch": 0}
+        slices = parts_of_replica(self._batch_size, parts, replica, replicas, "data.batch_size")
+        return read_ahead(self._train(start["epoch"], start["batch"], slices))
+
+    def evaluation(self, parts: int) -> Iterator[Batch]:
+        """The test images in order, unchanged; the last mini-batch may have fewer parts."""
+        first_test = self._training_images
+        for first in range(first_test, len(self._images), self._batch_size):
+            numbers = np.arange(first, min(first + self._batch_size, len(self._images)))
+            slices = split_evenly(len(numbers), min(parts, len(numbers)))
+            yield Batch(self._parts(self._images[numbers], numbers, slices), first - first_test)
+
+    def epoch(self, position: Any) -> float:
+        """How often the training images were read up to `position`."""
+        start = position or {"epoch": 0, "batch": 0}
+        return float(start["epoch"] + start["batch"] / self._batches)
+
+    @property
+    def _training_images(self) -> int:
+        if not len(self._images):
+            raise RuntimeError("DigitsSource: call prepare() before reading")
+        return len(self._images) - TEST_IMAGES
+
+    @property
+    def _batches(self) -> int:
+        """Mini-batches of an epoch; a last one that would not be full is left out."""
+        return self._training_images // self._batch_size
+
+    def _train(self, epoch: int, batch: int, slices: list[slice]) -> Iterator[Batch]:
+        for current in count(epoch):
+            order = permutation(self._training_images, self._seed, current)
+            matrices = self._matrices(current)
+            for place in range(batch, self._batches):
+                numbers = order[place * self._batch_size : (place + 1) * self._batch_size]
+                # The whole mini-batch at once, so that the way it is divided cannot change a rounding.
+                images = _resample(self._images[numbers], matrices[numbers])
+                following = {"epoch": current + (place + 1) // self._batches, "batch": (place + 1) % self._batches}
+                yield Batch(self._parts(images, numbers, slices), following)
+            batch = 0
+
+    def _matrices(self, epoch: int) -> Tensor:
+        """Where each training image of an epoch reads its pixels: inverse affine maps [n, 2, 3]."""
+        words = np.random.Philox(np.random.SeedSequence((self._seed, epoch))).random_raw(4 * self._training_images)
+        uniform = (words >> np.uint64(11)).astype(np.float64).reshape(-1, 4) * 2.0**-52 - 1
+        angle, size, across, down = (uniform * np.array(self._affine)).T
+        cos, sin = np.cos(angle) / (1 + size), np.sin(angle) / (1 + size)
+        return torch.from_numpy(np.stack([cos, -sin, across, sin, cos, down], axis=1).reshape(-1, 2, 3)).float()
+
+    def _parts(self, images: Tensor, numbers: npt.NDArray[np.int64], slices: list[slice]) -> list[Part]:
+        grey = images.round().to(torch.uint8)
+        labels = self._labels[numbers]
+        return [((grey[part].repeat(1, 3, 1, 1),), (labels[part],)) for part in slices]
+
+
+def _resample(images: Tensor, matrices: Tensor) -> Tensor:
+    """Images [n, 1, S, S], each through its own inverse affine map; black comes in from outside."""
+    grid = F.affine_grid(matrices, list(images.shape), align_corners=False)
+    return F.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=False)

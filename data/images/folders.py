@@ -1,0 +1,166 @@
+"""Image folders: one folder for each split, in it one folder for each class, in that the images, however deep.
+
+ImageNet is used in this form, as is any data set of one's own. Listing a million files on a network disk takes
+minutes, so the list is kept in the cache until a folder changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+import zipfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...errors import ConfigurationError
+from ..source import Report
+from .files import ImageFiles
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
+JUST_CHANGED_SECONDS = 2.0  # a folder that changed so lately may change again within its time stamp's tick
+
+
+class Listing(NamedTuple):
+    """What stands under a split's folder; all paths are from there, with "/" between folders.
+
+    Attributes:
+        folders: every folder that was looked into, itself (".") included.
+        changed: when each of them last changed, in nanoseconds.
+        classes: the class folders, sorted.
+        names: the images, class after class, sorted.
+        labels: of each image, its class's number.
+    """
+
+    folders: list[str]
+    changed: list[int]
+    classes: list[str]
+    names: list[str]
+    labels: list[int]
+
+
+def read_folder(split: Path, cache: Path, report: Report) -> ImageFiles:
+    """The images of one split.
+
+    Args:
+        split: folder with a folder for each class.
+        cache: folder where lists of files are kept.
+
+    Raises:
+        ConfigurationError: there is no such folder, or no class folders, or a class without images; the message says
+            what was found.
+    """
+    _check_split(split)
+    kept = cache / "image-lists" / f"{hashlib.blake2b(str(split.resolve()).encode(), digest_size=16).hexdigest()}.npz"
+    listing = _load(kept, split)
+    if listing is None:
+        listing = _scan(split, report)
+        _keep(kept, listing)
+    _check_classes(split, listing)
+    return ImageFiles(split, listing.names, listing.labels, listing.classes)
+
+
+def _check_split(split: Path) -> None:
+    root = split.parent
+    if not root.is_dir():
+        raise ConfigurationError(f"data.root={root}: there is no such folder")
+    if not split.is_dir():
+        raise ConfigurationError(f"data.root={root} has no folder '{split.name}', only {_some(_names(root))}")
+    with os.scandir(split) as entries:
+        files = [entry.name for entry in entries if not entry.is_dir() and not entry.name.startswith(".")]
+    archives = [name for name in files if name.endswith((".tar", ".gz", ".zip"))]
+    if archives:
+        raise ConfigurationError(f"{split} holds archives that are not unpacked: {_some(archives)}")
+
+
+def _check_classes(split: Path, listing: Listing) -> None:
+    if not listing.classes:
+        raise ConfigurationError(
+            f"{split} has no class folders, only {_some(_names(split))}: sort its images into one folder a class"
+        )
+    filled = set(listing.labels)
+    empty = [name for number, name in enumerate(listing.classes) if number not in filled]
+    if empty:
+        raise ConfigurationError(
+            f"{split} has {len(empty)} class folders without an image ({', '.join(SUFFIXES)}): {_some(empty)}"
+        )
+
+
+def _names(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first names, and how many there are."""
+    shown = ", ".join(sorted(names)[:4])
+    return f"{shown}, … ({len(names)} in all)" if len(names) > 4 else shown or "nothing"
+
+
+def _scan(split: Path, report: Report) -> Listing:
+    listing = Listing(["."], [split.stat().st_mtime_ns], [], [], [])
+    with os.scandir(split) as entries:
+        listing.classes.extend(sorted(e.name for e in entries if e.is_dir() and not e.name.startswith(".")))
+    for number, name in enumerate(listing.classes):
+        report(f"listing the images of {split}", number, len(listing.classes))
+        first = len(listing.names)
+        _scan_folder(split, name, listing)
+        listing.labels.extend([number] * (len(listing.names) - first))
+    report(f"listing the images of {split}", len(listing.classes), len(listing.classes))
+    return listing
+
+
+def _scan_folder(split: Path, folder: str, listing: Listing) -> None:
+    listing.folders.append(folder)
+    listing.changed.append((split / folder).stat().st_mtime_ns)
+    with os.scandir(split / folder) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            if entry.name.startswith("."):  # what an archiver on a Mac leaves: ._n01440764_18.JPEG
+                continue
+            if entry.name.lower().endswith(SUFFIXES):
+                listing.names.append(f"{folder}/{entry.name}")
+            elif entry.is_dir():
+                _scan_folder(split, f"{folder}/{entry.name}", listing)
+
+
+def _load(kept: Path, split: Path) -> Listing | None:
+    """The list in the cache, unless a folder has changed since, or there is none."""
+    try:
+        with np.load(kept, allow_pickle=False) as stored:
+            listing = Listing(*(_unpacked(stored[field]) for field in Listing._fields))
+        changed = [(split / folder).stat().st_mtime_ns for folder in listing.folders]
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):  # absent, torn or of another form: scan
+        return None
+    return listing if changed == listing.changed else None
+
+
+def _keep(kept: Path, listing: Listing) -> None:
+    """Write the list whole or not at all. A cache that cannot be written costs the next run a scan, not this one."""
+    if time.time() - max(listing.changed) / 1e9 < JUST_CHANGED_SECONDS:
+        return
+    arrays: dict[str, Any] = {field: _packed(values) for field, values in listing._asdict().items()}
+    draft = kept.with_suffix(f".{os.getpid()}.npz")
+    with suppress(OSError):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            np.savez(draft, **arrays)
+            draft.replace(kept)
+        finally:
+            draft.unlink(missing_ok=True)
+
+
+def _packed(values: list[Any]) -> np.ndarray[Any, Any]:
+    """Numbers as int64; texts one after the other, a zero byte after each."""
+    if values and isinstance(values[0], str):
+        return np.frombuffer(b"".join(os.fsencode(text) + b"\0" for text in values), np.uint8)
+    return np.asarray(values, np.int64)
+
+
+def _unpacked(array: np.ndarray[Any, Any]) -> list[Any]:
+    if array.dtype == np.uint8:
+        return [os.fsdecode(text) for text in array.tobytes().split(b"\0")[:-1]]
+    values: list[Any] = array.tolist()
+    return values

@@ -1,0 +1,94 @@
+"""What loader processes do with images: read, transform, put together to parts; and how many of them there are."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from ...cpu import usable_cores
+from ...errors import ConfigurationError
+from .files import BrokenImage, BrokenImageError, Images
+from .transforms import Transform
+
+MOST_WORKERS = 16  # when sized to the machine: more only fill the memory with mini-batches
+
+
+class Example(NamedTuple):
+    """One transformed image, uint8 [3, S, S] (None: none could be read), and the broken ones met on the way."""
+
+    image: Tensor | None
+    label: int
+    broken: tuple[BrokenImage, ...]
+
+
+class LoadedPart(NamedTuple):
+    """A part as a loader process hands it over: uint8 [b, 3, S, S], int64 [b], and the broken images met."""
+
+    images: Tensor
+    labels: Tensor
+    broken: tuple[BrokenImage, ...]
+
+
+class TransformedImages(Dataset[Example]):
+    """Images, transformed.
+
+    Args:
+        images: to read.
+        transform: bytes to bytes; draws from torch's global generator.
+        attempts: how many images are tried for an example: the one asked for, then those that follow it.
+    """
+
+    def __init__(self, images: Images, transform: Transform, attempts: int) -> None:
+        self._images, self._transform, self._attempts = images, transform, attempts
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def fingerprint(self) -> str:
+        return self._images.fingerprint()
+
+    def __getitem__(self, index: int) -> Example:
+        broken = []
+        for place in range(self._attempts):
+            number = (index + place) % len(self)
+            try:
+                image = self._images.read(number)
+            except BrokenImageError as error:
+                broken.append(error.broken)
+            else:
+                return Example(self._transform(image), int(self._images.labels[number]), tuple(broken))
+        return Example(None, -1, tuple(broken))
+
+
+def collate(examples: list[Example]) -> LoadedPart:
+    """A part of those examples that have an image."""
+    images = [example.image for example in examples if example.image is not None]
+    labels = [example.label for example in examples if example.image is not None]
+    # default_collate stacks right into the memory that the training process shares.
+    stacked: Tensor = default_collate(images) if images else torch.empty(0, dtype=torch.uint8)
+    broken = tuple(image for example in examples for image in example.broken)
+    return LoadedPart(stacked, torch.tensor(labels, dtype=torch.int64), broken)
+
+
+def check_workers(workers: Any) -> None:
+    """
+    Raises:
+        ConfigurationError: neither "auto" nor a whole number from 0 on.
+    """
+    if workers != "auto" and not (isinstance(workers, int) and not isinstance(workers, bool) and workers >= 0):
+        raise ConfigurationError(
+            f"data.workers={workers}: give auto, or how many loader processes a replica has (0: none)"
+        )
+
+
+def loader_workers(workers: int | str, replicas: int) -> int:
+    """Loader processes of one replica; "auto" shares the cores among the replicas that this machine has."""
+    if workers != "auto":
+        return int(workers)
+    everywhere, here = (int(os.environ.get(name) or 1) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    replicas_here = -(-replicas * min(here, everywhere) // everywhere)
+    return max(1, min(MOST_WORKERS, usable_cores() // replicas_here))

@@ -1,0 +1,97 @@
+"""Translation from a folder of parallel text: `data=parallel_text data.root=FOLDER`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ...errors import ConfigurationError
+from ..source import Report, check_limits
+from ..store import LONGEST, Store
+from ..translation import PairSource, chosen_languages
+from .defects import check_policy
+from .preparation import ParallelText, Vocabularies
+from .store import open_parallel_store
+
+
+class ParallelTextSource(PairSource):
+    """Mini-batches of the pairs of sentences in a folder, `parallel_folders.LAYOUTS`.
+
+    Args:
+        root: the folder.
+        languages: source languages; None for all that are found. pair: one of them: a bilingual run.
+        target: the language that is translated into.
+        source_vocabulary, target_vocabulary: pieces of each side's vocabulary.
+        vocabulary: pieces of one vocabulary for both sides; the two keys above must then say the same number.
+        character_coverage: share of the text's characters that get pieces of their own.
+        vocabulary_pairs, vocabulary_temperature: what the vocabularies are trained on.
+        max_length: pairs with more tokens on a side, marks included, are left out.
+        on_defect: what to do with each kind of defect, `defects.KINDS`: drop or refuse, one word for all or
+            a word for each; None: `defects.DEFAULTS`.
+        preparation_workers: processes that prepare the text; None: one a core.
+        batch_size, batch_tokens, temperature, evaluation_per_language, seed, evaluation_split: as of `PairSource`.
+        corpus_seed: decides the order in which pairs lie on the disk.
+        cache_dir: where the store is kept; None for `$GPIPE_CACHE` or `~/.cache/gpipe`.
+
+    Raises:
+        ValueError: a value out of its limits.
+        ConfigurationError: a kind of defect that there is not, vocabularies that contradict each other.
+    """
+
+    def __init__(
+        self,
+        root: str | None,
+        languages: Sequence[str] | None = None,
+        pair: str | None = None,
+        target: str = "en",
+        source_vocabulary: int = 64_000,
+        target_vocabulary: int = 32_000,
+        vocabulary: int | None = None,
+        character_coverage: float = 0.999995,
+        vocabulary_pairs: int = 1_000_000,
+        vocabulary_temperature: float = 5.0,
+        max_length: int = 96,
+        on_defect: str | Mapping[str, str] | None = None,
+        preparation_workers: int | None = None,
+        batch_size: int | None = None,
+        batch_tokens: int | None = 4_000,
+        temperature: float = 5.0,
+        evaluation_per_language: int = 20,
+        corpus_seed: int = 0,
+        seed: int = 0,
+        cache_dir: str | None = None,
+        evaluation_split: str = "dev",
+    ) -> None:
+        super().__init__(
+            batch_size, batch_tokens, temperature, max_length, evaluation_per_language, seed, evaluation_split
+        )
+        check_limits(
+            source_vocabulary=(source_vocabulary, 8, 2**31),
+            target_vocabulary=(target_vocabulary, 8, 2**31),
+            vocabulary=(vocabulary, 8, 2**31),
+            character_coverage=(character_coverage, 0.9, 1.0),
+            vocabulary_pairs=(vocabulary_pairs, 1, None),
+            vocabulary_temperature=(vocabulary_temperature, 1, None),
+            max_length=(max_length, 8, LONGEST),
+            preparation_workers=(preparation_workers, 1, None),
+        )
+        if vocabulary is not None and (source_vocabulary, target_vocabulary) != (vocabulary, vocabulary):
+            raise ConfigurationError(
+                f"data.vocabulary={vocabulary} is one vocabulary for both sides: use "
+                f"data.source_vocabulary={vocabulary} data.target_vocabulary={vocabulary} too, which the model reads"
+            )
+        self._policy = check_policy(on_defect or {})
+        self._cache_dir, self._workers = cache_dir, preparation_workers
+        chosen = chosen_languages(languages, pair)
+        vocabularies = Vocabularies(
+            source_vocabulary,
+            target_vocabulary,
+            vocabulary is not None,
+            character_coverage,
+            vocabulary_pairs,
+            vocabulary_temperature,
+        )
+        wanted = None if chosen is None else tuple(chosen)
+        self.text = ParallelText(root, wanted, target, vocabularies, max_length, corpus_seed)
+
+    def _open(self, report: Report) -> Store:
+        return open_parallel_store(self.text, self._policy, self._cache_dir, self._workers, report)

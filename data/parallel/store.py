@@ -1,0 +1,96 @@
+"""The store of a folder of parallel text: found in the cache, or made there first."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import sentencepiece
+
+from ...cpu import usable_cores
+from ..cldr.corpus import cache_folder
+from ..source import Report
+from ..store import FORMAT, Store
+from .defects import Defect, refusal
+from .folders import PairFiles, find_pairs
+from .preparation import WORK, ParallelText, Preparation
+
+log = logging.getLogger(__name__)
+
+SMALL_BYTES = 4 * 2**20  # text that one process has prepared before others have started
+
+
+def open_parallel_store(
+    text: ParallelText, policy: Mapping[str, str], cache_dir: str | None, workers: int | None, report: Report
+) -> Store:
+    """Open the store of the text, making it first if the cache does not hold it.
+
+    A store is found again by the names, sizes and times of change of its files, and by `text`.
+
+    Args:
+        policy: what to do with each kind of defect, `defects.check_policy`.
+        cache_dir: None for `$GPIPE_CACHE`, or `~/.cache/gpipe` where that is not set.
+        workers: processes; None for one a core. They do not change a byte.
+
+    Raises:
+        ConfigurationError: the text is not as it should be; a defect that is to be refused; a vocabulary size that does
+            not suit the text.
+    """
+    pairs = find_pairs(text.root, text.languages, text.target)
+    cache = cache_folder(cache_dir)
+    folder = cache / f"parallel-{_digest(text, pairs)}"
+    if not folder.is_dir():
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            lock = (cache / f".{folder.name}.lock").open("w")
+        except OSError as error:
+            raise OSError(f"cannot write the corpus to {cache} ({error}): set data.cache_dir or GPIPE_CACHE") from error
+        with lock, _locked(lock.fileno(), folder.name, report):
+            if not folder.is_dir():
+                Preparation(text, pairs, policy, folder, _worker_count(pairs, workers), report).run()
+    shutil.rmtree(folder / WORK, ignore_errors=True)
+    _check_defects(folder, policy)
+    return Store(folder)
+
+
+def _digest(text: ParallelText, pairs: Sequence[PairFiles]) -> str:
+    stats = [
+        [pair.language, pair.split, *([str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns])]
+        for pair in pairs
+        for file in pair.files
+    ]
+    said = [FORMAT, asdict(text), stats, sentencepiece.__version__]
+    return hashlib.blake2b(json.dumps(said).encode(), digest_size=8).hexdigest()
+
+
+@contextmanager
+def _locked(file: int, name: str, report: Report) -> Iterator[None]:
+    """One preparation at a time; the lock goes with the process."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        report(f"parallel text: waiting for another process that prepares {name}", 0, 0)
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError:  # a file system without locks: two preparations at once would disturb each other, as ever there
+        log.warning("no locks on the file system of %s: prepare one run at a time", name)
+    yield
+
+
+def _worker_count(pairs: Sequence[PairFiles], workers: int | None) -> int:
+    size = sum(file.stat().st_size for pair in pairs for file in pair.files)
+    return workers or (1 if size < SMALL_BYTES else usable_cores())
+
+
+def _check_defects(folder: Path, policy: Mapping[str, str]) -> None:
+    """A store made when defects were dropped is not for one who refuses them."""
+    said = json.loads((folder / "defects.json").read_text(encoding="utf-8"))
+    for defect in said["defects"]:
+        if policy[defect["kind"]] == "refuse":
+            raise refusal(Defect(**defect))

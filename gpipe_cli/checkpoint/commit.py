@@ -1,0 +1,252 @@
+"""Completing and pruning checkpoints: the writing side of the layout in ``checkpoint_files.py``. No torch.
+
+A checkpoint is collected in a ``.partial`` directory, to which every worker adds the files of its own layers, and
+becomes complete by one directory rename. So a kill at any moment leaves the previous checkpoint as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from .files import (
+    DISCARDED,
+    FORMAT,
+    PARTIAL,
+    CheckpointError,
+    CheckpointInfo,
+    LayerFile,
+    RunState,
+    best_step,
+    checkpoints_directory,
+    partial_directory,
+    problems,
+    problems_of,
+    read_manifest,
+    shorten,
+    step_directories,
+    step_directory,
+    step_of,
+    with_suffix,
+)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Replace ``path`` so that a kill leaves the old content or the new, never a mixture."""
+    temporary = with_suffix(path, ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Put a directory's entries (new files, renames) on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_part(directory: Path, worker: int, layers: Mapping[str, LayerFile]) -> None:
+    """Record what ``worker`` has put into the partial checkpoint ``directory``."""
+    write_json(_part_path(directory, worker), {name: asdict(file) for name, file in layers.items()})
+
+
+def complete(
+    run_dir: Path, step: int, state: RunState, workers: int, model: Mapping[str, Collection[str]]
+) -> CheckpointInfo:
+    """Turn the partial checkpoint of ``step``, which every worker has finished, into a complete one.
+
+    A step that is complete already stays as it is: one directory holds one course of training, so it is the same.
+
+    Args:
+        workers: how many workers wrote a part, numbered from 0.
+        model: the parameter names of every layer of the whole model, in model order.
+
+    Raises:
+        CheckpointError: a part or a file is missing, or the parts together are not the model; it stays partial.
+    """
+    directory, final = partial_directory(run_dir, step), step_directory(run_dir, step)
+    if final.exists() and not problems_of(final):
+        shutil.rmtree(directory, ignore_errors=True)
+        return read_manifest(final)
+    written = _join_parts([_read_part(directory, worker) for worker in range(workers)], step)
+    _require_whole_model(written, model, step)
+    info = CheckpointInfo(directory, step, state, {name: written[name] for name in model}, _versions())
+    if damaged := problems(info):
+        raise CheckpointError(f"the checkpoint of step {step} is not complete: {shorten(damaged)}")
+    for worker in range(workers):
+        _part_path(directory, worker).unlink()
+    write_json(directory / "manifest.json", _manifest(info))
+    if final.exists():
+        _discard(final)
+    directory.rename(final)
+    sync_directory(final.parent)
+    return read_manifest(final)
+
+
+def amend(run_dir: Path, step: int, state: RunState) -> None:
+    """Replace the run state of the complete checkpoint of ``step``: what an evaluation after it has found."""
+    info = read_manifest(step_directory(run_dir, step))
+    write_json(info.path / "manifest.json", _manifest(replace(info, state=state)))
+
+
+def record_best(run_dir: Path, step: int, metric: str, value: float) -> None:
+    """Name the complete checkpoint of ``step`` the best so far; pruning keeps it until another one is named."""
+    write_json(checkpoints_directory(run_dir) / "best.json", {"step": step, "metric": metric, "value": value})
+
+
+def prune(run_dir: Path, keep: int) -> dict[Path, str]:
+    """Delete all but the best and the ``keep`` newest undamaged checkpoints, and whatever was set aside.
+
+    Returns:
+        What could not be deleted, with a warning for each; the next call tries again.
+    """
+    best = best_step(run_dir)
+    failed: dict[Path, str] = {}
+    undamaged = 0
+    for directory in reversed(step_directories(run_dir)):
+        if undamaged >= keep and step_of(directory) != best:
+            failed |= _try_each(_discard, [directory])
+        elif not problems_of(directory):
+            undamaged += 1
+    return failed | _try_each(shutil.rmtree, checkpoints_directory(run_dir).glob(f"step_*{DISCARDED}"))
+
+
+def refuse_another_run(run_dir: Path, resumed: CheckpointInfo | None) -> None:
+    """Call it before anything in the run directory is written over.
+
+    Raises:
+        CheckpointError: the directory holds checkpoints and the run does not go on from one of them.
+    """
+    home, existing = checkpoints_directory(run_dir), step_directories(run_dir)
+    if existing and (resumed is None or resumed.path.resolve().parent != home.resolve()):
+        raise CheckpointError(
+            f"{home} already holds checkpoints, the newest of step {step_of(existing[-1])}, which this run would mix "
+            f"with its own: type checkpoint.resume={run_dir} to go on from it, or choose another hydra.run.dir"
+        )
+
+
+def prepare_directory(run_dir: Path, resumed: CheckpointInfo | None) -> list[str]:
+    """Make the run directory ready, once, before any worker saves.
+
+    Leftovers of a killed run are removed. Checkpoints later than the one resumed from (they were damaged, or the user
+    went back on purpose) are set aside, and deleted when the first new checkpoint is complete: what is in the directory
+    is always one course of training.
+
+    Returns:
+        A warning for each leftover that could not be removed. It is in nobody's way.
+
+    Raises:
+        CheckpointError: the directory holds checkpoints and the run does not go on from one of them.
+    """
+    refuse_another_run(run_dir, resumed)
+    home, existing = checkpoints_directory(run_dir), step_directories(run_dir)
+    home.mkdir(parents=True, exist_ok=True)
+    failed = _try_each(shutil.rmtree, [*home.glob(f"step_*{PARTIAL}"), *home.glob(f"step_*{DISCARDED}")])
+    for directory in existing:
+        if resumed is not None and step_of(directory) > resumed.step:
+            _discard(directory)
+    return list(failed.values())
+
+
+def _discard(directory: Path) -> None:
+    """Take a checkpoint out of the count in one rename, as deleting its files takes time in which a kill may come."""
+    target = with_suffix(directory, DISCARDED)
+    if target.exists():
+        shutil.rmtree(target)
+    directory.rename(target)
+
+
+def _try_each(delete: Callable[[Path], object], directories: Iterable[Path]) -> dict[Path, str]:
+    """What could not be deleted, with a warning for each: on NFS a file that somebody still reads stays for a while."""
+    failed = {}
+    for directory in list(directories):
+        try:
+            delete(directory)
+        except OSError as error:
+            if directory.exists():  # else somebody else has deleted it
+                failed[directory] = f"{directory} could not be deleted ({error}): the next checkpoint tries it again"
+    return failed
+
+
+def _read_part(directory: Path, worker: int) -> dict[str, LayerFile]:
+    path = _part_path(directory, worker)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"worker {worker} has finished its part of {directory}, but {path.name} is not to be seen here: the run "
+            "directory must be on a file system that all machines of the run share (hydra.run.dir=...)"
+        ) from error
+    return {name: LayerFile(**{**file, "parameters": tuple(file["parameters"])}) for name, file in content.items()}
+
+
+def _join_parts(parts: Sequence[Mapping[str, LayerFile]], step: int) -> dict[str, LayerFile]:
+    owners: dict[str, int] = {}
+    for worker, part in enumerate(parts):
+        for layer in part:
+            if layer in owners:
+                raise CheckpointError(
+                    f"the checkpoint of step {step} is not complete: layer {layer} was saved by worker {owners[layer]} "
+                    f"and by worker {worker}; with several replicas only one of them saves a layer"
+                )
+            owners[layer] = worker
+    return {layer: file for part in parts for layer, file in part.items()}
+
+
+def _require_whole_model(written: Mapping[str, LayerFile], model: Mapping[str, Collection[str]], step: int) -> None:
+    """The union of what was saved must be the model, or half of it may be lost unnoticed until the resume."""
+    saved = {f"{layer}.{name}" for layer, file in written.items() for name in file.parameters}
+    expected = {f"{layer}.{name}" for layer, names in model.items() for name in names}
+    faults = [
+        f"{text}: {shorten(sorted(names))}"
+        for text, names in (
+            ("layers not saved", model.keys() - written.keys()),
+            ("layers the model does not have", written.keys() - model.keys()),
+            ("parameters not saved", expected - saved),
+            ("parameters the model does not have", saved - expected),
+        )
+        if names
+    ]
+    if faults:
+        raise CheckpointError(f"the checkpoint of step {step} is not complete and was not kept; {'; '.join(faults)}")
+
+
+def _manifest(info: CheckpointInfo) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "step": info.step,
+        "state": asdict(info.state),
+        "versions": dict(info.versions),
+        "layers": [
+            {"name": name, "file": info.layer_path(name).relative_to(info.path).as_posix(), **asdict(file)}
+            for name, file in info.layers.items()
+        ],
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"gpipe-cli": __version__, "python": platform.python_version()}
+    for package in ("torch", "safetensors", "babel", "sentencepiece"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # put on the path by hand: works, but carries no version
+            found[package] = "unknown"
+    return found
+
+
+def _part_path(directory: Path, worker: int) -> Path:
+    return directory / f"part_{worker}.json"

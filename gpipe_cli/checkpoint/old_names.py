@@ -1,0 +1,38 @@
+"""Brings the configuration of a checkpoint made by an earlier release to today's names. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+SECTIONS = {"schedule": "lr_schedule"}
+
+TARGETS = {
+    "gpipe_cli.data.digits.DigitsSource": "gpipe_cli.data.images.digits.DigitsSource",
+    "gpipe_cli.data.images.ImageSource": "gpipe_cli.data.images.source.ImageSource",
+    "gpipe_cli.data.parallel_text.ParallelTextSource": "gpipe_cli.data.parallel.source.ParallelTextSource",
+    "gpipe_cli.trainer.adafactor.Adafactor": "gpipe_cli.optim.adafactor.Adafactor",
+    "gpipe_cli.trainer.optimizers.TFRMSprop": "gpipe_cli.optim.optimizers.TFRMSprop",
+    "gpipe_cli.trainer.lr_schedules.constant": "gpipe_cli.optim.lr_schedules.constant",
+    "gpipe_cli.trainer.lr_schedules.cosine": "gpipe_cli.optim.lr_schedules.cosine",
+    "gpipe_cli.trainer.lr_schedules.exponential": "gpipe_cli.optim.lr_schedules.exponential",
+    "gpipe_cli.trainer.lr_schedules.exponential_epochs": "gpipe_cli.optim.lr_schedules.exponential_epochs",
+    "gpipe_cli.trainer.lr_schedules.inverse_sqrt": "gpipe_cli.optim.lr_schedules.inverse_sqrt",
+    "gpipe_cli.trainer.lr_schedules.transformer": "gpipe_cli.optim.lr_schedules.transformer",
+}
+
+
+def with_todays_names(configuration: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the configuration with every renamed section, and every renamed ``_target_`` at any depth, replaced."""
+    return {SECTIONS.get(name, name): _with_todays_targets(value) for name, value in configuration.items()}
+
+
+def _with_todays_targets(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        renamed = {key: _with_todays_targets(inner) for key, inner in value.items()}
+        if isinstance(renamed.get("_target_"), str):
+            renamed["_target_"] = TARGETS.get(renamed["_target_"], renamed["_target_"])
+        return renamed
+    if isinstance(value, (list, tuple)):
+        return [_with_todays_targets(inner) for inner in value]
+    return value

@@ -1,0 +1,305 @@
+"""One job: from the composed configuration to workers that train, and to what the person is told of it."""
+
+from __future__ import annotations
+
+import copy
+import fcntl
+import math
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from gpipe_cli.checkpoint import files as checkpoint_files
+from gpipe_cli.checkpoint.compatibility import require_compatible
+from gpipe_cli.checkpoint.files import CheckpointInfo
+from gpipe_cli.config import LaunchConfig, Settings
+from gpipe_cli.errors import ConfigurationError, PlainError
+from gpipe_cli.jobs import own_target, sweep, torchrun
+from gpipe_cli.jobs.devices import settle_workers
+from gpipe_cli.jobs.micro_batches import AUTO, settle_micro_batches
+from gpipe_cli.launch.inline import launch_inline
+from gpipe_cli.launch.join import join, joined
+from gpipe_cli.launch.report import WorkerFailed
+from gpipe_cli.launch.supervisor import Job, OnEvent, launch
+from gpipe_cli.terminal.frame import FAILED, REFUSED, to_stderr
+from gpipe_cli.terminal.hydra_errors import explain
+from gpipe_cli.terminal.text import command_name
+
+if TYPE_CHECKING:
+    from gpipe_cli.terminal.console import Console
+
+
+@dataclass(frozen=True)
+class Program:
+    """What workers run.
+
+    Attributes:
+        entry: "package.module:function", called as `function(context, {"settings": …, …})` with the resolved
+            configuration; `run_job` adds "started_at", when the job began, in seconds since the epoch.
+        preload: modules that are imported once for all workers; None: torch and the entry's own.
+        conclude: what the command makes of the workers' result: shows it, and returns the exit code.
+    """
+
+    entry: str = "gpipe_cli.trainer.run:main"
+    preload: tuple[str, ...] | None = None
+    conclude: Callable[[Any, Path, Console], int] | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A configuration that has passed all checks.
+
+    Attributes:
+        config: plain, with the number of workers in place of "auto".
+        lines: what the person should know before the run begins.
+    """
+
+    config: dict[str, Any]
+    settings: Settings
+    lines: list[str]
+
+
+def prepare(composed: DictConfig, overrides: Sequence[str]) -> Prepared:
+    """Resolve and check a composed configuration.
+
+    Args:
+        composed: without Hydra's own node.
+        overrides: as typed.
+
+    Raises:
+        ConfigurationError: whatever is wrong with it, in words.
+    """
+    config, lines = resolve(composed, overrides)
+    if OmegaConf.select(composed, "pipeline.M") == AUTO:
+        config, line = settle_micro_batches(config)
+        lines.append(line)
+    settings = Settings.from_config(config)
+    workers, line = settle_workers(settings.pipeline, settings.launch.inline, torchrun.world_size())
+    config["pipeline"] = {**config["pipeline"], "workers": workers}
+    if joined() and settings.launch.stall_seconds is not None:
+        lines.append(
+            "launch.stall_seconds does nothing here: only gpipe-train that starts its own workers watches them"
+        )
+    return Prepared(config, Settings.from_config(config), [line, *lines])
+
+
+def resolve(composed: DictConfig, overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """A composed configuration as plain values, and a line for each `_target_` whose section leaves out keys.
+
+    Raises:
+        ConfigurationError: a value that is missing or refers to nothing.
+    """
+    composed, left_out = copy.deepcopy(composed), own_target.keys_left_out(composed, overrides)
+    with open_dict(composed):
+        for section, keys in left_out.items():
+            for key in keys:
+                del composed[section][key]
+    try:
+        plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigurationError(explain(error, overrides)) from error
+    assert isinstance(plain, dict)
+    config: dict[str, Any] = {str(key): value for key, value in plain.items()}
+    return config, [own_target.describe(section, config[section], keys) for section, keys in left_out.items() if keys]
+
+
+def refuse_if_wrong(config: DictConfig) -> None:
+    """Check a single run's configuration before Hydra makes a run directory for it.
+
+    Raises:
+        SystemExit: it is wrong. (Hydra turns any other exception of a callback into a warning.)
+    """
+    HydraConfig.instance().set_config(config)
+    composed = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    try:
+        prepare(composed, list(config.hydra.overrides.task))
+    except ConfigurationError as error:
+        if torchrun.is_first():
+            to_stderr(in_words(str(error)))
+        raise SystemExit(REFUSED) from None
+
+
+def in_words(problem: str) -> str:
+    return f"{command_name()}: {problem}"
+
+
+def run_job(composed: DictConfig, program: Program, started_at: float) -> tuple[int, float]:
+    """Run one job to its end.
+
+    Args:
+        composed: without Hydra's own node.
+        started_at: when the command was started, in seconds since the epoch; the jobs of a sweep begin at their own.
+
+    Returns:
+        The exit code, and the loss at the end (for Hydra's sweepers; NaN when the job failed).
+
+    Raises:
+        KeyboardInterrupt, SystemExit: the run was asked to stop, and with it a sweep.
+    """
+    from gpipe_cli.terminal.console import Console  # here, so that a refusal need not wait for rich
+
+    place = HydraConfig.get()
+    run_dir = Path(place.runtime.output_dir)
+    is_sweep = place.mode == RunMode.MULTIRUN
+    with Console(*_console_settings(composed), silent=not torchrun.is_first()) as console:
+        if is_sweep:
+            console.say(_job_line(place))
+        (run_dir / sweep.ERROR_FILE).unlink(missing_ok=True)
+        try:
+            prepared = prepare(composed, list(place.overrides.task))
+            with _sole_writer(run_dir, console):
+                config = _with_checkpoint(prepared, run_dir, place, console)
+                config = {"settings": config, "started_at": time.time() if is_sweep else started_at}
+                result = _start(prepared, config, run_dir, program, console)
+            if program.conclude is not None:
+                return program.conclude(result, run_dir, console), math.nan
+            if not is_sweep:
+                console.say(where_it_is(run_dir))
+        except (ConfigurationError, WorkerFailed) as error:
+            text = in_words(str(error)) if isinstance(error, ConfigurationError) else str(error)
+            (run_dir / sweep.ERROR_FILE).write_text(f"{error}\n")
+            console.error(text)
+            return (REFUSED if isinstance(error, ConfigurationError) else FAILED), math.nan
+        loss = result.get("loss") if isinstance(result, dict) else None
+        return 0, math.nan if loss is None else float(loss)
+
+
+def _with_checkpoint(prepared: Prepared, run_dir: Path, place: Any, console: Console) -> dict[str, Any]:
+    """The configuration with the very checkpoint to go on from, or to begin with, in place of what was typed.
+
+    A run with `checkpoint.resume=auto` that goes on has its weights; only a new one reads `checkpoint.init_from`.
+
+    Raises:
+        CheckpointError: there is none, or it was made with another configuration.
+    """
+    config = prepared.config
+    if not torchrun.is_first():
+        return config
+    resumed = _resumed(prepared, run_dir, place, console)
+    begun = None
+    if resumed is None and prepared.settings.checkpoint.init_from is not None:
+        begun, warnings = checkpoint_files.find(Path(prepared.settings.checkpoint.init_from).expanduser())
+        for warning in warnings:
+            console.warn(warning)
+    paths = {
+        key: None if info is None else str(info.path.absolute())
+        for key, info in (("resume", resumed), ("init_from", begun))
+    }
+    return {**config, "checkpoint": {**config["checkpoint"], **paths}}
+
+
+def _resumed(prepared: Prepared, run_dir: Path, place: Any, console: Console) -> CheckpointInfo | None:
+    """The checkpoint that `checkpoint.resume` means, if any."""
+    config, checkpoint = prepared.config, prepared.settings.checkpoint
+    if checkpoint.resume is None:
+        return None
+    own_place = place.mode == RunMode.MULTIRUN or any(
+        word.startswith("hydra.run.dir=") for word in place.overrides.hydra
+    )
+    choice = checkpoint_files.resolve(checkpoint.resume, run_dir, None if own_place else run_dir.parent)
+    for warning in choice.warnings:
+        console.warn(warning)
+    if choice.checkpoint is not None:
+        require_compatible(choice.checkpoint, config, checkpoint.allow_changes)
+    return choice.checkpoint
+
+
+def _start(prepared: Prepared, config: dict[str, Any], run_dir: Path, program: Program, console: Console) -> Any:
+    for line in prepared.lines:
+        console.say(line)
+    try:
+        return _run_program(prepared.settings.launch, config, run_dir, program, console)
+    except (KeyboardInterrupt, SystemExit):
+        console.say(f"stopped before its end; {where_it_is(run_dir)}")
+        raise
+
+
+def _run_program(
+    settings: LaunchConfig, config: dict[str, Any], run_dir: Path, program: Program, console: Console
+) -> Any:
+    if joined():
+        return join(torchrun.ENTRY, torchrun.wrap(program.entry, config), run_dir, console, settings.grace_seconds)
+    try:
+        return launch_program(program, config, run_dir, console)
+    except (ConfigurationError, WorkerFailed):
+        raise
+    except Exception as error:
+        if not settings.inline:
+            raise
+        said = str(error) if isinstance(error, PlainError) else traceback.format_exc().rstrip()
+        raise WorkerFailed(said) from error
+
+
+def launch_program(program: Program, config: dict[str, Any], run_dir: Path, on_event: OnEvent) -> Any:
+    """Run a program in workers of this command's own, or inside it with `launch.inline`.
+
+    Args:
+        config: "settings", the resolved configuration with the number of workers, and what else the program wants.
+        run_dir: exists; the workers' logs go there.
+
+    Returns:
+        What the program returned on rank 0.
+
+    Raises:
+        WorkerFailed: a worker raised, died or stalled. Inside this process exceptions come through as they are.
+        ConfigurationError: a worker refused the configuration.
+    """
+    settings = Settings.from_config(config["settings"])
+    job = Job(
+        run_dir=run_dir,
+        workers=settings.pipeline.worker_count * settings.pipeline.replicas,
+        entry=program.entry,
+        config=config,
+        preload=("torch", program.entry.partition(":")[0]) if program.preload is None else program.preload,
+        threads=settings.pipeline.threads,
+        grace_seconds=settings.launch.grace_seconds,
+        stall_seconds=settings.launch.stall_seconds,
+    )
+    return launch_inline(job, on_event) if settings.launch.inline else launch(job, on_event)
+
+
+@contextmanager
+def _sole_writer(run_dir: Path, console: Console) -> Iterator[None]:
+    """Hold the run directory's lock, which the system lets go of when this process ends, however it ends."""
+    if not torchrun.is_first():
+        yield
+        return
+    with (run_dir / "run.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigurationError(
+                f"another gpipe-train is writing to {run_dir}: wait for it, or choose another hydra.run.dir"
+            ) from None
+        except OSError as error:  # a file system without locks
+            console.warn(f"no locks on the file system of {run_dir} ({error}): two runs in it would not be noticed")
+        yield
+
+
+def _console_settings(composed: DictConfig) -> tuple[int, Any]:
+    """Of a configuration that has not been checked yet: a failure to come must be shown somehow."""
+    every, mode = OmegaConf.select(composed, "logging.every"), OmegaConf.select(composed, "logging.console")
+    return (every if isinstance(every, int) and every > 0 else 1), ("plain" if mode == "plain" else "auto")
+
+
+def _job_line(place: Any) -> str:
+    total = f"/{sweep.current.jobs}" if sweep.current is not None and sweep.current.jobs else ""
+    return f"\njob {int(place.job.num) + 1}{total}  {' '.join(word.lstrip('+') for word in place.overrides.task)}"
+
+
+def where_it_is(folder: Path) -> str:
+    """Where a run or a sweep lies and how to look at it."""
+    shown = os.path.relpath(folder)
+    shown = str(folder) if shown.startswith("..") else shown
+    pictures = f"\npictures: {shown}/pictures" if (folder / "pictures").is_dir() else ""
+    return f"run directory: {shown}{pictures}\nto look at it: tensorboard --logdir {shown}"

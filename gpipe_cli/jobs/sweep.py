@@ -1,0 +1,272 @@
+"""Sweeps: which job is running, and at the end the table over all jobs, from what they left in their folders."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf, read_write
+
+from gpipe_cli.terminal.text import markdown_table, number, percent, text_table
+
+ERROR_FILE = "error.txt"  # in the run directory of a failed job
+LONGEST_NAME = 100  # file systems take 255 bytes, and people read less
+FIGURES = ("loss", "examples_per_second", "bubble", "bubble_predicted", "wall_seconds")  # of summary.json
+
+
+def folder_name(*words: str | None) -> str:
+    """The first of the words that is there, as part of a directory's name (`${gpipe_name:...}` in conf/train.yaml)."""
+    word = next((word for word in words if word), "run")
+    return re.sub(r"[^\w.,=+\-\[\]]+", "_", str(word))[:LONGEST_NAME]
+
+
+OmegaConf.register_new_resolver("gpipe_name", folder_name, replace=True)
+
+
+@dataclass
+class Sweep:
+    """The sweep that this process runs. `jobs` is None where the sweeper decides as it goes."""
+
+    directory: Path
+    jobs: int | None
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """One job as it stands in its run directory.
+
+    Attributes:
+        K, M: None when the job did not come as far as a configuration.
+        figures: of `FIGURES`, None where unknown.
+        evaluation: the last evaluation's numbers.
+        status: "done", "stopped" (it saved first), "failed" or "not finished".
+    """
+
+    number: int
+    run_dir: Path
+    overrides: dict[str, str]
+    K: int | None
+    M: int | None
+    status: str
+    error: str | None = None
+    figures: dict[str, float | None] = field(default_factory=dict)
+    evaluation: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and standard deviation (of a sample: n − 1) of one figure over seeds."""
+
+    mean: float
+    standard_deviation: float
+
+    def __str__(self) -> str:
+        spread = self.standard_deviation
+        return f"{number(self.mean)} ± {number(spread, 2 if spread < 100 else 4)}"
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """Jobs of a sweep that differ only in `seed`, and are done: at least two.
+
+    Attributes:
+        overrides: the swept keys that they share.
+        jobs: in the order of the sweep.
+    """
+
+    overrides: dict[str, str | None]
+    jobs: list[JobResult]
+
+    @property
+    def loss(self) -> Spread | None:
+        return _spread([job.figures.get("loss") for job in self.jobs])
+
+    @property
+    def evaluation(self) -> dict[str, Spread]:
+        """Of the numbers that every job has."""
+        names = [name for name in self.jobs[0].evaluation if "/" not in name]
+        spreads = {name: _spread([job.evaluation.get(name) for job in self.jobs]) for name in names}
+        return {name: spread for name, spread in spreads.items() if spread is not None}
+
+
+def _spread(values: Sequence[float | None]) -> Spread | None:
+    known = [value for value in values if value is not None]
+    return Spread(mean(known), stdev(known)) if len(known) == len(values) else None
+
+
+current: Sweep | None = None  # set by the callback, read by the command that runs in the same process
+
+
+class CommandCallback(Callback):
+    """Before the first job: tells the command where a sweep is, and refuses a wrong single run."""
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        from gpipe_cli.jobs.job import refuse_if_wrong
+
+        refuse_if_wrong(config)
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        global current
+        current = Sweep(Path(config.hydra.sweep.dir).absolute(), count_jobs(list(config.hydra.overrides.task)))
+        name_by_swept_keys(config)
+
+
+def name_by_swept_keys(config: DictConfig) -> None:
+    """Leave the keys that have one value in all jobs out of the jobs' folder names, which are cut when they are long.
+
+    Hydra composes each job anew from the sweep's own overrides of `hydra`, so it is there that this has to stand; ahead
+    of what is typed, which wins.
+    """
+    parsed = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
+    fixed = [override.key_or_group for override in parsed if not override.is_sweep_override()]
+    if 0 < len(fixed) < len(parsed):
+        excluded = f"hydra.job.config.override_dirname.exclude_keys={fixed}"
+        with read_write(config.hydra):
+            config.hydra.overrides.hydra = [excluded, *config.hydra.overrides.hydra]
+
+
+def count_jobs(overrides: Sequence[str]) -> int | None:
+    """Jobs of Hydra's own sweeper: the product of the swept values; None if an override has no fixed number of them."""
+    jobs = 1
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        if override.is_sweep_override():
+            if not (override.is_choice_sweep() or override.is_range_sweep()):
+                return None
+            jobs *= sum(1 for _ in override.sweep_string_iterator())
+    return jobs
+
+
+def read_jobs(directory: Path) -> list[JobResult]:
+    """The jobs of a sweep, in order."""
+    folders = [folder for folder in directory.iterdir() if (folder / ".hydra" / "overrides.yaml").is_file()]
+    return sorted((_read_job(folder) for folder in folders), key=lambda job: job.number)
+
+
+def _read_job(folder: Path) -> JobResult:
+    prefix = folder.name.partition("_")[0]
+    words = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text()) or []
+    pairs = (word.lstrip("+").partition("=") for word in words)
+    overrides = {key: value for key, _, value in pairs}
+    pipeline = (yaml.safe_load((folder / ".hydra" / "config.yaml").read_text()) or {}).get("pipeline", {})
+    known = {
+        "number": int(prefix) if prefix.isdigit() else 0,
+        "run_dir": folder,
+        "overrides": overrides,
+        "K": pipeline.get("K"),
+        "M": pipeline.get("M"),
+    }
+    if (folder / ERROR_FILE).is_file():
+        return JobResult(**known, status="failed", error=first_line_of_error((folder / ERROR_FILE).read_text()))
+    if not (folder / "summary.json").is_file():
+        return JobResult(**known, status="not finished")
+    summary = json.loads((folder / "summary.json").read_text())
+    evaluation = summary.get("evaluation") or {}
+    return JobResult(
+        **known,
+        status="stopped" if summary.get("stopped_by") == "request" else "done",
+        figures={name: summary.get(name) for name in FIGURES},
+        evaluation={name: value for name, value in evaluation.items() if isinstance(value, (int, float))},
+    )
+
+
+def first_line_of_error(text: str) -> str:
+    """The line that says what happened: of a traceback the exception, else the first."""
+    lines = text.strip().splitlines() or ["(no message)"]
+    if any(line.startswith("Traceback ") for line in lines):
+        said = [line for line in lines if line and not line[0].isspace() and not line.startswith("log: ")]
+        return said[-1]
+    return lines[0]
+
+
+def finish(sweep: Sweep) -> tuple[str, bool]:
+    """Write sweep.json and sweep.md; returns the table for the console and whether every job is done."""
+    jobs = read_jobs(sweep.directory)
+    columns, rows = _table(jobs)
+    content = {
+        "sweep": str(sweep.directory),
+        "swept": _swept_keys(jobs),
+        "jobs": [_as_json(job) for job in jobs],
+        "over_seeds": [_seeds_as_json(seeds) for seeds in over_seeds(jobs)],
+    }
+    (sweep.directory / "sweep.json").write_text(json.dumps(content, indent=1) + "\n")
+    (sweep.directory / "sweep.md").write_text(markdown_table(columns, rows) + "\n")
+    missing = (sweep.jobs or 0) - len(jobs)
+    text = text_table(columns, rows) + (f"\n{missing} more were not started" if missing > 0 else "")
+    return text, bool(jobs) and missing <= 0 and all(job.status == "done" for job in jobs)
+
+
+def _swept_keys(jobs: Sequence[JobResult]) -> list[str]:
+    keys = dict.fromkeys(key for job in jobs for key in job.overrides)
+    return [key for key in keys if len({job.overrides.get(key) for job in jobs}) > 1]
+
+
+def over_seeds(jobs: Sequence[JobResult]) -> list[Seeds]:
+    """The jobs that are done, grouped by all swept keys but `seed`; empty if that is not swept."""
+    swept = _swept_keys(jobs)
+    if "seed" not in swept:
+        return []
+    groups: dict[tuple[str | None, ...], list[JobResult]] = {}
+    others = [key for key in swept if key != "seed"]
+    for job in jobs:
+        if job.status == "done":
+            groups.setdefault(tuple(job.overrides.get(key) for key in others), []).append(job)
+    return [Seeds(dict(zip(others, key, strict=True)), group) for key, group in groups.items() if len(group) > 1]
+
+
+def _table(jobs: Sequence[JobResult]) -> tuple[list[str], list[list[object]]]:
+    others = [key for key in _swept_keys(jobs) if key not in ("pipeline.K", "pipeline.M")]
+    numbers = list(dict.fromkeys(name for job in jobs for name in job.evaluation if "/" not in name))
+    columns = ["job", *others, "K", "M", "loss", "examples/s", "bubble", "predicted", "wall s", *numbers, "status"]
+    rows: list[list[object]] = []
+    for job in jobs:
+        rows.append(
+            [
+                *(job.number, *(job.overrides.get(key) for key in others), job.K, job.M),
+                *(job.figures.get("loss"), job.figures.get("examples_per_second")),
+                *(percent(job.figures.get("bubble")), percent(job.figures.get("bubble_predicted"))),
+                *(job.figures.get("wall_seconds"), *(job.evaluation.get(name) for name in numbers)),
+                job.status if job.error is None else f"{job.status}: {job.error}",
+            ]
+        )
+    rows += [_seeds_row(seeds, others, numbers) for seeds in over_seeds(jobs)]
+    return columns, rows
+
+
+def _seeds_row(seeds: Seeds, others: Sequence[str], numbers: Sequence[str]) -> list[object]:
+    """Mean ± standard deviation in the columns where a seed makes a difference worth knowing."""
+    first, count = seeds.jobs[0], f"{len(seeds.jobs)} seeds"
+    swept = [count if key == "seed" else seeds.overrides[key] for key in others]
+    figures = [seeds.loss, None, None, None, None, *(seeds.evaluation.get(name) for name in numbers)]
+    return ["mean ± sd", *swept, first.K, first.M, *figures, None]
+
+
+def _seeds_as_json(seeds: Seeds) -> dict[str, Any]:
+    return {
+        "overrides": seeds.overrides,
+        "jobs": [job.number for job in seeds.jobs],
+        "loss": None if seeds.loss is None else asdict(seeds.loss),
+        "evaluation": {name: asdict(spread) for name, spread in seeds.evaluation.items()},
+    }
+
+
+def _as_json(job: JobResult) -> dict[str, Any]:
+    figures = {name: job.figures.get(name) for name in FIGURES}
+    return {
+        "job": job.number,
+        "run_dir": str(job.run_dir),
+        "overrides": job.overrides,
+        "K": job.K,
+        "M": job.M,
+        "status": job.status,
+        "error": job.error,
+        **figures,
+        "evaluation": job.evaluation,
+    }

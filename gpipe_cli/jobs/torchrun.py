@@ -1,0 +1,81 @@
+"""Being one rank of a job that torchrun has started: rank 0 decides and writes, the others follow it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.launch.join import joined
+
+if TYPE_CHECKING:
+    from gpipe_cli.launch.context import Context
+
+ENTRY = "gpipe_cli.jobs.torchrun:enter"
+KEY = "rank_0_decides"
+HEAD_START = 2.0  # seconds; torchrun ends all ranks as soon as one has failed, and rank 0 has to say why before that
+
+
+def is_first() -> bool:
+    """Whether this process writes and speaks: it is alone, or rank 0 of its job."""
+    return not joined() or os.environ["RANK"] == "0"
+
+
+def world_size() -> int | None:
+    """Processes of the job that this one was started in; None if the command starts its own workers."""
+    return int(os.environ["WORLD_SIZE"]) if joined() else None
+
+
+def overrides_elsewhere(folder: str) -> list[str]:
+    """What keeps Hydra from writing into the run directory on the ranks above 0.
+
+    Args:
+        folder: an empty directory that they may write to instead.
+    """
+    return [
+        f"hydra.run.dir={folder}",
+        f"hydra.sweep.dir={folder}",
+        "hydra.sweep.subdir=.",
+        "hydra.output_subdir=null",
+        "hydra/job_logging=disabled",
+    ]
+
+
+def refuse_sweep_over_workers(words: Sequence[str]) -> None:
+    """The number of processes is fixed for the whole torchrun job.
+
+    Raises:
+        ConfigurationError: the command line sweeps over a key that changes it.
+    """
+    if not {"-m", "--multirun"} & set(words):
+        return
+    for word in words:
+        match = re.match(r"\+{0,2}(pipeline\.(?:K|workers|replicas))=", word)
+        if match and re.search(r"[^\[]*,|range\(|choice\(|glob\(", word.partition("=")[2]):
+            raise ConfigurationError(
+                f"{word}: torchrun has started {os.environ['WORLD_SIZE']} processes for all jobs of the sweep, so "
+                f"{match[1]} cannot be swept; drop torchrun, and gpipe-train starts the workers of each job itself"
+            )
+
+
+def wrap(entry: str, config: dict[str, Any]) -> dict[str, Any]:
+    """What `enter` needs to go on to the real entry point."""
+    return {"entry": entry, "config": config}
+
+
+def enter(context: Context, wrapped: dict[str, Any]) -> Any:
+    """Take over rank 0's run directory and configuration, then call the real entry point (runs in every rank).
+
+    Each rank has composed its own: with another `${now:}`, another environment, or without seeing the checkpoints.
+    """
+    if context.rank == 0:
+        context.store.set(KEY, json.dumps([str(context.run_dir), wrapped["config"]]))
+    run_dir, config = json.loads(context.store.get(KEY))
+    context.run_dir = Path(run_dir)
+    module, _, function = wrapped["entry"].partition(":")
+    return getattr(import_module(module), function)(context, config)

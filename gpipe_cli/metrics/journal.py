@@ -1,0 +1,305 @@
+"""What a run leaves to be read: metrics.jsonl, evaluations.jsonl, TensorBoard, summary.json, lines for the console.
+
+Rank 0 writes it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..distributed.batch_plan import Plan
+from ..schedule.forecast import Forecast
+from ..schedule.instruction import COMPUTE
+from ..schedule.programs import Programs
+from ..schedule.simulate import Timeline
+from .breakdown import Breakdown, draw_breakdown, mean_breakdown
+from .image_pictures import draw_classification, read_picture
+from .language_pictures import ModelScores, draw_languages
+from .metrics_file import MetricsFile, json_safe
+from .pictures import draw_loss, draw_step, draw_traced_step
+from .step_report import PART_OF, PHASES, StepReport
+from .trace import Recording, measured_timeline, trace, write_trace
+from .translation_scores import languages_of
+from .whole_file import write_whole
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+    from .predictions import Predictions
+    from .records import Evaluation, Progress
+
+
+class Journal:
+    """Writes on rank 0; on the other ranks every method does nothing. Files are touched from `open` on.
+
+    Args:
+        run_dir: of the run.
+        emit: events for the console (`terminal/console.py` says which).
+        active: rank 0.
+        every: TensorBoard scalars are written every so many steps.
+        tensorboard: whether to write them at all.
+        statistics: names of the task's training statistics.
+        unit: what a weight of 1 is: examples or tokens.
+        steps: of the whole run, None when something else ends it.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        emit: Callable[[dict[str, Any]], None],
+        active: bool,
+        every: int,
+        tensorboard: bool,
+        statistics: Sequence[str],
+        unit: str,
+        steps: int | None,
+    ) -> None:
+        self._run_dir, self._active, self._every, self._unit, self._steps = run_dir, active, every, unit, steps
+        self._emit = emit if active else _nowhere
+        self._statistics = list(statistics)
+        self._board: SummaryWriter | None = None
+        self._evaluations: list[Mapping[str, float]] = []
+        self._traced: dict[int, Timeline] = {}
+        self._tensorboard = tensorboard
+
+    def open(self, resumed_step: int) -> None:
+        """Begins the record, when nothing can refuse the run any more.
+
+        Args:
+            resumed_step: lines of later steps, from a run that was killed after its last checkpoint, are removed.
+        """
+        if not self._active:
+            return
+        self._metrics = MetricsFile(self._run_dir / "metrics.jsonl", resumed_step)
+        self._evaluations_file = MetricsFile(self._run_dir / "evaluations.jsonl", resumed_step)
+        if self._tensorboard:
+            from torch.utils.tensorboard.writer import SummaryWriter  # slow to import, and only rank 0 needs it
+
+            self._board = SummaryWriter(str(self._run_dir / "tensorboard"), purge_step=resumed_step + 1)
+
+    def message(self, text: str) -> None:
+        self._emit({"kind": "message", "text": text})
+
+    def warn(self, text: str) -> None:
+        self._emit({"kind": "warning", "text": text})
+
+    def preparation(self, text: str, done: int, total: int) -> None:
+        self._emit({"kind": "preparation", "text": text, "done": done, "total": total})
+
+    def cells(self, table: Sequence[Mapping[str, Any]]) -> None:
+        """The table of the K cells."""
+        self._emit({"kind": "cells", "rows": [dict(row) for row in table]})
+
+    def cell_times(self, table: Sequence[Mapping[str, Any]]) -> None:
+        """The table of the K cells once more, with what each took: milliseconds of a step, means of the latest.
+
+        Args:
+            table: with `seconds` by part of a step; None where no step was taken.
+        """
+        timed = [row for row in table if row["seconds"]]
+        told = *(PART_OF[op] for op in COMPUTE), "waiting", "sending"
+        parts = [part for part in told if any(row["seconds"][part] for row in timed)]
+        if not timed or not self._active:
+            return
+        columns = ["cell", "worker", "layers", "parameters", *(f"{part.replace('_', ' ')}, ms" for part in parts)]
+        rows = [
+            [*(row[name] for name in columns[:4]), *(f"{1e3 * row['seconds'][part]:.1f}" for part in parts)]
+            for row in timed
+        ]
+        self._emit({"kind": "table", "title": "what a step takes, cell by cell:", "columns": columns, "rows": rows})
+
+    def step(
+        self,
+        progress: Progress,
+        report: StepReport,
+        plan: Plan,
+        lr: float,
+        seconds: float,
+        forecast: Forecast,
+        done: float | None,
+    ) -> None:
+        """One training step: a line in metrics.jsonl, a tick on the console; now and then its times, and TensorBoard.
+
+        Args:
+            seconds: of the whole step, its update included.
+            forecast: of the schedule that ran.
+            done: share of the run that lies behind; None where nobody knows its end.
+        """
+        if not self._active:
+            return
+        row = {
+            "step": progress.step,
+            "loss": report.loss,
+            "lr": lr,
+            "grad_norm": report.gradient_norm,
+            "examples_per_second": plan.examples / seconds,
+            f"{self._unit}_per_second": plan.total_weight / seconds,
+            "bubble": report.bubble,
+            "bubble_predicted": forecast.bubble(forecast.mean_durations(report.cells)),
+            "seconds": seconds,
+            "waited_for_data": report.waited_for_data,
+            "waiting_for_data_share": min(1.0, report.waited_for_data / seconds),
+            "exchange_seconds": report.exchange_seconds,
+            "update_seconds": report.update_seconds,
+            "skipped_updates": progress.skipped,
+            **self._shares(report.statistics),
+        }
+        due = progress.step % self._every == 0 or progress.step in (1, self._steps)
+        shares = mean_breakdown(forecast, report.cells, report.updates, seconds).shares() if due else {}
+        times = {"breakdown": shares, "cells": report.cells, "workers": report.workers} if due else {}
+        self._metrics.write({**row, **times})
+        self._emit({"kind": "progress", **json_safe(row), "steps": self._steps, "done": done})
+        if self._board is not None and due:
+            self._write_scalars(progress.step, row, report, shares)
+
+    def _shares(self, statistics: Sequence[float]) -> dict[str, float]:
+        """Statistics come in pairs (part, whole), as ("accuracy", "examples"): their share is what one reads."""
+        pairs = zip(self._statistics[::2], statistics[::2], statistics[1::2], strict=True)
+        return {name: part / whole if whole else 0.0 for name, part, whole in pairs}
+
+    def _write_scalars(
+        self, step: int, row: Mapping[str, float], report: StepReport, shares: Mapping[str, float]
+    ) -> None:
+        assert self._board is not None
+        for name, value in shares.items():
+            self._board.add_scalar(f"breakdown/{name}", value, step)
+        for name, value in row.items():
+            if name != "step":
+                self._board.add_scalar(f"train/{name}", value, step)
+        for cell, seconds in enumerate(report.cells):
+            for part, value in seconds.items():
+                self._board.add_scalar(f"cell_{cell:02d}/{part}_seconds", value, step)
+        for rank, worker in enumerate(report.workers):
+            self._board.add_scalar(f"memory/worker_{rank}_bytes", worker["memory_bytes"], step)
+            for phase in PHASES:
+                self._board.add_scalar(f"worker_{rank:02d}/{phase}_seconds", worker[phase], step)
+
+    def evaluation(self, progress: Progress, result: Evaluation, epochs: Mapping[str, float]) -> None:
+        """One evaluation: evaluations.jsonl, the step's line in metrics.jsonl, the console, TensorBoard with samples.
+
+        Args:
+            epochs: how often the training data of each language has been read; for the line.
+        """
+        if not self._active:
+            return
+        self._evaluations.append(result.numbers)
+        numbers = {f"evaluation/{name}": value for name, value in result.numbers.items()}
+        counted: dict[str, Any] = {} if result.signature is None else {"signature": result.signature}
+        counted |= result.effort  # a run that stops early may evaluate its last step twice, the second time with more
+        counted |= {"epochs": dict(epochs)} if epochs else {}
+        self._evaluations_file.write({"step": progress.step, **result.numbers, **counted})
+        self._metrics.join({"evaluation": result.numbers})
+        self._emit({"kind": "evaluation", "step": progress.step, "numbers": json_safe(result.numbers)})
+        if result.samples:
+            self._emit({"kind": "samples", "rows": [vars(sample) for sample in result.samples]})
+        if self._board is not None:
+            for name, value in numbers.items():
+                self._board.add_scalar(name, value, progress.step)
+            for number, sample in enumerate(result.samples):
+                self._board.add_text(f"samples/{number}", sample.as_markdown(), progress.step)
+        if result.predictions is not None and progress.step > 0:  # before the first step there is nothing to see
+            self._show_predictions(result.predictions, progress.step)
+        if len(languages_of(result.numbers)) > 1 and result.sizes and progress.step > 0:
+            self._show_languages(result, progress.step)
+        if self._board is not None:
+            self._board.flush()
+
+    def _show_languages(self, result: Evaluation, step: int) -> None:
+        """pictures/languages.png: BLEU from the language with the most data to the one with the least."""
+        folder = self._run_dir / "pictures"
+        folder.mkdir(exist_ok=True)
+        path = folder / "languages.png"
+        draw_languages([ModelScores(f"step {step:,}", 0, languages_of(result.numbers))], result.sizes, path)
+        if self._board is not None:
+            self._board.add_image("evaluation/languages", read_picture(path), step, dataformats="HWC")
+
+    def _show_predictions(self, predictions: Predictions, step: int) -> None:
+        """pictures/: sample predictions and the confusion matrix, those of the last evaluation; TensorBoard has all."""
+        folder = self._run_dir / "pictures"
+        folder.mkdir(exist_ok=True)
+        for path in draw_classification(predictions, folder):
+            if self._board is not None:
+                self._board.add_image(f"evaluation/{path.stem}", read_picture(path), step, dataformats="HWC")
+
+    def trace(
+        self, step: int, recordings: Sequence[Recording], programs: Programs, cells: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """trace/ and pictures/: one step of all workers, beside its schedule timed with the same durations.
+
+        Args:
+            recordings: of every rank.
+            cells: the table of the cells.
+        """
+        if not self._active:
+            return
+        layers = [f"{row['first']} … {row['last']}" if row["layers"] > 1 else str(row["first"]) for row in cells]
+        path = self._run_dir / "trace" / f"step_{step:06d}.trace.json"
+        write_trace(path, trace(step, recordings, programs.placement, layers))
+        # Drawn when the run ends: drawing takes a second, for which the other workers would wait in the next step.
+        self._traced[step] = measured_timeline(recordings, programs.placement)
+        self.message(f"step {step} recorded: {path} (open it in https://ui.perfetto.dev)")
+
+    def pictures(self, recordings: Sequence[Recording], programs: Programs, breakdown: Breakdown | None) -> None:
+        """pictures/: the pipeline's last step (replica 0) as it was measured, the loss, and where a step goes.
+
+        What cannot be drawn is a warning: the run has done its work.
+        """
+        if not self._active:
+            return
+        try:
+            self._draw(recordings, programs, breakdown)
+        except Exception as error:
+            self.warn(f"{self._run_dir / 'pictures'} is not complete ({type(error).__name__}: {error})")
+        if breakdown is not None:
+            self.message(f"where a step goes: {breakdown}")
+
+    def _draw(self, recordings: Sequence[Recording], programs: Programs, breakdown: Breakdown | None) -> None:
+        folder = self._run_dir / "pictures"
+        folder.mkdir(exist_ok=True)
+        for step, timeline in self._traced.items():
+            name = f"step_{step:06d}"
+            draw_traced_step(step, timeline, programs, [folder / f"{name}.png", folder / f"{name}.svg"])
+        measured = measured_timeline(recordings, programs.placement)
+        if any(measured.spans):
+            draw_step(measured, programs.kind, folder / "step.png")
+            draw_loss(self._run_dir, folder / "loss.png")
+        if breakdown is not None:
+            draw_breakdown({"measured": breakdown.shares()}, folder / "breakdown.png", "Where a step goes")
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """summary.json, whole or not at all."""
+        if not self._active:
+            return
+        write_whole(self._run_dir / "summary.json", json.dumps(json_safe(values), indent=2) + "\n")
+
+    def close(self) -> None:
+        """Ends the console's story with what the run has changed."""
+        if self._active:
+            self._metrics.close()
+            self._evaluations_file.close()
+        if len(self._evaluations) > 1:
+            first, last = self._evaluations[0], self._evaluations[-1]
+            both = [name for name in last if name in first and "/" not in name]  # each language's would fill the screen
+            changes = [f"{name} {first[name]:.4g} → {last[name]:.4g}" for name in both]
+            self._emit({"kind": "end", "text": f"first evaluation → last: {', '.join(changes)}"})
+        if self._board is not None:
+            self._board.close()
+
+
+class Notices(Journal):
+    """Tells what is said while model and data are made, and keeps no record of steps.
+
+    Args:
+        run_dir, emit, active: as in `Journal`.
+    """
+
+    def __init__(self, run_dir: Path, emit: Callable[[dict[str, Any]], None], active: bool) -> None:
+        super().__init__(run_dir, emit, False, 1, False, (), "", None)
+        self._emit = emit if active else _nowhere
+
+
+def _nowhere(event: dict[str, Any]) -> None:
+    """Where the events of all ranks but 0 go."""

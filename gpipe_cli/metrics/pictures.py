@@ -1,0 +1,85 @@
+"""Pictures of a run: the pipeline's last step as it really went, and the loss."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from ..schedule.critical_path import critical_path
+from ..schedule.picture import Panel, save_panels, save_picture
+from ..schedule.programs import Programs
+from ..schedule.simulate import Timeline, simulate
+from .trace import mean_durations
+
+MOST_POINTS = 10_000  # of a curve; a picture has fewer pixels
+
+
+def draw_step(measured: Timeline, kind: str, path: Path) -> None:
+    """The measured timeline of one step, in milliseconds, one row a cell; ``kind`` is the schedule's."""
+    save_picture(measured, path, f"{kind}, a measured step", "ms")
+
+
+def draw_traced_step(step: int, measured: Timeline, programs: Programs, paths: Sequence[Path]) -> None:
+    """A measured step above, the simulation of its schedule with the mean measured durations below, in milliseconds.
+
+    The path that decides how long each takes is marked.
+    """
+    durations = mean_durations(measured)
+    lists = programs.training(measured.micro_batches)
+    simulated = simulate(lists, programs.placement, lambda i: durations[i.op, i.cell])
+    panels = [
+        Panel(measured, f"{programs.kind}, step {step} as measured", critical_path(measured)),
+        Panel(simulated, "the schedule with the same durations", critical_path(simulated)),
+    ]
+    for path in paths:
+        save_panels(panels, path, "ms")
+
+
+def draw_loss(run_dir: Path, path: Path) -> None:
+    """Training loss of every step, smoothed, and the loss of every evaluation."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    known = ((row["step"], row["loss"]) for row in _rows(run_dir / "metrics.jsonl", MOST_POINTS))
+    trained = [(step, loss) for step, loss in known if loss is not None]
+    steps, losses = [step for step, _ in trained], [loss for _, loss in trained]
+    evaluations = list(_rows(run_dir / "evaluations.jsonl"))
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot(steps, losses, color="#a9cdee", linewidth=0.8)
+    axes.plot(steps, _smooth(losses), color="#2f6db3", label="training")
+    numbers = (name for row in evaluations for name, value in row.items() if isinstance(value, float))
+    metric = next(numbers, None)  # the first of the task's: the loss
+    points = [(row["step"], row[metric]) for row in evaluations if metric and row.get(metric) is not None]
+    if points:
+        axes.plot(*zip(*points, strict=True), "o-", color="#d9822b", label=f"evaluation ({metric})")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+def _rows(path: Path, most: int | None = None) -> Iterator[Mapping[str, Any]]:
+    """Of a file that may have millions of lines: at most about so many, evenly spread."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        every = 1 if most is None else max(1, sum(1 for _ in file) // most)
+        file.seek(0)
+        yield from (json.loads(line) for line in islice(file, 0, None, every))
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Exponential moving average over about a fiftieth of the run."""
+    keep = 1 - 1 / max(2.0, len(values) / 50)
+    smoothed, total, weight = [], 0.0, 0.0
+    for value in values:
+        total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
+        smoothed.append(total / weight if weight else math.nan)
+    return smoothed

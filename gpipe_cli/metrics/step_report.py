@@ -1,0 +1,200 @@
+"""What the workers tell each other at the end of a training step, and what everybody reads out of it."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..distributed.exchange import Exchange
+from ..distributed.world import World
+from ..pipeline.engine import StepRecord
+from ..pipeline.meter import Meter, Phase
+from ..schedule.instruction import COMPUTE, Op
+
+# What a cell's seconds are counted as. A cell waits for activations from the cell before it and for gradients from the
+# cell behind it.
+PART_OF = {
+    **{op: op.name.lower() for op in COMPUTE},
+    Op.RECEIVE_ACTIVATION: "waiting_for_activation",
+    Op.RECEIVE_GRADIENT: "waiting_for_gradient",
+    Op.SEND_ACTIVATION: "sending",
+    Op.SEND_GRADIENT: "sending",
+}
+PARTS_OF_STEP = tuple(dict.fromkeys(PART_OF.values()))  # seconds per cell
+PHASES = ("gradients", "data", "exchange", "update")  # what follows the pipeline's part of a step, in this order
+WORKER_NUMBERS = ("late", "span", "busy", "waited_for_data", "memory_bytes", *PHASES)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One training step as every worker sees it.
+
+    Attributes:
+        loss: of the mini-batch, per unit of weight.
+        losses: unscaled sums by replica, then micro-batch.
+        gradient_norm: global, before clipping.
+        bad_parameter: index of the first parameter with a non-finite gradient, in layer order.
+        statistics: sums over the mini-batch.
+        bubble: share of the workers' time that is not computing, from when the first worker begins the step until the
+            last one ends it. What rank 0 does between the steps, such as drawing pictures, lies outside.
+        cells: seconds per cell (mean over replicas) for each of `PARTS_OF_STEP`, and "waiting", for both neighbours.
+        workers: for each rank the `WORKER_NUMBERS`: seconds from the exchange before the step to its begin on this
+            worker; from there to the end of the pipeline's part of it; and how much of that was computing;
+            seconds for which the first worker was kept waiting for this mini-batch; the memory's high-water mark; and
+            seconds of each of `PHASES` between the step before and this one, because what follows the pipeline's part
+            ends after the report has left.
+    """
+
+    loss: float
+    losses: list[list[float]]
+    gradient_norm: float
+    bad_parameter: int | None
+    statistics: list[float]
+    bubble: float
+    cells: list[dict[str, float]]
+    workers: list[dict[str, float]] = field(repr=False)
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
+
+    def first_bad_micro_batch(self) -> tuple[int, int] | None:
+        """(replica, micro-batch) of the first non-finite loss."""
+        bad = [(r, m) for r, row in enumerate(self.losses) for m, loss in enumerate(row) if not math.isfinite(loss)]
+        return bad[0] if bad else None
+
+    @property
+    def waited_for_data(self) -> float:
+        """Seconds that the slowest first worker waited for its mini-batch."""
+        return max(worker["waited_for_data"] for worker in self.workers)
+
+    @property
+    def updates(self) -> list[float]:
+        """Seconds of every worker's weight update before this step."""
+        return [worker["update"] for worker in self.workers]
+
+    @property
+    def update_seconds(self) -> float:
+        """Of the weight update before this step, on the worker that took longest."""
+        return max(self.updates)
+
+    @property
+    def exchange_seconds(self) -> float:
+        """Of the exchange before this step, on the worker that came last: the others also waited for that one."""
+        return min(worker["exchange"] for worker in self.workers)
+
+
+class StepReporter:
+    """Writes this worker's share of the report into the exchange, reads everybody's.
+
+    Args:
+        losses: whose losses there are: indices of layers with an auxiliary loss, in order, and last `TASK`.
+        cells, micro_batches, replicas: K, M, D.
+        ranks: of the whole job.
+        parameters: how many the whole model has.
+        statistics: how many the task has.
+    """
+
+    def __init__(
+        self,
+        losses: Sequence[int],
+        cells: int,
+        micro_batches: int,
+        replicas: int,
+        ranks: int,
+        parameters: int,
+        statistics: int,
+    ) -> None:
+        self._losses = list(losses)
+        self._cells, self._micro_batches, self._replicas, self._ranks = cells, micro_batches, replicas, ranks
+        self._parameters, self._statistics = parameters, statistics
+
+    def fields(self) -> dict[str, int]:
+        """The exchange's fields that this needs."""
+        return {
+            "losses": self._replicas * len(self._losses) * self._micro_batches,
+            "squared_norms": self._parameters,
+            "statistics": self._replicas * self._statistics,
+            "cell_seconds": self._replicas * self._cells * len(PARTS_OF_STEP),
+            "workers": self._ranks * len(WORKER_NUMBERS),
+        }
+
+    def write_record(self, exchange: Exchange, replica: int, record: StepRecord) -> None:
+        """Losses and statistics: each (layer, micro-batch) lies on one worker of the replica."""
+        losses = exchange.mine["losses"].view(self._replicas, len(self._losses), self._micro_batches)
+        for (layer, micro_batch), loss in record.losses.items():
+            losses[replica, self._losses.index(layer), micro_batch] = loss.item()
+        if record.statistics is not None:
+            exchange.mine["statistics"].view(self._replicas, -1)[replica] = record.statistics.cpu()
+
+    def write_norms(self, exchange: Exchange, first_parameters: Sequence[int], squares: torch.Tensor) -> None:
+        """Squared gradient norms of this worker's parameters, at their places in the whole model."""
+        exchange.mine["squared_norms"][torch.tensor(first_parameters, dtype=torch.int64)] = squares
+
+    def write_times(
+        self,
+        exchange: Exchange,
+        world: World,
+        meter: Meter,
+        phases: Sequence[Phase],
+        span: float,
+        waited_for_data: float,
+    ) -> None:
+        """This worker's times and its memory's high-water mark, before the exchange that carries them.
+
+        Args:
+            phases: that came before the step that ``meter`` has recorded.
+            span: what `Meter.end_step` returned.
+        """
+        cells = [[0.0] * len(PARTS_OF_STEP) for _ in range(self._cells)]
+        busy = 0.0
+        for (op, cell), spent in meter.seconds().items():
+            busy += spent if op in COMPUTE else 0.0
+            cells[cell][PARTS_OF_STEP.index(PART_OF[op])] += spent
+        mine = exchange.mine["cell_seconds"].view(self._replicas, self._cells, len(PARTS_OF_STEP))
+        mine[world.replica] = torch.tensor(cells, dtype=torch.float64)
+        between = dict.fromkeys(PHASES, 0.0)
+        for name, start, end in phases:
+            between[name] += end - start
+        late, memory = meter.began - exchange.ended_at, peak_memory(world.device)
+        row = [late, span, busy, waited_for_data, memory, *between.values()]
+        exchange.mine["workers"].view(self._ranks, -1)[world.rank] = torch.tensor(row, dtype=torch.float64)
+
+    def read(self, exchange: Exchange, total_weight: float) -> StepReport:
+        """The step's report from the last exchange, in the same order of summation for every K."""
+        by_layer = exchange.all["losses"].view(self._replicas, len(self._losses), self._micro_batches).tolist()
+        losses = [[sum(row[m] for row in rows) for m in range(self._micro_batches)] for rows in by_layer]
+        squares = exchange.all["squared_norms"].tolist()
+        bad = next((i for i, square in enumerate(squares) if not math.isfinite(square)), None)
+        workers = exchange.all["workers"].view(self._ranks, -1).tolist()
+        rows = [dict(zip(WORKER_NUMBERS, worker, strict=True)) for worker in workers]
+        began = max(row["late"] for row in rows[:: self._ranks // self._replicas])  # those who read the data
+        span = (max(row["late"] + row["span"] for row in rows) - began) * len(rows)
+        cells = exchange.all["cell_seconds"].view(self._replicas, self._cells, -1).mean(0).tolist()
+        return StepReport(
+            loss=sum(loss for row in losses for loss in row) / total_weight if total_weight else 0.0,
+            losses=losses,
+            gradient_norm=math.sqrt(sum(squares)),
+            bad_parameter=bad,
+            statistics=exchange.all["statistics"].view(self._replicas, self._statistics).sum(0).tolist(),
+            bubble=max(0.0, 1 - sum(row["busy"] for row in rows) / span) if span else 0.0,
+            cells=[_with_waiting(dict(zip(PARTS_OF_STEP, cell, strict=True))) for cell in cells],
+            workers=rows,
+        )
+
+
+def _with_waiting(cell: dict[str, float]) -> dict[str, float]:
+    return {**cell, "waiting": cell["waiting_for_activation"] + cell["waiting_for_gradient"]}
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that this worker has held: allocated on its GPU, or resident in its process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,83 @@
+"""Figures over a whole run: rates, the measured bubble and the one that the schedule itself predicts."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..distributed.batch_plan import Plan
+from ..schedule.programs import Programs
+from .breakdown import Breakdown, mean_breakdown
+from .step_report import StepReport
+
+WARM_UP = 2  # steps left out: allocators, kernels and shapes are met for the first time
+RECENT = 200  # steps over which the figures are taken
+
+
+@dataclass
+class Totals:
+    """Collects what the summary tells of the steps.
+
+    Attributes:
+        first_step_at: time.time() when the first step had ended.
+        peak_memory: the highest of any worker, bytes.
+        steps: that were added.
+    """
+
+    first_step_at: float | None = None
+    peak_memory: int = 0
+    steps: int = 0
+    _recent: deque[tuple[StepReport, Plan, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def add(self, report: StepReport, plan: Plan, seconds: float) -> None:
+        """One training step that took ``seconds``."""
+        if self.first_step_at is None:
+            self.first_step_at = time.time()
+        if self.steps == WARM_UP:
+            self._recent.clear()
+        self.steps += 1
+        self._recent.append((report, plan, seconds))
+        self.peak_memory = max(self.peak_memory, *(int(worker["memory_bytes"]) for worker in report.workers))
+
+    @property
+    def examples_per_second(self) -> float | None:
+        seconds = sum(seconds for _, _, seconds in self._recent)
+        return sum(plan.examples for _, plan, _ in self._recent) / seconds if seconds else None
+
+    @property
+    def bubble(self) -> float | None:
+        """Mean of the measured bubbles."""
+        return sum(report.bubble for report, _, _ in self._recent) / len(self._recent) if self._recent else None
+
+    def predicted_bubble(self, programs: Programs) -> float | None:
+        """The bubble of the very schedule that ran, simulated with the mean times that its instructions took."""
+        if not self._recent:
+            return None
+        forecast = programs.forecast(len(self._recent[-1][1].signatures))
+        return forecast.bubble(forecast.mean_durations(self._cell_means()))
+
+    def breakdown(self, programs: Programs) -> Breakdown | None:
+        """Where a step went (paper, Table 4), from the mean times."""
+        if not self._recent:
+            return None
+        reports, _, seconds = zip(*self._recent, strict=True)
+        updates = [sum(report.updates) / len(report.updates) for report in reports]
+        forecast = programs.forecast(len(self._recent[-1][1].signatures))
+        return mean_breakdown(forecast, self._cell_means(), updates, sum(seconds) / len(seconds))
+
+    def with_times(self, table: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The table of the cells with the mean seconds that each spent per step."""
+        means = self._cell_means()
+        return [{**row, "seconds": means[number] if number < len(means) else None} for number, row in enumerate(table)]
+
+    def _cell_means(self) -> list[dict[str, float]]:
+        if not self._recent:
+            return []
+        steps = [report.cells for report, _, _ in self._recent]
+        return [
+            {part: sum(step[cell][part] for step in steps) / len(steps) for part in steps[0][cell]}
+            for cell in range(len(steps[0]))
+        ]

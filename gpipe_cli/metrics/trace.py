@@ -1,0 +1,178 @@
+"""What all workers did in one step, on one clock: recorded, and written for trace viewers.
+
+The file is in the Trace Event Format, which https://ui.perfetto.dev and chrome://tracing open: a process per worker,
+its computation and its messages as threads, an arrow per message, and the critical path as a row of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..distributed.clocks import clock_offset
+from ..distributed.world import World
+from ..pipeline.meter import Meter, Phase
+from ..schedule.critical_path import Place, critical_path
+from ..schedule.instruction import COMPUTE
+from ..schedule.simulate import Span, Timeline
+from .whole_file import write_whole
+
+COMPUTATION, MESSAGES = 0, 1  # threads of a worker
+_ARROW_SECONDS = 1e-6  # an arrow ends so long before its receive does, because it must end inside
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One worker's step: seconds of rank 0's clock."""
+
+    spans: list[Span]
+    phases: list[Phase]
+
+    def shifted(self, seconds: float, scale: float = 1.0) -> Recording:
+        """With ``seconds`` added to all times, and then all times in another unit."""
+        return Recording(
+            [Span(s.instruction, (s.start + seconds) * scale, (s.end + seconds) * scale) for s in self.spans],
+            [Phase(p.name, (p.start + seconds) * scale, (p.end + seconds) * scale) for p in self.phases],
+        )
+
+
+def record_everyone(world: World, meter: Meter) -> list[Recording]:
+    """The last step of every rank, in rank order, on every rank; every worker calls it at the same time."""
+    meter.settle()
+    mine = Recording(meter.spans, meter.phases).shifted(clock_offset(world))
+    return world.gather_everyone(mine)
+
+
+def from_zero(recordings: Sequence[Recording], scale: float = 1.0) -> list[Recording]:
+    """So that the step begins at 0."""
+    began = min((span.start for recording in recordings for span in recording.spans), default=0.0)
+    return [recording.shifted(-began, scale) for recording in recordings]
+
+
+def measured_timeline(recordings: Sequence[Recording], placement: Sequence[int]) -> Timeline:
+    """The pipeline's part of the step in replica 0, in milliseconds from where the first computation begins."""
+    spans = [recording.spans for recording in recordings[: max(placement) + 1]]
+    began = min((s.start for worker in spans for s in worker if s.instruction.op in COMPUTE), default=0.0)
+    # Some workers begin earlier and wait for the first message; the schedule knows nothing of that.
+    in_step = [
+        [Span(s.instruction, 1e3 * max(0.0, s.start - began), 1e3 * max(0.0, s.end - began)) for s in worker]
+        for worker in spans
+    ]
+    return Timeline(in_step, tuple(placement))
+
+
+def mean_durations(timeline: Timeline) -> dict[tuple[Any, int], float]:
+    """What one instruction took, by kind and cell; computations only."""
+    taken: dict[tuple[Any, int], list[float]] = {}
+    for spans in timeline.spans:
+        for instruction, start, end in spans:
+            if instruction.op in COMPUTE:
+                taken.setdefault((instruction.op, instruction.cell), []).append(end - start)
+    return {key: sum(seconds) / len(seconds) for key, seconds in taken.items()}
+
+
+def trace(
+    step: int, recordings: Sequence[Recording], placement: Sequence[int], layers: Sequence[str]
+) -> dict[str, Any]:
+    """A step in the Trace Event Format.
+
+    Args:
+        step: its number, for the file's description.
+        recordings: of every rank, replica by replica.
+        placement: worker of each cell.
+        layers: of each cell, in words.
+    """
+    workers = max(placement) + 1
+    events: list[dict[str, Any]] = []
+    shifted = from_zero(recordings, 1e6)  # microseconds, as the format wants
+    for replica in range(len(shifted) // workers):
+        first = replica * workers
+        mine = shifted[first : first + workers]
+        timeline = Timeline([recording.spans for recording in mine], tuple(placement))
+        path = critical_path(timeline)
+        critical = set(path)
+        for worker, recording in enumerate(mine):
+            name = f"worker {worker}" + (f" of replica {replica}" if len(shifted) > workers else "")
+            events += _process(first + worker, name, "computation", "messages")
+            for number, span in enumerate(recording.spans):
+                events.append(_slice(first + worker, span, layers, Place(worker, number) in critical))
+                events += _arrow(first + worker, span, replica)
+            events += (_phase(first + worker, phase) for phase in recording.phases)
+        row = len(shifted) + replica
+        events += _process(row, "critical path" + (f" of replica {replica}" if len(shifted) > workers else ""), "", "")
+        events += _chain(row, timeline, path, layers)
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step": step, "placement": list(placement)}}
+
+
+def write_trace(path: Path, content: Mapping[str, Any]) -> None:
+    """Whole or not at all, in a folder of its own."""
+    path.parent.mkdir(exist_ok=True)
+    write_whole(path, json.dumps(content) + "\n")
+
+
+def _process(pid: int, name: str, *threads: str) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
+    for tid, thread in enumerate(threads):
+        if thread:
+            yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": thread}}
+
+
+def _slice(pid: int, span: Span, layers: Sequence[str], critical: bool) -> dict[str, Any]:
+    instruction, start, end = span
+    return {
+        "ph": "X",
+        "name": str(instruction),
+        "cat": instruction.op.name.lower(),
+        "pid": pid,
+        "tid": COMPUTATION if instruction.op in COMPUTE else MESSAGES,
+        "ts": start,
+        "dur": end - start,
+        "args": {
+            "cell": instruction.cell,
+            "micro_batch": instruction.micro_batch,
+            "layers": layers[instruction.cell],
+            "critical": critical,
+        },
+    }
+
+
+def _arrow(pid: int, span: Span, replica: int) -> Iterator[dict[str, Any]]:
+    """A message, from its send to the end of its receive."""
+    sent, awaited = span.instruction.sent_message, span.instruction.awaited_message
+    message = sent or awaited
+    if message is None:
+        return
+    common = {"name": message[0], "cat": "message", "pid": pid, "tid": MESSAGES}
+    identity = f"{replica}.{message[0]}.{message[1]}.{message[2]}"
+    if sent is not None:
+        yield {"ph": "s", **common, "id": identity, "ts": span.start}
+    else:
+        yield {"ph": "f", **common, "bp": "e", "id": identity, "ts": max(span.start, span.end - 1e6 * _ARROW_SECONDS)}
+
+
+def _phase(pid: int, phase: Phase) -> dict[str, Any]:
+    thread = MESSAGES if phase.name == "exchange" else COMPUTATION
+    duration = phase.end - phase.start
+    return {
+        "ph": "X",
+        "name": phase.name,
+        "cat": "phase",
+        "pid": pid,
+        "tid": thread,
+        "ts": phase.start,
+        "dur": duration,
+    }
+
+
+def _chain(pid: int, timeline: Timeline, path: Sequence[Place], layers: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The path in one row; a receive begins where what held it up has ended, so that nothing overlaps."""
+    free = 0.0
+    for worker, number in path:
+        instruction, start, end = timeline.spans[worker][number]
+        begin = max(free, start)
+        yield {**_slice(pid, Span(instruction, begin, max(begin, end)), layers, True), "tid": 0}
+        free = max(free, end)

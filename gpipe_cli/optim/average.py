@@ -1,0 +1,77 @@
+"""The moving average of weights and BatchNorm statistics, which evaluation uses (paper, section 4: as Real et al.)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.snapshot import named_tensors
+from ..pipeline.cell import Cell
+
+
+class WeightAverage:
+    """Of the layers of one worker; it lies beside them, on their device.
+
+    After update t, counted from 0 without the skipped ones, average ← average + (1 − d) · (weight − average) with
+    d = min(decay, (1 + t) / (10 + t)), as TensorFlow ramps it: a young average follows fast. It begins as the weights
+    are when it is made. Parameters and persistent buffers of a floating-point type are averaged; others (BatchNorm's
+    counters) are not.
+
+    Args:
+        cells: of the worker.
+        decay: at most, below 1.
+    """
+
+    def __init__(self, cells: Sequence[Cell], decay: float) -> None:
+        self._decay = decay
+        self._live: list[Tensor] = []
+        self._averages: list[Tensor] = []
+        self._places: dict[str, dict[str, int]] = {}  # layer, then name: the place in both lists
+        known: dict[int, int] = {}  # a tensor that has two names, in one layer or in two, is averaged once
+        for layer in (layer for cell in cells for layer in cell.layers):
+            places = self._places[layer.name] = {}
+            for name, tensor in averaged_tensors(layer.module).items():
+                places[name] = known.setdefault(id(tensor), len(known))
+                if places[name] == len(self._live):
+                    self._live.append(tensor)
+                    self._averages.append(tensor.detach().clone())
+
+    def of(self, layer: str) -> dict[str, Tensor]:
+        """The averages of one layer, by the names that its weights and buffers have there."""
+        return {name: self._averages[place] for name, place in self._places[layer].items()}
+
+    @torch.no_grad()
+    def update(self, t: int) -> None:
+        """Takes in the weights as update number ``t`` has left them."""
+        decay = min(self._decay, (1 + t) / (10 + t))
+        if self._live:
+            torch._foreach_lerp_(self._averages, [tensor.detach() for tensor in self._live], 1 - decay)
+
+    @torch.no_grad()
+    def restore(self, layer: str, saved: Mapping[str, Tensor]) -> None:
+        """Goes on from ``saved`` averages; where there are none, from the layer's weights as they now are."""
+        for name, place in self._places[layer].items():
+            self._averages[place].copy_(saved[name] if saved else self._live[place])
+
+    @contextmanager
+    def in_place_of_weights(self) -> Iterator[None]:
+        """Inside, the layers hold their averages; afterwards the weights are back, bit for bit."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        """Swaps memory, not numbers: exact, quick, and without a third copy of the model."""
+        for place, live in enumerate(self._live):
+            live.data, self._averages[place] = self._averages[place], live.data
+
+
+def averaged_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and persistent buffers of a floating-point type, under all their names."""
+    parameters, buffers = named_tensors(module)
+    return {name: tensor for name, tensor in {**parameters, **buffers}.items() if tensor.is_floating_point()}

@@ -1,0 +1,119 @@
+"""Learning-rate schedules, as torch `LambdaLR`: factors of `optimizer.lr`, the peak. Chosen by `lr_schedule._target_`.
+
+Step t counts from 0, so the first update already has a learning rate above zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+
+def inverse_sqrt(optimizer: Optimizer, warmup_steps: int) -> LambdaLR:
+    """Rises linearly over `warmup_steps` updates to `optimizer.lr`, then falls with 1/√(t+1)."""
+    _require("warmup_steps", warmup_steps, 1)
+
+    def factor(t: int) -> float:
+        return min((t + 1) / warmup_steps, math.sqrt(warmup_steps / (t + 1)))
+
+    return LambdaLR(optimizer, factor)
+
+
+def transformer(optimizer: Optimizer, d_model: int, factor: float, warmup_steps: int) -> LambdaLR:
+    """`factor` · d_model^-0.5 · min((t+1)^-0.5, (t+1) · warmup_steps^-1.5), times `optimizer.lr` (normally 1)."""
+    _require("d_model", d_model, 1)
+    _require("warmup_steps", warmup_steps, 1)
+
+    def rate(t: int) -> float:
+        return float(factor * d_model**-0.5 * min((t + 1) ** -0.5, (t + 1) * warmup_steps**-1.5))
+
+    return LambdaLR(optimizer, rate)
+
+
+def cosine(optimizer: Optimizer, steps: int | None, warmup_steps: int = 0, final: float = 0.0) -> LambdaLR:
+    """Rises linearly to `optimizer.lr`, then half a cosine down to `final` of it after `steps` updates.
+
+    Raises:
+        ValueError: `steps` is not known, or not more than `warmup_steps`.
+    """
+    if steps is None:
+        raise ValueError("lr_schedule.steps=null: a cosine must know its end, set trainer.steps or lr_schedule.steps")
+    _require("warmup_steps", warmup_steps, 0)
+    _require("steps", steps, warmup_steps + 1)
+
+    def fall(t: int) -> float:
+        done = min(1.0, (t - warmup_steps) / (steps - warmup_steps))
+        return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * done))
+
+    return LambdaLR(optimizer, _with_warmup(warmup_steps, fall))
+
+
+def constant(optimizer: Optimizer, warmup_steps: int = 0) -> LambdaLR:
+    """Rises linearly over `warmup_steps` updates to `optimizer.lr`, and stays there."""
+    _require("warmup_steps", warmup_steps, 0)
+    return LambdaLR(optimizer, _with_warmup(warmup_steps, lambda t: 1.0))
+
+
+def exponential(
+    optimizer: Optimizer, rate: float, decay_every: float, warmup_steps: int = 0, floor: float = 0.0
+) -> LambdaLR:
+    """Falls in stairs: times `rate` after every `decay_every` updates, never below `floor` of `optimizer.lr`.
+
+    Over the first `warmup_steps` updates it rises linearly to `optimizer.lr` instead. The stairs count from the first
+    update, so with a long warm-up it ends on a later stair, as in TensorFlow's AmoebaNet.
+
+    Args:
+        decay_every: updates; need not be whole, as 2.4 epochs seldom are.
+
+    Raises:
+        ValueError: a value outside its limits.
+    """
+    _require("warmup_steps", warmup_steps, 0)
+    if not 0 < rate <= 1:
+        raise ValueError(f"lr_schedule.rate={rate}: use a number above 0 up to 1, such as 0.97")
+    if decay_every <= 0:
+        raise ValueError(f"lr_schedule.decay_every={decay_every}: use a number of steps above 0")
+    if not 0 <= floor <= 1:
+        raise ValueError(f"lr_schedule.floor={floor}: use a share of optimizer.lr, from 0 to 1")
+
+    def fall(t: int) -> float:
+        return max(floor, rate ** int(t // decay_every))
+
+    return LambdaLR(optimizer, _with_warmup(warmup_steps, fall))
+
+
+def exponential_epochs(
+    optimizer: Optimizer,
+    rate: float,
+    decay_epochs: float,
+    warmup_epochs: float,
+    floor: float,
+    examples: int,
+    batch_size: int,
+) -> LambdaLR:
+    """`exponential`, told in epochs of `examples` in mini-batches of `batch_size`.
+
+    Raises:
+        ValueError: a value outside its limits.
+    """
+    _require("examples", examples, 1)
+    _require("batch_size", batch_size, 1)
+    if decay_epochs <= 0 or warmup_epochs < 0:
+        raise ValueError(
+            f"lr_schedule.decay_epochs={decay_epochs}, lr_schedule.warmup_epochs={warmup_epochs}: use a number of "
+            "epochs above 0 to decay, and 0 or more to warm up"
+        )
+    steps = examples / batch_size
+    return exponential(optimizer, rate, decay_epochs * steps, round(warmup_epochs * steps), floor)
+
+
+def _with_warmup(warmup_steps: int, after: Callable[[int], float]) -> Callable[[int], float]:
+    return lambda t: (t + 1) / warmup_steps if t < warmup_steps else after(t)
+
+
+def _require(key: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"lr_schedule.{key}={value}: use at least {least}")

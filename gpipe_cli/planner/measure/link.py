@@ -1,0 +1,139 @@
+"""What a message between two workers costs, measured with the transport that the engine uses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ...cpu import GLOO_ON_ONE_MACHINE, as_worker
+from ...pipeline.boundary import BoundarySpec, TensorSpec
+from ...pipeline.transport import ACTIVATION, Transport
+
+MESSAGES = 20  # of each kind
+_PAUSE = 0.002  # seconds before each: a worker that has just computed sends with a cold cache
+_LARGE = 1 << 20  # numbers of a message whose time is its bytes'
+_PATIENCE = 60.0  # seconds for two processes that load torch and exchange 80 messages
+
+
+class LinkTimes(NamedTuple):
+    """Seconds, and bytes per second.
+
+    Attributes:
+        host: what a send or a receive keeps its own worker from computing (mean of both).
+        latency: from the end of the sender's call to the moment at which the receiver has a small message.
+        rate: bytes per second of a large one.
+    """
+
+    host: float
+    latency: float
+    rate: float
+
+
+def link_between_processes(shared_memory: bool = True) -> LinkTimes | None:
+    """Between two processes of this machine that are started for it; None where they cannot be connected.
+
+    Args:
+        shared_memory: as of `Transport`; otherwise over gloo.
+    """
+    with tempfile.TemporaryDirectory(prefix="gpipe-link-") as directory:
+        command = [sys.executable, "-m", __name__, directory, str(int(shared_memory))]
+        # In a session of their own: Ctrl-C is the command's to answer.
+        how: dict[str, Any] = {
+            "stderr": subprocess.DEVNULL,
+            "start_new_session": True,
+            "env": os.environ | GLOO_ON_ONE_MACHINE,
+        }
+        ends = [subprocess.Popen([*command, str(rank)], **how) for rank in range(2)]
+        try:
+            codes = [end.wait(_PATIENCE) for end in ends]
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            for end in ends:
+                end.kill()
+                end.wait()
+        if any(codes):
+            return None
+        return LinkTimes(*json.loads(_answer(directory).read_text(encoding="utf-8")))
+
+
+def _answer(directory: str) -> Path:
+    return Path(directory) / "times.json"
+
+
+def measure_link(transport: Transport, rank: int) -> LinkTimes:
+    """Worker 0 sends to worker 1; every worker of the process group calls this and gets the same answer."""
+    for _ in range(2):  # the first time warms up
+        sending, receiving, arrival = _messages(transport, rank, 1)
+        whole = _messages(transport, rank, _LARGE)[2]
+    times = torch.tensor([sending, receiving, arrival, whole], dtype=torch.float64)
+    dist.all_reduce(times)  # each was found by one worker, the others add 0
+    sending, receiving, arrival, whole = times.tolist()
+    latency = max(0.0, arrival - sending)
+    return LinkTimes((sending + receiving) / 2, latency, 8 * _LARGE / max(whole - arrival, 1e-9))
+
+
+def _messages(transport: Transport, rank: int, numbers: int) -> tuple[float, float, float]:
+    """Median seconds of a send's call, of a receive's when its message is there, and from a send's begin to arrival."""
+    # As the engine's: activations, and the micro-batch's targets behind them.
+    spec = BoundarySpec((TensorSpec((numbers,), torch.float64, False), TensorSpec((8,), torch.int64, False)))
+    content, targets = torch.zeros(numbers, dtype=torch.float64), torch.zeros(8, dtype=torch.int64)
+    sending: list[float] = []
+    receiving: list[float] = []
+    arrival: list[float] = []
+    for number in range(2 * MESSAGES):
+        awaited = number % 2 == 0  # else it is there before it is asked for
+        dist.barrier()  # nothing else is on its way
+        if rank == 0:
+            time.sleep(_PAUSE)
+            begin = time.perf_counter()
+            content[0] = begin
+            transport.send(ACTIVATION, (content, targets), spec, 1, 1, number)
+            sending.append(time.perf_counter() - begin)
+        elif rank == 1:
+            begin = time.perf_counter()
+            pending = transport.post(ACTIVATION, spec, 0, 1, number)
+            posted = time.perf_counter()
+            if not awaited:
+                time.sleep(2 * _PAUSE)  # so long that a small message is there
+            asked = time.perf_counter()
+            message, _ = transport.finish(pending)
+            end = time.perf_counter()
+            if awaited:
+                arrival.append(end - float(message[0]))
+            else:
+                receiving.append(posted - begin + end - asked)
+    transport.drain()
+    return _typical(sending), _typical(receiving), _typical(arrival)
+
+
+def _typical(seconds: list[float]) -> float:
+    """Their median; 0 on a worker that did nothing of the kind."""
+    return median(seconds) if seconds else 0.0
+
+
+def main(directory: str, shared_memory: bool, rank: int) -> None:
+    """One of the two processes."""
+    cpu = torch.device("cpu")
+    dist.init_process_group("gloo", store=dist.FileStore(str(Path(directory) / "store"), 2), rank=rank, world_size=2)
+    world = dist.group.WORLD
+    assert world is not None
+    with as_worker(1):
+        times = measure_link(Transport((0, 1), cpu, cpu, (world, world), world, shared_memory), rank)
+    if rank == 0:
+        _answer(directory).write_text(json.dumps(times), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2] == "1", int(sys.argv[3]))

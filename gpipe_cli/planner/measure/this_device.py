@@ -1,0 +1,121 @@
+"""The present machine as a `Device`: its rates from a short measurement, its memory as it stands."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import median
+
+import torch
+
+from ...config import PipelineConfig
+from ...cpu import as_worker, usable_memory
+from ..devices import Device
+from .link import LinkTimes, link_between_processes
+
+_SECONDS = 0.15  # of each measurement
+_QUEUED = 100  # operations that a GPU is given before it is waited for: fewer than the driver takes at once
+_GPU_LINK = LinkTimes(host=0.0, latency=1e-5, rate=12e9)  # to a neighbour, assumed: PCIe 3.0 ×16
+_CPU_LINK = LinkTimes(host=1.5e-4, latency=1e-4, rate=0.6e9)  # where it cannot be measured; as found on two cores
+
+
+def present_device(pipeline: PipelineConfig) -> torch.device:
+    """Where a run on this machine would compute."""
+    return torch.device("cuda" if pipeline.device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def workers_on_a_gpu(pipeline: PipelineConfig) -> int:
+    """How many workers share a GPU of this machine; 1 where each has its own, and on CPUs.
+
+    torchrun says how many of a job's workers are on this machine. Any other launcher may have hidden the GPUs of the
+    others from this process, so there each worker is taken to have one.
+    """
+    if present_device(pipeline).type == "cpu":
+        return 1
+    workers, gpus = pipeline.planned_workers * pipeline.replicas, torch.cuda.device_count()
+    if "WORLD_SIZE" in os.environ:
+        workers = min(workers, int(os.environ.get("LOCAL_WORLD_SIZE") or gpus))
+    return math.ceil(workers / gpus)
+
+
+def measure_device(pipeline: PipelineConfig) -> Device:
+    """Rates of products and of memory, what starting an operation costs, and what messages between workers cost.
+
+    As a worker finds them: with its threads, or its part of a GPU. A link between GPUs is assumed, not measured.
+    """
+    rates, workers = measure_rates(pipeline), pipeline.planned_workers * pipeline.replicas
+    if present_device(pipeline).type == "cuda":
+        sharing = workers_on_a_gpu(pipeline)
+        rates = replace(
+            rates,
+            flops=rates.flops / sharing,
+            half_flops=rates.half_flops / sharing,
+            bandwidth=rates.bandwidth / sharing,
+            memory=rates.memory / sharing,
+        )
+        if sharing == 1 and pipeline.backend != "gloo":
+            return rates
+    else:
+        rates = replace(rates, memory=rates.memory / workers)
+    link = (link_between_processes(pipeline.backend != "gloo") if workers > 1 else None) or _CPU_LINK
+    return replace(rates, link=link.rate, latency=link.latency, host=link.host)
+
+
+def measure_rates(pipeline: PipelineConfig) -> Device:
+    """Likewise, without what messages cost, and of the machine's whole memory, or all that is free on a GPU.
+
+    That takes less than a second.
+    """
+    device = present_device(pipeline)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what this process itself no longer needs is free
+        return _measure(device, float(torch.cuda.mem_get_info()[0]), _GPU_LINK)
+    memory = usable_memory()
+    with as_worker(pipeline.threads):
+        return _measure(device, math.inf if memory is None else float(memory), _CPU_LINK)
+
+
+def _measure(device: torch.device, memory: float, link: LinkTimes) -> Device:
+    is_gpu = device.type == "cuda"
+    side = 8192 if is_gpu else 512
+    numbers = (1 << 28) if is_gpu else (1 << 23)
+    a = torch.randn(side, side, device=device)
+    b, half = torch.randn_like(a), a.bfloat16()
+    vector, small = torch.zeros(numbers, device=device), torch.zeros(8, device=device)
+    return Device(
+        name=f"this machine, {torch.cuda.get_device_name(device) if is_gpu else 'CPU'}",
+        flops=2 * side**3 / _seconds(lambda: torch.mm(a, b), is_gpu),
+        half_flops=2 * side**3 / _seconds(lambda: torch.mm(half, half), is_gpu),
+        memory=memory,
+        bandwidth=8 * numbers / _seconds(lambda: vector.add_(1.0), is_gpu),
+        link=link.rate,
+        latency=link.latency,
+        host=link.host,
+        overhead=_seconds(lambda: small.add_(1.0), is_gpu, _QUEUED if is_gpu else 1),
+        kernels="accelerator" if is_gpu else "cpu",
+    )
+
+
+def _seconds(run: Callable[[], object], is_gpu: bool, calls: int = 1) -> float:
+    """The median time of one call.
+
+    Args:
+        calls: made one after the other and timed together: waiting for a GPU takes longer than what starting a small
+            operation costs, and a run waits rarely.
+    """
+    run()
+    times: list[float] = []
+    end = time.perf_counter() + _SECONDS
+    while len(times) < 3 or time.perf_counter() < end:
+        if is_gpu:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        if is_gpu:
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) / calls)
+    return median(times)

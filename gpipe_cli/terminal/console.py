@@ -1,0 +1,272 @@
+"""What the person sees of a run: events of the workers, as a progress bar and lines, or as lines alone.
+
+Everything that is printed also goes to train.log, as plain text. An event is a JSON object with "kind":
+
+    message        text
+    warning        text
+    preparation    text, done, total                         data being made ready; total 0: unknown
+    cells          rows: [{cell, worker, first, last, layers, parameters, cost, share}]
+    table          title, columns: [...], rows: [[...]]      any other table
+    progress       step, steps (or null), done (share of the run, or null), loss, lr, examples_per_second, bubble,
+                   bubble_predicted, skipped_updates
+    evaluation     step, numbers: {name: value}
+    samples        rows: [{label: text}]                     outputs beside what they should be
+    end            text                                      the last line of the run
+
+and the launcher's own, with "event": stopping (signal, grace_seconds), killed (message), warning (message). Any other
+event goes to train.log alone. Numbers may be null (not finite, or not known).
+
+A run does not end because nobody reads what it prints: see `Output`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import IO, Any, Literal, cast
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from gpipe_cli.terminal.output import Output
+from gpipe_cli.terminal.text import duration, number, percent, text_table
+
+PLAIN_SECONDS = 2.0  # the least between two progress lines, so that fast steps do not flood a log
+LONGEST_SILENCE_SECONDS = 20.0  # slow steps are told of sooner than `logging.every` steps
+PREPARATION_SECONDS = 5.0
+
+log = logging.getLogger("gpipe_cli")
+Event = Mapping[str, Any]
+
+
+class Console:
+    """Shows events; use it as a context manager, so that the progress bar is always taken away.
+
+    Args:
+        every: steps between progress lines.
+        mode: "auto" shows a progress bar if standard output is a terminal; "plain" never does.
+        silent: show nothing: another process of the same job does.
+    """
+
+    def __init__(self, every: int, mode: Literal["auto", "plain"], silent: bool = False) -> None:
+        self._every, self._silent = every, silent
+        self._output = Output(sys.stdout)
+        file = cast("IO[str]", self._output)  # all of it that rich uses
+        self._rich = RichConsole(file=file, highlight=False, markup=False, soft_wrap=True)
+        self._bar = _Bar(self._rich) if mode == "auto" and self._rich.is_terminal and not silent else None
+        self._pace = _Pace()
+        self._last_line = self._last_preparation = -LONGEST_SILENCE_SECONDS
+        self._warnings = _WarningsToConsole(self)
+
+    def __enter__(self) -> Console:
+        logging.getLogger().addHandler(self._warnings)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger().removeHandler(self._warnings)
+        if self._bar:
+            self._bar.close()
+
+    def __call__(self, event: Event) -> None:
+        """Show one event."""
+        show = self._SHOWN.get(event.get("kind") or event.get("event") or "")
+        if show:
+            show(self, event)
+        else:
+            log.info("%s", json.dumps(event, default=str))
+
+    def say(self, text: str) -> None:
+        """A line (or several) on standard output and in train.log."""
+        log.info("%s", text)
+        self._print(text)
+
+    def error(self, text: str) -> None:
+        """A failure: standard error and train.log."""
+        log.error("%s", text, extra={"shown": True})
+        if self._bar:
+            self._bar.close()
+        if not self._silent:
+            print(text, file=Output(sys.stderr), flush=True)
+
+    def warn(self, text: str) -> None:
+        log.warning("%s", text, extra={"shown": True})
+        self._print(f"warning: {text}", style="yellow")
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        if self._silent:
+            return
+        if self._rich.is_terminal:
+            self._rich.print(text, style=style)
+        else:
+            print(text, file=self._output, flush=True)
+
+    # -- kinds of events -----------------------------------------------------------------------------------------
+
+    def _message(self, event: Event) -> None:
+        self.say(str(event["text"]))
+
+    def _warning(self, event: Event) -> None:
+        self.warn(str(event.get("text") or event.get("message")))
+
+    def _stopping(self, event: Event) -> None:
+        self.say(
+            f"{event['signal']}: the run stops after this step and saves, within {event['grace_seconds']:g} s "
+            "(once more: stop at once)"
+        )
+
+    def _preparation(self, event: Event) -> None:
+        done, total = event["done"], event["total"]
+        if self._bar:
+            self._bar.preparation(str(event["text"]), done, total)
+        now, finished = time.monotonic(), bool(total) and done >= total
+        if finished or now - self._last_preparation >= PREPARATION_SECONDS:
+            self._last_preparation = now
+            line = f"{event['text']}: {number(done)}" + (f" of {number(total)}" if total else "")
+            if self._bar and not finished:
+                log.info("%s", line)
+            else:
+                self.say(line)
+
+    def _cells(self, event: Event) -> None:
+        columns = ["cell", "worker", "layers", "from", "to", "parameters", "cost"]
+        keys = ("cell", "worker", "layers", "first", "last", "parameters")
+        rows = [[*(row[key] for key in keys), percent(row["share"])] for row in event["rows"]]
+        self.say(text_table(columns, rows))
+
+    def _table(self, event: Event) -> None:
+        self.say(f"{event['title']}\n{text_table(event['columns'], event['rows'])}")
+
+    def _progress(self, event: Event) -> None:
+        step, steps = event["step"], event["steps"]
+        done = event["done"]
+        first = self._pace.start(done)
+        left = self._pace.seconds_left(done)
+        if self._bar:
+            self._bar.progress(step, steps, done, _progress_line(event, left, short=True))
+        now = time.monotonic()
+        silence = now - self._last_line
+        due = step % self._every == 0 and silence >= PLAIN_SECONDS
+        if first or step == steps or due or silence >= LONGEST_SILENCE_SECONDS:
+            self._last_line = now
+            line = _progress_line(event, left)
+            text = f"step {number(step)}{f'/{number(steps)}' if steps else ''}  {line}"
+            if self._bar:
+                log.info("%s", text)
+            else:
+                self.say(text)
+
+    def _evaluation(self, event: Event) -> None:
+        shown = {name: value for name, value in event["numbers"].items() if "/" not in name}  # not each language's
+        numbers = ", ".join(f"{name} {number(value)}" for name, value in shown.items())
+        self.say(f"evaluation after step {number(event['step'])}: {numbers}")
+
+    def _samples(self, event: Event) -> None:
+        width = max((len(label) for row in event["rows"] for label in row), default=0)
+        blocks = ["\n".join(f"    {label:<{width}}  {text}" for label, text in row.items()) for row in event["rows"]]
+        self.say("\n\n".join(blocks))
+
+    def _end(self, event: Event) -> None:
+        if self._bar:
+            self._bar.close()
+        self.say(str(event["text"]))
+
+    _SHOWN: dict[str, Callable[[Console, Event], None]] = {  # noqa: RUF012  # not a field: the same for all
+        "message": _message,
+        "warning": _warning,
+        "killed": _warning,
+        "stopping": _stopping,
+        "preparation": _preparation,
+        "cells": _cells,
+        "table": _table,
+        "progress": _progress,
+        "evaluation": _evaluation,
+        "samples": _samples,
+        "end": _end,
+    }
+
+
+def _progress_line(event: Event, seconds_left: float | None, short: bool = False) -> str:
+    """``short``: all of it in 80 columns, beside a bar."""
+    loss = event["loss"]
+    parts = [
+        f"loss {loss:.4f}" if loss is not None else "loss not finite",
+        f"accuracy {percent(event['accuracy'])}" if "accuracy" in event else f"lr {event['lr']:.1e}",
+        f"{number(event['examples_per_second'], 3)} {'ex/s' if short else 'examples/s'}",
+        _bubble(event["bubble"], event.get("bubble_predicted"), short),
+    ]
+    if event.get("skipped_updates"):
+        parts.append(f"{event['skipped_updates']} skipped")
+    if seconds_left is not None:
+        parts.append(f"{duration(seconds_left)} left")
+    return "  ".join(parts)
+
+
+def _bubble(measured: float | None, predicted: float | None, short: bool) -> str:
+    """The measured bubble, beside what the schedule itself would leave idle with the same times."""
+    if measured is None or predicted is None:
+        return f"bubble {percent(measured)}"
+    if short:
+        return f"bubble {100 * measured:.0f}/{100 * predicted:.0f} %"
+    return f"bubble {percent(measured)} (schedule {percent(predicted)})"
+
+
+class _Pace:
+    """The time that is left, from the pace so far in this process (a resumed run begins with a share of it done)."""
+
+    def __init__(self) -> None:
+        self._start: tuple[float | None, float] | None = None
+
+    def start(self, done: float | None) -> bool:
+        """True for the first step seen."""
+        if self._start is not None:
+            return False
+        self._start = (done, time.monotonic())
+        return True
+
+    def seconds_left(self, done: float | None) -> float | None:
+        first, began = self._start or (None, 0.0)
+        if first is None or done is None or not first < done < 1:
+            return None
+        return (time.monotonic() - began) / (done - first) * (1 - done)
+
+
+class _Bar:
+    """The live line at the bottom of a terminal."""
+
+    def __init__(self, console: RichConsole) -> None:
+        columns = (BarColumn(bar_width=8), TextColumn("{task.fields[line]}"))
+        self._progress = Progress(*columns, console=console, transient=True, refresh_per_second=4)
+        self._tasks: dict[str, TaskID] = {}
+
+    def preparation(self, text: str, done: int, total: int) -> None:
+        self._update(text, done, total or None, f"{text}: {done:,}" + (f" of {total:,}" if total else ""))
+
+    def progress(self, step: int, steps: int | None, done: float | None, line: str) -> None:
+        total = None if done is None else 1.0
+        self._update("training", done or 0.0, total, f"{step:,}{f'/{steps:,}' if steps else ''}  {line}")
+
+    def _update(self, name: str, done: float, total: float | None, line: str) -> None:
+        if name not in self._tasks:
+            for task in self._tasks.values():
+                self._progress.remove_task(task)
+            self._tasks = {name: self._progress.add_task(name, total=total, line=line)}
+            self._progress.start()
+        self._progress.update(self._tasks[name], completed=done, total=total, line=line)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+class _WarningsToConsole(logging.Handler):
+    """Warnings of other parts of the command (the launcher, libraries) are shown too, above the progress bar."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.WARNING)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not getattr(record, "shown", False):
+            self._console._print(f"{record.levelname.lower()}: {record.getMessage()}", style="yellow")

@@ -1,0 +1,314 @@
+"""From the pattern of differences to words: which layer differs first, and what most likely made it differ.
+
+Forward comes before recompute, recompute before backward, backward before the update: a difference in one makes
+differences in all that follow, so the first of them is the one to explain.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .compare import (
+    AGAIN,
+    BEGIN,
+    BUFFERS,
+    COUNTS,
+    GRADIENTS,
+    LOSS,
+    LOSSES,
+    NORM,
+    OUTPUTS,
+    PASSED_BACK,
+    STATE,
+    UPDATED,
+    Difference,
+    Step,
+    weights_used,
+)
+from .record import GRADIENT, RECOMPUTED, WEIGHTS, WEIGHTS_AGAIN, Fingerprint, Key, Point, StepState
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is known of the model and of the run.
+
+    Attributes:
+        names: of the layers. cells: the cell of each layer.
+        draws_noise: layers that draw random numbers.
+        M, replicas: micro-batches of a replica, replicas.
+        clip: `trainer.gradient_clip`.
+    """
+
+    names: Sequence[str]
+    cells: Sequence[int]
+    draws_noise: frozenset[int]
+    M: int
+    replicas: int
+    clip: float | None
+
+    def place(self, layer: int) -> str:
+        return f"layer {self.names[layer]} (cell {self.cells[layer]})"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One step: both sides, what was before it, and what the comparison found.
+
+    Attributes:
+        number: of the step, from 1.
+        before: weights and buffers of the plain loop before the step.
+    """
+
+    number: int
+    ours: StepState
+    plain: StepState
+    before: StepState
+    step: Step
+
+
+def diagnose(steps: Sequence[Compared], model: Model, tolerance: float) -> list[str]:
+    """What is wrong in the first step that differs, as sentences; empty when no step differs."""
+    wrong = next((number for number, compared in enumerate(steps) if not compared.step.agrees), None)
+    if wrong is None:
+        return []
+    now, before = steps[wrong], steps[wrong - 1] if wrong else None
+    found = (
+        _beginning(now, model) or _forward(now, before, model, tolerance) or _recompute(now, before, model, tolerance)
+    )
+    found = found or _backward(now, model, tolerance)
+    found += _batchnorm(now, model)
+    if not found:
+        found = _update(now, model)
+    found = found or [f"{', '.join(q.name for q in now.step.quantities if q.beyond)}: different, in no known pattern"]
+    return [f"step {now.number}: {sentence}" for sentence in found]
+
+
+# -- forward and recompute ---------------------------------------------------------------------------------------------
+
+
+def _beginning(now: Compared, model: Model) -> list[str]:
+    beyond = now.step[BEGIN].beyond
+    if not beyond:
+        return []
+    first = beyond[0]
+    return [f"before any training {model.place(first.layer)} has other weights ({_measure(first)}, {first.where})"]
+
+
+def _forward(now: Compared, before: Compared | None, model: Model, tolerance: float) -> list[str]:
+    beyond = now.step[OUTPUTS].beyond
+    if not beyond:
+        return _loss(now)
+    first = beyond[0]
+    head = f"first in forward, the output of {model.place(first.layer)} differs ({_measure(first)}, {first.where})"
+    used = {d.layer for d in weights_used(now.ours, now.plain, model.names, again=False) if d.relative > tolerance}
+    if first.layer in used:
+        return [head, _old_weights(now, before, sorted(used), model, tolerance, WEIGHTS)]
+    if first.layer in model.draws_noise:
+        return [head, f"{model.place(first.layer)} drew other random numbers in forward, or was given another input"]
+    if any(difference.layer == first.layer for difference in now.step[AGAIN].beyond):
+        return [head, _not_repeatable(first.layer, model)]
+    return [head, f"{model.place(first.layer)} used the right weights: its input, or what it computes, is another"]
+
+
+def _loss(now: Compared) -> list[str]:
+    if not (now.step[LOSS].beyond or now.step[LOSSES].beyond):
+        return []
+    ratio = now.ours.loss / now.plain.loss if now.plain.loss else math.nan
+    return [f"the outputs of all layers agree, but the loss is {ratio:.6g} times that of the plain loop"]
+
+
+def _recompute(now: Compared, before: Compared | None, model: Model, tolerance: float) -> list[str]:
+    beyond = now.step[AGAIN].beyond
+    if not beyond:
+        return []
+    first = beyond[0]
+    place = model.place(first.layer)
+    head = (
+        f"forward agrees, but computed again for backward the output of {place} is another "
+        f"({_measure(first)}, {first.where})"
+    )
+    used = {d.layer for d in weights_used(now.ours, now.plain, model.names, again=True) if d.relative > tolerance}
+    if first.layer in used:
+        return [head, _old_weights(now, before, sorted(used), model, tolerance, WEIGHTS_AGAIN)]
+    if first.layer in model.draws_noise:
+        return [head, f"recompute drew other random numbers than forward in {place}: a wrong seed for its noise"]
+    return [head, _not_repeatable(first.layer, model)]
+
+
+def _not_repeatable(layer: int, model: Model) -> str:
+    return (
+        f"{model.place(layer)} gives something else when it is computed again, and draws no random numbers from "
+        "torch's generator: it depends on something that changes between two calls"
+    )
+
+
+def _old_weights(
+    now: Compared, before: Compared | None, layers: Sequence[int], model: Model, tolerance: float, kind: str
+) -> str:
+    """Whose weights the ``layers`` used, when they were not those of the plain loop."""
+    cells = sorted({model.cells[layer] for layer in layers})
+    who = f"cell{'s' if len(cells) > 1 else ''} {', '.join(map(str, cells))}"
+    when = "recompute" if kind == WEIGHTS_AGAIN else "forward"
+    if before is not None and _agree(now.ours.trace[kind], before.plain.trace[WEIGHTS], layers, tolerance):
+        return f"{who} used stale weights in {when}: those of the step before, without its update"
+    return f"{who} used other weights in {when} than the plain loop has"
+
+
+def _agree(
+    used: Mapping[Point, Fingerprint], old: Mapping[Point, Fingerprint], layers: Sequence[int], tolerance: float
+) -> bool:
+    pairs = [(mark, old[point]) for point, mark in used.items() if point.layer in layers and point in old]
+    return bool(pairs) and all(mark.distance(one) <= tolerance * 1e-3 * max(one.norm, 1e-30) for mark, one in pairs)
+
+
+# -- backward ----------------------------------------------------------------------------------------------------------
+
+
+def _backward(now: Compared, model: Model, tolerance: float) -> list[str]:
+    beyond = now.step[GRADIENTS].beyond
+    if not beyond:
+        norm = now.step[NORM].worst
+        return ["all gradients agree, but their norm does not"] if now.step[NORM].beyond and norm else []
+    layer = max(d.layer for d in beyond)
+    worst = max((d for d in beyond if d.layer == layer), key=lambda d: d.relative)
+    share = "all parameters" if len(beyond) == now.step[GRADIENTS].compared else f"{len(beyond)} parameters"
+    head = (
+        f"forward agrees; walking back from the loss, the first gradient that differs is that of {model.place(layer)} "
+        f"({_measure(worst)}, {worst.where}); {share} differ"
+    )
+    return [head, *_factor(now, beyond, model), *_where_it_comes_in(now, model)]
+
+
+def _factor(now: Compared, beyond: Sequence[Difference], model: Model) -> list[str]:
+    """Whether all gradients that differ are those of the plain loop times one number."""
+    where = {difference.where for difference in beyond}
+    keys = [key for key in now.plain.gradients if key in now.ours.gradients and key[1] in where]
+    factor = _common_factor((now.ours.gradients[key], now.plain.gradients[key]) for key in keys)
+    if factor is None or abs(factor - 1) < 1e-2:
+        return []
+    if abs(factor) < 1e-6:
+        return ["these gradients are zero: nothing flows back to them"]
+    names = {"M": model.M, "the number of replicas": model.replicas}
+    for name, value in names.items():
+        if value > 1 and abs(factor / value - 1) < 1e-2:
+            return [f"they are {value} times too large: scaled by {name} = {value}"]
+        if value > 1 and abs(factor * value - 1) < 1e-2:
+            return [f"they are {value} times too small: divided by {name} = {value}"]
+    return [f"they are {factor:.6g} times those of the plain loop"]
+
+
+def _common_factor(pairs: Iterable[tuple[Tensor, Tensor]]) -> float | None:
+    """f where in every pair the first is f times the second, within a hundredth; None where there is no such f."""
+    factors = [_multiple(ours, plain) for ours, plain in pairs]
+    known = [factor for factor in factors if factor is not None]
+    if not known or len(known) < len(factors):
+        return None
+    middle = sorted(known)[len(known) // 2]
+    alike = all(abs(factor - middle) <= 1e-2 * max(abs(middle), 1e-3) for factor in known)
+    return middle if alike else None
+
+
+def _multiple(ours: Tensor, plain: Tensor) -> float | None:
+    """f where ``ours`` = f · ``plain`` within a hundredth, else None."""
+    a, b = ours.double(), plain.double()
+    square = float((b * b).sum())
+    if not square:
+        return None
+    factor = float((a * b).sum()) / square
+    rest = float(torch.linalg.vector_norm(a - factor * b))
+    return factor if rest <= 1e-2 * math.sqrt(square) * max(abs(factor), 1e-3) else None
+
+
+def _where_it_comes_in(now: Compared, model: Model) -> list[str]:
+    """Which gradient between two layers is the first, from the loss, to differ; from there on all are wrong."""
+    beyond = now.step[PASSED_BACK].beyond
+    if not beyond:
+        return ["the gradients that pass between the layers agree: it is lost or changed where parameters collect them"]
+    layer = max(d.layer for d in beyond)
+    micro_batches = sorted({d.point.micro_batch for d in beyond if d.layer == layer and d.point is not None})
+    which = f"micro-batch{'es' if len(micro_batches) > 1 else ''} {', '.join(map(str, micro_batches))}"
+    if layer == len(model.names) - 1:
+        return [f"already the gradient that the loss hands to {model.place(layer)} differs ({which})"]
+    traced = {point.layer for point in now.plain.trace[GRADIENT]}
+    behind = next((other for other in range(layer + 1, len(model.names)) if other in traced), layer + 1)
+    between = f"between {model.place(layer)} and {model.place(behind)}"
+    if model.cells[layer] != model.cells[behind]:
+        return [f"the gradient that crosses the boundary {between} is the first to differ ({which})"]
+    return [f"the gradient {between} is the first to differ ({which})"]
+
+
+# -- what a step leaves ------------------------------------------------------------------------------------------------
+
+
+def _batchnorm(now: Compared, model: Model) -> list[str]:
+    counts, buffers = now.step[COUNTS].beyond, now.step[BUFFERS].beyond
+    if counts:
+        first = counts[0]
+        ours, plain = now.ours.counted.get((first.layer, first.where), 0.0), now.plain.counted[first.layer, first.where]
+        again = {point.layer for point in now.ours.trace.get(RECOMPUTED, {})}
+        text = f"BatchNorm {first.where} averaged over {ours:.0f} values a channel instead of {plain:.0f}"
+        if plain < ours <= 2 * plain and first.layer in again:
+            text += ": counted twice, in forward and again in recompute"
+        return [text]
+    if not buffers or now.step[OUTPUTS].beyond:
+        return []
+    first = buffers[0]
+    if any(first.where.startswith(name) for _, name in now.plain.counted):
+        tracked = [d for d in buffers if d.where.endswith("num_batches_tracked")]
+        twice = ": the moving averages were updated more or less than once" if tracked else ""
+        return [f"BatchNorm's {first.where} differs ({_measure(first)}){twice}"]
+    return [
+        f"the buffer {first.where} of {model.place(first.layer)} differs: a layer that changes its own buffer in "
+        "forward changes it again in recompute"
+    ]
+
+
+def _update(now: Compared, model: Model) -> list[str]:
+    """Gradients agree: so the optimizer, what it remembers, or clipping."""
+    updated, state = now.step[UPDATED].beyond, now.step[STATE].beyond
+    unmoved = sorted({d.layer for d in updated if _unmoved(now, d.layer)})
+    if unmoved:
+        cells = ", ".join(str(cell) for cell in sorted({model.cells[layer] for layer in unmoved}))
+        return [f"gradients agree, but the weights of {model.place(unmoved[0])} were not updated (cell {cells})"]
+    if not updated and not state:
+        return []
+    first = (state or updated)[0]
+    what = "the optimizer's state" if state else "what the update makes of the weights"
+    text = (
+        f"gradients agree, but {what} differs, first in {model.place(first.layer)} ({_measure(first)}, {first.where})"
+    )
+    if any(difference.where.endswith(":step") for difference in state):
+        return [f"{text}: its memory of earlier steps was lost"]
+    return [text + _other_gradients(now, state, model)]
+
+
+def _other_gradients(now: Compared, state: Sequence[Difference], model: Model) -> str:
+    """Whether the update is that of gradients which are some factor larger: of what follows them proportionally."""
+    linear = [(d.layer, d.where) for d in state if d.where.endswith((":exp_avg", ":momentum_buffer"))]
+    if linear:
+        factor = _common_factor((now.ours.optimizer[key], now.plain.optimizer[key]) for key in linear)
+    else:
+        moved = [key for key in now.plain.weights if not torch.equal(now.plain.weights[key], now.before.weights[key])]
+        before = now.before.weights
+        factor = _common_factor(
+            (now.ours.weights[key] - before[key], now.plain.weights[key] - before[key]) for key in moved
+        )
+    if factor is None or abs(factor - 1) < 1e-2:
+        return ": clipping, the learning rate or the optimizer"
+    text = f": as if every gradient were {factor:.6g} times as large"
+    clipped = now.plain.gradient_norm / model.clip if model.clip else 1.0
+    return f"{text}: gradients were not clipped" if clipped > 1 and abs(factor / clipped - 1) < 1e-2 else text
+
+
+def _unmoved(now: Compared, layer: int) -> bool:
+    mine: list[Key] = [key for key in now.ours.weights if key[0] == layer]
+    return all(torch.equal(now.ours.weights[key], now.before.weights[key]) for key in mine)
+
+
+def _measure(difference: Difference) -> str:
+    return f"relative difference {difference.relative:.1e}"

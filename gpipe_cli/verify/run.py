@@ -1,0 +1,170 @@
+"""What every worker of gpipe-verify runs: some steps of the real trainer, then on rank 0 the same steps without it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any, cast
+
+import torch._dynamo  # every optimizer made imports it; here it is imported once, before workers are forked
+import torch.distributed as dist
+
+from ..config import Settings
+from ..distributed.batch_plan import Part
+from ..distributed.world import World
+from ..factory.build import MODEL_KEYS_READ_ELSEWHERE, build_model, build_task
+from ..launch.context import Context
+from ..metrics.journal import Notices
+from ..schedule.instruction import Op
+from ..trainer.assembly import Assembly, assemble_model
+from ..trainer.batches import training_batches
+from ..trainer.start import start_worker
+from ..trainer.training import assemble_training
+from .batchnorm import BatchNormNote, batchnorm_note
+from .compare import compare, compare_beginnings, gradients_agree
+from .diagnose import Compared, Model, diagnose
+from .limits import refuse_what_cannot_be_verified, require_memory
+from .plain import PlainTraining, Together
+from .record import StepState
+from .report import Report
+from .watch import WatchedTrainer
+
+TOLERANCES = {"float64": 1e-6, "bfloat16": 0.05, "configured": 1e-4}
+
+
+def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
+    """One worker's life.
+
+    Returns:
+        On rank 0 the report as plain values (`verify_report.Report.as_json`); None elsewhere.
+
+    Raises:
+        ConfigurationError: this configuration cannot be verified, or something in it that shows only now.
+        LayerFailed: an exception in a layer.
+    """
+    settings = Settings.from_config(config["settings"])
+    refuse_what_cannot_be_verified(settings)
+    settings = in_wanted_dtype(settings)
+    world = start_worker(context, settings)
+    if world.device.type == "cuda":
+        choose_repeatable_kernels()
+    journal = Notices(context.run_dir, context.emit, world.rank == 0)
+    assembly = assemble_model(context, settings, world, build_task(settings.task), journal)
+    world.tell_everyone(lambda: require_memory(assembly.cut.parameters, 8 if settings.verify.dtype == "float64" else 4))
+    trainer = WatchedTrainer(assemble_training(context, config, assembly, journal, None))
+    start = trainer.held()
+    trainer.run_steps(settings.verify.steps)
+    begun, *steps = _gather(world, [start, *trainer.states])
+    if world.rank != 0:
+        return None
+    with suppress(OSError):  # made by the trainer's assembly, and empty: nothing is saved here
+        (context.run_dir / "checkpoints").rmdir()
+    report = compare_with_plain(assembly, begun, steps)
+    (context.run_dir / "verify.json").write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
+    return report.as_json()
+
+
+def choose_repeatable_kernels() -> None:
+    """The same sums in the same order both times, in full precision: cuDNN rounds to 10 bits unless told otherwise."""
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.deterministic = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def compare_with_plain(assembly: Assembly, begun: StepState, steps: Sequence[StepState]) -> Report:
+    """Runs the steps again without the engine, on rank 0, and compares.
+
+    Where gradients agree within the tolerance, the plain optimizer works from the pipeline's: an optimizer such as Adam
+    turns the rounding of a gradient near zero into a whole step, and that is no error of the pipeline.
+
+    Args:
+        begun: weights and buffers of the pipeline before the first step.
+        steps: what each step of the pipeline left.
+    """
+    settings, replicas = assembly.settings, assembly.world.replicas
+    tolerance, names = tolerance_of(settings), list(assembly.layers)
+    plain = PlainTraining(build_model(settings.model), settings, assembly.task, assembly.world.device)
+    if settings.checkpoint.init_from is not None:
+        plain.load(begun)
+    together = Together.REPLICAS if settings.pipeline.sync_batchnorm and replicas > 1 else Together.NOTHING
+    compared: list[Compared] = []
+    note: BatchNormNote | None = None
+    whole: StepState | None = None
+    for number, (ours, parts) in enumerate(zip(steps, _mini_batches(assembly), strict=False)):
+        before, order = plain.held(), backward_order(assembly, len(parts[0]))
+        if number == 0 and plain.batchnorms and sum(len(replica) for replica in parts) > 1:
+            whole = plain.gradients(number, parts, order, Together.EVERYTHING)
+            plain.load(before)
+        theirs = plain.gradients(number, parts, order, together)
+        if number == 0 and whole is not None:
+            note = batchnorm_note(plain.batchnorms, parts, (ours, theirs, whole), tolerance, names)
+        agree = gradients_agree(ours, theirs, tolerance)
+        plain.update(theirs, ours.gradients if agree else theirs.gradients)
+        found = compare(ours, theirs, before, tolerance, names)
+        if number == 0:
+            found = found.after(compare_beginnings(begun, before, tolerance))
+        compared.append(Compared(number + 1, ours, theirs, before, found))
+    cells = [cell for cell, layers in enumerate(assembly.cut.layers) for _ in layers]
+    clip = settings.trainer.gradient_clip
+    model = Model(names, cells, frozenset(plain.draws_noise), settings.pipeline.M, replicas, clip)
+    findings = diagnose(compared, model, tolerance)
+    loss = steps[-1].loss if steps else math.nan
+    return Report(settings, tolerance, [one.step for one in compared], findings, note, loss)
+
+
+def _mini_batches(assembly: Assembly) -> Iterator[list[list[Part]]]:
+    """The data once more: of each mini-batch the micro-batches of every replica."""
+    source, replicas = assembly.source, assembly.world.replicas
+    assert source is not None
+    M = assembly.settings.pipeline.M
+    streams = [training_batches(source, None, M, replica, replicas) for replica in range(replicas)]
+    for batches in zip(*streams, strict=False):
+        yield [list(batch.parts) for batch in batches]
+
+
+def backward_order(assembly: Assembly, micro_batches: int) -> list[int]:
+    """In which order the schedule adds up the gradients of micro-batches: as the worker of the last cell does."""
+    last = len(assembly.cut.placement) - 1
+    program = assembly.programs.training(micro_batches)[assembly.cut.placement[last]]
+    adds = (Op.BACKWARD, Op.WEIGHT_GRADIENT)
+    return [i.micro_batch for i in program if i.op in adds and i.cell == last]
+
+
+def tolerance_of(settings: Settings) -> float:
+    wanted = settings.verify.tolerance
+    if wanted != "auto":
+        return wanted
+    return TOLERANCES[settings.precision.autocast or settings.verify.dtype]
+
+
+def in_wanted_dtype(settings: Settings) -> Settings:
+    """With `verify.dtype=float64` layers and data come in float64."""
+    if settings.verify.dtype == "configured":
+        return settings
+    module = "gpipe_cli.verify.float64"
+    layers = {key: value for key, value in settings.model.items() if key not in MODEL_KEYS_READ_ELSEWHERE}
+    data = {"_target_": f"{module}.Float64Source", "source": settings.data}
+    return dataclasses.replace(
+        settings,
+        model={"_target_": f"{module}.float64_layers", "layers": layers},
+        data={**data, "batch_size": settings.data.get("batch_size")},
+    )
+
+
+def _gather(world: World, mine: list[StepState]) -> list[StepState]:
+    """On rank 0 the whole model's states: tensors from the workers of replica 0, fingerprints from all."""
+    if world.replica > 0:
+        mine = [StepState(counted=state.counted, trace=state.trace) for state in mine]
+    everyone: list[list[StepState]] = [mine]
+    if world.everyone is not None:
+        received: list[Any] | None = [None] * world.size if world.rank == 0 else None
+        dist.gather_object(mine, received, dst=0, group=world.everyone)
+        everyone = cast("list[list[StepState]]", received or [mine])
+    whole = everyone[0]
+    for other in everyone[1:]:
+        for state, further in zip(whole, other, strict=True):
+            state.take(further)
+    return whole

@@ -1,0 +1,229 @@
+"""gpipe-bench: what the paper's tables promise, at sizes that say nothing about speed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpipe_cli.bench.capacity import TENSORS, OverBudget, Trial, attempt
+from gpipe_cli.bench.capacity_search import SHORT, device_budget, largest, search
+from gpipe_cli.bench.capacity_table import curves_of, measured_row
+from gpipe_cli.bench.options import BenchOptions
+from gpipe_cli.bench.paper import TABLE_2, ideal_throughput
+from gpipe_cli.bench.profiles import Model, Profile
+from gpipe_cli.bench.throughput_settings import Setting
+from gpipe_cli.commands.bench import main, parse
+from gpipe_cli.cpu import usable_memory
+from gpipe_cli.distributed.world import World
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.pipeline.cell import LayerFailed
+
+CPU = torch.device("cpu")
+TINY = ("K=2", "repetitions=1", "seconds=0.02", "small=true", "models=transformer")
+
+
+def bench(folder: Path, *words: str) -> dict[str, Any]:
+    """Runs the command as a person does; returns the figures that it wrote."""
+    command = [sys.executable, "-m", "gpipe_cli.commands.bench", *words, f"out={folder}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(next(folder.glob("*.json")).read_text(encoding="utf-8"))
+    return {**found, "stdout": done.stdout}
+
+
+def setting(K: int, M: int, *words: str, linked: bool = False) -> Setting:
+    """Of a model of 8 equal layers, 1 FLOP and 1,000 bytes each."""
+    profile = Profile(Model("transformer", (3,)), (1.0,) * 8, (1000,) * 8, 8)
+    return Setting(profile, K, M, 3.0, parse(["table=3", *words]), linked)
+
+
+@pytest.mark.parametrize(
+    ("K", "M", "value"),
+    [(2, 1, 1.0), (4, 1, 1.0), (2, 4, 1.6), (4, 4, 2.2857), (8, 4, 2.9091), (4, 32, 3.6571), (8, 32, 6.5641)],
+)
+def test_the_ideal_in_units_of_K_2_M_1(K: int, M: int, value: float) -> None:
+    assert ideal_throughput(K, M) == pytest.approx(value, abs=1e-4)
+
+
+def test_the_paper_s_row_above_the_bound_is_its_transformer_with_M_4() -> None:
+    above = {
+        place for place, value in TABLE_2["transformer"].items() if place[1] == 4 and value > ideal_throughput(*place)
+    }
+    assert above == {(2, 4), (4, 4), (8, 4)}
+
+
+@pytest.mark.slow
+def test_table_2_as_real_processes(tmp_path: Path) -> None:
+    figures = bench(tmp_path, "table=2", "M=1,2", *TINY)
+    rows = {(row["K"], row["M"]): row for row in figures["rows"]}
+    assert set(rows) == {(2, 1), (2, 2)}
+    assert rows[2, 1]["ours"] == 1.0
+    assert rows[2, 2]["ideal"] == pytest.approx(4 / 3)
+    assert rows[2, 1]["seconds"]["torch 1f1b"] is None, "torch refuses M < K"
+    assert {"gpipe", "1f1b", "torch gpipe", "torch 1f1b", "torch interleaved", "torchgpipe", "plain"} <= set(
+        rows[2, 2]["seconds"]
+    )
+    assert all(seconds > 0 for seconds in rows[2, 2]["seconds"].values())
+    assert {path.suffix for path in tmp_path.iterdir()} == {".md", ".json", ".png", ".svg"}
+    assert "K·M/(M+K−1)" in figures["stdout"]
+
+
+@pytest.mark.slow
+def test_table_3_s_links_are_never_faster_than_they_should_be(tmp_path: Path) -> None:
+    figures = bench(tmp_path, "table=3", "M=4", *TINY)
+    (row,) = figures["rows"]
+    assert 0 < row["link_bytes_per_second"] <= 1e10 * 1.0001
+    assert row["seconds"]["gpipe"] >= row["limit_seconds"]
+
+
+def test_the_shortest_step_of_even_cells_is_the_paper_s_formula() -> None:
+    assert setting(4, 8, "remat=never").limit("gpipe") == pytest.approx(3.0 / 4 * (8 + 3) / 8)
+    assert setting(4, 2, "remat=never").limit("1f1b") == pytest.approx(3.0 / 4 * (2 + 3) / 2)
+
+
+def test_a_link_stretches_bytes_as_the_emulation_stretches_flops() -> None:
+    linked = setting(2, 4, "batch=8", "device_flops=24", "bandwidth=500", "latency=0.5", linked=True)
+    assert linked.scale == pytest.approx(3.0 / 8)  # 8 examples of 24 FLOPs at 24 FLOP/s: 8 s, shown in 3
+    assert linked.message_bytes == [0, 2000]
+    assert linked.carry == pytest.approx([0.0, 2000 / 500 * 3 / 8])
+    assert linked.latency == pytest.approx(0.5 * 3 / 8)
+
+
+def test_a_slow_link_makes_the_shortest_step_longer() -> None:
+    words = ("batch=8", "device_flops=24", "bandwidth=500", "remat=never")
+    free, slow = setting(2, 4, *words), setting(2, 4, *words, linked=True)
+    assert (slow.limit("gpipe") or 0) > (free.limit("gpipe") or 0) + 2 * slow.carry[1] - 1e-9
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["K=2"], "which table?"),
+        (["table=5"], "use 1 or 2 or 3 or 4"),
+        (["tabel=2"], "did you mean table?"),
+        (["table=2", "K=0"], "K=[0]: use a list"),
+        (["table=2", "K"], "write K=VALUE"),
+        (["table=2", "models=resnet"], "models=[resnet]: use a list of amoebanet or transformer, as [amoebanet,"),
+        (["table=2", "K=[0]"], "K=[0]: use a list such as [3,5,4], each a whole number, at least 1 or null"),
+    ],
+)
+def test_a_wrong_word_is_refused_with_what_to_type(words: list[str], told: str) -> None:
+    with pytest.raises(ConfigurationError, match=r".") as refusal:
+        parse(words)
+    assert told in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["table=2", "schedules=pipedream"], "schedules=pipedream: use gpipe"),
+        (["table=2", "K=1"], "at least 2 cells"),
+        (["table=3", "schedules=interleaved_1f1b"], "leave it out"),
+        (["table=3", "layers=real"], "table 3's slow links are emulated"),
+        (["table=4", "K=2,4"], "give one K"),
+        (["table=1", "memory=much"], "memory"),
+    ],
+)
+def test_what_a_table_cannot_do_is_refused_before_anything_runs(
+    words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, f"out={tmp_path}"]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_help_shows_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n    {name}:" in shown for name in BenchOptions.__dataclass_fields__)
+
+
+def test_commands_start_without_torch() -> None:
+    look = "import sys, gpipe_cli.commands.bench, gpipe_cli.commands.report; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def narrow(L: int, M: int, remat: str, budget: int = 1 << 40) -> Trial:
+    return Trial(L, 128, 64, 32, M, remat, budget)
+
+
+def test_table_1_counts_weights_gradients_optimizer_and_what_recomputing_saves() -> None:
+    world = World(0, 1, 1, CPU, CPU, None, None, None)
+    naive, pipelined = attempt(narrow(1, 1, "never"), world), attempt(narrow(1, 4, "always"), world)
+    assert pipelined["parameters"] == naive["parameters"]
+    assert 16 * naive["parameters"] < pipelined["peak"] < naive["peak"]
+
+
+def test_table_1_refuses_the_first_tensor_beyond_the_budget() -> None:
+    world = World(0, 1, 1, CPU, CPU, None, None, None)
+    peak = attempt(narrow(1, 1, "never"), world)["peak"]
+    assert attempt(narrow(1, 1, "never", peak), world)["peak"] == peak
+    with pytest.raises(LayerFailed) as failure:  # in the middle of backward
+        attempt(narrow(1, 1, "never", peak - 1), world)
+    assert isinstance(failure.value.__cause__, OverBudget)
+
+
+@pytest.mark.parametrize("slope", ["even", "uneven", "level"])
+@pytest.mark.parametrize("most", [512, 500, 1])
+@pytest.mark.parametrize("limit", [0, 1, 2, 3, 4, 17, 299, 499, 500, 511, 512, 513, 2000])
+def test_the_largest_that_fits_is_one_that_was_tried_and_never_beyond_the_cap(
+    limit: int, most: int, slope: str
+) -> None:
+    tried: list[int] = []
+    bytes_of = {"even": lambda n: 500 + 10 * n, "uneven": lambda n: 500 + 10 * (n + n % 2), "level": lambda n: 1}[slope]
+    budget = bytes_of(limit)
+
+    def peak_of(number: int) -> int | None:
+        tried.append(number)
+        return bytes_of(number) if number <= limit else None
+
+    found = largest(peak_of, budget, most)
+    assert found == min(limit, most)
+    assert len(set(tried)) == len(tried) and max(tried) <= most
+    assert found in (0, *tried)
+    assert found == most or found + 1 in tried
+    assert len(tried) <= {"even": 7, "uneven": 12, "level": 20}[slope]
+
+
+@pytest.mark.slow
+def test_a_trial_that_finds_no_room_ends_its_workers_and_counts_as_one_that_does_not_fit() -> None:
+    told: list[str] = []
+    trial = {"width": 128, "tokens": 64, "texts": 32, "M": 8, "remat": "always", "budget": 9_000_000}
+    found = search(2, trial, told.append, most=4)
+    assert found is not None and not found["or_more"]
+    assert found["peak"] <= 9_000_000
+    assert f"  L={found['L'] + 1}: does not fit" in told
+
+
+@pytest.mark.slow
+def test_table_1_says_where_larger_models_may_fit_too() -> None:
+    trial = {"width": 128, "tokens": 64, "texts": 32, "M": 1, "remat": "never", "budget": 1 << 40}
+    found = search(1, trial, lambda text: None, most=2)
+    assert found is not None and found["or_more"] is True
+    capped = {"K": 1, "naive": True, "budget": 1 << 40, "width": 128, "found": found}
+    assert measured_row(capped)[-2:] == ["L=2 or more", "0.7M or more"]
+    assert curves_of([], [capped]) == []
+    exact = {**capped, "found": {**found, "or_more": False}}
+    assert measured_row(exact)[-2:] == ["L=2", "0.7M"]
+    assert len(curves_of([], [exact])) == 1
+
+
+def test_the_present_device_s_own_memory_is_a_budget_for_each_of_two_workers() -> None:
+    budget, tokens = device_budget()
+    whole = usable_memory()
+    assert whole is not None and 0 < budget <= TENSORS * whole / 2
+    assert tokens == SHORT or torch.cuda.is_available()
+
+
+@pytest.mark.slow
+def test_table_4_has_the_paper_s_shares_of_every_column(tmp_path: Path) -> None:
+    figures = bench(tmp_path, "table=4", "M=2", "quick=true", "train=[debug=tiny]", *TINY)
+    assert list(figures["columns"]) == ["paper", "Transformer-48, small, emulated", "gpipe-train here"]
+    for shares in figures["columns"].values():
+        assert sum(shares.values()) == pytest.approx(1, abs=0.001)

@@ -1,0 +1,93 @@
+"""Every benchmark runs and writes its figures, at sizes that say nothing about speed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.common import seconds_in_turns, slower_by
+from gpipe_cli.bench.driver import plain_step
+from gpipe_cli.schedule.schedule import schedule
+
+ROOT = Path(__file__).parents[2]
+SMALL = {
+    "emulated": "--K 2 --M 2 --seconds 0.02 --repetitions 1",
+    "two_workers": "--M 2 --width 16 --layers 2 --examples 4 --rounds 2",
+    "overhead": "--sizes tiny --examples 4 --tokens 4 --repetitions 2",
+    "memory": "--K 2 --M 2 --examples 4",
+    "startup": "--K 1 --quick debug=tiny",
+    "messages": "--workers 2 --rounds 1",
+    "exchange": "--workers 2 --rounds 10",
+    "meter": "--shapes 2,2 --examples 4 --tokens 4 --repetitions 2",
+    "plan": "--quick debug=tiny",
+    "cell_times": "--quick debug=tiny",
+    "corpus": "--quick --tokens 20000 --batches 2",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+def test_the_benchmark_prints_a_table_and_writes_its_figures(name: str, tmp_path: Path) -> None:
+    output = tmp_path / "figures.json"
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--output", str(output), *SMALL[name].split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(output.read_text())
+    assert figures["rows"]
+    assert "|" + "---|" * done.stdout.splitlines()[3].count(" | ") in done.stdout
+    assert figures["machine"]["torch"]
+
+
+def test_every_benchmark_is_tried() -> None:
+    scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if "def main()" in path.read_text()}
+    assert scripts == set(SMALL)
+
+
+@pytest.mark.slow
+def test_memory_kept_with_rematerialization_is_what_the_paper_promises(tmp_path: Path) -> None:
+    output = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "benchmarks.memory", "--K", "2", "--M", "4", "--examples", "256"]
+    subprocess.run([*command, "--output", str(output)], cwd=ROOT, capture_output=True, timeout=200, check=True)
+    for row in json.loads(output.read_text())["rows"]:
+        assert row["ratio"] < 1.2, row
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "gpipe"])
+def test_a_plain_loop_has_the_order_of_the_schedule_that_it_is_compared_with(kind: str) -> None:
+    seen = []
+
+    class Witness(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            number = int(x[0, 0])
+            seen.append(f"F0.{number}")
+            y = x.requires_grad_() * 1.0
+            y.register_hook(lambda gradient: seen.append(f"B0.{number}"))
+            return y
+
+    parts = [((torch.full((1, 1), float(number)),), (torch.zeros(1, 1),)) for number in range(3)]
+    plain_step([Witness()], parts, kind=kind)()
+    assert seen == [str(instruction) for instruction in schedule(kind, (0,), 3, "never")[0]]
+
+
+def test_contenders_take_turns_and_the_warm_up_does_not_count() -> None:
+    turns = []
+
+    def turn(name: str) -> float:
+        turns.append(name)
+        return float(len(turns))
+
+    seconds = seconds_in_turns({name: lambda name=name: turn(name) for name in "ab"}, 2)
+    assert "".join(turns) == "baabbaab"
+    assert seconds == {"a": [6.0, 7.0], "b": [5.0, 8.0]}
+
+
+def test_slower_by_compares_within_each_round() -> None:
+    middle, quartiles = slower_by([2.0, 30.0, 400.0], [1.0, 20.0, 100.0])
+    assert middle == pytest.approx(1.0)
+    assert quartiles == "+50.00% … +300.00%"

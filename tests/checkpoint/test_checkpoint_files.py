@@ -1,0 +1,438 @@
+"""A kill or a damaged file costs at most one save; which checkpoints are kept, and which one a run goes on from."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_tools import Layers, make_layers, names_of, restore, save
+from inline_run import train_inline
+from torch import nn
+
+from gpipe_cli.checkpoint import commit as checkpoint_commit
+from gpipe_cli.checkpoint import files as checkpoint_files
+from gpipe_cli.checkpoint import snapshot as checkpoint
+from gpipe_cli.checkpoint.files import CheckpointError, RunState
+from gpipe_cli.checkpoint.snapshot import CheckpointWriter, export_state_dict, layer_state, load_layer
+
+
+def layer_file(run_dir: Path, step: int, layer: str) -> Path:
+    return checkpoint_files.layer_path(checkpoint_files.step_directory(run_dir, step), layer)
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def test_a_full_disk_in_the_background_surfaces_on_the_main_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = make_layers()
+    save(tmp_path, 1, layers)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    writer = CheckpointWriter(tmp_path, 0, names_of(layers))
+    writer.begin(2, {name: layer_state(layer, None) for name, layer in layers.items()})
+    with pytest.raises(CheckpointError, match=r"step_00000002.*No space left on device.*checkpoint\.resume="):
+        for _ in range(1000):
+            assert writer.finished_step == -1
+            time.sleep(0.01)
+    found = checkpoint_files.latest(tmp_path).checkpoint
+    assert found is not None and found.step == 1
+
+
+def test_a_directory_that_cannot_be_written_surfaces_at_the_end_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("in the way")
+    layers = make_layers()
+    writer = CheckpointWriter(tmp_path, 0, names_of(layers))
+    writer.begin(2, {"embed": layer_state(layers["embed"], None)})
+    with pytest.raises(CheckpointError, match="worker 0, writing"):
+        writer.wait()
+
+
+KILLED_RUNS = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from torch import nn
+from gpipe_cli.trainer import checkpoint, checkpoint_commit, checkpoint_files
+from gpipe_cli.checkpoint.snapshot import CheckpointWriter, RunState, layer_state
+
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def die_at(calls, function):
+    left = [calls]
+    def wrapped(*args, **kwargs):
+        left[0] -= 1
+        return die() if left[0] == 0 else function(*args, **kwargs)
+    return wrapped
+
+def arm(point):
+    if point == "layer file":
+        checkpoint_files.sha256_of = die_at(2, checkpoint_files.sha256_of)
+    elif point == "part":
+        checkpoint_commit.write_part = die
+    elif point == "manifest":
+        checkpoint_commit._manifest = die
+    elif point == "rename":
+        Path.rename = die
+    elif point == "pruning":
+        def half(directory, **_):
+            next(Path(directory).rglob("*.safetensors")).unlink()
+            die()
+        checkpoint_commit.shutil.rmtree = half
+
+def run(run_dir, point):
+    layers = {f"layer{i}": nn.Linear(8, 8) for i in range(4)}
+    writer = CheckpointWriter(run_dir, 0, {name: ["weight", "bias"] for name in layers}, keep=1)
+    for step in (1, 2):
+        if step == 2:
+            arm(point)
+        writer.begin(step, {name: layer_state(layer, None) for name, layer in layers.items()})
+        writer.wait()
+        writer.commit(step, RunState(), 1)
+        writer.wait()
+
+for point in sys.argv[2:]:
+    child = os.fork()
+    if child == 0:
+        run(Path(sys.argv[1]) / point, point)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (point, status)
+"""
+
+
+@pytest.fixture(scope="module")
+def killed_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs that saved step 1, and were killed with SIGKILL at a named point of saving step 2."""
+    home = tmp_path_factory.mktemp("killed")
+    points = ["layer file", "part", "manifest", "rename", "pruning"]
+    subprocess.run([sys.executable, "-c", KILLED_RUNS, str(home), *points], check=True, timeout=60)
+    return home
+
+
+@pytest.mark.parametrize(
+    ("point", "survivor"), [("layer file", 1), ("part", 1), ("manifest", 1), ("rename", 1), ("pruning", 2)]
+)
+def test_a_kill_at_any_point_of_saving_leaves_a_complete_checkpoint(
+    point: str, survivor: int, killed_runs: Path
+) -> None:
+    run_dir = killed_runs / point
+    choice = checkpoint_files.latest(run_dir)
+    assert choice.checkpoint is not None and not choice.warnings
+    assert choice.checkpoint.step == survivor
+    layers: Layers = {f"layer{i}": nn.Linear(8, 8) for i in range(4)}
+    restore(choice.checkpoint, layers, None)
+
+    checkpoint_commit.prepare_directory(run_dir, choice.checkpoint)
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step_{survivor:08d}"]
+    assert save(run_dir, 3, layers).step == 3
+
+
+WRITES_FOR_EVER = """
+import sys
+from itertools import count
+from pathlib import Path
+import torch
+from torch import nn
+from gpipe_cli.checkpoint.snapshot import CheckpointWriter, RunState, layer_state
+layers = {f"layer{i}": nn.Linear(64, 64) for i in range(30)}
+writer = CheckpointWriter(Path(sys.argv[1]), 0, {name: ["weight", "bias"] for name in layers})
+for step in count(1):
+    writer.begin(step, {name: layer_state(layer, None) for name, layer in layers.items()})
+    writer.wait()
+    writer.commit(step, RunState(), 1)
+"""
+
+
+def is_writing(run_dir: Path) -> bool:
+    """Some of the 30 layer files of a third or later checkpoint are there."""
+    for directory in run_dir.glob("checkpoints/step_*.partial"):
+        if directory.name > "step_00000003":
+            with suppress(FileNotFoundError):  # completed in the meantime
+                return 5 <= len([*(directory / "layers").iterdir()]) < 30
+    return False
+
+
+def test_kill_9_of_a_writing_process_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", WRITES_FOR_EVER, str(tmp_path)])
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and process.poll() is None and not is_writing(tmp_path):
+            time.sleep(0.0005)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert process.returncode == -signal.SIGKILL
+    info = checkpoint_files.latest(tmp_path).checkpoint
+    assert info is not None and info.step >= 2
+    assert len(export_state_dict(info)) == 60
+
+
+def two_checkpoints(run_dir: Path) -> Layers:
+    layers = make_layers()
+    save(run_dir, 1, layers)
+    save(run_dir, 2, layers)
+    return layers
+
+
+@pytest.mark.parametrize(
+    ("damage", "path", "message"),
+    [
+        (cut_short, "layers/head.safetensors", r"head\.safetensors has \d+ bytes instead of \d+"),
+        (Path.unlink, "layers/head.safetensors", r"head\.safetensors is missing"),
+        (cut_short, "manifest.json", r"manifest\.json is damaged"),
+        (Path.unlink, "manifest.json", r"manifest\.json is missing"),
+    ],
+    ids=["truncated", "missing", "manifest truncated", "manifest missing"],
+)
+def test_a_damaged_file_is_named_and_the_previous_checkpoint_used(
+    damage: Callable[[Path], None], path: str, message: str, tmp_path: Path
+) -> None:
+    two_checkpoints(tmp_path)
+    damage(tmp_path / "checkpoints" / "step_00000002" / path)
+    choice = checkpoint_files.resolve("auto", tmp_path)
+    assert choice.checkpoint is not None and choice.checkpoint.step == 1
+    (warning,) = choice.warnings
+    assert re.search(message, warning) and "using step_00000001" in warning
+
+
+def test_a_checkpoint_given_by_path_is_never_replaced_silently(tmp_path: Path) -> None:
+    two_checkpoints(tmp_path)
+    cut_short(layer_file(tmp_path, 2, "head"))
+    chosen = tmp_path / "checkpoints" / "step_00000002"
+    with pytest.raises(CheckpointError, match=r"head\.safetensors has .* Use .*step_00000001 instead"):
+        checkpoint_files.resolve(chosen, tmp_path / "new")
+
+
+def test_a_run_with_only_damaged_checkpoints_is_an_error_not_a_new_beginning(tmp_path: Path) -> None:
+    two_checkpoints(tmp_path)
+    for step in (1, 2):
+        layer_file(tmp_path, step, "embed").unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used .*embed\.safetensors is missing"):
+        checkpoint_files.resolve("auto", tmp_path)
+
+
+def test_one_flipped_bit_is_found_and_the_file_named(tmp_path: Path) -> None:
+    two_checkpoints(tmp_path)
+    path = layer_file(tmp_path, 2, "head")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    info = checkpoint_files.latest(tmp_path).checkpoint
+    assert info is not None and info.step == 2
+    with pytest.raises(CheckpointError, match=r"head\.safetensors is damaged: its SHA-256 .* Use .*step_00000001"):
+        load_layer(info, "head")
+
+
+class Payload:
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.trace),)
+
+
+@pytest.mark.parametrize("dump", [torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))])
+def test_a_pickle_in_place_of_a_layer_is_refused_and_not_executed(
+    dump: Callable[[object, Path], object], tmp_path: Path
+) -> None:
+    save(tmp_path, 1, make_layers())
+    path = layer_file(tmp_path, 1, "head")
+    dump({"weight": Payload(tmp_path / "executed")}, path)
+    manifest = tmp_path / "checkpoints" / "step_00000001" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    entry = next(entry for entry in content["layers"] if entry["name"] == "head")
+    entry.update(bytes=path.stat().st_size, sha256=checkpoint_files.sha256_of(path))
+    manifest.write_text(json.dumps(content))
+    info = checkpoint_files.latest(tmp_path).checkpoint
+    assert info is not None
+    with pytest.raises(CheckpointError, match=r"head\.safetensors is not the layer file"):
+        load_layer(info, "head")
+    assert not (tmp_path / "executed").exists()
+
+
+def kept_steps(run_dir: Path) -> list[int]:
+    return [checkpoint_files.step_of(path) for path in checkpoint_files.step_directories(run_dir)]
+
+
+def test_the_two_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+    layers = make_layers()
+    for step in range(1, 6):
+        save(tmp_path, step, layers, best=("loss", 1.0 / step) if step <= 2 else None)
+    assert kept_steps(tmp_path) == [2, 4, 5]
+    best = checkpoint_files.best(tmp_path)
+    assert best is not None and best.step == 2
+
+
+def test_a_best_checkpoint_that_the_last_evaluation_replaces_is_deleted(tmp_path: Path) -> None:
+    layers = make_layers()
+    save(tmp_path, 1, layers, best=("loss", 2.0))
+    save(tmp_path, 2, layers, keep=1)
+    assert kept_steps(tmp_path) == [1, 2]
+    writer = CheckpointWriter(tmp_path, 0, names_of(layers), keep=1)
+    writer.amend(2, RunState(), ("loss", 1.0))
+    writer.wait()
+    assert kept_steps(tmp_path) == [2]
+
+
+@pytest.fixture
+def undeletable(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """As on NFS, where a file that is still open leaves its directory not empty; `undo()` makes it deletable."""
+
+    def busy(path: Path, **_: object) -> None:
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+
+    monkeypatch.setattr(checkpoint_commit.shutil, "rmtree", busy)
+    return monkeypatch
+
+
+def save_steps(writer: CheckpointWriter, layers: Layers, *steps: int) -> list[str]:
+    """What the writer warned of."""
+    for step in steps:
+        writer.begin(step, {name: layer_state(layer, None) for name, layer in layers.items()})
+        writer.wait()
+        writer.commit(step, RunState(), workers=1)
+        writer.wait()
+    return writer.take_warnings()
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning_once(
+    tmp_path: Path, undeletable: pytest.MonkeyPatch
+) -> None:
+    layers = make_layers()
+    writer = CheckpointWriter(tmp_path, 0, names_of(layers), keep=2)
+    (warning,) = save_steps(writer, layers, 1, 2, 3)
+    assert "step_00000001.discarded could not be deleted" in warning and "Directory not empty" in warning
+    (warning,) = save_steps(writer, layers, 4)
+    assert "step_00000002.discarded" in warning
+    assert kept_steps(tmp_path) == [3, 4]
+
+
+def test_what_could_not_be_deleted_is_deleted_by_a_later_checkpoint(
+    tmp_path: Path, undeletable: pytest.MonkeyPatch
+) -> None:
+    layers = make_layers()
+    writer = CheckpointWriter(tmp_path, 0, names_of(layers), keep=1)
+    save_steps(writer, layers, 1, 2)
+    undeletable.undo()
+    assert save_steps(writer, layers, 3) == []
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000003"]
+
+
+def test_an_old_checkpoint_that_somebody_else_deletes_meanwhile_is_no_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = checkpoint_commit.shutil.rmtree
+
+    def late(path: Path, **_: object) -> None:
+        really(path)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+    monkeypatch.setattr(checkpoint_commit.shutil, "rmtree", late)
+    layers = make_layers()
+    assert save_steps(CheckpointWriter(tmp_path, 0, names_of(layers), keep=1), layers, 1, 2) == []
+
+
+def test_an_unreadable_best_json_keeps_every_checkpoint_and_is_a_warning(tmp_path: Path) -> None:
+    layers = make_layers()
+    writer = CheckpointWriter(tmp_path, 0, names_of(layers), keep=1)
+    save_steps(writer, layers, 1)
+    (tmp_path / "checkpoints" / "best.json").write_text("{")
+    (warning,) = save_steps(writer, layers, 2)
+    assert "no checkpoint in" in warning and "best.json is damaged" in warning
+    assert kept_steps(tmp_path) == [1, 2]
+
+
+def test_a_leftover_that_cannot_be_deleted_does_not_keep_a_run_from_going_on(
+    tmp_path: Path, undeletable: pytest.MonkeyPatch
+) -> None:
+    info = save(tmp_path, 1, make_layers())
+    (tmp_path / "checkpoints" / "step_00000002.partial").mkdir()
+    (warning,) = checkpoint_commit.prepare_directory(tmp_path, info)
+    assert "step_00000002.partial could not be deleted" in warning
+
+
+def test_a_run_tells_of_an_old_checkpoint_that_cannot_be_deleted_and_goes_on(
+    tmp_path: Path, undeletable: pytest.MonkeyPatch
+) -> None:
+    words = ("debug=tiny", "checkpoint.every=1", "checkpoint.keep=1", "trainer.evaluate_every=null")
+    summary, events = train_inline(tmp_path, *words, "task.generation=null")
+    assert summary["steps"] == 4
+    warnings = [event["text"] for event in events if event.get("kind") == "warning"]
+    assert [text for text in warnings if "step_00000001.discarded could not be deleted" in text] == warnings[:1]
+
+
+def test_pruning_does_not_count_a_damaged_checkpoint(tmp_path: Path) -> None:
+    layers = two_checkpoints(tmp_path)
+    layer_file(tmp_path, 2, "head").unlink()
+    save(tmp_path, 3, layers)
+    assert kept_steps(tmp_path) == [1, 2, 3]
+
+
+def test_saving_a_step_twice_keeps_the_first(tmp_path: Path) -> None:
+    layers = two_checkpoints(tmp_path)
+    save(tmp_path, 2, layers)
+    assert kept_steps(tmp_path) == [1, 2]
+    assert not list(tmp_path.glob("checkpoints/*.partial"))
+
+
+def test_a_fresh_run_does_not_mix_its_checkpoints_with_another_runs(tmp_path: Path) -> None:
+    two_checkpoints(tmp_path)
+    with pytest.raises(CheckpointError, match=r"the newest of step 2, .*type checkpoint\.resume="):
+        checkpoint_commit.prepare_directory(tmp_path, None)
+
+
+def test_going_back_sets_later_checkpoints_aside_until_the_next_save(tmp_path: Path) -> None:
+    layers = make_layers()
+    for step in (10, 20, 30):
+        save(tmp_path, step, layers, keep=3, best=("loss", 0.5))
+    info = checkpoint_files.resolve(tmp_path / "checkpoints" / "step_00000010", tmp_path).checkpoint
+    checkpoint_commit.prepare_directory(tmp_path, info)
+    assert kept_steps(tmp_path) == [10]
+    assert checkpoint_files.best(tmp_path) is None
+    assert (tmp_path / "checkpoints" / "step_00000030.discarded").is_dir()
+    save(tmp_path, 15, layers)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*")) == ["step_00000010", "step_00000015"]
+
+
+def test_auto_begins_anew_where_nothing_was_saved(tmp_path: Path) -> None:
+    assert checkpoint_files.resolve("auto", tmp_path / "run", tmp_path) == checkpoint_files.Choice(None)
+
+
+def test_auto_takes_the_run_that_saved_last(tmp_path: Path) -> None:
+    for step, name in enumerate(("2026-01-01/10-00-00", "other", "2026-01-02/09-00-00"), start=1):
+        info = save(tmp_path / name, step, make_layers())
+        os.utime(info.path / "manifest.json", (1000 + step, 1000 + step))
+    found = checkpoint_files.resolve("auto", tmp_path / "new", tmp_path).checkpoint
+    assert found is not None and found.step == 3
+
+
+@pytest.mark.parametrize("suffix", ["", "checkpoints", "checkpoints/step_00000002"])
+def test_a_run_its_checkpoints_or_one_of_them_can_be_given(suffix: str, tmp_path: Path) -> None:
+    two_checkpoints(tmp_path)
+    found = checkpoint_files.resolve(str(tmp_path / suffix), tmp_path / "new").checkpoint
+    assert found is not None and found.step == 2
+
+
+@pytest.mark.parametrize("path", ["nowhere", "nowhere/checkpoints/step_00000001"])
+def test_a_path_without_checkpoint_is_an_error(path: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere"):
+        checkpoint_files.resolve(str(tmp_path / path), tmp_path)

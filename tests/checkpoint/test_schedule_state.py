@@ -1,0 +1,164 @@
+"""A resumed run goes on with the very learning rates, momenta and betas: with every schedule that torch has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from inline_run import train_inline
+from own_model import WORDS
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim import lr_scheduler
+
+from gpipe_cli.checkpoint.files import read_manifest, step_directory
+from gpipe_cli.checkpoint.schedule_state import ScheduleState
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.factory.build import build_lr_schedule
+
+FUNCTION = {"_target_": "hydra.utils.get_method", "path": "test_schedule_state.falling"}
+BY_NAME: dict[str, dict[str, Any]] = {
+    "ConstantLR": {"factor": 0.5, "total_iters": 5},
+    "CosineAnnealingLR": {"T_max": 7},
+    "CosineAnnealingWarmRestarts": {"T_0": 3, "T_mult": 2},
+    "CyclicLR": {"base_lr": 0.01, "max_lr": 0.1, "step_size_up": 3},
+    "ExponentialLR": {"gamma": 0.9},
+    "LambdaLR": {"lr_lambda": FUNCTION},
+    "LinearLR": {"total_iters": 9},
+    "MultiplicativeLR": {"lr_lambda": FUNCTION},
+    "MultiStepLR": {"milestones": [2, 6, 6, 8], "gamma": 0.5},
+    "OneCycleLR": {"max_lr": 0.5, "total_steps": 20},
+    "PolynomialLR": {"total_iters": 9},
+    "StepLR": {"step_size": 3, "gamma": 0.5},
+}
+OF_SCHEDULES = {"ChainedScheduler", "SequentialLR"}  # made of schedules: by functions as those below
+
+
+def falling(step: int) -> float:
+    return 1 / (step + 1)
+
+
+def one_after_the_other(optimizer: torch.optim.Optimizer) -> lr_scheduler.SequentialLR:
+    schedules = [lr_scheduler.LambdaLR(optimizer, falling), lr_scheduler.MultiStepLR(optimizer, [2, 3])]
+    return lr_scheduler.SequentialLR(optimizer, schedules, [3])
+
+
+def both_at_once(optimizer: torch.optim.Optimizer) -> lr_scheduler.ChainedScheduler:
+    schedules = [lr_scheduler.MultiStepLR(optimizer, [2, 5]), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    return lr_scheduler.ChainedScheduler(schedules)
+
+
+class Forgetful(lr_scheduler.StepLR):
+    """Keeps what no checkpoint can hold."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.rule = falling
+        super().__init__(optimizer, 3)
+
+
+def make(kind: str, section: dict[str, Any]) -> tuple[torch.optim.Optimizer, Any, ScheduleState]:
+    """An optimizer of two groups, as with `decay_only`, and its schedule."""
+    groups = [{"params": [nn.Parameter(torch.ones(2))]}, {"params": [nn.Parameter(torch.ones(2))], "lr": 0.02}]
+    kinds = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+    optimizer = kinds[kind](groups, lr=0.1, **({"momentum": 0.9} if kind == "sgd" else {}))
+    schedule = build_lr_schedule(section, optimizer)
+    return optimizer, schedule, ScheduleState(schedule, optimizer)
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def course(optimizer: torch.optim.Optimizer, schedule: Any, steps: int) -> list[Any]:
+    """All settings of the groups after each of so many steps."""
+    found = []
+    for _ in range(steps):
+        optimizer.step()
+        schedule.step()
+        found.append(settings_of(optimizer))
+    return found
+
+
+SECTIONS = [
+    *({"_target_": f"torch.optim.lr_scheduler.{name}", **keys} for name, keys in BY_NAME.items()),
+    {"_target_": "test_schedule_state.one_after_the_other"},
+    {"_target_": "test_schedule_state.both_at_once"},
+]
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+@pytest.mark.parametrize("after", [0, 4])
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section["_target_"].rpartition(".")[2])
+def test_a_schedule_goes_on_from_json_as_if_it_had_not_stopped(section: dict[str, Any], after: int, kind: str) -> None:
+    optimizer, schedule, state = make(kind, section)
+    course(optimizer, schedule, after)
+    saved = json.loads(json.dumps(state.save()))
+    expected = course(optimizer, schedule, 8)
+    optimizer, schedule, state = make(kind, section)
+    state.restore(saved)
+    assert course(optimizer, schedule, 8) == expected
+
+
+def test_no_schedule_of_torch_is_forgotten_here() -> None:
+    found = {name for name, kind in vars(lr_scheduler).items() if isinstance(kind, type) and name[0] != "_"}
+    schedules = {name for name in found if issubclass(getattr(lr_scheduler, name), lr_scheduler.LRScheduler)}
+    assert schedules == {*BY_NAME, *OF_SCHEDULES, "LRScheduler", "ReduceLROnPlateau"}
+
+
+def test_what_the_schedule_leaves_alone_follows_a_changed_configuration() -> None:
+    optimizer, schedule, state = make("sgd", SECTIONS[0])
+    course(optimizer, schedule, 2)
+    saved = state.save()
+    optimizer.param_groups[0]["weight_decay"] = 0.25
+    state = ScheduleState(schedule, optimizer)
+    state.restore(saved)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.25
+
+
+def test_a_checkpoint_with_the_schedule_s_own_state_alone_is_still_read() -> None:
+    optimizer, schedule, _ = make("sgd", {"_target_": "gpipe_cli.optim.lr_schedules.constant", "warmup_steps": 9})
+    course(optimizer, schedule, 4)
+    old = {key: value for key, value in schedule.state_dict().items() if key != "lr_lambdas"}
+    expected = course(optimizer, schedule, 3)
+    optimizer, schedule, state = make("sgd", {"_target_": "gpipe_cli.optim.lr_schedules.constant", "warmup_steps": 9})
+    state.restore(old)
+    assert course(optimizer, schedule, 3) == expected
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("torch.optim.lr_scheduler.ReduceLROnPlateau", "ReduceLROnPlateau wants metrics at every step"),
+        ("test_schedule_state.Forgetful", "Forgetful.rule is of type function, which a checkpoint cannot hold"),
+        ("builtins.str", "lr_schedule._target_=builtins.str has no method step, get_last_lr"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_training(target: str, message: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        make("sgd", {"_target_": target})
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("OneCycleLR", "++lr_schedule.max_lr=0.5", "++lr_schedule.total_steps=9"),
+        ("MultiStepLR", "++lr_schedule.milestones=[3,5]", "++lr_schedule.gamma=0.5"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_resumed_run_ends_with_the_same_bits(words: tuple[str, ...], tmp_path: Path) -> None:
+    kind, *keys = words
+    schedule = (f"lr_schedule._target_=torch.optim.lr_scheduler.{kind}", "~lr_schedule.warmup_steps", *keys)
+    common = (*WORDS, *schedule, "trainer.steps=6", "checkpoint.every=2", "checkpoint.keep=3")
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    train_inline(whole, *common)
+    train_inline(resumed, *common, f"checkpoint.resume={step_directory(whole, 2)}")
+    ends = [read_manifest(step_directory(folder, 6)) for folder in (whole, resumed)]
+    assert ends[0].state.schedule == ends[1].state.schedule
+    for name in ends[0].layers:
+        one, other = (load_file(end.layer_path(name)) for end in ends)
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)

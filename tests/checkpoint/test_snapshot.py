@@ -1,0 +1,247 @@
+"""What a checkpoint holds comes back bit for bit, at any partition; what does not fit the model is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_tools import (
+    OPTIMIZERS,
+    Layers,
+    bits,
+    make_layers,
+    names_of,
+    parameters_of,
+    restore,
+    save,
+    snapshot,
+    train,
+)
+from torch import Tensor, nn
+
+from gpipe_cli.checkpoint import files as checkpoint_files
+from gpipe_cli.checkpoint.files import CheckpointError, RunState
+from gpipe_cli.checkpoint.snapshot import CheckpointWriter, LayerState, layer_state, load_layer, restore_layer
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_resumed_training_equals_the_uninterrupted_one_bit_for_bit(name: str, tmp_path: Path) -> None:
+    layers = make_layers()
+    optimizer = OPTIMIZERS[name](parameters_of(layers))
+    train(layers, [optimizer], range(3))
+    info = save(tmp_path, 3, layers, optimizer)
+    saved = snapshot(layers, [optimizer])
+    train(layers, [optimizer], range(3, 6))
+
+    resumed = make_layers(seed=1)
+    resumed_optimizer = OPTIMIZERS[name](parameters_of(resumed))
+    restore(info, resumed, resumed_optimizer)
+    assert snapshot(resumed, [resumed_optimizer]) == saved
+    train(resumed, [resumed_optimizer], range(3, 6))
+    assert snapshot(resumed, [resumed_optimizer]) == snapshot(layers, [optimizer])
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (1, 2, 3)], ids=["K=1", "K=2", "K=4"])
+def test_any_number_of_workers_loads_what_two_have_saved(cuts: tuple[int, ...], tmp_path: Path) -> None:
+    layers = make_layers()
+    names = list(layers)
+    parts = [{name: layers[name] for name in names[:3]}, {name: layers[name] for name in names[3:]}]
+    optimizers = [OPTIMIZERS["Adam"](parameters_of(part)) for part in parts]
+    train(layers, optimizers, range(3))
+    writers = [CheckpointWriter(tmp_path, worker, names_of(layers)) for worker in range(2)]
+    for writer, part, optimizer in zip(writers, parts, optimizers, strict=True):
+        writer.begin(3, {name: layer_state(layer, optimizer) for name, layer in part.items()})
+    for writer in writers:
+        writer.wait()
+    assert [writer.finished_step for writer in writers] == [3, 3]
+    info = writers[0].commit(3, RunState(), workers=2)
+
+    resumed = make_layers(seed=1)
+    bounds = [0, *cuts, len(names)]
+    cells = [{name: resumed[name] for name in names[a:b]} for a, b in pairwise(bounds)]
+    new_optimizers = [OPTIMIZERS["Adam"](parameters_of(cell) or [nn.Parameter(torch.zeros(1))]) for cell in cells]
+    for cell, optimizer in zip(cells, new_optimizers, strict=True):
+        restore(info, cell, optimizer)
+    assert snapshot(resumed, new_optimizers) == snapshot(layers, optimizers)
+
+
+def test_an_optimizer_that_has_not_stepped_comes_back_without_state(tmp_path: Path) -> None:
+    layers = make_layers()
+    info = save(tmp_path, 0, layers, OPTIMIZERS["Adam"](parameters_of(layers)))
+    used = OPTIMIZERS["Adam"](parameters_of(layers))
+    train(layers, [used], range(1))
+    restore(info, layers, used)
+    assert not used.state
+
+
+def test_dtypes_empty_tensors_and_numbers_keep_their_bits(tmp_path: Path) -> None:
+    layer = nn.Linear(3, 2).to(torch.bfloat16)
+    layer.register_buffer("nothing", torch.zeros(0, 5, dtype=torch.int64))
+    layer.register_buffer("scratch", torch.ones(2), persistent=False)
+    layer.weight.data[0, 0] = float("nan")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    kept = {"a": torch.tensor(7.0), "n": 3, "f": 0.1, "flag": True, "none": None, "eight": torch.ones(2).bool()}
+    optimizer.state[layer.weight] = dict(kept)
+    info = save(tmp_path, 1, {"layer": layer}, optimizer)
+
+    state = load_layer(info, "layer")
+    assert bits(state.weights["weight"]) == bits(layer.weight)
+    assert list(state.buffers) == ["nothing"] and state.buffers["nothing"].shape == (0, 5)
+    back = state.optimizer["weight"]
+    assert {key: (type(value), value) for key, value in back.items() if not isinstance(value, Tensor)} == {
+        key: (type(value), value) for key, value in kept.items() if not isinstance(value, Tensor)
+    }
+    assert all(bits(back[key]) == bits(value) for key, value in kept.items() if isinstance(value, Tensor))  # type: ignore[arg-type]
+
+
+def test_channels_last_weights_keep_their_memory_layout_and_values(tmp_path: Path) -> None:
+    layer = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    info = save(tmp_path, 1, {"conv": layer})
+    other = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    restore_layer("conv", other, None, load_layer(info, "conv"))
+    assert torch.equal(other.weight, layer.weight)
+    assert other.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_the_snapshot_is_of_the_moment_of_begin(tmp_path: Path) -> None:
+    layers = make_layers()
+    writer = CheckpointWriter(tmp_path, 0, names_of(layers))
+    before = bits(layers["embed"].weight)  # type: ignore[arg-type]
+    writer.begin(1, {name: layer_state(layer, None) for name, layer in layers.items()})
+    with torch.no_grad():
+        layers["embed"].weight.zero_()  # type: ignore[operator]
+    writer.wait()
+    assert bits(load_layer(writer.commit(1, RunState(), 1), "embed").weights["weight"]) == before
+
+
+def test_the_run_state_comes_back(tmp_path: Path) -> None:
+    state = RunState({"epoch": 2, "row": 17}, {"last_epoch": 5}, {"best": 0.1 + 0.2}, {"seed": 1, "model": {"L": 2}})
+    layers = make_layers()
+    writer = CheckpointWriter(tmp_path, 0, names_of(layers))
+    writer.begin(7, {name: layer_state(layer, None) for name, layer in layers.items()})
+    writer.wait()
+    writer.commit(7, state, 1)
+    found = checkpoint_files.latest(tmp_path).checkpoint
+    assert found is not None
+    assert (found.step, found.state, list(found.layers)) == (7, state, list(layers))
+    assert found.versions["torch"].split("+")[0] == torch.__version__.split("+")[0]
+
+
+def test_layer_names_that_are_no_file_names_are_saved_inside_the_checkpoint(tmp_path: Path) -> None:
+    layers: Layers = {name: nn.Linear(1, 1) for name in ("../../outside", "a/b", "encoder.0", "größe %")}
+    info = save(tmp_path, 1, layers)
+    assert {info.layer_path(name).resolve().parent for name in layers} == {info.path.resolve() / "layers"}
+    restore(info, layers, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("fused", [False, True])
+def test_optimizer_state_returns_to_the_device_it_came_from(fused: bool, tmp_path: Path) -> None:
+    layer = nn.Linear(4, 3, device="cuda")
+    optimizer = torch.optim.Adam(layer.parameters(), fused=fused)
+    layer(torch.ones(2, 4, device="cuda")).sum().backward()
+    optimizer.step()
+    devices = {key: value.device for key, value in optimizer.state[layer.weight].items()}
+    restore(save(tmp_path, 1, {"layer": layer}, optimizer), {"layer": layer}, optimizer)
+    assert {key: value.device for key, value in optimizer.state[layer.weight].items()} == devices
+
+
+def linear_with_buffer() -> nn.Module:
+    layer = nn.Linear(4, 6)
+    layer.register_buffer("mask", torch.ones(6))
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (nn.Linear(4, 7), r"parameter weight should be float32\[7, 4\], the checkpoint has float32\[6, 4\]"),
+        (nn.Linear(4, 6, bias=False), "parameter bias is in the checkpoint, not in the model"),
+        (nn.Bilinear(2, 2, 6), r"weight should be float32\[6, 2, 2\]"),
+        (nn.Linear(4, 6).double(), r"weight should be float64\[6, 4\], the checkpoint has float32"),
+        (linear_with_buffer(), "buffer mask is not in the checkpoint"),
+    ],
+    ids=["shape", "extra", "rank", "dtype", "buffer"],
+)
+def test_a_layer_that_differs_is_refused_by_name_and_left_alone(other: nn.Module, message: str, tmp_path: Path) -> None:
+    info = save(tmp_path, 1, make_layers())
+    before = {key: tensor.clone() for key, tensor in other.state_dict().items()}
+    with pytest.raises(CheckpointError, match=message) as caught:
+        restore_layer("embed", other, None, load_layer(info, "embed"))
+    assert "layer embed" in str(caught.value)
+    assert all(torch.equal(before[key], tensor) for key, tensor in other.state_dict().items())
+
+
+def test_a_layer_the_checkpoint_lacks_is_named(tmp_path: Path) -> None:
+    info = save(tmp_path, 1, make_layers())
+    with pytest.raises(CheckpointError, match="has no layer decoder_9: it holds embed, block/1"):
+        load_layer(info, "decoder_9")
+
+
+def test_an_optimizer_whose_state_cannot_be_stored_is_named() -> None:
+    layer = nn.Linear(1, 1)
+    optimizer = torch.optim.LBFGS(layer.parameters())
+    layer(torch.ones(1, 1)).sum().backward()
+    optimizer.step(lambda: 0.0)  # type: ignore[no-untyped-call]
+    with pytest.raises(CheckpointError, match=r"LBFGS keeps '.*' of parameter weight as list"):
+        layer_state(layer, optimizer)
+
+
+def drop_layer(states: dict[str, LayerState]) -> None:
+    del states["head"]
+
+
+def drop_parameter(states: dict[str, LayerState]) -> None:
+    weights = dict(states["embed"].weights)
+    del weights["bias"]
+    states["embed"] = LayerState(weights)
+
+
+def add_layer(states: dict[str, LayerState]) -> None:
+    states["stranger"] = LayerState({"weight": torch.zeros(1)})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop_layer, "layers not saved: head; parameters not saved: head.weight"),
+        (drop_parameter, "parameters not saved: embed.bias"),
+        (add_layer, "layers the model does not have: stranger"),
+    ],
+)
+def test_a_checkpoint_that_is_not_the_whole_model_is_never_complete(
+    change: Callable[[dict[str, LayerState]], None], message: str, tmp_path: Path
+) -> None:
+    layers = make_layers()
+    states = {name: layer_state(layer, None) for name, layer in layers.items()}
+    change(states)
+    writer = CheckpointWriter(tmp_path, 0, names_of(layers))
+    writer.begin(1, states)
+    writer.wait()
+    with pytest.raises(CheckpointError, match=message):
+        writer.commit(1, RunState(), 1)
+    assert checkpoint_files.latest(tmp_path).checkpoint is None
+
+
+def test_a_layer_saved_by_two_workers_is_refused(tmp_path: Path) -> None:
+    layers = make_layers()
+    states = {name: layer_state(layer, None) for name, layer in layers.items()}
+    writers = [CheckpointWriter(tmp_path, worker, names_of(layers)) for worker in range(2)]
+    for writer, part in zip(writers, (states, {"head": states["head"]}), strict=True):
+        writer.begin(1, part)
+        writer.wait()
+    with pytest.raises(CheckpointError, match="layer head was saved by worker 0 and by worker 1"):
+        writers[0].commit(1, RunState(), 2)
+
+
+def test_a_part_on_another_machines_disk_is_refused(tmp_path: Path) -> None:
+    layers = make_layers()
+    writer = CheckpointWriter(tmp_path, 0, names_of(layers))
+    writer.begin(1, {name: layer_state(layer, None) for name, layer in layers.items()})
+    writer.wait()
+    with pytest.raises(CheckpointError, match=r"worker 1 .* on a file system that all machines of the run share"):
+        writer.commit(1, RunState(), workers=2)

@@ -1,0 +1,148 @@
+"""A new run that begins with another's weights: the paper's transfer, end to end on tiny images."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from inline_run import train_inline
+from safetensors.torch import load_file
+from tiny_images import CLASSES, image_folder
+from torch import Tensor
+
+from gpipe_cli.checkpoint.files import CheckpointError, read_manifest, step_directory
+
+TINY = ["debug=tiny", "model=amoebanet", "model.L=3", "checkpoint.every=null", "trainer.evaluate_every=null"]
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run to begin with: two steps on ten classes, with averaged weights."""
+    run_dir = tmp_path_factory.mktemp("digits") / "run"
+    train_inline(run_dir, *TINY, "trainer.steps=2", "trainer.average=0.9")
+    return step_directory(run_dir, 2)
+
+
+@pytest.fixture
+def birds(tmp_path: Path) -> list[str]:
+    """The words for data of three other classes."""
+    image_folder(tmp_path / "birds")
+    words = ["data=image_folder", f"data.root={tmp_path / 'birds'}", f"data.classes={CLASSES}", "data.batch_size=8"]
+    return [*words, f"data.cache_dir={tmp_path / 'cache'}"]
+
+
+def begin(run_dir: Path, origin: Path, *words: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A run with learning rate 0, so that its weights are those it began with."""
+    still = ["trainer.steps=1", "optimizer.lr=0", "model.batchnorm_decay=0.999999"]
+    return train_inline(run_dir, *TINY, *still, f"checkpoint.init_from={origin}", *words)
+
+
+def tensors(checkpoint: Path) -> dict[str, Tensor]:
+    info = read_manifest(checkpoint)
+    return {
+        f"{layer}/{name}": value for layer in info.layers for name, value in load_file(info.layer_path(layer)).items()
+    }
+
+
+def weights(checkpoint: Path, kind: str = "weight") -> dict[str, Tensor]:
+    return {name.replace(f"{kind}:", ""): value for name, value in tensors(checkpoint).items() if f"/{kind}:" in name}
+
+
+@pytest.mark.slow
+def test_all_but_the_classifier_comes_from_the_other_run(digits: Path, birds: list[str], tmp_path: Path) -> None:
+    summary, events = begin(tmp_path / "run", digits, *birds, "checkpoint.init_except=[head]", "pipeline.K=3")
+    before, after = weights(digits, "average"), weights(step_directory(tmp_path / "run", 1))
+    assert after["head/classifier.weight"].shape[0] == CLASSES
+    assert [name for name in after if not name.startswith("head") and not torch.equal(after[name], before[name])] == []
+    assert any("begun anew: head" in event.get("text", "") for event in events)
+    assert summary["steps"] == 1  # its own step 0, schedule and data
+
+
+def test_buffers_come_along_and_the_weights_themselves_when_averages_are_not_wanted(
+    digits: Path, birds: list[str], tmp_path: Path
+) -> None:
+    begin(tmp_path / "run", digits, *birds, "checkpoint.init_except=[head]", "checkpoint.init_average=false")
+    before, after = tensors(digits), tensors(step_directory(tmp_path / "run", 1))
+    for name in after:
+        if name.startswith("stack_3") and "/weight:" in name:
+            assert torch.equal(after[name], before[name]), name
+        if name.startswith("stack_3") and "running_var" in name:
+            assert torch.allclose(after[name], before[name], rtol=1e-3, atol=1e-3), name
+
+
+def test_a_classifier_of_another_size_is_never_skipped_silently(digits: Path, birds: list[str], tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"layer head does not fit .*float32\[3,.*\], the checkpoint has"
+    ) as error:
+        begin(tmp_path / "run", digits, *birds)
+    assert "checkpoint.init_except=[head]" in str(error.value)
+
+
+@pytest.mark.slow
+def test_a_classifier_of_the_same_size_is_kept_unless_left_out(digits: Path, tmp_path: Path) -> None:
+    begin(tmp_path / "kept", digits)
+    begin(tmp_path / "new", digits, "checkpoint.init_except=[head.classifier.weight]", "seed=2")
+    name = "head/classifier.weight"
+    before = weights(digits, "average")[name]
+    assert torch.equal(weights(step_directory(tmp_path / "kept", 1))[name], before)
+    assert not torch.equal(weights(step_directory(tmp_path / "new", 1))[name], before)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.L=6"], r"made with another model; not in the checkpoint: stack_1\.1\..*init_except=\[stack_1\.1\]"),
+        (["model.D=32", "checkpoint.init_except=[head]"], r"layer \S+ does not fit .*init_except=\[head,"),
+    ],
+)
+def test_what_does_not_fit_is_named(digits: Path, tmp_path: Path, words: list[str], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        begin(tmp_path / "run", digits, *words)
+
+
+def test_a_pattern_that_fits_nothing_is_warned_of(digits: Path, tmp_path: Path) -> None:
+    _, events = begin(tmp_path / "run", digits, "checkpoint.init_except=[haed]")
+    warnings = [event["text"] for event in events if event["kind"] == "warning"]
+    assert any("init_except: haed is no layer or parameter" in text for text in warnings)
+
+
+def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """`gpipe-train` itself."""
+    arguments = [sys.executable, "-m", "gpipe_cli.commands.train", *words, *TINY, "logging.tensorboard=false"]
+    return subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=240)
+
+
+def test_a_path_without_a_run_is_refused_before_any_worker_starts(tmp_path: Path) -> None:
+    done = command(tmp_path, "checkpoint.init_from=nowhere", f"hydra.run.dir={tmp_path / 'run'}")
+    assert done.returncode == 2 and "nowhere holds no complete checkpoint" in done.stderr + done.stdout
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_five_seeds_from_one_run_give_one_table(digits: Path, birds: list[str], tmp_path: Path) -> None:
+    run_dir = digits.parent.parent
+    words = [f"checkpoint.init_from={run_dir}", "checkpoint.init_except=[head]", "launch.inline=true"]
+    done = command(
+        tmp_path, "-m", "seed=range(5)", *birds, *words, "trainer.steps=1", f"hydra.sweep.dir={tmp_path / 's'}"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = [json.loads(path.read_text()) for path in sorted((tmp_path / "s").glob("*/summary.json"))]
+    assert len(results) == 5 and all("accuracy" in result["evaluation"] for result in results)
+    assert "accuracy" in done.stdout
+
+
+@pytest.mark.slow
+def test_resume_auto_goes_on_and_does_not_begin_again(digits: Path, tmp_path: Path) -> None:
+    words = [f"checkpoint.init_from={digits}", "checkpoint.resume=auto", f"hydra.run.dir={tmp_path / 'run'}"]
+    words += ["launch.inline=true", "lr_schedule.steps=9"]
+    for steps in (1, 2):
+        done = command(tmp_path, *words, f"trainer.steps={steps}")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert ("weights from" in done.stdout) == (steps == 1)
+    rows = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [1, 2]

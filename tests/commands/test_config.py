@@ -1,0 +1,253 @@
+"""The YAML files and the dataclasses that judge them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationKeyError
+
+from gpipe_cli.config import FREE_FORM, TYPED, Settings, known_keys
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.factory.build import build_optimizer
+from gpipe_cli.optim import lr_schedules
+from gpipe_cli.typed_section import nearest
+
+CONF = Path(__file__).parents[2] / "conf"
+OTHERS = ("hydra", "__pycache__", "plan")  # plan: of gpipe-plan alone
+GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name not in OTHERS)
+OPTIONS = sorted(f"{group}={path.stem}" for group in GROUPS for path in (CONF / group).glob("*.yaml"))
+
+MODELS = ["model=transformer", *(option for option in OPTIONS if option.startswith("model="))]
+
+
+def composed(*overrides: str) -> dict[str, Any]:
+    with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
+        config = OmegaConf.to_container(compose("train", list(overrides)), resolve=True)
+    assert isinstance(config, dict)
+    return config
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigurationError) as error:
+        Settings.from_config(composed(*overrides))
+    return str(error.value)
+
+
+def fitting(option: str) -> dict[str, Any]:
+    """Composed with the first model that finds in the data what it refers to (images have no vocabulary)."""
+    for model in MODELS if option.startswith("data=") else [""]:
+        try:
+            return composed(*([model] if model else []), option)
+        except InterpolationKeyError:
+            continue
+    raise AssertionError(f"{option} fits none of {MODELS}")
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_composes_and_passes(option: str) -> None:
+    Settings.from_config(fitting(option))
+
+
+@pytest.mark.parametrize("option", [option for option in OPTIONS if option.startswith(("model=", "experiment="))])
+def test_debug_tiny_shrinks_every_model_and_experiment(option: str) -> None:
+    assert Settings.from_config(composed(option, "debug=tiny")).trainer.steps == 4
+
+
+def test_every_key_of_a_typed_section_has_a_value_in_yaml() -> None:
+    config = composed()
+    assert {key for key in known_keys() if "." in key} == {f"{name}.{key}" for name in TYPED for key in config[name]}
+
+
+def test_the_default_run_is_the_main_job() -> None:
+    config = composed()
+    assert config["model"]["_target_"] == "gpipe_cli.models.transformer.transformer"
+    assert (config["pipeline"]["K"], config["pipeline"]["M"], config["pipeline"]["remat"]) == (4, 4, "except_last")
+
+
+def test_transformer_lm_brings_its_own_data_and_task() -> None:
+    config = composed("model=transformer_lm")
+    assert config["data"]["_target_"] == composed("data=cldr_text")["data"]["_target_"]
+    assert config["task"]["_target_"] == composed("task=language_model")["task"]["_target_"]
+
+
+def test_data_of_the_command_line_wins_over_what_a_model_brings() -> None:
+    config = composed("data=cldr", "model=transformer_lm")
+    assert config["data"]["_target_"] == composed("data=cldr")["data"]["_target_"]
+
+
+def test_debug_tiny_leaves_what_is_typed() -> None:
+    config = composed("debug=tiny", "model.L=4", "trainer.steps=9")
+    assert (config["model"]["L"], config["trainer"]["steps"]) == (4, 9)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["pipeline.K=0"], "pipeline.K=0: use a whole number, at least 1"),
+        (["pipeline.K=two"], "pipeline.K=two: use a whole number, at least 1"),
+        (["pipeline.K=2.5"], "pipeline.K=2.5: use a whole number, at least 1"),
+        (["pipeline.K=true"], "pipeline.K=true: use a whole number, at least 1"),
+        (["pipeline.remat=sometimes"], "pipeline.remat=sometimes: use always or except_last or never"),
+        (["trainer.gradient_clip=0"], "trainer.gradient_clip=0: use a number, more than 0 or null"),
+        (["trainer.evaluate_first=3"], "trainer.evaluate_first=3: use true or false"),
+        (["pipeline.workers=5"], "use pipeline.workers<=4 or pipeline.K>=5"),
+        (["pipeline.schedule=zigzag"], "use gpipe or 1f1b or interleaved_1f1b or zero_bubble"),
+        (
+            ["pipeline.schedule=interleaved_1f1b", "pipeline.workers=3"],
+            "use pipeline.K=3 or 6, or pipeline.workers=1 or 2",
+        ),
+        (["pipeline.partition=[3,5]"], "pipeline.partition=[3,5] has 2 sizes but pipeline.K=4"),
+        (["pipeline.partition=[3,5,0,1]"], "pipeline.partition=[3,5,0,1]: use min_max or min_variance or a list"),
+        (["pipeline.M=128"], "use data.batch_size>=128 or pipeline.M<=96"),
+        (["pipeline.M=32", "pipeline.replicas=4"], "pipeline.M=32 × pipeline.replicas=4 needs 128 examples"),
+        (["optimizer.lr=abc"], "optimizer.lr=abc: use a number, at least 0"),
+        (["optimizer.lr=-0.1"], "optimizer.lr=-0.1: use a number, at least 0"),
+        (["data.batch_size=0"], "data.batch_size=0: use a whole number, at least 1"),
+        (["trainer.steps=null"], "set one, as trainer.steps=1000"),
+        (["trainer.patience=3", "trainer.evaluate_every=null"], "set trainer.evaluate_every too"),
+        (["pipeline.backend=nccl", "pipeline.device=cpu"], "use pipeline.backend=auto"),
+        (["launch.inline=true", "pipeline.workers=2"], "use pipeline.workers=1"),
+        (["+pipeline.microbatches=3"], "there is no key pipeline.microbatches; pipeline has: K, M, remat"),
+        (["+pipelin={K: 3}"], "there is no key pipelin; did you mean pipeline?"),
+        (["~trainer.steps"], "trainer.steps is missing"),
+        (["model._target_=null"], "model._target_=null: use the dotted name of what to call"),
+        (["trainer.average=1"], "trainer.average=1: use a number, more than 0 and less than 1 or null"),
+        (["checkpoint.init_from=a", "checkpoint.resume=b"], "leave out one of them"),
+        (["seed=-1"], "seed=-1: use a whole number, at least 0"),
+    ],
+)
+def test_a_wrong_value_names_the_key_the_limit_and_what_to_type(overrides: list[str], message: str) -> None:
+    assert message in refusal(*overrides)
+
+
+def test_all_wrong_values_are_told_at_once() -> None:
+    assert refusal("pipeline.K=0", "trainer.steps=-1", "+launch.graze_seconds=3").count("\n") == 2
+
+
+def test_whole_numbers_may_be_written_as_floats() -> None:
+    assert Settings.from_config(composed("trainer.steps=1e5")).trainer.steps == 100_000
+
+
+def test_a_mini_batch_counted_in_tokens_is_left_to_the_data() -> None:
+    Settings.from_config(composed("pipeline.M=128", "data.batch_tokens=4096"))
+
+
+def test_sections_chosen_by_name_keep_keys_that_only_their_target_knows() -> None:
+    config = composed(*(f"+{section}.own_key=1" for section in FREE_FORM))
+    settings = Settings.from_config(config)
+    assert all(getattr(settings, section)["own_key"] == 1 for section in FREE_FORM)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("pipeline.k", ["pipeline.K"]),
+        ("trainer.step", ["trainer.steps"]),
+        ("checkpoint.evry", ["checkpoint.every"]),
+        ("lauch", ["launch"]),
+        ("trainer.colour", []),
+    ],
+)
+def test_a_misspelt_key_finds_its_neighbour(typed: str, meant: list[str]) -> None:
+    assert nearest(typed, known_keys())[: len(meant) or 1] == meant
+
+
+def rates(make: Any, updates: int, lr: float = 1.0, **keys: Any) -> list[float]:
+    """The learning rates of the first updates."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+    schedule = make(optimizer, **keys)
+    used = []
+    for _ in range(updates):
+        used.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return used
+
+
+def test_inverse_sqrt_peaks_at_the_end_of_its_warm_up() -> None:
+    expected = [0.5, 1.0, 1.5, 2.0, 2.0 * (4 / 5) ** 0.5, 2.0 * (4 / 6) ** 0.5]
+    assert rates(lr_schedules.inverse_sqrt, 6, lr=2.0, warmup_steps=4) == pytest.approx(expected)
+
+
+def test_the_transformer_schedule_is_the_recipe_s_formula() -> None:
+    expected = [3 * 0.25 * min((t + 1) ** -0.5, (t + 1) / 8) for t in range(6)]
+    assert rates(lr_schedules.transformer, 6, d_model=16, factor=3.0, warmup_steps=4) == pytest.approx(expected)
+
+
+def test_cosine_rises_falls_and_stays_at_its_end() -> None:
+    expected = [0.5, 1.0, 1.0, 0.75, 0.5, 0.5]  # 2 steps up, half a cosine over 2, then `final`
+    assert rates(lr_schedules.cosine, 6, steps=4, warmup_steps=2, final=0.5) == pytest.approx(expected)
+
+
+def test_constant_is_constant_after_its_warm_up() -> None:
+    assert rates(lr_schedules.constant, 4, warmup_steps=2) == [0.5, 1.0, 1.0, 1.0]
+    assert rates(lr_schedules.constant, 2) == [1.0, 1.0]
+
+
+def test_exponential_falls_in_stairs_that_count_from_the_first_step_down_to_its_floor() -> None:
+    stairs = {"rate": 0.5, "decay_every": 2.5, "warmup_steps": 2, "floor": 0.2}  # stairs end after steps 2.5, 5, 7.5
+    assert rates(lr_schedules.exponential, 9, **stairs) == [0.5, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.25, 0.2]
+
+
+def test_exponential_in_epochs_has_the_same_stairs() -> None:
+    epochs = {"rate": 0.5, "decay_epochs": 2.0, "warmup_epochs": 1.6, "floor": 0.0, "examples": 10, "batch_size": 8}
+    assert rates(lr_schedules.exponential_epochs, 6, **epochs) == [0.5, 1.0, 1.0, 0.5, 0.5, 0.25]  # 1.25 steps each
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"rate": 1.5}, r"lr_schedule\.rate=1\.5: use a number above 0"),
+        ({"decay_every": 0}, r"lr_schedule\.decay_every=0: use a number of steps above 0"),
+        ({"floor": -1}, r"lr_schedule\.floor=-1: use a share"),
+        ({"warmup_steps": -1}, r"lr_schedule\.warmup_steps=-1: use at least 0"),
+    ],
+)
+def test_exponential_names_a_wrong_value(wrong: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rates(lr_schedules.exponential, 1, **{"rate": 0.9, "decay_every": 2, **wrong})
+
+
+def test_a_cosine_without_an_end_says_what_to_set() -> None:
+    with pytest.raises(ValueError, match=r"set trainer\.steps"):
+        rates(lr_schedules.cosine, 1, steps=None)
+
+
+@pytest.mark.parametrize("option", [option for option in OPTIONS if option.startswith("optimizer=")])
+def test_every_optimizer_can_be_made(option: str) -> None:
+    section = composed(option)["optimizer"]
+    assert type(build_optimizer(section, [torch.nn.Parameter(torch.zeros(2, 2))])).__name__ in section["_target_"]
+
+
+def test_amoebanet_brings_optimizer_schedule_and_length_of_the_run() -> None:
+    config = composed("model=amoebanet")
+    assert config["optimizer"] == composed("optimizer=rmsprop_tf")["optimizer"]
+    assert (
+        config["lr_schedule"]["_target_"].endswith("cosine")
+        and config["lr_schedule"]["steps"] == config["trainer"]["steps"]
+    )
+    assert config["trainer"]["steps"] != composed()["trainer"]["steps"]
+
+
+def test_what_is_typed_wins_over_what_amoebanet_brings() -> None:
+    config = composed("model=amoebanet", "optimizer=sgd", "lr_schedule=constant", "trainer.steps=7")
+    assert config["optimizer"] == composed("optimizer=sgd")["optimizer"]
+    assert config["lr_schedule"] == composed("lr_schedule=constant")["lr_schedule"]
+    assert config["trainer"]["steps"] == 7
+
+
+def test_the_model_s_sync_batchnorm_is_the_pipeline_s() -> None:
+    assert composed("model=amoebanet", "model.sync_batchnorm=true")["pipeline"]["sync_batchnorm"] is True
+    assert composed("model=amoebanet")["pipeline"]["sync_batchnorm"] is False
+    assert composed("pipeline.sync_batchnorm=true")["pipeline"]["sync_batchnorm"] is True
+
+
+def test_the_model_s_average_is_the_trainer_s() -> None:
+    assert composed("model=transformer")["trainer"]["average"] == 0.98
+    assert composed("model=transformer_lm")["trainer"]["average"] is None
+    assert composed("trainer.average=null")["trainer"]["average"] is None

@@ -1,0 +1,180 @@
+"""gpipe-eval: a checkpoint evaluated again gives what its run found, at any K; evaluated runs are compared."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from inline_run import train_inline
+
+from gpipe_cli.commands.evaluate import as_text, main
+from gpipe_cli.metrics.language_pictures import trailing_average
+
+INLINE = ("launch.inline=true", "pipeline.workers=1", "trainer.samples=0")
+TRANSLATION = ("debug=tiny", "trainer.steps=2", "trainer.evaluate_every=null", "task.generation.beam=2")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float]]:
+    """A tiny translation run, and its last evaluation."""
+    folder = tmp_path_factory.mktemp("run")
+    summary, _ = train_inline(folder, *TRANSLATION)
+    return folder, summary["evaluation"]
+
+
+def evaluated(folder: Path, *words: str) -> dict[str, Any]:
+    """The report of gpipe-eval."""
+    output = folder / "again"
+    assert main([f"checkpoint={folder}", f"output={output}", *INLINE, *words]) == 0
+    report: dict[str, Any] = json.loads((output / "evaluation.json").read_text())
+    return report
+
+
+# -- evaluating ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("K", [1, 7])
+def test_a_checkpoint_gives_what_its_run_found_at_any_K(run: tuple[Path, dict[str, float]], K: int) -> None:
+    folder, found = run
+    report = evaluated(folder, f"pipeline.K={K}")
+    assert report["numbers"] == found
+    assert (report["step"], report["K"], report["beam"], report["split"]) == (2, K, 2, "dev")
+
+
+def test_the_report_and_its_picture_stand_in_the_run(run: tuple[Path, dict[str, float]]) -> None:
+    folder, _ = run
+    assert main([f"checkpoint={folder}", *INLINE, "split=test", "task.generation.per_language_at_end=1"]) == 0
+    made = folder / "evaluations" / "step_00000002_test"
+    assert {"evaluation.json", "languages.png"} <= {path.name for path in made.iterdir()}
+
+
+def test_test_sentences_are_others_than_dev_sentences(run: tuple[Path, dict[str, float]]) -> None:
+    folder, found = run
+    assert evaluated(folder, "split=test")["numbers"]["nll"] != found["nll"]
+
+
+def test_a_language_model_with_averaged_weights(tmp_path: Path) -> None:
+    words = ("debug=tiny", "model=transformer_lm", "data=cldr_text", "task=language_model", "trainer.average=0.5")
+    summary, _ = train_inline(tmp_path, *words, "trainer.steps=3", "trainer.evaluate_every=null")
+    report = evaluated(tmp_path)
+    assert report["numbers"] == summary["evaluation"] and "perplexity" in report["numbers"]
+    assert report["averaged_weights"]
+
+
+@pytest.mark.slow
+def test_a_classification_leaves_its_pictures(tmp_path: Path) -> None:
+    words = ("debug=tiny", "model=amoebanet", "model.L=3", "trainer.steps=1", "trainer.evaluate_every=null")
+    summary, _ = train_inline(tmp_path, *words)
+    assert evaluated(tmp_path)["numbers"] == summary["evaluation"]
+    assert (tmp_path / "again" / "confusion.png").is_file()
+
+
+def test_it_is_refused_under_torchrun(
+    run: tuple[Path, dict[str, float]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main([f"checkpoint={run[0]}"]) == 2
+    assert "gpipe-eval: it starts its own workers: call it without torchrun" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_real_workers_find_the_same(run: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
+    folder, found = run
+    words = [f"checkpoint={folder}", f"output={tmp_path}", "pipeline.K=4", "pipeline.workers=2"]
+    command = [sys.executable, "-m", "gpipe_cli.commands.evaluate", *words]
+    said = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True).stdout
+    assert json.loads((tmp_path / "evaluation.json").read_text())["numbers"] == found
+    assert "bleu_average" in said and "sw" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["split=dev"], "checkpoint= is missing"),
+        (["checkpoint=RUN", "split=train"], "split=train: use dev or test"),
+        (["checkpoint=nowhere"], "nowhere"),
+        (["compare=[nowhere]"], "nowhere has not been evaluated yet: gpipe-eval checkpoint=nowhere"),
+        (["compare=[]"], "compare= names no run"),
+        (["compare=[a]", "split=test"], "split=test: with compare there are only baseline= and output="),
+    ],
+)
+def test_a_wrong_call_says_what_to_type(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_never_imports_torch() -> None:
+    code = "import sys, gpipe_cli.commands.comparison, gpipe_cli.jobs.checkpointed; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+# -- comparing -----------------------------------------------------------------------------------------------------
+
+SIZES = {"de": 1000, "ru": 200, "sw": 10}
+
+
+def report(folder: Path, run: str, parameters: int, bleu: dict[str, float], **changes: Any) -> str:
+    """An evaluated run; returns where it lies."""
+    levels = dict(zip(("bleu_high", "bleu_middle", "bleu_low"), bleu.values(), strict=False)) if len(bleu) > 1 else {}
+    scripts = {"bleu_high/Latin": bleu["de"], "bleu_middle/other": bleu["ru"]} if len(bleu) > 1 else {}
+    numbers = {"bleu": 1.0, **levels, **scripts, **{f"bleu/{code}": value for code, value in bleu.items()}}
+    values = {"name": run, "parameters": parameters, "numbers": numbers, "split": "test", "beam": 8, "signature": "s"}
+    more = {"sizes": {code: SIZES[code] for code in bleu}, "scripts": {"de": "Latin", "ru": "Cyrillic", "sw": "Latin"}}
+    place = folder / run / "evaluations" / "step_00000001_test"
+    place.mkdir(parents=True)
+    (place / "evaluation.json").write_text(json.dumps({**values, **more, **changes}))
+    return str(folder / run)
+
+
+def test_runs_are_compared_by_resource_and_with_their_baselines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    narrow = report(tmp_path, "narrow", 100, {"de": 30.0, "ru": 20.0, "sw": 10.0})
+    deep = report(tmp_path, "deep", 300, {"de": 33.0, "ru": 25.0, "sw": 18.0})
+    report(tmp_path / "sweep", "0_sw", 80, {"sw": 12.5})
+    report(tmp_path / "sweep", "1_de", 80, {"de": 40.0})
+    single = tmp_path / "sweep"
+    words = [f"compare=[{narrow},{deep}]", f"baseline={single}", f"output={tmp_path / 'out'}"]
+    assert main(words) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "low, narrow 1 10.0" in said and "low, deep 1 18.0" in said
+    assert "de 1,000 40.0 -10.0 -7.0" in said and "sw 10 12.5 -2.5 +5.5" in said
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"languages.png", "capacity.png", "differences.png"}
+
+
+def test_what_was_counted_otherwise_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scores = {"de": 30.0, "ru": 20.0, "sw": 10.0}
+    one, other = report(tmp_path, "one", 1, scores), report(tmp_path, "other", 1, scores, beam=1)
+    assert main([f"compare=[{one},{other}]"]) == 2
+    assert "the evaluations differ in beam" in capsys.readouterr().err
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scores = {"de": 30.0, "ru": 20.0, "sw": 10.0}
+    report(tmp_path, "seed_1", 1, scores, name="deep")
+    report(tmp_path, "seed_2", 1, scores, name="deep")
+    assert main([f"compare={tmp_path}", f"output={tmp_path / 'out'}"]) == 0
+    said = capsys.readouterr().out
+    assert "low, deep (seed_1)" in said and "low, deep (seed_2)" in said
+
+
+def test_a_baseline_of_several_languages_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = report(tmp_path, "one", 1, {"de": 30.0, "ru": 20.0, "sw": 10.0})
+    assert main([f"compare={path}", f"baseline={path}", f"output={tmp_path}"]) == 2
+    assert "is of 3 languages; give bilingual runs" in capsys.readouterr().err
+
+
+def test_an_average_by_script_says_over_how_many_languages(tmp_path: Path) -> None:
+    path = report(tmp_path, "one", 1, {"de": 30.0, "ru": 20.0, "sw": 10.0})
+    values = json.loads((Path(path) / "evaluations" / "step_00000001_test" / "evaluation.json").read_text())
+    rows = [" ".join(line.split()) for line in "\n".join(as_text(values)).splitlines()]
+    assert "high 1 30.0 30.0 (1) -" in rows and "middle 1 20.0 - 20.0 (1)" in rows
+
+
+def test_the_curve_is_a_trailing_average() -> None:
+    assert trailing_average([4.0, 2.0, 0.0, 6.0], 2) == [4.0, 3.0, 1.0, 3.0]

@@ -1,0 +1,197 @@
+"""The experiments with images, each on tiny images in the layout of its real data set, through the true code path."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_images
+from hydra import compose, initialize_config_module
+from inline_run import train_inline
+from omegaconf import OmegaConf
+
+from gpipe_cli.checkpoint.files import resolve
+from gpipe_cli.config import Settings
+from gpipe_cli.data.images.datasets import KNOWN
+from gpipe_cli.terminal.help import help_text
+
+CONF = Path(__file__).parents[2] / "conf" / "experiment"
+IMAGENET = [path.stem for path in sorted(CONF.glob("imagenet_*.yaml"))]
+TRANSFER = [path.stem for path in sorted((CONF / "transfer").glob("*.yaml"))]
+EXPERIMENTS = [*IMAGENET, *(f"transfer/{name}" for name in TRANSFER)]
+TINY = ("debug=tiny", "model.L=3", "trainer.steps=1", "data.workers=0", "data.classes=3", "data.batch_size=8")
+
+
+def birdsnap(root: Path) -> dict[str, Any]:
+    return tiny_images.image_folder(root, ("train", "test"))
+
+
+MAKERS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    **{make.__name__: make for make in tiny_images.DATASETS},
+    "birdsnap": birdsnap,
+}
+PAPER = {  # table 5: training images, test images (Pets corrected, a misprint), classes, accuracy
+    "cifar10": (50_000, 10_000, 10, 99.0),
+    "cifar100": (50_000, 10_000, 100, 91.3),
+    "stanford_cars": (8_144, 8_041, 196, 94.6),
+    "oxford_pets": (3_680, 3_669, 37, 95.9),
+    "food101": (75_750, 25_250, 101, 93.0),
+    "fgvc_aircraft": (6_667, 3_333, 100, 92.7),
+    "birdsnap": (47_386, 2_443, 500, 83.6),
+}
+
+
+def settings(experiment: str) -> dict[str, Any]:
+    """At full size, as a person would start it."""
+    words = [f"experiment={experiment}", "data.root=/data"]
+    with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
+        config = OmegaConf.to_container(compose("train", words), resolve=True)
+    assert isinstance(config, dict)
+    Settings.from_config(config)
+    return config
+
+
+def head(experiment: str) -> str:
+    return (CONF / f"{experiment}.yaml").read_text().partition("defaults:")[0]
+
+
+# --- what they say
+
+
+def test_there_is_one_for_each_transfer_set_of_the_paper() -> None:
+    assert set(TRANSFER) == set(PAPER)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_each_opens_with_its_command_its_needs_and_the_figure_to_expect(experiment: str) -> None:
+    said = head(experiment)
+    assert f"experiment={experiment} data.root=" in said
+    for word in ("GB", "Disk:", "Time: an estimate", " %"):
+        assert word in said
+
+
+@pytest.mark.parametrize("name", TRANSFER)
+def test_transfer_experiments_give_the_paper_s_numbers(name: str) -> None:
+    train, test, classes, accuracy = PAPER[name]
+    said = head(f"transfer/{name}")
+    assert f"{train:,} training and {test:,} test images, {classes} classes" in said
+    assert f"The paper: {accuracy} %" in said
+    assert settings(f"transfer/{name}")["model"]["classes"] == classes
+
+
+@pytest.mark.parametrize("name", TRANSFER)
+def test_transfer_steps_are_the_epochs_that_are_told(name: str) -> None:
+    text = (CONF / "transfer" / f"{name}.yaml").read_text()
+    epochs, steps_per_epoch = 50 if PAPER[name][0] > 10_000 else 200, PAPER[name][0] // 256
+    assert f"# {epochs} epochs of {steps_per_epoch}\n" in text
+    assert settings(f"transfer/{name}")["trainer"]["steps"] == epochs * steps_per_epoch
+
+
+@pytest.mark.parametrize("name", [name for name in TRANSFER if name != "birdsnap"])
+def test_transfer_experiments_read_their_own_data_set(name: str) -> None:
+    assert settings(f"transfer/{name}")["data"]["dataset"] == name
+    assert name in KNOWN
+
+
+def test_imagenet_b_is_the_paper_s_model_and_recipe() -> None:
+    config = settings("imagenet_amoebanet_b_18_512")
+    model, pipeline, trainer = config["model"], config["pipeline"], config["trainer"]
+    assert (model["genotype"], model["L"], model["D"], model["image_size"]) == ("B", 18, 512, 480)
+    assert (pipeline["K"], pipeline["M"], config["data"]["batch_size"]) == (4, 16, 256)
+    assert trainer["steps"] == 100 * (1_281_167 // 256)
+    assert config["precision"]["autocast"] == "bfloat16"
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_the_help_lists_it(experiment: str) -> None:
+    assert experiment in help_text()
+
+
+@pytest.mark.parametrize("name", TRANSFER)
+def test_a_transfer_never_begins_without_the_run_on_imagenet(name: str) -> None:
+    assert settings(f"transfer/{name}")["checkpoint"]["init_from"] == f"runs/{IMAGENET[0]}"
+
+
+# --- what they do
+
+
+def train_tiny(folder: Path, experiment: str, *words: str) -> dict[str, Any]:
+    root = folder / "data"
+    MAKERS[experiment.rpartition("/")[2] if "/" in experiment else "imagenet"](root)
+    summary, _ = train_inline(folder / "run", *TINY, f"experiment={experiment}", f"data.root={root}", *words)
+    return summary
+
+
+def check(summary: dict[str, Any]) -> None:
+    assert summary["steps"] == 1 and math.isfinite(summary["loss"]) and summary["skipped_updates"] == 0
+    assert 0 <= summary["evaluation"]["accuracy"] <= 1
+
+
+@pytest.mark.parametrize("experiment", IMAGENET)
+def test_a_tiny_step_on_imagenet_s_layout(experiment: str, tmp_path: Path) -> None:
+    check(train_tiny(tmp_path, experiment))
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of a run on ImageNet's layout."""
+    folder = tmp_path_factory.mktemp("imagenet")
+    train_tiny(folder, "imagenet_amoebanet_b_18_512")
+    checkpoint = resolve(str(folder / "run"), folder / "new", None).checkpoint
+    assert checkpoint is not None
+    return checkpoint.path
+
+
+@pytest.mark.parametrize("name", TRANSFER)
+def test_a_tiny_transfer_on_each_data_set_s_layout(
+    name: str, pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_images.accept_any_cifar(monkeypatch)
+    words = ["data.batch_size=3", "pipeline.M=1"] if name == "cifar100" else []  # three images are all there are
+    check(train_tiny(tmp_path, f"transfer/{name}", f"checkpoint.init_from={pretrained}", *words))
+
+
+# --- pictures
+
+
+@pytest.mark.slow
+def test_an_evaluation_leaves_pictures_of_predictions(tmp_path: Path) -> None:
+    train_inline(tmp_path, "debug=tiny", "model=amoebanet", "trainer.steps=1", "trainer.evaluate_first=false")
+    assert {"predictions.png", "confusion.png"} <= {path.name for path in (tmp_path / "pictures").iterdir()}
+
+
+def test_a_translation_leaves_none(tmp_path: Path) -> None:
+    train_inline(tmp_path, "debug=tiny", "trainer.steps=1")
+    assert not {"predictions.png", "confusion.png"} & {path.name for path in (tmp_path / "pictures").iterdir()}
+
+
+@pytest.mark.slow
+def test_tensorboard_has_the_pictures(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    words = ("debug=tiny", "model=amoebanet", "trainer.steps=1", "logging.tensorboard=true")
+    train_inline(tmp_path, *words)
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert set(board.Tags()["images"]) == {"evaluation/predictions", "evaluation/confusion"}
+    assert [event.step for event in board.Images("evaluation/confusion")] == [1]  # not before the first step
+
+
+@pytest.mark.slow
+def test_the_pictures_are_the_same_for_every_number_of_workers(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    pictures = []
+    for workers in (1, 3):
+        words = ["model=amoebanet", "debug=tiny", "trainer.steps=1", "pipeline.K=3", f"pipeline.workers={workers}"]
+        command = [sys.executable, "-m", "gpipe_cli.commands.train", *words, f"hydra.run.dir={tmp_path / str(workers)}"]
+        subprocess.run(command, check=True, timeout=120, stdout=subprocess.DEVNULL)
+        folder = tmp_path / str(workers) / "pictures"
+        pictures.append([(folder / name).read_bytes() for name in ("predictions.png", "confusion.png")])
+    assert pictures[0] == pictures[1]
+    assert json.loads((tmp_path / "3" / "summary.json").read_text())["workers"] == 3

@@ -1,0 +1,79 @@
+"""``gpipe-export``: one plain state_dict that the plain layers load."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_tools import OPTIMIZERS, make_layers, parameters_of, save, snapshot, train
+from safetensors.torch import load_file
+from torch import nn
+
+from gpipe_cli.commands import export
+
+
+@pytest.mark.parametrize("output", ["model.safetensors", "model.pt"])
+def test_an_exported_model_loads_into_the_plain_layers(
+    output: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layers = {name.replace("/", "_"): layer for name, layer in make_layers().items()}
+    optimizer = OPTIMIZERS["Adam"](parameters_of(layers))
+    train(layers, [optimizer], range(2))
+    save(tmp_path / "run", 2, layers, optimizer)
+    path = tmp_path / output
+    assert export.main([f"checkpoint={tmp_path / 'run'}", f"output={path}"]) == 0
+    assert "10 tensors of 4 layers" in capsys.readouterr().out
+    weights = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+    plain = nn.ModuleDict({name.replace("/", "_"): layer for name, layer in make_layers(seed=1).items()})
+    plain.load_state_dict(weights)
+    assert snapshot(dict(plain.items()), []) == snapshot(layers, [])
+
+
+def test_export_takes_the_step_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layers = make_layers()
+    save(tmp_path, 1, layers, best=("loss", 0.1))
+    save(tmp_path, 2, layers)
+    for step, wanted in (("best", 1), ("last", 2), ("1", 1)):
+        target = tmp_path / f"{step}.pt"
+        assert export.main([f"checkpoint={tmp_path}", f"output={target}", f"step={step}"]) == 0
+        assert f"from step {wanted} of" in capsys.readouterr().out
+    assert export.main([f"checkpoint={tmp_path}", f"output={tmp_path / 'x.pt'}", "step=7"]) == 1
+    assert "it has kept: 1, 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["checkpiont=run", "output=x.pt"], "checkpiont=run: use checkpoint=RUN"),
+        (["checkpoint=run"], "output= is missing"),
+        (["checkpoint=run", "output=x.bin"], "must end in .safetensors or .pt"),
+        (["checkpoint=run", "output=x.pt", "step=newest"], "step=newest: use a number, best or last"),
+    ],
+)
+def test_a_wrong_call_of_export_says_what_to_type(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export.main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_existing_output_is_replaced_only_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, 1, make_layers())
+    output = tmp_path / "model.pt"
+    output.write_text("mine")
+    words = [f"checkpoint={tmp_path}", f"output={output}"]
+    assert export.main(words) == 2
+    assert "overwrite=true" in capsys.readouterr().err and output.read_text() == "mine"
+    assert export.main([*words, "overwrite=true"]) == 0
+
+
+def test_choosing_a_checkpoint_and_the_help_of_export_need_no_torch() -> None:
+    code = (
+        "import sys; from gpipe_cli.commands.export import main; main(['--help']); "
+        "import gpipe_cli.checkpoint.compatibility, gpipe_cli.checkpoint.commit; assert 'torch' not in sys.modules"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=30).stdout
+    assert "gpipe-export checkpoint=RUN output=model.safetensors" in shown

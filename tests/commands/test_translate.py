@@ -1,0 +1,196 @@
+"""gpipe-translate: lines in, translations out, in order, by any number of cells; a run opened again with overrides."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from inline_run import train_inline
+
+from gpipe_cli.commands import translate
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.jobs import checkpointed
+
+INLINE = ["launch.inline=true", "pipeline.workers=1"]
+LINES = ["viernes, 4 de mayo", "", "hace 23 años", "   ", "lunes", "Alemania y Francia", "12 kilómetros", "Europa"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has learned nothing: what it says is nonsense, but another nonsense for every line."""
+    run_dir = tmp_path_factory.mktemp("run")
+    words = ["debug=tiny", "pipeline.K=3", "pipeline.partition=[5,10,5]", "trainer.steps=1", "task.generation.group=2"]
+    train_inline(run_dir, *words, "task.generation.max_length=9", "trainer.evaluate_every=null", "pipeline.M=2")
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "source.txt"
+    path.write_text("".join(f"{line}\n" for line in LINES))
+    return path
+
+
+@pytest.fixture(scope="module")
+def reference(run: Path, source: Path) -> list[str]:
+    """What the run says to `LINES`, by one cell in this process."""
+    return translated(run, source, *INLINE, "pipeline.K=1")
+
+
+def translated(run: Path, source: Path, *words: str) -> list[str]:
+    output = source.with_suffix(".translated")
+    assert translate.main([f"checkpoint={run}", f"input={source}", f"output={output}", *words]) == 0
+    text = output.read_text()
+    assert text.endswith("\n")
+    return text[:-1].split("\n")
+
+
+def test_each_line_has_its_translation_in_its_place(run: Path, tmp_path: Path, reference: list[str]) -> None:
+    assert len(reference) == len(LINES)
+    said = [text for line, text in zip(LINES, reference, strict=True) if line.strip()]
+    assert [text for line, text in zip(LINES, reference, strict=True) if not line.strip()] == ["", ""]
+    assert all(said) and len(set(said)) == len(said), "the model says the same to everything: the tests see nothing"
+    turned = tmp_path / "turned.txt"
+    turned.write_text("\n".join(reversed(LINES)))  # and no newline at the end
+    assert translated(run, turned, *INLINE) == reference[::-1]
+
+
+@pytest.mark.slow
+def test_four_cells_on_two_workers_say_the_same(run: Path, source: Path, reference: list[str]) -> None:
+    assert translated(run, source, "pipeline.K=4", "pipeline.workers=2") == reference
+
+
+def test_a_run_translates_where_its_data_is_not(
+    run: Path, source: Path, reference: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved, nothing = tmp_path / "moved", tmp_path / "cache"
+    shutil.copytree(run, moved)
+    monkeypatch.setenv("GPIPE_CACHE", str(nothing))
+    assert translated(moved, source, *INLINE) == reference
+    assert not nothing.exists()
+
+
+def test_a_run_without_vocabularies_of_its_own_opens_its_data(
+    run: Path, source: Path, reference: list[str], tmp_path: Path
+) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(run, moved, ignore=shutil.ignore_patterns("vocabulary"))
+    assert translated(moved, source, *INLINE) == reference
+
+
+def test_scores_stand_before_the_translations(run: Path, source: Path, reference: list[str]) -> None:
+    rows = [line.split("\t") for line in translated(run, source, *INLINE, "scores=true")]
+    assert [text for _, text in rows] == reference
+    assert all(float(total) < 0 for (total, text) in rows if text)
+    assert [total for total, text in rows if not text] == ["0.0000"] * 2
+
+
+def test_bleu_is_that_of_sacrebleus_command(
+    run: Path, source: Path, reference: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    correct, said = tmp_path / "correct.txt", tmp_path / "said.txt"
+    correct.write_text("".join(f"{text} too\n" for text in reference))
+    said.write_text("".join(f"{text}\n" for text in reference))
+    translated(run, source, *INLINE, f"references={correct}")
+    words = [sys.executable, "-m", "sacrebleu", str(correct), "-i", str(said), "-m", "bleu", "-b", "-w", "2"]
+    expected = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    assert 0 < float(expected) < 100
+    assert f"BLEU {expected} " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_line_is_answered_before_the_input_ends_and_standard_output_holds_nothing_else(
+    run: Path, reference: list[str]
+) -> None:
+    words = [sys.executable, "-m", "gpipe_cli.commands.translate", f"checkpoint={run}", *INLINE]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        for number in (0, 2):
+            process.stdin.write(f"{LINES[number]}\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == f"{reference[number]}\n"
+        process.stdin.close()
+        assert process.stdout.read() == ""
+        assert process.wait() == 0
+
+
+def test_what_is_no_utf8_is_named_and_still_a_line(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "source.txt"
+    source.write_bytes(b"lunes\r\n\xff\xfe\nmartes\n")
+    assert len(translated(run, source, *INLINE)) == 3
+    assert "line 2 is no valid UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["input=x"], "checkpoint= is missing"),
+        (["lunes"], "write key=value"),
+        (["checkpoint=nowhere"], "nowhere holds no complete checkpoint"),
+        (["checkpoint={run}", "input=nowhere"], "input=nowhere: No such file"),
+        (["checkpoint={run}", "references={run}/none"], "references="),
+        (["checkpoint={run}", "scores=yes"], "scores=yes: use true or false"),
+        (["checkpoint={run}", "step=77"], "no checkpoint of step 77; it has kept: 1"),
+        (["checkpoint={run}", "pipeline.replicas=2"], "pipeline.replicas is 1 here"),
+        (["checkpoint={run}", "task.generation=null"], "no section generation"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_wrong_call_says_what_to_type(
+    words: list[str], message: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert translate.main([word.format(run=run) for word in words]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and not printed.out
+
+
+# -- opening a run again ---------------------------------------------------------------------------------------------
+
+
+def test_overrides_change_the_configuration_that_the_checkpoint_was_made_with(run: Path) -> None:
+    opened = checkpointed.open_run(str(run), ["pipeline.K=2", "precision=bf16", "task.generation.beam=3"])
+    settings = opened.prepared.settings
+    assert (opened.run_dir, opened.info.step) == (run, 1)
+    assert (settings.pipeline.K, settings.precision.autocast, settings.task["generation"]["beam"]) == (2, "bfloat16", 3)
+    assert settings.model == checkpointed.open_run(str(run), []).prepared.settings.model
+    assert settings.pipeline.partition == "min_max"  # the run's sizes were for three cells
+
+
+def test_without_overrides_the_run_is_cut_as_it_was(run: Path) -> None:
+    assert checkpointed.open_run(str(run), []).prepared.settings.pipeline.partition == [5, 10, 5]
+
+
+def test_a_run_from_before_a_key_existed_has_its_default_and_takes_an_override(run: Path, tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    shutil.copytree(run, old)
+    (manifest,) = old.glob("checkpoints/*/manifest.json")
+    said = json.loads(manifest.read_text())
+    configuration = said["state"]["configuration"]
+    del configuration["task"]["generation"]["beam"], configuration["trainer"]["patience"], configuration["launch"]
+    manifest.write_text(json.dumps(said))
+    settings = checkpointed.open_run(str(old), ["task.generation.beam=3"]).prepared.settings
+    assert settings.task["generation"]["beam"] == 3
+    assert settings.trainer.patience is None and settings.launch.grace_seconds == 8
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("pipeline.k=4", "did you mean pipeline.K?"),
+        ("task.generation.beem=4", "did you mean task.generation.beam?"),
+        ("pipeline.K=1,2", "there is one value for each key here"),
+        ("~task.generation", "nothing can be deleted here"),
+        ("precision=fp8", "fp8"),
+        ("pipeline.K=none", "pipeline.K=none"),
+    ],
+)
+def test_a_wrong_override_says_what_to_type(word: str, message: str, run: Path) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        checkpointed.open_run(str(run), [word])
+    assert message in str(error.value)

@@ -1,0 +1,170 @@
+"""docs/your-own-model.md works as printed, and a user's mistakes are told in the user's terms."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = (Path(__file__).parents[2] / "docs" / "your-own-model.md").read_text(encoding="utf-8")
+MODULE = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
+SHELL = re.search(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+assert MODULE is not None and SHELL is not None
+WORDS = shlex.split(SHELL[1].replace("\\\n", " ").splitlines()[1])[1:]
+
+
+def train(folder: Path, module: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """The page's command with its module changed, and further words."""
+    (folder / "spirals.py").write_text(module, encoding="utf-8")
+    command = [sys.executable, "-m", "gpipe_cli.commands.train", *WORDS, f"hydra.run.dir={folder / 'run'}", *words]
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def changed(old: str, new: str) -> str:
+    assert MODULE is not None and old in MODULE[1]
+    return MODULE[1].replace(old, new)
+
+
+def test_the_page_s_example_learns(tmp_path: Path) -> None:
+    assert MODULE is not None
+    done = train(tmp_path, MODULE[1], "logging.tensorboard=false")
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["evaluation"]["accuracy"] > 0.9
+    assert [cell["cell"] for cell in summary["cells"]] == [0, 1, 2, 3]
+    assert (tmp_path / "run" / "pictures" / "step.png").stat().st_size > 0
+
+
+def test_an_exception_in_a_layer_ends_the_run_with_its_traceback_and_place(tmp_path: Path) -> None:
+    count = "Hidden.calls = getattr(Hidden, 'calls', 0) + 1\n        assert Hidden.calls < 100, 'a planted fault'\n"
+    broken = changed("return x + F.relu", f"{count}        return x + F.relu")
+    done = train(tmp_path, broken, "pipeline.workers=4", "trainer.evaluate_first=false")
+    assert done.returncode == 1
+    assert "AssertionError: a planted fault" in done.stderr
+    assert re.search(r"cell \d, layer 'hidden_\d', micro-batch \d", done.stderr)
+
+
+@pytest.mark.slow
+def test_outputs_whose_shape_depends_on_more_than_the_inputs_shapes_are_refused_by_name(tmp_path: Path) -> None:
+    count = "Hidden.calls = getattr(Hidden, 'calls', 0) + 1\n        shorter = int(Hidden.calls > 100)\n"
+    module = changed("return x + F.relu", f"{count}        return x[shorter:] + F.relu").replace(
+        "norm(x)", "norm(x[shorter:])"
+    )
+    words = ["pipeline.workers=4", "pipeline.cost=parameters", "trainer.evaluate_first=false"]
+    done = train(tmp_path, module, *words)
+    assert done.returncode == 1
+    refusal = r"cell \d \(last layer '\w+'\), micro-batch \d: its outputs, with the targets, have the shapes .* before"
+    assert re.search(refusal, done.stderr)
+
+
+@pytest.mark.slow
+def test_an_exception_in_the_data_is_told_as_one_of_the_data(tmp_path: Path) -> None:
+    broken = changed(
+        "            number += 1\n", "            number += 1\n            assert number < 8, 'a planted fault'\n"
+    )
+    done = train(tmp_path, broken, "trainer.evaluate_first=false")
+    assert done.returncode == 1
+    assert "AssertionError: a planted fault" in done.stderr
+    assert "worker 0 failed at instruction reading the next mini-batch, step 7:" in done.stderr
+
+
+def test_a_loss_that_is_not_finite_skips_the_update_and_then_stops_by_name(tmp_path: Path) -> None:
+    broken = changed(
+        '        return F.cross_entropy(outputs[0], targets[0], reduction="sum"), torch',
+        "        bad = float('nan') if (targets[0][0] == 0) else 1.0\n"
+        '        return bad * F.cross_entropy(outputs[0], targets[0], reduction="sum"), torch',
+    )
+    done = train(tmp_path, broken, "trainer.nonfinite_limit=3", "trainer.evaluate_first=false")
+    assert done.returncode == 1
+    assert re.search(r"step \d+: the loss of micro-batch \d is not finite", done.stderr)
+    assert "3 updates in a row" in done.stderr
+    assert "Traceback" not in done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["skipped_updates"] >= 3
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words", "message", "code"),
+    [
+        ("return x + F.relu", "x += 1\n        return x + F.relu", ["pipeline.K=8"], "in-place operation", 1),
+        ("def layers(width: int = 64, depth", "def layers(width: int = 64, deep", [], "model._target_=spirals.la", 2),
+        ('LayerBuilder("last"', 'LayerBuilder("first"', [], "two layers named 'first'", 2),
+        ("    def weight(self", "    def wait(self", [], "has no method weight", 2),
+        (
+            ', reduction="sum"), torch.zeros(0, dtype=torch.float64)',
+            ', reduction="sum")',
+            [],
+            "loss() must return two",
+            2,
+        ),
+        (
+            "return torch.stack([nll.double(), correct.double()])",
+            "return nll.double()",
+            [],
+            "evaluate() must return a v",
+            2,
+        ),
+        ("Batch(pieces[replica", "Batch(pieces + pieces[replica", [], "gave 8 micro-batches", 2),
+        ("", "", ["pipeline.K=9"], "pipeline.K=9 but the model has 8 layers", 2),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, old: str, new: str, words: list[str], message: str, code: int) -> None:
+    done = train(tmp_path, changed(old, new), *words)
+    assert done.returncode == code
+    assert message in done.stderr
+
+
+@pytest.mark.slow
+def test_layers_that_share_their_weights_train_as_one_layer_that_applies_them_as_often(tmp_path: Path) -> None:
+    """Loss and gradient norm of every step: one gradient, one update, one set of statistics."""
+    pieces = "torch.manual_seed(3)\n    same, last = Hidden(width), nn.Linear(width, 2)\n    hidden = "
+    one_last = changed("partial(nn.Linear, width, 2)", "lambda: last")
+    shared = one_last.replace("partial(Hidden, width)", "lambda: same")
+    as_one = '[LayerBuilder("hidden", lambda: nn.Sequential(*[same] * depth))]'
+    found = []
+    for number, module in enumerate((shared, re.sub(r"\[LayerBuilder\(f\"hidden.*\]", as_one, one_last))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        words = ["pipeline.K=1", "pipeline.M=2", "trainer.steps=6", "trainer.evaluate_first=false"]
+        done = train(folder, module.replace("hidden = ", pieces), *words)
+        assert done.returncode == 0, done.stderr
+        rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        found.append([(row["loss"], row["grad_norm"]) for row in rows])
+    assert found[0] == found[1]
+
+
+def test_all_replicas_stop_when_the_data_of_one_ends(tmp_path: Path) -> None:
+    ends = changed("while True:", "while replica == 0 or number < 3:")
+    done = train(
+        tmp_path, ends, "pipeline.K=1", "pipeline.replicas=2", "pipeline.workers=1", "logging.tensorboard=false"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "the data of replica 1 ended after step 3, that of the others did not" in done.stdout + done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["steps"], summary["stopped_by"]) == (3, "end of data")
+
+
+def test_a_builder_that_keeps_what_it_makes_is_refused_by_name(tmp_path: Path) -> None:
+    kept = "KEPT = {}\n\n\ndef kept(width):\n    return KEPT.setdefault(width, Hidden(width))\n\n\ndef layers("
+    module = changed("partial(Hidden, width)", "partial(kept, width)").replace("def layers(", kept, 1)
+    done = train(tmp_path, module, "pipeline.K=1")
+    assert done.returncode == 2
+    assert "layer 'hidden_0': its builder keeps the module that it makes" in done.stderr
+
+
+def test_weights_shared_across_cells_are_refused_by_name(tmp_path: Path) -> None:
+    sharing = changed(
+        'LayerBuilder(f"hidden_{i}", partial(Hidden, width)) for i in range(depth)]',
+        'LayerBuilder(f"hidden_{i}", lambda: same) for i in range(depth)]',
+    ).replace("    hidden = [", "    same = Hidden(width)\n    hidden = [")
+    done = train(tmp_path, sharing, "pipeline.K=4")
+    assert done.returncode != 0
+    assert "share the weight" in done.stderr
+    assert "hidden_" in done.stderr

@@ -1,0 +1,306 @@
+"""The CLDR corpus: what is in it, what is kept out of it, and that it is always the same."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gpipe_cli.data.cldr import corpus as cldr_corpus
+from gpipe_cli.data.cldr import pairs as cldr
+from gpipe_cli.data.cldr.corpus import CorpusParameters, open_store
+from gpipe_cli.data.cldr.languages import LANGUAGES, RANK
+from gpipe_cli.data.cldr.rendering import format_number, render
+from gpipe_cli.data.cldr.strings import locale_strings
+from gpipe_cli.data.source import no_report
+from gpipe_cli.data.store import Store
+from gpipe_cli.data.vocabulary import train_vocabulary
+from gpipe_cli.data.workers import Workers
+from gpipe_cli.errors import ConfigurationError
+
+SMALL = ("es", "de", "ccp", "yrl")
+
+
+@pytest.fixture(scope="module")
+def small() -> dict[str, list[cldr.Pair]]:
+    return {code: cldr.train_pairs(code, 400, seed=0) for code in SMALL}
+
+
+def test_the_table_has_102_different_languages() -> None:
+    assert len(LANGUAGES) == len(RANK) == 102
+
+
+def test_sizes_fall_evenly_on_a_log_scale_from_largest_to_smallest() -> None:
+    sizes = [cldr.corpus_size(language.code, 30_000, 100) for language in LANGUAGES]
+    assert (sizes[0], sizes[17], sizes[-1], sum(sizes)) == (30_000, 11_486, 100, 544_643)
+
+
+def test_a_language_gets_the_number_of_pairs_asked_for_all_different(small: dict[str, list[cldr.Pair]]) -> None:
+    assert {code: len({pair.source for pair in pairs}) for code, pairs in small.items()} == dict.fromkeys(SMALL, 400)
+
+
+def test_fewer_pairs_are_the_first_ones_of_more(small: dict[str, list[cldr.Pair]]) -> None:
+    assert cldr.train_pairs("de", 50, seed=0) == small["de"][:50]
+
+
+def test_another_seed_draws_other_pairs(small: dict[str, list[cldr.Pair]]) -> None:
+    assert cldr.train_pairs("de", 50, seed=1) != small["de"][:50]
+
+
+@pytest.mark.parametrize("split", ["dev", "test"])
+def test_no_held_out_english_is_trained_on_in_any_language(small: dict[str, list[cldr.Pair]], split: str) -> None:
+    trained = {pair.target for pairs in small.values() for pair in pairs}
+    held_out = {render(item, locale_strings("en")) for item in cldr.held_out_items(split, seed=0)}
+    assert not trained & held_out
+
+
+def test_dev_and_test_share_no_content() -> None:
+    dev, test = ({cldr.content_key(item) for item in cldr.held_out_items(split, 0)} for split in ("dev", "test"))
+    assert (len(dev), len(test), dev & test) == (300, 300, set())
+
+
+def test_held_out_items_are_the_same_english_in_every_language() -> None:
+    german, spanish = (dict(cldr.held_out_pairs(code, "dev", 0)) for code in ("de", "es"))
+    assert all(german[item].target == spanish[item].target for item in german.keys() & spanish.keys())
+
+
+def test_order_and_style_do_not_move_an_item_to_another_split() -> None:
+    a, b = ("name", "territory", "DE"), ("name", "language", "tt")
+    assert cldr.content_key(("list", "or", (a, b))) == cldr.content_key(("list", "standard", (b, a)))
+    assert cldr.content_key(("date", "full", 730_000)) == cldr.content_key(("date and time", "long", 730_000, 60))
+
+
+def test_a_list_with_a_held_out_part_is_held_out() -> None:
+    amounts = (("unit", str(number), "length-meter") for number in range(1, 10_000))
+    amount = next(item for item in amounts if cldr.split_of(cldr.content_key(item)) == "dev")
+    assert cldr.held_out(("list", "or", (amount, ("unit", "1", "mass-gram")))) != "train"
+
+
+def test_names_are_never_held_out() -> None:
+    keys = [("name", "language", key) for key in cldr.unambiguous_inventory("de").names["language"]]
+    assert {cldr.held_out(item) for item in keys} == {"train"}
+
+
+def test_compact_numbers_are_not_in_dev() -> None:
+    assert not {item[0] for item in cldr.held_out_items("dev", 0)} & {"compact", "name"}
+
+
+def test_nothing_is_left_as_it_is_in_english(small: dict[str, list[cldr.Pair]]) -> None:
+    assert not [pair for pairs in small.values() for pair in pairs if pair.source == pair.target]
+
+
+def test_no_name_of_an_unambiguous_inventory_has_two_meanings() -> None:
+    english, russian = locale_strings("en"), locale_strings("ru")
+    meanings: dict[str, set[str]] = {}
+    for kind, keys in cldr.unambiguous_inventory("ru").names.items():
+        for key in keys:
+            meanings.setdefault(russian.names[kind, key], set()).add(english.names[kind, key])
+    assert max(map(len, meanings.values())) == 1
+
+
+def test_a_name_that_means_two_things_is_left_out() -> None:
+    # Thai writes "Polish" and "Poland" alike.
+    names = cldr.unambiguous_inventory("th").names
+    assert locale_strings("th").names["language", "pl"] == locale_strings("th").names["territory", "PL"]
+    assert "pl" not in names["language"] and "PL" not in names["territory"]
+
+
+def test_a_relative_time_that_reads_like_a_unit_is_left_out() -> None:
+    # Somali has one text for "in 3 weeks" and for a form of "3 weeks".
+    strings, inventory = locale_strings("so"), cldr.unambiguous_inventory("so")
+    assert strings.relative["week", "future"]["other"] in strings.units["duration-week"].values()
+    assert ("week", "future") not in inventory.relative and "duration-week" not in inventory.units
+
+
+@pytest.mark.parametrize(
+    ("code", "item"),
+    [
+        ("ccp", ("list", "or", (("name", "territory", "DE"), ("name", "territory", "FR")))),  # root: English "or"
+        ("oc", ("relative", "3", "day", "past")),  # root: "-3 d"
+        ("ta", ("date and time", "long", 730_000, 46_800)),  # root: "PM"
+        ("ja", ("compact", "5000000")),
+        ("yrl", ("money", "3", "no such currency")),
+    ],
+)
+def test_babels_silent_fallbacks_are_missing_and_not_rendered(code: str, item: tuple[object, ...]) -> None:
+    assert render(item, locale_strings(code)) is None
+
+
+def test_no_month_weekday_or_period_is_roots() -> None:
+    roots = {*(f"M{month:02}" for month in range(1, 13)), "AM", "PM"}
+    assert not [
+        (language.code, field)
+        for language in LANGUAGES
+        for field, words in locale_strings(language.code).fields.items()
+        if roots & set(words.values())
+    ]
+
+
+def test_no_odd_spaces_or_direction_marks(small: dict[str, list[cldr.Pair]]) -> None:
+    odd = set("\u00a0\u202f\u2009\u200e\u200f\u061c")
+    arabic = cldr.train_pairs("ar", 400, seed=0) + cldr.train_pairs("fr", 400, seed=0)
+    assert not [pair for pairs in [*small.values(), arabic] for pair in pairs if odd & set(pair.source + pair.target)]
+
+
+@pytest.mark.parametrize(
+    ("code", "text"), [("en", "6,629,945.5"), ("de", "6.629.945,5"), ("hi", "66,29,945.5"), ("fr", "6 629 945,5")]
+)
+def test_numbers_are_grouped_by_the_languages_habit(code: str, text: str) -> None:
+    assert format_number("6629945.5", locale_strings(code)) == text
+
+
+@pytest.mark.parametrize(("number", "text"), [("1", "1 meter"), ("2", "2 meters"), ("1.5", "1.5 meters")])
+def test_english_plurals(number: str, text: str) -> None:
+    assert render(("unit", number, "length-meter"), locale_strings("en")) == text
+
+
+def test_lakh_and_million_tell_the_same_number() -> None:
+    item = ("compact", "1200000")
+    assert render(item, locale_strings("en")) == "1.2 million"
+    assert (render(item, locale_strings("hi")) or "").startswith("12 ")
+
+
+@pytest.mark.parametrize(
+    ("codes", "hint"),
+    [(["germam"], "near: de"), (["dee"], "near: .*de"), (["German"], "near: de"), ([False], "'no'"), ([], "null")],
+)
+def test_a_wrong_language_names_the_near_ones(codes: list[str], hint: str) -> None:
+    with pytest.raises(ValueError, match=rf"data\.languages.*{hint}"):
+        cldr.check_languages(codes)
+
+
+def test_languages_come_in_the_tables_order_whatever_the_order_given() -> None:
+    assert cldr.check_languages(["yrl", "fr", "es", "fr"]) == ["es", "fr", "yrl"]
+
+
+def test_the_vocabulary_error_names_a_size_that_works(small: dict[str, list[cldr.Pair]]) -> None:
+    sentences = [text for pair in small["de"] for text in pair]
+    with pytest.raises(ConfigurationError, match=r"use data\.vocabulary=(\d+)") as error:
+        train_vocabulary(sentences, 20_000)
+    largest = int(str(error.value).rsplit("=", 1)[1])
+    assert train_vocabulary(sentences, largest)
+
+
+def test_a_vocabulary_too_small_for_the_alphabet_says_so(small: dict[str, list[cldr.Pair]]) -> None:
+    with pytest.raises(ConfigurationError, match=r"data\.vocabulary=20.*characters"):
+        train_vocabulary([text for pair in small["ccp"] for text in pair], 20)
+
+
+TINY = CorpusParameters(("de", "yrl"), largest=300, smallest=100, vocabulary=400, seed=0)
+
+
+def test_the_store_is_the_same_bytes_each_time(tmp_path: Path) -> None:
+    first, second = (open_store(TINY, str(tmp_path / name), no_report).folder for name in ("a", "b"))
+    assert _bytes(first) == _bytes(second)
+
+
+def _bytes(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+def test_the_store_is_the_same_bytes_however_many_processes_make_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = open_store(TINY, str(tmp_path / "one process"), no_report).folder
+    asked: list[int] = []
+    monkeypatch.setattr(cldr_corpus, "SMALL", 0)
+    monkeypatch.setattr(cldr_corpus, "usable_cores", lambda: 3)
+    monkeypatch.setattr(cldr_corpus, "Workers", lambda count: asked.append(count) or Workers(count))
+    assert _bytes(open_store(TINY, str(tmp_path / "three"), no_report).folder) == _bytes(alone)
+    assert asked == [3]
+
+
+@pytest.mark.slow
+def test_a_script_without_a_guard_may_build_it(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from gpipe_cli.data import cldr_corpus\n"
+        "print('begins')\n"
+        "cldr_corpus.SMALL, cldr_corpus.usable_cores = 0, lambda: 2\n"
+        "parameters = cldr_corpus.CorpusParameters(('de', 'yrl'), 300, 100, 400, 0)\n"
+        "print(len(cldr_corpus.open_store(parameters, 'cache', lambda *told: None).sizes))\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("begins\n2\n", 0), done.stderr
+
+
+def test_an_opened_store_is_not_built_again(tmp_path: Path) -> None:
+    open_store(TINY, str(tmp_path), no_report)
+    reports: list[str] = []
+    open_store(TINY, str(tmp_path), lambda text, done, total: reports.append(text))
+    assert reports == []
+
+
+def test_gpipe_cache_decides_where_the_store_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPIPE_CACHE", str(tmp_path))
+    assert open_store(TINY, None, no_report).folder.parent == tmp_path
+
+
+def test_a_failed_build_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"data\.vocabulary=60000"):
+        open_store(CorpusParameters(("de",), 100, 100, 60_000, 0), str(tmp_path), no_report)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_build_left_is_removed_after_a_day(tmp_path: Path) -> None:
+    old, recent = tmp_path / ".translation-old", tmp_path / ".translation-recent"
+    old.mkdir()
+    recent.mkdir()
+    os.utime(old, (0, 0))
+    open_store(TINY, str(tmp_path), no_report)
+    assert (old.exists(), recent.exists()) == (False, True)
+
+
+def test_a_cache_that_cannot_be_written_says_which_key_to_set(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"data\.cache_dir or GPIPE_CACHE"):
+        open_store(TINY, str(tmp_path / "file" / "cache"), no_report)
+
+
+@pytest.mark.slow
+def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    builders = [context.Process(target=open_store, args=(TINY, str(tmp_path), no_report)) for _ in range(2)]
+    for builder in builders:
+        builder.start()
+    for builder in builders:
+        builder.join(120)
+    assert [builder.exitcode for builder in builders] == [0, 0]
+    assert [path.name for path in tmp_path.iterdir()] == [TINY.folder()]
+
+
+def test_a_language_has_the_same_pairs_alone_and_among_others(tmp_path: Path) -> None:
+    both = open_store(TINY, str(tmp_path), no_report)
+    alone = open_store(CorpusParameters(("yrl",), 300, 100, 200, 0), str(tmp_path), no_report)
+    assert _english(both, "yrl") == _english(alone, "yrl")
+
+
+def _english(store: Store, code: str) -> list[str]:
+    return [store.target_vocabulary.decode(ids) for ids in _targets(store, code)]
+
+
+def _targets(store: Store, code: str) -> list[list[int]]:
+    count = store.sizes[code]
+    number = [*store.languages].index(code)
+    rows = store.locate(np.full(count, number), np.arange(count))
+    ids, lengths = store.gather(rows)[1]
+    return [of.tolist() for of in np.split(ids, np.cumsum(lengths)[:-1])]
+
+
+@pytest.mark.slow
+def test_the_full_corpus_has_102_languages_and_544643_pairs(tmp_path: Path) -> None:
+    parameters = CorpusParameters.checked(None, 30_000, 100, 8_000, 0)
+    store = open_store(parameters, str(tmp_path), no_report)
+    assert (len(store.sizes), sum(store.sizes.values())) == (102, 544_643)
+    assert len(store.target_vocabulary) == 8_000
+    held_out = store.target_vocabulary.encode(
+        sorted({pair.target for split in ("dev", "test") for pair in store.held_out(split)})
+    )
+    trained = {tuple(ids) for code in store.languages for ids in _targets(store, code)}
+    assert not {tuple(ids) for ids in held_out} & trained

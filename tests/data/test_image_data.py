@@ -1,0 +1,451 @@
+"""Images: what the sources promise about order, workers, replicas, broken files and half-unpacked folders."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_images
+import torch
+from PIL import Image
+from tiny_images import CLASSES, COLOURS
+from torch import Tensor
+
+from gpipe_cli.data.images import folders as image_folders
+from gpipe_cli.data.images import loading as image_loading
+from gpipe_cli.data.images.digits import DigitsSource
+from gpipe_cli.data.images.loading import loader_workers
+from gpipe_cli.data.images.source import ImageSource
+from gpipe_cli.data.source import Batch, no_report
+from gpipe_cli.errors import ConfigurationError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """12 training and 6 evaluation images in three classes."""
+    root = tmp_path_factory.mktemp("images")
+    tiny_images.image_folder(root)
+    return root
+
+
+@pytest.fixture
+def own_folder(folder: Path, tmp_path: Path) -> Path:
+    """The same for a test to spoil."""
+    return Path(shutil.copytree(folder, tmp_path / "images"))
+
+
+def images(root: Path, **changes: Any) -> ImageSource:
+    settings = {"dataset": "image_folder", "classes": CLASSES, "image_size": 16, "batch_size": 5, "workers": 0}
+    settings |= {"crop_area": (0.3, 1.0), "brightness": 0.1, "chroma": 0.1, "cutout": 0.25, "drop_last": False}
+    source = ImageSource(root=str(root), **{**settings, "cache_dir": str(root.parent / "cache"), **changes})
+    source.prepare(no_report)
+    return source
+
+
+def digits(root: Path, **changes: Any) -> DigitsSource:
+    source = DigitsSource(**{"batch_size": 500, **changes})
+    source.prepare(no_report)
+    return source
+
+
+every_source = pytest.mark.parametrize("make", [images, digits], ids=lambda make: str(make.__name__))
+
+
+def first(batches: Iterator[Batch], count: int) -> list[Batch]:
+    return list(islice(batches, count))
+
+
+def whole(batch: Batch) -> tuple[Tensor, Tensor]:
+    """All parts of a mini-batch put together: (images, labels)."""
+    return torch.cat([inputs[0] for inputs, _ in batch.parts]), torch.cat([targets[0] for _, targets in batch.parts])
+
+
+def equal(one: list[Batch], two: list[Batch]) -> bool:
+    pairs = [(whole(a), whole(b)) for a, b in zip(one, two, strict=True)]
+    return all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in pairs)
+
+
+def refusal(root: Path | None, **changes: Any) -> str:
+    with pytest.raises(ConfigurationError) as error:
+        images(root or Path("/none"), **changes)
+    return str(error.value)
+
+
+# --- every source of images
+
+
+@every_source
+def test_a_part_is_bytes_of_three_channels_and_int64_labels(make: Any, folder: Path) -> None:
+    (inputs,), (labels,) = first(make(folder).train(None, 2, 0, 1), 1)[0].parts[0]
+    assert (inputs.dtype, inputs.shape[1], labels.dtype) == (torch.uint8, 3, torch.int64)
+    assert len(inputs) == len(labels)
+
+
+@every_source
+def test_resuming_in_the_middle_of_an_epoch_goes_on_with_the_same_images(make: Any, folder: Path) -> None:
+    batches = first(make(folder).train(None, 2, 0, 1), 7)
+    assert equal(first(make(folder).train(batches[3].position, 2, 0, 1), 3), batches[4:])
+
+
+@every_source
+def test_replicas_and_micro_batches_only_divide_the_mini_batch(make: Any, folder: Path) -> None:
+    one = first(make(folder).train(None, 1, 0, 1), 2)
+    for number in range(2):
+        halves = [first(make(folder).train(None, 1, replica, 2), 2)[number] for replica in range(2)]
+        assert equal([Batch([*halves[0].parts, *halves[1].parts], None)], [one[number]])
+
+
+@every_source
+def test_another_epoch_has_another_order_and_other_augmentation(make: Any, folder: Path) -> None:
+    source = make(folder)
+    one, two = (first(source.train({"epoch": epoch, "batch": 0}, 1, 0, 1), 1) for epoch in (0, 1))
+    assert not torch.equal(whole(one[0])[0], whole(two[0])[0])
+
+
+@every_source
+def test_epoch_tells_how_often_the_images_were_read(make: Any, folder: Path) -> None:
+    source = make(folder)
+    assert source.epoch(None) == 0
+    positions = [batch.position for batch in first(source.train(None, 1, 0, 1), 6)]
+    assert [position["epoch"] for position in positions if position["batch"] == 0] == [
+        source.epoch(position) for position in positions if position["batch"] == 0
+    ]
+    assert 0 < source.epoch(positions[0]) < 1
+
+
+@every_source
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_evaluation_has_every_image_once_whatever_the_parts(make: Any, folder: Path, parts: int) -> None:
+    batches = list(make(folder, batch_size=4).evaluation(parts))
+    in_one = torch.cat([whole(batch)[0] for batch in make(folder).evaluation(1)])
+    assert torch.equal(torch.cat([whole(batch)[0] for batch in batches]), in_one)
+    assert len(in_one) == (6 if make is images else 360)
+
+
+@every_source
+def test_parts_differ_by_at_most_one_image(make: Any, folder: Path) -> None:
+    source = make(folder)
+    for batch in [*first(source.train(None, 2, 0, 1), 3), *source.evaluation(2)]:
+        sizes = [len(labels) for _, (labels,) in batch.parts]
+        assert max(sizes) - min(sizes) <= 1
+
+
+# --- digits
+
+
+def test_digits_never_import_torchvision() -> None:
+    program = (
+        "import sys; from gpipe_cli.data.images.digits import DigitsSource; s = DigitsSource(); s.prepare(print);"
+        "next(s.train(None, 1, 0, 1)); next(s.evaluation(1)); sys.exit('torchvision' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_digits_are_evaluated_on_the_last_360_in_order_enlarged_but_not_augmented() -> None:
+    stored = np.load(Path(image_folders.__file__).with_name("digits.npz"))
+    inputs, labels = (torch.cat(both) for both in zip(*map(whole, digits(Path()).evaluation(3)), strict=True))
+    assert labels.tolist() == stored["labels"][-360:].tolist()
+    # 32 = 4 · 8: the mean of the four pixels around each old pixel's middle is its value, up to the blend with others.
+    enlarged = torch.nn.functional.interpolate(
+        torch.from_numpy(stored["images"][-360:, None] / 16 * 255), size=(32, 32), mode="bilinear"
+    )
+    assert torch.equal(inputs, enlarged.round().to(torch.uint8).repeat(1, 3, 1, 1))
+
+
+def test_digits_without_augmentation_are_the_training_images_themselves() -> None:
+    plain = digits(Path(), batch_size=1437, rotate=0, shift=0, scale=0)
+    inputs, labels = whole(first(plain.train(None, 1, 0, 1), 1)[0])
+    stored = np.load(Path(image_folders.__file__).with_name("digits.npz"))
+    assert sorted(labels.tolist()) == sorted(stored["labels"][:-360].tolist())
+    centres = inputs[:, 0, 1::4, 1::4].double().mean() + inputs[:, 0, 2::4, 2::4].double().mean()
+    assert centres / 2 == pytest.approx(stored["images"][:-360].mean() / 16 * 255, rel=0.05)
+
+
+def test_digits_are_those_of_scikit_learn() -> None:
+    theirs = pytest.importorskip("sklearn.datasets", reason="compares with scikit-learn's copy").load_digits()
+    stored = np.load(Path(image_folders.__file__).with_name("digits.npz"))
+    assert np.array_equal(stored["images"], theirs.images)
+    assert np.array_equal(stored["labels"], theirs.target)
+
+
+def test_a_mini_batch_larger_than_the_digits_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"data\.batch_size=1438: must be between 1 and 1437"):
+        digits(Path(), batch_size=1438)
+
+
+# --- files: loader processes, replicas
+
+
+def test_loader_processes_change_neither_order_nor_augmentation(folder: Path) -> None:
+    alone, with_two = (first(images(folder, workers=workers).train(None, 2, 0, 1), 5) for workers in (0, 2))
+    assert equal(alone, with_two)
+    assert [batch.position for batch in alone] == [batch.position for batch in with_two]
+
+
+def test_replicas_may_share_an_evaluation_without_reading_an_image_twice(folder: Path) -> None:
+    source = images(folder, batch_size=2)
+    every = list(source.evaluation(1))
+    assert equal(list(source.evaluation_share(1, 0, 2)), every[0::2])
+    assert equal(list(source.evaluation_share(1, 1, 2)), every[1::2])
+
+
+@pytest.mark.parametrize(("cores", "replicas", "workers"), [(2, 1, 2), (96, 1, 16), (96, 8, 12), (2, 4, 1)])
+def test_loader_processes_are_sized_to_the_machine(
+    cores: int, replicas: int, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_loading, "usable_cores", lambda: cores)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert loader_workers("auto", replicas) == workers
+
+
+def test_on_several_machines_only_the_replicas_of_this_one_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_loading, "usable_cores", lambda: 32)
+    monkeypatch.setenv("WORLD_SIZE", "32")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert loader_workers("auto", 16) == 8
+
+
+@pytest.mark.parametrize("split", ["train", "evaluation"])
+def test_loader_processes_end_well(folder: Path, split: str) -> None:
+    source = images(folder, workers=2)
+    batches = source.evaluation(1) if split == "evaluation" else source.train(None, 1, 0, 1)
+    next(batches)
+    loaders = multiprocessing.active_children()
+    if split == "evaluation":
+        deque(batches, maxlen=0)
+    del batches
+    gc.collect()
+    for loader in loaders:
+        loader.join(30)
+    assert [loader.exitcode for loader in loaders] == [0, 0]
+
+
+def test_with_loader_processes_the_next_mini_batches_are_read_while_one_is_trained_on(folder: Path) -> None:
+    batches = images(folder, workers=1).train(None, 1, 0, 1)
+    next(batches)
+    assert any(thread.name.startswith("read-ahead") for thread in threading.enumerate())
+    del batches
+    assert not any(thread.name.startswith("read-ahead") for thread in threading.enumerate())
+
+
+# --- files: the layouts of the real data sets
+
+
+@pytest.mark.parametrize("make", tiny_images.DATASETS, ids=lambda make: str(make.__name__))
+def test_each_data_set_is_read_in_its_own_layout(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_images.accept_any_cifar(monkeypatch)
+    plain = {"crop_area": None, "brightness": 0, "chroma": 0, "cutout": 0}
+    source = images(tmp_path / "root", **plain, **make(tmp_path / "root"))
+    assert len(source.class_names) == CLASSES
+    for batch in [*first(source.train(None, 2, 0, 1), 2), *source.evaluation(2)]:
+        inputs, labels = whole(batch)
+        colours = torch.tensor(COLOURS, dtype=torch.float64)[labels]
+        assert torch.allclose(inputs.double().mean((2, 3)), colours, atol=4)  # JPEG
+
+
+@pytest.mark.parametrize("dataset", ["imagenet", "cifar10", "oxford_pets", "food101", "fgvc_aircraft"])
+def test_an_empty_root_is_told_what_belongs_there_and_where_to_get_it(dataset: str, tmp_path: Path) -> None:
+    message = refusal(tmp_path, dataset=dataset)
+    assert f"data.root={tmp_path}" in message
+    assert "must hold" in message
+    assert "http" in message
+
+
+def test_a_root_that_is_not_given_is_told_what_it_must_hold(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"data\.root is not set.*train/<wnid>/\*\.JPEG.*image-net\.org"):
+        ImageSource("imagenet", 1000).prepare(no_report)
+
+
+def test_nothing_is_downloaded_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchvision import datasets
+
+    monkeypatch.setattr(datasets.Food101, "_download", lambda self: pytest.fail("downloads"))
+    assert "data.download=true (5 GB)" in refusal(tmp_path, dataset="food101")
+
+
+def test_a_data_set_that_cannot_be_downloaded_says_so(tmp_path: Path) -> None:
+    assert "Stanford Cars cannot be downloaded" in refusal(tmp_path, dataset="stanford_cars", download=True)
+
+
+@pytest.mark.parametrize("make", [tiny_images.food101, tiny_images.oxford_pets, tiny_images.fgvc_aircraft])
+def test_images_missing_from_a_data_set_are_noticed_before_training(make: Any, tmp_path: Path) -> None:
+    settings = make(tmp_path)
+    gone = sorted(tmp_path.rglob("*.jpg"))[:2]
+    for path in gone:
+        path.unlink()
+    message = refusal(tmp_path, **settings)
+    assert "images are missing" in message
+    assert any(str(path) in message for path in gone)
+
+
+# --- files: half-unpacked image folders
+
+
+def test_a_folder_that_is_not_there_is_named_with_what_is(own_folder: Path) -> None:
+    (own_folder / "val").rename(own_folder / "validation")
+    assert "has no folder 'val', only train, validation" in refusal(own_folder)
+
+
+def test_evaluation_images_that_are_not_sorted_into_classes_are_noticed(own_folder: Path) -> None:
+    shutil.rmtree(own_folder / "val")
+    tiny_images.save_image(own_folder / "val" / "ILSVRC2012_val_00000001.JPEG", 0)
+    assert "no class folders, only ILSVRC2012_val_00000001.JPEG" in refusal(own_folder)
+
+
+def test_archives_that_are_still_packed_are_named(own_folder: Path) -> None:
+    (own_folder / "train" / "n00000009.tar").touch()
+    assert "not unpacked: n00000009.tar" in refusal(own_folder)
+
+
+def test_a_class_without_images_is_named(own_folder: Path) -> None:
+    (own_folder / "train" / "n00000009").mkdir()
+    assert "without an image" in (message := refusal(own_folder))
+    assert "n00000009" in message
+
+
+def test_an_evaluation_class_that_is_not_trained_is_named(own_folder: Path) -> None:
+    tiny_images.save_image(own_folder / "val" / "zebra" / "1.png", 0)
+    assert "has not: zebra" in refusal(own_folder)
+
+
+def test_fewer_classes_than_the_data_set_has_are_noticed(folder: Path) -> None:
+    assert "has 3 classes, but data.classes=1000" in refusal(folder, classes=1000)
+
+
+def test_fewer_images_than_the_data_set_has_are_noticed(folder: Path) -> None:
+    assert "12 training and 6 evaluation images, not 12 and 7" in refusal(folder, images=[12, 7])
+
+
+def test_a_mini_batch_larger_than_the_data_set_is_refused(folder: Path) -> None:
+    assert "data.batch_size=13" in refusal(folder, batch_size=13, drop_last=True)
+
+
+def test_an_evaluation_class_may_be_missing_and_the_others_keep_their_numbers(own_folder: Path) -> None:
+    shutil.rmtree(own_folder / "val" / "n00000001")
+    labels = torch.cat([whole(batch)[1] for batch in images(own_folder).evaluation(1)])
+    assert labels.tolist() == [0, 0, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dataset": "food-101"}, r"data\.dataset=food-101: choose one of .*food101"),
+        ({"crop_area": [0.5, 0.1]}, r"data\.crop_area=\[0\.5, 0\.1\]: must be 0 < least ≤ largest ≤ 1"),
+        ({"folders": "train"}, r"data\.folders=train: give two values, such as \[train,val\]"),
+        ({"workers": "many"}, r"data\.workers=many: give auto"),
+        ({"cutout": 2.0}, r"data\.cutout=2\.0: must be between 0 and 1"),
+    ],
+)
+def test_a_wrong_value_names_its_key_and_what_to_write(changes: dict[str, Any], message: str, folder: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        images(folder, **changes)
+
+
+# --- files: the list is kept
+
+
+def test_the_list_of_files_is_kept_until_a_folder_changes(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in [own_folder, *(path for path in own_folder.rglob("*") if path.is_dir())]:
+        os.utime(path, (1e9, 1e9))  # one that changed just now is not trusted
+    images(own_folder)
+    with monkeypatch.context() as patched:
+        patched.setattr(image_folders, "_scan", lambda split, report: pytest.fail("lists the folder again"))
+        images(own_folder)
+    tiny_images.save_image(own_folder / "val" / "n00000001" / "new.png", 1)
+    assert sum(len(whole(batch)[1]) for batch in images(own_folder).evaluation(1)) == 7
+
+
+def test_a_cache_that_cannot_be_written_costs_only_the_next_listing(own_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in [own_folder, *(path for path in own_folder.rglob("*") if path.is_dir())]:
+        os.utime(path, (1e9, 1e9))
+    assert images(own_folder, cache_dir=str(tmp_path / "file")).class_names
+
+
+# --- files: broken images
+
+
+def spoil(root: Path, *names: str) -> list[str]:
+    for name in names:
+        path = root / name
+        path.write_bytes(path.read_bytes()[:300])
+    return [str(root / name) for name in names]
+
+
+BROKEN = ("train/n00000000/n00000000_3.JPEG", "train/n00000001/n00000001_0.JPEG")  # numbers 3 and 4 of the list
+
+
+def test_broken_training_images_are_replaced_by_the_next_good_one_named_and_counted(
+    own_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = first(images(own_folder, batch_size=12).train(None, 1, 0, 1), 1)[0]
+    paths = spoil(own_folder, *BROKEN)
+    source = images(own_folder, batch_size=12, broken_images_limit=2)
+    labels = whole(first(source.train(None, 1, 0, 1), 1)[0])[1]
+    assert sorted(source.broken_images) == paths
+    assert all(path in caplog.text for path in paths)
+    assert (labels != whole(good)[1]).sum() == 1  # number 3 was of class 0, and 5, which takes its place, is of 1
+
+
+def test_broken_images_are_replaced_alike_with_loader_processes(own_folder: Path) -> None:
+    spoil(own_folder, *BROKEN)
+    runs = [
+        first(images(own_folder, workers=workers, broken_images_limit=2).train(None, 2, 0, 1), 4) for workers in (0, 2)
+    ]
+    assert equal(*runs)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_more_broken_images_than_the_limit_end_the_run_with_the_last_one_s_name(own_folder: Path, workers: int) -> None:
+    spoil(own_folder, *BROKEN)
+    source = images(own_folder, workers=workers, broken_images_limit=1)
+    with pytest.raises(ConfigurationError, match=r"n0000000\d_\d\.JPEG is broken .*data\.broken_images_limit is 1"):
+        first(source.train(None, 1, 0, 1), 3)
+
+
+def test_a_data_set_of_broken_images_ends_whatever_the_limit(own_folder: Path) -> None:
+    spoil(own_folder, *(str(path.relative_to(own_folder)) for path in (own_folder / "train").rglob("*.JPEG")))
+    with pytest.raises(ConfigurationError, match="is broken"):
+        first(images(own_folder, broken_images_limit=1000).train(None, 1, 0, 1), 3)
+
+
+def test_broken_evaluation_images_are_left_out_and_the_parts_stay_even(own_folder: Path) -> None:
+    spoil(own_folder, "val/n00000000/n00000000_0.JPEG", "val/n00000000/n00000000_1.JPEG")
+    source = images(own_folder, batch_size=6, broken_images_limit=2)
+    (batch,) = source.evaluation(2)
+    assert [labels.tolist() for _, (labels,) in batch.parts] == [[1, 1], [2, 2]]
+    assert len(source.broken_images) == 2
+
+
+def test_a_mini_batch_of_broken_evaluation_images_is_left_out(own_folder: Path) -> None:
+    spoil(own_folder, "val/n00000000/n00000000_0.JPEG", "val/n00000000/n00000000_1.JPEG")
+    batches = list(images(own_folder, batch_size=2, broken_images_limit=2).evaluation(2))
+    assert [whole(batch)[1].tolist() for batch in batches] == [[1, 1], [2, 2]]
+
+
+@pytest.mark.parametrize(
+    ("mode", "suffix"), [("CMYK", "jpg"), ("L", "jpg"), ("P", "png"), ("RGBA", "png"), ("RGB", "bmp")]
+)
+def test_whatever_the_colours_and_the_format_an_image_has_three_channels(
+    own_folder: Path, mode: str, suffix: str
+) -> None:
+    shutil.rmtree(own_folder / "val" / "n00000000")
+    path = own_folder / "val" / "n00000000" / f"only.{suffix}"
+    path.parent.mkdir()
+    Image.new("RGB", (20, 20), (250, 250, 250)).convert(mode).save(path)
+    inputs, _ = whole(next(images(own_folder).evaluation(1)))
+    assert inputs.shape[1:] == (3, 16, 16)
+    assert inputs[0].double().mean() == pytest.approx(250, abs=3)

@@ -1,0 +1,147 @@
+"""What is done to images on the way: transforms, normalisation, and the pictures of predictions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from gpipe_cli.data.images.transforms import (
+    GREY,
+    CentralCrop,
+    ColourShift,
+    Cutout,
+    evaluation_transform,
+    training_transform,
+)
+from gpipe_cli.metrics.image_pictures import confusion_matrix, draw_confusion, draw_predictions
+from gpipe_cli.models.images import Normalise
+
+
+def noise(height: int, width: int) -> torch.Tensor:
+    return torch.randint(0, 256, (3, height, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def test_the_central_crop_keeps_the_middle_seven_eighths() -> None:
+    image = noise(80, 160)
+    assert torch.equal(CentralCrop(0.875)(image), image[:, 5:75, 10:150])
+
+
+def test_a_central_crop_of_the_whole_changes_nothing() -> None:
+    image = noise(7, 5)
+    assert torch.equal(CentralCrop(1.0)(image), image)
+
+
+def test_evaluation_makes_a_square_of_any_shape() -> None:
+    made = evaluation_transform(16, 0.875)(noise(30, 70))
+    assert (made.shape, made.dtype) == ((3, 16, 16), torch.uint8)
+
+
+def test_training_makes_bytes_of_the_wanted_size() -> None:
+    transform = training_transform(24, (0.1, 1.0), flip=True, brightness=0.125, chroma=0.1, cutout=0.25)
+    for size in ((1, 1), (200, 20), (48, 64)):
+        made = transform(noise(*size))
+        assert (made.shape, made.dtype) == ((3, 24, 24), torch.uint8)
+
+
+def test_training_without_a_crop_sees_the_whole_image() -> None:
+    transform = training_transform(8, None, flip=False, brightness=0, chroma=0, cutout=0)
+    image = noise(8, 8)
+    assert torch.equal(transform(image), image)
+
+
+def test_half_of_the_images_are_mirrored() -> None:
+    torch.manual_seed(0)
+    image = noise(8, 8)
+    transform = training_transform(8, None, flip=True, brightness=0, chroma=0, cutout=0)
+    mirrored = sum(torch.equal(transform(image), image.flip(-1)) for _ in range(400))
+    assert 160 < mirrored < 240
+
+
+def test_brightness_moves_all_channels_alike_by_at_most_its_share() -> None:
+    torch.manual_seed(0)
+    image = torch.full((3, 2, 2), 128, dtype=torch.uint8)
+    shifts = torch.stack([ColourShift(0.125, 0.0)(image)[:, 0, 0].int() - 128 for _ in range(300)])
+    assert (shifts == shifts[:, :1]).all()
+    assert (int(shifts.min()), int(shifts.max())) == (pytest.approx(-32, abs=1), pytest.approx(32, abs=1))
+
+
+def test_chroma_moves_red_green_and_blue_as_cb_and_cr_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "rand", lambda *size, dtype: torch.tensor([0.5, 1.0, 0.75], dtype=dtype))
+    image = torch.full((3, 1, 1), 100, dtype=torch.uint8)  # draws: no brightness, Cb + 0.1, Cr + 0.05
+    # 255 · (1.402 · 0.05, −0.344136 · 0.1 − 0.714136 · 0.05, 1.772 · 0.1) = 17.9, −17.9, 45.2
+    assert ColourShift(0.125, 0.1)(image).flatten().tolist() == [118, 82, 145]
+
+
+def test_colours_stop_at_black_and_white(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "rand", lambda *size, dtype: torch.tensor([1.0, 0.5, 0.5], dtype=dtype))
+    assert ColourShift(0.5, 0)(torch.tensor([0, 100, 250], dtype=torch.uint8)[:, None, None]).max() == 255
+
+
+@pytest.mark.parametrize(
+    ("centre", "rows", "columns"),
+    [((8, 8), slice(6, 10), slice(6, 10)), ((0, 15), slice(0, 2), slice(13, 16))],
+)
+def test_cutout_fills_a_square_around_any_pixel(
+    centre: tuple[int, int], rows: slice, columns: slice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws = iter(centre)
+    monkeypatch.setattr(torch, "randint", lambda high, size: torch.tensor(next(draws)))
+    image = torch.zeros(3, 16, 16, dtype=torch.uint8)
+    expected = image.clone()
+    expected[:, rows, columns] = GREY
+    assert torch.equal(Cutout(0.25)(image), expected)
+    assert not image.any()
+
+
+def test_the_grey_of_cutout_is_zero_once_normalised() -> None:
+    assert Normalise()(torch.full((1, 3, 1, 1), GREY, dtype=torch.uint8)).abs().max() < 0.005
+
+
+def test_normalise_scales_bytes_to_minus_one_and_one() -> None:
+    images = torch.tensor([0, 51, 255], dtype=torch.uint8).reshape(1, 3, 1, 1)
+    assert Normalise()(images).flatten().tolist() == pytest.approx([-1, -0.6, 1])
+
+
+def test_normalise_takes_a_mean_and_a_deviation_of_each_channel() -> None:
+    images = torch.full((2, 3, 1, 1), 51, dtype=torch.uint8)
+    made = Normalise([0.1, 0.2, 0.3], [1, 0.5, 0.25])(images)
+    assert made[1].flatten().tolist() == pytest.approx([0.1, 0.0, -0.4])
+
+
+def test_normalise_leaves_numbers_and_the_memory_format_as_they_are() -> None:
+    floats = torch.randn(2, 3, 4, 4)
+    assert Normalise()(floats) is floats
+    last = torch.zeros(2, 3, 4, 4, dtype=torch.uint8).to(memory_format=torch.channels_last)
+    assert Normalise()(last).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_normalise_has_nothing_to_save() -> None:
+    assert not Normalise().state_dict()
+
+
+@pytest.mark.parametrize(("mean", "std", "key"), [([0.5, 0.5], 0.5, "mean"), (0.5, 0.0, "std")])
+def test_a_wrong_normalisation_names_the_key(mean: float | list[float], std: float, key: str) -> None:
+    with pytest.raises(ValueError, match=rf"model\.{key}="):
+        Normalise(mean, std)
+
+
+def test_the_confusion_matrix_counts_true_by_predicted() -> None:
+    counts = confusion_matrix([0, 0, 1, 2, 2, 2], [0, 1, 1, 2, 2, 0], 3)
+    assert counts.tolist() == [[1, 1, 0], [0, 1, 0], [1, 0, 2]]
+
+
+@pytest.mark.parametrize("classes", [3, 25, 1000])
+def test_the_confusion_matrix_is_drawn_for_few_and_many_classes(classes: int, tmp_path: Path) -> None:
+    draw_confusion([0, 1, 2], [0, 1, 1], [f"class {number}" for number in range(classes)], tmp_path / "c.png")
+    assert min(Image.open(tmp_path / "c.png").size) > 300
+
+
+@pytest.mark.parametrize("images", [torch.rand(11, 3, 8, 8), torch.zeros(1, 1, 8, 8, dtype=torch.uint8)])
+def test_predictions_are_drawn_for_bytes_and_numbers_grey_and_coloured(images: torch.Tensor, tmp_path: Path) -> None:
+    labels = np.arange(len(images)) % 2
+    draw_predictions(images, labels.tolist(), [0] * len(images), ["cat", "dog"], tmp_path / "p.png", labels.tolist())
+    assert Image.open(tmp_path / "p.png").format == "PNG"

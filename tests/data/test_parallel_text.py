@@ -1,0 +1,297 @@
+"""Folders of parallel text: every layout is found, and every defect is named with its file and line."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import parallel_folder
+import pytest
+from inline_run import train_inline
+
+from gpipe_cli.data.parallel.defects import KINDS, check_policy
+from gpipe_cli.data.parallel.folders import find_pairs
+from gpipe_cli.data.parallel.source import ParallelTextSource
+from gpipe_cli.data.source import no_report
+from gpipe_cli.errors import ConfigurationError
+
+SMALL: dict[str, Any] = {"source_vocabulary": 300, "target_vocabulary": 300, "batch_tokens": 500}
+
+
+def source(root: Path, **changes: Any) -> ParallelTextSource:
+    made = ParallelTextSource(str(root), **{**SMALL, "cache_dir": str(root.parent / "cache"), **changes})
+    made.prepare(no_report)
+    return made
+
+
+def refusal(root: Path, **changes: Any) -> str:
+    with pytest.raises(ConfigurationError) as error:
+        source(root, **changes)
+    return str(error.value)
+
+
+def defects(made: ParallelTextSource) -> dict[str, Any]:
+    said: dict[str, Any] = json.loads((made._opened.folder / "defects.json").read_text())
+    return said
+
+
+def places(made: ParallelTextSource) -> list[tuple[str, str, int]]:
+    return [(one["kind"], Path(one["file"]).name, one["line"]) for one in defects(made)["defects"]]
+
+
+def sources_read(made: ParallelTextSource) -> set[str]:
+    """The training sentences of a store, decoded."""
+    store = made._opened
+    texts: set[str] = set()
+    for number, size in enumerate(store.sizes.values()):
+        ids, lengths = store.gather(store.locate(np.full(size, number), np.arange(size)))[0]
+        texts |= {store.source_vocabulary.decode(of.tolist()) for of in np.split(ids, np.cumsum(lengths)[:-1])}
+    return texts
+
+
+# --- layouts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+@pytest.mark.parametrize(
+    "layout",
+    [parallel_folder.opus, parallel_folder.folders, parallel_folder.tables],
+    ids=lambda layout: layout.__name__,
+)
+def test_every_layout_gives_the_same_languages_and_sentences(
+    layout: Callable[..., Path], ending: str, tmp_path: Path
+) -> None:
+    made = source(layout(tmp_path / "text", ending))
+    assert made.sizes == parallel_folder.SIZES
+    found = {(sample.language, sample.source, sample.reference) for sample in made.held_out("dev")}
+    assert found == {(code, *pair) for code in made.sizes for pair in parallel_folder.pairs_of(code, 20, "dev")}
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+def test_a_plain_pair_of_files_is_one_language(ending: str, tmp_path: Path) -> None:
+    made = source(parallel_folder.plain(tmp_path / "text", ending))
+    assert made.sizes == {"de": 300}
+    assert len(made.held_out("dev")) == len(made.held_out("test")) == 20
+
+
+def test_a_plain_table_needs_its_language_told(tmp_path: Path) -> None:
+    pairs = parallel_folder.pairs_of("de", 300)
+    parallel_folder.write(tmp_path / "text" / "train.tsv", ["\t".join(pair) for pair in pairs])
+    assert "train.tsv does not tell its language" in refusal(tmp_path / "text")
+    assert source(tmp_path / "text", pair="de").sizes == {"de": 300}
+
+
+def test_languages_can_be_listed(tmp_path: Path) -> None:
+    root = parallel_folder.opus(tmp_path / "text")
+    assert source(root, languages=["sw", "de"]).sizes == {"sw": 120, "de": 300}
+    assert source(root, pair="sw", source_vocabulary=150, target_vocabulary=150).sizes == {"sw": 120}
+
+
+def test_another_target_language_reverses_the_pairs(tmp_path: Path) -> None:
+    made = source(parallel_folder.plain(tmp_path / "text"), target="de")
+    assert [*made.sizes] == ["en"]
+    assert made.held_out("dev")[0].reference == parallel_folder.pairs_of("de", 1, "dev")[0].source
+
+
+def test_a_language_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
+    root = parallel_folder.opus(tmp_path / "text")
+    assert "no training text from 'fr' into 'en', only from de, fi, sw" in refusal(root, languages=["fr"])
+
+
+def test_pair_and_languages_together_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"data\.pair=de .*data\.languages=fi"):
+        source(tmp_path, pair="de", languages=["fi"])
+
+
+@pytest.mark.parametrize("root", [None, "absent", "empty", "unknown"])
+def test_a_root_without_text_says_what_was_expected(root: str | None, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    parallel_folder.write(tmp_path / "unknown" / "corpus.txt", ["a line"])
+    with pytest.raises(ConfigurationError, match=r"data\.root.*xx-en/opus\.xx-en-train\.xx.*train\.tsv.*\.gz or \.zst"):
+        find_pairs(None if root is None else str(tmp_path / root), None, "en")
+
+
+def test_two_training_sets_of_a_language_are_refused(tmp_path: Path) -> None:
+    root = parallel_folder.opus(tmp_path / "text")
+    parallel_folder.plain(root)
+    assert re.search("two (train|dev|test) sets of 'de'", refusal(root))
+
+
+def test_a_text_that_is_there_packed_and_unpacked_is_refused(tmp_path: Path) -> None:
+    root = parallel_folder.plain(tmp_path / "text")
+    parallel_folder.plain(root, ".gz")
+    assert "one text twice" in refusal(root)
+
+
+# --- defects
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return parallel_folder.plain(tmp_path / "text", dev="dev")
+
+
+def spoil(path: Path, line: int, by: bytes) -> None:
+    lines = path.read_bytes().split(b"\n")
+    lines[line - 1] = by
+    path.write_bytes(b"\n".join(lines))
+
+
+LINES = {  # kind: what spoils line 7 of the sources, and what is said
+    "undecodable": (b"caf\xe9", "is not UTF-8"),
+    "empty": (b"  ", "source is empty"),
+    "too_long": (b" ".join(b"%d" % n for n in range(60)), "is too long: "),
+}
+
+
+@pytest.mark.parametrize("kind", LINES)
+def test_a_bad_line_is_dropped_counted_and_named(kind: str, root: Path) -> None:
+    whole = sources_read(source(root))
+    spoil(root / "train.de", 7, LINES[kind][0])
+    made = source(root)
+    assert places(made) == [(kind, "train.de", 7)] and defects(made)["counts"] == {"de": {kind: 1}}
+    assert made.sizes == {"de": 299}
+    assert len(whole - sources_read(made)) == 1 and not sources_read(made) - whole
+
+
+@pytest.mark.parametrize("kind", LINES)
+def test_a_bad_line_is_refused_when_asked(kind: str, root: Path) -> None:
+    spoil(root / "train.de", 7, LINES[kind][0])
+    said = refusal(root, on_defect={kind: "refuse"})
+    assert f"{root}/train.de, line 7: {LINES[kind][1]}" in said and f"data.on_defect.{kind}=drop" in said
+
+
+def test_a_line_too_long_even_to_be_encoded_is_named(root: Path) -> None:
+    spoil(root / "train.en", 9, b"x" * 100_000)
+    made = source(root)
+    assert places(made) == [("too_long", "train.en", 9)]
+    assert "100,000 characters" in defects(made)["defects"][0]["found"]
+
+
+def test_a_bad_line_of_a_dev_set_is_dropped_too(root: Path) -> None:
+    spoil(root / "dev.en", 3, b"")
+    made = source(root)
+    assert places(made) == [("empty", "dev.en", 3)] and len(made.held_out("dev")) == 19
+
+
+def test_files_of_different_lengths_are_refused_with_both_numbers(root: Path) -> None:
+    (root / "train.en").write_text("".join((root / "train.en").read_text().splitlines(keepends=True)[:290]))
+    said = refusal(root)
+    assert f"{root}/train.de, line 291" in said and "300 lines, but 290 in" in said
+    assert "data.on_defect.misaligned=drop" in said
+
+
+def test_files_of_different_lengths_can_be_dropped_as_a_whole(tmp_path: Path) -> None:
+    root = parallel_folder.opus(tmp_path / "text")
+    with (root / "sw-en" / "opus.sw-en-train.en").open("a") as file:
+        file.write("one line more\n")
+    made = source(root, on_defect={"misaligned": "drop"})
+    assert [*made.sizes] == ["de", "fi"]
+    assert places(made) == [("misaligned", "opus.sw-en-train.en", 121)]
+
+
+def test_a_last_line_without_an_end_is_a_line(root: Path) -> None:
+    for side in ("de", "en"):
+        path = root / f"train.{side}"
+        path.write_bytes(path.read_bytes().removesuffix(b"\n"))
+    assert source(root).sizes == {"de": 300}
+
+
+def test_a_row_of_a_table_with_another_number_of_tabs_is_named(tmp_path: Path) -> None:
+    root = parallel_folder.tables(tmp_path / "text", sizes={"de": 300})
+    spoil(root / "de-en" / "train.tsv", 5, b"a\tb\tc")
+    assert places(source(root)) == [("malformed", "train.tsv", 5)]
+
+
+def test_a_language_without_a_dev_set_is_trained_on_and_named(tmp_path: Path) -> None:
+    root = parallel_folder.opus(tmp_path / "text")
+    for path in root.rglob("opus.sw-en-dev.*"):
+        path.unlink()
+    made = source(root)
+    assert places(made) == [("no_dev", "text", 0)] and made.sizes["sw"] == 120
+    assert {sample.language for sample in made.held_out("dev")} == {"de", "fi"}
+    assert "language 'sw' has no dev set" in refusal(root, on_defect={"no_dev": "refuse"})
+
+
+def test_a_torn_archive_is_named(tmp_path: Path) -> None:
+    root = parallel_folder.plain(tmp_path / "text", ".gz")
+    path = root / "train.de.gz"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert f"{path}: cannot be unpacked" in refusal(root)
+
+
+def test_a_language_of_which_nothing_is_left_is_refused(root: Path) -> None:
+    for side in ("de", "en"):
+        (root / f"train.{side}").write_text("one two three four five six seven eight nine\n" * 300)
+    assert "no pair of language 'de' is left" in refusal(root, max_length=8, source_vocabulary=24, target_vocabulary=24)
+
+
+def test_a_prepared_text_with_defects_is_refused_by_who_refuses_them(root: Path) -> None:
+    spoil(root / "train.de", 7, b"")
+    source(root)
+    assert "line 7: source is empty" in refusal(root, on_defect="refuse")
+
+
+def test_a_policy_names_its_kinds_and_words() -> None:
+    assert set(check_policy("refuse")) == set(KINDS)
+    with pytest.raises(ConfigurationError, match=r"data\.on_defect\.tooo_long: there are only"):
+        check_policy({"tooo_long": "drop"})
+    with pytest.raises(ConfigurationError, match=r"data\.on_defect\.empty=keep: use drop or refuse"):
+        check_policy({"empty": "keep"})
+
+
+# --- vocabularies
+
+
+def test_each_side_has_a_vocabulary_of_its_size_or_both_share_one(root: Path) -> None:
+    apart = source(root, target_vocabulary=200)._opened
+    assert (len(apart.source_vocabulary), len(apart.target_vocabulary)) == (300, 200)
+    shared = source(root, vocabulary=300)._opened
+    assert shared.target_vocabulary is shared.source_vocabulary
+
+
+def test_a_shared_vocabulary_of_another_size_than_the_model_reads_is_refused(root: Path) -> None:
+    assert "data.source_vocabulary=200 data.target_vocabulary=200" in refusal(root, vocabulary=200)
+
+
+def test_a_vocabulary_that_the_text_cannot_fill_names_its_key(root: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"data\.target_vocabulary=60000.*use data\.target_vocabulary=\d+"):
+        source(root, target_vocabulary=60_000)
+
+
+def test_vocabularies_are_reused_when_the_text_is_the_same(root: Path) -> None:
+    source(root)
+    kept = {path: path.stat().st_mtime_ns for path in (root.parent / "cache" / "vocabularies").iterdir()}
+    source(root, max_length=50)
+    assert {path: path.stat().st_mtime_ns for path in (root.parent / "cache" / "vocabularies").iterdir()} == kept
+
+
+# --- a run
+
+
+def test_a_run_logs_how_often_each_language_was_read(tmp_path: Path) -> None:
+    root = parallel_folder.opus(tmp_path / "text")
+    words = (
+        "debug=tiny",
+        "data=parallel_text",
+        f"data.root={root}",
+        f"data.cache_dir={tmp_path}",
+        "task.generation=null",
+    )
+    train_inline(tmp_path / "run", *words, "trainer.steps=2", "trainer.evaluate_every=null")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()]
+    assert lines[0]["epochs"] == {"de": 0, "fi": 0, "sw": 0}
+    assert sum(lines[-1]["epochs"][code] * size for code, size in parallel_folder.SIZES.items()) == pytest.approx(32)
+
+
+def test_a_corpus_without_any_dev_set_is_trained_on(tmp_path: Path) -> None:
+    root = parallel_folder.plain(tmp_path / "text")
+    for path in root.glob("valid.*"):
+        path.unlink()
+    words = ("debug=tiny", "data=parallel_text", f"data.root={root}", f"data.cache_dir={tmp_path}", "trainer.steps=1")
+    assert train_inline(tmp_path / "run", *words)[0]["steps"] == 1

@@ -1,0 +1,74 @@
+"""A task of the user's whose methods return something else than they should is told which, and what it must return."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.factory.checked_task import CheckedTask
+
+NUMBER, NONE = torch.tensor(2.5), torch.zeros(0)
+
+
+class Answers:
+    """A task that returns what it was made with."""
+
+    unit, predicted = "examples", "an optional attribute"
+
+    def __init__(self, answer: Any, statistics: tuple[str, ...] = (), metrics: tuple[str, ...] = ("nll",)) -> None:
+        self.answer, self.statistics, self.metrics = answer, statistics, metrics
+
+    def weight(self, targets: tuple[Tensor, ...]) -> float:
+        return 1.0
+
+    def loss(self, outputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> Any:
+        return self.answer
+
+    def evaluate(self, outputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> Any:
+        return self.answer
+
+    def summarize(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
+        return dict(sums)
+
+
+def test_right_answers_and_optional_attributes_pass() -> None:
+    task = CheckedTask(Answers((NUMBER, torch.ones(2)), ("correct", "examples")), "mine.Task")
+    assert task.loss((), ())[0] is NUMBER
+    assert task.predicted == "an optional attribute" and not hasattr(task, "generation")
+    assert CheckedTask(Answers(torch.ones(2), metrics=("nll", "correct")), "mine.Task").evaluate((), ()).tolist() == [
+        1,
+        1,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "statistics", "said"),
+    [
+        (NUMBER, (), r"vector of 0 numbers, torch\.zeros\(0\) where there are none, not a tensor of shape \[\]"),
+        (
+            (torch.ones(6), NONE),
+            (),
+            r"vector of 0 .* not \(a tensor of shape \[6\], a tensor of shape \[0\]\)",
+        ),
+        ((NUMBER, torch.ones(1)), ("a", "b"), r"statistics as a vector of 2 numbers, not .*shape \[1\]\)"),
+        (None, (), "not nothing"),
+        ((2.5, NONE), (), r"not \(a float, a tensor of shape \[0\]\)"),
+    ],
+)
+def test_a_wrong_loss_is_told(answer: Any, statistics: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"task\._target_=mine\.Task: loss\(\) must return .*{said}"):
+        CheckedTask(Answers(answer, statistics), "mine.Task").loss((), ())
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"), [(torch.ones(3), r"a tensor of shape \[3\]"), (NUMBER, r"shape \[\]"), (2.5, "a float")]
+)
+def test_a_wrong_evaluation_is_told(answer: Any, said: str) -> None:
+    wanted = r"task\._target_=mine\.Task: evaluate\(\) must return .* metrics \(nll, correct\), not "
+    with pytest.raises(ConfigurationError, match=wanted + f".*{said}"):
+        CheckedTask(Answers(answer, metrics=("nll", "correct")), "mine.Task").evaluate((), ())

@@ -1,0 +1,129 @@
+"""Timed profiles are measured once: the next start finds them, unless something that they depend on has changed."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from inline_run import train_inline
+
+from gpipe_cli.commands import plan
+from gpipe_cli.config import Settings
+from gpipe_cli.factory.build import build_model
+from gpipe_cli.factory.profiles import profiled_costs
+from gpipe_cli.jobs.job import prepare
+from gpipe_cli.partition.cost import LayerCost
+from gpipe_cli.planner.measure import measurement
+from gpipe_cli.tasks.language_model import LanguageModelTask
+
+CPU = torch.device("cpu")
+
+
+def profile(cache: Path, *words: str, batch: int = 2) -> tuple[list[LayerCost], str]:
+    """The costs of a tiny language model's layers, and what was said of them."""
+    common = ["model=transformer_lm_small", "debug=tiny", "model.vocabulary=50", "launch.inline=true"]
+    with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
+        composed = compose("train", overrides=[*common, *words])
+    settings = Settings.from_config(prepare(composed, list(words)).config)
+    said: list[str] = []
+    ids = (torch.ones(batch, 5, dtype=torch.int64),)
+    costs = profiled_costs(build_model(settings.model), (ids, ids), settings, CPU, said.append, cache)
+    return costs, said[0]
+
+
+def test_a_profile_is_measured_once(tmp_path: Path) -> None:
+    first, said = profile(tmp_path)
+    (file,) = (tmp_path / "profiles").iterdir()
+    assert "measured in" in said and said.endswith(f"kept in {file}")
+    second, said = profile(tmp_path)
+    assert f"from {file}" in said
+    assert [(cost.name, cost.parameters, cost.cost) for cost in second] == [
+        (cost.name, cost.parameters, cost.cost) for cost in first
+    ]
+
+
+@pytest.mark.parametrize("change", [{"words": ["model.H=48"]}, {"batch": 3}, {"words": ["precision=bf16"]}])
+def test_another_model_shape_or_precision_is_measured_anew(change: dict[str, Any], tmp_path: Path) -> None:
+    profile(tmp_path)
+    assert "measured in" in profile(tmp_path, *change.get("words", []), batch=change.get("batch", 2))[1]
+    assert len(list((tmp_path / "profiles").iterdir())) == 2
+
+
+def test_the_last_layer_pays_for_the_task_s_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(self: Any, outputs: Any, targets: Any) -> Any:
+        time.sleep(0.05)
+        return outputs[0].sum(), torch.zeros(0)
+
+    monkeypatch.setattr(LanguageModelTask, "loss", slow)
+    costs, _ = profile(tmp_path)
+    assert costs[-1].cost >= 0.05
+
+
+@pytest.mark.parametrize("damage", ["not JSON", '{"key": {}, "layers": []}'])
+def test_a_profile_that_cannot_be_used_is_measured_anew(damage: str, tmp_path: Path) -> None:
+    profile(tmp_path)
+    (file,) = (tmp_path / "profiles").iterdir()
+    file.write_text(damage)
+    assert "measured in" in profile(tmp_path)[1]
+    assert json.loads(file.read_text())["layers"]
+
+
+def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "profiles").write_text("a file where the folder should be")
+    costs, said = profile(tmp_path)
+    assert all(cost.cost > 0 for cost in costs)
+    assert "kept in" not in said
+
+
+def test_a_run_says_that_its_layers_were_timed(tmp_path: Path) -> None:
+    _, events = train_inline(tmp_path, "debug=tiny", "pipeline.cost=profile", "trainer.steps=1", "task.generation=null")
+    assert any("profile of" in event["text"] for event in events if event["kind"] == "message")
+
+
+PLANNED = ("model=transformer_lm_small", "debug=tiny", "pipeline.cost=profile")
+
+
+def notes_of_a_plan(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[list[str], str]:
+    """The notes of a plan, and what was told while it was made."""
+    assert plan.main([*PLANNED, *words, "plan.format=json"]) == 0
+    printed = capsys.readouterr()
+    return json.loads(printed.out)["notes"], printed.err
+
+
+def test_a_plan_cuts_by_the_profile_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GPIPE_CACHE", str(tmp_path))
+    train_inline(tmp_path / "run", *PLANNED, "trainer.steps=1")
+    (file,) = (tmp_path / "profiles").iterdir()
+    notes, told = notes_of_a_plan(capsys=capsys)
+    assert any(f"from {file}" in note for note in notes)
+    assert told == ""
+
+
+def test_a_plan_keeps_its_profile_for_a_run_and_says_that_it_takes_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GPIPE_CACHE", str(tmp_path))
+    notes, told = notes_of_a_plan(capsys=capsys)
+    (file,) = (tmp_path / "profiles").iterdir()
+    assert any(note.endswith(f"kept in {file}") for note in notes)
+    assert told == "timing the layers on this machine, once, as gpipe-train does (pipeline.cost=profile)\n"
+    _, events = train_inline(tmp_path / "run", *PLANNED, "trainer.steps=1")
+    assert any(f"from {file}" in event["text"] for event in events if event["kind"] == "message")
+
+
+def test_a_plan_does_not_time_layers_for_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GPIPE_CACHE", str(tmp_path))
+    monkeypatch.setattr(measurement, "LONGEST_PROFILE", 0.0)
+    notes, told = notes_of_a_plan(capsys=capsys)
+    assert any("layers are too large to be timed for a plan" in note for note in notes)
+    assert told == ""
+    assert not (tmp_path / "profiles").exists()

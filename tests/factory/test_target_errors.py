@@ -1,0 +1,54 @@
+"""A `_target_` that cannot be made is refused with the true cause, and with its place in the user's own code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.factory.build import build_model, build_optimizer, build_source
+
+MADE = "could not be made from the keys of `model`"
+CASES = {  # target: the module's text, and what is said of it
+    "nowhere_{n}.layers": ("", "was not found: there is no module nowhere_{n} here or on the PYTHONPATH"),
+    "mine_{n}.layerz": ("", "was not found: mine_{n} has no layerz"),
+    "mine_{n}.layers": ("x = 1\ndef layers(:\n", "could not be imported: SyntaxError: invalid syntax ({path}, line 2)"),
+    "mine_{n}.other": (
+        "import not_there\n",
+        "could not be imported: ModuleNotFoundError: No module named 'not_there' ({path}, line 1)",
+    ),
+    "mine_{n}.raises": (
+        "def raises(depth):\n    return inner(depth)\n\n\ndef inner(depth):\n    raise ValueError(f'{depth} is odd')\n",
+        MADE + ": ValueError: 3 is odd ({path}, line 6)",
+    ),
+    "mine_{n}.shallow": (
+        "def shallow():\n    return []\n",
+        MADE + ": shallow() got an unexpected keyword argument 'depth'",
+    ),
+}
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[target.format(n=0) for target in CASES])
+def test_a_wrong_target_is_refused_with_its_cause(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, (text, said) = list(CASES.items())[number]
+    path, target = tmp_path / f"mine_{number}.py", target.format(n=number)
+    path.write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigurationError) as error:
+        build_model({"_target_": target, "depth": 3})
+    assert str(error.value) == f"model._target_={target} {said.format(n=number, path=path)}"
+
+
+def test_a_text_where_a_number_is_wanted_is_named() -> None:
+    section = {"_target_": "torch.optim.Adam", "lr": 0.1, "weight_decay": "abc"}
+    with pytest.raises(
+        ConfigurationError, match=r"between instances of .*; texts among them: optimizer\.weight_decay=abc$"
+    ):
+        build_optimizer(section, [])
+
+
+def test_what_our_own_code_refuses_is_told_without_its_place() -> None:
+    """The message names the key already; a line of ours says nothing to the person who typed it."""
+    with pytest.raises(ConfigurationError, match=r": data\.languages: no language 'xx' in the corpus[^()]*$"):
+        build_source({"_target_": "gpipe_cli.data.cldr.pairs.check_languages", "codes": ["xx"]})

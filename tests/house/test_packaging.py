@@ -1,0 +1,211 @@
+"""What is installed, who imports whom, and that a wheel works outside the clone."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import venv
+import zipfile
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # comes with `build`, which the tests need anyway
+
+ROOT = Path(__file__).parents[2]
+SIDE_BY_SIDE = ("conf", "models", "data")  # packages that stand beside gpipe_cli/ in the clone
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+# Who may import whom: the rooms of the house, from the ground up. A module may import from its own room and from those
+# named beside it, whether at its top, inside a function or for type checking only. `docs/design.md` draws the same.
+GROUND = {"", "cpu", "errors", "gpus", "layers", "typed_section", "config"}  # single files that every room may use
+ROOMS: dict[str, set[str]] = {
+    "conf": set(),
+    "models": set(),
+    "data": set(),
+    "tasks": set(),
+    "launch": set(),
+    "schedule": set(),
+    "terminal": {"conf", "launch"},
+    "pipeline": {"schedule"},
+    "distributed": {"launch"},
+    "partition": {"pipeline", "schedule"},
+    "checkpoint": {"data", "pipeline"},
+    "optim": {"checkpoint", "pipeline"},
+    "metrics": {"distributed", "pipeline", "schedule"},
+    "decoding": {"distributed", "metrics", "pipeline", "schedule", "tasks"},
+    "factory": {"data", "distributed", "partition", "pipeline", "tasks"},
+    "trainer": {
+        *("checkpoint", "data", "decoding", "distributed", "factory", "launch", "metrics", "optim", "pipeline"),
+        *("schedule", "tasks"),
+    },
+    "verify": {"data", "distributed", "factory", "launch", "metrics", "pipeline", "schedule", "tasks", "trainer"},
+    "planner": {
+        *("conf", "data", "distributed", "factory", "optim", "partition", "pipeline", "schedule", "tasks"),
+    },
+    "bench": {"distributed", "launch", "metrics", "models", "partition", "pipeline", "planner", "schedule"},
+    "jobs": {"checkpoint", "launch", "terminal"},
+    "commands": {
+        *("bench", "checkpoint", "data", "jobs", "launch", "metrics", "planner", "schedule", "tasks", "terminal"),
+    },
+}
+
+
+def source_files() -> dict[str, Path]:
+    """Every module of the package by its name below gpipe_cli ("" is gpipe_cli itself)."""
+    roots = {"": ROOT / "gpipe_cli", **{name: ROOT / name for name in SIDE_BY_SIDE}}
+    found = {}
+    for prefix, folder in roots.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            parts = parts[:-1] if parts[-1] == "__init__" else parts
+            found[".".join([*([prefix] if prefix else []), *parts])] = path
+    return found
+
+
+MODULES = source_files()
+
+
+def imports_of(module: str) -> set[str]:
+    """The modules below gpipe_cli that a module imports: at its top, inside functions, and for type checking only."""
+    path = MODULES[module]
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = absolute(node, package)
+            below = {f"{base}.{alias.name}" for alias in node.names}
+            found |= {name if name.removeprefix("gpipe_cli.") in MODULES else base for name in below}
+    return {name.removeprefix("gpipe_cli").removeprefix(".") for name in found if name.startswith("gpipe_cli")} - {
+        module
+    }
+
+
+def absolute(node: ast.ImportFrom, package: str) -> str:
+    if node.level == 0:
+        return node.module or ""
+    parts = ["gpipe_cli", *(package.split(".") if package else [])]
+    kept = parts[: len(parts) - (node.level - 1)]
+    return ".".join([*kept, *([node.module] if node.module else [])])
+
+
+def room_of(module: str) -> str:
+    return module.partition(".")[0]
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if room_of(module) in ROOMS])
+def test_imports_run_one_way(module: str) -> None:
+    allowed = GROUND | ROOMS[room_of(module)] | {room_of(module)}
+    wrong = {name for name in imports_of(module) if room_of(name) not in allowed}
+    assert not wrong, f"{module} may import from {sorted(allowed)}, not {sorted(wrong)}"
+
+
+def test_every_room_is_drawn_and_no_two_import_each_other() -> None:
+    assert {room_of(module) for module in MODULES} == {*ROOMS, *GROUND}
+    TopologicalSorter({**ROOMS, **{name: {"errors"} - {name} for name in GROUND}}).prepare()
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    TopologicalSorter({module: imports_of(module) for module in MODULES}).prepare()  # its CycleError names the files
+
+
+@pytest.mark.parametrize("folder", SIDE_BY_SIDE)
+def test_packages_beside_gpipe_cli_import_relatively(folder: str) -> None:
+    """A user's own models.py or data/ must never be taken for ours, nor ours for theirs."""
+    for path in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not {name.partition(".")[0] for name in names} & {*SIDE_BY_SIDE, "gpipe_cli"}, path
+
+
+def test_the_package_list_is_the_tree() -> None:
+    folders = {path.parent for path in (ROOT / "gpipe_cli").rglob("__init__.py")}
+    packages = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
+    for name in SIDE_BY_SIDE:
+        inside = [path.parent for path in (ROOT / name).rglob("__init__.py")]
+        packages |= {".".join(["gpipe_cli", *folder.relative_to(ROOT).parts]) for folder in inside}
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == packages
+
+
+def test_every_command_of_the_project_exists() -> None:
+    for target in PROJECT["project"]["scripts"].values():
+        module, _, function = target.partition(":")
+        tree = ast.parse(MODULES[module.removeprefix("gpipe_cli.")].read_text(encoding="utf-8"))
+        assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The wheel, and what building it said."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder)]
+    done = subprocess.run([*build, str(copy_of_clone(folder / "clone"))], capture_output=True, text=True)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    return next(folder.glob("*.whl")), said
+
+
+@pytest.fixture(scope="module")
+def wheel(built: tuple[Path, str]) -> Path:
+    return built[0]
+
+
+def copy_of_clone(target: Path) -> Path:
+    """What a build reads, so that it leaves nothing in the clone."""
+    import shutil
+
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in ("gpipe_cli", *SIDE_BY_SIDE):
+        shutil.copytree(ROOT / name, target / name, ignore=ignore)
+    for name in ("pyproject.toml", "README.md"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, target / name)
+    return target
+
+
+@pytest.mark.slow
+def test_building_it_warns_of_no_folder(built: tuple[Path, str]) -> None:
+    """pip shows its warnings even when it is told to be quiet, ahead of all that a newcomer is meant to read."""
+    assert "would be ignored" not in built[1]
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_every_module_and_every_yaml(wheel: Path) -> None:
+    held = set(zipfile.ZipFile(wheel).namelist())
+    yaml = {f"gpipe_cli/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "conf").rglob("*.yaml")}
+    names = (module.replace(".", "/") for module in MODULES if MODULES[module].name != "__init__.py")
+    assert {*yaml, *(f"gpipe_cli/{name}.py" for name in names)} <= held
+
+
+@pytest.mark.slow
+def test_the_wheel_installs_and_trains_outside_the_clone(wheel: Path, tmp_path: Path) -> None:
+    """In an environment without the clone, from a folder whose own data/ and models.py would be found first."""
+    environment = tmp_path / "environment"
+    venv.create(environment, with_pip=False)
+    site, python = next(environment.glob("lib/python*/site-packages")), str(environment / "bin" / "python")
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*install, str(wheel)], check=True)
+    (site / "dependencies.pth").write_text(f"{next(p for p in sys.path if p.endswith('site-packages'))}\n")
+    folder = tmp_path / "elsewhere"
+    (folder / "data").mkdir(parents=True)
+    for trap in ("models.py", "conf.py", "data/__init__.py"):
+        (folder / trap).write_text("raise ImportError('this is not ours')\n")
+    outside = {**os.environ, "PYTHONPATH": str(folder)}
+    where = [python, "-c", "import gpipe_cli.models as m, gpipe_cli.data as d; print(m.__file__, d.__file__)"]
+    found = subprocess.run(where, cwd=folder, env=outside, capture_output=True, text=True)
+    assert found.stdout.split() == [str(site / "gpipe_cli" / name / "__init__.py") for name in ("models", "data")]
+    words = ["debug=tiny", "trainer.steps=2", "task.generation=null", "pipeline.K=2", "pipeline.workers=2"]
+    command = [str(environment / "bin" / "gpipe-train"), *words, "hydra.run.dir=run"]
+    done = subprocess.run(command, cwd=folder, env=outside, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((folder / "run" / "summary.json").read_text())["steps"] == 2

@@ -1,0 +1,162 @@
+"""Small AmoebaNets through the engine, in this process or as one of several workers, and through the plain module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from plain_amoebanet import PlainAmoebaNet
+from small_models import CPU, build_all
+from torch.nn import functional as F
+
+from gpipe_cli.launch.context import Context
+from gpipe_cli.models.amoebanet import amoebanet, spatial_sizes
+from gpipe_cli.partition.partition import cell_layers
+from gpipe_cli.pipeline.batchnorm import finish_batchnorm
+from gpipe_cli.pipeline.cell import BuiltLayer, Cell
+from gpipe_cli.pipeline.engine import Part, Pipeline, StepPlan
+from gpipe_cli.pipeline.randomness import NoiseSource
+from gpipe_cli.pipeline.transport import Transport
+from gpipe_cli.schedule.schedule import schedule
+from gpipe_cli.tasks.classification import ClassificationTask
+
+CLASSES, STEPS = 5, 2
+SMALL = {"L": 3, "D": 16, "classes": CLASSES, "dropout": 0.0, "drop_path_keep": 1.0}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train a small AmoebaNet for `STEPS` steps."""
+
+    K: int
+    M: int
+    remat: str
+    genotype: str = "D"
+    image_size: int = 79
+    auxiliary: bool = True
+    noise: bool = False
+    examples: int = 7
+
+    def layers(self) -> list[BuiltLayer]:
+        noise = {"dropout": 0.5, "drop_path_keep": 0.4} if self.noise else {}
+        model = {"genotype": self.genotype, "image_size": self.image_size, "auxiliary_head": self.auxiliary}
+        return build_all(amoebanet(**(SMALL | model | noise)))
+
+    def parts(self, step: int) -> list[Part]:
+        generator = torch.Generator().manual_seed(step)
+        images = torch.randn(self.examples, 3, self.image_size, self.image_size, generator=generator)
+        labels = torch.randint(0, CLASSES, (self.examples,), generator=generator)
+        pairs = zip(images.tensor_split(self.M), labels.tensor_split(self.M), strict=True)
+        return [((some,), (theirs,)) for some, theirs in pairs]
+
+
+def run_engine(case: Case, placement: Sequence[int], worker: int, transport: Transport | None) -> list[dict[str, Any]]:
+    """For each step: losses, and by name gradients and buffers held here; between the steps plain gradient descent."""
+    layers = case.layers()
+    numbers = cell_layers([len(part) for part in torch.arange(len(layers)).tensor_split(case.K)])
+    noise = NoiseSource(1, 0, CPU)
+    cells = [Cell(k, [layers[i] for i in numbers[k]], noise) for k in range(case.K) if placement[k] == worker]
+    engine = Pipeline(cells, placement, transport, ClassificationTask(0.1).loss, 1, CPU)
+    program = schedule("gpipe", placement, case.M, case.remat)[worker]
+    held = dict(named for cell in cells for named in cell.parameters())
+    seen = []
+    for step in range(STEPS):
+        parts = case.parts(step)
+        plan = StepPlan(step, STEPS, tuple(len(inputs[0]) for inputs, _ in parts), 1 / case.examples)
+        record = engine.train_step(program, plan, parts if placement[0] == worker else None)
+        finish_batchnorm([b for cell in cells for b in cell.batchnorms], None)
+        if transport is not None:
+            dist.barrier()  # in the trainer the exchange separates the steps
+        gradients = {name: parameter.grad.clone() for name, parameter in held.items() if parameter.grad is not None}
+        buffers = {
+            f"{layer.name}.{name}": value.clone()
+            for cell in cells
+            for layer in cell.layers
+            for name, value in layer.module.named_buffers()
+        }
+        losses = {key: loss.item() for key, loss in record.losses.items()}
+        seen.append({"losses": losses, "gradients": gradients, "buffers": buffers})
+        descend(list(held.values()))
+    return seen
+
+
+def descend(parameters: Sequence[torch.nn.Parameter]) -> None:
+    with torch.no_grad():
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=0.05)
+                parameter.grad = None
+
+
+def plain_twin(case: Case) -> tuple[PlainAmoebaNet, list[str]]:
+    """The plain module with the layer list's weights, and the layer list's names in the order of its parameters."""
+    named = [(f"{x.name}.{name}", value) for x in case.layers() for name, value in x.module.named_parameters()]
+    auxiliary_map = (spatial_sizes(case.image_size)["stack_2"] - 5) // 3 + 1 if case.auxiliary else 0
+    plain = PlainAmoebaNet(SMALL["L"], SMALL["D"], CLASSES, case.genotype, auxiliary_map)  # type: ignore[arg-type]
+    with torch.no_grad():
+        for theirs, (name, mine) in zip(plain.in_order(), named, strict=True):
+            assert theirs.shape == mine.shape, name
+            theirs.copy_(mine)
+    return plain.train(), [name for name, _ in named]
+
+
+def run_plain(case: Case) -> list[dict[str, Any]]:
+    """For each step: the mini-batch's loss, and by the layer list's names the gradients."""
+    plain, names = plain_twin(case)
+    seen = []
+    for step in range(STEPS):
+        total = 0.0
+        for (images,), (labels,) in case.parts(step):
+            logits, auxiliary = plain(images)
+            loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.1)
+            if auxiliary is not None:
+                loss = loss + 0.4 * F.cross_entropy(auxiliary, labels, reduction="sum", label_smoothing=0.1)
+            (loss / case.examples).backward()
+            total += loss.item()
+        parameters = plain.in_order()
+        gradients = {name: p.grad.clone() for name, p in zip(names, parameters, strict=True) if p.grad is not None}
+        seen.append({"loss": total, "gradients": gradients})
+        descend(parameters)
+    return seen
+
+
+def differences(case: Case, ours: list[dict[str, Any]], plain: list[dict[str, Any]]) -> list[str]:
+    """Names of the parameters whose gradients differ from the plain model's, or are missing."""
+    found = []
+    for step, (mine, theirs) in enumerate(zip(ours, plain, strict=True)):
+        for name, gradient in mine["gradients"].items():
+            expected = theirs["gradients"][name]
+            if not torch.allclose(gradient, expected, rtol=1e-8, atol=1e-10 * max(1.0, expected.abs().max().item())):
+                worst = (gradient - expected).abs().max().item()
+                found.append(f"{case}, step {step}: gradient of {name} differs by {worst:.2e}")
+    return found
+
+
+def compare_as_processes(context: Context, config: dict[str, Any]) -> list[str]:
+    """Entry point of a worker: cell k on worker k, float64, against the plain module and against one process."""
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    context.init_process_group("gloo")
+    K = context.world_size
+    world = dist.group.WORLD
+    assert world is not None
+    found = []
+    for noise in (False, True):
+        case = Case(K, 2, "except_last", noise=noise)
+        transport = Transport(tuple(range(K)), CPU, CPU, (world, world), world)
+        ours = run_engine(case, tuple(range(K)), context.rank, transport)
+        if not noise:
+            found += differences(case, ours, run_plain(case))
+        alone = run_engine(case, (0,) * K, 0, None)
+        for step, (here, there) in enumerate(zip(ours, alone, strict=True)):
+            for part in ("gradients", "buffers"):
+                other = [name for name, value in here[part].items() if not torch.equal(value, there[part][name])]
+                found += [
+                    f"{case}, step {step}: {part} of {name} have other bits than in one process" for name in other
+                ]
+    everyone: list[Any] = [None] * K
+    dist.all_gather_object(everyone, found)
+    return [text for worker in everyone for text in worker]

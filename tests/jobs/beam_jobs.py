@@ -1,0 +1,93 @@
+"""A small Transformer that translates: through the pipeline, alone or as one of several workers, and plainly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpipe_cli.decoding.beam import Hypothesis
+from gpipe_cli.decoding.decoding import Decoder, Machinery, Marks
+from gpipe_cli.distributed.batch_plan import Form, PlanCodec
+from gpipe_cli.distributed.world import World, join_world
+from gpipe_cli.launch.context import Context
+from gpipe_cli.models.transformer import transformer
+from gpipe_cli.partition.partition import cell_layers
+from gpipe_cli.pipeline.cell import BuiltLayer, Cell, build_layer
+from gpipe_cli.pipeline.engine import Pipeline
+from gpipe_cli.pipeline.randomness import NoiseSource
+from gpipe_cli.pipeline.transport import Transport
+from gpipe_cli.schedule.programs import Programs
+from gpipe_cli.tasks.generation import GenerationSettings
+from gpipe_cli.tasks.translation import TranslationTask
+
+CPU = torch.device("cpu")
+PAD, BOS, EOS, VOCABULARY = 0, 2, 3, 13
+SHAPE = {"L": 2, "H": 32, "A": 1, "d_model": 16, "source_vocabulary": VOCABULARY, "target_vocabulary": VOCABULARY}
+SPREAD = 3.0  # times the initial weights: a model that was never trained would otherwise say the same to everything
+ALONE = World(0, 1, 1, CPU, CPU, None, None, None)
+
+
+def build() -> list[BuiltLayer]:
+    """The whole model, the same in every process."""
+    builders = transformer(**SHAPE)  # type: ignore[arg-type]
+    layers = [BuiltLayer(i, b.name, build_layer(b, i, 5, CPU).eval()) for i, b in enumerate(builders)]
+    with torch.no_grad():
+        for layer in layers:
+            for parameter in layer.module.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(SPREAD)
+    return layers
+
+
+def sentences(count: int = 11) -> list[list[int]]:
+    """Sources of 2 to 8 tokens, each with its end mark."""
+    random = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, 8, (count,), generator=random).tolist()
+    return [[*torch.randint(4, VOCABULARY, (n,), generator=random).tolist(), EOS] for n in lengths]
+
+
+def settings(**changes: Any) -> GenerationSettings:
+    return GenerationSettings(**{"per_language": 1, "per_language_at_end": 1, "group": 3, "max_length": 9, **changes})
+
+
+def through_pipeline(
+    K: int, beam: int, chosen: GenerationSettings, sources: Sequence[Sequence[int]], world: World = ALONE
+) -> list[Hypothesis]:
+    """K cells over the workers of ``world``, three groups in flight."""
+    layers, placement = build(), [k * world.workers // K for k in range(K)]
+    sizes = [len(part) for part in torch.arange(len(layers)).tensor_split(K)]
+    cells = [
+        Cell(k, [layers[i] for i in numbers], NoiseSource(1, 0, CPU))
+        for k, numbers in enumerate(cell_layers(sizes))
+        if placement[k] == world.worker
+    ]
+    for cell in cells:
+        cell.train(False)
+    transport = None
+    if world.directions is not None and world.everyone is not None:
+        ranks = tuple(world.rank_of(worker) for worker in placement)
+        transport = Transport(ranks, CPU, CPU, world.directions, world.everyone)
+    task = TranslationTask(pad_id=PAD)
+    engine = Pipeline(cells, placement, transport, task.loss, 1, CPU)
+    codec = PlanCodec(Form((2, 2), (2,)), 3, world.replica, world.replicas)
+    machinery = Machinery(world, engine, Programs("gpipe", placement, "never"), codec, 3)
+    return Decoder(machinery, task, chosen, Marks(BOS, EOS, PAD)).decode(sources if world.reads_data else [], beam)
+
+
+def log_probabilities(layers: Sequence[BuiltLayer], source: Sequence[int], prefixes: Tensor) -> Tensor:
+    """Of the next token behind each prefix [rows, t]: the whole model, with no cache, no padding and no group."""
+    values: Any = (torch.tensor([list(source)] * len(prefixes)), prefixes)
+    with torch.no_grad():
+        for layer in layers:
+            values = layer.module(values)
+    return TranslationTask(pad_id=PAD).log_probabilities(values)
+
+
+def translate(context: Context, config: dict[str, Any]) -> list[list[Any]]:
+    """One worker's part; tokens and log-probabilities on the workers that read."""
+    world = join_world(context, config["workers"], context.world_size // config["workers"], "cpu", "gloo")
+    found = through_pipeline(config["K"], config["beam"], settings(), sentences(), world)
+    return [[hypothesis.tokens, hypothesis.log_probability] for hypothesis in found]

@@ -1,0 +1,94 @@
+"""What the checkpoint tests share: a small model, real training steps, saving as the only worker, comparing bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gpipe_cli.checkpoint.files import CheckpointInfo, RunState
+from gpipe_cli.checkpoint.snapshot import CheckpointWriter, layer_state, load_layer, restore_layer
+
+Layers = dict[str, nn.Module]
+OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
+
+OPTIMIZERS: dict[str, OptimizerFactory] = {
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "AdamW-amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.01),
+    "SGD-momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
+}
+
+
+def make_layers(seed: int = 0) -> Layers:
+    torch.manual_seed(seed)
+    return {
+        "embed": nn.Linear(4, 6),
+        "block/1": nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)),
+        "relu": nn.ReLU(),
+        "head": nn.Linear(6, 3, bias=False),
+    }
+
+
+def parameters_of(layers: Mapping[str, nn.Module]) -> list[nn.Parameter]:
+    return [parameter for layer in layers.values() for parameter in layer.parameters()]
+
+
+def names_of(layers: Mapping[str, nn.Module]) -> dict[str, list[str]]:
+    return {name: [parameter for parameter, _ in layer.named_parameters()] for name, layer in layers.items()}
+
+
+def train(layers: Layers, optimizers: Sequence[Optimizer], steps: Sequence[int]) -> None:
+    for step in steps:
+        hidden = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+        for layer in layers.values():
+            hidden = layer(hidden)
+        hidden.square().mean().backward()  # type: ignore[no-untyped-call]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def save(
+    run_dir: Path,
+    step: int,
+    layers: Layers,
+    optimizer: Optimizer | None = None,
+    keep: int = 2,
+    best: tuple[str, float] | None = None,
+) -> CheckpointInfo:
+    """Save everything as the only worker."""
+    writer = CheckpointWriter(run_dir, 0, names_of(layers), keep)
+    writer.begin(step, {name: layer_state(layer, optimizer) for name, layer in layers.items()})
+    writer.wait()
+    info = writer.commit(step, RunState(data_position={"epoch": step}), workers=1, best=best)
+    writer.wait()
+    return info
+
+
+def restore(info: CheckpointInfo, layers: Layers, optimizer: Optimizer | None) -> None:
+    for name, layer in layers.items():
+        restore_layer(name, layer, optimizer, load_layer(info, name))
+
+
+def bits(tensor: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
+    return tensor.dtype, tensor.shape, tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def snapshot(layers: Layers, optimizers: Sequence[Optimizer]) -> dict[str, object]:
+    """Everything that must come back, by name and bit for bit."""
+    found: dict[str, object] = {}
+    for name, layer in layers.items():
+        found.update({f"{name}.{key}": bits(tensor) for key, tensor in layer.state_dict().items()})
+        for key, parameter in layer.named_parameters():
+            for optimizer in optimizers:
+                for entry, value in optimizer.state.get(parameter, {}).items():
+                    found[f"{name}.{key}:{entry}"] = bits(value) if isinstance(value, Tensor) else value
+    return found

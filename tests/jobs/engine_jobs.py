@@ -1,0 +1,213 @@
+"""Runs the engine over many settings, in this process or as one of several workers, and compares with a plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from small_models import CPU, WIDTH, build_all, mini_batch, plain_step, small_model, token_loss, weight_of
+from torch import nn
+from torch.nn import functional as F
+
+from gpipe_cli.launch.context import Context
+from gpipe_cli.layers import LayerBuilder
+from gpipe_cli.partition.partition import cell_layers
+from gpipe_cli.pipeline.batchnorm import finish_batchnorm
+from gpipe_cli.pipeline.cell import Cell
+from gpipe_cli.pipeline.engine import Pipeline, StepPlan
+from gpipe_cli.pipeline.randomness import NoiseSource
+from gpipe_cli.pipeline.transport import Transport
+from gpipe_cli.schedule.schedule import REMAT, schedule
+
+STEPS = 3
+WIRES = ("shared memory", "gloo", "like NCCL")  # the last: groups, first messages and receives as between GPUs
+
+
+@dataclass(frozen=True)
+class Case:
+    """One setting of the engine."""
+
+    K: int
+    M: int
+    kind: str
+    remat: str
+    examples: int = 8
+    batchnorm: bool = False
+    dropout: float = 0.0
+
+
+def all_cases(K: int) -> list[Case]:
+    """The schedules, the re-materialization policies, even and uneven batches, with and without BatchNorm."""
+    return [
+        Case(K, M, kind, remat, examples, batchnorm, dropout)
+        for M in (1, 3, 4)
+        for kind in ("gpipe", "1f1b", "zero_bubble")
+        for remat in REMAT
+        for examples, batchnorm, dropout in ((8, False, 0.0), (8, True, 0.2), (11, False, 0.0), (11, True, 0.2))
+        if kind != "zero_bubble" or (batchnorm and examples == 11)
+    ]
+
+
+def round_robin_cases(K: int) -> list[Case]:
+    """Several cells on each worker, with micro-batches that fill no group of W, one, or one and a bit."""
+    return [Case(K, M, "interleaved_1f1b", remat, 11, True, 0.2) for M in (1, 3, 4, 5) for remat in REMAT]
+
+
+def sizes_of(K: int) -> list[int]:
+    return [len(part) for part in torch.arange(7).tensor_split(K)]
+
+
+def run_case(case: Case, placement: Sequence[int], worker: int, transport: Transport | None) -> list[dict[str, Any]]:
+    """A few steps of plain gradient descent; for each: losses, and by name gradients, weights and buffers held here."""
+    layers = build_all(small_model(case.batchnorm, case.dropout))
+    noise = NoiseSource(1, 0, CPU)
+    cells = [
+        Cell(k, [layers[i] for i in numbers], noise)
+        for k, numbers in enumerate(cell_layers(sizes_of(case.K)))
+        if placement[k] == worker
+    ]
+    engine = Pipeline(cells, placement, transport, token_loss, 1, CPU)
+    program = schedule(case.kind, placement, case.M, case.remat)[worker]
+    seen = []
+    for step in range(STEPS):
+        parts = mini_batch(step, case.examples, case.M)
+        signatures = tuple(tuple(inputs[0].shape) for inputs, _ in parts)
+        plan = StepPlan(step, STEPS, signatures, 1 / weight_of(parts))
+        record = engine.train_step(program, plan, parts if placement[0] == worker else None)
+        finish_batchnorm([b for cell in cells for b in cell.batchnorms], None)
+        if transport is not None:
+            dist.barrier()  # in the trainer the exchange separates the steps
+        held = dict(named for cell in cells for named in cell.parameters())
+        gradients = {name: parameter.grad.clone() for name, parameter in held.items() if parameter.grad is not None}
+        buffers = {
+            f"{layer.name}.{name}": value.clone()
+            for cell in cells
+            for layer in cell.layers
+            for name, value in layer.module.named_buffers()
+        }
+        seen.append(
+            {"losses": {k: v.item() for k, v in record.losses.items()}, "gradients": gradients} | {"buffers": buffers}
+        )
+        with torch.no_grad():
+            for parameter in held.values():
+                parameter.sub_(parameter.grad, alpha=0.1)
+                parameter.grad = None
+    return seen
+
+
+def run_plain(case: Case) -> list[dict[str, Any]]:
+    """The same steps without the engine; BatchNorm's moving averages are worked out from the whole mini-batch."""
+    layers = build_all(small_model(case.batchnorm, case.dropout))
+    seen = []
+    for step in range(STEPS):
+        parts = mini_batch(step, case.examples, case.M)
+        loss = plain_step(layers, parts, step)
+        held = {f"{layer.name}.{name}": p for layer in layers for name, p in layer.module.named_parameters()}
+        gradients = {name: p.grad.clone() for name, p in held.items() if p.grad is not None}
+        seen.append({"loss": loss, "gradients": gradients})
+        with torch.no_grad():
+            for parameter in held.values():
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=0.1)
+                    parameter.grad = None
+    return seen
+
+
+def differences(case: Case, ours: list[dict[str, Any]], plain: list[dict[str, Any]]) -> list[str]:
+    """Names of the parameters whose gradients differ from the plain model's."""
+    return [
+        f"{case}, step {step}: gradient of {name} differs by {(gradient - expected).abs().max().item():.2e}"
+        for step, (mine, theirs) in enumerate(zip(ours, plain, strict=True))
+        for name, gradient in mine["gradients"].items()
+        if not torch.allclose(gradient, expected := theirs["gradients"][name], rtol=1e-10, atol=1e-13)
+    ]
+
+
+def compare_as_processes(context: Context, config: dict[str, Any]) -> list[str]:
+    """Entry point of a worker: cell k on worker k, or two cells a worker, round robin, where the layers suffice."""
+    torch.set_default_dtype(torch.float64)
+    context.init_process_group("gloo")
+    workers = context.world_size
+    world = dist.group.WORLD
+    assert world is not None
+    each_way = tuple(dist.new_group() for _ in range(4))
+    found: list[str] = []
+    for case in all_cases(workers) + (round_robin_cases(2 * workers) if workers < 4 else []):
+        placement = tuple(cell % workers for cell in range(case.K))
+        wire = WIRES[(case.examples + case.M + case.batchnorm + len(case.remat)) % len(WIRES)]
+        like_nccl = wire == "like NCCL"
+        groups = each_way if like_nccl or case.kind == "interleaved_1f1b" else (world, world)
+        transport = Transport(placement, CPU, CPU, groups, world, shared_memory=wire == "shared memory")
+        if like_nccl:
+            transport.connect()
+            transport.blocks_device = True
+        ours = run_case(case, placement, context.rank, transport)
+        found += differences(case, ours, run_plain(case))
+        losses: list[Any] = [None] * workers
+        dist.all_gather_object(losses, [step["losses"] for step in ours])
+        in_one_process = run_case(case, (0,) * case.K, 0, None)
+        for step, alone in enumerate(in_one_process):
+            together: dict[Any, float] = {}
+            for worker in losses:
+                together |= worker[step]
+            if together != alone["losses"]:
+                found.append(f"{case}, step {step}: losses differ from those of one process")
+            for name, gradient in ours[step]["gradients"].items():
+                if not torch.equal(gradient, alone["gradients"][name]):
+                    found.append(f"{case}, step {step}: gradient of {name} has other bits than in one process")
+    everyone: list[Any] = [None] * workers
+    dist.all_gather_object(everyone, found)
+    return [text for worker in everyone for text in worker]
+
+
+def compare_with_torch_pipelining(context: Context, config: dict[str, Any]) -> list[str]:
+    """Entry point of a worker: our gradients beside those of torch.distributed.pipelining, where it can do the same.
+
+    One tensor at the boundary, an even batch, no dropout: ScheduleGPipe and Schedule1F1B over the same layers.
+    """
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+    torch.set_default_dtype(torch.float64)
+    context.init_process_group("gloo")
+    K, rank = context.world_size, context.rank
+    world = dist.group.WORLD
+    assert world is not None
+    builders = [
+        LayerBuilder(f"layer_{i}", partial(nn.Sequential, nn.Linear(WIDTH, WIDTH), nn.Tanh())) for i in range(2 * K)
+    ]
+    x = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(1))
+    wanted = torch.arange(12) % WIDTH
+    found = []
+    for kind, peer in (("gpipe", ScheduleGPipe), ("1f1b", Schedule1F1B)):
+        for M in (4, 6):
+            mine = build_all(builders)[2 * rank : 2 * rank + 2]
+            theirs = nn.Sequential(*(layer.module for layer in build_all(builders)[2 * rank : 2 * rank + 2]))
+            transport = Transport(tuple(range(K)), CPU, CPU, (world, world), world)
+            engine = Pipeline([Cell(rank, mine, NoiseSource(1, 0, CPU))], range(K), transport, sum_of_losses, 1, CPU)
+            parts = [((a,), (b,)) for a, b in zip(x.chunk(M), wanted.chunk(M), strict=True)]
+            plan = StepPlan(0, 1, tuple(tuple(inputs[0].shape) for inputs, _ in parts), 1 / 12)
+            engine.train_step(schedule(kind, range(K), M, "always")[rank], plan, parts if rank == 0 else None)
+            dist.barrier()
+            stage = PipelineStage(theirs, rank, K, CPU)
+            runner = peer(stage, M, loss_fn=lambda y, t: sum_of_losses((y,), (t,))[0] / 12, scale_grads=False)
+            runner.step(*([x] if rank == 0 else []), **({"target": wanted} if rank == K - 1 else {}))
+            pairs = zip(
+                nn.Sequential(*(layer.module for layer in mine)).named_parameters(), theirs.parameters(), strict=True
+            )
+            for (name, own), other in pairs:
+                if not torch.allclose(own.grad, other.grad, rtol=1e-12, atol=1e-14):
+                    found.append(f"{kind}, M={M}, rank {rank}: gradient of {name}")
+            dist.barrier()
+    everyone: list[Any] = [None] * K
+    dist.all_gather_object(everyone, found)
+    return [text for worker in everyone for text in worker]
+
+
+def sum_of_losses(
+    outputs: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return F.cross_entropy(outputs[0], targets[0], reduction="sum"), torch.zeros(0)

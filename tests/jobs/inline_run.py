@@ -1,0 +1,24 @@
+"""A training run inside the test's own process: quick, because torch is imported only once."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_module
+
+from gpipe_cli.jobs.job import prepare
+from gpipe_cli.launch.inline import launch_inline
+from gpipe_cli.launch.supervisor import Job
+
+
+def train_inline(run_dir: Path, *overrides: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(the summary, all events) of a run of one worker with these overrides."""
+    with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
+        composed = compose("train", overrides=["launch.inline=true", "logging.tensorboard=false", *overrides])
+    config = prepare(composed, list(overrides)).config
+    run_dir.mkdir(parents=True, exist_ok=True)
+    events: list[dict[str, Any]] = []
+    job = Job(run_dir, 1, "gpipe_cli.trainer.run:main", {"settings": config, "started_at": time.time()})
+    return launch_inline(job, events.append), events

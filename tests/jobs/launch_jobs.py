@@ -1,0 +1,290 @@
+"""Tiny jobs for test_launch.py: entry points that workers run, and, run as a script, a command that launches them.
+
+python launch_jobs.py ENTRY WORKERS RUN_DIR [key=value of Job, as JSON ...]
+
+Where RANK is set it is one rank; ENTRY may be several then, with commas between, and linger=SECONDS follows each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gpipe_cli.errors import ConfigurationError, PlainError
+from gpipe_cli.launch.context import Context
+from gpipe_cli.launch.join import join, joined
+from gpipe_cli.launch.supervisor import Job, WorkerFailed, launch
+
+CULPRIT = 1
+
+
+def _ready(context: Context) -> None:
+    context.emit({"event": "ready", "pid": os.getpid(), "parent": os.getppid()})
+
+
+def _sleep_as_peer(context: Context) -> None:
+    """What every rank but the culprit does: nothing, for longer than any test waits."""
+    _ready(context)
+    if context.rank != CULPRIT:
+        time.sleep(120)
+    time.sleep(0.1)
+
+
+def describe(context: Context, config: dict[str, Any]) -> dict[str, Any]:
+    print("a line from C-level stdout", flush=True)
+    context.emit({"event": "hello", "text": "line\nbreak"})
+    return {
+        "rank": context.rank,
+        "world_size": context.world_size,
+        "config": config,
+        "cwd": str(Path.cwd()),
+        "threads": os.environ["OMP_NUM_THREADS"],
+        "sys_path": sys.path,
+    }
+
+
+def all_reduce(context: Context, config: dict[str, Any]) -> float:
+    import torch
+    from torch import distributed
+
+    context.init_process_group("gloo")
+    total = torch.tensor([float(context.rank + 1)])
+    distributed.all_reduce(total)
+    context.emit({"event": "reduced", "time": time.time()})
+    return total.item()
+
+
+def deadlock(context: Context, config: dict[str, Any]) -> None:
+    """Every rank waits inside gloo for a message that nobody sends."""
+    import torch
+    from torch import distributed
+
+    context.init_process_group("gloo")
+    distributed.barrier()
+    _ready(context)
+    context.where.update(cell=context.rank, instruction=f"r{context.rank}.0")
+    distributed.recv(torch.zeros(1), (context.rank + 1) % context.world_size)
+
+
+def wait_in_shared_memory(context: Context, config: dict[str, Any]) -> None:
+    """Waits for a message of a peer that sends none, in a system call that Python takes up again after each signal."""
+    import torch
+
+    from gpipe_cli.pipeline.boundary import BoundarySpec
+    from gpipe_cli.pipeline.shared_memory import Incoming
+
+    ours, _theirs = socket.socketpair()
+    _ready(context)
+    context.where.update(cell=0, instruction="r0.0")
+    Incoming(ours, 1, torch.device("cpu")).receive(BoundarySpec.of((torch.zeros(1),)), 0)
+
+
+def fail_beside_recv(context: Context, config: dict[str, Any]) -> None:
+    """One rank raises while its peers wait inside gloo for it."""
+    import torch
+    from torch import distributed
+
+    context.init_process_group("gloo")
+    distributed.barrier()
+    if context.rank == CULPRIT:
+        context.where.update(cell=1, layer="encoder.3", micro_batch=2, instruction="F1.2")
+        raise ValueError("the real cause")
+    distributed.recv(torch.zeros(1), CULPRIT)
+
+
+def kill_beside_recv(context: Context, config: dict[str, Any]) -> None:
+    import torch
+    from torch import distributed
+
+    context.init_process_group("gloo")
+    distributed.barrier()
+    if context.rank == CULPRIT:
+        print("allocating", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    distributed.recv(torch.zeros(1), CULPRIT)
+
+
+def fail_after_leaving_group(context: Context, config: dict[str, Any]) -> None:
+    """The culprit closes its connections first and raises later, so that the echoes come before the cause."""
+    import torch
+    from torch import distributed
+
+    context.init_process_group("gloo")
+    distributed.barrier()
+    if context.rank == CULPRIT:
+        distributed.destroy_process_group()
+        time.sleep(0.7)
+        raise ValueError("the real cause")
+    distributed.recv(torch.zeros(1), CULPRIT)
+
+
+def raise_value_error(context: Context, config: dict[str, Any]) -> None:
+    _sleep_as_peer(context)
+    raise ValueError("the real cause")
+
+
+def refuse_configuration(context: Context, config: dict[str, Any]) -> None:
+    raise ConfigurationError("pipeline.K=9 but the model has 8 layers: use pipeline.K<=8")
+
+
+def give_up(context: Context, config: dict[str, Any]) -> None:
+    raise PlainError("10 updates in a row had to be skipped")
+
+
+def exit_hard(context: Context, config: dict[str, Any]) -> None:
+    _sleep_as_peer(context)
+    os._exit(3)
+
+
+def exit_hard_with_zero(context: Context, config: dict[str, Any]) -> None:
+    _sleep_as_peer(context)
+    os._exit(0)
+
+
+def exit_politely(context: Context, config: dict[str, Any]) -> None:
+    _sleep_as_peer(context)
+    sys.exit(5)
+
+
+def crash(context: Context, config: dict[str, Any]) -> None:
+    _sleep_as_peer(context)
+    ctypes.string_at(0)
+
+
+def return_unwritable(context: Context, config: dict[str, Any]) -> Any:
+    return {1, 2}
+
+
+def sleep(context: Context, config: dict[str, Any]) -> None:
+    """A run that cannot be asked to stop, with a child of its own in each worker."""
+    subprocess.Popen(["sleep", "120"])
+    _ready(context)
+    time.sleep(120)
+
+
+def prepare_data(context: Context, config: dict[str, Any]) -> list[float]:
+    """The trainer's preparation of data by replicas of two workers, where a message may take 2 s.
+
+    Args:
+        config: "seconds" that each preparation takes.
+
+    Returns:
+        When each rank began to prepare; 0 for one that reads no data.
+    """
+    from gpipe_cli.distributed.world import join_world
+    from gpipe_cli.trainer.preparation import prepare_in_turn
+
+    began = 0.0
+
+    class Slow:
+        def prepare(self, report: Any) -> None:
+            nonlocal began
+            began = time.time()
+            _ready(context)
+            time.sleep(config["seconds"])
+
+    context.init_process_group = partial(context.init_process_group, timeout_seconds=2.0)  # type: ignore[method-assign]
+    world = join_world(context, 2, context.world_size // 2, "cpu", "gloo")
+    prepare_in_turn(Slow() if world.reads_data else None, world, lambda text, done, total: None)
+    return world.gather_everyone(began)
+
+
+def run_until_stopped(context: Context, config: dict[str, Any]) -> str:
+    """Rank 0 asks and sends the decision round, as the trainer does."""
+    _ready(context)
+    if context.rank == 0:
+        while not context.stop_requested():
+            time.sleep(0.02)
+        (context.run_dir / "decision").write_text("stop")
+        (context.run_dir / "saved").write_text("yes")
+    while not (context.run_dir / "decision").exists():
+        time.sleep(0.02)
+    return "stopped in order"
+
+
+def exchange_until_stopped(context: Context, config: dict[str, Any]) -> str:
+    """The trainer's way: rank 0 decides, and all hear of it in the exchange that each step has anyway."""
+    import torch
+    from torch import distributed
+
+    context.init_process_group("gloo")
+    _ready(context)
+    stop = torch.zeros(1)
+    while not stop.item():
+        stop.fill_(float(context.rank == 0 and context.stop_requested()))
+        distributed.all_reduce(stop)
+        time.sleep(0.02)
+    (context.run_dir / f"saved_{context.rank}").write_text("yes")
+    return "stopped in order"
+
+
+def stop_and_fail(context: Context, config: dict[str, Any]) -> None:
+    _ready(context)
+    while not context.stop_requested():
+        time.sleep(0.02)
+    raise OSError("disk full")
+
+
+def use_pool(context: Context, config: dict[str, Any]) -> list[int]:
+    with multiprocessing.get_context("fork").Pool(2) as pool:  # leaving the block terminates it by SIGTERM
+        return pool.map(abs, [-1, -2])
+
+
+def end_pool_at_work(context: Context, config: dict[str, Any]) -> bool:
+    """Returns whether the signals that ended the pool's processes were taken for a request to this one."""
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        pool.map_async(time.sleep, [120, 120], chunksize=1)
+        time.sleep(0.5)
+    time.sleep(1.5)
+    return context.stop_requested()
+
+
+def leave_child_behind(context: Context, config: dict[str, Any]) -> str:
+    subprocess.Popen(["sleep", "120"])
+    return "done"
+
+
+def emit_many(context: Context, config: dict[str, Any]) -> int:
+    for number in range(config["events"]):
+        context.emit({"event": "many", "number": number, "padding": "x" * 1000})
+    return config["events"]
+
+
+def _print_event(event: dict[str, Any]) -> None:
+    os.write(1, json.dumps(event).encode() + b"\n")  # in one piece: under torchrun two ranks share a pipe
+
+
+def main() -> None:
+    entry, workers, run_dir, *options = sys.argv[1:]
+    settings = {key: json.loads(value) for key, value in (option.split("=", 1) for option in options)}
+    config, linger = settings.pop("config", {}), settings.pop("linger", 0.0)
+    if joined():
+        grace = settings.get("grace_seconds", Job.grace_seconds)  # of the keys of Job the only one that a rank has
+        for job_number, one in enumerate(entry.split(",")):
+            try:
+                value = join(f"launch_jobs:{one}", config, Path(run_dir) / str(job_number), _print_event, grace)
+            finally:
+                time.sleep(linger)
+            _print_event({"event": "result", "rank": int(os.environ["RANK"]), "value": value})
+        return
+    job = Job(Path(run_dir), int(workers), f"launch_jobs:{entry}", config, **settings)
+    try:
+        result = launch(job, _print_event)
+    except (WorkerFailed, ConfigurationError) as failure:
+        print(failure, file=sys.stderr)
+        sys.exit(2 if isinstance(failure, ConfigurationError) else 1)
+    _print_event({"event": "result", "value": result})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""A user's own model, small enough that a run of some steps takes no time: digits of 8×8 pixels, two linear maps."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from gpipe_cli.layers import LayerBuilder
+
+DIGITS = ("data=digits", "data.image_size=8", "data.batch_size=16", "task=classification", "lr_schedule=constant")
+WORDS = (*DIGITS, "model._target_=own_model.layers", "trainer.evaluate_first=false", "trainer.evaluate_every=null")
+
+
+def layers(middle: str = "ReLU") -> list[LayerBuilder]:
+    """`middle` is a class of this module or of torch.nn, between the two maps."""
+    return [
+        LayerBuilder("flatten", Flatten),
+        LayerBuilder("first", partial(nn.Linear, 192, 8)),
+        LayerBuilder("middle", globals().get(middle) or getattr(nn, middle)),
+        LayerBuilder("last", partial(nn.Linear, 8, 10)),
+    ]
+
+
+def with_a_frozen_start() -> list[LayerBuilder]:
+    """1,634 parameters, of which the first map's 1,544 do not learn."""
+    flatten, _, *others = layers()
+    return [flatten, LayerBuilder("first", lambda: nn.Linear(192, 8).requires_grad_(False)), *others]
+
+
+def with_a_layer_twice() -> list[LayerBuilder]:
+    """1,706 parameters, of which 72 stand in two layers."""
+    both = nn.Linear(8, 8)
+    first, last = layers()[:2], layers()[-1]
+    return [*first, LayerBuilder("once", lambda: both), LayerBuilder("again", lambda: nn.Sequential(both)), last]
+
+
+class Flatten(nn.Module):
+    """uint8 [b, 3, 8, 8] to float32 [b, 192], from 0 to 1."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.flatten(1) / 255
+
+
+class Fading(nn.Module):
+    """Goes by how much of the run has passed."""
+
+    share = 0.0
+
+    def begin_step(self, step: int, steps: int) -> None:
+        self.share = step / max(1, steps)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 - self.share)
+
+
+class Counting(Fading):
+    """Goes by the number of the step alone."""
+
+    depends_on_steps = False
+
+    def begin_step(self, step: int, steps: int) -> None:
+        self.share = 1 / (step + 2)
+
+
+class Ending(nn.Module):
+    """Asks for an end of the run in the middle of step `at`."""
+
+    at: ClassVar[int | None] = None
+    asked: ClassVar[bool] = False
+    depends_on_steps = False
+
+    def begin_step(self, step: int, steps: int) -> None:
+        Ending.asked = step == self.at
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Remembering(nn.Module):
+    """Counts how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x

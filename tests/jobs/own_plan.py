@@ -1,0 +1,86 @@
+"""A user's own model, data and task, and the plan that gpipe-plan makes of them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from gpipe_cli.commands.plan import make_request
+from gpipe_cli.planner.plan import Plan
+from gpipe_cli.planner.planner import plan
+
+
+def planned(*overrides: str) -> Plan:
+    request = make_request(overrides)
+    return plan(request.settings, request.options)
+
+
+EVEN = "model._target_=own_plan.even_layers"
+
+
+def even_layers(layers: int = 8, width: int = 64) -> list[Any]:
+    """A user's own model whose cells can be exactly alike."""
+    from functools import partial
+
+    from torch import nn
+
+    from gpipe_cli.layers import LayerBuilder
+
+    return [LayerBuilder(f"layer_{i}", partial(nn.Linear, width, width)) for i in range(layers)]
+
+
+def layers_in_threes(layers: int = 6) -> list[Any]:
+    """A model that takes no other number of layers."""
+    if layers % 3:
+        raise ValueError(f"layers={layers}: use a multiple of 3")
+    return even_layers(layers)
+
+
+class OwnData:
+    """A user's own source, which knows nothing of plans."""
+
+    def __init__(self, batch_size: int = 64, width: int = 64) -> None:
+        self.batch_size, self.width = batch_size, width
+
+    def train(self, position: Any, parts: int, replica: int, replicas: int) -> Any:
+        import torch
+
+        from gpipe_cli.data.source import Batch
+
+        while True:
+            x = torch.zeros(self.batch_size // parts, self.width)
+            yield Batch([((x,), (x,)) for _ in range(parts)], 0)
+
+    def evaluation(self, parts: int) -> Any:
+        return iter(())
+
+
+class OwnTask:
+    """A user's own task whose loss costs nothing."""
+
+    statistics, metrics, unit = (), (), "examples"
+
+    def weight(self, targets: Any) -> float:
+        return 1.0
+
+    def loss(self, outputs: Any, targets: Any) -> Any:
+        import torch
+
+        return outputs[0].sum() * 0, torch.zeros(0, dtype=torch.float64)
+
+    evaluate = summarize = loss
+
+
+class SleepingTask(OwnTask):
+    """Its loss takes time once it has values."""
+
+    SECONDS = 0.05
+
+    def loss(self, outputs: Any, targets: Any) -> Any:
+        if not outputs[0].is_meta:
+            time.sleep(self.SECONDS)
+        return super().loss(outputs, targets)
+
+
+IDEAL = "plan.device={flops: 1e9, memory: 1GB, bandwidth: 1e15, link: 1e15, latency: 0, overhead: 0}"
+OWN = (EVEN, "data._target_=own_plan.OwnData", "data.batch_size=64", "task._target_=own_plan.OwnTask", IDEAL)

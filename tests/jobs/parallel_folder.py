@@ -1,0 +1,67 @@
+"""Small folders of parallel text in the layouts that people have, made of the embedded corpus' sentences."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Sequence
+from pathlib import Path
+
+import zstandard
+
+from gpipe_cli.data.cldr import pairs as cldr
+
+SIZES = {"de": 300, "fi": 200, "sw": 120}
+
+
+def pairs_of(code: str, count: int, split: str = "train") -> list[cldr.Pair]:
+    if split == "train":
+        return cldr.train_pairs(code, count, seed=0)
+    return [pair for _, pair in cldr.held_out_pairs(code, split, seed=0)][:count]
+
+
+def write(path: Path, lines: Sequence[str]) -> None:
+    """As the name's ending says: plain, .gz or .zst."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = "".join(f"{line}\n" for line in lines).encode()
+    if path.suffix == ".gz":
+        data = gzip.compress(data)
+    elif path.suffix == ".zst":
+        data = zstandard.compress(data)
+    path.write_bytes(data)
+
+
+def opus(root: Path, ending: str = "", sizes: dict[str, int] = SIZES, held_out: int = 20) -> Path:
+    """xx-en/opus.xx-en-train.xx beside .en; Finnish in en-fi."""
+    for code, size in sizes.items():
+        name = f"en-{code}" if code == "fi" else f"{code}-en"
+        for split in ("train", "dev", "test"):
+            pairs = pairs_of(code, size if split == "train" else held_out, split)
+            stem = f"opus.{name}-{split}"
+            write(root / name / f"{stem}.{code}{ending}", [pair.source for pair in pairs])
+            write(root / name / f"{stem}.en{ending}", [pair.target for pair in pairs])
+    return root
+
+
+def plain(root: Path, ending: str = "", code: str = "de", size: int = 300, dev: str = "valid") -> Path:
+    """train.xx beside train.en."""
+    for split, name in (("train", "train"), ("dev", dev), ("test", "test")):
+        pairs = pairs_of(code, size if split == "train" else 20, split)
+        write(root / f"{name}.{code}{ending}", [pair.source for pair in pairs])
+        write(root / f"{name}.en{ending}", [pair.target for pair in pairs])
+    return root
+
+
+def folders(root: Path, ending: str = "", sizes: dict[str, int] = SIZES) -> Path:
+    """xx/train.xx beside xx/train.en."""
+    for code, size in sizes.items():
+        plain(root / code, ending, code, size, dev="dev")
+    return root
+
+
+def tables(root: Path, ending: str = "", sizes: dict[str, int] = SIZES) -> Path:
+    """xx-en/train.tsv."""
+    for code, size in sizes.items():
+        for split in ("train", "dev", "test"):
+            pairs = pairs_of(code, size if split == "train" else 20, split)
+            write(root / f"{code}-en" / f"{split}.tsv{ending}", ["\t".join(pair) for pair in pairs])
+    return root

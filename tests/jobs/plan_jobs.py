@@ -1,0 +1,118 @@
+"""What a planned run really allocates: the engine itself, on real workers and real tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gpipe_cli.config import Settings
+from gpipe_cli.distributed.batch_plan import Part
+from gpipe_cli.distributed.world import World, join_world
+from gpipe_cli.factory.build import build_autocast, build_cells, build_model, build_optimizer, build_task, cut_model
+from gpipe_cli.launch.context import Context
+from gpipe_cli.optim.average import WeightAverage
+from gpipe_cli.pipeline.cell import Cell
+from gpipe_cli.pipeline.engine import Pipeline, StepPlan
+from gpipe_cli.planner.measure.example import example_part
+from gpipe_cli.planner.measure.tracking import Tracker
+from gpipe_cli.schedule.programs import Programs
+from gpipe_cli.trainer.assembly import make_transport
+
+CPU = torch.device("cpu")
+
+
+def measure(context: Context, config: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """Entry point of a worker: for each configuration, and each worker, the bytes of each kind."""
+    world = join_world(context, context.world_size, 1, "cpu", "auto")
+    found = []
+    for values in config["settings"]:
+        settings = Settings.from_config(values)
+        mine = one_run(settings, replace(world, shared_memory=settings.pipeline.backend != "gloo"))
+        found.append(cast("list[dict[str, Any]]", world.gather_everyone(mine)))
+    return found
+
+
+def one_run(settings: Settings, world: World) -> dict[str, Any]:
+    """Two steps: in the first the boundaries are learnt, the second is counted; ``inputs`` are by cell."""
+    pipeline, builders, task = settings.pipeline, build_model(settings.model), build_task(settings.task)
+    part, _ = example_part(settings.data, pipeline.M, False)
+    cut = cut_model(builders, pipeline, world.workers, part, CPU)
+    cells = build_cells(builders, cut, world, 1, False)
+    for cell in cells:
+        cell.train(True)
+    transport, autocast = make_transport(world, cut), build_autocast(settings.precision, CPU)
+    engine = Pipeline(cells, cut.placement, transport, task.loss, len(part[1]), CPU, autocast)
+    program = Programs(pipeline.schedule, cut.placement, pipeline.remat).training(pipeline.M)[world.worker]
+    plan = StepPlan(0, 1, (("train",),) * pipeline.M, 1.0)
+    first = cut.placement[0] == world.worker
+    engine.train_step(program, plan, [real(part) for _ in range(pipeline.M)] if first else None)
+    parameters = [p for cell in cells for _, p in cell.parameters()]
+    buffers = [b for cell in cells for layer in cell.layers for b in layer.module.buffers()]
+    optimizer = build_optimizer(settings.optimizer, parameters)
+    optimizer.step()
+    if world.size > 1:
+        dist.barrier()
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    tracker = Tracker()
+    tracker.ignore([*parameters, *buffers, *gradients])
+    with tracker:
+        parts = [real(part) for _ in range(pipeline.M)] if first else None
+        inputs = inputs_held(engine, lambda: engine.train_step(program, plan, parts))
+    state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
+    return {
+        "weights": sum(map(size_of, parameters + buffers)),
+        "gradients": sum(map(size_of, gradients)),
+        "optimizer": sum(map(size_of, state)),
+        "average": sum(map(size_of, averages_of(cells, settings.trainer.average))),
+        "inputs": inputs,
+        "activations": tracker.peak,
+    }
+
+
+def averages_of(cells: Sequence[Cell], decay: float | None) -> list[Tensor]:
+    """What the trainer keeps beside the weights."""
+    if decay is None:
+        return []
+    average = WeightAverage(cells, decay)
+    of_layers = (average.of(layer.name) for cell in cells for layer in cell.layers)
+    return list({id(tensor): tensor for named in of_layers for tensor in named.values()}.values())
+
+
+def inputs_held(engine: Pipeline, step: Callable[[], object]) -> dict[str, int]:
+    """By cell, the most bytes of boundary inputs that the engine keeps after any instruction of a step.
+
+    An input stays until its backward is complete: what a first half has put off needs it still.
+    """
+    most: dict[int, int] = dict.fromkeys(engine.cells, 0)
+    sizes: dict[tuple[int, int], int] = {}
+
+    def looking(handle: Callable[[int, int], None]) -> Callable[[int, int], None]:
+        def run(cell: int, micro_batch: int) -> None:
+            handle(cell, micro_batch)
+            sizes.update({key: sum(tensor.nbytes for tensor in held) for key, held in engine._inputs.items()})
+            for number in most:
+                here = [key for key in {*engine._inputs, *engine._put_off} if key[0] == number]
+                most[number] = max(most[number], sum(sizes[key] for key in here))
+
+        return run
+
+    handlers = dict(engine._handlers)
+    engine._handlers.update({op: looking(handle) for op, handle in handlers.items()})
+    step()
+    engine._handlers.update(handlers)
+    return {str(cell): held for cell, held in most.items()}
+
+
+def real(part: Part) -> Part:
+    """Tensors of these shapes; small numbers serve as tokens, labels and pixels."""
+    inputs, targets = ([torch.randint(1, 9, t.shape).to(t.dtype) for t in side] for side in part)
+    return tuple(inputs), tuple(targets)
+
+
+def size_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()

@@ -1,0 +1,244 @@
+"""Jobs for test_shared_memory.py: two workers that talk through a channel of shared memory."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gpipe_cli.launch.context import Context
+from gpipe_cli.pipeline import shared_memory, transport
+from gpipe_cli.pipeline.boundary import BoundarySpec, Tensors
+from gpipe_cli.pipeline.transport import ACTIVATION, GRADIENT, Transport
+from gpipe_cli.schedule.instruction import send_window
+
+CPU = torch.device("cpu")
+WINDOW = send_window(2)
+
+
+def join(context: Context, shared: bool = True) -> Transport:
+    """Worker 0 sends activations, worker 1 gradients."""
+    context.init_process_group("gloo")
+    world = dist.group.WORLD
+    assert world is not None
+    return Transport((0, 1), CPU, CPU, (world, world), world, shared)
+
+
+def take(channel: Transport, spec: BoundarySpec, number: int, kind: int = ACTIVATION) -> Tensors:
+    return channel.finish(channel.post(kind, spec, kind == GRADIENT, 1, number))
+
+
+def messages() -> list[Tensors]:
+    """Of every sort that a boundary has; each larger than the one before, then small again."""
+    random = torch.Generator().manual_seed(1)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random)
+
+    return [
+        (noise(3),),
+        (noise(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.arange(7)),
+        (noise(300, 7).requires_grad_(), torch.tensor([True, False]), noise(5).bfloat16()),
+        (noise(1000, 1000), torch.zeros(0, 4)),
+        (torch.zeros(0, 4),),
+        (noise(4).double(),),
+    ]
+
+
+def both_ways(context: Context, config: dict[str, Any]) -> list[bool]:
+    """Every message arrives as it was, twice, and stays so when its slot is used again."""
+    channel = join(context)
+    same = []
+    for step in range(2):
+        kind = ACTIVATION if step == 0 else GRADIENT
+        sent = messages()
+        if context.rank == step:
+            for number, tensors in enumerate(sent):
+                channel.send(kind, tensors, BoundarySpec.of(tensors), 1 - step, 1, number)
+        else:
+            got = [take(channel, BoundarySpec.of(tensors), number, kind) for number, tensors in enumerate(sent)]
+            for mine, theirs in zip(sum(sent, ()), sum(got, ()), strict=True):
+                same.append(torch.equal(mine, theirs) and mine.stride() == theirs.stride())
+                same.append(not theirs.requires_grad)
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, same)
+    return [each for worker in everyone for each in worker]
+
+
+def slots(context: Context, config: dict[str, Any]) -> list[int]:
+    """Bytes that worker 0 shares: after three messages in a row, and after five more that were each taken first."""
+    channel, found = join(context), []
+    message = (torch.zeros(1000),)
+    spec, number = BoundarySpec.of(message), 0
+    for in_a_row in (3, 1, 1, 1, 1, 1):
+        if context.rank == 0:
+            for place in range(in_a_row):
+                channel.send(ACTIVATION, message, spec, 1, 1, number + place)
+        dist.barrier()
+        if context.rank == 1:
+            for place in range(in_a_row):
+                take(channel, spec, number + place)
+        dist.barrier()
+        number += in_a_row
+        found.append(channel.bytes_shared)
+    return found
+
+
+def full_window(context: Context, config: dict[str, Any]) -> dict[str, float]:
+    """When worker 0 had sent what the window has room for, and one more, and when worker 1 began to take them."""
+    channel = join(context)
+    message = (torch.zeros(10),)
+    spec = BoundarySpec.of(message)
+    dist.barrier()
+    moments = {}
+    if context.rank == 0:
+        for number in range(WINDOW):
+            channel.send(ACTIVATION, message, spec, 1, 1, number)
+        moments["full"] = time.perf_counter()
+        channel.send(ACTIVATION, message, spec, 1, 1, WINDOW)
+        moments["sent one more"] = time.perf_counter()
+    else:
+        time.sleep(0.5)
+        moments["taken"] = time.perf_counter()
+        for number in range(WINDOW + 1):
+            take(channel, spec, number)
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, moments)
+    return everyone[0] | everyone[1]
+
+
+def far_apart(context: Context, config: dict[str, Any]) -> tuple[int, bool]:
+    """On two machines, as one cannot reach the other's sockets: the process group carries the message."""
+    shared_memory._reach = lambda name: None
+    channel = join(context)
+    return _one_message(channel, context.rank)
+
+
+def old_python(context: Context, config: dict[str, Any]) -> tuple[int, bool]:
+    """One that cannot make memory without a name."""
+    del os.memfd_create
+    return _one_message(join(context), context.rank)
+
+
+def no_sockets(context: Context, config: dict[str, Any]) -> tuple[int, bool]:
+    """The second worker may not have any of the kind."""
+    if context.rank == 1:
+        shared_memory._listen = lambda name: None
+    return _one_message(join(context), context.rank)
+
+
+def not_wanted(context: Context, config: dict[str, Any]) -> tuple[int, bool]:
+    return _one_message(join(context, shared=False), context.rank)
+
+
+def _one_message(channel: Transport, rank: int) -> tuple[int, bool]:
+    message = (torch.arange(5.0),)
+    spec = BoundarySpec.of(message)
+    arrived = torch.zeros(1)
+    if rank == 0:
+        channel.send(ACTIVATION, message, spec, 1, 1, 0)
+    else:
+        arrived += torch.equal(take(channel, spec, 0)[0], message[0])
+    dist.all_reduce(arrived)
+    channel.drain()
+    return channel.bytes_shared, bool(arrived)
+
+
+def last_message(context: Context, config: dict[str, Any]) -> bool:
+    """Worker 0 has gone before its message is taken: it arrives all the same."""
+    channel = join(context)
+    message = (torch.arange(3.0),)
+    spec = BoundarySpec.of(message)
+    arrived = torch.zeros(1)
+    if context.rank == 0:
+        channel.send(ACTIVATION, message, spec, 1, 1, 0)
+        del channel
+        dist.barrier()
+    else:
+        dist.barrier()
+        arrived += torch.equal(take(channel, spec, 0)[0], message[0])
+    dist.all_reduce(arrived)
+    return bool(arrived)
+
+
+def no_descriptors(context: Context, config: dict[str, Any]) -> str:
+    """What worker 1 says whose process may not open another file."""
+    channel = join(context)
+    message = (torch.zeros(3),)
+    spec = BoundarySpec.of(message)
+    dist.barrier()
+    said = ""
+    if context.rank == 0:
+        channel.send(ACTIVATION, message, spec, 1, 1, 0)
+    else:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        try:
+            take(channel, spec, 0)
+        except OSError as error:
+            said = str(error)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, said)
+    return str(everyone[1])
+
+
+def wrong_order(context: Context, config: dict[str, Any]) -> None:
+    channel = join(context)
+    message = (torch.zeros(3),)
+    if context.rank == 0:
+        channel.send(ACTIVATION, message, BoundarySpec.of(message), 1, 1, 7)
+        time.sleep(60)
+    take(channel, BoundarySpec.of(message), 6)
+
+
+def fail_beside_receive(context: Context, config: dict[str, Any]) -> None:
+    _fail_beside(context, lambda: _raise(ValueError("the real cause")), send=False)
+
+
+def kill_beside_receive(context: Context, config: dict[str, Any]) -> None:
+    _fail_beside(context, lambda: os.kill(os.getpid(), signal.SIGKILL), send=False)
+
+
+def kill_beside_send(context: Context, config: dict[str, Any]) -> None:
+    _fail_beside(context, lambda: os.kill(os.getpid(), signal.SIGKILL), send=True)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _fail_beside(context: Context, end: Any, send: bool) -> None:
+    """Worker 1 ends while worker 0 waits for its gradient, or for room in the window."""
+    channel = join(context)
+    message = (torch.zeros(3),)
+    spec = BoundarySpec.of(message)
+    dist.barrier()
+    if context.rank == 1:
+        time.sleep(0.3)
+        end()
+    for number in range(WINDOW + 1):
+        if send:
+            channel.send(ACTIVATION, message, spec, 1, 1, number)
+        else:
+            take(channel, spec, number, GRADIENT)
+
+
+def hang(context: Context, config: dict[str, Any]) -> str:
+    """Worker 1 sends nothing, alive as it is."""
+    transport._PATIENCE = 1.0
+    channel = join(context)
+    said = ""
+    if context.rank == 0:
+        try:
+            take(channel, BoundarySpec.of((torch.zeros(3),)), 0, GRADIENT)
+        except RuntimeError as error:
+            said = str(error)
+    dist.barrier()
+    return said

@@ -1,0 +1,127 @@
+"""Where a step goes, in literal numbers: forecasts, Table 4's shares, and the critical path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpipe_cli.metrics.breakdown import break_down, draw_breakdown
+from gpipe_cli.schedule.critical_path import critical_path
+from gpipe_cli.schedule.forecast import Forecast
+from gpipe_cli.schedule.instruction import COMPUTE, Instruction, Op
+from gpipe_cli.schedule.schedule import schedule
+from gpipe_cli.schedule.simulate import Span, Timeline, simulate
+
+
+def durations(forecast: Forecast, forward: list[float], backward: list[float]) -> dict[tuple[Op, int], float]:
+    like_forward = (Op.FORWARD, Op.RECOMPUTE)
+    return {(op, cell): (forward if op in like_forward else backward)[cell] for op, cell in forecast.counts}
+
+
+@pytest.mark.parametrize("remat", ["always", "except_last", "never"])
+@pytest.mark.parametrize(
+    ("kind", "placement"),
+    [
+        ("gpipe", (0, 0, 1, 1)),
+        ("1f1b", (0, 1, 2)),
+        ("interleaved_1f1b", (0, 1, 0, 1)),
+        ("zero_bubble", (0, 1, 2)),
+        ("gpipe", (0,)),
+    ],
+)
+def test_a_forecast_is_the_simulation(kind: str, placement: tuple[int, ...], remat: str) -> None:
+    forecast = Forecast(schedule(kind, placement, 5, remat), placement)
+    times = durations(forecast, [1.0, 2.5, 0.5, 3.0], [2.0, 4.5, 1.25, 7.0])
+    timeline = simulate(forecast.lists, placement, lambda i: times[i.op, i.cell])
+    assert forecast.span(times) == pytest.approx(timeline.span)
+    assert forecast.bubble(times) == pytest.approx(timeline.bubble)
+
+
+def test_even_durations_keep_the_work_and_level_the_workers() -> None:
+    forecast = Forecast(schedule("gpipe", (0, 0, 1), 2, "never"), (0, 0, 1))
+    even = forecast.even_durations(durations(forecast, [1.0, 2.0, 5.0], [2.0, 4.0, 10.0]))
+    # 8 of forward on 2 workers: 4 each, which worker 0 divides between its two cells.
+    assert {str((op.value, cell)): seconds for (op, cell), seconds in even.items() if op is Op.FORWARD} == {
+        "('F', 0)": 2.0,
+        "('F', 1)": 2.0,
+        "('F', 2)": 4.0,
+    }
+    assert forecast.busy(even) == forecast.busy(durations(forecast, [1.0, 2.0, 5.0], [2.0, 4.0, 10.0])) == 48
+
+
+def test_the_shares_of_a_step_by_hand() -> None:
+    """K=2, M=2, no recompute: cells of 1 and 3 forward, twice that backward; 2 of update; the step took 30.
+
+    Busy are 2·(1+2) on worker 0 and 2·(3+6) on worker 1: 24. The schedule: worker 1 runs F F B B from 1 to 19, then
+    worker 0's last backward: 21. With even cells of 2 and 4 it takes (M+K-1)·(2+4) = 18.
+    """
+    forecast = Forecast(schedule("gpipe", (0, 1), 2, "never"), (0, 1))
+    found = break_down(forecast, durations(forecast, [1.0, 3.0], [2.0, 6.0]), update_seconds=2, step_seconds=30)
+    assert found.computation == pytest.approx(24 / 60)
+    assert found.recomputation == 0
+    assert found.bubble == pytest.approx((2 * 18 - 24) / 60)  # a third of 36: (K-1)/(M+K-1)
+    assert found.load_imbalance == pytest.approx((2 * 21 - 2 * 18) / 60)
+    assert found.weight_update == pytest.approx(4 / 60)
+    assert found.setup == pytest.approx((60 - 42 - 4) / 60)
+    assert sum(found.shares().values()) == pytest.approx(1)
+
+
+def test_recomputation_is_told_apart() -> None:
+    forecast = Forecast(schedule("gpipe", (0,), 4, "except_last"), (0,))
+    found = break_down(forecast, durations(forecast, [1.0], [2.0]), update_seconds=0, step_seconds=15)
+    assert (found.computation, found.recomputation) == pytest.approx((12 / 15, 3 / 15))
+    assert (found.bubble, found.load_imbalance, found.setup) == (0, 0, 0)
+
+
+def test_wavering_times_never_make_a_share_negative_or_the_sum_another() -> None:
+    forecast = Forecast(schedule("gpipe", (0, 1), 2, "never"), (0, 1))
+    found = break_down(forecast, durations(forecast, [1.0, 3.0], [2.0, 6.0]), update_seconds=1, step_seconds=12)
+    assert min(found.shares().values()) >= 0
+    assert sum(found.shares().values()) == pytest.approx(1)
+
+
+def test_the_picture_of_the_shares_is_drawn(tmp_path: Path) -> None:
+    paper = {"computation": 0.656, "recomputation": 0.225, "bubble": 0.041}
+    rest = {"load_imbalance": 0.032, "setup": 0.029, "weight_update": 0.017}
+    draw_breakdown({"the paper": paper | rest}, tmp_path / "breakdown.svg", "Table 4")
+    assert (tmp_path / "breakdown.svg").read_text().count("<path") > 6
+
+
+def path_of(timeline: Timeline) -> str:
+    spans = [timeline.spans[worker][number] for worker, number in critical_path(timeline)]
+    return " ".join(str(span.instruction) for span in spans)
+
+
+def test_the_critical_path_runs_through_the_slow_cell() -> None:
+    """Cell 1 is three times as slow: from its first forward to its last backward the step is its own."""
+    lists = schedule("gpipe", (0, 1, 2), 2, "never")
+    seconds = {0: 1.0, 1: 3.0, 2: 1.0}
+    timeline = simulate(lists, (0, 1, 2), lambda i: seconds[i.cell] * (2 if i.op is Op.BACKWARD else 1))
+    computed = [name for name in path_of(timeline).split() if name[0] in "FRB"]
+    assert computed == ["F0.0", "F1.0", "F1.1", "F2.1", "B2.1", "B1.1", "B1.0", "B0.0"]
+
+
+def test_the_critical_path_has_no_gap_and_is_as_long_as_the_step() -> None:
+    lists = schedule("1f1b", (0, 1, 2, 3), 6, "except_last")
+    timeline = simulate(lists, (0, 1, 2, 3), lambda i: 1.0 + 0.3 * i.cell + (1.5 if i.op is Op.BACKWARD else 0))
+    spans = [timeline.spans[worker][number] for worker, number in critical_path(timeline)]
+    computed = sum(span.end - span.start for span in spans if span.instruction.op in COMPUTE)
+    assert computed == pytest.approx(timeline.span)
+
+
+def test_a_slow_message_holds_its_receiver_up() -> None:
+    """Sent at 1, there at 9: the wire held worker 1 up, though its own work ended after the send."""
+
+    def span(text: str, start: float, end: float) -> Span:
+        return Span(Instruction.parse(text), start, end)
+
+    first = [span("F0.0", 0, 1), span("sa0.0", 1, 1)]
+    slow = Timeline([first, [span("F1.1", 0, 2), span("ra1.0", 2, 9), span("F1.0", 9, 10)]], (0, 1))
+    early = Timeline([first, [span("F1.1", 0, 8.9), span("ra1.0", 8.9, 9), span("F1.0", 9, 10)]], (0, 1))
+    assert path_of(slow) == "F0.0 sa0.0 ra1.0 F1.0"
+    assert path_of(early) == "F1.1 ra1.0 F1.0"
+
+
+def test_a_timeline_without_spans_has_no_critical_path() -> None:
+    assert critical_path(Timeline([[], []], (0, 1))) == []

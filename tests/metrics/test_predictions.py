@@ -1,0 +1,118 @@
+"""The predictions of an evaluation, collected over workers and replicas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gpipe_cli.distributed.world import World
+from gpipe_cli.metrics.image_pictures import draw_classification, most_confused
+from gpipe_cli.metrics.predictions import IMAGES, PredictionKeeper, SpreadExamples
+from gpipe_cli.tasks.classification import ClassificationTask
+
+
+def keeper(rank: int = 0, others: tuple[Any, ...] = (), names: tuple[str, ...] = ()) -> PredictionKeeper:
+    """Of one rank; ``others``: what the other ranks bring to the meeting."""
+    world = SimpleNamespace(rank=rank, gather_everyone=lambda mine: [mine, *others])
+    return PredictionKeeper(cast(World, world), ClassificationTask(), SimpleNamespace(class_names=names))
+
+
+def numbered_images(first: int, count: int) -> Tensor:
+    """Images whose every pixel is their number."""
+    return torch.arange(first, first + count, dtype=torch.uint8)[:, None, None, None].expand(-1, 3, 4, 4)
+
+
+def logits(classes: list[int], confidence: float) -> Tensor:
+    """Of three classes."""
+    rows = torch.full((len(classes), 3), (1 - confidence) / 2)
+    rows[torch.arange(len(classes)), torch.tensor(classes)] = confidence
+    return rows.log()
+
+
+def test_a_task_tells_class_prediction_and_confidence() -> None:
+    rows = ClassificationTask().predictions((logits([2, 0], 0.8),), (torch.tensor([1, 0]),))
+    assert torch.allclose(rows, torch.tensor([[1.0, 2.0, 0.8], [0.0, 0.0, 0.8]]))
+
+
+def test_an_image_is_shown_with_its_own_prediction() -> None:
+    one = keeper(names=("a", "b", "c"))
+    labels = torch.arange(100) % 3
+    for first in range(0, 100, 10):
+        mine = labels[first : first + 10]
+        one.read([((numbered_images(first, 10),), (mine,))])
+        one.judged((logits(mine.tolist(), 0.5 + first / 1000),), (mine,))
+    found = one.finish()
+    assert found is not None and found.images is not None
+    assert found.images[:, 0, 0, 0].tolist() == list(found.shown)
+    assert np.array_equal(found.predicted, labels.numpy()) and np.array_equal(found.labels, labels.numpy())
+    assert found.confidences == pytest.approx([0.5 + place // 10 / 100 for place in found.shown])
+
+
+def test_predictions_of_other_replicas_come_after_those_of_the_first() -> None:
+    of_last_worker = np.array([[0, 1, 0.9], [1, 1, 0.8]], np.float32)
+    of_replica_1 = np.array([[2, 2, 0.7]], np.float32)
+    one = keeper(others=(of_last_worker, None, of_replica_1))
+    one.read([((numbered_images(0, 2),), (torch.tensor([0, 1]),))])
+    found = one.finish()
+    assert found is not None
+    assert (found.labels.tolist(), found.predicted.tolist()) == ([0, 1, 2], [1, 1, 2])
+    assert found.confidences == pytest.approx([0.9, 0.8])
+
+
+def test_only_rank_0_draws() -> None:
+    assert keeper(rank=1, others=(np.zeros((1, 3), np.float32),)).finish() is None
+
+
+def test_an_evaluation_without_data_leaves_nothing() -> None:
+    assert keeper().finish() is None
+
+
+def test_the_next_evaluation_begins_anew() -> None:
+    one = keeper()
+    for _ in range(2):
+        one.read([((numbered_images(0, 3),), (torch.tensor([0, 1, 2]),))])
+        one.judged((logits([0, 1, 2], 0.9),), (torch.tensor([0, 1, 2]),))
+        found = one.finish()
+        assert found is not None and len(found.labels) == 3
+
+
+def test_classes_without_names_are_shown_by_number() -> None:
+    one = keeper(names=("cat",))
+    one.judged((logits([2], 0.9),), (torch.tensor([0]),))
+    found = one.finish()
+    assert found is not None and list(found.class_names) == ["cat", "1", "2"]
+
+
+def test_data_that_are_no_images_leave_only_the_confusion_matrix(tmp_path: Path) -> None:
+    one = keeper()
+    one.read([((torch.zeros(2, 7),), (torch.tensor([0, 1]),))])
+    one.judged((logits([0, 1], 0.9),), (torch.tensor([0, 1]),))
+    found = one.finish()
+    assert found is not None
+    assert [path.name for path in draw_classification(found, tmp_path)] == ["confusion.png"]
+
+
+@pytest.mark.parametrize("count", [1, IMAGES, IMAGES + 1, 333, 5000])
+def test_examples_are_spread_over_a_stream_of_unknown_length(count: int) -> None:
+    spread = SpreadExamples(IMAGES)
+    for first in range(0, count, 7):
+        spread.add(torch.zeros(min(7, count - first), 3, 1, 1))
+    assert len(spread.places) == min(count, IMAGES)
+    gaps = np.diff([*spread.places, count])
+    assert gaps.max() <= 4 * count / len(spread.places)
+
+
+def test_many_classes_are_shown_as_the_pairs_most_often_confused(tmp_path: Path) -> None:
+    counts = np.zeros((60, 60), np.int64)
+    counts[3, 3], counts[3, 4], counts[7, 1] = 9, 2, 5
+    assert most_confused(counts, 10) == [(7, 1, 5), (3, 4, 2)]
+    one = keeper(names=tuple(f"class {number}" for number in range(60)))
+    one.judged((logits([1, 2], 0.9),), (torch.tensor([0, 2]),))
+    found = one.finish()
+    assert found is not None and draw_classification(found, tmp_path)[0].stat().st_size > 0

@@ -1,0 +1,261 @@
+"""What a run tells of its steps: the trace of real workers, the figures of the bubble meter, one clock for all."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import clock_jobs
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from inline_run import train_inline
+
+from gpipe_cli.distributed.clocks import Ping, offset
+from gpipe_cli.distributed.exchange import Exchange
+from gpipe_cli.distributed.world import World
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.jobs.job import prepare
+from gpipe_cli.launch.supervisor import Job, launch
+from gpipe_cli.metrics.step_report import StepReport, StepReporter
+from gpipe_cli.metrics.trace import Recording, measured_timeline
+from gpipe_cli.pipeline.meter import Meter, Phase
+from gpipe_cli.schedule.instruction import COMPUTE, Instruction
+from gpipe_cli.schedule.picture import draw_text
+from gpipe_cli.schedule.schedule import KINDS, schedule
+from gpipe_cli.schedule.simulate import Span, simulate, unit_durations
+
+CPU = torch.device("cpu")
+PRELOAD = ("torch", "torch.distributed")
+Event = dict[str, Any]
+
+# -- a real run ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """Three steps of four cells on two processes; the last two are recorded."""
+
+    directory: Path
+    summary: dict[str, Any]
+    kind: str
+
+    @property
+    def placement(self) -> list[int]:
+        return [cell["worker"] for cell in self.summary["cells"]]
+
+    @property
+    def lists(self) -> list[list[Instruction]]:
+        return schedule(self.kind, self.placement, 3, "except_last")
+
+    def events(self, step: int) -> list[Event]:
+        text = (self.directory / "trace" / f"step_{step:06d}.trace.json").read_text(encoding="utf-8")
+        return cast("list[Event]", json.loads(text)["traceEvents"])
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def recorded(kind: str, directory: Path) -> Run:
+    words = [
+        "debug=tiny",
+        "pipeline.K=4",
+        "pipeline.M=3",
+        "pipeline.workers=2",
+        f"pipeline.schedule={kind}",
+        "trainer.steps=3",
+        "trainer.trace_steps=[2,3]",
+        "trainer.evaluate_first=false",
+        "trainer.evaluate_every=null",
+        "task.generation=null",
+        "logging.every=3",
+        "logging.tensorboard=false",
+    ]
+    with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
+        config = prepare(compose("train", overrides=words), words).config
+    content = {"settings": config, "started_at": time.time()}
+    job = Job(directory, 2, "gpipe_cli.trainer.run:main", content, preload=PRELOAD)
+    return Run(directory, launch(job, lambda event: None), kind)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return recorded("1f1b", tmp_path_factory.mktemp("run"))
+
+
+def is_instruction(event: Event) -> bool:
+    return event["ph"] == "X" and event["cat"] != "phase"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [2, 3])
+def test_the_trace_of_each_worker_is_its_list_of_the_schedule(run: Run, step: int) -> None:
+    for worker, expected in enumerate(run.lists):
+        slices = [event for event in run.events(step) if is_instruction(event) and event["pid"] == worker]
+        slices.sort(key=lambda event: event["ts"])  # stable: the file has them in the order of execution
+        assert [event["name"] for event in slices] == [str(instruction) for instruction in expected]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_trace_has_what_the_schedule_s_picture_shows(kind: str, tmp_path: Path) -> None:
+    run = recorded(kind, tmp_path)
+    picture = draw_text(simulate(run.lists, run.placement, unit_durations))
+    drawn = {
+        label.strip(): marks.replace(".", "").split() for label, marks in (r.split("|") for r in picture.split("\n"))
+    }
+    traced: dict[str, list[str]] = {}
+    for event in sorted(run.events(3), key=lambda event: float(event.get("ts", 0))):
+        if is_instruction(event) and event["pid"] < 2:  # the third row is the critical path
+            instruction = Instruction.parse(event["name"])
+            if instruction.op in COMPUTE:
+                row = traced.setdefault(f"worker {event['pid']} cell {instruction.cell}", [])
+                row.append(f"{instruction.op.value}{instruction.micro_batch}")
+    assert traced == drawn
+
+
+def test_a_worker_does_one_thing_at_a_time(run: Run) -> None:
+    for pid in (0, 1, 2):  # the third is the critical path
+        slices = [event for event in run.events(3) if event["ph"] == "X" and event["pid"] == pid]
+        ends = [(event["ts"], event["ts"] + event["dur"]) for event in sorted(slices, key=lambda event: event["ts"])]
+        assert all(end <= start + 1e-3 for (_, end), (start, _) in pairwise(ends))
+
+
+def test_every_message_has_an_arrow_forward_in_time(run: Run) -> None:
+    arrows = {kind: {e["id"]: e for e in run.events(2) if e["ph"] == kind} for kind in ("s", "f")}
+    sent = {i.sent_message for worker in run.lists for i in worker if i.sent_message is not None}
+    assert set(arrows["s"]) == set(arrows["f"]) == {".".join(["0", *map(str, message)]) for message in sent}
+    assert all(arrows["s"][name]["ts"] < arrows["f"][name]["ts"] for name in arrows["s"])
+
+
+def test_what_follows_the_pipelines_part_is_in_the_trace(run: Run) -> None:
+    for worker in (0, 1):
+        phases = [e["name"] for e in run.events(2) if e["ph"] == "X" and e["cat"] == "phase" and e["pid"] == worker]
+        assert phases == ["gradients", "data", "exchange", "update"]
+
+
+def test_a_slice_names_the_cells_layers(run: Run) -> None:
+    first = next(event for event in run.events(2) if is_instruction(event))
+    row = run.summary["cells"][0]
+    assert first["args"]["layers"] == f"{row['first']} … {row['last']}"
+
+
+def test_recorded_steps_are_drawn(run: Run) -> None:
+    names = {path.name for path in (run.directory / "pictures").iterdir()}
+    assert names >= {f"step_{step:06d}.{kind}" for step in (2, 3) for kind in ("png", "svg")}
+
+
+def test_every_step_tells_its_bubble_and_the_schedules_own(run: Run) -> None:
+    for row in run.metrics():
+        assert 0 < row["bubble"] < 1
+        assert 0 < row["bubble_predicted"] < 1
+        assert 0 <= row["waiting_for_data_share"] <= 1
+
+
+def test_the_update_takes_time_and_is_a_part_of_the_step(run: Run) -> None:
+    first, second, _ = run.metrics()
+    assert first["update_seconds"] == 0  # none came before it
+    assert 0 < second["update_seconds"] < first["seconds"]
+
+
+def test_now_and_then_a_step_tells_the_times_of_every_cell(run: Run) -> None:
+    rows = run.metrics()
+    assert ["cells" in row for row in rows] == [True, False, True]  # the first, and every third
+    cells = rows[2]["cells"]
+    assert all(cell["forward"] > 0 and cell["backward"] > 0 for cell in cells)
+    # Cells 0 and 1 share a worker, 2 and 3 the other: messages pass between 1 and 2 alone.
+    assert [cell["waiting_for_gradient"] > 0 for cell in cells] == [False, True, False, False]
+    assert [cell["waiting_for_activation"] > 0 for cell in cells] == [False, False, True, False]
+    assert [cell["sending"] > 0 for cell in cells] == [False, True, True, False]
+
+
+def test_the_summary_tells_where_a_step_goes(run: Run) -> None:
+    shares = run.summary["breakdown"]
+    assert sum(shares.values()) == pytest.approx(1)
+    assert min(shares.values()) >= 0
+    assert shares["weight_update"] > 0
+
+
+@pytest.mark.parametrize("value", ["9", "[2,9]"])
+def test_a_step_that_never_comes_cannot_be_traced(value: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"trainer\.trace_steps=.*step 9 never comes, use numbers from 1 to 4"):
+        train_inline(tmp_path, "debug=tiny", "trainer.steps=4", f"trainer.trace_steps={value}")
+
+
+# -- the figures, by hand ------------------------------------------------------------------------------------------
+
+
+def spans(*texts: str) -> list[Span]:
+    """From "F0.0 1 2.5": instruction, start, end."""
+    words = (text.split() for text in texts)
+    return [Span(Instruction.parse(name), float(start), float(end)) for name, start, end in words]
+
+
+def report_of(workers: list[tuple[float, float, list[Span], list[Phase]]]) -> StepReport:
+    """The report of workers with one cell each: (when the step began, when it ended, its spans, phases before it).
+
+    The exchange before the step ended at 0.
+    """
+    reporter = StepReporter([-1], len(workers), 1, 1, len(workers), 0, 0)
+    exchange = Exchange(reporter.fields(), None)
+    exchange.ended_at = 0.0
+    for rank, (began, ended, recorded, phases) in enumerate(workers):
+        meter = Meter(CPU)
+        meter.began, meter.spans = began, recorded
+        world = World(rank, len(workers), 1, CPU, CPU, None, None, None)
+        reporter.write_times(exchange, world, meter, phases, ended - began, 0.0)
+    exchange.run()
+    return reporter.read(exchange, 1.0)
+
+
+def test_waiting_is_told_by_neighbour() -> None:
+    middle = spans("ra1.0 0 2", "F1.0 2 3", "sa1.0 3 3.5", "rg1.0 3.5 6", "B1.0 6 8", "sg1.0 8 8.25")
+    report = report_of([(0.0, 10.0, spans("F0.0 0 2", "B0.0 8 10"), []), (0.0, 8.25, middle, [])])
+    cell = report.cells[1]
+    assert (cell["waiting_for_activation"], cell["waiting_for_gradient"], cell["waiting"]) == (2.0, 2.5, 4.5)
+    assert (cell["forward"], cell["backward"], cell["sending"]) == (1.0, 2.0, 0.75)
+    assert report.bubble == pytest.approx(1 - (4 + 3) / (2 * 10))
+
+
+def test_what_rank_0_does_between_steps_is_no_bubble() -> None:
+    """Worker 1 is ready at once and waits, while rank 0 draws pictures until 5; the step itself takes 10."""
+    first, second = spans("F0.0 5 8", "B0.0 12 15"), spans("ra1.0 0 8", "F1.0 8 10", "B1.0 10 12")
+    report = report_of([(5.0, 15.0, first, []), (0.0, 12.0, second, [])])
+    assert report.bubble == pytest.approx(1 - (6 + 4) / (2 * 10))
+
+
+def test_the_exchange_is_that_of_the_worker_that_came_last_and_the_update_the_slowest() -> None:
+    phases = [[Phase("exchange", 0, 5), Phase("update", 5, 6)], [Phase("exchange", 4, 5), Phase("update", 5, 8)]]
+    report = report_of([(0.0, 1.0, spans("F0.0 0 1"), phases[0]), (0.0, 1.0, spans("F1.0 0 1"), phases[1])])
+    assert (report.exchange_seconds, report.update_seconds) == (1.0, 3.0)
+
+
+def test_the_measured_step_begins_with_its_first_computation() -> None:
+    """In milliseconds; who was there earlier only waited."""
+    recordings = [Recording(spans("F0.0 7 8"), []), Recording(spans("ra1.0 2 8", "F1.0 8 9"), [])]
+    timeline = measured_timeline(recordings, (0, 1))
+    assert [(span.start, span.end) for worker in timeline.spans for span in worker] == [
+        (0.0, 1000.0),
+        (0.0, 1000.0),
+        (1000.0, 2000.0),
+    ]
+
+
+# -- clocks --------------------------------------------------------------------------------------------------------
+
+
+def test_the_quickest_ping_tells_the_offset() -> None:
+    """The other clock is 100 ahead; the first answer took long to come back, the second was quick both ways."""
+    slow, quick = Ping(sent=10.0, answered=111.0, received=19.0), Ping(sent=20.0, answered=120.5, received=21.0)
+    assert offset([slow, quick]) == -100.0
+    assert offset([slow]) == pytest.approx(-100, abs=(19 - 10) / 2)
+
+
+def test_workers_of_other_machines_find_rank_0s_clock(tmp_path: Path) -> None:
+    found = launch(Job(tmp_path, 3, "clock_jobs:offsets", {}, preload=PRELOAD), lambda event: None)
+    assert found[:3] == pytest.approx([0.0, -clock_jobs.AHEAD, -2 * clock_jobs.AHEAD], abs=0.5)
+    assert found[3] == 0.0

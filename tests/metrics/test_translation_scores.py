@@ -1,0 +1,77 @@
+"""BLEU by language, level of resource and script; and the picture of it."""
+
+from __future__ import annotations
+
+import pytest
+import sacrebleu
+
+from gpipe_cli.metrics.translation_scores import by_script_and_level, languages_of, resource_levels, with_averages
+from gpipe_cli.tasks.translation import TranslationTask
+
+REFERENCES = ["the cat sat on the mat", "two dogs ran over there today", "a bird sang in the old tree", "it rains"]
+HYPOTHESES = ["the cat sat on a mat", "two dogs ran over there today", "a bird sings in the tree", "it is raining"]
+LANGUAGES = ["ru", "de", "sw", "de"]
+SIZES = {"sw": 10, "de": 1000, "ru": 200}
+SCRIPTS = {"sw": "Latin", "de": "Latin", "ru": "Cyrillic"}
+
+
+def bleu(*numbers: int) -> float:
+    return sacrebleu.corpus_bleu([HYPOTHESES[i] for i in numbers], [[REFERENCES[i] for i in numbers]]).score
+
+
+def numbers(sizes: dict[str, int] = SIZES, scripts: dict[str, str] = SCRIPTS) -> dict[str, float]:
+    return with_averages(TranslationTask().score(HYPOTHESES, REFERENCES, LANGUAGES), sizes, scripts)
+
+
+def test_each_language_is_scored_as_sacrebleu_scores_its_sentences_alone() -> None:
+    assert languages_of(numbers()) == {"de": bleu(1, 3), "ru": bleu(0), "sw": bleu(2)}
+
+
+def test_languages_stand_from_the_most_to_the_least_data() -> None:
+    assert list(languages_of(numbers())) == ["de", "ru", "sw"]
+
+
+def test_bleu_is_that_of_one_corpus_and_the_average_is_over_languages() -> None:
+    found = numbers()
+    assert found["bleu"] == bleu(0, 1, 2, 3)
+    assert found["bleu_average"] == pytest.approx((bleu(1, 3) + bleu(0) + bleu(2)) / 3, rel=1e-12)
+
+
+def test_levels_are_averaged_alone_and_by_script() -> None:
+    found = numbers()
+    assert [found[f"bleu_{level}"] for level in ("high", "middle", "low")] == [bleu(1, 3), bleu(0), bleu(2)]
+    by_script = {name: value for name, value in found.items() if name.endswith(("/Latin", "/other"))}
+    assert by_script == {"bleu_high/Latin": bleu(1, 3), "bleu_middle/other": bleu(0), "bleu_low/Latin": bleu(2)}
+
+
+def test_the_signature_is_sacrebleus() -> None:
+    signature = f"nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:{sacrebleu.__version__}"
+    assert TranslationTask().signature == signature
+
+
+def test_without_sizes_there_are_no_levels() -> None:
+    assert list(numbers({}, {})) == ["bleu", "bleu_average", "bleu/ru", "bleu/de", "bleu/sw"]
+
+
+def test_one_language_needs_no_averages() -> None:
+    scores = {"bleu": 20.0, "bleu/de": 20.0}
+    assert with_averages(scores, SIZES, SCRIPTS) == scores
+
+
+def test_other_scores_of_a_task_of_ones_own_stay() -> None:
+    assert with_averages({"chrf": 50.0, "bleu": 1.0}, SIZES, SCRIPTS) == {"chrf": 50.0, "bleu": 1.0}
+
+
+@pytest.mark.parametrize(("count", "thirds"), [(3, (1, 1, 1)), (4, (2, 1, 1)), (5, (2, 2, 1)), (102, (34, 34, 34))])
+def test_thirds_differ_by_at_most_one_language(count: int, thirds: tuple[int, int, int]) -> None:
+    levels = list(resource_levels({str(place): count - place for place in range(count)}).values())
+    assert levels == ["high"] * thirds[0] + ["middle"] * thirds[1] + ["low"] * thirds[2]
+
+
+def test_levels_go_by_pairs_not_by_order() -> None:
+    assert resource_levels(SIZES) == {"de": "high", "ru": "middle", "sw": "low"}
+
+
+def test_languages_behind_an_average_are_counted() -> None:
+    counts = by_script_and_level(SIZES, SIZES, SCRIPTS)
+    assert counts == {("Latin", "high"): 1, ("other", "middle"): 1, ("Latin", "low"): 1}

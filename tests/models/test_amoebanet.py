@@ -1,0 +1,550 @@
+"""AmoebaNet: the papers' genotypes, counts and sizes, each operation by hand, gradients against a second version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from amoebanet_jobs import SMALL, Case, differences, run_engine, run_plain
+from plain_amoebanet import PlainAmoebaNet, operation
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from gpipe_cli.launch.supervisor import Job, launch
+from gpipe_cli.layers import LayerBuilder
+from gpipe_cli.models.amoebanet import amoebanet, spatial_sizes
+from gpipe_cli.models.amoebanet_cells import AmoebaCell, CellShape
+from gpipe_cli.models.amoebanet_genotypes import GENOTYPES, CellGenotype
+from gpipe_cli.models.amoebanet_operations import (
+    FactorizedReduction,
+    Pooling,
+    SameConvolution,
+    build_operation,
+    same_padding,
+)
+from gpipe_cli.partition.cost import count_parameters
+
+small = partial(amoebanet, **SMALL)  # type: ignore[arg-type]  # whole numbers and shares
+norm = partial(nn.BatchNorm2d, eps=1e-3)
+NAMES = ("none", "1x1", "conv3", "1x7_7x1", "sep3", "sep5", "sep7", "dil2_sep5", "max2", "max3", "avg3")
+
+
+def build(builders: Sequence[LayerBuilder]) -> dict[str, nn.Module]:
+    torch.manual_seed(0)
+    return {builder.name: builder.build() for builder in builders}
+
+
+def run(layers: dict[str, nn.Module], images: Tensor) -> dict[str, Any]:
+    """The boundary behind every layer."""
+    values: Any = images
+    boundaries = {}
+    for name, layer in layers.items():
+        values = boundaries[name] = layer(values)
+    return boundaries
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """On maps this small a second thread costs more than it brings."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+# -- genotypes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("genotype", "kind", "indices", "used"),
+    [
+        ("A", "normal", [0, 0, 1, 1, 0, 1, 0, 2, 5, 0], [1, 0, 1, 0, 0, 1, 0]),
+        ("A", "reduction", [1, 0, 0, 2, 1, 0, 4, 0, 1, 0], [1, 1, 0, 0, 0, 0, 0]),
+        ("B", "normal", [1, 1, 1, 0, 1, 0, 2, 2, 1, 5], [0, 1, 1, 0, 0, 1, 0]),
+        ("B", "reduction", [0, 0, 2, 1, 2, 2, 3, 1, 4, 3], [1, 1, 1, 1, 1, 0, 0]),
+        ("C", "normal", [0, 0, 0, 0, 2, 1, 0, 1, 3, 0], [1, 0, 0, 1, 0, 0, 0]),
+        ("C", "reduction", [0, 0, 2, 0, 0, 1, 4, 4, 1, 1], [0, 1, 0, 0, 0, 0, 0]),
+        ("D", "normal", [1, 1, 1, 0, 0, 0, 2, 2, 1, 5], [0, 1, 1, 0, 0, 1, 0]),
+        ("D", "reduction", [0, 0, 2, 1, 2, 2, 3, 1, 2, 3], [1, 1, 1, 1, 0, 0, 0]),
+    ],
+)
+def test_a_genotype_wires_the_states_as_the_published_lists(
+    genotype: str, kind: str, indices: list[int], used: list[int]
+) -> None:
+    cell: CellGenotype = getattr(GENOTYPES[genotype], kind)
+    assert [state for node in cell.nodes for _, state in node] == indices
+    assert cell.concatenated == tuple(state for state, flag in enumerate(used) if not flag)
+
+
+@pytest.mark.parametrize(
+    ("genotype", "kind", "names"),
+    [
+        ("B", "normal", "1x1 max3 none sep3 1x1 sep3 1x1 none avg3 1x1"),
+        ("B", "reduction", "max2 max3 none conv3 dil2_sep5 max3 none sep3 avg3 1x1"),
+        ("D", "normal", "1x1 max3 none 1x7_7x1 1x1 1x7_7x1 max3 none avg3 1x1"),
+        ("D", "reduction", "max2 max3 none conv3 1x7_7x1 max3 none max2 avg3 1x1"),
+    ],
+)
+def test_a_genotype_names_the_operations_of_the_published_lists(genotype: str, kind: str, names: str) -> None:
+    cell: CellGenotype = getattr(GENOTYPES[genotype], kind)
+    assert [name for node in cell.nodes for name, _ in node] == names.split()
+
+
+# -- counts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("genotype", "L", "D", "parameters", "with_auxiliary_head"),
+    [
+        ("D", 18, 208, 81_137_437, 81_781_529),
+        ("D", 18, 416, 317_541_696, 318_270_652),
+        ("D", 18, 544, 540_196_240, 540_977_420),
+        ("D", 36, 544, 1_053_293_776, 1_054_074_956),
+        ("D", 72, 512, 1_842_610_248, 1_843_378_372),
+        ("D", 18, 256, 121_911_016, 122_574_692),
+        ("D", 18, 128, 31_555_384, 32_166_836),
+        ("B", 18, 512, 557_277_864, 558_045_988),
+    ],
+)
+def test_the_published_sizes_have_these_parameters(
+    genotype: str, L: int, D: int, parameters: int, with_auxiliary_head: int
+) -> None:
+    model = partial(amoebanet, L, D, 1000, 224, genotype)
+    assert sum(count_parameters(model(auxiliary_head=False))) == parameters
+    assert sum(count_parameters(model())) == with_auxiliary_head
+
+
+def test_the_auxiliary_head_grows_with_the_image() -> None:
+    assert sum(count_parameters(amoebanet(18, 512, 1000, 480, "B"))) == 559_063_693
+
+
+@pytest.mark.parametrize(
+    ("genotype", "D", "millions"), [("A", 190, 86.72), ("A", 448, 468.15), ("A", 204, 99.63), ("C", 228, 155.27)]
+)
+def test_the_other_genotypes_have_the_sizes_of_the_evolution_paper(genotype: str, D: int, millions: float) -> None:
+    parameters = sum(count_parameters(amoebanet(18, D, 1000, 331, genotype, auxiliary_head=False)))
+    assert round(parameters / 1e6, 2) == millions
+
+
+@pytest.mark.parametrize(
+    ("classes", "parameters"),
+    [
+        (10, 549_166_794),
+        (37, 549_388_005),
+        (100, 549_904_164),
+        (101, 549_912_357),
+        (196, 550_690_692),
+        (500, 553_181_364),
+    ],
+)
+def test_the_transfer_heads_of_amoebanet_b_have_these_parameters(classes: int, parameters: int) -> None:
+    assert sum(count_parameters(amoebanet(18, 512, classes, 480, "B", auxiliary_head=False))) == parameters
+
+
+def test_the_parts_of_amoebanet_b_have_these_parameters() -> None:
+    builders = amoebanet(18, 512, 1000, 480, "B", auxiliary_head=False)
+    parts: dict[str, int] = {}
+    for builder, number in zip(builders, count_parameters(builders), strict=True):
+        part = builder.name.split(".")[0].replace("_cell_1", "_cells").replace("_cell_2", "_cells")
+        parts[part] = parts.get(part, 0) + number
+    assert parts == {
+        "stem": 928,
+        "stem_cells": 590_624,
+        "stack_1": 22_584_320,
+        "reduction_1": 10_638_336,
+        "stack_2": 94_715_904,
+        "reduction_2": 42_379_264,
+        "stack_3": 378_175_488,
+        "head": 8_193_000,
+    }
+
+
+def test_exactly_the_parameters_of_the_auxiliary_head_carry_its_name() -> None:
+    with FakeTensorMode():
+        layers = build(amoebanet(18, 208, 1000, 224))
+    named = {f"{layer}.{name}": p.numel() for layer, m in layers.items() for name, p in m.named_parameters()}
+    auxiliary = {name: number for name, number in named.items() if ".auxiliary_head." in name}
+    assert {name.split(".auxiliary_head.")[0] for name in auxiliary} == {"stack_2.5"}
+    assert sum(auxiliary.values()) == 81_781_529 - 81_137_437
+
+
+# -- the list and its boundaries -------------------------------------------------------------------------------------
+
+
+def test_the_layers_are_l_plus_six_and_reductions_precede_the_second_and_third_stack() -> None:
+    assert [builder.name for builder in small(L=6, image_size=32, auxiliary_head=False)] == [
+        *("stem", "stem_cell_1", "stem_cell_2", "stack_1.0", "stack_1.1", "reduction_1", "stack_2.0", "stack_2.1"),
+        *("reduction_2", "stack_3.0", "stack_3.1", "head"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("image_size", "sides"),
+    [
+        (480, [239, 120, 60, 60, 30, 30, 15, 15]),
+        (331, [165, 83, 42, 42, 21, 21, 11, 11]),
+        (299, [149, 75, 38, 38, 19, 19, 10, 10]),
+        (224, [111, 56, 28, 28, 14, 14, 7, 7]),
+        (32, [15, 8, 4, 4, 2, 2, 1, 1]),
+    ],
+)
+def test_each_layer_has_the_published_size(image_size: int, sides: list[int]) -> None:
+    with FakeTensorMode():
+        layers = build(small(image_size=image_size, auxiliary_head=False))
+        boundaries = run(layers, torch.empty(2, 3, image_size, image_size))
+    outputs = [b[0] if isinstance(b, tuple) else b for b in boundaries.values()]
+    assert [tuple(output.shape[2:]) for output in outputs[:-1]] == [(side, side) for side in sides]
+    expected = spatial_sizes(image_size)
+    assert list(expected.values()) == [sides[0], sides[1], sides[3], sides[5], sides[7]]
+
+
+@pytest.mark.parametrize("genotype", ["A", "B", "C", "D"])
+def test_a_cell_hands_on_its_input_itself_and_the_last_one_its_output_alone(genotype: str) -> None:
+    layers = build(small(L=6, image_size=32, genotype=genotype, auxiliary_head=False))
+    boundaries = run(layers, torch.randn(2, 3, 32, 32))
+    before = boundaries.pop("stem")
+    for name in list(boundaries)[:-2]:
+        output, passed_on = boundaries[name]
+        assert passed_on is before, name
+        before = output
+    assert isinstance(boundaries["stack_3.1"], Tensor)
+
+
+@pytest.mark.parametrize("in_channels", [1, 3])
+def test_every_output_keeps_the_memory_format_of_the_stem(in_channels: int) -> None:
+    for channels_last, memory_format in ((True, torch.channels_last), (False, torch.contiguous_format)):
+        keys = {"in_channels": in_channels, "channels_last": channels_last}
+        model = small(D=32, image_size=64, auxiliary_head=False, **keys)
+        for name, boundary in run(build(model), torch.randn(2, in_channels, 64, 64)).items():
+            for tensor in boundary if isinstance(boundary, tuple) else (boundary,):
+                assert tensor.dim() == 2 or tensor.is_contiguous(memory_format=memory_format), name
+
+
+@pytest.mark.parametrize("genotype", ["A", "B", "C", "D"])
+@pytest.mark.parametrize("image_size", [3, 6, 9, 32])
+def test_images_down_to_three_pixels_train(genotype: str, image_size: int) -> None:
+    layers = build(small(image_size=image_size, genotype=genotype, auxiliary_head=False))
+    logits = run(layers, torch.randn(3, 3, image_size, image_size))["head"]
+    logits.square().sum().backward()
+    assert logits.shape == (3, 5)
+    assert all(p.grad is not None and p.grad.isfinite().all() for m in layers.values() for p in m.parameters())
+
+
+def test_images_need_not_be_square() -> None:
+    layers = build(small(image_size=32, auxiliary_head=False))
+    assert run(layers, torch.randn(2, 3, 33, 46))["head"].shape == (2, 5)
+
+
+def test_bfloat16_autocast_stays_near_float32() -> None:
+    layers = build(small(image_size=32, auxiliary_head=False))
+    images = torch.randn(16, 3, 32, 32)
+    exact = run(layers, images)["reduction_1"][0]
+    with torch.autocast("cpu", torch.bfloat16):
+        boundaries = run(layers, images)
+    rough = boundaries["reduction_1"][0]
+    assert rough.dtype == torch.bfloat16
+    assert boundaries["head"].isfinite().all()
+    assert F.cosine_similarity(rough.float().flatten(), exact.flatten(), 0) > 0.99
+
+
+# -- operations ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "kernel", "stride", "dilation", "padding"),
+    [
+        (8, 3, 1, 1, (1, 1)),
+        (8, 3, 2, 1, (0, 1)),
+        (7, 3, 2, 1, (1, 1)),
+        (8, 2, 2, 1, (0, 0)),
+        (7, 2, 2, 1, (0, 1)),
+        (8, 7, 2, 1, (2, 3)),
+        (7, 7, 2, 1, (3, 3)),
+        (1, 7, 2, 1, (3, 3)),
+        (8, 1, 2, 1, (0, 0)),
+        (8, 5, 1, 2, (4, 4)),
+    ],
+)
+def test_same_padding_puts_the_odd_pixel_behind(
+    size: int, kernel: int, stride: int, dilation: int, padding: tuple[int, int]
+) -> None:
+    assert same_padding(size, kernel, stride, dilation) == padding
+
+
+@pytest.mark.parametrize(("size", "sums"), [(4, [6.0, 7.0]), (5, [3.0, 9.0, 9.0])])
+def test_a_convolution_of_stride_two_starts_at_the_first_pixel_of_an_even_row(size: int, sums: list[float]) -> None:
+    convolution = SameConvolution(1, 1, (1, 3), (1, 2))
+    nn.init.ones_(convolution.weight)
+    row = torch.arange(1.0, size + 1)[None, None, None]
+    assert convolution(row).flatten().tolist() == sums
+
+
+@pytest.mark.parametrize(
+    ("pool", "k", "stride", "result"),
+    [
+        ("max", 3, 2, [[11.0, 12.0], [15.0, 16.0]]),  # windows are the rows 1 to 3 and 3 to 4
+        ("max", 2, 2, [[6.0, 8.0], [14.0, 16.0]]),
+        ("avg", 3, 2, [[6.0, 7.5], [12.0, 13.5]]),
+        ("avg", 3, 1, [[3.5, 4.0, 5.0, 5.5], [5.5, 6.0, 7.0, 7.5], [9.5, 10.0, 11.0, 11.5], [11.5, 12.0, 13.0, 13.5]]),
+    ],
+)
+def test_pooling_of_the_square_of_sixteen_numbers(pool: str, k: int, stride: int, result: list[list[float]]) -> None:
+    x = torch.arange(1.0, 17.0).view(1, 1, 4, 4)
+    assert Pooling(1, 1, norm, pool, k, stride)(x)[0, 0].tolist() == result
+
+
+def test_max_pooling_never_takes_the_padding() -> None:
+    for k, stride in ((3, 1), (3, 2), (2, 2)):
+        assert Pooling(1, 1, norm, "max", k, stride)(torch.full((1, 1, 5, 4), -7.0)).unique().tolist() == [-7.0]
+
+
+@pytest.mark.parametrize(("rows", "odd"), [(4, [6.0, 8.0, 14.0, 16.0]), (3, [6.0, 8.0, 0.0, 0.0])])
+def test_a_factorised_reduction_takes_even_pixels_and_odd_pixels_with_zeros_behind(rows: int, odd: list[float]) -> None:
+    reduction = FactorizedReduction(1, 2, lambda width: nn.Identity(), relu=False)
+    for parameter in reduction.parameters():
+        nn.init.ones_(parameter)
+    x = torch.arange(1.0, 17.0).view(1, 1, 4, 4)[:, :, :rows]
+    even, shifted = reduction(x)[0]
+    assert even.flatten().tolist() == [1.0, 3.0, 9.0, 11.0]
+    assert shifted.flatten().tolist() == odd
+
+
+def test_a_factorised_reduction_of_an_odd_width_gives_the_odd_channel_to_its_second_half() -> None:
+    assert FactorizedReduction(4, 7, norm, relu=True)(torch.randn(2, 4, 5, 5)).shape == (2, 7, 3, 3)
+
+
+# A window of two has no middle, and no genotype asks for it at stride 1.
+@pytest.mark.parametrize(("name", "stride"), [(name, s) for name in NAMES for s in (1, 2) if (name, s) != ("max2", 1)])
+@pytest.mark.parametrize("inputs", [8, 12])
+def test_an_operation_equals_its_second_version(name: str, stride: int, inputs: int) -> None:
+    torch.manual_seed(0)
+    with in_float64():
+        ours = build_operation(name, inputs, 8, stride, norm)
+        theirs = operation(name.removeprefix("dil2_"), inputs, 8, stride)
+        with torch.no_grad():
+            for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+                mine.add_(torch.randn_like(mine), alpha=0.1)
+                other.copy_(mine)
+        for shape in ((3, inputs, 8, 7), (3, inputs, 1, 2)):
+            x = torch.randn(shape)
+            given = F.relu(x) if ours.reads_relu else x
+            torch.testing.assert_close(ours(given), theirs(x), rtol=1e-9, atol=1e-11)
+
+
+def test_the_dilated_operation_is_plain_unless_asked() -> None:
+    plain, dilated = (build_operation("dil2_sep5", 4, 4, 1, norm, dilate) for dilate in (False, True))
+    reach = torch.zeros(1, 4, 17, 17)
+    reach[:, :, 8, 8] = 1.0
+    for module, side in ((plain, 5), (dilated, 9)):
+        rows = module.first.depthwise(reach).abs().sum((0, 1, 3)).nonzero()
+        assert int(rows.max() - rows.min()) + 1 == side
+        assert module(reach).shape == reach.shape
+
+
+def test_convolutions_start_with_variance_two_over_fan_out_and_the_classifier_with_one_over_fan_in() -> None:
+    torch.manual_seed(0)
+    for module, fan_out in (
+        (SameConvolution(64, 128, (3, 3)), 9 * 128),
+        (SameConvolution(256, 256, (7, 7), groups=256), 49),
+        (SameConvolution(32, 200, (1, 7)), 7 * 200),
+    ):
+        assert module.weight.std().item() == pytest.approx((2 / fan_out) ** 0.5, rel=0.03)
+    head = build(small(classes=500, image_size=32, auxiliary_head=False))["head"]
+    assert head.classifier.weight.std().item() == pytest.approx(head.classifier.in_features**-0.5, rel=0.03)
+    assert not head.classifier.bias.any()
+
+
+def test_batchnorm_takes_its_epsilon_and_decay_from_the_model() -> None:
+    model = small(image_size=79, batchnorm_epsilon=0.02, batchnorm_decay=0.9)
+    norms = [m for layer in build(model).values() for m in layer.modules() if isinstance(m, nn.BatchNorm2d)]
+    assert {(m.eps, round(m.momentum or 0, 9)) for m in norms} == {(0.02, 0.1)}
+
+
+# -- drop path, dropout ----------------------------------------------------------------------------------------------
+
+
+def cell_of(genotype: CellGenotype, keep: float) -> AmoebaCell:
+    torch.manual_seed(0)
+    return AmoebaCell(genotype, CellShape(8, 8, False, 8, 1), lambda width: nn.Identity(), keep, False, True)
+
+
+def test_the_share_of_kept_paths_falls_linearly_over_all_steps() -> None:
+    cell = cell_of(GENOTYPES["D"].normal, 0.7)
+    shares = []
+    for step in (0, 25, 50, 99, 100, 150):
+        cell.begin_step(step, 100)
+        shares.append(round(cell.keep, 6))
+    assert shares == [1.0, 0.925, 0.85, 0.703, 0.7, 0.7]
+
+
+def test_only_with_drop_path_does_the_number_of_steps_matter() -> None:
+    assert cell_of(GENOTYPES["D"].normal, 0.7).depends_on_steps
+    assert not cell_of(GENOTYPES["D"].normal, 1.0).depends_on_steps
+
+
+def test_drop_path_drops_an_operation_for_whole_examples_and_scales_what_is_left() -> None:
+    """The only node adds a dropped operation to one that never is."""
+    cell = cell_of(CellGenotype(((("avg3", 1), ("none", 1)),), (2,)), 0.25)
+    x, previous = torch.randn(400, 8, 3, 3), torch.randn(400, 8, 3, 3)
+    whole = cell((x, previous))[0] - previous
+    cell.begin_step(1, 1)
+    share = (cell((x, previous))[0] - previous) / whole
+    per_example = share.flatten(1).mean(1)
+    assert torch.allclose(share, per_example[:, None, None, None].expand_as(share), atol=1e-3)
+    kept = per_example > 2
+    assert torch.allclose(per_example, torch.where(kept, 4.0, 0.0), atol=1e-3)
+    assert 0.18 < kept.float().mean().item() < 0.32
+
+
+def test_drop_path_and_dropout_are_for_training_only() -> None:
+    layers = build(amoebanet(3, 16, 5, 32, dropout=0.9, drop_path_keep=0.1, auxiliary_head=False))
+    for layer in layers.values():
+        layer.eval()
+        if hasattr(layer, "begin_step"):
+            layer.begin_step(1, 1)
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(run(layers, images)["head"], run(layers, images)["head"])
+
+
+# -- auxiliary head --------------------------------------------------------------------------------------------------
+
+
+def test_the_auxiliary_loss_is_the_weighted_sum_of_smoothed_cross_entropies() -> None:
+    layers = build(small(image_size=79, auxiliary_weight=0.3, auxiliary_label_smoothing=0.2))
+    cell, labels = layers["stack_2.0"], torch.tensor([0, 3, 4])
+    outputs = run(layers, torch.randn(3, 3, 79, 79))["stack_2.0"]
+    logs = cell.auxiliary_head(outputs[0]).log_softmax(1)
+    wanted = torch.full((3, 5), 0.2 / 5)
+    wanted[range(3), labels] += 0.8
+    torch.testing.assert_close(cell.auxiliary_loss(outputs, (labels,)), -0.3 * (wanted * logs).sum())
+
+
+def test_the_auxiliary_head_of_a_larger_map_reads_all_of_it() -> None:
+    """129 pixels leave 2×2 positions behind the pooling, as 480 leave 9×9."""
+    with in_float64():
+        case = Case(1, 1, "never", image_size=129, examples=3)
+        found = differences(case, run_engine(case, (0,), 0, None)[:1], run_plain(case)[:1])
+    assert not found, "\n".join(found)
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_are_scaled_to_minus_one_and_one() -> None:
+    stem = build(small(image_size=32, auxiliary_head=False))["stem"].eval()
+    images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    torch.testing.assert_close(stem(images), stem(images / 127.5 - 1))
+
+
+# -- values that cannot work -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"L": 4}, "model.L=4: three equal stacks of normal cells: use model.L=3 or 6"),
+        ({"L": 2}, "use model.L=3$"),
+        ({"D": 8}, "model.D=8: .* use model.D=16 or more"),
+        ({"genotype": "E"}, "model.genotype=E: use A, B, C, D"),
+        ({"image_size": 2, "auxiliary_head": False}, "model.image_size=2: the stem needs at least 3 pixels"),
+        ({"image_size": 66}, "4×4 map .* use model.auxiliary_head=false, or images of at least 67 pixels"),
+        ({"drop_path_keep": 0.0}, "model.drop_path_keep=0.0: use a share above 0 up to 1"),
+        ({"dropout": 1.0}, "model.dropout=1.0"),
+        ({"batchnorm_decay": 1.0}, "model.batchnorm_decay=1.0"),
+        ({"batchnorm_epsilon": 0.0}, "model.batchnorm_epsilon=0.0: use a number above 0"),
+        ({"auxiliary_weight": 0.0}, "model.auxiliary_weight=0.0: .* model.auxiliary_head=false"),
+        ({"auxiliary_width": 0.001}, "model.auxiliary_width=0.001: its convolutions would be empty"),
+        ({"auxiliary_label_smoothing": 1.0}, "model.auxiliary_label_smoothing=1.0"),
+        ({"classes": 0}, "model.classes=0"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_to_type(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        small(**({"image_size": 79} | keys))
+
+
+def test_the_least_image_for_an_auxiliary_head_works() -> None:
+    layers = build(small(image_size=67))
+    outputs = run(layers, torch.randn(2, 3, 67, 67))["stack_2.0"]
+    assert layers["stack_2.0"].auxiliary_loss(outputs, (torch.tensor([0, 1]),)).isfinite()
+
+
+def test_images_of_other_channels_or_sizes_than_the_model_was_made_for_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"model.in_channels=3, but the images are \[2, 1, 32, 32\]"):
+        build(small(image_size=32, auxiliary_head=False))["stem"](torch.zeros(2, 1, 32, 32))
+    layers = build(small(image_size=67))
+    outputs = run(layers, torch.randn(2, 3, 129, 129))["stack_2.0"]
+    with pytest.raises(ValueError, match=r"set model.image_size to the size of the images"):
+        layers["stack_2.0"].auxiliary_loss(outputs, (torch.tensor([0, 1]),))
+
+
+# -- through the engine ----------------------------------------------------------------------------------------------
+
+
+def test_every_gradient_equals_the_plain_amoebanets() -> None:
+    with in_float64():
+        plain = run_plain(Case(1, 2, "never"))
+        for K in (1, 2, 4):
+            for remat in ("always", "except_last", "never"):
+                case = Case(K, 2, remat)
+                ours = run_engine(case, (0,) * K, 0, None)
+                found = differences(case, ours, plain)
+                assert not found, "\n".join(found)
+                for mine, theirs in zip(ours, plain, strict=True):
+                    assert mine["gradients"].keys() == theirs["gradients"].keys()
+                    assert sum(mine["losses"].values()) == pytest.approx(theirs["loss"], rel=1e-12)
+
+
+@pytest.mark.parametrize("genotype", ["A", "B", "C"])
+@pytest.mark.parametrize(("image_size", "auxiliary", "examples"), [(79, True, 7), (32, False, 24)])
+def test_the_other_genotypes_have_the_plain_gradients_too(
+    genotype: str, image_size: int, auxiliary: bool, examples: int
+) -> None:
+    with in_float64():
+        case = Case(2, 2, "always", genotype, image_size, auxiliary, examples=examples)
+        found = differences(case, run_engine(case, (0, 0), 0, None), run_plain(case))
+    assert not found, "\n".join(found)
+
+
+def test_cells_and_rematerialization_change_no_bit_with_drop_path_and_dropout() -> None:
+    reference = run_engine(Case(1, 3, "never", noise=True), (0,), 0, None)
+    for K in (1, 2, 4, 9):
+        for remat in ("always", "except_last") if K < 9 else ("always",):
+            seen = run_engine(Case(K, 3, remat, noise=True), (0,) * K, 0, None)
+            for step, (now, then) in enumerate(zip(seen, reference, strict=True)):
+                assert now["losses"] == then["losses"], (K, remat, step)
+                for part in ("gradients", "buffers"):
+                    for name in then[part]:
+                        assert torch.equal(now[part][name], then[part][name]), (K, remat, step, name)
+
+
+def test_drop_path_and_dropout_change_the_gradients() -> None:
+    quiet, noisy = (run_engine(Case(2, 3, "always", noise=noise), (0, 0), 0, None) for noise in (False, True))
+    assert quiet[1]["losses"] != noisy[1]["losses"]
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_plain_gradients_and_the_bits_of_one(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2, "amoebanet_jobs:compare_as_processes", {}, preload=("torch", "torch.distributed"))
+    found = launch(job, lambda event: None)
+    assert not found, "\n".join(found)
+
+
+def test_the_plain_amoebanet_has_as_many_parameters_as_the_published_one() -> None:
+    with FakeTensorMode():
+        plain = PlainAmoebaNet(18, 208, 1000, "D", auxiliary_map=4)
+    assert sum(parameter.numel() for parameter in plain.parameters()) == 81_781_529

@@ -1,0 +1,331 @@
+"""The two Transformers: the paper's counts, torch's layers as a second opinion, generation with caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_cli.layers import LayerBuilder
+from gpipe_cli.models.attention import CausalAttention, CrossAttention, EncoderAttention, FeedForward
+from gpipe_cli.models.embedding import TokenEmbedding
+from gpipe_cli.models.transformer import transformer
+from gpipe_cli.models.transformer_lm import transformer_lm
+from gpipe_cli.partition.cost import count_parameters
+
+WORDS, PAD = 13, 0
+small = partial(transformer, L=2, H=24, A=2, d_model=16, source_vocabulary=WORDS, target_vocabulary=WORDS)
+small_lm = partial(transformer_lm, L=2, H=24, A=2, d_model=16, vocabulary=WORDS, final_norm=True)
+
+SOURCE = torch.tensor([[5, 6, 7, 3], [8, 3, PAD, PAD], [9, 10, 3, PAD]])
+TARGET = torch.tensor([[2, 5, 6, 4, 8], [2, 7, 9, PAD, PAD], [2, 4, 4, 4, PAD]])
+
+
+def build(builders: Sequence[LayerBuilder], training: bool = False, seed: int = 0) -> dict[str, nn.Module]:
+    """The modules, in float64 and with random biases and norms, so that none of them hides behind its zero."""
+    torch.manual_seed(seed)
+    layers = {builder.name: builder.build().double().train(training) for builder in builders}
+    for layer in layers.values():
+        for parameter in layer.parameters():
+            if parameter.dim() == 1:
+                nn.init.normal_(parameter, std=0.5)
+    return layers
+
+
+def run(layers: dict[str, nn.Module], *inputs: Tensor) -> Tensor:
+    values: Any = inputs if len(inputs) > 1 else inputs[0]
+    for layer in layers.values():
+        values = layer(values)
+    assert isinstance(values, Tensor)
+    return values
+
+
+def decode(layers: dict[str, nn.Module], caches: dict[str, dict[str, Any]], *inputs: Tensor) -> Tensor:
+    """One incremental call, as the engine makes it."""
+    values: Any = inputs if len(inputs) > 1 else inputs[0]
+    for name, layer in layers.items():
+        values = layer.decode(values, caches[name]) if hasattr(layer, "decode") else layer(values)
+    assert isinstance(values, Tensor)
+    return values
+
+
+# -- counts and names ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("L", "H", "A", "source", "target", "parameters"),
+    [
+        (6, 8192, 16, 64000, 32000, 408_177_920),
+        (24, 8192, 16, 64000, 32000, 1_239_387_392),
+        (12, 16384, 32, 64000, 32000, 1_239_203_072),
+        (32, 16384, 32, 64000, 32000, 3_086_028_032),
+        (64, 16384, 32, 64000, 32000, 6_040_947_968),
+        (6, 8192, 16, 32000, 32000, 375_409_920),  # Transformer Big, one language pair
+    ],
+)
+def test_translation_models_have_the_parameters_of_the_paper(
+    L: int, H: int, A: int, source: int, target: int, parameters: int
+) -> None:
+    assert sum(count_parameters(transformer(L, H, A, source, target, d_model=1024))) == parameters
+
+
+@pytest.mark.parametrize(
+    ("L", "parameters"),
+    [
+        (3, 282_178_816),
+        (13, 785_761_536),
+        (24, 1_339_702_528),
+        (48, 2_548_301_056),
+        (103, 5_318_006_016),
+        (415, 21_029_786_880),
+        (1663, 83_876_910_336),
+    ],
+)
+def test_transformer_l_has_the_parameters_of_the_paper(L: int, parameters: int) -> None:
+    assert sum(count_parameters(transformer_lm(L, 8192, 32, 32000, d_model=2048))) == parameters
+
+
+def test_equal_layers_share_their_builder_so_that_they_are_measured_once() -> None:
+    assert len({id(layer.build) for layer in transformer_lm(1663, 8192, 32, 32000)}) == 4
+
+
+def test_cuts_can_fall_inside_a_transformer_layer() -> None:
+    assert [builder.name for builder in small()] == [
+        "source_embedding",
+        "encoder.0.attention",
+        "encoder.0.feed_forward",
+        "encoder.1.attention",
+        "encoder.1.feed_forward",
+        "encoder.norm",
+        "target_embedding",
+        "decoder.0.self_attention",
+        "decoder.0.cross_attention",
+        "decoder.0.feed_forward",
+        "decoder.1.self_attention",
+        "decoder.1.cross_attention",
+        "decoder.1.feed_forward",
+        "decoder.norm",
+        "softmax",
+    ]
+
+
+def test_the_language_model_is_embedding_sublayers_and_softmax() -> None:
+    assert [builder.name for builder in transformer_lm(1, 24, 2, WORDS, 16)] == [
+        "embedding",
+        "decoder.0.attention",
+        "decoder.0.feed_forward",
+        "softmax",
+    ]
+
+
+# -- against torch's layers ------------------------------------------------------------------------------------------
+
+
+def copy_norm_and_feed_forward(ours: FeedForward, norm: nn.LayerNorm, first: nn.Linear, second: nn.Linear) -> None:
+    norm.load_state_dict(ours.norm.state_dict())
+    first.load_state_dict(ours.hidden.state_dict())
+    second.load_state_dict(ours.output.state_dict())
+
+
+def copy_self_attention(
+    ours: EncoderAttention | CausalAttention, norm: nn.LayerNorm, theirs: nn.MultiheadAttention
+) -> None:
+    norm.load_state_dict(ours.norm.state_dict())
+    theirs.in_proj_weight.data.copy_(ours.query_key_value.weight)
+    theirs.in_proj_bias.data.copy_(ours.query_key_value.bias)
+    theirs.out_proj.load_state_dict(ours.output.state_dict())
+
+
+def copy_cross_attention(ours: CrossAttention, norm: nn.LayerNorm, theirs: nn.MultiheadAttention) -> None:
+    norm.load_state_dict(ours.norm.state_dict())
+    theirs.in_proj_weight.data.copy_(torch.cat((ours.query.weight, ours.key_value.weight)))
+    theirs.in_proj_bias.data.copy_(torch.cat((ours.query.bias, ours.key_value.bias)))
+    theirs.out_proj.load_state_dict(ours.output.state_dict())
+
+
+@torch.no_grad()
+def test_encoder_sublayers_compute_what_torchs_encoder_layer_does() -> None:
+    ours = build(
+        [
+            LayerBuilder("attention", partial(EncoderAttention, 128, 2, 0.1, 0.0)),
+            LayerBuilder("feed_forward", partial(FeedForward, 128, 96, 0.1)),
+        ]
+    )
+    attention, feed_forward = ours["attention"], ours["feed_forward"]
+    assert isinstance(attention, EncoderAttention) and isinstance(feed_forward, FeedForward)
+    theirs = nn.TransformerEncoderLayer(128, 2, 96, batch_first=True, norm_first=True, dtype=torch.float64).eval()
+    copy_self_attention(attention, theirs.norm1, theirs.self_attn)
+    copy_norm_and_feed_forward(feed_forward, theirs.norm2, theirs.linear1, theirs.linear2)
+    x, is_token = torch.randn(3, 4, 128, dtype=torch.float64), SOURCE != PAD
+    got, *_ = feed_forward(attention((x, is_token[:, None, None, :])))
+    torch.testing.assert_close(got[is_token], theirs(x, src_key_padding_mask=~is_token)[is_token])
+
+
+@torch.no_grad()
+def test_decoder_sublayers_compute_what_torchs_decoder_layer_does() -> None:
+    ours = build(
+        [
+            LayerBuilder("self_attention", partial(CausalAttention, 128, 2, 0.1, 0.0)),
+            LayerBuilder("cross_attention", partial(CrossAttention, 128, 2, 0.1, 0.0)),
+            LayerBuilder("feed_forward", partial(FeedForward, 128, 96, 0.1)),
+        ]
+    )
+    causal, cross, feed_forward = ours.values()
+    assert isinstance(causal, CausalAttention) and isinstance(cross, CrossAttention)
+    assert isinstance(feed_forward, FeedForward)
+    theirs = nn.TransformerDecoderLayer(128, 2, 96, batch_first=True, norm_first=True, dtype=torch.float64).eval()
+    copy_self_attention(causal, theirs.norm1, theirs.self_attn)
+    copy_cross_attention(cross, theirs.norm2, theirs.multihead_attn)
+    copy_norm_and_feed_forward(feed_forward, theirs.norm3, theirs.linear1, theirs.linear2)
+    y, memory = torch.randn(3, 5, 128, dtype=torch.float64), torch.randn(3, 4, 128, dtype=torch.float64)
+    is_token = SOURCE != PAD
+    got, *_ = feed_forward(cross(causal((y, memory, is_token[:, None, None, :]))))
+    no_looking_ahead = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    wanted = theirs(y, memory, tgt_mask=no_looking_ahead, memory_key_padding_mask=~is_token)
+    torch.testing.assert_close(got, wanted)
+
+
+# -- what the whole model promises -----------------------------------------------------------------------------------
+
+
+def test_more_padding_changes_no_prediction() -> None:
+    layers = build(small())
+    wider = [torch.nn.functional.pad(ids, (0, 3), value=PAD) for ids in (SOURCE, TARGET)]
+    torch.testing.assert_close(run(layers, *wider)[:, :5], run(layers, SOURCE, TARGET))
+
+
+@pytest.mark.parametrize("position", range(1, 5))
+def test_predictions_do_not_look_ahead(position: int) -> None:
+    layers = build(small())
+    changed = TARGET.clone()
+    changed[:, position:] = 11
+    before, after = run(layers, SOURCE, TARGET), run(layers, SOURCE, changed)
+    torch.testing.assert_close(after[:, :position], before[:, :position], rtol=0, atol=1e-12)
+    assert not torch.allclose(after[:, position], before[:, position])
+
+
+def test_a_sentence_that_is_all_padding_gives_finite_numbers_and_gradients() -> None:
+    layers = build(small(), training=True)
+    logits = run(layers, torch.full((2, 4), PAD), torch.full((2, 5), PAD))
+    logits.sum().backward()
+    numbers = [logits] + [parameter.grad for layer in layers.values() for parameter in layer.parameters()]
+    assert all(number is not None and bool(number.isfinite().all()) for number in numbers)
+
+
+def test_layers_leave_their_inputs_as_they_were() -> None:
+    layers, values = build(small(), training=True), (SOURCE.clone(), TARGET.clone())
+    for layer in layers.values():
+        kept = [value.clone() for value in values]
+        outputs = layer(values if len(values) > 1 else values[0])
+        assert all(torch.equal(value, before) for value, before in zip(values, kept, strict=True)), type(layer)
+        values = (outputs,) if isinstance(outputs, Tensor) else outputs
+
+
+@torch.no_grad()
+def test_generating_token_by_token_equals_the_whole_sentence_at_once() -> None:
+    layers = build(small())
+    caches: dict[str, dict[str, Any]] = {name: {} for name in layers}
+    steps = [decode(layers, caches, SOURCE, TARGET[:, :1])]
+    steps += [decode(layers, caches, SOURCE[:, :0], TARGET[:, t : t + 1]) for t in range(1, 5)]
+    torch.testing.assert_close(torch.cat(steps, 1), run(layers, SOURCE, TARGET))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("calls", [[1, 1, 1, 1, 1], [3, 1, 1], [2, 3]], ids=str)
+def test_the_language_model_goes_on_from_a_prompt(calls: list[int]) -> None:
+    layers = build(small_lm())
+    caches: dict[str, dict[str, Any]] = {name: {} for name in layers}
+    steps = [decode(layers, caches, ids) for ids in TARGET.split(calls, 1)]
+    torch.testing.assert_close(torch.cat(steps, 1), run(layers, TARGET))
+
+
+def test_bf16_autocast_keeps_the_residual_stream_in_float32() -> None:
+    layers = {name: layer.float() for name, layer in build(small(), training=True).items()}
+    values: Any = (SOURCE, TARGET)
+    with torch.autocast("cpu", torch.bfloat16):
+        for name, layer in layers.items():
+            values = layer(values)
+            assert name == "softmax" or values[0].dtype == torch.float32, name
+    assert values.dtype == torch.bfloat16
+    values.float().logsumexp(-1).sum().backward()
+    assert all(
+        bool(p.grad.isfinite().all()) for layer in layers.values() for p in layer.parameters() if p.grad is not None
+    )
+
+
+# -- how it starts ---------------------------------------------------------------------------------------------------
+
+
+def test_positions_are_sines_and_cosines_of_falling_frequency() -> None:
+    embedding = TokenEmbedding(1, 4, 0.0)
+    nn.init.zeros_(embedding.weight)
+    wanted = torch.tensor([[0.1411200, 0.0299955, -0.9899925, 0.9995500]])  # sin 3, sin 3/100, cos 3, cos 3/100
+    torch.testing.assert_close(embedding.embed(torch.zeros(1, 1, dtype=torch.long), 3)[0], wanted)
+
+
+def test_embeddings_start_with_deviation_d_to_the_minus_half_and_leave_with_unit_variance() -> None:
+    embedding = TokenEmbedding(2000, 64, 0.0)
+    assert embedding.weight.std().item() == pytest.approx(0.125, rel=0.02)
+    tokens = embedding.embed(torch.arange(2000)[:, None]) - embedding.embed(torch.zeros(1, 1, dtype=torch.long))
+    assert (tokens + embedding.weight[0] * 8).std().item() == pytest.approx(1.0, rel=0.02)
+
+
+def test_the_softmax_starts_with_deviation_d_to_the_minus_half_and_no_bias() -> None:
+    softmax = transformer_lm(1, 24, 2, 2000, d_model=64)[-1].build()
+    assert isinstance(softmax, nn.Linear)
+    assert softmax.weight.std().item() == pytest.approx(0.125, rel=0.02)
+    assert not softmax.bias.any()
+
+
+def test_each_of_the_fused_projections_has_the_xavier_bound_it_would_have_alone() -> None:
+    weight = EncoderAttention(64, 1, 0.0, 0.0).query_key_value.weight
+    largest = [part.abs().max().item() for part in weight.chunk(3)]
+    assert largest == pytest.approx([(6 / 128) ** 0.5] * 3, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("keys", "factor"),
+    [
+        ({}, 8**-0.5),
+        ({"depth_scale_layers": "one"}, 4**-0.5),
+        ({"depth_scale_exponent": 1.0}, 1 / 8),
+        ({"depth_scaled_init": False}, 1.0),
+    ],
+    ids=str,
+)
+def test_depth_scaled_initialisation_shrinks_both_feed_forward_matrices(keys: dict[str, Any], factor: float) -> None:
+    builders = {layer.name: layer for layer in transformer(4, 512, 1, 10, 10, d_model=64, **keys)}
+    for name in ("encoder.0.feed_forward", "decoder.3.feed_forward"):
+        layer = builders[name].build()
+        assert isinstance(layer, FeedForward)
+        for matrix in (layer.hidden.weight, layer.output.weight):
+            assert matrix.abs().max().item() == pytest.approx(factor * (6 / 576) ** 0.5, rel=0.01)
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"L": 0}, r"model\.L=0: use a whole number from 1 on"),
+        ({"A": 2.5}, r"model\.A=2\.5: use a whole number from 1 on"),
+        ({"d_model": 15}, r"model\.d_model=15: .* use model\.d_model=16"),
+        ({"dropout": 1.0}, r"model\.dropout=1\.0: use a probability"),
+        ({"tie_embeddings": True}, r"model\.tie_embeddings=true: .* use model\.tie_embeddings=false"),
+        ({"depth_scale_layers": "all"}, r"model\.depth_scale_layers=all: use both"),
+    ],
+    ids=str,
+)
+def test_a_wrong_key_is_named_with_what_to_type_instead(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        small(**keys)
+
+
+def test_tied_embeddings_of_the_language_model_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"model\.tie_embeddings=true"):
+        small_lm(tie_embeddings=True)

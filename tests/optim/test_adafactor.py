@@ -1,0 +1,125 @@
+"""Adafactor against numbers worked out by hand, against a plain loop, and against torch's where that is the same."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from inline_run import train_inline
+from torch import Tensor, nn
+
+from gpipe_cli.checkpoint.files import find
+from gpipe_cli.checkpoint.snapshot import load_layer
+from gpipe_cli.optim.adafactor import Adafactor
+
+
+def weight(values: list[object]) -> nn.Parameter:
+    return nn.Parameter(torch.tensor(values, dtype=torch.float64))
+
+
+def step(optimizer: Adafactor, parameter: nn.Parameter, gradient: list[object]) -> None:
+    parameter.grad = torch.tensor(gradient, dtype=torch.float64)
+    optimizer.step()
+
+
+# A vector, beta1 0.5, beta2 0.75, no eps, clip 1, lr 0.5, then 0.25; w begins at (1, 1).
+# t = 1, g = (3, 4): V = 0.25·(9, 16) = (2.25, 4); u = (3/1.5, 4/2) = (2, 2), rms 2, clipped (1, 1);
+#     m = 0.5·0.5·(1, 1) = (0.25, 0.25)
+# t = 2, g = (0, 2): V = 0.75·(2.25, 4) + 0.25·(0, 4) = (1.6875, 4); u = (0, 1), rms √½, not clipped;
+#     m = 0.5·(0.25, 0.25) + 0.5·0.25·(0, 1) = (0.125, 0.25)
+def test_a_vector_by_hand() -> None:
+    parameter = weight([1.0, 1.0])
+    optimizer = Adafactor([parameter], lr=0.5, beta1=0.5, beta2=0.75, eps=0.0)
+    step(optimizer, parameter, [3.0, 4.0])
+    assert parameter.tolist() == pytest.approx([0.75, 0.75], rel=1e-14)
+    optimizer.param_groups[0]["lr"] = 0.25
+    step(optimizer, parameter, [0.0, 2.0])
+    assert parameter.tolist() == pytest.approx([0.625, 0.5], rel=1e-14)
+
+
+# A matrix in its first step, where 1 − 1^−0.8 = 0 and so V is of this gradient alone: g² = [[1, 4], [9, 36]], means of
+# rows R = (2.5, 22.5), of columns C = (5, 20), mean(R) = 12.5: V = [[1, 4], [9, 36]], u = signs, rms 1.
+# With g² = [[1, 9], [0, 4]]: R = (5, 2), C = (0.5, 6.5), mean(R) = 3.5; V = [[2.5, 32.5], [1, 13]] / 3.5.
+def test_a_matrix_is_factored_in_rows_and_columns() -> None:
+    parameter = weight([[0.0, 0.0], [0.0, 0.0]])
+    step(Adafactor([parameter], lr=1.0, beta1=0.0, clip=None), parameter, [[1.0, -2.0], [3.0, -6.0]])
+    assert parameter.flatten().tolist() == pytest.approx([-1.0, 1.0, -1.0, 1.0], rel=1e-12)
+    parameter = weight([[0.0, 0.0], [0.0, 0.0]])
+    step(Adafactor([parameter], lr=1.0, beta1=0.0, clip=None), parameter, [[1.0, 3.0], [0.0, 2.0]])
+    expected = [-1 / math.sqrt(2.5 / 3.5), -3 / math.sqrt(32.5 / 3.5), 0.0, -2 / math.sqrt(13 / 3.5)]
+    assert parameter.flatten().tolist() == pytest.approx(expected, rel=1e-12)
+
+
+# Their squares are eps = 1e-30 alone, and the product of two of those is 0 in float32.
+@pytest.mark.parametrize("gradient", [[[0.0, 0.0], [0.0, 0.0]], [[2.0, 0.0], [0.0, 0.0]]], ids=["all", "row, column"])
+def test_zeros_in_the_first_gradient_of_a_matrix_move_nothing(gradient: list[list[float]]) -> None:
+    parameter = nn.Parameter(torch.ones(2, 2))
+    parameter.grad = torch.tensor(gradient)
+    Adafactor([parameter], lr=0.5, beta1=0.0).step()
+    assert parameter[parameter.grad == 0].tolist() == pytest.approx([1.0] * int((parameter.grad == 0).sum()), abs=0)
+    assert bool(parameter.isfinite().all())
+
+
+def test_a_uniformly_tiny_first_gradient_moves_a_matrix_by_the_learning_rate() -> None:
+    parameter = nn.Parameter(torch.zeros(2, 2))
+    parameter.grad = torch.full((2, 2), 1e-13)
+    Adafactor([parameter], lr=0.5, beta1=0.0).step()
+    assert parameter.flatten().tolist() == pytest.approx([-0.5] * 4, rel=1e-3)
+
+
+def test_the_squares_decay_as_one_minus_t_to_the_minus_exponent() -> None:
+    parameter = weight([0.0])
+    optimizer = Adafactor([parameter], lr=1.0, beta1=0.0, decay_exponent=0.5, eps=0.0, clip=None)
+    for gradient in (1.0, 1.0, 1.0, 3.0):  # 1 − 4^−0.5 = ½: V = ½·1 + ½·9 = 5
+        step(optimizer, parameter, [gradient])
+    assert parameter.item() == pytest.approx(-3 - 3 / math.sqrt(5), rel=1e-14)
+
+
+def test_weights_decay_apart_from_the_gradient() -> None:
+    parameter = weight([4.0])
+    optimizer = Adafactor([parameter], lr=0.5, beta1=0.0, weight_decay=0.25)
+    step(optimizer, parameter, [7.0])  # u = 1
+    assert parameter.item() == pytest.approx(4 * (1 - 0.125) - 0.5, rel=1e-14)
+
+
+def test_without_momentum_it_is_torchs() -> None:
+    """There updates are scaled by the parameter, and lr counts while it is below 1/√t."""
+    torch.manual_seed(0)
+    values: list[Tensor] = [torch.randn(3, 4, 5, dtype=torch.float64), torch.randn(6, dtype=torch.float64)]
+    ours, theirs = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
+    own = Adafactor(ours, lr=0.01, beta1=0.0, eps=0.0, parameter_scale=True, weight_decay=0.1)
+    reference = torch.optim.Adafactor(theirs, lr=0.01, eps=(None, 1e-3), weight_decay=0.1)
+    for _ in range(5):
+        for left, right in zip(ours, theirs, strict=True):
+            left.grad = torch.randn_like(left)
+            right.grad = left.grad.clone()
+        own.step()
+        reference.step()
+    for left, right in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("lr", -1.0), ("beta1", 1.0), ("beta2", 1.5), ("clip", 0.0), ("decay_exponent", 0.0), ("eps", -1)],
+)
+def test_a_wrong_value_is_named(key: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"optimizer\.{key}={value}: use"):
+        Adafactor([weight([1.0])], **{key: value})
+
+
+@pytest.mark.slow
+def test_a_resumed_run_at_another_cut_has_the_same_bits(tmp_path: Path) -> None:
+    words = ("debug=tiny", "optimizer=adafactor_momentum", "lr_schedule=transformer", "trainer.evaluate_every=null")
+    train_inline(tmp_path / "whole", *words)
+    train_inline(tmp_path / "first", *words, "trainer.steps=2")
+    resume = f"checkpoint.resume={find(tmp_path / 'first')[0].path}"
+    train_inline(tmp_path / "rest", *words, resume, "pipeline.K=5")
+    whole, rest = (find(tmp_path / name)[0] for name in ("whole", "rest"))
+    for layer in whole.layers:
+        ours, theirs = load_layer(whole, layer), load_layer(rest, layer)
+        assert all(torch.equal(ours.weights[name], theirs.weights[name]) for name in ours.weights), layer
+        for name, state in ours.optimizer.items():
+            assert all(torch.equal(state[key], theirs.optimizer[name][key]) for key in state if key != "step"), layer

@@ -1,0 +1,170 @@
+"""The moving average of weights and BatchNorm statistics: its numbers, and what a run does with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from inline_run import train_inline
+from safetensors.torch import load_file
+from small_models import CPU
+from torch import Tensor, nn
+
+from gpipe_cli.checkpoint.files import read_manifest, step_directory
+from gpipe_cli.commands import export
+from gpipe_cli.layers import LayerBuilder
+from gpipe_cli.optim.average import WeightAverage
+from gpipe_cli.pipeline.cell import BuiltLayer, Cell
+from gpipe_cli.pipeline.randomness import NoiseSource
+
+
+def one_cell(module: nn.Module) -> Cell:
+    return Cell(0, [BuiltLayer(0, "layer", module)], NoiseSource(1, 0, CPU))
+
+
+def scalar(value: float) -> nn.Module:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.tensor([value], dtype=torch.float64))
+    return module
+
+
+def test_average_follows_the_weights_by_tensorflows_ramp() -> None:
+    module = scalar(1.0)
+    average = WeightAverage([one_cell(module)], 0.25)
+    found = []
+    for t, weight in enumerate((2.0, 3.0, 11.0)):
+        module.weight.data.fill_(weight)
+        average.update(t)
+        found.append(average.of("layer")["weight"].item())
+    # decay 1/10, 2/11, then 3/12 = 0.25, which is the most: 0.1·1 + 0.9·2, 2/11·1.9 + 9/11·3, 0.25·2.8 + 0.75·11
+    assert found == pytest.approx([1.9, 2.8, 8.95], rel=1e-14)
+
+
+def test_a_weight_that_two_layers_share_takes_one_part_in_the_average() -> None:
+    module = scalar(1.0)
+    cell = Cell(0, [BuiltLayer(i, f"layer_{i}", nn.Sequential(module)) for i in range(2)], NoiseSource(1, 0, CPU))
+    average = WeightAverage([cell], 0.25)
+    module.weight.data.fill_(2.0)
+    average.update(0)
+    assert [average.of(f"layer_{i}")["0.weight"].item() for i in range(2)] == pytest.approx([1.9, 1.9], rel=1e-14)
+
+
+def test_batchnorm_statistics_are_averaged_and_its_counter_is_not() -> None:
+    average = WeightAverage([one_cell(nn.BatchNorm1d(2))], 0.9)
+    assert set(average.of("layer")) == {"weight", "bias", "running_mean", "running_var"}
+
+
+def test_inside_the_averages_stand_in_for_the_weights_and_afterwards_the_weights_are_back() -> None:
+    module = nn.BatchNorm1d(2)
+    cell = one_cell(module)
+    module = cell.layers[0].module
+    average = WeightAverage([cell], 0.9)
+    nn.init.constant_(module.weight, 0.3)
+    module.running_mean.fill_(7.0)
+    with pytest.raises(KeyError), average.in_place_of_weights():
+        assert module.weight.tolist() == [1.0, 1.0] and module.running_mean.tolist() == [0.0, 0.0]
+        raise KeyError
+    assert module.weight.tolist() == pytest.approx([0.3, 0.3]) and module.running_mean.tolist() == [7.0, 7.0]
+    assert average.of("layer")["weight"].tolist() == [1.0, 1.0]
+
+
+def test_a_weight_with_two_names_is_averaged_once() -> None:
+    module = scalar(0.0)
+    module.again = module.weight
+    average = WeightAverage([one_cell(module)], 0.9)
+    module.weight.data.fill_(10.0)
+    average.update(0)
+    assert {name: value.item() for name, value in average.of("layer").items()} == {"weight": 9.0, "again": 9.0}
+    with average.in_place_of_weights():
+        assert module.weight.item() == 9.0
+    assert module.weight.item() == 10.0
+
+
+# -- in a run --------------------------------------------------------------------------------------------------------
+
+TINY = ["debug=tiny", "model=amoebanet", "model.L=3", "trainer.average=0.9", "trainer.steps=4", "checkpoint.every=1"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("average") / "run"
+    train_inline(run_dir, *TINY, "pipeline.K=1", "checkpoint.keep=9")
+    return run_dir
+
+
+def saved(run_dir: Path, step: int) -> dict[str, Tensor]:
+    info = read_manifest(step_directory(run_dir, step))
+    return {
+        f"{layer}/{name}": value for layer in info.layers for name, value in load_file(info.layer_path(layer)).items()
+    }
+
+
+def test_checkpoints_hold_the_averages_of_weights_and_statistics(whole: Path) -> None:
+    second, third = saved(whole, 2), saved(whole, 3)
+    names = [name for name in third if "/average:" in name]
+    assert any("running_var" in name for name in names) and not any("num_batches_tracked" in name for name in names)
+    for name in names:
+        live = third.get(name.replace("average:", "weight:"), third.get(name.replace("average:", "buffer:")))
+        expected = second[name].double() * 3 / 12 + live.double() * 9 / 12  # decay (1 + 2) / (10 + 2) in the third step
+        assert torch.allclose(third[name].double(), expected, rtol=1e-5, atol=1e-6), name
+
+
+@pytest.mark.slow
+def test_every_k_and_a_resume_give_the_same_bits(whole: Path, tmp_path: Path) -> None:
+    train_inline(tmp_path, *TINY, "pipeline.K=3", f"checkpoint.resume={step_directory(whole, 2)}")
+    one, other = saved(whole, 4), saved(tmp_path, 4)
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def test_evaluation_uses_the_averages(whole: Path, tmp_path: Path) -> None:
+    train_inline(tmp_path, *TINY, "trainer.average=null")
+    plain, averaged = (
+        json.loads((run / "evaluations.jsonl").read_text().splitlines()[-1]) for run in (tmp_path, whole)
+    )
+    rows = [(run / "metrics.jsonl").read_text().splitlines()[-1] for run in (tmp_path, whole)]
+    assert json.loads(rows[0])["loss"] == json.loads(rows[1])["loss"]
+    assert plain["nll"] != averaged["nll"]
+
+
+class NotFinite(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.linear(images.float().mean((2, 3))) * (float("nan") if self.training else 1.0)
+        return logits
+
+
+def broken() -> list[LayerBuilder]:
+    return [LayerBuilder("only", NotFinite)]
+
+
+def test_a_skipped_update_leaves_the_average_alone(tmp_path: Path) -> None:
+    words = ["debug=tiny", "model=amoebanet", "model._target_=test_average.broken"]
+    words += ["trainer.average=0.9", "trainer.steps=1", "trainer.evaluate_every=null", "pipeline.K=1"]
+    summary, _ = train_inline(tmp_path, *words)
+    assert summary["skipped_updates"] == 1
+    tensors = saved(tmp_path, 1)
+    assert torch.equal(tensors["only/average:linear.weight"], tensors["only/weight:linear.weight"])
+
+
+def test_export_writes_the_averages_when_asked(whole: Path, tmp_path: Path) -> None:
+    output = tmp_path / "model.safetensors"
+    assert export.main([f"checkpoint={whole}", f"output={output}", "average=true"]) == 0
+    exported, tensors = load_file(output), saved(whole, 4)
+    assert torch.equal(exported["head.classifier.weight"], tensors["head/average:classifier.weight"])
+    assert exported.keys() == {
+        name.replace("/weight:", ".").replace("/buffer:", ".")
+        for name in tensors
+        if "/weight:" in name or "/buffer:" in name
+    }
+
+
+def test_export_says_when_there_are_no_averages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train_inline(tmp_path / "run", *TINY, "trainer.average=null", "trainer.steps=1", "trainer.evaluate_every=null")
+    assert export.main([f"checkpoint={tmp_path / 'run'}", f"output={tmp_path / 'out.pt'}", "average=true"]) == 1
+    assert "trainer.average=null" in capsys.readouterr().err

@@ -1,0 +1,123 @@
+"""TensorFlow's RMSProp against numbers worked out by hand; weight decay on matrices alone, with every optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.factory.build import build_lr_schedule, build_optimizer
+from gpipe_cli.optim.optimizers import TFRMSprop
+
+CONF = Path(__file__).parents[2] / "conf"
+OPTIMIZERS = sorted(path.stem for path in (CONF / "optimizer").glob("*.yaml"))
+
+
+def weight(*values: float) -> nn.Parameter:
+    return nn.Parameter(torch.tensor(values, dtype=torch.float64))
+
+
+# lr 0.5, then 0.25 in the third step; decay 0.75, momentum 0.5, eps 0.75. With g = 2, 1, 0 the mean square, from 1, is
+#     s = 0.75·1 + 0.25·4 = 1.75        √(s + eps) = √2.5      = 1.5811388300841898
+#     s = 0.75·1.75 + 0.25·1 = 1.5625   √(s + eps) = √2.3125   = 1.5206906325745548
+#     s = 0.75·1.5625 = 1.171875        √(s + eps) = √1.921875 = 1.3863170633011771
+# and the momentum, which has the learning rate inside, so that the third step's does not shrink what is remembered:
+#     m = 0.5·2 / 1.5811388300841898                             = 0.6324555320336759
+#     m = 0.5·0.6324555320336759 + 0.5·1 / 1.5206906325745548    = 0.3162277660168379 + 0.3287979746107145
+#     m = 0.5·0.6450257406275525 + 0.25·0 / 1.3863170633011771   = 0.3225128703137762
+HAND = [  # gradient, lr, weight after the step, mean square, momentum; the weight begins at 3
+    (2.0, 0.5, 2.3675444679663241, 1.75, 0.6324555320336759),
+    (1.0, 0.5, 1.7225187273387717, 1.5625, 0.6450257406275525),
+    (0.0, 0.25, 1.4000058570249954, 1.171875, 0.3225128703137762),
+]
+
+
+def test_rmsprop_is_tensorflows() -> None:
+    parameter = weight(3.0)
+    optimizer = TFRMSprop([parameter], lr=0.5, decay=0.75, momentum=0.5, eps=0.75)
+    for gradient, lr, *expected in HAND:
+        optimizer.param_groups[0]["lr"] = lr
+        parameter.grad = torch.full_like(parameter, gradient)
+        optimizer.step()
+        state = optimizer.state[parameter]
+        found = [parameter.item(), state["mean_square"].item(), state["momentum_buffer"].item()]
+        assert found == pytest.approx(expected, rel=1e-14)
+
+
+def test_rmsprop_decays_weights_through_the_gradient() -> None:
+    parameter = weight(4.0)  # g = 1.5 + 0.125·4 = 2: from there the table's first step
+    optimizer = TFRMSprop([parameter], lr=0.5, decay=0.75, momentum=0.5, eps=0.75, weight_decay=0.125)
+    parameter.grad = torch.full_like(parameter, 1.5)
+    optimizer.step()
+    assert parameter.item() == pytest.approx(4 - 0.6324555320336759, rel=1e-14)
+    assert parameter.grad.item() == 1.5
+
+
+@pytest.mark.parametrize(("key", "value"), [("lr", -0.1), ("eps", -1.0), ("decay", 1.0), ("momentum", 1.5)])
+def test_rmsprop_names_a_wrong_value(key: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"optimizer\.{key}={value}: use"):
+        TFRMSprop([weight(1.0)], **{key: value})
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
+def test_an_optimizer_that_wants_more_than_gradients_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"torch.optim.{name} wants to compute the loss again"):
+        build_optimizer({"_target_": f"torch.optim.{name}", "lr": 0.1}, [nn.Parameter(torch.ones(2, 2))])
+
+
+# -- decay_only ------------------------------------------------------------------------------------------------------
+
+
+def section(name: str, **keys: object) -> dict[str, object]:
+    return {**yaml.safe_load((CONF / "optimizer" / f"{name}.yaml").read_text()), **keys}
+
+
+def test_decay_only_matrices_leaves_norms_and_biases_alone() -> None:
+    layers = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3, 2))
+    before = {name: value.detach().clone() for name, value in layers.named_parameters()}
+    words = section("sgd", lr=1.0, momentum=0.0, weight_decay=0.25, decay_only="matrices")
+    optimizer = build_optimizer(words, list(layers.parameters()))
+    for parameter in layers.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, value in layers.named_parameters():
+        share = 0.75 if name in ("0.weight", "3.weight") else 1.0
+        assert torch.equal(value.detach(), before[name] * share), name
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("shapes", [[(2, 3), (3,)], [(2, 3)], [(3,)], []], ids=["both", "matrix", "vector", "nothing"])
+def test_every_optimizer_takes_decay_only_and_has_two_groups_on_every_worker(
+    name: str, shapes: list[tuple[int, ...]]
+) -> None:
+    parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    optimizer = build_optimizer(section(name, weight_decay=0.5, decay_only="matrices"), parameters)
+    schedule = build_lr_schedule({"_target_": "gpipe_cli.optim.lr_schedules.constant"}, optimizer)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    schedule.step()
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
+    assert len(schedule.get_last_lr()) == 2
+    assert all((parameter != 1).all() for parameter in parameters)
+
+
+def test_without_decay_only_every_parameter_decays() -> None:
+    optimizer = build_optimizer(section("adamw"), [weight(1.0)])
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"decay_only": "weights"}, r"optimizer\.decay_only=weights: use matrices, or null"),
+        ({"decay_only": "matrices"}, r"optimizer\.decay_only=matrices without optimizer\.weight_decay"),
+    ],
+)
+def test_a_wrong_decay_only_says_what_to_type(words: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        build_optimizer({"_target_": "torch.optim.SGD", "lr": 0.1, **words}, [weight(1.0)])

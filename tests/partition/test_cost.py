@@ -1,0 +1,247 @@
+"""Costs of layers: counted without memory, once for equal layers, and refused with the way out."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gpipe_cli.layers import LayerBuilder
+from gpipe_cli.partition.cost import COSTS, CostError, count_parameters, layer_costs
+
+BATCH = 4
+
+
+def builders(*builds: Any, costs: tuple[float | None, ...] = ()) -> list[LayerBuilder]:
+    declared = costs or (None,) * len(builds)
+    return [LayerBuilder(f"layer{i}", b, c) for i, (b, c) in enumerate(zip(builds, declared, strict=True))]
+
+
+def floats(*shape: int) -> tuple[Tensor]:
+    return (torch.randn(*shape),)
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.inputs, self.output = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.inputs(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.output(F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).flatten(2))
+
+
+class Counted(nn.Module):
+    """Counts how often it is built."""
+
+    built = 0
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        Counted.built += 1
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class Masked(nn.Module):
+    """Takes and returns ids, a mask and floats, as an encoder layer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 8)
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        ids, mask = inputs
+        return ids, mask, self.table(ids).masked_fill(mask[..., None], 0.0)
+
+
+class TakesThree(nn.Module):
+    def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        return inputs[2].sum(1)
+
+
+class LooksAtValues(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.sum() > 0 else x
+
+
+class BuiltFromValues(nn.Module):
+    """Its constructor needs real numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, int(torch.arange(3).sum().item()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class TestFlops:
+    def test_a_linear_layer_costs_its_products_and_its_outputs(self) -> None:
+        (cost,) = layer_costs(builders(partial(nn.Linear, 8, 16)), floats(BATCH, 8), "flops")
+        assert (cost.flops, cost.cost, cost.parameters) == (2 * BATCH * 8 * 16, 2 * BATCH * 8 * 16 + BATCH * 16, 144)
+
+    def test_a_convolution_counts_every_place_of_the_kernel(self) -> None:
+        (cost,) = layer_costs(builders(partial(nn.Conv2d, 3, 5, 3, padding=1)), floats(BATCH, 3, 10, 10), "flops")
+        assert cost.flops == 2 * BATCH * 5 * 100 * 3 * 9
+
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_attention_counts_scores_and_sums(self, causal: bool) -> None:
+        (cost,) = layer_costs(builders(partial(Attention, 32, 4, causal)), floats(BATCH, 10, 32), "flops")
+        assert cost.flops == 2 * BATCH * 10 * 32 * 4 * 32 + 2 * (2 * BATCH * 10 * 10 * 32)
+
+    def test_a_layer_without_products_costs_its_outputs(self) -> None:
+        costs = layer_costs(builders(partial(nn.Embedding, 7, 8), nn.ReLU), (torch.zeros(BATCH, 5).long(),), "flops")
+        assert [cost.cost for cost in costs] == [BATCH * 5 * 8, BATCH * 5 * 8]
+
+    def test_no_cost_is_zero(self) -> None:
+        (cost,) = layer_costs(builders(nn.Identity), (torch.zeros(BATCH).long(),), "flops")
+        assert cost.cost == 1
+
+    def test_outputs_pass_on_as_inputs(self) -> None:
+        costs = layer_costs(builders(partial(nn.Linear, 8, 16), partial(nn.Linear, 16, 2)), floats(BATCH, 8), "flops")
+        assert [cost.outputs[0].shape for cost in costs if cost.outputs] == [(BATCH, 16), (BATCH, 2)]
+
+    def test_integers_and_masks_travel_through_tuples(self) -> None:
+        inputs = (torch.zeros(BATCH, 5).long(), torch.zeros(BATCH, 5).bool())
+        costs = layer_costs(builders(Masked, TakesThree), inputs, "flops")
+        assert [str(output) for output in costs[0].outputs or ()] == ["int64[4, 5]", "bool[4, 5]", "float32[4, 5, 8]"]
+        assert [cost.cost for cost in costs] == [BATCH * 5 * 8, BATCH * 8]
+
+    def test_fake_and_meta_examples_do(self) -> None:
+        with FakeTensorMode():
+            fake = (torch.empty(BATCH, 8),)
+        for example in (fake, (torch.empty(BATCH, 8, device="meta"),)):
+            assert layer_costs(builders(partial(nn.Linear, 8, 16)), example, "flops")[0].flops == 2 * BATCH * 8 * 16
+
+    def test_a_model_of_many_terabytes_is_counted(self) -> None:
+        (cost,) = layer_costs(builders(partial(nn.Linear, 1 << 20, 1 << 22)), floats(1, 1 << 20), "flops")
+        assert cost.flops == 1 << 43
+
+    def test_equal_layers_with_equal_inputs_are_built_once(self) -> None:
+        Counted.built = 0
+        layers = [LayerBuilder(str(i), partial(Counted, 8)) for i in range(50)]
+        costs = layer_costs(layers, floats(BATCH, 8), "flops")
+        assert (Counted.built, [cost.name for cost in costs]) == (1, [str(i) for i in range(50)])
+
+    def test_arguments_of_another_type_are_another_layer(self) -> None:
+        layers = builders(partial(nn.Linear, 8, 8, bias=True), partial(nn.Linear, 8, 8, bias=False))
+        layers += builders(partial(nn.Dropout, 0), partial(nn.Dropout, False))
+        assert count_parameters(layers) == [72, 64, 0, 0]
+
+    def test_thousands_of_equal_layers_within_seconds(self) -> None:
+        layers = [LayerBuilder(str(i), partial(Attention, 1024, 16, True)) for i in range(3326)]
+        start = time.perf_counter()
+        layer_costs(layers, (torch.empty(32, 1024, 1024, device="meta"),), "flops")
+        assert time.perf_counter() - start < 10, "some 0.3 s on an idle core"
+
+    def test_random_numbers_go_on_as_if_nothing_had_been_built(self) -> None:
+        example = floats(BATCH, 8)
+        torch.manual_seed(1)
+        expected = torch.rand(3)
+        torch.manual_seed(1)
+        layer_costs(builders(BuiltFromValues, lambda: torch.manual_seed(5) and nn.ReLU()), example, "flops")
+        assert torch.equal(torch.rand(3), expected)
+
+    def test_a_layer_whose_constructor_looks_at_values_is_built_for_real(self) -> None:
+        (cost,) = layer_costs(builders(BuiltFromValues), floats(BATCH, 8), "flops")
+        assert cost.flops == 2 * BATCH * 8 * 3
+
+    def test_a_module_that_stands_ready_in_a_closure_is_counted_and_stays_real(self) -> None:
+        ready = nn.Linear(8, 16)
+        (cost,) = layer_costs(builders(lambda: ready), floats(BATCH, 8), "flops")
+        assert (cost.flops, type(ready.weight)) == (2 * BATCH * 8 * 16, nn.Parameter)
+
+
+class TestDeclaredInsteadOfCounted:
+    def test_a_declared_cost_stands_for_the_count(self) -> None:
+        costs = layer_costs(builders(nn.ReLU, nn.ReLU, costs=(5.0, None)), floats(BATCH, 8), "flops")
+        assert [cost.cost for cost in costs] == [5.0, BATCH * 8]
+
+    def test_a_declared_zero_is_a_zero(self) -> None:
+        assert layer_costs(builders(nn.ReLU, nn.ReLU, costs=(0.0, None)), floats(BATCH, 8), "flops")[0].cost == 0
+
+    def test_a_tail_of_declared_layers_need_not_be_countable(self) -> None:
+        costs = layer_costs(builders(nn.ReLU, LooksAtValues, costs=(None, 3.0)), floats(BATCH, 8), "flops")
+        assert [cost.cost for cost in costs] == [BATCH * 8, 3.0]
+
+
+class TestOtherWays:
+    def test_parameters(self) -> None:
+        costs = layer_costs(builders(partial(nn.Linear, 8, 16), nn.ReLU), floats(BATCH, 8), "parameters")
+        assert [(cost.cost, cost.flops) for cost in costs] == [(144.0, None), (0.0, None)]
+
+    def test_declared(self) -> None:
+        costs = layer_costs(builders(nn.ReLU, LooksAtValues, costs=(1.0, 2.5)), floats(BATCH, 8), "declared")
+        assert [cost.cost for cost in costs] == [1.0, 2.5]
+
+    def test_profile_times_forward_and_backward(self) -> None:
+        torch.set_num_threads(1)
+        small, large = partial(nn.Linear, 256, 256), partial(nn.Sequential, *(nn.Linear(256, 256) for _ in range(16)))
+        costs = layer_costs(builders(small, large), floats(256, 256), "profile")
+        assert costs[1].cost > 3 * costs[0].cost > 0
+
+    def test_profile_passes_integers_and_values_on(self) -> None:
+        inputs = (torch.ones(BATCH, 5).long(), torch.zeros(BATCH, 5).bool())
+        costs = layer_costs(builders(Masked, TakesThree, LooksAtValues), inputs, "profile")
+        assert [str(output) for cost in costs[1:] for output in cost.outputs or ()] == [
+            "float32[4, 8]",
+            "float32[4, 8]",
+        ]
+
+    def test_profile_allows_layers_that_change_their_input_in_place(self) -> None:
+        layers = builders(partial(nn.ReLU, inplace=True), partial(nn.Linear, 8, 8), partial(nn.ReLU, inplace=True))
+        assert all(cost.cost > 0 for cost in layer_costs(layers, floats(BATCH, 8), "profile"))
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+    def test_profile_waits_for_the_gpu(self) -> None:
+        small, large = partial(nn.Linear, 64, 64), partial(nn.Linear, 64, 1 << 18)
+        costs = layer_costs(builders(small, large), floats(4096, 64), "profile", device="cuda")
+        assert costs[1].cost > 10 * costs[0].cost
+
+
+class TestErrors:
+    def test_unknown_way_lists_the_known_ones(self) -> None:
+        with pytest.raises(CostError) as caught:
+            layer_costs([], (), "guess")
+        assert str(caught.value) == f"pipeline.cost=guess: use {', '.join(COSTS)}"
+
+    def test_declared_without_a_cost_names_the_layer(self) -> None:
+        with pytest.raises(
+            CostError, match=r"layer 'layer1' has no cost: give every layer a `cost`, or use pipeline\.cost=flops"
+        ):
+            layer_costs(builders(nn.ReLU, nn.ReLU, costs=(1.0, None)), floats(BATCH, 8), "declared")
+
+    def test_operations_that_depend_on_values_name_the_layer_and_the_way_out(self) -> None:
+        with pytest.raises(CostError, match=r"layer 'layer1', given float32\[4, 8\]: its operations depend .* `cost`"):
+            layer_costs(builders(nn.ReLU, LooksAtValues), floats(BATCH, 8), "flops")
+
+    def test_a_shape_that_does_not_fit_names_the_layer_and_its_inputs(self) -> None:
+        with pytest.raises(CostError, match=r"layer 'layer1', given float32\[4, 16\], fails .* RuntimeError"):
+            layer_costs(builders(partial(nn.Linear, 8, 16), partial(nn.Linear, 8, 8)), floats(BATCH, 8), "flops")
+
+    def test_an_output_that_is_no_tensor(self) -> None:
+        class Words(nn.Module):
+            def forward(self, x: Tensor) -> str:
+                return "no tensor"
+
+        with pytest.raises(CostError, match="a layer returns a tensor or a tuple of tensors, not str"):
+            layer_costs(builders(Words), floats(BATCH, 8), "flops")
+
+    def test_a_layer_that_cannot_be_built(self) -> None:
+        with pytest.raises(CostError, match="layer 'layer0' cannot be built: TypeError"):
+            layer_costs(builders(partial(nn.Linear, 8)), floats(BATCH, 8), "flops")
+
+    def test_profile_of_fake_inputs(self) -> None:
+        with pytest.raises(CostError, match=r"needs real inputs: use pipeline\.cost=flops"):
+            layer_costs(builders(nn.ReLU), (torch.empty(3, device="meta"),), "profile")

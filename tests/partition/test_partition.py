@@ -1,0 +1,192 @@
+"""Every cut against the best of all possible cuts, and errors that say what to type."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from itertools import combinations, pairwise
+
+import pytest
+
+from gpipe_cli.partition.partition import (
+    OBJECTIVES,
+    PartitionError,
+    cell_costs,
+    cell_layers,
+    imbalance,
+    partition,
+    place,
+)
+
+Costs = Sequence[float]
+
+
+def every_cut(L: int, K: int) -> Iterator[list[int]]:
+    for cuts in combinations(range(1, L), K - 1):
+        ends = [0, *cuts, L]
+        yield [end - start for start, end in pairwise(ends)]
+
+
+def exact_cells(costs: Costs, sizes: Sequence[int]) -> list[Fraction]:
+    return [sum((Fraction(costs[i]) for i in layers), Fraction(0)) for layers in cell_layers(sizes)]
+
+
+def dearest(costs: Costs, sizes: Sequence[int]) -> Fraction:
+    return max(exact_cells(costs, sizes))
+
+
+def squares(costs: Costs, sizes: Sequence[int]) -> Fraction:
+    return sum((cell * cell for cell in exact_cells(costs, sizes)), Fraction(0))
+
+
+def small_integers(draw: random.Random) -> float:
+    return draw.choice([0, 0, 1, 2, 3, 7])
+
+
+def tenths(draw: random.Random) -> float:
+    return draw.randint(1, 9) / 10
+
+
+def of_every_size(draw: random.Random) -> float:
+    return 10.0 ** draw.uniform(-9, 9)
+
+
+def cases(draw_cost: Callable[[random.Random], float]) -> Iterator[tuple[list[float], int]]:
+    draw = random.Random(f"cuts of {draw_cost.__name__}")
+    for _ in range(150):
+        costs = [draw_cost(draw) for _ in range(draw.randint(1, 10))]
+        if any(costs):
+            yield costs, draw.randint(1, len(costs))
+
+
+@pytest.mark.parametrize("draw_cost", [small_integers, tenths, of_every_size])
+class TestAgainstAllCuts:
+    def test_min_max_finds_the_cheapest_dearest_cell(self, draw_cost: Callable[[random.Random], float]) -> None:
+        for costs, K in cases(draw_cost):
+            best = min(dearest(costs, sizes) for sizes in every_cut(len(costs), K))
+            assert dearest(costs, partition(costs, K, "min_max")) == best, (costs, K)
+
+    def test_min_max_breaks_ties_by_variance(self, draw_cost: Callable[[random.Random], float]) -> None:
+        for costs, K in cases(draw_cost):
+            best = min(dearest(costs, sizes) for sizes in every_cut(len(costs), K))
+            least = min(squares(costs, s) for s in every_cut(len(costs), K) if dearest(costs, s) == best)
+            assert float(squares(costs, partition(costs, K, "min_max")) / least) == pytest.approx(1, rel=1e-12), (
+                costs,
+                K,
+            )
+
+    def test_min_variance_finds_the_least_variance(self, draw_cost: Callable[[random.Random], float]) -> None:
+        for costs, K in cases(draw_cost):
+            least = min(squares(costs, sizes) for sizes in every_cut(len(costs), K))
+            assert float(squares(costs, partition(costs, K, "min_variance")) / least) == pytest.approx(1, rel=1e-12)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+class TestBothObjectives:
+    def test_one_cell_takes_all(self, objective: str) -> None:
+        assert partition([3, 1, 2], 1, objective) == [3]
+
+    def test_as_many_cells_as_layers(self, objective: str) -> None:
+        assert partition([3, 1, 2], 3, objective) == [1, 1, 1]
+
+    def test_equal_layers_that_do_not_divide_go_to_the_later_cells(self, objective: str) -> None:
+        assert partition([0.1] * 10, 4, objective) == [2, 2, 3, 3]
+
+    def test_all_zero_costs_count_as_equal(self, objective: str) -> None:
+        assert partition([0.0] * 6, 3, objective) == [2, 2, 2]
+
+    def test_one_heavy_last_layer_leaves_no_cell_empty(self, objective: str) -> None:
+        assert partition([1] * 20 + [100], 4, objective) == [6, 7, 7, 1]
+
+    @pytest.mark.parametrize("K", [1, 2, 127, 128, 1663, 3326])
+    def test_thousands_of_layers_in_non_empty_cells(self, objective: str, K: int) -> None:
+        costs = [1.0 + (layer % 7) / 10 for layer in range(3326)]
+        sizes = partition(costs, K, objective)
+        assert (len(sizes), sum(sizes), min(sizes) >= 1) == (K, 3326, True)
+
+    @pytest.mark.parametrize("last", [1.0, 1e6], ids=["even", "one heavy layer"])
+    def test_thousands_of_layers_within_a_second(self, objective: str, last: float) -> None:
+        draw = random.Random(0)
+        costs = [draw.random() for _ in range(3325)] + [last]
+        start = time.perf_counter()
+        partition(costs, 128, objective)
+        assert time.perf_counter() - start < 2, "some 0.1 s on an idle core"
+
+    def test_the_unit_of_the_costs_does_not_matter(self, objective: str) -> None:
+        costs = [3, 1, 4, 1, 5, 9, 2, 6]
+        assert partition(costs, 3, objective) == partition([cost * 2.0**40 for cost in costs], 3, objective)
+
+    def test_more_cells_than_layers(self, objective: str) -> None:
+        with pytest.raises(PartitionError) as caught:
+            partition([1.0] * 14, 16, objective)
+        message = "pipeline.K=16 but the model has 14 layers: use pipeline.K<=14 or a deeper model"
+        assert str(caught.value) == message
+
+    @pytest.mark.parametrize("cost", [-1.0, float("nan"), float("inf")])
+    def test_a_cost_that_is_none(self, objective: str, cost: float) -> None:
+        with pytest.raises(PartitionError, match="the cost of layer 1 is"):
+            partition([1.0, cost], 1, objective)
+
+
+def test_the_cheapest_dearest_cell_can_cost_variance() -> None:
+    costs = [1, 5, 2, 3]
+    assert cell_costs(costs, partition(costs, 3, "min_max")) == [1, 5, 5]
+    assert cell_costs(costs, partition(costs, 3, "min_variance")) == [6, 2, 3]
+
+
+def test_unknown_objective_lists_the_known_ones() -> None:
+    with pytest.raises(
+        PartitionError, match=r"pipeline\.partition=even: use min_max, min_variance or the cells' sizes"
+    ):
+        partition([1, 2], 1, "even")
+
+
+def test_no_cell() -> None:
+    with pytest.raises(PartitionError, match=r"pipeline\.K=0: use pipeline\.K=1 or more"):
+        partition([1, 2], 0, "min_max")
+
+
+class TestExplicitSizes:
+    def test_are_taken_as_they_are(self) -> None:
+        assert partition([1, 1, 1, 9], 2, (3, 1)) == [3, 1]
+
+    @pytest.mark.parametrize(
+        ("sizes", "K", "message"),
+        [
+            ([2, 2], 3, r"names 2 cells but pipeline.K=3: give 3 sizes or use pipeline.K=2"),
+            ([4, 0], 2, r"cell 1 has 0 layers; use 1 or more"),
+            ([2, 1], 2, r"adds up to 3 but the model has 4 layers: change the sizes by \+1 in all"),
+            ([3, 3], 2, r"adds up to 6 but the model has 4 layers: change the sizes by -2 in all"),
+        ],
+    )
+    def test_must_fit(self, sizes: list[int], K: int, message: str) -> None:
+        with pytest.raises(PartitionError, match=message):
+            partition([1, 1, 1, 1], K, sizes)
+
+
+class TestPlace:
+    def test_one_worker_for_each_cell(self) -> None:
+        assert place([1, 1, 1], 3) == (0, 1, 2)
+
+    def test_one_worker_for_all(self) -> None:
+        assert place([1, 1, 1], 1) == (0, 0, 0)
+
+    def test_the_busiest_worker_has_the_least_to_do(self) -> None:
+        assert place([1, 1, 1, 3, 1], 3) == (0, 0, 0, 1, 2)
+
+    def test_more_workers_than_cells(self) -> None:
+        with pytest.raises(PartitionError) as caught:
+            place([1, 1], 3)
+        assert str(caught.value) == (
+            "3 workers for pipeline.K=2: every worker runs at least one cell; use 1 to 2 workers or pipeline.K>=3"
+        )
+
+
+def test_cell_costs_add_up_their_layers() -> None:
+    assert cell_costs([1, 2, 3, 4], [1, 3]) == [1, 9]
+
+
+def test_imbalance_is_what_the_dearest_cell_adds_to_the_mean() -> None:
+    assert imbalance([1, 1, 2, 4]) == 1.0

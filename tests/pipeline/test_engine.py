@@ -1,0 +1,127 @@
+"""The engine computes the plain model's gradients, whatever the schedule, cells, micro-batches and remat policy."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from engine_jobs import Case, all_cases, differences, run_case, run_plain
+from small_models import CPU, build_all, mini_batch, small_model, token_loss
+from torch import nn
+
+from gpipe_cli.launch.supervisor import Job, launch
+from gpipe_cli.pipeline.cell import BuiltLayer, Cell, LayerFailed
+from gpipe_cli.pipeline.engine import Pipeline
+from gpipe_cli.pipeline.randomness import NoiseSource
+from gpipe_cli.schedule.schedule import KINDS, REMAT, forward_only
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("K", [1, 2, 3, 4])
+def test_every_gradient_equals_the_plain_models(K: int) -> None:
+    found = [
+        text for case in all_cases(K) for text in differences(case, run_case(case, (0,) * K, 0, None), run_plain(case))
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("K", [2, *(pytest.param(K, marks=pytest.mark.slow) for K in (3, 4))])
+def test_every_gradient_equals_the_plain_models_as_processes(K: int, tmp_path: Path) -> None:
+    job = Job(tmp_path, K, "engine_jobs:compare_as_processes", {}, preload=("torch", "torch.distributed"))
+    found = launch(job, lambda event: None)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("K", [2, 3])
+def test_gradients_equal_those_of_torch_pipelining(K: int, tmp_path: Path) -> None:
+    entry, preload = "engine_jobs:compare_with_torch_pipelining", ("torch", "torch.distributed.pipelining")
+    found = launch(Job(tmp_path, K, entry, {}, preload=preload), lambda event: None)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("remat", REMAT)
+def test_a_backward_in_two_halves_has_the_bits_of_a_whole_one(remat: str, dtype: torch.dtype) -> None:
+    torch.set_default_dtype(dtype)
+    for K in (1, 3, 7):
+        halves = run_case(Case(K, 4, "zero_bubble", remat, 11, True, 0.3), (0,) * K, 0, None)
+        whole = run_case(Case(K, 4, "1f1b", remat, 11, True, 0.3), (0,) * K, 0, None)
+        assert sorted(halves[0]["gradients"]) == sorted(whole[0]["gradients"])
+        for step, (now, then) in enumerate(zip(halves, whole, strict=True)):
+            assert now["losses"] == then["losses"], (K, step)
+            for name, gradient in then["gradients"].items():
+                assert torch.equal(now["gradients"][name], gradient), (K, step, name)
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("batchnorm", [False, True])
+def test_cells_and_rematerialization_change_no_bit(kind: str, batchnorm: bool) -> None:
+    reference = None
+    for K in (1, 2, 3, 7):
+        for remat in ("always", "except_last", "never"):
+            seen = run_case(Case(K, 4, kind, remat, 11, batchnorm, 0.3), (0,) * K, 0, None)
+            reference = reference or seen
+            for step, (now, then) in enumerate(zip(seen, reference, strict=True)):
+                assert now["losses"] == then["losses"], (K, remat, step)
+                for part in ("gradients", "buffers"):
+                    for name in then[part]:
+                        assert torch.equal(now[part][name], then[part][name]), (K, remat, step, name)
+
+
+def test_without_dropout_or_batchnorm_the_number_of_micro_batches_does_not_matter() -> None:
+    whole = run_case(Case(3, 1, "gpipe", "never", 11), (0,) * 3, 0, None)
+    for M in (2, 3, 5, 11):
+        parts = run_case(Case(3, M, "gpipe", "except_last", 11), (0,) * 3, 0, None)
+        for step, (now, then) in enumerate(zip(parts, whole, strict=True)):
+            for name, gradient in then["gradients"].items():
+                torch.testing.assert_close(
+                    now["gradients"][name], gradient, rtol=1e-9, atol=1e-12, msg=f"{M} {step} {name}"
+                )
+
+
+def test_a_layer_that_writes_into_the_input_of_its_cell_is_refused_by_name() -> None:
+    class Greedy(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.add_(1)
+
+    cell = Cell(0, [BuiltLayer(0, "greedy", Greedy())], NoiseSource(1, 0, torch.device("cpu")))
+    with pytest.raises(LayerFailed, match=r"'greedy'.*in place.*inplace=False"):
+        cell.run_training((torch.zeros(2),), (), step=0, micro_batch=0, signature=None, first_time=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_left_in_the_engine_after_a_step_and_no_graph_is_alive(kind: str) -> None:
+    run_case(Case(3, 4, kind, "except_last", 11, True, 0.3), (0,) * 3, 0, None)
+    gc.collect()
+    alive = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor) and thing.grad_fn is not None]
+    assert not alive
+
+
+def test_an_evaluation_leaves_no_times_behind_however_long_it_goes_on() -> None:
+    layers = build_all(small_model())
+    engine = Pipeline([Cell(0, layers, NoiseSource(1, 0, CPU))], (0,), None, token_loss, 1, CPU)
+    parts = mini_batch(0, 8, 2)
+    engine.meter.begin_step()
+    engine.run_forward(forward_only((0,), 2)[0], ("a", "b"), parts, lambda *_: None)
+    engine.meter.end_step()
+    assert engine.meter.spans == []
+
+
+def test_an_error_of_a_gpu_is_told_with_a_doubt_about_its_place() -> None:
+    class Asserting(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    cell = Cell(0, [BuiltLayer(0, "late", Asserting())], NoiseSource(1, 0, CPU))
+    with pytest.raises(LayerFailed, match=r"layer 'late', micro-batch 0, or before: .*CUDA_LAUNCH_BLOCKING=1"):
+        cell.run_training((torch.zeros(2),), (), step=0, micro_batch=0, signature=None, first_time=True)

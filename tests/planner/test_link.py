@@ -1,0 +1,71 @@
+"""What messages between the workers of this machine cost, for a plan of this machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from gpipe_cli.commands.plan import make_request
+from gpipe_cli.planner.measure import link, this_device
+from gpipe_cli.planner.measure.link import LinkTimes, link_between_processes
+
+FOUND = LinkTimes(host=1e-3, latency=2e-3, rate=3e6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_it_is_measured_between_two_processes(shared_memory: bool) -> None:
+    found = link_between_processes(shared_memory)
+    assert found is not None
+    assert 0 < found.host < 0.1
+    assert 0 <= found.latency < 0.1
+    assert found.rate > 1e6
+
+
+def test_processes_that_fail_are_told_from_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "GLOO_ON_ONE_MACHINE", {"GLOO_SOCKET_IFNAME": "no-such-interface"})
+    assert link_between_processes() is None
+
+
+def test_processes_that_are_killed_are_told_from_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    popen = subprocess.Popen
+    death = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    monkeypatch.setattr(link.subprocess, "Popen", lambda *_, **__: popen(death))
+    assert link_between_processes() is None
+
+
+def test_processes_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def sleeper(*_: object, **__: object) -> subprocess.Popen[bytes]:
+        started.append(popen([sys.executable, "-c", "import time; time.sleep(60)"]))
+        return started[-1]
+
+    monkeypatch.setattr(link.subprocess, "Popen", sleeper)
+    monkeypatch.setattr(link, "_PATIENCE", 0.2)
+    began = time.monotonic()
+    assert link_between_processes() is None
+    assert time.monotonic() - began < 10
+    assert [process.returncode for process in started] == [-9, -9]
+
+
+@pytest.mark.parametrize(("K", "measured"), [(1, None), (2, None), (2, FOUND)])
+def test_this_device_has_the_link_that_was_found(
+    K: int, measured: LinkTimes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def answer(shared_memory: bool) -> LinkTimes | None:
+        asked.append(shared_memory)
+        return measured
+
+    monkeypatch.setattr(this_device, "link_between_processes", answer)
+    monkeypatch.setattr(this_device, "_SECONDS", 0.01)
+    device = this_device.measure_device(make_request([f"pipeline.K={K}", "pipeline.device=cpu"]).settings.pipeline)
+    expected = measured or this_device._CPU_LINK
+    assert (device.host, device.latency, device.link) == expected
+    assert asked == [True] * (K > 1)  # one worker sends nothing

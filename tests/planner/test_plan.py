@@ -1,0 +1,381 @@
+"""gpipe-plan against what a run allocates, against closed formulas, and against trying everything by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from own_plan import IDEAL, OWN, SleepingTask, planned
+from torch.utils.flop_counter import flop_registry
+
+from gpipe_cli.bench.workers import run_workers
+from gpipe_cli.commands.plan import main, make_request
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.jobs import devices
+from gpipe_cli.jobs.devices import Devices, settle_workers
+from gpipe_cli.jobs.micro_batches import settle_micro_batches
+from gpipe_cli.partition.cost import LayerCost, Profile
+from gpipe_cli.partition.layer_times import LayerTimes
+from gpipe_cli.planner.devices import PRESETS, describe, parse_bytes
+from gpipe_cli.planner.plan import Plan
+from gpipe_cli.planner.planner import Planner, plan
+from gpipe_cli.planner.search.search import REMAT_BY_SPEED, answer, micro_batch_counts
+
+ROOT = Path(__file__).parents[2]
+EXPERIMENTS = sorted(
+    str(path.relative_to(ROOT / "conf" / "experiment").with_suffix(""))
+    for path in (ROOT / "conf" / "experiment").rglob("*.yaml")
+    if "transfer" not in path.parts or path.stem == "cifar10"  # the others train the same model
+)
+WIDTHS = ("model.H=128", "model.d_model=64", "model.A=1", "data.vocabulary=4000")
+FAMILIES = {
+    "translation": ("model.L=2", *WIDTHS, "data.batch_size=32", "task.logit_clip=null"),
+    "language model": ("model=transformer_lm_small", "model.L=4", *WIDTHS, "data.batch_size=16", "optimizer=adafactor"),
+    "images": ("model=amoebanet", "model.L=3", "model.D=32", "data.batch_size=32"),
+}
+PAPER_LM = ("model=transformer_lm",)
+
+
+def settings_json(*overrides: str) -> dict[str, Any]:
+    """The configuration as plain values, as workers get it."""
+    from dataclasses import asdict
+
+    return asdict(make_request(overrides).settings)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+SPREAD = ("pipeline.K=4", "pipeline.workers=2", "pipeline.M=8")
+RUNS = [
+    ("translation", (*SPREAD, "pipeline.remat=always")),
+    ("translation", (*SPREAD, "pipeline.remat=never", "pipeline.schedule=1f1b")),
+    ("language model", (*SPREAD, "pipeline.remat=except_last")),
+    ("language model", ("pipeline.K=2", "pipeline.M=4", "precision=bf16")),
+    ("images", (*SPREAD, "pipeline.remat=never", "trainer.average=0.9")),
+    ("images", (*SPREAD, "pipeline.remat=always", "pipeline.schedule=1f1b")),
+    ("images", (*SPREAD, "pipeline.remat=always", "pipeline.backend=gloo")),
+    ("translation", (*SPREAD, "pipeline.remat=never", "pipeline.schedule=zero_bubble")),
+    ("language model", ("pipeline.K=2", "pipeline.M=4", "pipeline.remat=always", "pipeline.schedule=zero_bubble")),
+    ("images", (*SPREAD, "pipeline.remat=never", "pipeline.schedule=zero_bubble")),
+]
+
+
+@pytest.fixture(scope="module")
+def allocated() -> list[list[dict[str, Any]]]:
+    """What the engine's workers allocate in a real step of each of RUNS."""
+    settings = [settings_json(*FAMILIES[family], *how) for family, how in RUNS]
+    return run_workers("plan_jobs:measure", 2, {"settings": settings})  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(RUNS)), ids=[f"{family} {' '.join(how)}" for family, how in RUNS])
+def test_every_kind_of_bytes_is_what_a_real_step_allocates(number: int, allocated: list[list[dict[str, Any]]]) -> None:
+    family, how = RUNS[number]
+    made = planned(*FAMILIES[family], *how, "plan.kernels=cpu")
+    for worker, real in zip(made.workers_plan, allocated[number], strict=True):
+        cells = [made.cells[cell] for cell in worker.cells]
+        for kind in ("weights", "gradients", "optimizer", "average"):
+            assert sum(getattr(cell, kind) for cell in cells) == real[kind], kind
+        assert worker.model == sum(real[kind] for kind in ("weights", "gradients", "optimizer", "average"))
+        for cell in cells:
+            if cell.cell:  # what stands in front of the first is the mini-batch, all of it from the beginning
+                assert cell.inputs == real["inputs"][str(cell.cell)]
+        # How many slots of shared memory there are two busy cores decide: as many as messages were on their way.
+        assert worker.activations - worker.parts["shared"] == pytest.approx(real["activations"], rel=0.1)
+
+
+def test_the_largest_model_of_the_paper_is_planned_exactly_and_without_memory(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*PAPER_LM, "model.L=1663", "pipeline.K=128", "pipeline.M=32", "plan.format=json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["parameters"] == 83_876_910_336
+    assert len(printed["cells"]) == 128
+    assert sum(cell["parameters"] for cell in printed["cells"]) == 83_876_910_336
+    assert printed["gradient_bytes"] == 4 * 83_876_910_336
+    assert 0 < printed["bubble"] < 1
+    assert printed["step_seconds"] > 0
+
+
+def test_recomputing_keeps_one_graph_and_never_recomputing_keeps_all() -> None:
+    always, never = (planned(*OWN, "pipeline.K=4", "pipeline.M=8", f"pipeline.remat={r}") for r in ("always", "never"))
+    assert [cell.graphs_in_flight for cell in always.cells] == [1, 1, 1, 1]
+    assert [cell.graphs_in_flight for cell in never.cells] == [8, 8, 8, 8]
+    assert always.memory < never.memory
+
+
+def test_1f1b_keeps_no_more_micro_batches_than_workers_behind() -> None:
+    made = planned(*OWN, "pipeline.K=4", "pipeline.M=8", "pipeline.schedule=1f1b")
+    assert [cell.inputs_in_flight for cell in made.cells] == [4, 3, 2, 1]
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("K", "M"), [(2, 1), (2, 8), (4, 4), (8, 32)])
+def test_even_cells_have_the_bubble_of_the_formula(K: int, M: int) -> None:
+    # The first layer has no gradient to make for its input: with K=8 and one layer a cell it is a third shorter.
+    made = planned(*OWN, f"pipeline.K={K}", f"pipeline.M={M}", "pipeline.remat=never", "model.layers=512")
+    assert made.bubble_formula == (K - 1) / (M + K - 1)
+    assert made.bubble == pytest.approx(made.bubble_formula, abs=0.005)
+
+
+def test_a_step_of_one_cell_takes_its_flops_at_the_device_s_rate() -> None:
+    made = planned(*OWN, "pipeline.K=1", "pipeline.M=1", "pipeline.remat=never", "plan.efficiency=1")
+    forward = 8 * 2 * 64 * 64 * 64  # layers, multiply and add, examples, two widths
+    backward = 2 * forward - 2 * 64 * 64 * 64  # the first layer's input needs no gradient
+    assert made.step_seconds == pytest.approx((forward + backward) / 1e9, rel=0.01)
+
+
+@pytest.mark.slow
+def test_the_times_of_a_cell_are_those_of_its_layers_and_the_loss_is_in_the_last(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from gpipe_cli.planner.measure import measurement
+
+    def table(builders: Any, *arguments: Any) -> Profile:
+        layers = [LayerCost(builder.name, 0, None, None, 6.0) for builder in builders]
+        loss = LayerTimes(10.0, 20.0, 30.0, 40.0, 50.0, 0.0)
+        return Profile(layers, [LayerTimes(1.0, 2.0, 3.0, 4.0, 5.0, 6.0) for _ in builders], loss)
+
+    monkeypatch.setattr(measurement, "profile_layers", table)
+    monkeypatch.setenv("GPIPE_CACHE", str(tmp_path))
+    made = planned(*OWN[:-1], "plan.device=this", "pipeline.K=2", "pipeline.partition=[6,2]", "model.layers=8")
+    first, last = made.cells
+    assert (first.inference_seconds, first.forward_seconds, first.recompute_seconds) == (6, 12, 18)
+    assert (last.inference_seconds, last.forward_seconds, last.recompute_seconds) == (2, 24, 36)
+    assert (first.backward_seconds, last.backward_seconds) == (24, 48)
+    assert (first.input_gradient_seconds, first.weight_gradient_seconds) == (24, 0)  # nobody waits for its first half
+    assert (last.input_gradient_seconds, last.weight_gradient_seconds) == (60, 12)
+    assert first.share == 36 / 108
+    by_time = planned(*OWN[:-1], "plan.device=this", "pipeline.K=2", "pipeline.cost=profile", "model.layers=8")
+    assert [cell.layers for cell in by_time.cells] == [7, 1]  # 7 · 6 s, and 6 s with a loss of 60
+
+
+@pytest.mark.slow
+def test_layers_and_loss_are_timed_on_this_machine() -> None:
+    made = planned(*OWN[:-1], "plan.device=this", "pipeline.K=2", "task._target_=own_plan.SleepingTask")
+    assert made.notes == []
+    assert made.cells[1].forward_seconds >= SleepingTask.SECONDS
+    assert made.cells[1].inference_seconds < SleepingTask.SECONDS
+    assert all(cell.backward_seconds > 0 for cell in made.cells)
+
+
+@pytest.mark.parametrize(("how", "workers"), [((), 2), (("pipeline.schedule=interleaved_1f1b", "pipeline.K=3"), 1)])
+def test_this_machine_gets_as_many_workers_as_a_run_starts_on_it(
+    how: tuple[str, ...], workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "find_devices", lambda device: Devices(2, "core"))
+    request = make_request((*OWN[:-1], "plan.device=this", "pipeline.K=4", *how))
+    made = plan(request.settings, replace(request.options, device=PRESETS["h100"]))  # nothing is to be measured here
+    assert made.workers == workers == settle_workers(request.settings.pipeline, False, None)[0]
+    assert made.notes == [
+        f"{made.K} cells on {workers} workers, as gpipe-train starts them on this machine (pipeline.workers=auto)"
+    ]
+
+
+def test_halves_of_a_backward_have_their_own_operations() -> None:
+    """A matrix product has one for its input and one for its weight; what stands behind it and has no weight, only the
+    first kind."""
+    _, second = planned(*OWN, "pipeline.K=2", "plan.efficiency=1", "pipeline.schedule=zero_bubble").cells
+    assert second.input_gradient_seconds == pytest.approx(second.weight_gradient_seconds, rel=0.05)
+    attention = planned("model=transformer_lm_small", "pipeline.K=2", "pipeline.schedule=zero_bubble").cells[1]
+    assert attention.input_gradient_seconds > attention.weight_gradient_seconds > 0
+    halves = attention.input_gradient_seconds + attention.weight_gradient_seconds
+    assert attention.backward_seconds <= halves < 1.1 * attention.backward_seconds
+
+
+def test_attention_counts_in_every_release_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("model=transformer_lm_small", "model.L=1", "plan.kernels=accelerator", "plan.device=a100-40gb")
+    counted = planned(*words)
+    for name in ("", "_backward"):
+        operation = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{name}")
+        monkeypatch.delitem(flop_registry, operation, raising=False)
+    assert planned(*words).cells[0].flops == counted.cells[0].flops
+    assert planned(*words).step_seconds == counted.step_seconds
+
+
+def test_a_slower_device_and_a_slower_link_make_the_step_longer() -> None:
+    fast = planned(*OWN, "pipeline.K=4")
+    uneven = planned(*OWN, "pipeline.K=4", "plan.speeds=[1,1,0.5,1]")
+    linked = planned(*OWN[:-1], "pipeline.K=4", IDEAL.replace("link: 1e15", "link: 1e6"))
+    assert uneven.step_seconds > 1.5 * fast.step_seconds
+    assert linked.step_seconds > fast.step_seconds + 2 * 16 * 64 * 4 / 1e6
+
+
+def test_what_is_sent_counts_both_directions() -> None:
+    made = planned(*OWN, "pipeline.K=4", "pipeline.M=4")
+    boundary, targets = 16 * 64 * 4, 16 * 64 * 4
+    assert made.sent_bytes == 3 * 4 * (2 * boundary + targets)
+
+
+# -- searches ----------------------------------------------------------------------------------------------------------
+
+
+def everything(*overrides: str) -> list[Plan]:
+    """All plans of a small space, by hand."""
+    request = make_request(overrides)
+    planner = Planner(request.settings, request.options)
+    pipeline = request.settings.pipeline
+    return [
+        planner.plan(replace(pipeline, K=K, M=M, remat=remat))
+        for K, M, remat in product((1, 2, 4), micro_batch_counts(request.settings), REMAT_BY_SPEED)
+    ]
+
+
+def test_fit_finds_what_trying_everything_finds() -> None:
+    all_of_them = everything(*OWN)
+    sizes = sorted(made.memory for made in all_of_them)
+    for limit in (sizes[len(sizes) // 8], sizes[len(sizes) // 2]):
+        expected = next(made for made in all_of_them if made.memory <= limit)
+        request = make_request((*OWN, f"plan.fit={limit}", "plan.candidates=[1,2,4]"))
+        found = answer(request.settings, request.options).plan
+        assert (found.K, found.M, found.remat) == (expected.K, expected.M, expected.remat)
+
+
+def test_fit_says_what_comes_nearest_when_nothing_fits() -> None:
+    request = make_request((*OWN, "plan.fit=250KB", "plan.candidates=[1,2]"))
+    with pytest.raises(ConfigurationError, match=r"nothing fits 0.00025 GB: the nearest is .* pipeline.K=2"):
+        answer(request.settings, request.options)
+
+
+def test_best_is_the_fastest_of_all_that_fit() -> None:
+    all_of_them = [made for made in everything(*OWN) if made.K == 4]
+    limit = sorted(made.memory for made in all_of_them)[len(all_of_them) // 2]
+    request = make_request((*OWN, "pipeline.K=4", "plan.best=true", f"plan.memory={limit}"))
+    found = answer(request.settings, request.options).plan
+    assert found.fits
+    fitting = [made.examples_per_second for made in all_of_them if made.fits and made.memory <= limit]
+    assert found.examples_per_second >= max(fitting) * 0.999999
+
+
+def test_micro_batches_left_to_the_planner() -> None:
+    request = make_request((*OWN, "pipeline.K=4", "pipeline.M=auto"))
+    found = answer(request.settings, request.options)
+    by_hand = [planned(*OWN, "pipeline.K=4", f"pipeline.M={1 << power}") for power in range(7)]
+    assert found.plan.examples_per_second == max(made.examples_per_second for made in by_hand)
+
+
+@pytest.mark.slow
+def test_gpipe_train_gets_a_number_before_its_workers_start() -> None:
+    config = settings_json(*FAMILIES["translation"])
+    settled, line = settle_micro_batches({**config, "pipeline": {**config["pipeline"], "M": "auto"}})
+    assert settled["pipeline"]["M"] in (1, 2, 4, 8, 16, 32)  # which one is the machine's affair
+    assert settled["pipeline"]["workers"] == config["pipeline"]["workers"]
+    assert line.startswith(f"pipeline.M={settled['pipeline']['M']} (auto")
+
+
+def test_under_torchrun_only_the_first_process_asks_for_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpipe_cli.jobs.torchrun.is_first", lambda: False)
+    monkeypatch.setattr("gpipe_cli.jobs.micro_batches._ask_planner", lambda _: pytest.fail("asked"))
+    config = settings_json(*FAMILIES["translation"])
+    settle_micro_batches({**config, "pipeline": {**config["pipeline"], "M": "auto"}})
+
+
+@pytest.mark.slow
+def test_micro_batches_too_small_for_batchnorm_are_no_choice() -> None:
+    images = (*FAMILIES["images"], "data.batch_size=4")
+    request = make_request((*images, "pipeline.M=auto"))
+    assert answer(request.settings, request.options).tried == 2  # M=4: one image leaves a channel one pixel
+    with pytest.raises(ConfigurationError, match=r"M=4 leaves too few examples .* BatchNorm.* use a smaller"):
+        planned(*images, "pipeline.M=4")
+
+
+def test_grow_ends_at_the_last_value_that_fits_and_passes_over_those_that_the_model_refuses() -> None:
+    own = ("model._target_=own_plan.layers_in_threes", *OWN[1:], "pipeline.K=2", "plan.memory=1MB")
+    request = make_request((*own, "model.layers=6", "plan.grow=model.layers"))
+    found = answer(request.settings, request.options).found["model.layers"]
+    assert found % 3 == 0
+    assert planned(*own, f"model.layers={found}").fits
+    assert not planned(*own, f"model.layers={found + 3}").fits
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_can_be_planned_without_its_data(experiment: str) -> None:
+    extra = ["checkpoint.init_from=nowhere"] if "transfer" in experiment else []
+    made = planned(f"experiment={experiment}", *extra)
+    assert made.parameters > 0
+    assert made.step_seconds > 0
+
+
+def test_a_user_s_own_model_data_and_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*OWN, "pipeline.K=2", f"plan.picture={tmp_path / 'plan.svg'}"]) == 0
+    said = capsys.readouterr().out
+    assert "model._target_=own_plan.even_layers: called with" in said
+    assert "worker 1 |  . F0 F1" in said
+    assert "<svg" in (tmp_path / "plan.svg").read_text()
+
+
+def test_a_sweep_is_one_table_with_a_row_for_each_job(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", *OWN, "pipeline.K=2,4", "pipeline.M=8,32"]) == 0
+    rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[-4:]]
+    assert rows == [["2", "8"], ["2", "32"], ["4", "8"], ["4", "32"]]
+
+
+def test_a_sweep_as_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", *OWN, "pipeline.K=2,4", "plan.format=json"]) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert [made["K"] for made in plans] == [2, 4]
+
+
+def test_more_micro_batches_than_examples_are_planned_with_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model=transformer_lm_small", "pipeline.M=32"]) == 0
+    assert "data.batch_size=16 has no 32 micro-batches: planned with data.batch_size=32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["plan.device=h1000"], "did you mean h100"),
+        (["plan.device={flops: 1e12}"], "plan.device has no memory, bandwidth, link"),
+        (["plan.device={like: h100, overhead: abc}"], "plan.device.overhead=abc: use a number of seconds, at least 0"),
+        (["plan.device={like: h100, latency: -1}"], "plan.device.latency=-1: use a number of seconds, at least 0"),
+        (["plan.device={like: h100, flops: 0}"], "plan.device.flops=0: use a positive number"),
+        (["plan.foo=1"], "there is no key plan.foo; plan has: device, memory, fit"),
+        (["plan.fit=16 apples"], "plan.fit=16 apples: use a number of bytes, as 16GB"),
+        (["plan.fit=1GB", "plan.best=true"], "give one of them"),
+        (["plan.grow=model.LL"], "plan.grow=model.LL: use a key with a whole number"),
+        (["plan.picture=x.bmp"], "must end in .svg"),
+        (["pipeline.K=99"], "pipeline.K=99 but the model has 20 layers"),
+        (["plan.speeds=[1,2]"], "plan.speeds has 2 numbers but there are 4 workers"),
+        (["--cfg"], "there is no option --cfg"),
+        (["pipeline.KK=3"], "pipeline.K"),
+    ],
+)
+def test_mistakes_are_named(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_help_needs_no_torch_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    code = "import sys; from gpipe_cli.commands.plan import main; main(['--help']); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "jobs")}
+    command = [sys.executable, "-m", "gpipe_cli.commands.plan", *OWN]
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sizes_are_read_with_their_units() -> None:
+    assert [parse_bytes(text, "x") for text in ("16GB", "16 GiB", "1.5e9", 7)] == [
+        16 * 10**9,
+        16 << 30,
+        1_500_000_000,
+        7,
+    ]
+
+
+def test_a_device_can_be_described_by_what_differs() -> None:
+    assert describe({"like": "h100", "link": "1e9"}) == replace(PRESETS["h100"], name="described", link=1e9)

@@ -1,0 +1,65 @@
+"""What a plan says: the better cut that it recommends, and the memory that counts."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+from own_plan import OWN, planned
+from torch import nn
+
+from gpipe_cli.commands.plan import main
+from gpipe_cli.layers import LayerBuilder
+from gpipe_cli.planner.plan import Plan
+
+UNEVEN = (*OWN, "pipeline.K=2", "pipeline.partition=[2,6]", "model.layers=8")
+HALF_SPEED = "plan.speeds=[0.5,1]"
+
+
+def tied_layers(first: int, second: int) -> list[Any]:
+    """Eight equal layers, two of which are one and the same."""
+    both = nn.Linear(64, 64)
+    layers = [LayerBuilder(f"layer_{i}", partial(nn.Linear, 64, 64)) for i in range(8)]
+    for index in (first, second):
+        layers[index] = LayerBuilder(f"layer_{index}", lambda: both)
+    return layers
+
+
+def planned_tied(first: int, second: int) -> Plan:
+    tied = ("model._target_=test_plan_advice.tied_layers", f"model.first={first}", f"model.second={second}")
+    return planned(*tied, *OWN[1:], "pipeline.K=2", "pipeline.partition=[2,6]")
+
+
+def test_an_uneven_cut_is_told_what_a_better_one_would_gain() -> None:
+    made = planned(*UNEVEN)
+    assert made.better_cut == [4, 4]
+    assert made.better_cut_gain > 0.3
+
+
+def test_no_cut_is_recommended_that_separates_layers_which_share_a_weight() -> None:
+    assert planned_tied(2, 3).better_cut == [4, 4]
+    assert planned_tied(3, 4).better_cut is None  # both lie in the cell of six
+
+
+def test_speeds_of_devices_decide_whether_a_cut_is_better() -> None:
+    assert planned(*UNEVEN, HALF_SPEED).better_cut is None  # the half as fast one would have four layers, not two
+    with_it = planned(*UNEVEN, "plan.speeds=[1,0.5]")
+    assert with_it.better_cut == [4, 4]
+    assert with_it.better_cut_gain > 0.3
+
+
+def test_with_several_cells_a_worker_the_slowest_worker_decides() -> None:
+    """The slowest cell would have two layers instead of three, but each worker has four either way."""
+    split = ("pipeline.K=4", "pipeline.partition=[1,3,3,1]", "model.layers=8")
+    assert planned(*OWN, *split, "pipeline.workers=4").better_cut == [2, 2, 2, 2]
+    assert planned(*OWN, *split, "pipeline.workers=2").better_cut is None
+
+
+@pytest.mark.parametrize(("average", "told"), [("0.9", ", average"), ("null", "")])
+def test_averaged_weights_are_named_where_they_are_counted(
+    average: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*OWN, "pipeline.K=2", f"trainer.average={average}"]) == 0
+    assert re.search(rf"\(weights, gradients, optimizer{told} \d", capsys.readouterr().out)

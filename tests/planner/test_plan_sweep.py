@@ -1,0 +1,119 @@
+"""A sweep of gpipe-plan shows for each of its jobs what a plan by itself would."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from own_plan import OWN
+
+from gpipe_cli.commands.plan import main
+
+SMALL = (*OWN, "pipeline.K=2,4")
+
+
+def table(printed: str) -> list[dict[str, str]]:
+    """Its rows, by column; the last lines before any notes."""
+    lines = printed.splitlines()
+    rule = next(number for number, line in enumerate(lines) if line.startswith("-"))
+    ends = [0]
+    for width in map(len, lines[rule].split("  ")):
+        ends.append(ends[-1] + width + 2)
+    rows = [line for line in lines[rule + 1 :] if not line.startswith("note")]
+    cells = [[line[a:b].strip() for a, b in pairwise(ends)] for line in [lines[rule - 1], *rows]]
+    return [dict(zip(cells[0], row, strict=True)) for row in cells[1:]]
+
+
+def alone(*words: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main([*words, "plan.format=json"]) == 0
+    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("search", "keys"),
+    [
+        (["pipeline.M=auto"], ["pipeline.M"]),
+        (["plan.best=true"], ["pipeline.M", "pipeline.remat", "pipeline.schedule"]),
+        (["plan.grow=model.layers", "model.layers=8", "plan.memory=1MB"], ["model.layers"]),
+    ],
+    ids=["M", "best", "grow"],
+)
+def test_what_was_found_has_a_column_and_a_place_in_the_json(
+    search: list[str], keys: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = [alone(*OWN, f"pipeline.K={K}", *search, capsys=capsys) for K in (2, 4)]
+    assert main(["-m", *SMALL, *search, "plan.format=json"]) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert [(made["found"], made["tried"]) for made in plans] == [(one["found"], one["tried"]) for one in expected]
+    assert main(["-m", *SMALL, *search]) == 0
+    shown = table(capsys.readouterr().out)
+    for row, one in zip(shown, expected, strict=True):
+        assert {key: row[key.removeprefix("pipeline.")] for key in keys} == {k: str(one["found"][k]) for k in keys}
+
+
+def test_a_swept_key_that_was_looked_for_shows_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
+    found = alone(*OWN, "pipeline.M=auto", capsys=capsys)["found"]["pipeline.M"]
+    assert main(["-m", *OWN, "pipeline.M=auto,8"]) == 0
+    assert [row["M"] for row in table(capsys.readouterr().out)] == [str(found), "8"]
+
+
+def test_a_batch_size_that_was_raised_is_noted_with_its_job(capsys: pytest.CaptureFixture[str]) -> None:
+    note = "data.batch_size=64 has no 100 micro-batches: planned with data.batch_size=100"
+    assert main(["-m", *OWN, "pipeline.M=8,100"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"note on pipeline.M=100: {note}"
+    assert main(["-m", *OWN, "pipeline.M=8,100", "plan.format=json"]) == 0
+    assert [made["notes"] for made in json.loads(capsys.readouterr().out)["plans"]] == [[], [note]]
+    assert alone(*OWN, "pipeline.M=100", capsys=capsys)["notes"] == [note]
+
+
+def test_a_picture_of_a_sweep_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", *SMALL, "plan.picture=plan.svg"]) == 2
+    assert "plan.picture=plan.svg shows one plan, not a sweep" in capsys.readouterr().err
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpipe_cli.planner.search.search.answer", lambda *_: pytest.fail("planned all the same"))
+    (tmp_path / "file").touch()
+    assert main([*OWN, f"plan.picture={tmp_path}/file/plan.svg"]) == 2
+    assert f"plan.picture={tmp_path}/file/plan.svg cannot be written (Not a directory)" in capsys.readouterr().err
+    assert main([*OWN, f"plan.picture={tmp_path}/new/plan.bmp"]) == 2
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_schedule_without_a_formula_has_a_dash(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["pipeline.K=4", "pipeline.M=8", "pipeline.workers=2"]
+    assert main(["-m", *OWN, *words, "pipeline.schedule=gpipe,interleaved_1f1b,zero_bubble"]) == 0
+    assert [row["formula"] for row in table(capsys.readouterr().out)] == ["11.1 %", "5.9 %", "-"]
+    assert main([*OWN, *words, "pipeline.schedule=interleaved_1f1b"]) == 0
+    assert "simulated, 5.9 % by (W-1)/(vM+W-1)\n" in capsys.readouterr().out
+
+
+def test_a_job_that_is_refused_keeps_its_row_and_the_others_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", *OWN, "pipeline.K=2,4000,4"]) == 2
+    printed = capsys.readouterr().out
+    rows = table(printed.partition("\nrefusal")[0])
+    assert [(row["K"], row["parameters"] != "-", row["step"] != "-") for row in rows] == [
+        ("2", True, True),
+        ("4000", False, False),
+        ("4", True, True),
+    ]
+    assert printed.splitlines()[-1].startswith("refusal on pipeline.K=4000: ")
+    assert "4000" in printed.splitlines()[-1].partition(": ")[2]
+    assert main(["-m", *OWN, "pipeline.K=2,4000", "plan.format=json"]) == 2
+    planned, refused = json.loads(capsys.readouterr().out)["plans"]
+    assert planned["K"] == 2
+    assert refused.keys() == {"overrides", "refused"}
+    assert refused["overrides"][-2:] == ["pipeline.K=4000", "plan.format=json"]
+
+
+def test_what_all_jobs_are_refused_for_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", *SMALL, "plan.fit=1KB"]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("refusal" in line for line in lines) == 1

@@ -1,0 +1,173 @@
+"""The simulated clock against the closed formulas of the paper, and the pictures drawn from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from matplotlib.image import imread
+
+from gpipe_cli.schedule.picture import draw_text, legend, save_picture
+from gpipe_cli.schedule.schedule import KINDS, Instruction, Op, ScheduleError, forward_only, schedule
+from gpipe_cli.schedule.simulate import (
+    Timeline,
+    bubble_by_formula,
+    cost_durations,
+    ideal_bubble,
+    simulate,
+    unit_durations,
+)
+
+SIZES = [(1, 1), (1, 5), (2, 1), (2, 4), (4, 4), (8, 32), (5, 3)]
+
+
+def timeline(kind: str, K: int, M: int, remat: str = "never", backward: float = 1.0) -> Timeline:
+    return simulate(schedule(kind, range(K), M, remat), range(K), cost_durations([1.0] * K, backward))
+
+
+def start_of(timeline: Timeline, text: str) -> float:
+    wanted = Instruction.parse(text)
+    return next(span.start for spans in timeline.spans for span in spans if span.instruction == wanted)
+
+
+@pytest.mark.parametrize(("K", "M"), SIZES)
+class TestClosedFormula:
+    def test_forward_takes_one_clock_more_for_each_cell_after_the_first(self, K: int, M: int) -> None:
+        assert simulate(forward_only(range(K), M), range(K), unit_durations).span == M + K - 1
+
+    def test_gpipe_takes_as_many_clocks_back_as_forth(self, K: int, M: int) -> None:
+        assert timeline("gpipe", K, M).span == 2 * (M + K - 1)
+
+    @pytest.mark.parametrize("backward", [1.0, 2.0, 2.5])
+    def test_gpipe_idles_for_the_ideal_bubble(self, K: int, M: int, backward: float) -> None:
+        assert timeline("gpipe", K, M, backward=backward).bubble == pytest.approx(ideal_bubble(K, M))
+
+    @pytest.mark.parametrize("backward", [1.0, 2.0])
+    def test_1f1b_idles_as_long_as_gpipe(self, K: int, M: int, backward: float) -> None:
+        assert timeline("1f1b", K, M, backward=backward).span == timeline("gpipe", K, M, backward=backward).span
+
+    def test_zero_bubble_idles_for_a_third_of_it(self, K: int, M: int) -> None:
+        line = timeline("zero_bubble", K, M, backward=2.0)
+        if M >= K:
+            assert line.span == 3 * M + (K - 1)
+        assert line.span <= timeline("1f1b", K, M, backward=2.0).span
+
+    @pytest.mark.parametrize("v", [2, 3])
+    def test_interleaved_idles_for_a_part_of_it(self, K: int, M: int, v: int) -> None:
+        placement = tuple(range(K)) * v
+        line = simulate(
+            schedule("interleaved_1f1b", placement, M, "never"), placement, cost_durations([1 / v] * len(placement))
+        )
+        if M >= K:
+            assert line.span == pytest.approx(3 * M + 3 * (K - 1) / v)
+        assert line.span <= timeline("1f1b", K, M, backward=2.0).span + 1e-9
+
+    def test_early_recompute_makes_the_bubble_smaller_than_the_formula(self, K: int, M: int) -> None:
+        assert timeline("gpipe", K, M, "always", 2.0).bubble <= ideal_bubble(K, M) + 1e-12
+
+
+@pytest.mark.parametrize(("K", "M", "share"), [(2, 4, 0.2), (4, 16, 0.158), (8, 32, 0.179), (4, 1, 0.75)])
+def test_ideal_bubble_is_the_papers(K: int, M: int, share: float) -> None:
+    assert ideal_bubble(K, M) == pytest.approx(share, abs=5e-4)
+
+
+@pytest.mark.parametrize("M", [1, 3, 4, 5, 8])
+@pytest.mark.parametrize(("kind", "v"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 1), ("interleaved_1f1b", 3)])
+def test_where_there_is_a_formula_even_cells_have_its_bubble(kind: str, v: int, M: int) -> None:
+    formula, placement = bubble_by_formula(kind, 4, 4 * v, M), tuple(range(4)) * v
+    if formula is None:
+        assert v > 1 and M < 4
+        return
+    line = simulate(schedule(kind, placement, M, "never"), placement, cost_durations([1.0] * len(placement)))
+    assert line.bubble == pytest.approx(formula)
+
+
+def test_zero_bubble_has_no_formula_in_numbers_of_cells_alone() -> None:
+    assert bubble_by_formula("zero_bubble", 4, 4, 8) is None
+
+
+class TestTime:
+    def test_an_uneven_cell_sets_the_pace(self) -> None:
+        costs = [1.0, 3.0, 1.0]
+        assert simulate(forward_only(range(3), 10), range(3), cost_durations(costs)).span == 1 + 10 * 3 + 1
+
+    def test_a_message_takes_its_latency(self) -> None:
+        assert simulate(forward_only(range(3), 1), range(3), unit_durations, latency=0.5).span == 4
+
+    def test_latency_can_depend_on_the_message(self) -> None:
+        def latency(send: Instruction) -> float:
+            return 10.0 if send.op is Op.SEND_GRADIENT else 0.0
+
+        assert simulate(schedule("gpipe", (0, 1), 1, "never"), (0, 1), unit_durations, latency).span == 14
+
+    def test_messages_travel_while_the_sender_computes(self) -> None:
+        assert start_of(simulate(forward_only((0, 1), 2), (0, 1), unit_durations, latency=1.0), "F0.1") == 1
+
+    def test_a_receive_lasts_as_long_as_its_worker_waits(self) -> None:
+        first = simulate(forward_only((0, 1), 1), (0, 1), unit_durations).spans[1][0]
+        assert (str(first.instruction), first.start, first.end) == ("ra1.0", 0, 1)
+
+    def test_sends_and_receives_keep_their_worker_busy_for_the_host_s_time(self) -> None:
+        # Worker 0: F0 to 1, send to 1.5, F1 to 2.5, send to 3. Worker 1: F0 from 1.5 to 2.5, F1 from 3.
+        slow_host = simulate(forward_only((0, 1), 2), (0, 1), unit_durations, host=0.5)
+        assert [start_of(slow_host, name) for name in ("F0.1", "F1.0", "F1.1")] == [1.5, 1.5, 3]
+        # The message is there at 2.5, but the receive still takes its own time: 0.5 after F0, which ends at 11.5.
+        early = simulate(forward_only((0, 1), 2), (0, 1), lambda i: 1.0 + 9.0 * i.cell, host=0.5)
+        assert start_of(early, "F1.1") == pytest.approx(1.5 + 10 + 0.5)
+
+    def test_busy_counts_computation_only(self) -> None:
+        assert simulate(schedule("gpipe", (0, 1), 2, "always"), (0, 1), unit_durations, latency=7.0).busy == [6, 6]
+
+    def test_one_worker_has_no_bubble(self) -> None:
+        assert simulate(schedule("1f1b", (0, 0, 0), 3, "always"), (0, 0, 0), unit_durations).bubble == 0
+
+    def test_the_halves_of_a_backward_take_half_of_it_each(self) -> None:
+        line = simulate(schedule("zero_bubble", (0,), 1, "never"), (0,), cost_durations([1.0], backward=3.0))
+        assert [(str(s.instruction), s.end - s.start) for s in line.spans[0]] == [
+            ("F0.0", 1),
+            ("I0.0", 1.5),
+            ("W0.0", 1.5),
+        ]
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_recompute_starts_before_the_gradient_arrives(self, kind: str) -> None:
+        line = timeline(kind, 4, 4, "always")
+        first = 3 if kind == "gpipe" else 0
+        assert start_of(line, f"R0.{first}") < start_of(line, f"sg1.{first}")
+
+    def test_a_deadlock_is_an_error_and_no_endless_loop(self) -> None:
+        lists = [[Instruction.parse("rg0.0")], [Instruction.parse("ra1.0")]]
+        with pytest.raises(ScheduleError, match=r"deadlock: worker 0 waits at rg0\.0"):
+            simulate(lists, (0, 1), unit_durations)
+
+
+class TestText:
+    def test_a_wider_slot_makes_a_shorter_grid(self) -> None:
+        line = simulate(forward_only((0, 1), 2), (0, 1), cost_durations([10.0, 10.0]))
+        assert draw_text(line, slot=10.0) == "worker 0 | F0 F1  .\nworker 1 |  . F0 F1"
+
+    def test_two_digit_micro_batches_stay_in_line(self) -> None:
+        line = simulate(forward_only((0, 1), 11), (0, 1), unit_durations)
+        assert draw_text(line).splitlines()[1].endswith("|   .  F0  F1  F2  F3  F4  F5  F6  F7  F8  F9 F10")
+
+    def test_the_legend_names_what_occurs(self) -> None:
+        assert legend(timeline("1f1b", 2, 2)) == "F forward, B backward, with the micro-batch; . idle"
+        assert "I input gradient, W weight gradient" in legend(timeline("zero_bubble", 2, 2))
+
+
+class TestPicture:
+    @pytest.mark.parametrize("placement", [(0, 1, 2), (0, 0, 1)], ids=str)
+    def test_shows_forward_recompute_backward_and_idle_in_their_colours(
+        self, tmp_path: Path, placement: tuple[int, ...]
+    ) -> None:
+        line = simulate(schedule("gpipe", placement, 4, "always"), placement, unit_durations)
+        save_picture(line, tmp_path / "plan.png", title="gpipe")
+        pixels = (imread(tmp_path / "plan.png")[..., :3] * 255).round().astype(int)
+        colours = {tuple(colour) for row in pixels[::7] for colour in row}
+        for colour in ((0x2F, 0x6D, 0xB3), (0xA9, 0xCD, 0xEE), (0xF0, 0xA4, 0x3A), (0xEC, 0xEE, 0xF1)):
+            assert colour in colours, colour
+
+    def test_is_also_drawn_as_vectors(self, tmp_path: Path) -> None:
+        save_picture(timeline("1f1b", 2, 2), tmp_path / "plan.svg")
+        assert ElementTree.parse(tmp_path / "plan.svg").getroot().tag.endswith("svg")

@@ -1,0 +1,277 @@
+"""Losses and metrics by literal numbers, and against torch's and sacreBLEU's own."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra.utils import get_object
+from omegaconf import OmegaConf
+from torch import Tensor
+from torch.nn import functional as F
+
+import gpipe_cli.conf
+from gpipe_cli.factory.build import MODEL_KEYS_READ_ELSEWHERE
+from gpipe_cli.tasks.bleu import bleu_of_groups, corpus_bleu
+from gpipe_cli.tasks.classification import ClassificationTask
+from gpipe_cli.tasks.cross_entropy import smoothed_cross_entropy
+from gpipe_cli.tasks.language_model import LanguageModelTask
+from gpipe_cli.tasks.translation import TranslationTask
+
+LN2 = math.log(2)
+HALF_QUARTER_QUARTER = [math.log(0.5), math.log(0.25), math.log(0.25)]
+CONF = Path(inspect.getfile(gpipe_cli.conf)).parent
+
+
+def logits_of(*rows: list[float]) -> Tensor:
+    """One sentence: [1, t, V]."""
+    return torch.tensor([rows], dtype=torch.float64, requires_grad=True)
+
+
+def random_batch(sentences: int = 6, length: int = 5, words: int = 7) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    logits = 3 * torch.randn(sentences, length, words, dtype=torch.float64, generator=generator)
+    targets = torch.randint(0, words, (sentences, length), generator=generator)  # 0 is padding
+    return logits, targets
+
+
+# -- the loss of tokens ----------------------------------------------------------------------------------------------
+
+
+def test_the_loss_is_a_sum_over_tokens_that_are_no_padding() -> None:
+    logits = logits_of(HALF_QUARTER_QUARTER, HALF_QUARTER_QUARTER, [9.0, -9.0, 4.0])
+    loss, _ = TranslationTask(label_smoothing=0.0, pad_id=0).loss((logits,), (torch.tensor([[1, 2, 0]]),))
+    assert loss.item() == pytest.approx(4 * LN2, rel=1e-12)
+
+
+def test_smoothing_spreads_evenly_over_the_whole_vocabulary() -> None:
+    logits = logits_of(HALF_QUARTER_QUARTER)  # with ε = 0.3 the wanted distribution is 0.1, 0.8, 0.1
+    loss, _ = TranslationTask(label_smoothing=0.3, pad_id=0).loss((logits,), (torch.tensor([[1]]),))
+    assert loss.item() == pytest.approx(0.1 * LN2 + 0.9 * 2 * LN2, rel=1e-12)
+
+
+def test_logits_are_clipped_hard_and_get_no_gradient_outside() -> None:
+    logits = logits_of([30.0, 0.0, -26.0, 25.0])
+    loss, statistics = TranslationTask(label_smoothing=0.0, logit_clip=25.0).loss((logits,), (torch.tensor([[1]]),))
+    loss.backward()
+    assert loss.item() == pytest.approx(25 + LN2, rel=1e-9)
+    assert logits.grad is not None
+    assert logits.grad[0, 0].tolist() == pytest.approx([0.0, -1.0, 0.0, 0.5], abs=1e-9)
+    assert statistics.tolist() == [2.0, 4.0]
+
+
+def test_the_clipped_share_leaves_padding_out() -> None:
+    logits = logits_of([30.0, 0.0], [30.0, 30.0])
+    _, statistics = TranslationTask().loss((logits,), (torch.tensor([[1, 0]]),))
+    assert statistics.tolist() == [1.0, 2.0]
+
+
+def test_without_clipping_there_are_no_statistics() -> None:
+    task = LanguageModelTask()
+    loss, statistics = task.loss((logits_of([30.0, 0.0]),), (torch.tensor([[1]]),))
+    assert loss.item() == pytest.approx(30.0)
+    assert task.statistics == () and statistics.tolist() == []
+
+
+@pytest.mark.parametrize("clip", [None, 2.0])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_loss_and_gradient_equal_torchs_cross_entropy(smoothing: float, clip: float | None) -> None:
+    logits, targets = random_batch()
+    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    loss, _ = TranslationTask(smoothing, clip).loss((ours,), (targets,))
+    clipped = theirs if clip is None else theirs.clamp(-clip, clip)
+    wanted = F.cross_entropy(
+        clipped.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=0, label_smoothing=smoothing
+    )
+    (3 * loss).backward()
+    (3 * wanted).backward()
+    torch.testing.assert_close(loss, wanted)
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_the_gradient_is_that_of_finite_differences() -> None:
+    logits = random_batch(2, 3)[0].flatten(0, 1).requires_grad_()
+    targets = torch.tensor([1, 0, 6, 2, 2, 0])
+    assert torch.autograd.gradcheck(lambda x: smoothed_cross_entropy(x, targets, 0.1, 2.0, 0)[0], (logits,))
+
+
+@pytest.mark.parametrize("task", [TranslationTask(logit_clip=2.0), LanguageModelTask(pad_id=None)])
+@pytest.mark.parametrize("sizes", [[6], [1, 5], [2, 2, 2], [4, 0, 2]], ids=str)
+def test_sums_do_not_depend_on_the_split_in_micro_batches(task: TranslationTask, sizes: list[int]) -> None:
+    logits, targets = random_batch()
+    pieces = list(zip(logits.split(sizes), targets.split(sizes), strict=True))
+
+    def totals(parts: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        losses = [task.loss((x,), (y,)) for x, y in parts]
+        metrics = [task.evaluate((x,), (y,)) for x, y in parts]
+        weight = sum(task.weight((y,)) for _, y in parts)
+        return [sum(loss for loss, _ in losses), sum(s for _, s in losses), sum(metrics), torch.tensor(weight)]  # type: ignore[list-item]
+
+    torch.testing.assert_close(totals(pieces), totals([(logits, targets)]), rtol=1e-12, atol=1e-12)
+
+
+def test_half_precision_logits_are_widened_for_the_loss() -> None:
+    logits, targets = random_batch()
+    narrow = logits.bfloat16().requires_grad_()
+    loss, _ = TranslationTask().loss((narrow,), (targets,))
+    wanted, _ = TranslationTask().loss((narrow.detach().float(),), (targets,))
+    loss.backward()
+    assert loss.dtype == torch.float32 and loss.item() == wanted.item()
+    assert narrow.grad is not None and narrow.grad.dtype == torch.bfloat16
+
+
+def test_a_padding_id_outside_the_vocabulary_is_fine() -> None:
+    logits, targets = random_batch()
+    outside = targets.where(targets != 0, -100)
+    for function in ("loss", "evaluate"):
+        got = getattr(TranslationTask(pad_id=-100), function)((logits,), (outside,))
+        torch.testing.assert_close(got, getattr(TranslationTask(pad_id=0), function)((logits,), (targets,)))
+
+
+# -- metrics of tokens -----------------------------------------------------------------------------------------------
+
+
+def test_evaluation_neither_smooths_nor_clips() -> None:
+    logits = logits_of(HALF_QUARTER_QUARTER, [-40.0, -40.0, 0.0], [0.0, 50.0, 50.0])
+    sums = TranslationTask(label_smoothing=0.3, logit_clip=1.0).evaluate((logits,), (torch.tensor([[1, 1, 0]]),))
+    assert sums.dtype == torch.float64
+    assert sums.tolist() == pytest.approx([2 * LN2 + 40, 0.0])
+
+
+def test_correct_tokens_are_counted_outside_padding() -> None:
+    logits = logits_of([0.0, 1.0], [1.0, 0.0], [1.0, 0.0])
+    assert TranslationTask().evaluate((logits,), (torch.tensor([[1, 1, 0]]),))[1].item() == 1
+
+
+def test_the_weight_is_the_number_of_tokens_that_are_no_padding() -> None:
+    targets = (torch.tensor([[4, 0, 0], [5, 6, 0]]),)
+    assert TranslationTask(pad_id=0).weight(targets) == 3
+    assert LanguageModelTask(pad_id=None).weight(targets) == 6
+
+
+def test_summaries_are_per_token_with_the_loss_first() -> None:
+    summary = TranslationTask().summarize({"nll": 4 * LN2, "correct": 3.0}, 4.0)
+    assert list(summary) == ["nll", "accuracy", "perplexity"]
+    assert list(summary.values()) == pytest.approx([LN2, 0.75, 2.0])
+
+
+def test_the_perplexity_of_a_hopeless_model_is_infinite() -> None:
+    assert TranslationTask().summarize({"nll": 1e6, "correct": 0.0}, 1.0)["perplexity"] == math.inf
+
+
+# -- generation and BLEU ---------------------------------------------------------------------------------------------
+
+
+def test_the_next_tokens_probabilities_are_those_of_the_last_position() -> None:
+    logits = torch.tensor([[[0.0, 9.0, 0.0], [0.0, 0.0, math.log(3.0)]]])
+    found = TranslationTask(pad_id=None).log_probabilities(logits)
+    assert found.exp().tolist() == [pytest.approx([0.2, 0.2, 0.6])]
+
+
+def test_padding_is_never_generated() -> None:
+    logits = torch.tensor([[[9.0, 1.0, 2.0]]])
+    assert TranslationTask(pad_id=0).log_probabilities(logits)[0, 0] == -math.inf
+    assert logits[0, 0, 0] == 9.0
+
+
+HYPOTHESES = ["the cat sat on the mat .", "Monday, 4 May 2020", "a blue house on the hill"]
+REFERENCES = ["the cat sat on a mat .", "Monday, May 4, 2020", "a blue house on the hill"]
+
+
+def test_bleu_is_sacrebleus_with_its_signature() -> None:
+    import sacrebleu
+
+    bleu, signature = corpus_bleu(HYPOTHESES, REFERENCES)
+    assert bleu == sacrebleu.corpus_bleu(HYPOTHESES, [REFERENCES]).score
+    assert "|tok:13a|" in signature and "|case:mixed|" in signature
+
+
+def test_bleu_of_a_group_is_that_of_its_sentences_alone() -> None:
+    scores = bleu_of_groups(HYPOTHESES, REFERENCES, ["de", "fr", "de"])
+    assert list(scores) == ["de", "fr"]
+    assert scores["de"] == corpus_bleu(HYPOTHESES[::2], REFERENCES[::2])[0]
+
+
+def test_a_translation_task_scores_everything_and_each_group() -> None:
+    scores = TranslationTask().score(HYPOTHESES, REFERENCES, ["de", "fr", "de"])
+    assert list(scores) == ["bleu", "bleu/de", "bleu/fr"]
+    assert TranslationTask().score(REFERENCES, REFERENCES) == {"bleu": pytest.approx(100.0)}
+
+
+@pytest.mark.parametrize(
+    "score",
+    [lambda: corpus_bleu([], []), lambda: corpus_bleu(["a"], ["a", "b"]), lambda: bleu_of_groups(["a"], ["a"], [])],
+)
+def test_lists_that_do_not_match_are_refused(score: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match=r"hypotheses|group names"):
+        score()
+
+
+def test_sacrebleu_is_imported_only_when_something_is_scored() -> None:
+    code = "import sys, gpipe_cli.tasks.bleu; sys.exit('sacrebleu' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# -- classification --------------------------------------------------------------------------------------------------
+
+
+def test_classification_counts_first_and_first_five() -> None:
+    logits = torch.tensor([[6.0, 5, 4, 3, 2, 1, 0], [6.0, 5, 4, 3, 2, 1, 0], [6.0, 5, 4, 3, 2, 1, 0]])
+    sums = ClassificationTask().evaluate((logits,), (torch.tensor([0, 4, 5]),))
+    assert sums[1:].tolist() == [1.0, 2.0]
+
+
+def test_with_fewer_than_five_classes_the_first_five_are_all() -> None:
+    sums = ClassificationTask().evaluate((torch.tensor([[2.0, 1.0]]),), (torch.tensor([1]),))
+    assert sums[1:].tolist() == [0.0, 1.0]
+
+
+def test_classification_loss_is_a_sum_over_examples() -> None:
+    logits = torch.tensor([HALF_QUARTER_QUARTER, HALF_QUARTER_QUARTER], dtype=torch.float64)
+    targets = (torch.tensor([0, 1]),)
+    task = ClassificationTask(label_smoothing=0.3)
+    loss, statistics = task.loss((logits,), targets)
+    assert loss.item() == pytest.approx((0.8 * 1 + 0.2 * 2 + 0.1 * 1 + 0.9 * 2) * LN2)
+    assert task.weight(targets) == 2
+    assert dict(zip(task.statistics, statistics.tolist(), strict=True)) == {"accuracy": 1.0, "examples": 2.0}
+    assert task.evaluate((logits,), targets)[0].item() == pytest.approx(3 * LN2)
+
+
+def test_classification_summary_is_per_example() -> None:
+    summary = ClassificationTask().summarize({"nll": 3.0, "top1": 1.0, "top5": 2.0}, 4.0)
+    assert summary == {"nll": 0.75, "accuracy": 0.25, "top5_accuracy": 0.5}
+
+
+# -- keys ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TranslationTask(label_smoothing=1.0), r"task\.label_smoothing=1\.0: use a number"),
+        (lambda: ClassificationTask(label_smoothing=-0.1), r"task\.label_smoothing=-0\.1: use a number"),
+        (lambda: TranslationTask(logit_clip=0.0), r"task\.logit_clip=0\.0: use a positive number"),
+    ],
+)
+def test_a_wrong_key_is_named_with_what_to_type_instead(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted([*(CONF / "task").glob("*.yaml"), CONF / "model/transformer.yaml", CONF / "model/transformer_lm.yaml"]),
+    ids=lambda p: p.stem,
+)
+def test_yaml_shows_every_key_of_what_it_names(path: Path) -> None:
+    keys: Any = OmegaConf.load(path)
+    keys.pop("defaults", None)
+    parameters = inspect.signature(get_object(keys.pop("_target_"))).parameters
+    assert set(keys) - set(MODEL_KEYS_READ_ELSEWHERE) == set(parameters)

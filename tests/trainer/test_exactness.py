@@ -1,0 +1,285 @@
+"""The same run for every K: `gpipe-train` gives the same bits, as processes or as one, resumed or not, swept or not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gpipe_cli.checkpoint.files import read_manifest, step_directory
+
+COMMAND = [sys.executable, "-m", "gpipe_cli.commands.train"]
+COMMON = [
+    "debug=tiny",
+    "trainer.steps=20",
+    "trainer.evaluate_every=10",
+    "checkpoint.every=5",
+    "model.dropout=0.1",
+    "model.input_dropout=0.1",
+    "model.attention_dropout=0.1",
+    "task.generation=null",
+    "logging.tensorboard=false",
+]
+WHOLE = ["pipeline.K=1", "pipeline.workers=1"]
+
+
+def train(folder: Path, *words: str) -> Path:
+    """Runs the command in ``folder`` and returns the run directory."""
+    folder.mkdir(exist_ok=True)
+    run_dir = folder / "run"
+    done = subprocess.run(
+        [*COMMAND, *COMMON, f"hydra.run.dir={run_dir}", *words], cwd=folder, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return run_dir
+
+
+def signalled(words: list[str], run_dir: Path, steps: int, number: signal.Signals) -> int:
+    """Runs the command beside ``run_dir``, sends it a signal after so many steps, and returns its exit code."""
+    with subprocess.Popen(words, cwd=run_dir.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as running:
+        metrics = run_dir / "metrics.jsonl"
+        while running.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") >= steps):
+            time.sleep(0.01)
+        running.send_signal(number)
+        running.communicate(timeout=60)
+    return running.returncode
+
+
+def losses(run_dir: Path) -> list[float]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return [row["loss"] for row in rows]
+
+
+def evaluations(run_dir: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+
+
+def same_bits(one: Path, other: Path, step: int = 20) -> bool:
+    """Whether the last checkpoints agree: weights, buffers and optimizer state of every layer, bit for bit."""
+    a, b = (read_manifest(step_directory(run_dir, step)) for run_dir in (one, other))
+    return list(a.layers) == list(b.layers) and all(
+        _bits(load_file(a.layer_path(name))) == _bits(load_file(b.layer_path(name))) for name in a.layers
+    )
+
+
+def _bits(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    return {name: tensor.flatten().view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The reference: one cell, one worker, never stopped."""
+    return train(tmp_path_factory.mktemp("whole"), *WHOLE)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["pipeline.K=2", "pipeline.workers=2"],
+        ["pipeline.K=4", "pipeline.workers=4", "pipeline.remat=always"],
+        ["pipeline.K=8", "pipeline.workers=8"],
+        ["pipeline.K=8", "pipeline.workers=3", "pipeline.remat=never", "pipeline.partition=min_variance"],
+        ["pipeline.K=8", "pipeline.workers=1"],
+        ["pipeline.K=3", "launch.inline=true"],
+    ],
+    ids=lambda words: "-".join(word.split(".")[-1] for word in words),
+)
+def test_every_k_gives_the_same_bits(words: list[str], whole: Path, tmp_path: Path) -> None:
+    run_dir = train(tmp_path, *words)
+    assert losses(run_dir) == losses(whole)
+    assert same_bits(run_dir, whole)
+
+
+@pytest.mark.slow
+def test_sixteen_cells_in_sixteen_processes_give_the_same_bits(tmp_path: Path) -> None:
+    short = ["model.L=4", "trainer.steps=4", "trainer.evaluate_every=4"]
+    reference = train(tmp_path / "whole", *short, *WHOLE)
+    run_dir = train(tmp_path / "sixteen", *short, "pipeline.K=16", "pipeline.workers=16")
+    assert losses(run_dir) == losses(reference)
+    assert same_bits(run_dir, reference, step=4)
+
+
+@pytest.mark.slow
+def test_half_precision_gives_the_same_bits_for_every_k(tmp_path: Path) -> None:
+    half = ["precision=bf16", "trainer.steps=4", "trainer.evaluate_every=4", "checkpoint.every=4"]
+    reference = train(tmp_path / "whole", *half, *WHOLE)
+    run_dir = train(tmp_path / "four", *half, "pipeline.K=4", "pipeline.workers=2")
+    assert losses(run_dir) == losses(reference)
+    assert same_bits(run_dir, reference, step=4)
+
+
+@pytest.mark.slow
+def test_three_replicas_give_the_same_bits_for_every_number_of_workers(tmp_path: Path) -> None:
+    words = ["trainer.steps=4", "pipeline.replicas=3", "pipeline.M=2", "data.batch_size=24", "checkpoint.every=2"]
+    one = train(tmp_path / "one", *words, "pipeline.K=1", "pipeline.workers=1")
+    two = train(tmp_path / "two", *words, "pipeline.K=4", "pipeline.workers=2")
+    assert losses(two) == losses(one)
+    assert same_bits(two, one, step=4)
+
+
+@pytest.mark.slow
+def test_schedules_that_go_back_in_the_same_order_give_the_same_bits(tmp_path: Path) -> None:
+    """gpipe adds the micro-batches' gradients up in reverse; the other three in order."""
+    short = ["trainer.steps=6", "trainer.evaluate_every=3", "pipeline.M=4"]
+    reference = train(tmp_path / "1f1b", *short, *WHOLE, "pipeline.schedule=1f1b")
+    for number, words in enumerate(
+        (
+            ["pipeline.schedule=interleaved_1f1b", "pipeline.K=4", "pipeline.workers=2"],
+            ["pipeline.schedule=zero_bubble", "pipeline.K=4", "pipeline.workers=2", "pipeline.remat=always"],
+        )
+    ):
+        run_dir = train(tmp_path / str(number), *short, *words)
+        assert losses(run_dir) == losses(reference)
+        assert same_bits(run_dir, reference, step=6)
+
+
+def test_a_killed_run_goes_on_at_another_k_as_if_it_had_never_stopped(whole: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    words = [*COMMAND, *COMMON, f"hydra.run.dir={run_dir}", "pipeline.K=2", "pipeline.workers=2"]
+    signalled(words, run_dir, 12, signal.SIGKILL)
+    resumed = train(tmp_path, "pipeline.K=4", "pipeline.workers=3", "checkpoint.resume=auto")
+    assert losses(resumed) == losses(whole)
+    assert same_bits(resumed, whole)
+
+
+def test_sigterm_saves_and_the_run_goes_on_exactly(whole: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    words = [*COMMAND, *COMMON, f"hydra.run.dir={run_dir}", "pipeline.K=3", "checkpoint.every=null"]
+    assert signalled(words, run_dir, 3, signal.SIGTERM) == 128 + signal.SIGTERM
+    assert list((run_dir / "checkpoints").glob("step_*/manifest.json"))
+    resumed = train(tmp_path, "pipeline.K=1", "checkpoint.every=null", "checkpoint.resume=auto")
+    assert losses(resumed) == losses(whole)
+    assert same_bits(resumed, whole)
+
+
+@pytest.mark.slow
+def test_torchrun_s_processes_train_save_when_asked_to_stop_and_go_on_with_the_same_bits(
+    whole: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [*torchrun, *COMMAND[1:], *COMMON, f"hydra.run.dir={run_dir}", "pipeline.K=4", "checkpoint.every=null"]
+    assert signalled(words, run_dir, 3, signal.SIGTERM) != 0
+    assert 3 <= len(losses(run_dir)) < 20
+    assert list((run_dir / "checkpoints").glob("step_*/manifest.json"))
+    words.append("checkpoint.resume=auto")
+    resumed = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert losses(run_dir) == losses(whole)
+    assert same_bits(run_dir, whole)
+
+
+@pytest.mark.slow
+def test_processes_that_somebody_started_by_hand_are_the_workers_of_one_run(whole: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    words = [*COMMAND, *COMMON, f"hydra.run.dir={run_dir}", "pipeline.K=2", "trainer.steps=2"]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1]), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            words,
+            cwd=tmp_path,
+            env={**os.environ, **meeting, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    assert "2 cells on 2 workers (WORLD_SIZE=2)" in said[0] and said[1] == ""
+    assert losses(run_dir) == losses(whole)[:2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_ended_in_a_long_evaluation_has_saved_and_goes_on_with_it(
+    number: signal.Signals, whole: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    translating = ["task.generation={per_language: 300, beam_during_run: 8, max_length: 64, length_extra: 64}"]
+    words = [*COMMAND, *COMMON, "trainer.evaluate_every=2", "checkpoint.every=2", *translating]
+    words.remove("task.generation=null")
+    words += [f"hydra.run.dir={run_dir}", "pipeline.K=2", "trainer.evaluate_first=false"]
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
+        while running.poll() is None and not (step_directory(run_dir, 2) / "manifest.json").exists():
+            time.sleep(0.01)
+        time.sleep(0.5)
+        assert running.poll() is None
+        running.send_signal(number)
+        running.wait(timeout=8)
+    assert read_manifest(step_directory(run_dir, 2)).state.scalars["evaluation_due"] is True
+    assert evaluations(run_dir) == []
+    resumed = train(tmp_path, "trainer.evaluate_every=2", "checkpoint.resume=auto")
+    assert losses(resumed) == losses(whole)
+    assert [row["step"] for row in evaluations(resumed)] == list(range(2, 22, 2))
+
+
+@pytest.mark.slow
+def test_jobs_of_a_sweep_train_as_the_run_alone(whole: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*COMMAND, "-m", *COMMON, f"hydra.sweep.dir={tmp_path / 'sweep'}", "pipeline.K=1,4", "pipeline.workers=1"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    jobs = sorted(path.parent for path in (tmp_path / "sweep").glob("*/metrics.jsonl"))
+    assert len(jobs) == 2
+    for job in jobs:
+        assert losses(job) == losses(whole)
+    assert (tmp_path / "sweep" / "sweep.json").is_file()
+
+
+def test_a_resume_with_another_model_is_refused_by_name(whole: Path, tmp_path: Path) -> None:
+    words = [
+        *COMMAND,
+        *COMMON,
+        f"hydra.run.dir={tmp_path / 'run'}",
+        f"checkpoint.resume={whole}",
+        "pipeline.M=2",
+        "seed=9",
+    ]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "pipeline.M" in done.stderr
+    assert "seed" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
+    run_dir = train(tmp_path, *WHOLE)
+    before = losses(run_dir), evaluations(run_dir)
+    newest = run_dir / "checkpoints" / "step_00000020" / "layers" / "softmax.safetensors"
+    os.truncate(newest, newest.stat().st_size // 2)
+    words = [*COMMAND, *COMMON, f"hydra.run.dir={run_dir}", "checkpoint.resume=auto", "pipeline.K=2"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "softmax.safetensors" in done.stdout
+    assert "step_00000015" in done.stdout
+    assert (losses(run_dir), evaluations(run_dir)) == before
+
+
+@pytest.mark.slow
+def test_two_replicas_train_as_one_pipeline_on_the_joined_mini_batch(tmp_path: Path) -> None:
+    """The same parts, read by two first workers; only the order of summation differs."""
+    common = ["model.dropout=0", "model.input_dropout=0", "model.attention_dropout=0"]
+    common += ["pipeline.K=2", "data.batch_size=30"]
+    one = train(tmp_path / "one", *common, "pipeline.workers=1", "pipeline.M=4")
+    two = train(tmp_path / "two", *common, "pipeline.workers=2", "pipeline.M=2", "pipeline.replicas=2")
+    assert losses(two) == pytest.approx(losses(one), rel=1e-4)
+    first, last = ([evaluations(run)[place]["nll"] for run in (one, two)] for place in (0, -1))
+    assert first[1] == pytest.approx(first[0], rel=1e-5)
+    assert last[1] == pytest.approx(last[0], rel=1e-3)

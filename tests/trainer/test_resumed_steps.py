@@ -1,0 +1,134 @@
+"""Going on with a run: what may be changed, more steps or the learning rate, and what is still to be evaluated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from inline_run import train_inline
+from own_model import WORDS, Ending
+
+from gpipe_cli.checkpoint.files import step_directory
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.launch.context import Context
+
+
+def go_on(folder: Path, *words: str) -> int:
+    """Trains for 1 step, goes on to 2; returns where the second run ended."""
+    common = (*words, "trainer.evaluate_every=null")
+    train_inline(folder / "first", *common, "trainer.steps=1")
+    resume = f"checkpoint.resume={step_directory(folder / 'first', 1)}"
+    summary, _ = train_inline(folder / "second", *common, "trainer.steps=2", resume)
+    return int(summary["steps"])
+
+
+def test_another_number_of_steps_is_refused_where_a_layer_goes_by_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        go_on(tmp_path, *WORDS, "++model.middle=Fading")
+    said = str(error.value)
+    assert "trainer.steps: 1 in the checkpoint, 2 now" in said and "type: trainer.steps=1" in said
+    assert "what these layers do (begin_step): middle" in said
+
+
+def test_without_a_number_of_steps_such_a_layer_has_nothing_to_go_by(tmp_path: Path) -> None:
+    words = (*WORDS, "++model.middle=Fading", "trainer.steps=null", "trainer.seconds=1")
+    with pytest.raises(
+        ConfigurationError, match=r"trainer\.steps=null, but .* \(begin_step\): middle: set trainer\.steps"
+    ):
+        train_inline(tmp_path, *words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (*WORDS, "++model.middle=ReLU"),
+        (*WORDS, "++model.middle=Counting"),
+        (*WORDS, "++model.middle=Fading", "checkpoint.allow_changes=[trainer.steps]"),
+    ],
+    ids=["no such layer", "a layer that counts steps", "insisted on"],
+)
+def test_elsewhere_a_run_may_become_longer(words: tuple[str, ...], tmp_path: Path) -> None:
+    assert go_on(tmp_path, *words) == 2
+
+
+def learning_rates(folder: Path, *words: str) -> list[float]:
+    """Of a run's steps: two, then two more with ``words``."""
+    common = (*WORDS, "trainer.evaluate_every=null", "optimizer.lr=0.1", "trainer.steps=4", "checkpoint.every=2")
+    train_inline(folder / "first", *common)
+    resume = f"checkpoint.resume={step_directory(folder / 'first', 2)}"
+    train_inline(folder / "second", *common, *words, resume)
+    rows = (folder / "second" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(row)["lr"] for row in rows]
+
+
+def test_a_learning_rate_that_may_differ_is_the_one_that_trains(tmp_path: Path) -> None:
+    change = ("optimizer.lr=0.01", "checkpoint.allow_changes=[optimizer.lr]")
+    assert learning_rates(tmp_path, *change) == [0.01, 0.01]
+
+
+def test_a_schedule_that_may_differ_goes_on_as_if_it_had_always_been(tmp_path: Path) -> None:
+    stairs = (
+        "lr_schedule._target_=torch.optim.lr_scheduler.StepLR",
+        "++lr_schedule.step_size=1",
+        "++lr_schedule.gamma=0.5",
+    )
+    change = (*stairs, "~lr_schedule.warmup_steps", "checkpoint.allow_changes=[lr_schedule]")
+    assert learning_rates(tmp_path, *change) == [0.025, 0.0125]
+
+
+def test_a_run_that_would_write_over_another_is_refused_before_it_does(tmp_path: Path) -> None:
+    words = (*WORDS, "trainer.evaluate_every=null", "trainer.steps=2")
+    train_inline(tmp_path, *words)
+    kept = {path: path.read_bytes() for path in tmp_path.rglob("*.jsonl")}
+    with pytest.raises(ConfigurationError, match="already holds checkpoints"):
+        train_inline(tmp_path, *words)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.jsonl")} == kept
+    assert all(kept.values())
+
+
+EVERY_STEP = ("++model.middle=Ending", "trainer.evaluate_every=1", "optimizer.lr=0", "trainer.steps=5")
+
+
+def going_on(run_dir: Path) -> str:
+    """With the newest checkpoint, if there is one."""
+    steps = sorted((run_dir / "checkpoints").glob("step_*"))
+    return f"checkpoint.resume={steps[-1] if steps else 'null'}"
+
+
+def evaluated(run_dir: Path) -> list[int]:
+    return [json.loads(row)["step"] for row in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_step_that_was_to_be_evaluated_when_the_run_was_ended_is_evaluated_when_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [word for word in WORDS if not word.startswith("trainer.evaluate_every")]
+    hears = {"stop_requested": lambda: Ending.asked}
+    monkeypatch.setattr("gpipe_cli.launch.inline.Context", lambda **given: Context(**{**given, **hears}))
+    monkeypatch.setattr(Ending, "at", 1)
+    summary, _ = train_inline(tmp_path, *words, *EVERY_STEP)
+    assert (summary["steps"], summary["stopped_by"], evaluated(tmp_path)) == (2, "request", [1])
+    monkeypatch.setattr(Ending, "at", None)
+    monkeypatch.setattr(Ending, "asked", False)
+    train_inline(tmp_path, *words, *EVERY_STEP, going_on(tmp_path))
+    assert evaluated(tmp_path) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.slow
+def test_a_run_that_has_lost_patience_trains_no_further_when_it_is_typed_again(tmp_path: Path) -> None:
+    words = [word for word in WORDS if not word.startswith("trainer.evaluate_every")]
+    for _ in range(3):
+        again = ("trainer.patience=2", "trainer.evaluate_first=true", going_on(tmp_path))
+        summary, _ = train_inline(tmp_path, *words, *EVERY_STEP, *again)
+        assert (summary["steps"], summary["stopped_by"]) == (2, "early stopping")
+    assert evaluated(tmp_path) == [0, 1, 2]
+
+
+def test_what_is_evaluated_because_time_is_up_does_not_wear_out_patience(tmp_path: Path) -> None:
+    words = [*WORDS, "++model.middle=Ending", "optimizer.lr=0", "trainer.patience=2", "trainer.evaluate_every=1000"]
+    for _ in range(3):
+        slice_of_time = ("trainer.steps=100000", "trainer.seconds=0.01", going_on(tmp_path))
+        summary, _ = train_inline(tmp_path, *words, *slice_of_time)
+        assert summary["stopped_by"] == "time limit"

@@ -1,0 +1,189 @@
+"""The trainer: every YAML trains, what a run leaves, when it stops."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import own_model
+import pytest
+from inline_run import train_inline
+
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.metrics.pictures import draw_loss
+
+CONF = Path(__file__).parents[2] / "conf"
+GROUPS = ("optimizer", "lr_schedule", "precision", "pipeline", "checkpoint", "logging", "experiment")
+
+
+def options() -> list[str]:
+    """One override for every YAML file of the groups that work with the default model, and the language model.
+
+    Experiments on files of one's own stand in test_experiments.py and test_translation_experiments.py.
+    """
+    found = [
+        f"{group}={path.relative_to(CONF / group).with_suffix('').as_posix()}"
+        for group in GROUPS
+        for path in sorted((CONF / group).rglob("*.yaml"))
+        if group != "experiment" or path.parent.name == "nmt_small"
+    ]
+    return [*found, "model=transformer_lm", "model=transformer_lm_small"]
+
+
+@pytest.mark.parametrize("option", options())
+def test_every_yaml_trains_a_tiny_step(option: str, tmp_path: Path) -> None:
+    summary, _ = train_inline(tmp_path, "debug=tiny", "trainer.steps=1", "pipeline.K=2", option)
+    assert summary["steps"] == 1
+    assert math.isfinite(summary["loss"])
+    assert summary["skipped_updates"] == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["pipeline.schedule=1f1b", "pipeline.remat=always"],
+        ["pipeline.cost=parameters", "pipeline.partition=min_variance"],
+        ["pipeline.cost=profile"],
+        ["pipeline.partition=[1,2,17]"],
+        ["pipeline.M=5"],
+    ],
+    ids=" ".join,
+)
+def test_every_way_to_cut_and_to_run_gives_the_same_losses(words: list[str], tmp_path: Path) -> None:
+    common = ["debug=tiny", "trainer.steps=2", "pipeline.K=3", "task.generation=null"]
+    train_inline(tmp_path / "plain", *common)
+    train_inline(tmp_path / "other", *common, *words)
+    expected, found = ([row["loss"] for row in rows(tmp_path / name / "metrics.jsonl")] for name in ("plain", "other"))
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_layers_without_a_declared_cost_are_named_when_costs_should_be_declared(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"source_embedding.*pipeline\.cost"):
+        train_inline(tmp_path, "debug=tiny", "pipeline.cost=declared")
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_leaves_what_other_programs_rely_on(tmp_path: Path) -> None:
+    train_inline(tmp_path, "debug=tiny", "pipeline.K=3")
+    steps = rows(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert {"loss", "lr", "grad_norm", "examples_per_second", "tokens_per_second", "bubble"} <= set(steps[0])
+    assert [row["step"] for row in rows(tmp_path / "evaluations.jsonl")] == [0, 2, 4]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    needed = {
+        "steps",
+        "loss",
+        "wall_seconds",
+        "first_step_seconds",
+        "cells",
+        "parameters",
+        "bubble",
+        "bubble_predicted",
+    }
+    assert needed <= set(summary)
+    assert [cell["cell"] for cell in summary["cells"]] == [0, 1, 2]
+    assert sum(cell["parameters"] for cell in summary["cells"]) == summary["parameters"]
+    assert {path.name for path in (tmp_path / "pictures").iterdir()} >= {"step.png", "loss.png", "breakdown.png"}
+
+
+def test_bf16_trains_close_to_fp32(tmp_path: Path) -> None:
+    whole, _ = train_inline(tmp_path / "fp32", "debug=tiny", "pipeline.K=2")
+    half, _ = train_inline(tmp_path / "bf16", "debug=tiny", "pipeline.K=2", "precision=bf16")
+    assert half["loss"] != whole["loss"]
+    assert half["loss"] == pytest.approx(whole["loss"], rel=0.02)
+
+
+def test_a_run_without_any_finite_loss_has_its_pictures_too(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": null}\n')
+    draw_loss(tmp_path, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").stat().st_size > 0
+
+
+def test_a_time_limit_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    limits = ["trainer.steps=100000", "trainer.seconds=0.5", "trainer.evaluate_every=null"]
+    summary, _ = train_inline(tmp_path, "debug=tiny", *limits)
+    assert summary["stopped_by"] == "time limit"
+    assert (tmp_path / "checkpoints" / f"step_{summary['steps']:08d}" / "manifest.json").is_file()
+
+
+def test_patience_ends_a_run_that_no_longer_gets_better(tmp_path: Path) -> None:
+    words = ["trainer.steps=50", "trainer.evaluate_every=1", "trainer.patience=2", "optimizer.lr=0"]
+    summary, _ = train_inline(tmp_path, "debug=tiny", *words)
+    assert summary["stopped_by"] == "early stopping"
+    assert summary["steps"] == 2
+
+
+def test_early_stopping_evaluates_its_last_step_once(tmp_path: Path) -> None:
+    words = (*own_model.WORDS, "trainer.evaluate_first=true", "trainer.evaluate_every=1", "trainer.patience=1")
+    summary, _ = train_inline(tmp_path, *words, "optimizer.lr=0", "trainer.steps=9")
+    assert summary["stopped_by"] == "early stopping"
+    found = rows(tmp_path / "evaluations.jsonl")
+    assert [row["step"] for row in found] == [0, 1]
+    assert summary["evaluation"]["nll"] == found[-1]["nll"]
+    manifest = json.loads((tmp_path / "checkpoints" / "step_00000001" / "manifest.json").read_text())
+    assert manifest["state"]["scalars"]["evaluations_since_best"] == 1
+
+
+def test_early_stopping_generates_as_much_at_its_end_as_any_run(tmp_path: Path) -> None:
+    words = ["trainer.evaluate_every=1", "trainer.patience=1", "optimizer.lr=0", "task.generation.per_language=1"]
+    train_inline(tmp_path, "debug=tiny", *words, "task.generation.per_language_at_end=2", "task.generation.beam=2")
+    counted = [
+        (row["step"], row["sentences_per_language"], row["beam"]) for row in rows(tmp_path / "evaluations.jsonl")
+    ]
+    assert counted == [(0, 1, 1), (1, 1, 1), (1, 2, 2)]
+
+
+def test_epochs_end_a_run_of_a_source_that_counts_them(tmp_path: Path) -> None:
+    words = ["data.languages=[fr]", "data.smallest=100", "data.largest=100", "data.batch_size=25"]
+    summary, _ = train_inline(tmp_path, "debug=tiny", *words, "trainer.steps=null", "trainer.epochs=1")
+    assert summary["stopped_by"] == "epochs"
+    assert summary["steps"] in (3, 4)
+
+
+def test_epochs_without_a_source_that_counts_them_are_refused(tmp_path: Path) -> None:
+    words = ["data._target_=test_trainer.Uncounted", "model.source_vocabulary=9", "model.target_vocabulary=9"]
+    with pytest.raises(ConfigurationError, match=r"no method epoch\(position\)"):
+        train_inline(tmp_path, *words, "trainer.epochs=1")
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("pipeline.K=99", r"pipeline\.K=99 but the model has"),
+        ("+optimizer.speed=3", "unexpected keyword argument 'speed'"),
+        ("+lr_schedule.speed=3", "unexpected keyword argument 'speed'"),
+    ],
+)
+def test_what_needs_no_data_is_refused_before_data_is_prepared(tmp_path: Path, word: str, message: str) -> None:
+    words = ["data._target_=test_trainer.Unprepared", "model.source_vocabulary=9", "model.target_vocabulary=9"]
+    with pytest.raises(ConfigurationError, match=message):
+        train_inline(tmp_path, *words, word, "data.batch_size=4")
+
+
+class Uncounted:
+    """A source without `epoch`."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+
+    def train(self, position: Any, parts: int, replica: int, replicas: int) -> Any: ...
+
+    def evaluation(self, parts: int) -> Any: ...
+
+
+class Unprepared(Uncounted):
+    """A source whose corpus would take minutes."""
+
+    def prepare(self, report: Any) -> None:
+        raise AssertionError("the data was prepared")
+
+
+def test_micro_batches_too_small_for_batchnorm_are_refused_with_what_to_type(tmp_path: Path) -> None:
+    words = ["model=amoebanet", "model.L=3", "model.D=16", "data.batch_size=4", "pipeline.M=4"]
+    with pytest.raises(ConfigurationError, match=r"pipeline\.M=4 leaves too few examples .* for BatchNorm"):
+        train_inline(tmp_path, *words)
