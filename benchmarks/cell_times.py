@@ -26,10 +26,10 @@ from gpipe_cli.config import Settings
 from gpipe_cli.distributed.world import join_world
 from gpipe_cli.factory.build import build_autocast, build_cells, build_model, build_task, cut_model
 from gpipe_cli.launch.context import Context
+from gpipe_cli.micro_batch import Tensors
 from gpipe_cli.partition.cost import Profile, profile_layers
 from gpipe_cli.partition.layer_times import LayerTimes, cell_total
-from gpipe_cli.pipeline.boundary import Tensors
-from gpipe_cli.planner.measure.example import example_part
+from gpipe_cli.planner.measure.example import example_micro_batch
 from gpipe_cli.planner.measure.neighbours import Neighbours
 from gpipe_cli.trainer.assembly import make_transport
 
@@ -42,15 +42,15 @@ def worker(context: Context, config: Mapping[str, Any]) -> list[list[list[dict[s
     pipeline = settings.pipeline
     world = join_world(context, context.world_size, 1, "cpu", pipeline.backend)
     builders, task = build_model(settings.model), build_task(settings.task)
-    (inputs, targets), _ = example_part(settings.data, pipeline.M, False)
+    (inputs, targets), _ = example_micro_batch(settings.data, pipeline.M, False)
     # Ones, as in a plan, may stand for tokens, labels and pixels.
     inputs, targets = (tuple(torch.ones_like(tensor, device=CPU) for tensor in side) for side in (inputs, targets))
     cut = cut_model(builders, pipeline, world.workers, (inputs, targets), CPU)
     cells = build_cells(builders, cut, world, 1, False)
     (mine,) = cells
     mine.train(True)
-    parts = [(inputs, targets)] * pipeline.M
-    engine = (cut.placement, world.worker, make_transport(world, cut), parts, pipeline.schedule, pipeline.remat)
+    micro_batches = [(inputs, targets)] * pipeline.M
+    engine = (cut.placement, world.worker, make_transport(world, cut), micro_batches, pipeline.schedule, pipeline.remat)
     step = step_of_cells(cells, *engine, task.loss)
     autocast = build_autocast(settings.precision, CPU)
 

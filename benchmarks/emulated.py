@@ -82,15 +82,15 @@ def contenders(
     def layers(divisible: bool = False) -> list[nn.Module]:
         return [SleepingLayer(forward_seconds(serial_seconds, M), divisible) for _ in range(LAYERS // K)]
 
-    parts = [((rows,), (rows,)) for rows in batch.tensor_split(M)]
-    steps: dict[str, Step | None] = {"plain": plain_step(layers(), parts)}
+    micro_batches = [((rows,), (rows,)) for rows in batch.tensor_split(M)]
+    steps: dict[str, Step | None] = {"plain": plain_step(layers(), micro_batches)}
     if "zero_bubble" in kinds_on(K):  # the first cell's input needs no gradient, as in the pipeline
-        asked = [((rows.clone().requires_grad_(rank > 0),), (rows,)) for (rows,), _ in parts]
+        asked = [((rows.clone().requires_grad_(rank > 0),), (rows,)) for (rows,), _ in micro_batches]
         steps[HALVES] = HalvesStep(layers(divisible=True), asked)
     for kind in kinds_on(K):
         mine = layers(divisible=kind == "zero_bubble")
         steps[kind] = engine_step(
-            mine, rank, K, parts, kind, remat, cells_here=CELLS[kind], shared_memory=shared_memory
+            mine, rank, K, micro_batches, kind, remat, cells_here=CELLS[kind], shared_memory=shared_memory
         )
         steps[f"torch {kind}"] = peer(kind, layers(), remat != "never", rank, K, M, Work(batch, batch))
     return steps

@@ -24,7 +24,7 @@ from benchmarks.common import Report, parser
 from gpipe_cli.bench.driver import Block, engine_step, squared_loss
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.launch.context import Context
-from gpipe_cli.pipeline.engine import Part
+from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.planner.measure.tracking import Tracker
 
 LAYERS = 16
@@ -59,7 +59,7 @@ class Meter:
         return tensor.detach()
 
 
-def make_parts(M: int, examples: int) -> list[Part]:
+def make_parts(M: int, examples: int) -> list[MicroBatch]:
     """Micro-batches in storages of their own."""
     shape = (examples // M, TOKENS, WIDTH)
     return [((torch.randn(shape),), (torch.zeros(1),)) for _ in range(M)]
@@ -69,11 +69,11 @@ def sum_of_squares(outputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> 
     return squared_loss(outputs, (torch.zeros_like(outputs[0]),))
 
 
-def tensors_of(modules: list[nn.Module], parts: list[Part]) -> list[Tensor]:
+def tensors_of(modules: list[nn.Module], micro_batches: list[MicroBatch]) -> list[Tensor]:
     """What does not count: weights, their gradients, and the mini-batch."""
     weights = [parameter for module in modules for parameter in module.parameters()]
     gradients = [weight.grad for weight in weights if weight.grad is not None]
-    return [*weights, *gradients, *(tensor for inputs, targets in parts for tensor in inputs + targets)]
+    return [*weights, *gradients, *(tensor for inputs, targets in micro_batches for tensor in inputs + targets)]
 
 
 def worker(context: Context, config: dict[str, Any]) -> list[int]:
@@ -83,11 +83,11 @@ def worker(context: Context, config: dict[str, Any]) -> list[int]:
     highest = []
     for M, remat in config["settings"]:
         modules: list[nn.Module] = [Block(WIDTH) for _ in range(LAYERS // K)]
-        parts = make_parts(M, config["examples"])
-        step = engine_step(modules, rank, K, parts, "gpipe", remat, sum_of_squares)
+        micro_batches = make_parts(M, config["examples"])
+        step = engine_step(modules, rank, K, micro_batches, "gpipe", remat, sum_of_squares)
         step()  # shapes are learnt in the first step
         dist.barrier()
-        meter = Meter(tensors_of(modules, parts if rank == 0 else []))
+        meter = Meter(tensors_of(modules, micro_batches if rank == 0 else []))
         with meter.watch():
             step()
         most = torch.tensor([meter.highest + step.engine.bytes_shared])

@@ -25,9 +25,9 @@ from gpipe_cli.cpu import keep_freed_memory
 from gpipe_cli.distributed.exchange import Exchange
 from gpipe_cli.distributed.world import World
 from gpipe_cli.metrics.step_report import StepReporter
+from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.partition.partition import cell_layers, partition
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
-from gpipe_cli.pipeline.engine import Part
 from gpipe_cli.pipeline.meter import Meter
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.schedule.forecast import Forecast
@@ -50,7 +50,7 @@ class Silent(Meter):
 class Bench:
     """One model in K cells on one worker, with a meter that can be taken out."""
 
-    def __init__(self, K: int, M: int, parts: list[Part]) -> None:
+    def __init__(self, K: int, M: int, micro_batches: list[MicroBatch]) -> None:
         modules = build_modules(SIZES["default"])
         placement = (0,) * K
         cells = [
@@ -59,7 +59,7 @@ class Bench:
         ]
         self.modules, self.placement, self.K, self.M = modules, placement, K, M
         loss = TranslationTask().loss
-        self.engine_step = step_of_cells(cells, placement, 0, None, parts, "gpipe", "except_last", loss)
+        self.engine_step = step_of_cells(cells, placement, 0, None, micro_batches, "gpipe", "except_last", loss)
         self.meters: dict[str, Meter] = {"on": Meter(CPU), "off": Silent(CPU)}
 
     def step(self, which: str) -> float:

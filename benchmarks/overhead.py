@@ -25,9 +25,9 @@ from torch import nn
 from benchmarks.common import Report, parser, seconds_in_turns, slower_by
 from gpipe_cli.bench.driver import CPU, Step, engine_step, plain_step
 from gpipe_cli.cpu import keep_freed_memory
+from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.models.transformer import transformer
 from gpipe_cli.pipeline.cell import build_layer
-from gpipe_cli.pipeline.engine import Part
 from gpipe_cli.tasks.translation import TranslationTask
 
 SAME_ORDER = {"1f1b": "plain", "gpipe": "plain, same order"}  # the plain loop in the order of each kind of schedule
@@ -45,7 +45,7 @@ def build_modules(sizes: dict[str, int]) -> list[nn.Module]:
     return [build_layer(builder, index, 0, CPU) for index, builder in enumerate(builders)]
 
 
-def random_parts(vocabulary: int, examples: int, tokens: int, M: int) -> list[Part]:
+def random_parts(vocabulary: int, examples: int, tokens: int, M: int) -> list[MicroBatch]:
     """Micro-batches of source, target input and target ids, without padding."""
     ids = torch.randint(1, vocabulary, (3, examples, tokens))
     return [
@@ -64,10 +64,10 @@ def timed(step: Step, modules: list[nn.Module]) -> float:
 def measure(sizes: dict[str, int], arguments: Any) -> dict[str, list[float]]:
     """Seconds of every repetition, of the plain loops and of the engine with each kind of schedule."""
     modules = build_modules(sizes)
-    parts = random_parts(sizes["vocabulary"], arguments.examples, arguments.tokens, arguments.M)
+    micro_batches = random_parts(sizes["vocabulary"], arguments.examples, arguments.tokens, arguments.M)
     loss = TranslationTask().loss
-    steps: dict[str, Step] = {name: plain_step(modules, parts, loss, kind) for kind, name in SAME_ORDER.items()}
-    steps |= {kind: engine_step(modules, 0, 1, parts, kind, loss=loss) for kind in SAME_ORDER}
+    steps: dict[str, Step] = {name: plain_step(modules, micro_batches, loss, kind) for kind, name in SAME_ORDER.items()}
+    steps |= {kind: engine_step(modules, 0, 1, micro_batches, kind, loss=loss) for kind in SAME_ORDER}
     return seconds_in_turns(
         {name: partial(timed, step, modules) for name, step in steps.items()}, arguments.repetitions
     )

@@ -39,17 +39,17 @@ def worker(context: Context, config: dict[str, Any]) -> dict[str, list[float]]:
     blocks = [Block(width) for _ in range(config["layers"])]
     half = blocks[rank * len(blocks) // 2 : (rank + 1) * len(blocks) // 2]
     batch = torch.randn(M * config["examples"], TOKENS, width)
-    parts = [((rows,), (rows,)) for rows in batch.tensor_split(M)]
+    micro_batches = [((rows,), (rows,)) for rows in batch.tensor_split(M)]
     hidden = [((rows.clone().requires_grad_(rank > 0),), (rows,)) for rows in batch.tensor_split(M)]
     own_half = plain_step(half, hidden)
 
     def alone(turn: int) -> Step:
         return own_half if rank == turn else idle
 
-    steps: dict[str, Step] = {"plain": plain_step(blocks, parts) if rank == 0 else idle}
+    steps: dict[str, Step] = {"plain": plain_step(blocks, micro_batches) if rank == 0 else idle}
     steps |= {"alone 0": alone(0), "alone 1": alone(1), "together 0": own_half}
     for number, kind in enumerate(KINDS, start=1):
-        steps |= {kind: engine_step(half, rank, 2, parts, kind), f"together {number}": own_half}
+        steps |= {kind: engine_step(half, rank, 2, micro_batches, kind), f"together {number}": own_half}
     return seconds_in_turns({name: partial(timed, step, blocks) for name, step in steps.items()}, config["rounds"])
 
 

@@ -13,10 +13,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ..errors import ConfigurationError
-from .source import Batch, Report, check_limits, parts_of_replica, permutation, split_evenly
+from .source import Batch, Report, check_limits, micro_batches_of_replica, permutation, split_evenly
 
 if TYPE_CHECKING:
-    from .source import Part
+    from ..micro_batch import MicroBatch
 
 Key = tuple[int, int]
 """(epoch, index): what a data set is asked for, so that loader processes can seed augmentation by it."""
@@ -49,7 +49,7 @@ class ExampleSource:
         evaluation: Dataset[Any],
         batch_size: int,
         drop_last: bool = True,
-        collate: Callable[[list[Any]], Part] | None = None,
+        collate: Callable[[list[Any]], MicroBatch] | None = None,
         workers: int = 0,
         seed: int = 0,
     ) -> None:
@@ -66,24 +66,26 @@ class ExampleSource:
     def prepare(self, report: Report) -> None:
         """The data sets are ready as they come."""
 
-    def train(self, position: Any, parts: int, replica: int, replicas: int) -> Iterator[Batch]:
+    def train(self, position: Any, micro_batches: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Mini-batches without end; a position is `{"epoch": e, "batch": b}`, the next one to read."""
         remainder = 0 if self._drop_last else self._count % self._batch_size
         for size in (self._batch_size, remainder or self._batch_size):
-            parts_of_replica(size, parts, replica, replicas, "data.batch_size (or set data.drop_last)")
+            micro_batches_of_replica(size, micro_batches, replica, replicas, "data.batch_size (or set data.drop_last)")
         start = position or {"epoch": 0, "batch": 0}
-        loaded = self._load(self._train_set, self._keys(start["epoch"], start["batch"], parts, replica, replicas))
-        return _grouped(loaded, parts, _positions(start["epoch"], start["batch"], self._batches))
+        loaded = self._load(
+            self._train_set, self._keys(start["epoch"], start["batch"], micro_batches, replica, replicas)
+        )
+        return _grouped(loaded, micro_batches, _positions(start["epoch"], start["batch"], self._batches))
 
-    def evaluation(self, parts: int) -> Iterator[Batch]:
-        """All examples once, in order; the last batch may have fewer parts.
+    def evaluation(self, micro_batches: int) -> Iterator[Batch]:
+        """All examples once, in order; the last batch may have fewer micro_batches.
 
         Loader processes start here, in the calling thread, not at the first batch: one forked by a thread that reads
         ahead fails as it ends ("cannot join current thread"), and the training thread would take that for a crash.
         """
         total = _length(self._evaluation_set)
         sizes = {first: min(self._batch_size, total - first) for first in range(0, total, self._batch_size)}
-        slices = {first: split_evenly(size, min(parts, size)) for first, size in sizes.items()}
+        slices = {first: split_evenly(size, min(micro_batches, size)) for first, size in sizes.items()}
         keys = [[(0, first + i) for i in range(sizes[first])[part]] for first in slices for part in slices[first]]
         loaded = self._load(self._evaluation_set, iter(keys))
         return (Batch(list(islice(loaded, len(of_batch))), first) for first, of_batch in slices.items())
@@ -98,18 +100,18 @@ class ExampleSource:
         """Mini-batches of an epoch."""
         return self._count // self._batch_size + bool(not self._drop_last and self._count % self._batch_size)
 
-    def _keys(self, epoch: int, batch: int, parts: int, replica: int, replicas: int) -> Iterator[list[Key]]:
+    def _keys(self, epoch: int, batch: int, micro_batches: int, replica: int, replicas: int) -> Iterator[list[Key]]:
         """The keys of each part of this replica, epoch after epoch."""
         for current in count(epoch):
             order = permutation(self._count, self._seed, current).tolist()
             stop = self._count - self._batch_size + 1 if self._drop_last else self._count
             for first in range(batch * self._batch_size, stop, self._batch_size):
                 indices = order[first : first + self._batch_size]
-                for part in parts_of_replica(len(indices), parts, replica, replicas, "data.batch_size"):
+                for part in micro_batches_of_replica(len(indices), micro_batches, replica, replicas, "data.batch_size"):
                     yield [(current, index) for index in indices[part]]
             batch = 0
 
-    def _load(self, examples: Dataset[Any], keys: Iterator[list[Key]]) -> Iterator[Part]:
+    def _load(self, examples: Dataset[Any], keys: Iterator[list[Key]]) -> Iterator[MicroBatch]:
         seeded = _Seeded(examples, self._seed)
         if not self._workers:
             return (self._collate([seeded[key] for key in part]) for part in keys)
@@ -135,7 +137,7 @@ class _Seeded(Dataset[Any]):
             return self._examples[key[1]]
 
 
-def stack_examples(examples: list[Any]) -> Part:
+def stack_examples(examples: list[Any]) -> MicroBatch:
     """`(inputs, targets)` of a list of `(input, target)`, both as tuples of stacked tensors.
 
     Raises:
@@ -167,9 +169,9 @@ def _seeded(*key: int) -> Iterator[None]:
         torch.set_rng_state(tensors)
 
 
-def _grouped(loaded: Iterator[Part], parts: int, positions: Iterator[Any]) -> Iterator[Batch]:
+def _grouped(loaded: Iterator[MicroBatch], micro_batches: int, positions: Iterator[Any]) -> Iterator[Batch]:
     for position in positions:
-        yield Batch(list(islice(loaded, parts)), position)
+        yield Batch(list(islice(loaded, micro_batches)), position)
 
 
 def _positions(epoch: int, batch: int, batches: int) -> Iterator[dict[str, int]]:

@@ -12,17 +12,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import ConfigurationError
+from ..micro_batch import MicroBatch
 
-if TYPE_CHECKING:  # building a corpus needs no torch
-    from torch import Tensor
-
-    Part = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 Report = Callable[[str, int, int], None]
 """`report(text, done, total)`: what is being prepared, and how far it has come."""
 
@@ -31,15 +28,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Batch:
-    """One mini-batch, already divided into its parts.
+    """One mini-batch, already divided into its micro_batches.
 
     Attributes:
-        parts: `(inputs, targets)` of each micro-batch: two tuples of CPU tensors whose first dimension counts examples.
-            A source that pads may give parts of alike cost instead of alike size.
+        micro_batches: `(inputs, targets)` of each micro-batch: two tuples of CPU tensors whose first dimension counts examples.
+            A source that pads may give micro_batches of alike cost instead of alike size.
         position: a JSON value; `source.train(position, …)` goes on after this batch.
     """
 
-    parts: list[Part]
+    micro_batches: list[MicroBatch]
     position: Any
 
 
@@ -49,19 +46,19 @@ class Source(Protocol):
     def prepare(self, report: Report) -> None:
         """Build or open whatever the batches need; called once, before the first batch."""
 
-    def train(self, position: Any, parts: int, replica: int, replicas: int) -> Iterator[Batch]:
+    def train(self, position: Any, micro_batches: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Mini-batches without end, from just after `position` (None: from the start); one that ends ends the run.
 
-        With D replicas a mini-batch has D·parts parts, and replica r reads r·parts … (r+1)·parts − 1.
+        With D replicas a mini-batch has D·micro_batches micro_batches, and replica r reads r·micro_batches … (r+1)·micro_batches − 1.
         Same seed and position: same batches.
         """
 
-    def evaluation(self, parts: int) -> Iterator[Batch]:
-        """The whole evaluation set once; the last batches may have fewer parts."""
+    def evaluation(self, micro_batches: int) -> Iterator[Batch]:
+        """The whole evaluation set once; the last batches may have fewer micro_batches."""
 
-    # Optional: `typical_part` (data/typical.py), for plans made without data.
+    # Optional: `typical_micro_batch` (data/typical.py), for plans made without data.
     # Optional: `epoch(position) -> float`, how often the data was read up to `position`; trainer.epochs needs it.
-    # Optional: `evaluation_share(parts, replica, replicas)`, of the mini-batches of `evaluation` the numbers replica,
+    # Optional: `evaluation_share(micro_batches, replica, replicas)`, of the mini-batches of `evaluation` the numbers replica,
     # replica + replicas, …: where reading is dear, so that replicas do not all read everything.
     # Optional: `defects`, a dict of counts (broken files, left-out lines) that goes into summary.json.
     # Optional: `fingerprint() -> str`, of the prepared training data: a run is not resumed with another one. The same
@@ -85,34 +82,34 @@ def check_limits(**values: tuple[float | None, float, float | None]) -> None:
             raise ValueError(f"data.{key}={value}: must be {limit}")
 
 
-def fingerprint_of(*parts: bytes) -> str:
-    """A short digest of all parts and where each ends."""
+def fingerprint_of(*micro_batches: bytes) -> str:
+    """A short digest of all micro_batches and where each ends."""
     digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
+    for part in micro_batches:
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.hexdigest()
 
 
-def split_evenly(count: int, parts: int) -> list[slice]:
-    """Slices of `range(count)` in order, `parts` of them, whose sizes differ by at most one (larger ones first)."""
-    size, larger = divmod(count, parts)
-    starts = [part * size + min(part, larger) for part in range(parts + 1)]
+def split_evenly(count: int, micro_batches: int) -> list[slice]:
+    """Slices of `range(count)` in order, `micro_batches` of them, whose sizes differ by at most one (larger ones first)."""
+    size, larger = divmod(count, micro_batches)
+    starts = [part * size + min(part, larger) for part in range(micro_batches + 1)]
     return [slice(first, last) for first, last in pairwise(starts)]
 
 
-def parts_of_replica(count: int, parts: int, replica: int, replicas: int, key: str) -> list[slice]:
-    """The slices of a mini-batch of `count` examples that replica `replica` trains on: `parts` of D·parts.
+def micro_batches_of_replica(count: int, micro_batches: int, replica: int, replicas: int, key: str) -> list[slice]:
+    """The slices of a mini-batch of `count` examples that replica `replica` trains on: `micro_batches` of D·micro_batches.
 
     Raises:
-        ConfigurationError: fewer examples than D·parts; `key` names the setting that makes the mini-batch larger.
+        ConfigurationError: fewer examples than D·micro_batches; `key` names the setting that makes the mini-batch larger.
     """
-    if count < parts * replicas:
+    if count < micro_batches * replicas:
         raise ConfigurationError(
-            f"a mini-batch of {count} examples cannot be divided into {parts * replicas} micro-batches "
-            f"(pipeline.M={parts} × {replicas} replicas): raise {key} or lower pipeline.M"
+            f"a mini-batch of {count} examples cannot be divided into {micro_batches * replicas} micro-batches "
+            f"(pipeline.M={micro_batches} × {replicas} replicas): raise {key} or lower pipeline.M"
         )
-    return split_evenly(count, parts * replicas)[replica * parts : (replica + 1) * parts]
+    return split_evenly(count, micro_batches * replicas)[replica * micro_batches : (replica + 1) * micro_batches]
 
 
 def permutation(count: int, *key: object) -> npt.NDArray[np.int64]:

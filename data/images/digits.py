@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import typical
-from ..source import Batch, Report, check_limits, parts_of_replica, permutation, read_ahead, split_evenly
+from ..source import Batch, Report, check_limits, micro_batches_of_replica, permutation, read_ahead, split_evenly
 
 if TYPE_CHECKING:
-    from ..source import Part
+    from ...micro_batch import MicroBatch
 
 CLASSES = 10
 TEST_IMAGES = 360  # the last in order: mostly writers that the others do not have, so that no handwriting leaks
@@ -83,22 +83,22 @@ class DigitsSource:
         self._images = F.interpolate(images[:, None] * (255 / WHITE), side, mode="bilinear", align_corners=False)
         self._labels = labels.to(torch.int64)
 
-    def typical_part(self, parts: int, longest: bool) -> tuple[Part, int]:
+    def typical_micro_batch(self, micro_batches: int, longest: bool) -> tuple[MicroBatch, int]:
         """Shapes of a micro-batch, without data: see `typical`."""
-        return typical.images(parts, self._batch_size, self._image_size)
+        return typical.images(micro_batches, self._batch_size, self._image_size)
 
-    def train(self, position: Any, parts: int, replica: int, replicas: int) -> Iterator[Batch]:
+    def train(self, position: Any, micro_batches: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Mini-batches without end; a position is `{"epoch": e, "batch": b}`, the next one to make."""
         start = position or {"epoch": 0, "batch": 0}
-        slices = parts_of_replica(self._batch_size, parts, replica, replicas, "data.batch_size")
+        slices = micro_batches_of_replica(self._batch_size, micro_batches, replica, replicas, "data.batch_size")
         return read_ahead(self._train(start["epoch"], start["batch"], slices))
 
-    def evaluation(self, parts: int) -> Iterator[Batch]:
-        """The test images in order, unchanged; the last mini-batch may have fewer parts."""
+    def evaluation(self, micro_batches: int) -> Iterator[Batch]:
+        """The test images in order, unchanged; the last mini-batch may have fewer micro_batches."""
         first_test = self._training_images
         for first in range(first_test, len(self._images), self._batch_size):
             numbers = np.arange(first, min(first + self._batch_size, len(self._images)))
-            slices = split_evenly(len(numbers), min(parts, len(numbers)))
+            slices = split_evenly(len(numbers), min(micro_batches, len(numbers)))
             yield Batch(self._parts(self._images[numbers], numbers, slices), first - first_test)
 
     def epoch(self, position: Any) -> float:
@@ -137,7 +137,7 @@ class DigitsSource:
         cos, sin = np.cos(angle) / (1 + size), np.sin(angle) / (1 + size)
         return torch.from_numpy(np.stack([cos, -sin, across, sin, cos, down], axis=1).reshape(-1, 2, 3)).float()
 
-    def _parts(self, images: Tensor, numbers: npt.NDArray[np.int64], slices: list[slice]) -> list[Part]:
+    def _parts(self, images: Tensor, numbers: npt.NDArray[np.int64], slices: list[slice]) -> list[MicroBatch]:
         grey = images.round().to(torch.uint8)
         labels = self._labels[numbers]
         return [((grey[part].repeat(1, 3, 1, 1),), (labels[part],)) for part in slices]

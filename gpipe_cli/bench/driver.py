@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.pipeline.boundary import as_argument, as_tensors
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
-from gpipe_cli.pipeline.engine import Loss, Part, Pipeline, StepPlan
+from gpipe_cli.pipeline.engine import Loss, Pipeline, StepInput
 from gpipe_cli.pipeline.halves import backward_of_inputs
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.pipeline.transport import Transport
@@ -52,12 +53,12 @@ class EngineStep:
 
     engine: Pipeline
     program: Sequence[Instruction]
-    plan: StepPlan
-    parts: Sequence[Part] | None
+    plan: StepInput
+    micro_batches: Sequence[MicroBatch] | None
 
     def __call__(self) -> None:
         self.engine.meter.begin_step()
-        self.engine.train_step(self.program, self.plan, self.parts)
+        self.engine.train_step(self.program, self.plan, self.micro_batches)
         self.engine.meter.end_step()
 
 
@@ -65,17 +66,17 @@ def engine_step(
     modules: Sequence[nn.Module],
     rank: int,
     workers: int,
-    parts: Sequence[Part],
+    micro_batches: Sequence[MicroBatch],
     kind: str = "gpipe",
     remat: str = "never",
     loss: Loss = squared_loss,
     cells_here: int = 1,
     shared_memory: bool = True,
 ) -> EngineStep:
-    """One training step of this worker, whose cells ``modules`` make up in equal parts.
+    """One training step of this worker, whose cells ``modules`` make up in equal micro_batches.
 
     Args:
-        parts: micro-batches; every worker gives the same shapes, only the first one's values count.
+        micro_batches: micro-batches; every worker gives the same shapes, only the first one's values count.
         cells_here: cells of each worker; cell c lies on worker c mod W.
         shared_memory: as of `Transport`.
     """
@@ -87,7 +88,7 @@ def engine_step(
         built = [BuiltLayer(cell * size + i, f"layer.{i}", modules[part * size + i]) for i in range(size)]
         cells.append(Cell(cell, built, NoiseSource(0, 0, CPU)))
     transport = cpu_transport(placement, shared_memory)
-    return step_of_cells(cells, placement, rank, transport, parts, kind, remat, loss)
+    return step_of_cells(cells, placement, rank, transport, micro_batches, kind, remat, loss)
 
 
 def step_of_cells(
@@ -95,7 +96,7 @@ def step_of_cells(
     placement: tuple[int, ...],
     worker: int,
     transport: Transport | None,
-    parts: Sequence[Part],
+    micro_batches: Sequence[MicroBatch],
     kind: str,
     remat: str,
     loss: Loss = squared_loss,
@@ -106,13 +107,13 @@ def step_of_cells(
 
     Args:
         placement: worker of every cell.
-        parts: micro-batches; every worker gives the same shapes, only the first one's values count.
+        micro_batches: micro-batches; every worker gives the same shapes, only the first one's values count.
         scale: 1 / weight of the mini-batch.
     """
-    engine = Pipeline(cells, placement, transport, loss, len(parts[0][1]), device)
-    program = schedule(kind, placement, len(parts), remat)[worker]
-    signatures = tuple(tuple(tensor.shape for tensor in inputs + targets) for inputs, targets in parts)
-    return EngineStep(engine, program, StepPlan(0, 1, signatures, scale), parts if worker == 0 else None)
+    engine = Pipeline(cells, placement, transport, loss, len(micro_batches[0][1]), device)
+    program = schedule(kind, placement, len(micro_batches), remat)[worker]
+    signatures = tuple(tuple(tensor.shape for tensor in inputs + targets) for inputs, targets in micro_batches)
+    return EngineStep(engine, program, StepInput(0, 1, signatures, scale), micro_batches if worker == 0 else None)
 
 
 def cpu_transport(placement: tuple[int, ...], shared_memory: bool = True) -> Transport | None:
@@ -124,7 +125,7 @@ def cpu_transport(placement: tuple[int, ...], shared_memory: bool = True) -> Tra
 
 
 def plain_step(
-    modules: Sequence[nn.Module], parts: Sequence[Part], loss: Loss = squared_loss, kind: str = "1f1b"
+    modules: Sequence[nn.Module], micro_batches: Sequence[MicroBatch], loss: Loss = squared_loss, kind: str = "1f1b"
 ) -> Step:
     """What anyone would write without an engine, in the order that a schedule has on a single worker.
 
@@ -135,17 +136,17 @@ def plain_step(
 
     def step() -> None:
         if kind == "gpipe":
-            losses = [_forward(modules, part, loss) for part in parts]
+            losses = [_forward(modules, part, loss) for part in micro_batches]
             while losses:
                 losses.pop().backward()  # type: ignore[no-untyped-call]  # torch's own annotation
             return
-        for part in parts:
+        for part in micro_batches:
             _forward(modules, part, loss).backward()  # type: ignore[no-untyped-call]  # torch's own annotation
 
     return step
 
 
-def _forward(modules: Sequence[nn.Module], part: Part, loss: Loss) -> Tensor:
+def _forward(modules: Sequence[nn.Module], part: MicroBatch, loss: Loss) -> Tensor:
     """The loss of one micro-batch."""
     inputs, targets = part
     values = as_argument(inputs)
@@ -163,13 +164,13 @@ class HalvesStep:
     """
 
     modules: Sequence[nn.Module]
-    parts: Sequence[Part]
+    micro_batches: Sequence[MicroBatch]
     loss: Loss = squared_loss
     seconds: dict[Op, float] = field(default_factory=lambda: defaultdict(float))
 
     def __call__(self) -> None:
         self.seconds.clear()
-        for part in self.parts:
+        for part in self.micro_batches:
             start = time.perf_counter()
             loss = _forward(self.modules, part, self.loss)
             scored = time.perf_counter()

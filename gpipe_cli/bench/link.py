@@ -15,7 +15,8 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 
-from gpipe_cli.pipeline.boundary import BoundarySpec, Tensors, TensorSpec
+from gpipe_cli.micro_batch import Tensors
+from gpipe_cli.pipeline.boundary import BoundarySpec, TensorSpec
 from gpipe_cli.pipeline.transport import ACTIVATION, PendingReceive, Transport
 
 STAMP = TensorSpec((1,), torch.float64, False)

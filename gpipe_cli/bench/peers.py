@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.utils.checkpoint import checkpoint
 
-from gpipe_cli.pipeline.boundary import Tensors, as_argument, as_tensors
+from gpipe_cli.micro_batch import Tensors
+from gpipe_cli.pipeline.boundary import as_argument, as_tensors
 
 from .driver import CPU, Step, squared_sum
 

@@ -10,10 +10,9 @@ from torch.nn import functional as F
 
 from gpipe_cli.distributed.world import World
 from gpipe_cli.layers import LayerBuilder
+from gpipe_cli.micro_batch import MicroBatch, Tensors
 from gpipe_cli.partition.partition import cell_layers
-from gpipe_cli.pipeline.boundary import Tensors
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell, build_layer
-from gpipe_cli.pipeline.engine import Part
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.pipeline.transport import Transport
 
@@ -55,10 +54,12 @@ def real_step(
     if world.directions is not None and world.everyone is not None:
         groups = world.directions, world.everyone
         transport = Transport(placement, world.device, world.wire, *groups, world.shared_memory)
-    parts: list[Part] = [((x,), (y,)) for x, y in zip(*(tensor.tensor_split(M) for tensor in examples), strict=True)]
+    micro_batches: list[MicroBatch] = [
+        ((x,), (y,)) for x, y in zip(*(tensor.tensor_split(M) for tensor in examples), strict=True)
+    ]
     scale = 1.0 / len(examples[0])
     return step_of_cells(
-        cells, placement, world.worker, transport, parts, kind, remat, cross_entropy_sum, scale, world.device
+        cells, placement, world.worker, transport, micro_batches, kind, remat, cross_entropy_sum, scale, world.device
     )
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from gpipe_cli.distributed.world import World, join_world
 from gpipe_cli.launch.context import Context
 from gpipe_cli.layers import LayerBuilder
+from gpipe_cli.micro_batch import Tensors
 from gpipe_cli.partition.partition import cell_layers
-from gpipe_cli.pipeline.boundary import Tensors
 from gpipe_cli.pipeline.cell import build_layer
 
 from .driver import CPU, Step, plain_step

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from gpipe_cli.launch.context import Context
+from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
-from gpipe_cli.pipeline.engine import Part
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.pipeline.transport import Transport
 
@@ -53,7 +53,7 @@ class EmulatedModel:
         return Work(self.batch, self.batch)
 
     @property
-    def parts(self) -> list[Part]:
+    def micro_batches(self) -> list[MicroBatch]:
         return [((rows,), (rows,)) for rows in self.batch.tensor_split(self.M)]
 
     def engine_step(
@@ -68,7 +68,7 @@ class EmulatedModel:
         mine = [cell for cell, worker in enumerate(placement) if worker == rank]
         cells = [Cell(cell, self.layers(sizes, cell, kind == "zero_bubble"), NoiseSource(0, 0, CPU)) for cell in mine]
         transport = transport or cpu_transport(placement)
-        return step_of_cells(cells, placement, rank, transport, self.parts, kind, self.remat)
+        return step_of_cells(cells, placement, rank, transport, self.micro_batches, kind, self.remat)
 
 
 def contender(name: str, model: EmulatedModel, cuts: dict[int, list[int]], rank: int, K: int) -> Step | None:
@@ -82,7 +82,7 @@ def contender(name: str, model: EmulatedModel, cuts: dict[int, list[int]], rank:
     remat = model.remat != "never"
     if name == PLAIN:
         layers = [module for cell in range(K) for module in model.modules(cuts[K], cell)]
-        return plain_step(layers, model.parts) if rank == 0 else lambda: None
+        return plain_step(layers, model.micro_batches) if rank == 0 else lambda: None
     if name == TORCHGPIPE:
         return torchgpipe_step(
             [model.modules(cuts[K], cell) for cell in range(K)], model.remat, rank, model.M, model.work

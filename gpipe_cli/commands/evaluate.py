@@ -58,7 +58,7 @@ def evaluate(words: Sequence[str]) -> int:
         WorkerFailed: what a worker died of.
     """
     from gpipe_cli.jobs.checkpointed import open_run, split_words
-    from gpipe_cli.jobs.job import Program, launch_program
+    from gpipe_cli.jobs.job import EntryPoint, launch_program
     from gpipe_cli.terminal.console import Console
 
     chosen, overrides = split_words(words, OWN, EXAMPLE)
@@ -77,7 +77,7 @@ def evaluate(words: Sequence[str]) -> int:
         for warning in run.warnings:
             console.warn(warning)
         console.say(f"{run.info.path}, step {run.info.step}, {split}; workers: {run.workers}")
-        program = Program("gpipe_cli.trainer.evaluate:main")
+        program = EntryPoint("gpipe_cli.trainer.evaluate:main")
         found = dict(launch_program(program, config, folder, console) or {})
         console.say("\n".join(["", *as_text(found), "", f"{time.monotonic() - began:.0f} s; report: {folder}"]))
     return 0

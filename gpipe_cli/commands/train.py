@@ -22,7 +22,7 @@ from gpipe_cli.typed_section import nearest
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from gpipe_cli.jobs.job import Program
+    from gpipe_cli.jobs.job import EntryPoint
     from gpipe_cli.jobs.sweep import Sweep
 
 HYDRA_FLAGS = (
@@ -33,7 +33,7 @@ HYDRA_FLAGS = (
 FLAGS = ("--help", "-h", "--version", *HYDRA_FLAGS)
 
 
-def main(arguments: Sequence[str] | None = None, program: Program | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, program: EntryPoint | None = None) -> int:
     """Run the command.
 
     Args:
@@ -80,19 +80,19 @@ def refuse_unknown_flags(words: Sequence[str]) -> None:
         raise ConfigurationError(f"there is no option {word}; {guess}`gpipe-train --help` shows what there is")
 
 
-def _run(words: Sequence[str], program: Program | None) -> int:
+def _run(words: Sequence[str], program: EntryPoint | None) -> int:
     refuse_unknown_flags(words)
     import hydra
 
     from gpipe_cli.jobs import own_target, sweep
-    from gpipe_cli.jobs.job import Program, run_job
+    from gpipe_cli.jobs.job import EntryPoint, run_job
     from gpipe_cli.terminal.hydra_errors import KNOWN, explain
 
     started_at = time.time() - time.process_time()  # Python's own start, and the imports so far, are all CPU time
     codes: list[int] = []
 
     def task(composed: DictConfig) -> float:
-        code, loss = run_job(composed, program or Program(), started_at)
+        code, loss = run_job(composed, program or EntryPoint(), started_at)
         codes.append(code)
         return loss
 

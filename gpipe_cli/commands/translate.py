@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _translate(words: Sequence[str]) -> int:
     from gpipe_cli.jobs.checkpointed import open_run, split_words
-    from gpipe_cli.jobs.job import Program, launch_program
+    from gpipe_cli.jobs.job import EntryPoint, launch_program
 
     chosen, overrides = split_words(words, KEYS, EXAMPLE)
     if chosen.get("scores", "false") not in ("true", "false"):
@@ -85,7 +85,7 @@ def _translate(words: Sequence[str]) -> int:
         feed = Feed(lines)
         writer = Writer(output, chosen.get("scores") == "true", feed, keep=references is not None)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpipe-translate-")))
-        program = Program("gpipe_cli.trainer.translate:main")
+        program = EntryPoint("gpipe_cli.trainer.translate:main")
         result = launch_program(program, {**config, "input": str(feed.start(folder))}, folder, writer)
     _tell_end(result, config["longest"], writer)
     return _show_bleu(writer.texts, references)

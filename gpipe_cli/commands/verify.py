@@ -44,9 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if code is not None:
         return code
     from gpipe_cli.commands import train
-    from gpipe_cli.jobs.job import Program
+    from gpipe_cli.jobs.job import EntryPoint
 
-    program = Program("gpipe_cli.verify.run:main", conclude=conclude)
+    program = EntryPoint("gpipe_cli.verify.run:main", conclude=conclude)
     words = with_own_run_directory(words)
     if "verify.format=json" in words:
         with redirect_stdout(sys.stderr):

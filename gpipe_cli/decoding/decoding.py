@@ -16,11 +16,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..distributed.batch_plan import Part, PlanCodec
+from ..distributed.batch_plan import BatchPlanCodec
 from ..distributed.exchange import Exchange, never, run_unless_stopped
 from ..distributed.world import World
+from ..micro_batch import MicroBatch
 from ..pipeline.engine import Pipeline
-from ..schedule.programs import Programs
+from ..schedule.run_schedules import RunSchedules
 from ..tasks.generation import GenerationSettings
 from .beam import BeamSearch, Hypothesis
 
@@ -35,24 +36,24 @@ class ScoringTask(Protocol):
 
 
 @dataclass(frozen=True)
-class Machinery:
+class DecoderRuntime:
     """What runs groups of sentences.
 
     Attributes:
-        groups: how many are in flight, at most: as many parts as the codec's plans hold.
+        groups: how many are in flight, at most: as many micro_batches as the codec's plans hold.
         stop_requested: of this worker, as it last heard.
     """
 
     world: World
     engine: Pipeline
-    programs: Programs
-    codec: PlanCodec
+    programs: RunSchedules
+    codec: BatchPlanCodec
     groups: int
     stop_requested: Callable[[], bool] = never
 
 
 @dataclass(frozen=True)
-class Marks:
+class SpecialTokens:
     """The tokens that begin and end a sentence, and the one that is padding."""
 
     bos_id: int
@@ -67,14 +68,14 @@ class _Flight:
     Attributes:
         groups: their numbers; one is a micro-batch of the next round, in this order.
         signatures: of the next round.
-        parts: of the next round, on the worker of cell 0; None elsewhere.
+        micro_batches: of the next round, on the worker of cell 0; None elsewhere.
         searches: by group, on the worker of the last cell.
     """
 
     beam: int
     groups: list[int]
     signatures: tuple[tuple[object, ...], ...]
-    parts: list[Part] | None
+    micro_batches: list[MicroBatch] | None
     caches: Caches
     searches: dict[int, BeamSearch]
 
@@ -86,7 +87,9 @@ class Decoder:
         task: makes log-probabilities of the next token from the last cell's outputs.
     """
 
-    def __init__(self, machinery: Machinery, task: ScoringTask, settings: GenerationSettings, marks: Marks) -> None:
+    def __init__(
+        self, machinery: DecoderRuntime, task: ScoringTask, settings: GenerationSettings, marks: SpecialTokens
+    ) -> None:
         self._machinery, self._world, self._task = machinery, machinery.world, task
         self._settings, self._marks = settings, marks
         replicas, groups, size = self._world.replicas, machinery.groups, settings.group
@@ -143,7 +146,7 @@ class Decoder:
             if flight.groups:
                 program = machinery.programs.forward(len(flight.groups))[self._world.worker]
                 sink = self._sink(flight)
-                machinery.engine.run_forward(program, flight.signatures, flight.parts, sink, flight.caches)
+                machinery.engine.run_forward(program, flight.signatures, flight.micro_batches, sink, flight.caches)
             run_unless_stopped(self._round, machinery.stop_requested)
             flight = self._next_round(flight)
         self._write_ends(searches)
@@ -151,16 +154,16 @@ class Decoder:
         return True
 
     def _take_off(self, groups: Sequence[Sources], beam: int) -> _Flight | None:
-        parts = [self._first_part(group) for group in groups] if self._world.reads_data else None
-        if parts is not None:
-            self._machinery.codec.write(self._round, parts, [1.0] * len(parts))
+        micro_batches = [self._first_part(group) for group in groups] if self._world.reads_data else None
+        if micro_batches is not None:
+            self._machinery.codec.write(self._round, micro_batches, [1.0] * len(micro_batches))
         run_unless_stopped(self._round, self._machinery.stop_requested)
         plan = self._machinery.codec.read(self._round, "generate")
-        if plan.total_parts == 0:
+        if plan.total_micro_batches == 0:
             return None
-        return _Flight(beam, list(range(len(plan.signatures))), plan.signatures, parts, {}, {})
+        return _Flight(beam, list(range(len(plan.signatures))), plan.signatures, micro_batches, {}, {})
 
-    def _first_part(self, sources: Sources) -> Part:
+    def _first_part(self, sources: Sources) -> MicroBatch:
         """Sources and first tokens; in the place of targets the longest length of each translation, for the search."""
         width = max(len(source) for source in sources)
         padded = torch.tensor([[*source, *[self._marks.pad_id] * (width - len(source))] for source in sources])
@@ -193,12 +196,12 @@ class Decoder:
         rows = {group: int((parents[replica, group] > 0).sum()) for group in flight.groups}
         going_on = [(number, group) for number, group in enumerate(flight.groups) if rows[group]]
         chosen = [(number, parents[replica, group, : rows[group]] - 1) for number, group in going_on]
-        parts = [_later_part(tokens[replica, group, : rows[group], None]) for _, group in going_on]
+        micro_batches = [_later_part(tokens[replica, group, : rows[group], None]) for _, group in going_on]
         return _Flight(
             beam=flight.beam,
             groups=[group for _, group in going_on],
             signatures=tuple(("generate on", rows[group]) for _, group in going_on),
-            parts=parts if self._world.reads_data else None,
+            micro_batches=micro_batches if self._world.reads_data else None,
             caches=reorder_caches(flight.caches, chosen, self._world.device),
             searches=flight.searches,
         )
@@ -255,6 +258,6 @@ def reorder_caches(caches: Caches, chosen: Sequence[tuple[int, Tensor]], device:
     return reordered
 
 
-def _later_part(tokens: Tensor) -> Part:
+def _later_part(tokens: Tensor) -> MicroBatch:
     """One more token for each row, and no source; a target has to be there, and nobody looks at it."""
     return (tokens.new_zeros(len(tokens), 0), tokens), (tokens,)

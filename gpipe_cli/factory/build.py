@@ -14,10 +14,10 @@ from torch import nn
 
 from ..config import PipelineConfig, PrecisionConfig
 from ..data.source import Source
-from ..distributed.batch_plan import Part
 from ..distributed.world import World
 from ..errors import ConfigurationError
 from ..layers import LayerBuilder
+from ..micro_batch import MicroBatch
 from ..partition.cost import CostError, LayerCost, TooFewExamples, layer_costs
 from ..partition.partition import PartitionError, cell_costs, cell_layers, partition, placement
 from ..partition.sharing import Sharing, find_sharing
@@ -179,7 +179,7 @@ def cut_model(
     builders: Sequence[LayerBuilder],
     config: PipelineConfig,
     workers: int,
-    example: Part,
+    example: MicroBatch,
     device: torch.device,
     profile: Callable[[], list[LayerCost]] | None = None,
 ) -> Cut:

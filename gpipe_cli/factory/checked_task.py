@@ -7,7 +7,8 @@ from typing import Any, cast
 from torch import Tensor
 
 from ..errors import ConfigurationError
-from ..tasks.base import Task, Tensors
+from ..micro_batch import Tensors
+from ..tasks.base import Task
 
 
 class CheckedTask:

@@ -21,8 +21,8 @@ import torch
 from hydra.utils import get_object
 
 from ..config import Settings
-from ..distributed.batch_plan import Part
 from ..layers import LayerBuilder
+from ..micro_batch import MicroBatch
 from ..partition.cost import LayerCost, TensorShape, profile_layers
 from .build import build_autocast, build_task
 
@@ -40,7 +40,9 @@ class ProfileKey:
     values: Mapping[str, Any]
 
     @classmethod
-    def of(cls, builders: Sequence[LayerBuilder], part: Part, settings: Settings, device: torch.device) -> ProfileKey:
+    def of(
+        cls, builders: Sequence[LayerBuilder], part: MicroBatch, settings: Settings, device: torch.device
+    ) -> ProfileKey:
         """The sections of model and task, the model's file and layers, the shapes that enter, and what computes."""
         return cls(
             {
@@ -74,7 +76,7 @@ class KeptProfile:
     def of(
         cls,
         builders: Sequence[LayerBuilder],
-        part: Part,
+        part: MicroBatch,
         settings: Settings,
         device: torch.device,
         cache_dir: Path | None = None,
@@ -109,7 +111,7 @@ class KeptProfile:
 
 def profiled_costs(
     builders: Sequence[LayerBuilder],
-    part: Part,
+    part: MicroBatch,
     settings: Settings,
     device: torch.device,
     say: Callable[[str], None],

@@ -3,7 +3,7 @@
     chosen, overrides = split_words(words, ("checkpoint", "output"))
     run = open_run(chosen["checkpoint"], overrides)
     config = {"settings": run.config, "checkpoint": str(run.info.path), …}     # for from_checkpoint.py in the workers
-    launch_program(Program("gpipe_cli.trainer.…:main"), config, folder, on_event)
+    launch_program(EntryPoint("gpipe_cli.trainer.…:main"), config, folder, on_event)
 
 The configuration is the one that the checkpoint was made with: it stands in the checkpoint, so a run directory can be
 moved. Overrides are typed as for gpipe-train. What only suits the machine it ran on is chosen anew: workers are as many

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Program:
+class EntryPoint:
     """What workers run.
 
     Attributes:
@@ -133,7 +133,7 @@ def in_words(problem: str) -> str:
     return f"{command_name()}: {problem}"
 
 
-def run_job(composed: DictConfig, program: Program, started_at: float) -> tuple[int, float]:
+def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tuple[int, float]:
     """Run one job to its end.
 
     Args:
@@ -214,7 +214,7 @@ def _resumed(prepared: Prepared, run_dir: Path, place: Any, console: Console) ->
     return choice.checkpoint
 
 
-def _start(prepared: Prepared, config: dict[str, Any], run_dir: Path, program: Program, console: Console) -> Any:
+def _start(prepared: Prepared, config: dict[str, Any], run_dir: Path, program: EntryPoint, console: Console) -> Any:
     for line in prepared.lines:
         console.say(line)
     try:
@@ -225,7 +225,7 @@ def _start(prepared: Prepared, config: dict[str, Any], run_dir: Path, program: P
 
 
 def _run_program(
-    settings: LaunchConfig, config: dict[str, Any], run_dir: Path, program: Program, console: Console
+    settings: LaunchConfig, config: dict[str, Any], run_dir: Path, program: EntryPoint, console: Console
 ) -> Any:
     if joined():
         return join(torchrun.ENTRY, torchrun.wrap(program.entry, config), run_dir, console, settings.grace_seconds)
@@ -240,7 +240,7 @@ def _run_program(
         raise WorkerFailed(said) from error
 
 
-def launch_program(program: Program, config: dict[str, Any], run_dir: Path, on_event: OnEvent) -> Any:
+def launch_program(program: EntryPoint, config: dict[str, Any], run_dir: Path, on_event: OnEvent) -> Any:
     """Run a program in workers of this command's own, or inside it with `launch.inline`.
 
     Args:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..distributed.batch_plan import Plan
+from ..distributed.batch_plan import BatchPlan
 from ..schedule.forecast import Forecast
 from ..schedule.instruction import COMPUTE
-from ..schedule.programs import Programs
+from ..schedule.run_schedules import RunSchedules
 from ..schedule.simulate import Timeline
 from .breakdown import Breakdown, draw_breakdown, mean_breakdown
 from .image_pictures import draw_classification, read_picture
@@ -115,7 +115,7 @@ class Journal:
         self,
         progress: Progress,
         report: StepReport,
-        plan: Plan,
+        plan: BatchPlan,
         lr: float,
         seconds: float,
         forecast: Forecast,
@@ -225,7 +225,7 @@ class Journal:
                 self._board.add_image(f"evaluation/{path.stem}", read_picture(path), step, dataformats="HWC")
 
     def trace(
-        self, step: int, recordings: Sequence[Recording], programs: Programs, cells: Sequence[Mapping[str, Any]]
+        self, step: int, recordings: Sequence[Recording], programs: RunSchedules, cells: Sequence[Mapping[str, Any]]
     ) -> None:
         """trace/ and pictures/: one step of all workers, beside its schedule timed with the same durations.
 
@@ -242,7 +242,7 @@ class Journal:
         self._traced[step] = measured_timeline(recordings, programs.placement)
         self.message(f"step {step} recorded: {path} (open it in https://ui.perfetto.dev)")
 
-    def pictures(self, recordings: Sequence[Recording], programs: Programs, breakdown: Breakdown | None) -> None:
+    def pictures(self, recordings: Sequence[Recording], programs: RunSchedules, breakdown: Breakdown | None) -> None:
         """pictures/: the pipeline's last step (replica 0) as it was measured, the loss, and where a step goes.
 
         What cannot be drawn is a warning: the run has done its work.
@@ -256,7 +256,7 @@ class Journal:
         if breakdown is not None:
             self.message(f"where a step goes: {breakdown}")
 
-    def _draw(self, recordings: Sequence[Recording], programs: Programs, breakdown: Breakdown | None) -> None:
+    def _draw(self, recordings: Sequence[Recording], programs: RunSchedules, breakdown: Breakdown | None) -> None:
         folder = self._run_dir / "pictures"
         folder.mkdir(exist_ok=True)
         for step, timeline in self._traced.items():

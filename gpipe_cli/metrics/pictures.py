@@ -11,7 +11,7 @@ from typing import Any
 
 from ..schedule.critical_path import critical_path
 from ..schedule.picture import Panel, save_panels, save_picture
-from ..schedule.programs import Programs
+from ..schedule.run_schedules import RunSchedules
 from ..schedule.simulate import Timeline, simulate
 from .trace import mean_durations
 
@@ -23,7 +23,7 @@ def draw_step(measured: Timeline, kind: str, path: Path) -> None:
     save_picture(measured, path, f"{kind}, a measured step", "ms")
 
 
-def draw_traced_step(step: int, measured: Timeline, programs: Programs, paths: Sequence[Path]) -> None:
+def draw_traced_step(step: int, measured: Timeline, programs: RunSchedules, paths: Sequence[Path]) -> None:
     """A measured step above, the simulation of its schedule with the mean measured durations below, in milliseconds.
 
     The path that decides how long each takes is marked.

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..distributed.batch_plan import Part
 from ..distributed.world import World
+from ..micro_batch import MicroBatch
 
 IMAGES = 24  # in the picture; enough to judge, few enough to draw in half a second
 
@@ -61,10 +61,10 @@ class PredictionKeeper:
         self._rows: list[Tensor] = []
         self._images = SpreadExamples(IMAGES)
 
-    def read(self, parts: Sequence[Part]) -> None:
+    def read(self, micro_batches: Sequence[MicroBatch]) -> None:
         """A mini-batch that this worker has read."""
         if self._world.rank == 0:
-            for inputs, _ in parts:
+            for inputs, _ in micro_batches:
                 self._images.add(inputs[0])
 
     def judged(self, outputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..distributed.batch_plan import Plan
-from ..schedule.programs import Programs
+from ..distributed.batch_plan import BatchPlan
+from ..schedule.run_schedules import RunSchedules
 from .breakdown import Breakdown, mean_breakdown
 from .step_report import StepReport
 
@@ -30,9 +30,9 @@ class Totals:
     first_step_at: float | None = None
     peak_memory: int = 0
     steps: int = 0
-    _recent: deque[tuple[StepReport, Plan, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
+    _recent: deque[tuple[StepReport, BatchPlan, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
 
-    def add(self, report: StepReport, plan: Plan, seconds: float) -> None:
+    def add(self, report: StepReport, plan: BatchPlan, seconds: float) -> None:
         """One training step that took ``seconds``."""
         if self.first_step_at is None:
             self.first_step_at = time.time()
@@ -52,14 +52,14 @@ class Totals:
         """Mean of the measured bubbles."""
         return sum(report.bubble for report, _, _ in self._recent) / len(self._recent) if self._recent else None
 
-    def predicted_bubble(self, programs: Programs) -> float | None:
+    def predicted_bubble(self, programs: RunSchedules) -> float | None:
         """The bubble of the very schedule that ran, simulated with the mean times that its instructions took."""
         if not self._recent:
             return None
         forecast = programs.forecast(len(self._recent[-1][1].signatures))
         return forecast.bubble(forecast.mean_durations(self._cell_means()))
 
-    def breakdown(self, programs: Programs) -> Breakdown | None:
+    def breakdown(self, programs: RunSchedules) -> Breakdown | None:
         """Where a step went (paper, Table 4), from the mean times."""
         if not self._recent:
             return None

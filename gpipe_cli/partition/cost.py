@@ -26,7 +26,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..layers import LayerBuilder
-from ..pipeline.boundary import Tensors, as_argument, as_tensors
+from ..micro_batch import Tensors
+from ..pipeline.boundary import as_argument, as_tensors
 from .layer_times import Autocast, LayerTimes, LayerTrial, Trials
 
 COSTS = ("flops", "parameters", "declared", "profile")

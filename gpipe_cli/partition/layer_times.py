@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..micro_batch import Tensors
 from ..pipeline.batchnorm import DeferredBatchNorm, defer_batchnorm
-from ..pipeline.boundary import GradientLayouts, Tensors, as_argument, as_tensors, canonical_gradient, is_channels_last
+from ..pipeline.boundary import GradientLayouts, as_argument, as_tensors, canonical_gradient, is_channels_last
 from ..pipeline.halves import backward_of_inputs
 from ..pipeline.meter import event_now
 from ..pipeline.randomness import NoiseSource

@@ -14,8 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import ConfigurationError
 from ..layers import LayerBuilder
+from ..micro_batch import Tensors
 from .batchnorm import DeferredBatchNorm, defer_batchnorm
-from .boundary import BoundarySpec, GradientLayouts, Tensors, as_argument, as_tensors, canonical
+from .boundary import BoundarySpec, GradientLayouts, as_argument, as_tensors, canonical
 from .buffers import BufferChanged, BufferGuard
 from .randomness import NoiseSource, weights_of_layer
 
@@ -24,7 +25,7 @@ class LayerFailed(RuntimeError):
     """An exception inside a layer: says which cell, layer and micro-batch; the cause is the layer's own exception."""
 
 
-def told_late(error: Exception) -> str:
+def cuda_hint(error: Exception) -> str:
     """What to add to the place where an error of a GPU shows: it may have happened before."""
     if "CUDA error" not in str(error):
         return ""
@@ -191,10 +192,10 @@ class Cell:
         except Exception as error:
             names = f"layers {self.layers[0].name!r} to {self.layers[-1].name!r}"
             place = f"cell {self.number}, backward of {names}, micro-batch {micro_batch}"
-            raise LayerFailed(place + told_late(error)) from error
+            raise LayerFailed(place + cuda_hint(error)) from error
 
     def _failure(self, layer: BuiltLayer, micro_batch: int, error: Exception) -> LayerFailed:
-        return LayerFailed(f"cell {self.number}, layer {layer.name!r}, micro-batch {micro_batch}{told_late(error)}")
+        return LayerFailed(f"cell {self.number}, layer {layer.name!r}, micro-batch {micro_batch}{cuda_hint(error)}")
 
     def refuse_new_shapes(self, message: Tensors, expected: BoundarySpec, micro_batch: int) -> None:
         """The next cell's worker has posted a receive for what such inputs gave before.

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigurationError
+from ..micro_batch import MicroBatch, Tensors
 from ..schedule.schedule import Instruction, Op
-from .boundary import BoundarySpec, Tensors, canonical_gradient, fresh_leaves, is_channels_last
+from .boundary import BoundarySpec, canonical_gradient, fresh_leaves, is_channels_last
 from .cell import Cell, LayerFailed
 from .halves import WeightHalf, backward_of_inputs
 from .meter import Meter
@@ -30,12 +31,11 @@ from .transport import ACTIVATION, GRADIENT, PendingReceive, Transport
 
 TASK = -1  # stands for the task's loss where auxiliary losses have the index of their layer
 
-Part = tuple[Tensors, Tensors]  # (inputs, targets) of one micro-batch
 Loss = Callable[[Tensors, Tensors], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class StepPlan:
+class StepInput:
     """What every worker of a replica knows about a mini-batch before it begins.
 
     Attributes:
@@ -128,13 +128,15 @@ class Pipeline:
 
     # -- the two ways to run -----------------------------------------------------------------------------------
 
-    def train_step(self, program: Sequence[Instruction], plan: StepPlan, parts: Sequence[Part] | None) -> StepRecord:
+    def train_step(
+        self, program: Sequence[Instruction], plan: StepInput, micro_batches: Sequence[MicroBatch] | None
+    ) -> StepRecord:
         """Forward and backward of one mini-batch; gradients are added to the parameters' ``.grad``.
 
         Args:
             program: this worker's list of the schedule.
             plan: of the mini-batch.
-            parts: its micro-batches, on the worker of cell 0; None elsewhere.
+            micro_batches: its micro-batches, on the worker of cell 0; None elsewhere.
 
         Raises:
             LayerFailed: an exception in a layer, with the layer's own as cause.
@@ -143,7 +145,7 @@ class Pipeline:
         self._recomputed = {(i.cell, i.micro_batch) for i in program if i.op is Op.RECOMPUTE}
         for cell in self.cells.values():
             cell.begin_step(plan.step, plan.steps)
-        self._interpret(program, parts)
+        self._interpret(program, micro_batches)
         record = self._record
         held = (self._inputs, self._outputs, self._kept, self._put_off, self._gradients, self._received_gradients)
         if any((*held, self._receives)):
@@ -155,7 +157,7 @@ class Pipeline:
         self,
         program: Sequence[Instruction],
         signatures: Sequence[Hashable],
-        parts: Sequence[Part] | None,
+        micro_batches: Sequence[MicroBatch] | None,
         sink: Callable[[int, Tensors, Tensors], None],
         caches: dict[tuple[int, int], list[dict[str, Any]]] | None = None,
     ) -> None:
@@ -163,20 +165,20 @@ class Pipeline:
 
         Args:
             program: this worker's list of a forward-only schedule.
-            signatures: as in `StepPlan`; distinct from those of training.
-            parts: on the worker of cell 0.
+            signatures: as in `StepInput`; distinct from those of training.
+            micro_batches: on the worker of cell 0.
             sink: called on the worker of the last cell with (micro-batch, outputs, targets).
             caches: of generation, by (cell, micro-batch); they live as long as the caller keeps them.
         """
-        self._plan = StepPlan(0, 0, tuple(signatures), 0.0)
+        self._plan = StepInput(0, 0, tuple(signatures), 0.0)
         self._sink, self._caches = sink, caches
         self._recomputed = set()
         with torch.no_grad():
-            self._interpret(program, parts)
+            self._interpret(program, micro_batches)
         self._clear()
 
     def _clear(self) -> None:
-        self._plan = StepPlan(0, 0, (), 0.0)
+        self._plan = StepInput(0, 0, (), 0.0)
         self._record = StepRecord()
         self._sink, self._caches, self._recomputed = None, None, set()
         self._inputs: dict[tuple[int, int], Tensors] = {}  # boundary in front of (cell, micro-batch)
@@ -188,8 +190,8 @@ class Pipeline:
         self._targets: dict[int, Tensors] = {}
         self._receives = ReceivesAhead((), self._post_receive, after_sends=False)
 
-    def _interpret(self, program: Sequence[Instruction], parts: Sequence[Part] | None) -> None:
-        for number, (inputs, targets) in enumerate(parts or ()):
+    def _interpret(self, program: Sequence[Instruction], micro_batches: Sequence[MicroBatch] | None) -> None:
+        for number, (inputs, targets) in enumerate(micro_batches or ()):
             self._inputs[0, number] = self._to_device(inputs)
             self._targets[number] = self._to_device(targets)
         blocking = self._transport is not None and self._transport.blocks_device

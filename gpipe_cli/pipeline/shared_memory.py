@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .boundary import BoundarySpec, Tensors, unpack
+from ..micro_batch import Tensors
+from .boundary import BoundarySpec, unpack
 
 _TOKEN = struct.Struct("<qii")  # tag, slot, whether the slot's memory comes behind it
 _BYTE = b"\0"

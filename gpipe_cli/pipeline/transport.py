@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..micro_batch import Tensors
 from ..schedule.instruction import send_window
-from .boundary import BoundarySpec, Tensors, pack, unpack
+from .boundary import BoundarySpec, pack, unpack
 from .shared_memory import Incoming, Outgoing, connect_receiver, connect_sender
 
 # Message tags: kind, then cell, then micro-batch. Steps need no tag: the exchange that ends each step separates them.

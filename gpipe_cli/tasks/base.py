@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from ..micro_batch import Tensors
 from .generation import GenerationSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Tensors = tuple["Tensor", ...]
 
 
 class Task(Protocol):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .base import Tensors
+from ..micro_batch import Tensors
 from .cross_entropy import smoothed_cross_entropy
 from .limits import check_label_smoothing
 

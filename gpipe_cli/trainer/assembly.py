@@ -14,9 +14,9 @@ from typing import Any, cast
 from ..checkpoint.snapshot import named_tensors
 from ..config import Settings
 from ..data.source import Source
-from ..decoding.decoding import Decoder, Machinery, Marks
+from ..decoding.decoding import Decoder, DecoderRuntime, SpecialTokens
 from ..decoding.generation import Generator
-from ..distributed.batch_plan import Form, PlanCodec
+from ..distributed.batch_plan import BatchPlanCodec, BatchShape
 from ..distributed.exchange import Exchange, never
 from ..distributed.world import World
 from ..errors import ConfigurationError, PlainError
@@ -37,7 +37,7 @@ from ..metrics.predictions import PredictionKeeper
 from ..pipeline.cell import Cell
 from ..pipeline.engine import TASK, Pipeline
 from ..pipeline.transport import Transport
-from ..schedule.programs import Programs
+from ..schedule.run_schedules import RunSchedules
 from ..tasks.base import Task
 from ..tasks.generation import GenerationSettings
 from .batches import first_batch
@@ -57,7 +57,7 @@ class Survey:
         examples: of replica 0's share of the mini-batch.
     """
 
-    form: Form
+    form: BatchShape
     cut: Cut
     special: tuple[int, int]
     examples: int
@@ -86,9 +86,9 @@ class Assembly:
     parameter_names: list[str]
     own_parameters: list[int]
     losses: list[int]
-    programs: Programs
+    programs: RunSchedules
     engine: Pipeline
-    codec: PlanCodec
+    codec: BatchPlanCodec
 
     @property
     def cut(self) -> Cut:
@@ -134,9 +134,9 @@ def assemble_model(context: Context, settings: Settings, world: World, task: Tas
         parameter_names=names,
         own_parameters=own,
         losses=losses,
-        programs=Programs(settings.pipeline.schedule, placement, settings.pipeline.remat),
+        programs=RunSchedules(settings.pipeline.schedule, placement, settings.pipeline.remat),
         engine=engine,
-        codec=PlanCodec(found.form, settings.pipeline.M, world.replica, world.replicas),
+        codec=BatchPlanCodec(found.form, settings.pipeline.M, world.replica, world.replicas),
     )
 
 
@@ -167,13 +167,13 @@ def assemble_decoder(assembly: Assembly, generation: GenerationSettings) -> Deco
     return _decoder(assembly, _machinery(assembly, never), generation)
 
 
-def _machinery(assembly: Assembly, stop_requested: Callable[[], bool]) -> Machinery:
+def _machinery(assembly: Assembly, stop_requested: Callable[[], bool]) -> DecoderRuntime:
     a = assembly
-    return Machinery(a.world, a.engine, a.programs, a.codec, a.settings.pipeline.M, stop_requested)
+    return DecoderRuntime(a.world, a.engine, a.programs, a.codec, a.settings.pipeline.M, stop_requested)
 
 
-def _decoder(assembly: Assembly, machinery: Machinery, generation: GenerationSettings) -> Decoder:
-    marks = Marks(*assembly.survey.special, int(getattr(assembly.source, "pad_id", 0)))
+def _decoder(assembly: Assembly, machinery: DecoderRuntime, generation: GenerationSettings) -> Decoder:
+    marks = SpecialTokens(*assembly.survey.special, int(getattr(assembly.source, "pad_id", 0)))
     return Decoder(machinery, cast(Any, assembly.task), generation, marks)
 
 
@@ -211,12 +211,12 @@ def survey(
     builders: Sequence[LayerBuilder], settings: Settings, world: World, source: Source, say: Callable[[str], None]
 ) -> Survey:
     """Reads the first mini-batch and cuts the model; on rank 0."""
-    parts = first_batch(source, settings.pipeline.M, world.replicas).parts
+    parts = first_batch(source, settings.pipeline.M, world.replicas).micro_batches
     part = parts[0]
     profile = partial(profiled_costs, builders, part, settings, world.device, say)
     cut = cut_model(builders, settings.pipeline, world.workers, part, world.device, profile)
     special = int(getattr(source, "bos_id", 0)), int(getattr(source, "eos_id", 0))
-    return Survey(Form.of(part), cut, special, sum(len(inputs[0]) for inputs, _ in parts))
+    return Survey(BatchShape.of(part), cut, special, sum(len(inputs[0]) for inputs, _ in parts))
 
 
 def whole_model(world: World, cells: Sequence[Cell]) -> tuple[dict[str, list[str]], list[str], list[int], list[int]]:

@@ -10,22 +10,24 @@ from ..data.source import Batch, Source
 from ..errors import ConfigurationError
 
 
-def training_batches(source: Source, position: Any, parts: int, replica: int, replicas: int) -> Iterator[Batch]:
+def training_batches(source: Source, position: Any, micro_batches: int, replica: int, replicas: int) -> Iterator[Batch]:
     """`source.train`.
 
     Raises:
-        ConfigurationError: while they are read: a mini-batch has another number of parts.
+        ConfigurationError: while they are read: a mini-batch has another number of micro_batches.
     """
-    return _held_to(parts, source.train(position, parts, replica, replicas), source, "train", may_be_fewer=False)
+    return _held_to(
+        micro_batches, source.train(position, micro_batches, replica, replicas), source, "train", may_be_fewer=False
+    )
 
 
-def first_batch(source: Source, parts: int, replicas: int) -> Batch:
+def first_batch(source: Source, micro_batches: int, replicas: int) -> Batch:
     """What replica 0 begins with.
 
     Raises:
-        ConfigurationError: there is none, or it has another number of parts.
+        ConfigurationError: there is none, or it has another number of micro_batches.
     """
-    batches = training_batches(source, None, parts, 0, replicas)
+    batches = training_batches(source, None, micro_batches, 0, replicas)
     try:
         return next(batches)
     except StopIteration:
@@ -36,26 +38,28 @@ def first_batch(source: Source, parts: int, replicas: int) -> Batch:
         cast(Any, batches).close()
 
 
-def evaluation_batches(source: Source, parts: int, replica: int, replicas: int) -> Iterator[Batch]:
-    """This replica's mini-batches of the evaluation set; the last ones may have fewer parts.
+def evaluation_batches(source: Source, micro_batches: int, replica: int, replicas: int) -> Iterator[Batch]:
+    """This replica's mini-batches of the evaluation set; the last ones may have fewer micro_batches.
 
     Raises:
-        ConfigurationError: while they are read: a mini-batch has more parts.
+        ConfigurationError: while they are read: a mini-batch has more micro_batches.
     """
     share = getattr(source, "evaluation_share", None)
     if share is not None:
-        return _held_to(parts, share(parts, replica, replicas), source, "evaluation_share", may_be_fewer=True)
-    batches = islice(source.evaluation(parts), replica, None, replicas)
-    return _held_to(parts, batches, source, "evaluation", may_be_fewer=True)
+        return _held_to(
+            micro_batches, share(micro_batches, replica, replicas), source, "evaluation_share", may_be_fewer=True
+        )
+    batches = islice(source.evaluation(micro_batches), replica, None, replicas)
+    return _held_to(micro_batches, batches, source, "evaluation", may_be_fewer=True)
 
 
 def _held_to(asked: int, batches: Iterator[Batch], source: Source, method: str, may_be_fewer: bool) -> Iterator[Batch]:
     for batch in batches:
-        given = len(batch.parts)
+        given = len(batch.micro_batches)
         if given > asked or (given < asked and not may_be_fewer):
             raise ConfigurationError(
                 f"the data source {_name(source)} gave {given} micro-batches in a mini-batch, {asked} were asked for: "
-                f"the batches of its {method}() must have {'at most' if may_be_fewer else 'exactly'} `parts` parts"
+                f"the batches of its {method}() must have {'at most' if may_be_fewer else 'exactly'} `micro_batches` micro_batches"
             )
         yield batch
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..data.source import Source
-from ..decoding.decoding import Machinery
+from ..decoding.decoding import DecoderRuntime
 from ..decoding.generation import Generator
 from ..distributed.exchange import Exchange, run_unless_stopped
 from ..metrics.predictions import PredictionKeeper
@@ -32,7 +32,7 @@ class Evaluator:
 
     def __init__(
         self,
-        machinery: Machinery,
+        machinery: DecoderRuntime,
         source: Source | None,
         task: Task,
         cells: Sequence[Cell],
@@ -93,17 +93,17 @@ class Evaluator:
         while True:
             if feed is not None:
                 feed.advance()
-                m.codec.write(exchange, feed.parts, feed.weights)
+                m.codec.write(exchange, feed.micro_batches, feed.weights)
                 if self._keeper is not None:
-                    self._keeper.read(feed.parts)
+                    self._keeper.read(feed.micro_batches)
             run_unless_stopped(exchange, m.stop_requested)
             plan = m.codec.read(exchange, "evaluate")
-            if plan.total_parts == 0:
+            if plan.total_micro_batches == 0:
                 break
             weight += plan.total_weight
             if plan.signatures:
                 program = m.programs.forward(len(plan.signatures))[world.worker]
-                m.engine.run_forward(program, plan.signatures, feed.parts if feed is not None else None, add)
+                m.engine.run_forward(program, plan.signatures, feed.micro_batches if feed is not None else None, add)
         exchange.mine["metrics"].view(world.replicas, -1)[world.replica] += sums
         exchange.run()
         totals = exchange.all["metrics"].view(world.replicas, -1).sum(0).tolist()

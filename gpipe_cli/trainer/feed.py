@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..data.source import Batch
-from ..distributed.batch_plan import Part
+from ..micro_batch import MicroBatch
 
 
 class Feed:
@@ -20,19 +20,19 @@ class Feed:
 
     def __init__(self, batches: Iterator[Batch], weigh: Callable[[Any], float]) -> None:
         self._batches, self._weigh = batches, weigh
-        self.parts: list[Part] = []
+        self.micro_batches: list[MicroBatch] = []
         self.weights: list[float] = []
         self.position: Any = None
         self.seconds_waited = 0.0
 
     def advance(self) -> bool:
-        """Makes the next mini-batch the current one; False, and no parts, when the data has ended."""
+        """Makes the next mini-batch the current one; False, and no micro_batches, when the data has ended."""
         began = time.perf_counter()
         batch = next(self._batches, None)
         self.seconds_waited = time.perf_counter() - began
         if batch is None:
-            self.parts, self.weights = [], []
+            self.micro_batches, self.weights = [], []
             return False
-        self.parts, self.position = list(batch.parts), batch.position
-        self.weights = [self._weigh(targets) for _, targets in self.parts]
+        self.micro_batches, self.position = list(batch.micro_batches), batch.position
+        self.weights = [self._weigh(targets) for _, targets in self.micro_batches]
         return True

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from ..distributed.batch_plan import Plan
+from ..distributed.batch_plan import BatchPlan
 from ..distributed.exchange import BrokenOff, Exchange
 from ..errors import PlainError
 from ..launch.context import torchrun_patience
@@ -25,7 +25,7 @@ from ..metrics.totals import WARM_UP, Totals
 from ..metrics.trace import record_everyone
 from ..optim.average import WeightAverage
 from ..pipeline.batchnorm import finish_batchnorm
-from ..pipeline.engine import StepPlan
+from ..pipeline.engine import StepInput
 from ..pipeline.gradients import clip_factor, fill_gradients, reduce_over_replicas, scale_gradients, squared_norms
 from .assembly import Assembly
 from .batches import training_batches
@@ -106,7 +106,7 @@ class Trainer:
 
     # -- one step ----------------------------------------------------------------------------------------------
 
-    def _step(self, plan: Plan) -> Plan | None:
+    def _step(self, plan: BatchPlan) -> BatchPlan | None:
         """One mini-batch; returns the plan of the next, or None when this was the last."""
         p, a, step, began = self.parts, self._assembly, self.progress.step, time.perf_counter()
         meter = a.engine.meter
@@ -115,10 +115,10 @@ class Trainer:
         before = meter.phases
         steps = self._settings.steps or 0
         scale = 1 / plan.total_weight if plan.total_weight else 0.0
-        parts = self._feed.parts if self._feed is not None else None
+        parts = self._feed.micro_batches if self._feed is not None else None
         position, waited = (self._feed.position, self._feed.seconds_waited) if self._feed is not None else (None, 0.0)
         program = a.programs.training(len(plan.signatures))[a.world.worker]
-        record = a.engine.train_step(program, StepPlan(step, steps, plan.signatures, scale), parts)
+        record = a.engine.train_step(program, StepInput(step, steps, plan.signatures, scale), parts)
         span = meter.end_step()
         with meter.phase("gradients"):
             self._settle_gradients()
@@ -163,7 +163,7 @@ class Trainer:
         progress.step += 1
         progress.evaluation_due = _is_time(self._settings.evaluate_every, progress.step)
 
-    def _tell(self, report: StepReport, plan: Plan, lr: float, seconds: float) -> None:
+    def _tell(self, report: StepReport, plan: BatchPlan, lr: float, seconds: float) -> None:
         """What has become of the step, to whoever reads of it."""
         p, a, progress = self.parts, self._assembly, self.progress
         self.totals.add(report, plan, seconds)
@@ -215,7 +215,7 @@ class Trainer:
             p.where["instruction"] = "reading the next mini-batch"
             self._feed.advance()
             p.where["instruction"] = None
-            a.codec.write(p.exchange, self._feed.parts, self._feed.weights)
+            a.codec.write(p.exchange, self._feed.micro_batches, self._feed.weights)
         if a.world.rank == 0:
             limit = self._settings.seconds
             if p.stop_requested():
@@ -247,7 +247,7 @@ class Trainer:
             shares.append((time.monotonic() - self._began) / settings.seconds)
         return max((share for share in shares if share is not None), default=None)
 
-    def _read_plan(self, done: int) -> Plan | None:
+    def _read_plan(self, done: int) -> BatchPlan | None:
         """The plan of the step after ``done`` ones, or None, with the reason in ``progress.stopped_by``."""
         p, a, progress = self.parts, self._assembly, self.progress
         plan = a.codec.read(p.exchange, "train")

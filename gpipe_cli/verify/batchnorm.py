@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..distributed.batch_plan import Part
+from ..micro_batch import MicroBatch
 from .compare import GRADIENTS, LOSS, OUTPUTS, compare
 from .record import StepState
 
@@ -55,7 +55,7 @@ class BatchNormNote:
 
 def batchnorm_note(
     layers: int,
-    parts: Sequence[Sequence[Part]],
+    micro_batches: Sequence[Sequence[MicroBatch]],
     sides: tuple[StepState, StepState, StepState],
     tolerance: float,
     names: Sequence[str],
@@ -64,11 +64,11 @@ def batchnorm_note(
 
     Args:
         layers: BatchNorm layers of the model.
-        parts: the mini-batch.
+        micro_batches: the mini-batch.
         sides: of the pipeline, of the plain loop, of the plain loop with BatchNorm over the whole mini-batch.
     """
     ours, plain, whole = sides
-    sizes = [len(inputs[0]) for replica in parts for inputs, _ in replica]
+    sizes = [len(inputs[0]) for replica in micro_batches for inputs, _ in replica]
     divided = compare(plain, whole, StepState(), tolerance, names)
     losses, gradients, outputs = divided[LOSS].worst, divided[GRADIENTS].worst, divided[OUTPUTS].beyond
     as_whole = compare(ours, whole, StepState(), tolerance, names)

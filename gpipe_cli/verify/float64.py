@@ -36,15 +36,15 @@ class Float64Source:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
 
-    def train(self, position: Any, parts: int, replica: int, replicas: int) -> Iterator[Batch]:
-        return map(_widen, self._source.train(position, parts, replica, replicas))
+    def train(self, position: Any, micro_batches: int, replica: int, replicas: int) -> Iterator[Batch]:
+        return map(_widen, self._source.train(position, micro_batches, replica, replicas))
 
-    def evaluation(self, parts: int) -> Iterator[Batch]:
-        return map(_widen, self._source.evaluation(parts))
+    def evaluation(self, micro_batches: int) -> Iterator[Batch]:
+        return map(_widen, self._source.evaluation(micro_batches))
 
 
 def _widen(batch: Batch) -> Batch:
-    return replace(batch, parts=[(_wide(inputs), _wide(targets)) for inputs, targets in batch.parts])
+    return replace(batch, micro_batches=[(_wide(inputs), _wide(targets)) for inputs, targets in batch.micro_batches])
 
 
 def _wide(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

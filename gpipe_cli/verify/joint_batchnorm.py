@@ -102,9 +102,9 @@ def _over_all(batchnorm: _BatchNorm, inputs: Sequence[Tensor]) -> list[Tensor]:
     rows = [x.movedim(1, -1) for x in inputs]
     flat = [x.reshape(-1, x.shape[-1]) for x in rows]
     output = F.batch_norm(torch.cat(flat), None, None, batchnorm.weight, batchnorm.bias, True, 0.0, batchnorm.eps)
-    parts = torch.split(output, [len(x) for x in flat])
+    micro_batches = torch.split(output, [len(x) for x in flat])
     # A copy, because a layer may write into what its BatchNorm has just put out.
-    return [part.reshape(x.shape).movedim(-1, 1).clone() for part, x in zip(parts, rows, strict=True)]
+    return [part.reshape(x.shape).movedim(-1, 1).clone() for part, x in zip(micro_batches, rows, strict=True)]
 
 
 @contextmanager

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..config import Settings
-from ..distributed.batch_plan import Part
 from ..factory.build import build_autocast, build_lr_schedule, build_optimizer
 from ..layers import LayerBuilder
-from ..pipeline.boundary import Tensors, as_tensors
+from ..micro_batch import MicroBatch, Tensors
+from ..pipeline.boundary import as_tensors
 from ..pipeline.cell import build_layer
 from ..pipeline.randomness import NoiseSource, generator_states
 from ..tasks.base import Task
@@ -85,7 +85,7 @@ class _Run:
     """One mini-batch under way."""
 
     step: int
-    parts: Sequence[Sequence[Part]]
+    micro_batches: Sequence[Sequence[MicroBatch]]
     scale: float
     seen: LayerTrace
     losses: dict[Place, float] = field(default_factory=dict)
@@ -139,22 +139,26 @@ class PlainTraining:
     # -- forward and backward ----------------------------------------------------------------------------------------
 
     def gradients(
-        self, step: int, parts: Sequence[Sequence[Part]], order: Sequence[int], together: Together = Together.NOTHING
+        self,
+        step: int,
+        micro_batches: Sequence[Sequence[MicroBatch]],
+        order: Sequence[int],
+        together: Together = Together.NOTHING,
     ) -> StepState:
         """Forward and backward of one mini-batch.
 
         Args:
             step: number of the training step.
-            parts: of each replica, its micro-batches.
+            micro_batches: of each replica, its micro-batches.
             order: in which a replica's micro-batches are added up; the sum is the same but for rounding.
             together: which micro-batches BatchNorm normalises as one.
         """
-        weight = sum(self._task.weight(targets) for replica in parts for _, targets in replica)
-        run = _Run(step, parts, 1 / weight if weight else 0.0, LayerTrace())
+        weight = sum(self._task.weight(targets) for replica in micro_batches for _, targets in replica)
+        run = _Run(step, micro_batches, 1 / weight if weight else 0.0, LayerTrace())
         self._statistics.clear()
         self._begin_step(step)
         with _FrozenAverages(self._batchnorms.values()):
-            totals = [self._add_up(run, group) for group in together.groups(len(parts), order)]
+            totals = [self._add_up(run, group) for group in together.groups(len(micro_batches), order)]
         total = totals[0]
         for other in totals[1:]:
             total = {key: total[key] + gradient for key, gradient in other.items()}
@@ -190,7 +194,9 @@ class PlainTraining:
     def _forward(self, run: _Run, place: Place) -> list[Tensor]:
         """All layers for one micro-batch; returns its unscaled losses, those of layers and last the task's."""
         replica, number = place
-        inputs, targets = (tuple(tensor.to(self._device) for tensor in side) for side in run.parts[replica][number])
+        inputs, targets = (
+            tuple(tensor.to(self._device) for tensor in side) for side in run.micro_batches[replica][number]
+        )
         noise = NoiseSource(self._settings.seed, replica, self._device)
         values: Tensors = inputs
         losses: list[Tensor] = []

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..pipeline.boundary import Tensors
+from ..micro_batch import Tensors
 
 M = TypeVar("M", bound=nn.Module)
 Key = tuple[int, str]  # (index of the layer, full name of the tensor)

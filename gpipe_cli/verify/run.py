@@ -13,11 +13,11 @@ import torch._dynamo  # every optimizer made imports it; here it is imported onc
 import torch.distributed as dist
 
 from ..config import Settings
-from ..distributed.batch_plan import Part
 from ..distributed.world import World
 from ..factory.build import MODEL_KEYS_READ_ELSEWHERE, build_model, build_task
 from ..launch.context import Context
 from ..metrics.journal import Notices
+from ..micro_batch import MicroBatch
 from ..schedule.instruction import Op
 from ..trainer.assembly import Assembly, assemble_model
 from ..trainer.batches import training_batches
@@ -93,14 +93,14 @@ def compare_with_plain(assembly: Assembly, begun: StepState, steps: Sequence[Ste
     compared: list[Compared] = []
     note: BatchNormNote | None = None
     whole: StepState | None = None
-    for number, (ours, parts) in enumerate(zip(steps, _mini_batches(assembly), strict=False)):
-        before, order = plain.held(), backward_order(assembly, len(parts[0]))
-        if number == 0 and plain.batchnorms and sum(len(replica) for replica in parts) > 1:
-            whole = plain.gradients(number, parts, order, Together.EVERYTHING)
+    for number, (ours, micro_batches) in enumerate(zip(steps, _mini_batches(assembly), strict=False)):
+        before, order = plain.held(), backward_order(assembly, len(micro_batches[0]))
+        if number == 0 and plain.batchnorms and sum(len(replica) for replica in micro_batches) > 1:
+            whole = plain.gradients(number, micro_batches, order, Together.EVERYTHING)
             plain.load(before)
-        theirs = plain.gradients(number, parts, order, together)
+        theirs = plain.gradients(number, micro_batches, order, together)
         if number == 0 and whole is not None:
-            note = batchnorm_note(plain.batchnorms, parts, (ours, theirs, whole), tolerance, names)
+            note = batchnorm_note(plain.batchnorms, micro_batches, (ours, theirs, whole), tolerance, names)
         agree = gradients_agree(ours, theirs, tolerance)
         plain.update(theirs, ours.gradients if agree else theirs.gradients)
         found = compare(ours, theirs, before, tolerance, names)
@@ -115,14 +115,14 @@ def compare_with_plain(assembly: Assembly, begun: StepState, steps: Sequence[Ste
     return Report(settings, tolerance, [one.step for one in compared], findings, note, loss)
 
 
-def _mini_batches(assembly: Assembly) -> Iterator[list[list[Part]]]:
+def _mini_batches(assembly: Assembly) -> Iterator[list[list[MicroBatch]]]:
     """The data once more: of each mini-batch the micro-batches of every replica."""
     source, replicas = assembly.source, assembly.world.replicas
     assert source is not None
     M = assembly.settings.pipeline.M
     streams = [training_batches(source, None, M, replica, replicas) for replica in range(replicas)]
     for batches in zip(*streams, strict=False):
-        yield [list(batch.parts) for batch in batches]
+        yield [list(batch.micro_batches) for batch in batches]
 
 
 def backward_order(assembly: Assembly, micro_batches: int) -> list[int]:

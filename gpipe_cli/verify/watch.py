@@ -8,8 +8,9 @@ from typing import Any
 from torch import nn
 
 from ..metrics.step_report import StepReport
+from ..micro_batch import Tensors
 from ..pipeline.batchnorm import DeferredBatchNorm
-from ..pipeline.boundary import Tensors, as_tensors
+from ..pipeline.boundary import as_tensors
 from ..pipeline.cell import Cell
 from ..trainer.loop import Trainer
 from .record import (

@@ -192,7 +192,7 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path: Path) -> None:
         "import errno, fcntl, sys, cli_jobs\n"
         "def flock(*_): raise OSError(errno.ENOLCK, 'No locks available')\n"
         "fcntl.flock = flock\n"
-        "program = cli_jobs.Program('cli_jobs:train', ('json',))\n"
+        "program = cli_jobs.EntryPoint('cli_jobs:train', ('json',))\n"
         "sys.exit(cli_jobs.main(['pipeline.K=1', 'trainer.steps=1'], program))"
     )
     done = subprocess.run(
@@ -673,7 +673,7 @@ def test_a_mode_that_is_typed_is_heard(tmp_path: Path) -> None:
 def test_the_command_process_never_imports_torch(tmp_path: Path) -> None:
     program = (
         "import sys, cli_jobs; code = cli_jobs.main(['pipeline.K=1', 'trainer.steps=1'], "
-        "cli_jobs.Program('cli_jobs:train', ('json',))); print('torch' in sys.modules, code)"
+        "cli_jobs.EntryPoint('cli_jobs:train', ('json',))); print('torch' in sys.modules, code)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=60

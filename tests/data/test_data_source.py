@@ -16,7 +16,15 @@ from torch.utils.data import Dataset
 
 from gpipe_cli.data.examples import ExampleSource
 from gpipe_cli.data.sampling import TemperatureSampler, temperature_shares
-from gpipe_cli.data.source import Batch, Source, no_report, parts_of_replica, permutation, read_ahead, split_evenly
+from gpipe_cli.data.source import (
+    Batch,
+    Source,
+    micro_batches_of_replica,
+    no_report,
+    permutation,
+    read_ahead,
+    split_evenly,
+)
 from gpipe_cli.data.text import TextSource
 from gpipe_cli.data.translation import TranslationSource
 from gpipe_cli.errors import ConfigurationError
@@ -68,7 +76,7 @@ def first(batches: Iterator[Batch], count: int) -> list[Batch]:
 
 def rows(batch: Batch, column: int = 0) -> list[list[float]]:
     """One tensor's rows over all parts, padding removed."""
-    tensors = [(*inputs, *targets)[column] for inputs, targets in batch.parts]
+    tensors = [(*inputs, *targets)[column] for inputs, targets in batch.micro_batches]
     return [[value for value in row.reshape(-1).tolist() if value != 0] for tensor in tensors for row in tensor]
 
 
@@ -104,7 +112,7 @@ def test_parts_are_the_same_examples_in_the_same_order_as_one_part(make: Any, ca
 @every_source
 def test_parts_differ_in_size_by_at_most_one(make: Any, cache: str) -> None:
     batch = next(make(cache).train(None, 4, 0, 1))
-    assert [len(inputs[0]) for inputs, _ in batch.parts] == [3, 3, 2, 2]
+    assert [len(inputs[0]) for inputs, _ in batch.micro_batches] == [3, 3, 2, 2]
 
 
 @every_source
@@ -146,7 +154,7 @@ def test_a_source_has_the_methods_of_the_protocol(make: Any, cache: str) -> None
 
 def test_a_translation_part_has_marks_where_the_model_expects_them(cache: str) -> None:
     source = translation(cache)
-    ((source_ids, target_in), (target_out,)) = next(source.train(None, 1, 0, 1)).parts[0]
+    ((source_ids, target_in), (target_out,)) = next(source.train(None, 1, 0, 1)).micro_batches[0]
     lengths = (target_out != source.pad_id).sum(1)
     assert source_ids.dtype == target_in.dtype == target_out.dtype == torch.int64
     assert target_in.shape == target_out.shape and target_in.shape[1] % 8 == source_ids.shape[1] % 8 == 0
@@ -171,9 +179,11 @@ def test_a_pair_comes_once_per_epoch(cache: str) -> None:
 
 def test_pairs_over_max_length_are_left_out(cache: str) -> None:
     source = translation(cache, max_length=24)
-    shapes = [tensor.shape[1] for batch in first(source.train(None, 1, 0, 1), 100) for tensor in batch.parts[0][0]]
+    shapes = [
+        tensor.shape[1] for batch in first(source.train(None, 1, 0, 1), 100) for tensor in batch.micro_batches[0][0]
+    ]
     assert max(shapes) <= 24
-    evaluated = [tensor for batch in source.evaluation(2) for inputs, _ in batch.parts for tensor in inputs]
+    evaluated = [tensor for batch in source.evaluation(2) for inputs, _ in batch.micro_batches for tensor in inputs]
     assert max(tensor.shape[1] for tensor in evaluated) <= 24
 
 
@@ -222,7 +232,7 @@ def test_reading_before_prepare_says_so() -> None:
 
 
 def test_next_ids_are_the_ids_one_place_later(cache: str) -> None:
-    ((ids,), (next_ids,)) = next(text(cache).train(None, 1, 0, 1)).parts[0]
+    ((ids,), (next_ids,)) = next(text(cache).train(None, 1, 0, 1)).micro_batches[0]
     assert ids.shape == next_ids.shape == (10, 32)
     assert torch.equal(ids[:, 1:], next_ids[:, :-1])
 
@@ -267,7 +277,7 @@ def test_drop_last_decides_over_the_end_of_an_epoch(cache: str, drop_last: bool,
 
 def test_every_example_comes_once_per_epoch(cache: str) -> None:
     batches = first(examples(cache, drop_last=False).train(None, 2, 0, 1), 5)
-    seen = [int(target) for batch in batches for _, (targets,) in batch.parts for target in targets]
+    seen = [int(target) for batch in batches for _, (targets,) in batch.micro_batches for target in targets]
     assert sorted(seen) == [*range(47)]
 
 
@@ -283,7 +293,7 @@ def test_a_data_set_smaller_than_a_mini_batch_is_refused(cache: str) -> None:
 
 def test_tuples_of_inputs_become_several_tensors(cache: str) -> None:
     pairs: Any = [((torch.ones(2), torch.zeros(3)), i) for i in range(10)]
-    inputs, targets = next(examples(cache, train=pairs).train(None, 1, 0, 1)).parts[0]
+    inputs, targets = next(examples(cache, train=pairs).train(None, 1, 0, 1)).micro_batches[0]
     assert [tuple(tensor.shape) for tensor in (*inputs, *targets)] == [(10, 2), (10, 3), (10,)]
 
 
@@ -331,7 +341,7 @@ def test_split_evenly_covers_everything_in_order() -> None:
 
 
 def test_replicas_share_all_slices() -> None:
-    assert [part for r in range(2) for part in parts_of_replica(9, 2, r, 2, "key")] == split_evenly(9, 4)
+    assert [part for r in range(2) for part in micro_batches_of_replica(9, 2, r, 2, "key")] == split_evenly(9, 4)
 
 
 def test_reading_ahead_keeps_order_and_passes_errors_on() -> None:

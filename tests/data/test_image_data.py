@@ -69,7 +69,9 @@ def first(batches: Iterator[Batch], count: int) -> list[Batch]:
 
 def whole(batch: Batch) -> tuple[Tensor, Tensor]:
     """All parts of a mini-batch put together: (images, labels)."""
-    return torch.cat([inputs[0] for inputs, _ in batch.parts]), torch.cat([targets[0] for _, targets in batch.parts])
+    return torch.cat([inputs[0] for inputs, _ in batch.micro_batches]), torch.cat(
+        [targets[0] for _, targets in batch.micro_batches]
+    )
 
 
 def equal(one: list[Batch], two: list[Batch]) -> bool:
@@ -88,7 +90,7 @@ def refusal(root: Path | None, **changes: Any) -> str:
 
 @every_source
 def test_a_part_is_bytes_of_three_channels_and_int64_labels(make: Any, folder: Path) -> None:
-    (inputs,), (labels,) = first(make(folder).train(None, 2, 0, 1), 1)[0].parts[0]
+    (inputs,), (labels,) = first(make(folder).train(None, 2, 0, 1), 1)[0].micro_batches[0]
     assert (inputs.dtype, inputs.shape[1], labels.dtype) == (torch.uint8, 3, torch.int64)
     assert len(inputs) == len(labels)
 
@@ -104,7 +106,7 @@ def test_replicas_and_micro_batches_only_divide_the_mini_batch(make: Any, folder
     one = first(make(folder).train(None, 1, 0, 1), 2)
     for number in range(2):
         halves = [first(make(folder).train(None, 1, replica, 2), 2)[number] for replica in range(2)]
-        assert equal([Batch([*halves[0].parts, *halves[1].parts], None)], [one[number]])
+        assert equal([Batch([*halves[0].micro_batches, *halves[1].micro_batches], None)], [one[number]])
 
 
 @every_source
@@ -138,7 +140,7 @@ def test_evaluation_has_every_image_once_whatever_the_parts(make: Any, folder: P
 def test_parts_differ_by_at_most_one_image(make: Any, folder: Path) -> None:
     source = make(folder)
     for batch in [*first(source.train(None, 2, 0, 1), 3), *source.evaluation(2)]:
-        sizes = [len(labels) for _, (labels,) in batch.parts]
+        sizes = [len(labels) for _, (labels,) in batch.micro_batches]
         assert max(sizes) - min(sizes) <= 1
 
 
@@ -426,7 +428,7 @@ def test_broken_evaluation_images_are_left_out_and_the_parts_stay_even(own_folde
     spoil(own_folder, "val/n00000000/n00000000_0.JPEG", "val/n00000000/n00000000_1.JPEG")
     source = images(own_folder, batch_size=6, broken_images_limit=2)
     (batch,) = source.evaluation(2)
-    assert [labels.tolist() for _, (labels,) in batch.parts] == [[1, 1], [2, 2]]
+    assert [labels.tolist() for _, (labels,) in batch.micro_batches] == [[1, 1], [2, 2]]
     assert len(source.broken_images) == 2
 
 

@@ -61,7 +61,7 @@ def first(batches: Iterator[Batch], count: int) -> list[Batch]:
 def pairs_in(batch: Batch) -> list[Pair]:
     """Source and target ids of every pair, padding removed, in order."""
     found: list[Pair] = []
-    for (source, _), (target,) in batch.parts:
+    for (source, _), (target,) in batch.micro_batches:
         for row, out in zip(source.tolist(), target.tolist(), strict=True):
             found.append((tuple(filter(None, row)), tuple(filter(None, out))))
     return found

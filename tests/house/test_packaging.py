@@ -25,7 +25,16 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 # Who may import whom: the rooms of the house, from the ground up. A module may import from its own room and from those
 # named beside it, whether at its top, inside a function or for type checking only. `docs/design.md` draws the same.
-GROUND = {"", "cpu", "errors", "gpus", "layers", "typed_section", "config"}  # single files that every room may use
+GROUND = {
+    "",
+    "cpu",
+    "errors",
+    "gpus",
+    "layers",
+    "micro_batch",
+    "typed_section",
+    "config",
+}  # single files that every room may use
 ROOMS: dict[str, set[str]] = {
     "conf": set(),
     "models": set(),

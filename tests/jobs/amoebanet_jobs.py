@@ -13,11 +13,12 @@ from small_models import CPU, build_all
 from torch.nn import functional as F
 
 from gpipe_cli.launch.context import Context
+from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.models.amoebanet import amoebanet, spatial_sizes
 from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.pipeline.batchnorm import finish_batchnorm
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
-from gpipe_cli.pipeline.engine import Part, Pipeline, StepPlan
+from gpipe_cli.pipeline.engine import Pipeline, StepInput
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.pipeline.transport import Transport
 from gpipe_cli.schedule.schedule import schedule
@@ -45,7 +46,7 @@ class Case:
         model = {"genotype": self.genotype, "image_size": self.image_size, "auxiliary_head": self.auxiliary}
         return build_all(amoebanet(**(SMALL | model | noise)))
 
-    def parts(self, step: int) -> list[Part]:
+    def parts(self, step: int) -> list[MicroBatch]:
         generator = torch.Generator().manual_seed(step)
         images = torch.randn(self.examples, 3, self.image_size, self.image_size, generator=generator)
         labels = torch.randint(0, CLASSES, (self.examples,), generator=generator)
@@ -65,7 +66,7 @@ def run_engine(case: Case, placement: Sequence[int], worker: int, transport: Tra
     seen = []
     for step in range(STEPS):
         parts = case.parts(step)
-        plan = StepPlan(step, STEPS, tuple(len(inputs[0]) for inputs, _ in parts), 1 / case.examples)
+        plan = StepInput(step, STEPS, tuple(len(inputs[0]) for inputs, _ in parts), 1 / case.examples)
         record = engine.train_step(program, plan, parts if placement[0] == worker else None)
         finish_batchnorm([b for cell in cells for b in cell.batchnorms], None)
         if transport is not None:

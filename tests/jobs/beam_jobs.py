@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.decoding.beam import Hypothesis
-from gpipe_cli.decoding.decoding import Decoder, Machinery, Marks
-from gpipe_cli.distributed.batch_plan import Form, PlanCodec
+from gpipe_cli.decoding.decoding import Decoder, DecoderRuntime, SpecialTokens
+from gpipe_cli.distributed.batch_plan import BatchPlanCodec, BatchShape
 from gpipe_cli.distributed.world import World, join_world
 from gpipe_cli.launch.context import Context
 from gpipe_cli.models.transformer import transformer
@@ -19,7 +19,7 @@ from gpipe_cli.pipeline.cell import BuiltLayer, Cell, build_layer
 from gpipe_cli.pipeline.engine import Pipeline
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.pipeline.transport import Transport
-from gpipe_cli.schedule.programs import Programs
+from gpipe_cli.schedule.run_schedules import RunSchedules
 from gpipe_cli.tasks.generation import GenerationSettings
 from gpipe_cli.tasks.translation import TranslationTask
 
@@ -72,9 +72,11 @@ def through_pipeline(
         transport = Transport(ranks, CPU, CPU, world.directions, world.everyone)
     task = TranslationTask(pad_id=PAD)
     engine = Pipeline(cells, placement, transport, task.loss, 1, CPU)
-    codec = PlanCodec(Form((2, 2), (2,)), 3, world.replica, world.replicas)
-    machinery = Machinery(world, engine, Programs("gpipe", placement, "never"), codec, 3)
-    return Decoder(machinery, task, chosen, Marks(BOS, EOS, PAD)).decode(sources if world.reads_data else [], beam)
+    codec = BatchPlanCodec(BatchShape((2, 2), (2,)), 3, world.replica, world.replicas)
+    machinery = DecoderRuntime(world, engine, RunSchedules("gpipe", placement, "never"), codec, 3)
+    return Decoder(machinery, task, chosen, SpecialTokens(BOS, EOS, PAD)).decode(
+        sources if world.reads_data else [], beam
+    )
 
 
 def log_probabilities(layers: Sequence[BuiltLayer], source: Sequence[int], prefixes: Tensor) -> Tensor:

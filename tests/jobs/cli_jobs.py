@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from gpipe_cli.commands.train import main
-from gpipe_cli.jobs.job import Program
+from gpipe_cli.jobs.job import EntryPoint
 from gpipe_cli.launch.context import Context
 
 FAILS, SLOW = 13, 7
@@ -60,4 +60,4 @@ def summary(K: int, seed: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(program=Program("cli_jobs:train", preload=("json",))))
+    sys.exit(main(program=EntryPoint("cli_jobs:train", preload=("json",))))

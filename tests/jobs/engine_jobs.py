@@ -18,7 +18,7 @@ from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.pipeline.batchnorm import finish_batchnorm
 from gpipe_cli.pipeline.cell import Cell
-from gpipe_cli.pipeline.engine import Pipeline, StepPlan
+from gpipe_cli.pipeline.engine import Pipeline, StepInput
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.pipeline.transport import Transport
 from gpipe_cli.schedule.schedule import REMAT, schedule
@@ -76,7 +76,7 @@ def run_case(case: Case, placement: Sequence[int], worker: int, transport: Trans
     for step in range(STEPS):
         parts = mini_batch(step, case.examples, case.M)
         signatures = tuple(tuple(inputs[0].shape) for inputs, _ in parts)
-        plan = StepPlan(step, STEPS, signatures, 1 / weight_of(parts))
+        plan = StepInput(step, STEPS, signatures, 1 / weight_of(parts))
         record = engine.train_step(program, plan, parts if placement[0] == worker else None)
         finish_batchnorm([b for cell in cells for b in cell.batchnorms], None)
         if transport is not None:
@@ -189,7 +189,7 @@ def compare_with_torch_pipelining(context: Context, config: dict[str, Any]) -> l
             transport = Transport(tuple(range(K)), CPU, CPU, (world, world), world)
             engine = Pipeline([Cell(rank, mine, NoiseSource(1, 0, CPU))], range(K), transport, sum_of_losses, 1, CPU)
             parts = [((a,), (b,)) for a, b in zip(x.chunk(M), wanted.chunk(M), strict=True)]
-            plan = StepPlan(0, 1, tuple(tuple(inputs[0].shape) for inputs, _ in parts), 1 / 12)
+            plan = StepInput(0, 1, tuple(tuple(inputs[0].shape) for inputs, _ in parts), 1 / 12)
             engine.train_step(schedule(kind, range(K), M, "always")[rank], plan, parts if rank == 0 else None)
             dist.barrier()
             stage = PipelineStage(theirs, rank, K, CPU)

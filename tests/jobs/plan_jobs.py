@@ -11,16 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpipe_cli.config import Settings
-from gpipe_cli.distributed.batch_plan import Part
 from gpipe_cli.distributed.world import World, join_world
 from gpipe_cli.factory.build import build_autocast, build_cells, build_model, build_optimizer, build_task, cut_model
 from gpipe_cli.launch.context import Context
+from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.optim.average import WeightAverage
 from gpipe_cli.pipeline.cell import Cell
-from gpipe_cli.pipeline.engine import Pipeline, StepPlan
-from gpipe_cli.planner.measure.example import example_part
+from gpipe_cli.pipeline.engine import Pipeline, StepInput
+from gpipe_cli.planner.measure.example import example_micro_batch
 from gpipe_cli.planner.measure.tracking import Tracker
-from gpipe_cli.schedule.programs import Programs
+from gpipe_cli.schedule.run_schedules import RunSchedules
 from gpipe_cli.trainer.assembly import make_transport
 
 CPU = torch.device("cpu")
@@ -40,15 +40,15 @@ def measure(context: Context, config: dict[str, Any]) -> list[list[dict[str, Any
 def one_run(settings: Settings, world: World) -> dict[str, Any]:
     """Two steps: in the first the boundaries are learnt, the second is counted; ``inputs`` are by cell."""
     pipeline, builders, task = settings.pipeline, build_model(settings.model), build_task(settings.task)
-    part, _ = example_part(settings.data, pipeline.M, False)
+    part, _ = example_micro_batch(settings.data, pipeline.M, False)
     cut = cut_model(builders, pipeline, world.workers, part, CPU)
     cells = build_cells(builders, cut, world, 1, False)
     for cell in cells:
         cell.train(True)
     transport, autocast = make_transport(world, cut), build_autocast(settings.precision, CPU)
     engine = Pipeline(cells, cut.placement, transport, task.loss, len(part[1]), CPU, autocast)
-    program = Programs(pipeline.schedule, cut.placement, pipeline.remat).training(pipeline.M)[world.worker]
-    plan = StepPlan(0, 1, (("train",),) * pipeline.M, 1.0)
+    program = RunSchedules(pipeline.schedule, cut.placement, pipeline.remat).training(pipeline.M)[world.worker]
+    plan = StepInput(0, 1, (("train",),) * pipeline.M, 1.0)
     first = cut.placement[0] == world.worker
     engine.train_step(program, plan, [real(part) for _ in range(pipeline.M)] if first else None)
     parameters = [p for cell in cells for _, p in cell.parameters()]
@@ -108,7 +108,7 @@ def inputs_held(engine: Pipeline, step: Callable[[], object]) -> dict[str, int]:
     return {str(cell): held for cell, held in most.items()}
 
 
-def real(part: Part) -> Part:
+def real(part: MicroBatch) -> MicroBatch:
     """Tensors of these shapes; small numbers serve as tokens, labels and pixels."""
     inputs, targets = ([torch.randint(1, 9, t.shape).to(t.dtype) for t in side] for side in part)
     return tuple(inputs), tuple(targets)

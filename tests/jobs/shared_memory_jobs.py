@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpipe_cli.launch.context import Context
+from gpipe_cli.micro_batch import Tensors
 from gpipe_cli.pipeline import shared_memory, transport
-from gpipe_cli.pipeline.boundary import BoundarySpec, Tensors
+from gpipe_cli.pipeline.boundary import BoundarySpec
 from gpipe_cli.pipeline.transport import ACTIVATION, GRADIENT, Transport
 from gpipe_cli.schedule.instruction import send_window
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpipe_cli.layers import LayerBuilder
+from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.pipeline.cell import BuiltLayer, build_layer
-from gpipe_cli.pipeline.engine import Part
 from gpipe_cli.pipeline.randomness import NoiseSource
 
 WORDS, WIDTH = 11, 8
@@ -99,14 +99,14 @@ def token_loss(outputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> tupl
     return loss, torch.tensor([float(wanted.numel())], dtype=torch.float64)
 
 
-def mini_batch(step: int, examples: int, M: int) -> list[Part]:
+def mini_batch(step: int, examples: int, M: int) -> list[MicroBatch]:
     """``examples`` rows in M parts whose sizes differ by at most one; their width changes from step to step."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(0, WORDS, (examples, 5 + step % 2), generator=generator)
     return [((rows,), (rows.roll(1, 1),)) for rows in ids.tensor_split(M)]
 
 
-def weight_of(parts: Sequence[Part]) -> float:
+def weight_of(parts: Sequence[MicroBatch]) -> float:
     return float(sum(int((targets[0] != 0).sum()) for _, targets in parts))
 
 
@@ -114,7 +114,7 @@ def build_all(builders: Sequence[LayerBuilder], seed: int = 5) -> list[BuiltLaye
     return [BuiltLayer(i, b.name, build_layer(b, i, seed, CPU)) for i, b in enumerate(builders)]
 
 
-def plain_step(layers: Sequence[BuiltLayer], parts: Sequence[Part], step: int, seed: int = 1) -> float:
+def plain_step(layers: Sequence[BuiltLayer], parts: Sequence[MicroBatch], step: int, seed: int = 1) -> float:
     """Forward and backward of a mini-batch without engine, cells or schedule; returns its loss."""
     noise = NoiseSource(seed, 0, CPU)
     weight, total = weight_of(parts), 0.0

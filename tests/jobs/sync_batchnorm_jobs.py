@@ -11,10 +11,11 @@ from small_models import CPU, build_all
 from torch import Tensor
 
 from gpipe_cli.launch.context import Context
+from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.pipeline.batchnorm import finish_batchnorm
 from gpipe_cli.pipeline.cell import Cell
-from gpipe_cli.pipeline.engine import Part, Pipeline, StepPlan
+from gpipe_cli.pipeline.engine import Pipeline, StepInput
 from gpipe_cli.pipeline.gradients import reduce_over_replicas
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.schedule.schedule import schedule
@@ -23,7 +24,7 @@ from gpipe_cli.tasks.classification import ClassificationTask
 M, EXAMPLES, STEPS = 2, 11, 2  # parts of 3, 3, 3 and 2 images
 
 
-def parts(step: int) -> list[Part]:
+def parts(step: int) -> list[MicroBatch]:
     """The mini-batch in the parts of both replicas: the first M are replica 0's."""
     generator = torch.Generator().manual_seed(step)
     images = torch.randn(EXAMPLES, 3, 32, 32, generator=generator)
@@ -32,7 +33,7 @@ def parts(step: int) -> list[Part]:
     return [((some,), (theirs,)) for some, theirs in pairs]
 
 
-def joined(step: int) -> list[Part]:
+def joined(step: int) -> list[MicroBatch]:
     """Micro-batch m of one replica beside micro-batch m of the other."""
     every = parts(step)
     both = [zip(every[m], every[M + m], strict=True) for m in range(M)]
@@ -51,7 +52,7 @@ def train(replica: int, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
     seen = {}
     for step in range(STEPS):
         mine = joined(step) if group is None else parts(step)[replica * M : (replica + 1) * M]
-        plan = StepPlan(step, STEPS, tuple(len(inputs[0]) for inputs, _ in mine), 1 / EXAMPLES)
+        plan = StepInput(step, STEPS, tuple(len(inputs[0]) for inputs, _ in mine), 1 / EXAMPLES)
         engine.train_step(schedule("gpipe", (0,), M, "always")[0], plan, mine)
         if group is not None:
             reduce_over_replicas(held.values(), group)

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from gpipe_cli.commands.train import main
 from gpipe_cli.commands.verify import conclude, with_own_run_directory
 from gpipe_cli.data.source import Batch
-from gpipe_cli.jobs.job import Program
+from gpipe_cli.jobs.job import EntryPoint
 from gpipe_cli.launch.context import Context
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.pipeline.cell import Cell
-from gpipe_cli.pipeline.engine import Pipeline, StepPlan
+from gpipe_cli.pipeline.engine import Pipeline, StepInput
 from gpipe_cli.trainer import loop
 from gpipe_cli.trainer.loop import Trainer
 from gpipe_cli.verify import run as verify
@@ -130,10 +130,10 @@ Fault = Callable[[], AbstractContextManager[Any]]
 def scaled_by_m() -> AbstractContextManager[Any]:
     """As if every micro-batch's loss were a mean and nobody divided by M."""
 
-    def scaled(step: int, steps: int, signatures: Any, scale: float) -> StepPlan:
-        return StepPlan(step, steps, signatures, scale * 4)
+    def scaled(step: int, steps: int, signatures: Any, scale: float) -> StepInput:
+        return StepInput(step, steps, signatures, scale * 4)
 
-    return mock.patch.object(loop, "StepPlan", scaled)
+    return mock.patch.object(loop, "StepInput", scaled)
 
 
 def _run_training(change: Callable[..., Any]) -> AbstractContextManager[Any]:
@@ -263,5 +263,5 @@ def verify_with_fault(context: Context, config: dict[str, Any]) -> dict[str, Any
 
 
 if __name__ == "__main__":
-    program = Program("verify_jobs:verify_with_fault", preload=("torch", "gpipe_cli.verify.run"), conclude=conclude)
+    program = EntryPoint("verify_jobs:verify_with_fault", preload=("torch", "gpipe_cli.verify.run"), conclude=conclude)
     sys.exit(main(with_own_run_directory([*WORDS, *sys.argv[1:]]), program))

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.pipeline.batchnorm import finish_batchnorm
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell, build_layer
-from gpipe_cli.pipeline.engine import Pipeline, StepPlan
+from gpipe_cli.pipeline.engine import Pipeline, StepInput
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.schedule.schedule import schedule
 
@@ -39,7 +39,7 @@ def test_moving_averages_take_the_pooled_statistics_once_per_mini_batch(M: int, 
         cell.train(True)
     engine = Pipeline(cells, (0,) * K, None, squares, 1, CPU)
     parts = [((x,), (torch.zeros(len(x), 4),)) for x in EXAMPLES.tensor_split(M)]
-    plan = StepPlan(0, 1, tuple(len(inputs[0]) for inputs, _ in parts), 1 / 11)
+    plan = StepInput(0, 1, tuple(len(inputs[0]) for inputs, _ in parts), 1 / 11)
     engine.train_step(schedule("gpipe", (0,) * K, M, remat)[0], plan, parts)
     finish_batchnorm([norm for cell in cells for norm in cell.batchnorms], None)
     (norm,) = cells[0].batchnorms

@@ -9,36 +9,40 @@ import torch
 from torch import Tensor
 
 from ...data.source import Source
-from ...distributed.batch_plan import Part
 from ...errors import ConfigurationError
 from ...factory.build import build_source
+from ...micro_batch import MicroBatch
 
 
-def example_part(data: Mapping[str, Any], parts: int, longest: bool) -> tuple[Part, int]:
+def example_micro_batch(data: Mapping[str, Any], micro_batches: int, longest: bool) -> tuple[MicroBatch, int]:
     """One micro-batch on the meta device, and the examples of the mini-batch.
 
     Args:
         data: the configuration's section.
-        parts: M times replicas.
+        micro_batches: M times replicas.
         longest: as long as the data's limits allow.
 
     Raises:
-        ConfigurationError: a mini-batch too small for so many parts.
+        ConfigurationError: a mini-batch too small for so many micro_batches.
     """
     source = build_source(data)
-    typical = getattr(source, "typical_part", None)
-    part, examples = _read(source, parts) if typical is None else cast("tuple[Part, int]", typical(parts, longest))
+    typical = getattr(source, "typical_micro_batch", None)
+    part, examples = (
+        _read(source, micro_batches)
+        if typical is None
+        else cast("tuple[MicroBatch, int]", typical(micro_batches, longest))
+    )
     return (_meta(part[0]), _meta(part[1])), examples
 
 
-def _read(source: Source, parts: int) -> tuple[Part, int]:
-    """From the data itself: a source of the user's own that has no `typical_part`."""
+def _read(source: Source, micro_batches: int) -> tuple[MicroBatch, int]:
+    """From the data itself: a source of the user's own that has no `typical_micro_batch`."""
     prepare = getattr(source, "prepare", None)
     if prepare is not None:
         prepare(lambda text, done, total: None)
-    batches = source.train(None, parts, 0, 1)
+    batches = source.train(None, micro_batches, 0, 1)
     try:
-        read = next(iter(batches)).parts
+        read = next(iter(batches)).micro_batches
     except StopIteration:
         raise ConfigurationError("data._target_ yields no mini-batch: its train() must not end") from None
     finally:

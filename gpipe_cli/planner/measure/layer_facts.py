@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from ...layers import LayerBuilder
+from ...micro_batch import Tensors
 from ...optim.average import averaged_tensors
 from ...partition.cost import (
     CostError,
@@ -30,7 +31,7 @@ from ...partition.cost import (
     refuse_too_few_examples,
 )
 from ...pipeline.batchnorm import DeferredBatchNorm, defer_batchnorm
-from ...pipeline.boundary import Tensors, as_argument, as_tensors, canonical
+from ...pipeline.boundary import as_argument, as_tensors, canonical
 from ...pipeline.halves import backward_of_inputs
 from .tracking import Operation, Saved, Tracker, storage_key
 

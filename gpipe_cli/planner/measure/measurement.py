@@ -15,15 +15,15 @@ import torch
 
 from ...config import PipelineConfig, Settings
 from ...cpu import as_worker, usable_cores
-from ...distributed.batch_plan import Part
 from ...errors import ConfigurationError
 from ...factory.build import build_autocast
 from ...factory.profiles import KeptProfile, profiled_costs
 from ...layers import LayerBuilder
+from ...micro_batch import MicroBatch
 from ...partition.cost import CostError, LayerCost, Profile, TensorShape, TooFewExamples, layer_costs, profile_layers
 from ..options import Options
 from ..timing import Clock
-from .example import example_part
+from .example import example_micro_batch
 from .layer_facts import BoundaryTensor, LayerFacts, measure_layers, measure_loss
 from .neighbours import Neighbours
 from .this_device import measure_rates, present_device, workers_on_a_gpu
@@ -58,7 +58,7 @@ class Measurement:
 
 
 class Measurements:
-    """One for each number of parts that a mini-batch is divided into; remembered, for searches.
+    """One for each number of micro_batches that a mini-batch is divided into; remembered, for searches.
 
     Args:
         settings, options: the configuration, with a number of workers, and the section `plan`.
@@ -86,26 +86,26 @@ class Measurements:
         self._known: dict[int, Measurement] = {}
         self._other_workers = _other_workers(settings.pipeline)
 
-    def of(self, parts: int) -> Measurement:
-        """For a mini-batch in so many parts: M times replicas.
+    def of(self, micro_batches: int) -> Measurement:
+        """For a mini-batch in so many micro_batches: M times replicas.
 
         Raises:
-            ConfigurationError: a layer that cannot be measured, or a mini-batch too small for so many parts.
+            ConfigurationError: a layer that cannot be measured, or a mini-batch too small for so many micro_batches.
         """
-        if parts not in self._known:
-            self._known[parts] = self._measure(parts)
-        return self._known[parts]
+        if micro_batches not in self._known:
+            self._known[micro_batches] = self._measure(micro_batches)
+        return self._known[micro_batches]
 
-    def _measure(self, parts: int) -> Measurement:
+    def _measure(self, micro_batches: int) -> Measurement:
         settings = self._settings
-        part, examples = example_part(settings.data, parts, self._options.longest)
+        part, examples = example_micro_batch(settings.data, micro_batches, self._options.longest)
         inputs, targets = part
         autocast = build_autocast(settings.precision, torch.device("cpu"))
         notes: list[str] = []
         try:
             layers = measure_layers(self._builders, inputs, targets, autocast, self._kernels)
         except TooFewExamples as error:
-            raise ConfigurationError(error.with_way_out(parts // settings.pipeline.replicas)) from error
+            raise ConfigurationError(error.with_way_out(micro_batches // settings.pipeline.replicas)) from error
         except CostError as error:
             raise ConfigurationError(str(error)) from error
         try:
@@ -127,7 +127,12 @@ class Measurements:
         return Measurement(layers, loss, costs, described, sizes, examples, notes)
 
     def _costs(
-        self, layers: Sequence[LayerFacts], loss: LayerFacts | None, part: Part, timed: Profile | None, notes: list[str]
+        self,
+        layers: Sequence[LayerFacts],
+        loss: LayerFacts | None,
+        part: MicroBatch,
+        timed: Profile | None,
+        notes: list[str],
     ) -> list[LayerCost]:
         """By which the model is cut, as a run on this machine would cut it."""
         how = self._settings.pipeline.cost
@@ -168,7 +173,7 @@ class Measurements:
         return Clock(measure_rates(self._settings.pipeline), 1.0, 1.0, {})
 
     def _time(
-        self, layers: Sequence[LayerFacts], loss: LayerFacts | None, part: Part, notes: list[str]
+        self, layers: Sequence[LayerFacts], loss: LayerFacts | None, part: MicroBatch, notes: list[str]
     ) -> Profile | None:
         """On the present machine layers and loss themselves are timed, as far as that takes seconds."""
         if not self._soon_timed(layers, loss):
@@ -184,7 +189,7 @@ class Measurements:
         self._clock.measured.update({id(facts): times.slower(self._sharing) for facts, times in both if times})
         return timed
 
-    def _run(self, part: Part) -> Profile:
+    def _run(self, part: MicroBatch) -> Profile:
         autocast = build_autocast(self._settings.precision, self._here)
         given, wanted = self._with_values(part)
         beside = self._other_workers.busy() if self._here.type == "cpu" else nullcontext()
@@ -193,7 +198,7 @@ class Measurements:
                 self._builders, given, self._here, autocast, lambda outputs: self._task.loss(outputs, wanted)[0], wanted
             )
 
-    def _with_values(self, part: Part) -> Part:
+    def _with_values(self, part: MicroBatch) -> MicroBatch:
         """Ones, which may stand for tokens, labels and pixels."""
         given, wanted = (tuple(torch.ones_like(tensor, device=self._here) for tensor in side) for side in part)
         return given, wanted

@@ -12,7 +12,7 @@ from ...errors import ConfigurationError
 from ...schedule.schedule import KINDS
 from ...typed_section import shown
 from ..answer import Answer
-from ..measure.example import example_part
+from ..measure.example import example_micro_batch
 from ..options import Options
 from ..plan import Plan
 from ..planner import Planner, Say, say_nothing
@@ -49,10 +49,10 @@ def micro_batch_counts(settings: Settings, longest: bool = False) -> list[int]:
     """The M that searches try: powers of two, as far as a typical mini-batch has examples.
 
     Args:
-        longest: see `example_part`; of a mini-batch counted in tokens, longer ones are fewer.
+        longest: see `example_micro_batch`; of a mini-batch counted in tokens, longer ones are fewer.
     """
     replicas = settings.pipeline.replicas
-    _, examples = example_part(settings.data, replicas, longest)
+    _, examples = example_micro_batch(settings.data, replicas, longest)
     most = min(MOST_MICRO_BATCHES, examples // replicas)
     return [1 << power for power in range(most.bit_length())]
 

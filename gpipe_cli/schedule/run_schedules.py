@@ -10,7 +10,7 @@ from .schedule import Instruction, forward_only, schedule
 from .validate import validate
 
 
-class Programs:
+class RunSchedules:
     """Instruction lists by number of micro-batches.
 
     Args:

@@ -1,0 +1,13 @@
+"""Defines the types of a micro-batch, which data sources, tasks and the pipeline share. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:  # preparing a corpus needs no torch
+    from torch import Tensor
+
+Tensors: TypeAlias = "tuple[Tensor, ...]"
+
+MicroBatch: TypeAlias = "tuple[Tensors, Tensors]"
+"""`(inputs, targets)`: tensors whose first dimension counts examples."""
