@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ..errors import ConfigurationError
-from .source import Batch, Report, check_limits, micro_batches_of_replica, permutation, split_evenly
+from .source import Batch, Report, check_limits, permutation, slices_of_replica, split_evenly
 
 if TYPE_CHECKING:
     from ..micro_batch import MicroBatch
@@ -66,26 +66,24 @@ class ExampleSource:
     def prepare(self, report: Report) -> None:
         """The data sets are ready as they come."""
 
-    def train(self, position: Any, micro_batches: int, replica: int, replicas: int) -> Iterator[Batch]:
+    def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Mini-batches without end; a position is `{"epoch": e, "batch": b}`, the next one to read."""
         remainder = 0 if self._drop_last else self._count % self._batch_size
         for size in (self._batch_size, remainder or self._batch_size):
-            micro_batches_of_replica(size, micro_batches, replica, replicas, "data.batch_size (or set data.drop_last)")
+            slices_of_replica(size, M, replica, replicas, "data.batch_size (or set data.drop_last)")
         start = position or {"epoch": 0, "batch": 0}
-        loaded = self._load(
-            self._train_set, self._keys(start["epoch"], start["batch"], micro_batches, replica, replicas)
-        )
-        return _grouped(loaded, micro_batches, _positions(start["epoch"], start["batch"], self._batches))
+        loaded = self._load(self._train_set, self._keys(start["epoch"], start["batch"], M, replica, replicas))
+        return _grouped(loaded, M, _positions(start["epoch"], start["batch"], self._batches))
 
-    def evaluation(self, micro_batches: int) -> Iterator[Batch]:
-        """All examples once, in order; the last batch may have fewer micro_batches.
+    def evaluation(self, M: int) -> Iterator[Batch]:
+        """All examples once, in order; the last batch may have fewer micro-batches.
 
         Loader processes start here, in the calling thread, not at the first batch: one forked by a thread that reads
         ahead fails as it ends ("cannot join current thread"), and the training thread would take that for a crash.
         """
         total = _length(self._evaluation_set)
         sizes = {first: min(self._batch_size, total - first) for first in range(0, total, self._batch_size)}
-        slices = {first: split_evenly(size, min(micro_batches, size)) for first, size in sizes.items()}
+        slices = {first: split_evenly(size, min(M, size)) for first, size in sizes.items()}
         keys = [[(0, first + i) for i in range(sizes[first])[part]] for first in slices for part in slices[first]]
         loaded = self._load(self._evaluation_set, iter(keys))
         return (Batch(list(islice(loaded, len(of_batch))), first) for first, of_batch in slices.items())
@@ -100,14 +98,14 @@ class ExampleSource:
         """Mini-batches of an epoch."""
         return self._count // self._batch_size + bool(not self._drop_last and self._count % self._batch_size)
 
-    def _keys(self, epoch: int, batch: int, micro_batches: int, replica: int, replicas: int) -> Iterator[list[Key]]:
+    def _keys(self, epoch: int, batch: int, M: int, replica: int, replicas: int) -> Iterator[list[Key]]:
         """The keys of each part of this replica, epoch after epoch."""
         for current in count(epoch):
             order = permutation(self._count, self._seed, current).tolist()
             stop = self._count - self._batch_size + 1 if self._drop_last else self._count
             for first in range(batch * self._batch_size, stop, self._batch_size):
                 indices = order[first : first + self._batch_size]
-                for part in micro_batches_of_replica(len(indices), micro_batches, replica, replicas, "data.batch_size"):
+                for part in slices_of_replica(len(indices), M, replica, replicas, "data.batch_size"):
                     yield [(current, index) for index in indices[part]]
             batch = 0
 
@@ -169,9 +167,9 @@ def _seeded(*key: int) -> Iterator[None]:
         torch.set_rng_state(tensors)
 
 
-def _grouped(loaded: Iterator[MicroBatch], micro_batches: int, positions: Iterator[Any]) -> Iterator[Batch]:
+def _grouped(loaded: Iterator[MicroBatch], M: int, positions: Iterator[Any]) -> Iterator[Batch]:
     for position in positions:
-        yield Batch(list(islice(loaded, micro_batches)), position)
+        yield Batch(list(islice(loaded, M)), position)
 
 
 def _positions(epoch: int, batch: int, batches: int) -> Iterator[dict[str, int]]:

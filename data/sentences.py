@@ -57,13 +57,13 @@ class SentenceSource:
         """The text of target ids, up to the first end mark."""
         return self._target.decode(ids)
 
-    def train(self, position: Any, micro_batches: int, replica: int, replicas: int) -> Iterator[Batch]:
+    def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         """One mini-batch of padding."""
         import torch  # here, because the command that looks for kept vocabularies has no use for it
 
         tokens = torch.full(EXAMPLE, PAD)
-        yield Batch([((tokens, tokens), (tokens,))] * micro_batches, None)
+        yield Batch([((tokens, tokens), (tokens,))] * M, None)
 
-    def evaluation(self, micro_batches: int) -> Iterator[Batch]:
+    def evaluation(self, M: int) -> Iterator[Batch]:
         """Nothing."""
         yield from ()

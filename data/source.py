@@ -28,11 +28,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Batch:
-    """One mini-batch, already divided into its micro_batches.
+    """One mini-batch, divided into its micro-batches.
 
     Attributes:
-        micro_batches: `(inputs, targets)` of each micro-batch: two tuples of CPU tensors whose first dimension counts examples.
-            A source that pads may give micro_batches of alike cost instead of alike size.
+        micro_batches: `(inputs, targets)` of each: two tuples of CPU tensors whose first dimension counts examples.
+            A source that pads may give micro-batches of equal cost instead of equal size.
         position: a JSON value; `source.train(position, …)` goes on after this batch.
     """
 
@@ -46,19 +46,19 @@ class Source(Protocol):
     def prepare(self, report: Report) -> None:
         """Build or open whatever the batches need; called once, before the first batch."""
 
-    def train(self, position: Any, micro_batches: int, replica: int, replicas: int) -> Iterator[Batch]:
+    def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Mini-batches without end, from just after `position` (None: from the start); one that ends ends the run.
 
-        With D replicas a mini-batch has D·micro_batches micro_batches, and replica r reads r·micro_batches … (r+1)·micro_batches − 1.
+        With D replicas a mini-batch has D·M micro-batches, and replica r reads r·M … (r+1)·M − 1.
         Same seed and position: same batches.
         """
 
-    def evaluation(self, micro_batches: int) -> Iterator[Batch]:
-        """The whole evaluation set once; the last batches may have fewer micro_batches."""
+    def evaluation(self, M: int) -> Iterator[Batch]:
+        """The whole evaluation set once; the last batches may have fewer micro-batches."""
 
     # Optional: `typical_micro_batch` (data/typical.py), for plans made without data.
     # Optional: `epoch(position) -> float`, how often the data was read up to `position`; trainer.epochs needs it.
-    # Optional: `evaluation_share(micro_batches, replica, replicas)`, of the mini-batches of `evaluation` the numbers replica,
+    # Optional: `evaluation_share(M, replica, replicas)`, of the mini-batches of `evaluation` the numbers replica,
     # replica + replicas, …: where reading is dear, so that replicas do not all read everything.
     # Optional: `defects`, a dict of counts (broken files, left-out lines) that goes into summary.json.
     # Optional: `fingerprint() -> str`, of the prepared training data: a run is not resumed with another one. The same
@@ -82,34 +82,34 @@ def check_limits(**values: tuple[float | None, float, float | None]) -> None:
             raise ValueError(f"data.{key}={value}: must be {limit}")
 
 
-def fingerprint_of(*micro_batches: bytes) -> str:
-    """A short digest of all micro_batches and where each ends."""
+def fingerprint_of(*pieces: bytes) -> str:
+    """Returns a short digest of all pieces, with their lengths."""
     digest = hashlib.blake2b(digest_size=16)
-    for part in micro_batches:
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
+    for piece in pieces:
+        digest.update(len(piece).to_bytes(8, "little"))
+        digest.update(piece)
     return digest.hexdigest()
 
 
-def split_evenly(count: int, micro_batches: int) -> list[slice]:
-    """Slices of `range(count)` in order, `micro_batches` of them, whose sizes differ by at most one (larger ones first)."""
-    size, larger = divmod(count, micro_batches)
-    starts = [part * size + min(part, larger) for part in range(micro_batches + 1)]
+def split_evenly(count: int, slices: int) -> list[slice]:
+    """Divides `range(count)` into consecutive slices whose sizes differ by at most one, larger ones first."""
+    size, larger = divmod(count, slices)
+    starts = [number * size + min(number, larger) for number in range(slices + 1)]
     return [slice(first, last) for first, last in pairwise(starts)]
 
 
-def micro_batches_of_replica(count: int, micro_batches: int, replica: int, replicas: int, key: str) -> list[slice]:
-    """The slices of a mini-batch of `count` examples that replica `replica` trains on: `micro_batches` of D·micro_batches.
+def slices_of_replica(count: int, M: int, replica: int, replicas: int, key: str) -> list[slice]:
+    """Returns the M slices of a mini-batch of `count` examples that one replica trains on, of D·M in all.
 
     Raises:
-        ConfigurationError: fewer examples than D·micro_batches; `key` names the setting that makes the mini-batch larger.
+        ConfigurationError: fewer examples than D·M; `key` names the setting that makes the mini-batch larger.
     """
-    if count < micro_batches * replicas:
+    if count < M * replicas:
         raise ConfigurationError(
-            f"a mini-batch of {count} examples cannot be divided into {micro_batches * replicas} micro-batches "
-            f"(pipeline.M={micro_batches} × {replicas} replicas): raise {key} or lower pipeline.M"
+            f"a mini-batch of {count} examples cannot be divided into {M * replicas} micro-batches "
+            f"(pipeline.M={M} × {replicas} replicas): raise {key} or lower pipeline.M"
         )
-    return split_evenly(count, micro_batches * replicas)[replica * micro_batches : (replica + 1) * micro_batches]
+    return split_evenly(count, M * replicas)[replica * M : (replica + 1) * M]
 
 
 def permutation(count: int, *key: object) -> npt.NDArray[np.int64]:

@@ -258,10 +258,10 @@ def as_widths(said: Mapping[str, Sequence[int]]) -> dict[int, tuple[int, int]]:
     return {int(width): (pairs, tokens) for width, (pairs, tokens) in said.items()}
 
 
-def add_widths(micro_batches: Sequence[dict[int, tuple[int, int]]]) -> dict[int, tuple[int, int]]:
+def add_widths(several: Sequence[dict[int, tuple[int, int]]]) -> dict[int, tuple[int, int]]:
     """The widths of several shards together."""
     total: dict[int, tuple[int, int]] = {}
-    for part in micro_batches:
+    for part in several:
         for width, (pairs, tokens) in part.items():
             before = total.get(width, (0, 0))
             total[width] = (before[0] + pairs, before[1] + tokens)

@@ -14,7 +14,7 @@ from ..errors import ConfigurationError
 from . import typical
 from .cldr.corpus import CorpusParameters, open_store
 from .cldr.pairs import HELD_OUT_ITEMS
-from .source import Batch, Report, check_limits, micro_batches_of_replica, permutation, read_ahead, split_evenly
+from .source import Batch, Report, check_limits, permutation, read_ahead, slices_of_replica, split_evenly
 from .store import Rows, Store
 from .vocabulary import BOS, EOS, PAD
 
@@ -88,16 +88,16 @@ class TextSource:
                 "lower data.sequence_length or raise data.largest"
             )
 
-    def typical_micro_batch(self, micro_batches: int, longest: bool) -> tuple[MicroBatch, int]:
+    def typical_micro_batch(self, M: int, longest: bool) -> tuple[MicroBatch, int]:
         """Shapes of a micro-batch, without data: see `typical`."""
-        return typical.blocks(micro_batches, self._batch_size, self._length)
+        return typical.blocks(M, self._batch_size, self._length)
 
-    def train(self, position: Any, micro_batches: int, replica: int, replicas: int) -> Iterator[Batch]:
+    def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Mini-batches without end; a position is `{"batch": n}`, the number of the next one."""
-        slices = micro_batches_of_replica(self._batch_size, micro_batches, replica, replicas, "data.batch_size")
+        slices = slices_of_replica(self._batch_size, M, replica, replicas, "data.batch_size")
         return read_ahead(self._train((position or {"batch": 0})["batch"], slices))
 
-    def evaluation(self, micro_batches: int) -> Iterator[Batch]:
+    def evaluation(self, M: int) -> Iterator[Batch]:
         """The dev pairs, packed without a break; the last block is filled up with padding."""
         stream = self._held_out_stream()
         inputs, targets = stream[:-1], stream[1:]
@@ -106,9 +106,7 @@ class TextSource:
         ids.reshape(-1)[: len(inputs)] = inputs
         next_ids.reshape(-1)[: len(targets)] = targets
         for first in range(0, blocks, self._batch_size):
-            slices = split_evenly(
-                min(self._batch_size, blocks - first), min(micro_batches, blocks - first, self._batch_size)
-            )
+            slices = split_evenly(min(self._batch_size, blocks - first), min(M, blocks - first, self._batch_size))
             rows = [slice(first + part.start, first + part.stop) for part in slices]
             yield Batch([_part(ids[part], next_ids[part]) for part in rows], first)
 

@@ -1,4 +1,4 @@
-"""How sentences become mini-batches of alike lengths, and mini-batches become micro_batches that cost alike.
+"""How sentences become mini-batches of alike lengths, and mini-batches become micro-batches that cost alike.
 
 Lengths are padded to few widths, and with `batch_tokens` a mini-batch of one width always has the same number of
 sentences, so that there are few shapes: few to allocate, to describe to other workers, to compile for.
@@ -17,7 +17,7 @@ Numbers = npt.NDArray[np.int64]
 
 PAD_MULTIPLE = 8
 NEARLY_EQUAL = (
-    1.06  # the largest part over the mean: micro_batches of equal numbers of pairs are kept so far, for few shapes
+    1.06  # the largest part over the mean: micro-batches of equal numbers of pairs are kept so far, for few shapes
 )
 FINE_WIDTHS = 128  # up to here every multiple of 8 is a width, from here on four to the octave
 
@@ -50,7 +50,7 @@ def pairs_by_width(widths: Mapping[int, tuple[float, float]], tokens: int) -> di
 
 
 def _rounded(pairs: float) -> int:
-    """To a thirty-second of itself or better: a multiple of a power of two, so that micro_batches are even."""
+    """To a thirty-second of itself or better: a multiple of a power of two, so that micro-batches are even."""
     step = _step(pairs)
     return max(1, round(pairs / step) * step)
 
@@ -95,28 +95,26 @@ def _shares(widths: Numbers, pairs_of: Mapping[int, int]) -> npt.NDArray[np.floa
     return np.asarray(1 / np.array([pairs_of[int(w)] for w in known])[np.searchsorted(known, widths)])
 
 
-def balanced(source: Numbers, target: Numbers, micro_batches: int) -> list[slice]:
-    """Cuts a mini-batch into consecutive micro_batches whose padded tokens, source and target, are nearly equal.
+def balanced(source: Numbers, target: Numbers, M: int) -> list[slice]:
+    """Cuts a mini-batch into consecutive micro-batches whose padded tokens, source and target, are nearly equal.
 
     Cut at multiples of a power of two where there are pairs enough, for few shapes.
 
     Args:
-        source, target: lengths with their marks, of at least `micro_batches` pairs, in the mini-batch's order.
-        micro_batches: micro-batches of all replicas.
+        source, target: lengths with their marks, of at least `M` pairs, in the mini-batch's order.
+        M: micro-batches of all replicas.
     """
     count = len(source)
-    step = _step(count / micro_batches)
+    step = _step(count / M)
     widths = width_of(source), width_of(target)
-    best = [
-        slice(cut.start * step, min(count, cut.stop * step)) for cut in split_evenly(-(-count // step), micro_batches)
-    ]
+    best = [slice(cut.start * step, min(count, cut.stop * step)) for cut in split_evenly(-(-count // step), M)]
     loads = [padded_tokens(source[part], target[part]) for part in best]
-    if max(loads) <= NEARLY_EQUAL * sum(loads) / micro_batches:
+    if max(loads) <= NEARLY_EQUAL * sum(loads) / M:
         return best
-    least, most = -(-int((widths[0] + widths[1]).sum()) // micro_batches), max(loads) - 1
-    while least <= most:  # the smallest load of a part with which `micro_batches` of them take all pairs
+    least, most = -(-int((widths[0] + widths[1]).sum()) // M), max(loads) - 1
+    while least <= most:  # the smallest load of a part with which `M` of them take all pairs
         load = (least + most) // 2
-        cuts = _filled(widths, micro_batches, load, step)
+        cuts = _filled(widths, M, load, step)
         if cuts is None:
             least = load + 1
         else:
@@ -124,10 +122,10 @@ def balanced(source: Numbers, target: Numbers, micro_batches: int) -> list[slice
     return best
 
 
-def _filled(widths: tuple[Numbers, Numbers], micro_batches: int, load: int, step: int) -> list[slice] | None:
+def _filled(widths: tuple[Numbers, Numbers], M: int, load: int, step: int) -> list[slice] | None:
     """Parts filled one after the other up to `load` padded tokens, each leaving enough for the others; or None."""
     count, cuts, start = len(widths[0]), [], 0
-    for left in range(micro_batches - 1, -1, -1):
+    for left in range(M - 1, -1, -1):
         most = min(count - start - left, load // (2 * PAD_MULTIPLE))
         source, target = (np.maximum.accumulate(width[start : start + most]) for width in widths)
         fitting = int(np.searchsorted(np.arange(1, most + 1) * (source + target), load, side="right"))

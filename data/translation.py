@@ -21,7 +21,7 @@ from .cldr.languages import RANK, SCRIPTS
 from .cldr.pairs import HELD_OUT_ITEMS
 from .sampling import TemperatureSampler, temperature_shares
 from .sentences import keep_vocabularies
-from .source import Batch, Report, check_limits, micro_batches_of_replica, permutation, read_ahead, split_evenly
+from .source import Batch, Report, check_limits, permutation, read_ahead, slices_of_replica, split_evenly
 from .store import HeldOutPair, Ragged, Rows, Store, Tokens
 from .token_batches import balanced, by_count, by_tokens, pairs_by_width, width_of
 from .vocabulary import BOS, EOS, PAD
@@ -53,7 +53,7 @@ class PairSource:
     Args:
         batch_size: sentence pairs of a mini-batch, over all micro-batches and replicas; each part gets as many.
         batch_tokens: if given, a mini-batch has about this many target tokens instead, padding not counted, and its
-            micro_batches are balanced in padded tokens.
+            micro-batches are balanced in padded tokens.
         temperature: languages are drawn with p ∝ pairs^(1/temperature).
         max_length: the longest sequence of a batch, marks included.
         evaluation_per_language: held-out sentences of each language in `evaluation`.
@@ -115,36 +115,36 @@ class PairSource:
             share = sum(pairs / self._pairs_by_width[width] for width, (pairs, _) in widths.items())
             self._pairs = max(1, round(sum(pairs for pairs, _ in widths.values()) / share))
 
-    def typical_micro_batch(self, micro_batches: int, longest: bool) -> tuple[MicroBatch, int]:
+    def typical_micro_batch(self, M: int, longest: bool) -> tuple[MicroBatch, int]:
         """Shapes of a micro-batch, without data: see `typical`."""
         lengths = (self._max_length,) * 2 if longest else self.typical_lengths
         source, target = (min(length, self._max_length) for length in lengths)
-        return typical.pairs(micro_batches, self._pairs, self._batch_tokens, source, target)
+        return typical.pairs(M, self._pairs, self._batch_tokens, source, target)
 
-    def train(self, position: Any, micro_batches: int, replica: int, replicas: int) -> Iterator[Batch]:
+    def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Mini-batches without end; a position is `{"chunk": c, "batch": b, "pairs": n}`, the next one to make.
 
         `pairs` is how many of the chunk's pairs were read; the order of the data does not need it, `epochs` does.
         """
         start = position or {"chunk": 0, "batch": 0, "pairs": 0}
         if self._batch_tokens is None:
-            micro_batches_of_replica(self._pairs, micro_batches, replica, replicas, "data.batch_size")
+            slices_of_replica(self._pairs, M, replica, replicas, "data.batch_size")
         else:
-            self._check_parts(micro_batches * replicas)
-        return read_ahead(self._train(start["chunk"], start["batch"], micro_batches, replica, replicas))
+            self._check_parts(M * replicas)
+        return read_ahead(self._train(start["chunk"], start["batch"], M, replica, replicas))
 
-    def evaluation(self, micro_batches: int) -> Iterator[Batch]:
+    def evaluation(self, M: int) -> Iterator[Batch]:
         """`evaluation_per_language` dev sentences of each language, shortest first."""
         samples = self.held_out(self.evaluation_split, self._evaluation_per_language)
         targets = self._opened.target_vocabulary.encode([sample.reference for sample in samples])
         fitting = [i for i, ids in enumerate(targets) if len(ids) < self._max_length]
         order = sorted(fitting, key=lambda i: (len(targets[i]), len(samples[i].source_ids)))
-        for first in range(0, len(order), EVALUATION_BATCH * micro_batches):
-            group = order[first : first + EVALUATION_BATCH * micro_batches]
+        for first in range(0, len(order), EVALUATION_BATCH * M):
+            group = order[first : first + EVALUATION_BATCH * M]
             yield Batch(
                 [
                     _part([samples[i].source_ids[:-1] for i in group[part]], [targets[i] for i in group[part]])
-                    for part in split_evenly(len(group), min(micro_batches, len(group)))
+                    for part in split_evenly(len(group), min(M, len(group)))
                 ],
                 first,
             )
@@ -229,9 +229,9 @@ class PairSource:
         """A new one for each stream of batches: it remembers where it is."""
         return TemperatureSampler(self._opened.blocks(), self._temperature, self._chunk, self._seed)
 
-    def _train(self, chunk: int, batch: int, micro_batches: int, replica: int, replicas: int) -> Iterator[Batch]:
+    def _train(self, chunk: int, batch: int, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         sampler = self._sampler()
-        mine = slice(replica * micro_batches, (replica + 1) * micro_batches)
+        mine = slice(replica * M, (replica + 1) * M)
         for number in count(chunk):
             rows = self._opened.locate(*sampler.items(number))
             batches = self._mini_batches(rows, number)
@@ -240,25 +240,24 @@ class PairSource:
             for place in range(batch, len(batches)):
                 of_batch = rows.take(batches[place])
                 read += len(of_batch)
-                cuts = self._cuts(of_batch, micro_batches * replicas)[mine]
+                cuts = self._cuts(of_batch, M * replicas)[mine]
                 made = [_tensors(*self._opened.gather(of_batch.take(cut), opened)) for cut in cuts]
                 yield Batch(made, {"chunk": number, "batch": place + 1, "pairs": read})
             batch = 0
 
-    def _check_parts(self, micro_batches: int) -> None:
+    def _check_parts(self, M: int) -> None:
         """A chunk's last mini-batch, of its longest sentences, may be half of one."""
         width, pairs = min(self._pairs_by_width.items(), key=lambda item: item[1])
-        if pairs < 2 * micro_batches:
+        if pairs < 2 * M:
             raise ConfigurationError(
                 f"data.batch_tokens={self._batch_tokens}: a mini-batch of the longest sentences has {pairs} pairs or "
-                f"half, too few for {micro_batches} micro-batches: use data.batch_tokens={2 * micro_batches * width} or a lower "
-                "pipeline.M"
+                f"half, too few for {M} micro-batches: use data.batch_tokens={2 * M * width} or a lower pipeline.M"
             )
 
-    def _cuts(self, rows: Rows, micro_batches: int) -> list[slice]:
+    def _cuts(self, rows: Rows, M: int) -> list[slice]:
         if self._batch_tokens is None:
-            return split_evenly(len(rows), micro_batches)
-        return balanced(rows.source + 1, rows.target + 1, micro_batches)
+            return split_evenly(len(rows), M)
+        return balanced(rows.source + 1, rows.target + 1, M)
 
     def _mini_batches(self, rows: Rows, chunk: int) -> list[npt.NDArray[np.int64]]:
         """The places of each mini-batch's pairs in the chunk: alike in length within, in random order among them."""

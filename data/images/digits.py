@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import typical
-from ..source import Batch, Report, check_limits, micro_batches_of_replica, permutation, read_ahead, split_evenly
+from ..source import Batch, Report, check_limits, permutation, read_ahead, slices_of_replica, split_evenly
 
 if TYPE_CHECKING:
     from ...micro_batch import MicroBatch
@@ -83,22 +83,22 @@ class DigitsSource:
         self._images = F.interpolate(images[:, None] * (255 / WHITE), side, mode="bilinear", align_corners=False)
         self._labels = labels.to(torch.int64)
 
-    def typical_micro_batch(self, micro_batches: int, longest: bool) -> tuple[MicroBatch, int]:
+    def typical_micro_batch(self, M: int, longest: bool) -> tuple[MicroBatch, int]:
         """Shapes of a micro-batch, without data: see `typical`."""
-        return typical.images(micro_batches, self._batch_size, self._image_size)
+        return typical.images(M, self._batch_size, self._image_size)
 
-    def train(self, position: Any, micro_batches: int, replica: int, replicas: int) -> Iterator[Batch]:
+    def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Mini-batches without end; a position is `{"epoch": e, "batch": b}`, the next one to make."""
         start = position or {"epoch": 0, "batch": 0}
-        slices = micro_batches_of_replica(self._batch_size, micro_batches, replica, replicas, "data.batch_size")
+        slices = slices_of_replica(self._batch_size, M, replica, replicas, "data.batch_size")
         return read_ahead(self._train(start["epoch"], start["batch"], slices))
 
-    def evaluation(self, micro_batches: int) -> Iterator[Batch]:
-        """The test images in order, unchanged; the last mini-batch may have fewer micro_batches."""
+    def evaluation(self, M: int) -> Iterator[Batch]:
+        """The test images in order, unchanged; the last mini-batch may have fewer micro-batches."""
         first_test = self._training_images
         for first in range(first_test, len(self._images), self._batch_size):
             numbers = np.arange(first, min(first + self._batch_size, len(self._images)))
-            slices = split_evenly(len(numbers), min(micro_batches, len(numbers)))
+            slices = split_evenly(len(numbers), min(M, len(numbers)))
             yield Batch(self._parts(self._images[numbers], numbers, slices), first - first_test)
 
     def epoch(self, position: Any) -> float:

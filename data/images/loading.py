@@ -1,4 +1,4 @@
-"""What loader processes do with images: read, transform, put together to micro_batches; and how many of them there are."""
+"""What loader processes do with images: read, transform, stack; and how many of them there are."""
 
 from __future__ import annotations
 

@@ -124,29 +124,29 @@ class ImageSource:
             TransformedImages(evaluation, evaluation_transform(self._image_size, self._evaluation_crop), 1),
         )
 
-    def typical_micro_batch(self, micro_batches: int, longest: bool) -> tuple[MicroBatch, int]:
+    def typical_micro_batch(self, M: int, longest: bool) -> tuple[MicroBatch, int]:
         """Shapes of a micro-batch, without data: see `typical`."""
-        return typical.images(micro_batches, self._batch_size, self._image_size)
+        return typical.images(M, self._batch_size, self._image_size)
 
-    def train(self, position: Any, micro_batches: int, replica: int, replicas: int) -> Iterator[Batch]:
+    def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Mini-batches without end; a position is `{"epoch": e, "batch": b}`, the next one to read."""
         self._replicas = replicas
-        batches = self._ahead(self._examples().train(position, micro_batches, replica, replicas))
+        batches = self._ahead(self._examples().train(position, M, replica, replicas))
         return (Batch([_part(loaded) for loaded in self._loaded(batch)], batch.position) for batch in batches)
 
-    def evaluation(self, micro_batches: int) -> Iterator[Batch]:
-        """Every evaluation image once, in order; the last mini-batch may have fewer micro_batches."""
-        return self.evaluation_share(micro_batches, 0, 1)
+    def evaluation(self, M: int) -> Iterator[Batch]:
+        """Every evaluation image once, in order; the last mini-batch may have fewer micro-batches."""
+        return self.evaluation_share(M, 0, 1)
 
-    def evaluation_share(self, micro_batches: int, replica: int, replicas: int) -> Iterator[Batch]:
+    def evaluation_share(self, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Of the mini-batches of `evaluation` the numbers replica, replica + replicas, …: no image is decoded twice."""
         count, size = len(self._prepared[1]), self._batch_size
         firsts = range(replica * size, count, replicas * size)
         mine = Subset(self._prepared[1], [i for first in firsts for i in range(first, min(first + size, count))])
-        for batch in self._ahead(self._examples(mine).evaluation(micro_batches)):
+        for batch in self._ahead(self._examples(mine).evaluation(M)):
             loaded = [part for part in self._loaded(batch) if len(part.labels)]
             if any(part.broken for part in loaded):
-                loaded = _divided_again(loaded, micro_batches)
+                loaded = _divided_again(loaded, M)
             if loaded:
                 yield Batch([_part(part) for part in loaded], batch.position)
 
@@ -175,7 +175,7 @@ class ImageSource:
             evaluation or self._prepared[1],
             self._batch_size,
             self._drop_last,
-            cast(Any, collate),  # its micro_batches also tell of broken images; _loaded takes them out
+            cast(Any, collate),  # its micro-batches also tell of broken images; _loaded takes them out
             self._loader_workers,
             self._seed,
         )
@@ -187,13 +187,13 @@ class ImageSource:
     def _ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same mini-batches, the next ones being put together while one is trained on.
 
-        Loader processes are two micro_batches ahead each, which can be less than a mini-batch. Without them the examples are
-        read in this process, where only the training thread may seed the generators.
+        Loader processes are two micro-batches ahead each, which can be less than a mini-batch. Without them they
+        are read in this process, where only the training thread may seed the generators.
         """
         return read_ahead(batches) if self._loader_workers else batches
 
     def _loaded(self, batch: Batch) -> list[LoadedPart]:
-        """The batch's micro_batches, once their broken images are counted.
+        """The batch's micro-batches, once their broken images are counted.
 
         Raises:
             ConfigurationError: too many of them.
@@ -251,8 +251,8 @@ def _part(loaded: LoadedPart) -> MicroBatch:
     return (loaded.images,), (loaded.labels,)
 
 
-def _divided_again(loaded: list[LoadedPart], micro_batches: int) -> list[LoadedPart]:
+def _divided_again(loaded: list[LoadedPart], M: int) -> list[LoadedPart]:
     """Parts of even size of a mini-batch in which images are missing."""
     images, labels = torch.cat([part.images for part in loaded]), torch.cat([part.labels for part in loaded])
-    slices = split_evenly(len(labels), min(micro_batches, len(labels)))
+    slices = split_evenly(len(labels), min(M, len(labels)))
     return [LoadedPart(images[part], labels[part], ()) for part in slices]

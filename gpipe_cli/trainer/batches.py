@@ -10,24 +10,22 @@ from ..data.source import Batch, Source
 from ..errors import ConfigurationError
 
 
-def training_batches(source: Source, position: Any, micro_batches: int, replica: int, replicas: int) -> Iterator[Batch]:
+def training_batches(source: Source, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
     """`source.train`.
 
     Raises:
-        ConfigurationError: while they are read: a mini-batch has another number of micro_batches.
+        ConfigurationError: while they are read: a mini-batch has another number of micro-batches.
     """
-    return _held_to(
-        micro_batches, source.train(position, micro_batches, replica, replicas), source, "train", may_be_fewer=False
-    )
+    return _held_to(M, source.train(position, M, replica, replicas), source, "train", may_be_fewer=False)
 
 
-def first_batch(source: Source, micro_batches: int, replicas: int) -> Batch:
+def first_batch(source: Source, M: int, replicas: int) -> Batch:
     """What replica 0 begins with.
 
     Raises:
-        ConfigurationError: there is none, or it has another number of micro_batches.
+        ConfigurationError: there is none, or it has another number of micro-batches.
     """
-    batches = training_batches(source, None, micro_batches, 0, replicas)
+    batches = training_batches(source, None, M, 0, replicas)
     try:
         return next(batches)
     except StopIteration:
@@ -38,19 +36,17 @@ def first_batch(source: Source, micro_batches: int, replicas: int) -> Batch:
         cast(Any, batches).close()
 
 
-def evaluation_batches(source: Source, micro_batches: int, replica: int, replicas: int) -> Iterator[Batch]:
-    """This replica's mini-batches of the evaluation set; the last ones may have fewer micro_batches.
+def evaluation_batches(source: Source, M: int, replica: int, replicas: int) -> Iterator[Batch]:
+    """This replica's mini-batches of the evaluation set; the last ones may have fewer micro-batches.
 
     Raises:
-        ConfigurationError: while they are read: a mini-batch has more micro_batches.
+        ConfigurationError: while they are read: a mini-batch has more micro-batches.
     """
     share = getattr(source, "evaluation_share", None)
     if share is not None:
-        return _held_to(
-            micro_batches, share(micro_batches, replica, replicas), source, "evaluation_share", may_be_fewer=True
-        )
-    batches = islice(source.evaluation(micro_batches), replica, None, replicas)
-    return _held_to(micro_batches, batches, source, "evaluation", may_be_fewer=True)
+        return _held_to(M, share(M, replica, replicas), source, "evaluation_share", may_be_fewer=True)
+    batches = islice(source.evaluation(M), replica, None, replicas)
+    return _held_to(M, batches, source, "evaluation", may_be_fewer=True)
 
 
 def _held_to(asked: int, batches: Iterator[Batch], source: Source, method: str, may_be_fewer: bool) -> Iterator[Batch]:
@@ -59,7 +55,7 @@ def _held_to(asked: int, batches: Iterator[Batch], source: Source, method: str, 
         if given > asked or (given < asked and not may_be_fewer):
             raise ConfigurationError(
                 f"the data source {_name(source)} gave {given} micro-batches in a mini-batch, {asked} were asked for: "
-                f"the batches of its {method}() must have {'at most' if may_be_fewer else 'exactly'} `micro_batches` micro_batches"
+                f"the batches of its {method}() must have {'at most' if may_be_fewer else 'exactly'} M micro-batches"
             )
         yield batch
 

@@ -36,11 +36,11 @@ class Float64Source:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
 
-    def train(self, position: Any, micro_batches: int, replica: int, replicas: int) -> Iterator[Batch]:
-        return map(_widen, self._source.train(position, micro_batches, replica, replicas))
+    def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
+        return map(_widen, self._source.train(position, M, replica, replicas))
 
-    def evaluation(self, micro_batches: int) -> Iterator[Batch]:
-        return map(_widen, self._source.evaluation(micro_batches))
+    def evaluation(self, M: int) -> Iterator[Batch]:
+        return map(_widen, self._source.evaluation(M))
 
 
 def _widen(batch: Batch) -> Batch:

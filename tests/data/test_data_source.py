@@ -19,10 +19,10 @@ from gpipe_cli.data.sampling import TemperatureSampler, temperature_shares
 from gpipe_cli.data.source import (
     Batch,
     Source,
-    micro_batches_of_replica,
     no_report,
     permutation,
     read_ahead,
+    slices_of_replica,
     split_evenly,
 )
 from gpipe_cli.data.text import TextSource
@@ -341,7 +341,7 @@ def test_split_evenly_covers_everything_in_order() -> None:
 
 
 def test_replicas_share_all_slices() -> None:
-    assert [part for r in range(2) for part in micro_batches_of_replica(9, 2, r, 2, "key")] == split_evenly(9, 4)
+    assert [part for r in range(2) for part in slices_of_replica(9, 2, r, 2, "key")] == split_evenly(9, 4)
 
 
 def test_reading_ahead_keeps_order_and_passes_errors_on() -> None:

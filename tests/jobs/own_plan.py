@@ -42,16 +42,16 @@ class OwnData:
     def __init__(self, batch_size: int = 64, width: int = 64) -> None:
         self.batch_size, self.width = batch_size, width
 
-    def train(self, position: Any, parts: int, replica: int, replicas: int) -> Any:
+    def train(self, position: Any, M: int, replica: int, replicas: int) -> Any:
         import torch
 
         from gpipe_cli.data.source import Batch
 
         while True:
-            x = torch.zeros(self.batch_size // parts, self.width)
-            yield Batch([((x,), (x,)) for _ in range(parts)], 0)
+            x = torch.zeros(self.batch_size // M, self.width)
+            yield Batch([((x,), (x,)) for _ in range(M)], 0)
 
-    def evaluation(self, parts: int) -> Any:
+    def evaluation(self, M: int) -> Any:
         return iter(())
 
 

@@ -86,13 +86,13 @@ class Words:
     def __init__(self, batch_size: int = EXAMPLES) -> None:
         self.batch_size = batch_size
 
-    def train(self, position: Any, parts: int, replica: int, replicas: int) -> Iterator[Batch]:
+    def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         for number in range(position or 0, 100):
-            everything = mini_batch(number, self.batch_size, parts * replicas)
-            yield Batch(everything[replica * parts : (replica + 1) * parts], number + 1)
+            everything = mini_batch(number, self.batch_size, M * replicas)
+            yield Batch(everything[replica * M : (replica + 1) * M], number + 1)
 
-    def evaluation(self, parts: int) -> Iterator[Batch]:
-        yield Batch(mini_batch(0, self.batch_size, parts), 1)
+    def evaluation(self, M: int) -> Iterator[Batch]:
+        yield Batch(mini_batch(0, self.batch_size, M), 1)
 
 
 class Tokens:

@@ -1,4 +1,4 @@
-"""Whatever a data source of the user's gives, its mini-batches have as many parts as were asked for."""
+"""Whatever a data source of the user's gives, its mini-batches have as many micro-batches as were asked for."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ PART = ((torch.zeros(1),), (torch.zeros(1),))
 
 
 class Given:
-    """A source whose mini-batches have these numbers of parts."""
+    """A source whose mini-batches have these numbers of micro-batches."""
 
     def __init__(self, *counts: int) -> None:
         self.counts = counts
 
     def prepare(self, report: Any) -> None: ...
 
-    def train(self, position: Any, parts: int, replica: int, replicas: int) -> Iterator[Batch]:
+    def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         return (Batch([PART] * count, number) for number, count in enumerate(self.counts, start=1))
 
-    def evaluation(self, parts: int) -> Iterator[Batch]:
-        return self.train(None, parts, 0, 1)
+    def evaluation(self, M: int) -> Iterator[Batch]:
+        return self.train(None, M, 0, 1)
 
 
 def positions(batches: Iterator[Batch]) -> list[Any]:
     return [batch.position for batch in batches]
 
 
-def test_mini_batches_with_the_parts_that_were_asked_for_pass() -> None:
+def test_mini_batches_with_the_micro_batches_that_were_asked_for_pass() -> None:
     assert positions(training_batches(Given(2, 2, 2), None, 2, 0, 1)) == [1, 2, 3]
     assert first_batch(Given(2, 2), 2, 1).position == 1
 
 
 @pytest.mark.parametrize("counts", [(3,), (2, 3), (2, 1), (2, 0)])
-def test_another_number_of_parts_to_train_on_is_refused_with_the_source_s_name(counts: tuple[int, ...]) -> None:
+def test_another_number_of_micro_batches_to_train_on_is_refused_with_the_source_s_name(counts: tuple[int, ...]) -> None:
     said = (
         rf"data source test_batches\.Given gave {counts[-1]} micro-batches in a mini-batch, 2 were asked for: .*train\("
     )
@@ -48,7 +48,7 @@ def test_another_number_of_parts_to_train_on_is_refused_with_the_source_s_name(c
         positions(training_batches(Given(*counts), None, 2, 0, 1))
 
 
-def test_an_evaluation_s_batches_may_have_fewer_parts_but_not_more() -> None:
+def test_an_evaluation_s_batches_may_have_fewer_micro_batches_but_not_more() -> None:
     assert positions(evaluation_batches(Given(2, 2, 1), 2, 0, 1)) == [1, 2, 3]
     assert positions(evaluation_batches(Given(2, 2, 1), 2, replica=1, replicas=2)) == [2]
     with pytest.raises(ConfigurationError, match=r"gave 3 micro-batches in a mini-batch, 2 were asked for: .*at most"):
