@@ -1,8 +1,27 @@
-"""Slow tests are left out. Most make a promise once more: at another K, on another schedule, by torchrun."""
+"""Gives the tests a home folder of their own and leaves the slow ones out unless they are asked for."""
 
 from __future__ import annotations
 
+import os
+import site
+import tempfile
+
 import pytest
+
+# Each of these would lead past HOME to a cache or to settings of the person who runs the tests.
+PAST_HOME = ("GPIPE_CACHE", "MPLCONFIGDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Makes an empty HOME for the session; xdist's workers and every process of a test inherit it with its caches."""
+    if hasattr(config, "workerinput"):
+        return
+    home = tempfile.TemporaryDirectory(prefix="gpipe-tests-home-", ignore_cleanup_errors=True)
+    config.add_cleanup(home.cleanup)
+    os.environ["PYTHONUSERBASE"] = site.getuserbase()  # packages of `pip install --user` stay importable
+    os.environ["HOME"] = home.name
+    for name in PAST_HOME:
+        os.environ.pop(name, None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
