@@ -220,7 +220,7 @@ def test_the_store_is_the_same_bytes_however_many_processes_make_it(
 def test_a_script_without_a_guard_may_build_it(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "from gpipe_cli.data import cldr_corpus\n"
+        "from gpipe_cli.data.cldr import corpus as cldr_corpus\n"
         "print('begins')\n"
         "cldr_corpus.SMALL, cldr_corpus.usable_cores = 0, lambda: 2\n"
         "parameters = cldr_corpus.CorpusParameters(('de', 'yrl'), 300, 100, 400, 0)\n"

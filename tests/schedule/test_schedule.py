@@ -451,7 +451,8 @@ class TestMostKept:
 def test_plans_are_made_without_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from gpipe_cli.pipeline import partition, picture, schedule, simulate, validate\n"
+        "from gpipe_cli.partition import partition\n"
+        "from gpipe_cli.schedule import picture, schedule, simulate, validate\n"
         "lists = schedule.schedule('gpipe', (0, 1), 2, 'always')\n"
         "validate.validate(lists, (0, 1), 2, 'always')\n"
         "timeline = simulate.simulate(lists, (0, 1), simulate.unit_durations)\n"
