@@ -65,10 +65,10 @@ def worker(context: Context, config: Mapping[str, Any]) -> list[list[list[dict[s
 
     rounds = []
     for _ in range(config["rounds"]):
-        times = planned_times(world.tell_everyone(profile), cut.layers[mine.number])
+        times = planned_times(world.broadcast(profile), cut.layers[mine.number])
         said = {what: getattr(times, key) for what, key in kinds_of_work(pipeline.remat).items()}
         rounds.append(list(cell_rows(mine.number, said, measured_steps(step, config["steps"]), pipeline.M)))
-    return world.gather_everyone(rounds)
+    return world.all_gather(rounds)
 
 
 def planned_times(profile: Profile, layers: range) -> LayerTimes:

@@ -102,8 +102,8 @@ def attempt(trial: Trial, world: World) -> dict[str, int]:
         step()
         optimizer.step()
         peak = torch.tensor([memory.peak])
-    if world.everyone is not None:
-        dist.all_reduce(peak, dist.ReduceOp.MAX, group=world.everyone)
+    if world.all_ranks is not None:
+        dist.all_reduce(peak, dist.ReduceOp.MAX, group=world.all_ranks)
     return {"peak": int(peak), "parameters": sum(layer.parameters for layer in costs)}
 
 

@@ -51,8 +51,8 @@ def real_step(
             cells.append(Cell(number, built, NoiseSource(1, 0, world.device)))
             cells[-1].train(True)
     transport = None
-    if world.directions is not None and world.everyone is not None:
-        groups = world.directions, world.everyone
+    if world.message_groups is not None and world.all_ranks is not None:
+        groups = world.message_groups, world.all_ranks
         transport = Transport(placement, world.device, world.wire, *groups, world.shared_memory)
     micro_batches: list[MicroBatch] = [
         ((x,), (y,)) for x, y in zip(*(tensor.tensor_split(M) for tensor in examples), strict=True)

@@ -26,12 +26,12 @@ class StopWatch:
     def time(self, step: Callable[[], object]) -> float:
         """Seconds from the common start to the end of the last worker."""
         if self._rank == 0:
-            self._exchange.mine["start"][0] = time.perf_counter() + START_AHEAD
+            self._exchange.own["start"][0] = time.perf_counter() + START_AHEAD
         self._exchange.run()
-        start = float(self._exchange.all["start"][0])
+        start = float(self._exchange.total["start"][0])
         self._before()
         time.sleep(max(0.0, start - time.perf_counter()))
         step()
-        self._exchange.mine["end"][self._rank] = time.perf_counter()
+        self._exchange.own["end"][self._rank] = time.perf_counter()
         self._exchange.run()
-        return float(self._exchange.all["end"].max()) - start
+        return float(self._exchange.total["end"].max()) - start

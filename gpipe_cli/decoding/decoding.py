@@ -96,7 +96,7 @@ class Decoder:
         self._rows_shape = (replicas, groups, size * settings.widest)
         self._sentences_shape = (replicas, groups, size)
         rows, sentences = (replicas * groups * size * each for each in (settings.widest, 1))
-        everyone = self._world.everyone
+        everyone = self._world.all_ranks
         self._round = Exchange({**machinery.codec.fields(), "parents": rows, "tokens": rows, "stop": 1}, everyone)
         ends = {"lengths": sentences, "log_probabilities": sentences, "tokens": sentences * settings.max_length}
         self._end = Exchange(ends, everyone)
@@ -113,7 +113,7 @@ class Decoder:
             One for each of `sources`: nothing on workers that gave none.
 
         Raises:
-            BrokenOff: somebody asked the run to stop.
+            StopRequested: somebody asked the run to stop.
         """
         batches = self._batches(sources)
         found: dict[int, Hypothesis] = {}
@@ -173,7 +173,7 @@ class Decoder:
 
     def _sink(self, flight: _Flight) -> Any:
         """What the worker of the last cell does with a group's outputs: one step of the search."""
-        parents, tokens = (self._round.mine[name].view(self._rows_shape) for name in ("parents", "tokens"))
+        parents, tokens = (self._round.own[name].view(self._rows_shape) for name in ("parents", "tokens"))
 
         def advance(micro_batch: int, outputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> None:
             group = flight.groups[micro_batch]
@@ -189,7 +189,7 @@ class Decoder:
 
     def _next_round(self, flight: _Flight) -> _Flight | None:
         """What goes on, as the exchange tells; None: nothing, in any replica."""
-        parents, tokens = (self._round.all[name].view(self._rows_shape).long() for name in ("parents", "tokens"))
+        parents, tokens = (self._round.total[name].view(self._rows_shape).long() for name in ("parents", "tokens"))
         if not bool(parents.any()):
             return None
         replica = self._world.replica
@@ -209,7 +209,7 @@ class Decoder:
     # -- its end -----------------------------------------------------------------------------------------------
 
     def _write_ends(self, searches: dict[int, BeamSearch]) -> None:
-        lengths, totals, tokens = self._ends(self._end.mine)
+        lengths, totals, tokens = self._ends(self._end.own)
         for group, search in searches.items():
             for sentence, hypothesis in enumerate(search.best()):
                 place, length = (self._world.replica, group, sentence), len(hypothesis.tokens)
@@ -224,7 +224,7 @@ class Decoder:
 
     def _read_ends(self, replica: int, groups: Sequence[Sequence[int]]) -> dict[int, Hypothesis]:
         """Number of the source to its translation."""
-        lengths, totals, tokens = self._ends(self._end.all)
+        lengths, totals, tokens = self._ends(self._end.total)
         found = {}
         for group, numbers in enumerate(groups):
             for sentence, number in enumerate(numbers):

@@ -1,4 +1,7 @@
-"""The plan of a mini-batch: what all workers must know before it begins, written by those who read the data."""
+"""Defines the batch plan: what every worker must know about a mini-batch before it begins.
+
+The workers that read the data write it into the exchange.
+"""
 
 from __future__ import annotations
 
@@ -11,32 +14,32 @@ from .exchange import Exchange
 
 @dataclass(frozen=True)
 class BatchShape:
-    """How a part is built: the number of dimensions of each input and of each target."""
+    """Holds the number of dimensions of each input and each target of a micro-batch."""
 
     inputs: tuple[int, ...]
     targets: tuple[int, ...]
 
     @classmethod
-    def of(cls, part: MicroBatch) -> BatchShape:
-        inputs, targets = part
+    def of(cls, micro_batch: MicroBatch) -> BatchShape:
+        inputs, targets = micro_batch
         return cls(tuple(t.dim() for t in inputs), tuple(t.dim() for t in targets))
 
     @property
-    def numbers(self) -> int:
-        """How many integers describe the shapes of one part."""
+    def sizes(self) -> int:
+        """Returns how many integers the shapes of one micro-batch have together."""
         return sum(self.inputs) + sum(self.targets)
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """One mini-batch over all replicas.
+    """Describes one mini-batch over all replicas.
 
     Attributes:
         signatures: of this replica's micro-batches; equal when all shapes are. Empty: nothing to do here.
         weights: of this replica's micro-batches.
         total_weight: of the whole mini-batch, over all replicas.
         total_micro_batches: micro-batches of all replicas; 0: the data of all has ended.
-        ended: the replicas whose data has ended. In training the run ends with the first: a mini-batch is that of all.
+        ended: the replicas whose data has ended. Training ends with the first of them, because a mini-batch needs all.
         examples: of the whole mini-batch.
     """
 
@@ -49,57 +52,54 @@ class BatchPlan:
 
 
 class BatchPlanCodec:
-    """Writes plans into the exchange and reads them from it.
+    """Writes batch plans into the exchange and reads them from it.
 
     Args:
-        form: of every part of the run.
-        micro_batches: the most micro-batches that a mini-batch has in one replica.
-        replica, replicas: this one, and how many.
+        shape: of every micro-batch of the run.
+        M: the most micro-batches that a mini-batch has in one replica.
+        replica, replicas: index of this replica, and their number.
     """
 
-    def __init__(self, form: BatchShape, micro_batches: int, replica: int, replicas: int) -> None:
-        self._form, self._parts, self._replica, self._replicas = form, micro_batches, replica, replicas
+    def __init__(self, shape: BatchShape, M: int, replica: int, replicas: int) -> None:
+        self.M = M
+        self._shape, self._replica, self._replicas = shape, replica, replicas
 
     def fields(self) -> dict[str, int]:
-        """The exchange's fields that this needs."""
-        slots = self._replicas * self._parts
-        return {"plan_micro_batches": self._replicas, "plan_weights": slots, "plan_shapes": slots * self._form.numbers}
+        """Returns the exchange's fields of a plan."""
+        slots = self._replicas * self.M
+        return {"plan_micro_batches": self._replicas, "plan_weights": slots, "plan_shapes": slots * self._shape.sizes}
 
     def write(self, exchange: Exchange, micro_batches: Sequence[MicroBatch], weights: Sequence[float]) -> None:
-        """Announces this replica's next mini-batch.
+        """Writes this replica's next mini-batch.
 
         Raises:
-            ValueError: its micro_batches are built differently from the first one's.
+            ValueError: a tensor has another number of dimensions than in the first mini-batch.
         """
-        first = self._replica * self._parts
-        exchange.mine["plan_micro_batches"][self._replica] = len(micro_batches)
-        for number, (part, weight) in enumerate(zip(micro_batches, weights, strict=True), start=first):
-            if BatchShape.of(part) != self._form:
+        first = self._replica * self.M
+        exchange.own["plan_micro_batches"][self._replica] = len(micro_batches)
+        for slot, (micro_batch, weight) in enumerate(zip(micro_batches, weights, strict=True), start=first):
+            if BatchShape.of(micro_batch) != self._shape:
                 raise ValueError(
-                    f"the data changed its form: {BatchShape.of(part)} after {self._form}; all micro_batches must agree"
+                    f"the data changed its form: {BatchShape.of(micro_batch)} after {self._shape}; all micro-batches "
+                    "must have as many tensors, of as many dimensions, as the first"
                 )
-            exchange.mine["plan_weights"][number] = weight
-            sizes = [size for tensors in part for tensor in tensors for size in tensor.shape]
-            start = number * self._form.numbers
-            for offset, size in enumerate(sizes):
-                exchange.mine["plan_shapes"][start + offset] = size
+            exchange.own["plan_weights"][slot] = weight
+            sizes = [size for tensors in micro_batch for tensor in tensors for size in tensor.shape]
+            for place, size in enumerate(sizes, start=slot * self._shape.sizes):
+                exchange.own["plan_shapes"][place] = size
 
     def read(self, exchange: Exchange, kind: str) -> BatchPlan:
-        """The plan that the last exchange carried; ``kind`` (train, evaluate, …) is part of the signatures."""
-        counts = [int(n) for n in exchange.all["plan_micro_batches"].tolist()]
-        weights = exchange.all["plan_weights"].tolist()
-        shapes = [int(n) for n in exchange.all["plan_shapes"].tolist()]
-        numbers = self._form.numbers
-        rows = [
-            [shapes[slot * numbers : (slot + 1) * numbers] for slot in range(r * self._parts, r * self._parts + count)]
-            for r, count in enumerate(counts)
-        ]
-        mine, start = rows[self._replica], self._replica * self._parts
+        """Returns the plan of the last exchange; ``kind`` (train, evaluate, …) becomes part of the signatures."""
+        counts = [int(n) for n in exchange.total["plan_micro_batches"].tolist()]
+        weights = exchange.total["plan_weights"].tolist()
+        shapes = exchange.total["plan_shapes"].long().view(self._replicas, self.M, -1).tolist()
+        used = [rows[:count] for rows, count in zip(shapes, counts, strict=True)]
+        own, start = used[self._replica], self._replica * self.M
         return BatchPlan(
-            signatures=tuple((kind, *row) for row in mine),
-            weights=tuple(weights[start : start + len(mine)]),
+            signatures=tuple((kind, *row) for row in own),
+            weights=tuple(weights[start : start + len(own)]),
             total_weight=sum(weights),
             total_micro_batches=sum(counts),
             ended=tuple(replica for replica, count in enumerate(counts) if not count),
-            examples=sum(row[0] for part_rows in rows for row in part_rows if row),
+            examples=sum(row[0] for rows in used for row in rows if row),
         )

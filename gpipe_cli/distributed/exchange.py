@@ -1,10 +1,11 @@
-"""The one meeting of all workers per step: a float64 vector, every slot filled by one worker, summed over all.
+"""Defines the exchange: a float64 vector that all workers add up once per step.
 
-Adding zeros is exact, so every worker reads the same bits, whatever K, and every decision that follows from them (skip
-the update, stop, clip by this factor) is the same everywhere without another message.
+Each slot is written by one worker and is 0 on the others. Adding zeros is exact, so every worker reads the same bits,
+whatever K. Every decision taken from the sum (skip the update, stop, clip by this factor) is therefore the same on all
+workers without another message.
 
-The sum goes through rank 0 by plain messages: gloo's all-reduce of 500 numbers takes 65 ms with 16 workers on two
-cores, this 7 ms (`benchmarks/exchange.py`).
+The sum goes through rank 0 by point-to-point messages: gloo's all-reduce of 500 numbers takes 65 ms with 16 workers on
+two cores, this 7 ms (`benchmarks/exchange.py`).
 """
 
 from __future__ import annotations
@@ -19,40 +20,45 @@ from torch import Tensor
 SHARE, ANSWER = 1 << 30, (1 << 30) + 1  # message tags, beyond those of the pipeline's transport
 
 
-class BrokenOff(Exception):
-    """All workers leave an evaluation, at the same place, because the run was asked to stop."""
+class StopRequested(Exception):
+    """Raised on all workers at the same place when an evaluation ends early because the run was asked to stop."""
 
 
 class Exchange:
-    """A vector with named fields.
+    """Sums a vector of named fields over all workers.
 
     Args:
-        fields: name to number of slots; the same on every worker.
-        group: a group of all workers that sums CPU tensors; None when there is only one worker.
+        fields: number of slots by name; the same on every worker.
+        group: all workers, for CPU tensors; None when there is only one worker.
+
+    Attributes:
+        own: by field, the slots that this worker writes before `run`.
+        total: by field, the sums of the last `run`.
+        ended_at: when `run` last ended, in seconds of `time.perf_counter`; about the same moment on all workers.
     """
 
     def __init__(self, fields: Mapping[str, int], group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._sizes = list(fields.values())
-        self._mine = torch.zeros(sum(self._sizes), dtype=torch.float64)
-        self.mine: dict[str, Tensor] = dict(zip(fields, torch.split(self._mine, self._sizes), strict=True))
-        self.all: dict[str, Tensor] = {name: tensor.clone() for name, tensor in self.mine.items()}
-        self.ended_at = time.perf_counter()  # when all workers were last at the same place
+        self._vector = torch.zeros(sum(self._sizes), dtype=torch.float64)
+        self.own: dict[str, Tensor] = dict(zip(fields, torch.split(self._vector, self._sizes), strict=True))
+        self.total: dict[str, Tensor] = {name: tensor.clone() for name, tensor in self.own.items()}
+        self.ended_at = time.perf_counter()
 
     def run(self) -> None:
-        """Sums what every worker wrote into ``mine`` to everybody's ``all``, and clears ``mine``."""
-        total = self._mine.clone()
+        """Sums ``own`` of all workers into ``total`` and sets ``own`` to 0; every worker calls it at the same time."""
+        total = self._vector.clone()
         if self._group is not None:
             self._sum_through_rank_0(total, self._group)
-        self.all = dict(zip(self.mine, torch.split(total, self._sizes), strict=True))
-        self._mine.zero_()
+        self.total = dict(zip(self.own, torch.split(total, self._sizes), strict=True))
+        self._vector.zero_()
         self.ended_at = time.perf_counter()
 
     def _sum_through_rank_0(self, total: Tensor, group: dist.ProcessGroup) -> None:
         others = range(1, group.size())
         if group.rank() != 0:
             answer = dist.irecv(total, 0, group=group, tag=ANSWER)
-            _wait(dist.isend(self._mine, 0, group=group, tag=SHARE))
+            _wait(dist.isend(self._vector, 0, group=group, tag=SHARE))
             _wait(answer)
             return
         received = [torch.empty_like(total) for _ in others]
@@ -65,26 +71,25 @@ class Exchange:
 
 
 def run_unless_stopped(exchange: Exchange, stop_requested: Callable[[], bool]) -> None:
-    """One meeting, which also tells everybody whether any worker has heard of a request to stop.
+    """Runs the exchange, in which every worker also reports whether it was asked to stop.
 
     Args:
         exchange: with a field ``stop`` of one slot.
 
     Raises:
-        BrokenOff: one has; on every worker.
+        StopRequested: on every worker, when at least one was asked to stop.
     """
-    exchange.mine["stop"][0] = float(stop_requested())
+    exchange.own["stop"][0] = float(stop_requested())
     exchange.run()
-    if bool(exchange.all["stop"].any()):
-        raise BrokenOff
+    if bool(exchange.total["stop"].any()):
+        raise StopRequested
 
 
 def never() -> bool:
-    """For what nobody asks to stop."""
+    """Returns False: the default of `stop_requested`."""
     return False
 
 
 def _wait(work: dist.Work | None) -> None:
-    """torch gives None to ranks outside the group; here every rank is inside."""
-    assert work is not None
+    assert work is not None  # torch returns None to ranks outside the group; here every rank is inside
     work.wait()

@@ -1,4 +1,4 @@
-"""Where this worker stands: its replica, its place in the pipeline, its device and the groups it talks in."""
+"""Defines `World`: this process's rank, replica, device and process groups."""
 
 from __future__ import annotations
 
@@ -18,21 +18,24 @@ from ..launch.context import GROUP_TIMEOUT_SECONDS, Context
 
 Value = TypeVar("Value")
 
-_CPU = "cpu"  # the identity of a device that is no GPU
+_CPU = "cpu"  # the identity of a device that is not a GPU
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
 class World:
-    """Ranks are numbered replica by replica: rank = replica · workers + worker.
+    """Holds this process's rank, replica, device and process groups.
+
+    Ranks are numbered replica by replica: rank = replica · workers + worker.
 
     Attributes:
         workers, replicas: W and D; together W·D ranks.
         device: of this worker.
-        wire: where messages between workers travel: the device with NCCL, else the CPU.
-        everyone: group of all ranks for CPU tensors; None when there is only one.
-        directions: groups for activations and for gradients; with NCCL two of each, see `Transport`.
-        same_worker: the ranks that hold the same layers in the other replicas; None without replicas.
-        shared_memory: messages from CPU to CPU within a machine go through memory that both workers see.
+        wire: the device whose tensors are sent between workers: `device` with NCCL, else the CPU.
+        all_ranks: group of all ranks for CPU tensors; None when there is only one rank.
+        message_groups: groups for activations and for gradients; with NCCL two of each, see `Transport`.
+        replica_group: the ranks that hold the same layers, one of each replica; None without replicas.
+        shared_memory: messages from CPU to CPU within a machine go through shared memory.
     """
 
     rank: int
@@ -40,9 +43,9 @@ class World:
     replicas: int
     device: torch.device
     wire: torch.device
-    everyone: dist.ProcessGroup | None
-    directions: tuple[dist.ProcessGroup, ...] | None
-    same_worker: dist.ProcessGroup | None
+    all_ranks: dist.ProcessGroup | None
+    message_groups: tuple[dist.ProcessGroup, ...] | None
+    replica_group: dist.ProcessGroup | None
     shared_memory: bool = True
 
     @property
@@ -59,26 +62,26 @@ class World:
 
     @property
     def reads_data(self) -> bool:
-        """Only the first worker of a replica reads data; targets travel with their micro-batch."""
+        """Returns whether this is the first worker of a replica; targets travel with their micro-batch."""
         return self.worker == 0
 
     def rank_of(self, worker: int) -> int:
-        """Global rank of another worker of the same replica."""
+        """Returns the rank of a worker of this replica."""
         return self.replica * self.workers + worker
 
-    def tell_everyone(self, make: Callable[[], Value]) -> Value:
-        """What ``make`` returns on rank 0, on every rank; the others wait for it."""
+    def broadcast(self, make: Callable[[], Value]) -> Value:
+        """Calls ``make`` on rank 0 and returns its result on every rank."""
         value = [make() if self.rank == 0 else None]
-        if self.everyone is not None:
-            dist.broadcast_object_list(value, src=0, group=self.everyone, device=torch.device("cpu"))
+        if self.all_ranks is not None:
+            dist.broadcast_object_list(value, src=0, group=self.all_ranks, device=torch.device("cpu"))
         return cast(Value, value[0])
 
-    def gather_everyone(self, value: Value) -> list[Value]:
-        """Every rank's ``value``, in rank order, on every rank."""
-        if self.everyone is None:
+    def all_gather(self, value: Value) -> list[Value]:
+        """Returns every rank's ``value``, in rank order, on every rank."""
+        if self.all_ranks is None:
             return [value]
         values = [value] * self.size
-        dist.all_gather_object(values, value, group=self.everyone)
+        dist.all_gather_object(values, value, group=self.all_ranks)
         return values
 
 
@@ -88,12 +91,12 @@ def join_world(context: Context, workers: int, replicas: int, device: str, backe
     Args:
         workers, replicas: W and D; W·D is the number of ranks.
         device: auto, cpu or cuda.
-        backend: auto, gloo or nccl. ``auto`` is NCCL when every worker of the job has a GPU of its own; else workers
-            talk through the CPU, by memory that they share where they are on one machine, by gloo where they are not.
+        backend: auto, gloo or nccl. ``auto`` is NCCL when every worker of the job has a GPU of its own. Otherwise
+            messages go through the CPU: by shared memory within a machine, by gloo between machines.
 
     Raises:
         ValueError: the number of ranks is not W·D.
-        ConfigurationError: a GPU is asked for, or there, that cannot be used; or NCCL without a GPU for each worker.
+        ConfigurationError: a GPU is requested or present but cannot be used, or NCCL without a GPU for each worker.
     """
     if context.world_size != workers * replicas:
         raise ValueError(f"{context.world_size} workers were started for {workers} × {replicas} replicas")
@@ -103,18 +106,18 @@ def join_world(context: Context, workers: int, replicas: int, device: str, backe
     if context.world_size == 1:
         return World(0, 1, 1, chosen, wire, None, None, None)
     context.init_process_group("cpu:gloo,cuda:nccl" if name == "nccl" else "gloo")
-    everyone = dist.group.WORLD
-    assert everyone is not None
-    # NCCL runs the messages between two ranks of a group in one order: a group for each kind and way keeps all apart.
-    directions = tuple(_new_group(None) for _ in range(4)) if name == "nccl" else (everyone, everyone)
-    same_worker: dist.ProcessGroup | None = None
+    all_ranks = dist.group.WORLD
+    assert all_ranks is not None
+    # NCCL runs the messages between two ranks of a group in one order, so each kind and direction has its own group.
+    message_groups = tuple(_new_group(None) for _ in range(4)) if name == "nccl" else (all_ranks, all_ranks)
+    replica_group: dist.ProcessGroup | None = None
     if replicas > 1:
-        for worker in range(workers):  # every rank takes part in making every group
+        for worker in range(workers):  # torch makes a group on all ranks, also on those outside it
             group = _new_group([replica * workers + worker for replica in range(replicas)])
             if context.rank % workers == worker:
-                same_worker = group
+                replica_group = group
     shared_memory = backend != "gloo"
-    return World(context.rank, workers, replicas, chosen, wire, everyone, directions, same_worker, shared_memory)
+    return World(context.rank, workers, replicas, chosen, wire, all_ranks, message_groups, replica_group, shared_memory)
 
 
 def _new_group(ranks: list[int] | None) -> dist.ProcessGroup:
@@ -133,14 +136,13 @@ def _choose_device(context: Context, device: str) -> torch.device:
 
 
 def _refuse_to_do_without_gpu(device: str) -> None:
-    """``auto`` is the CPU only where there is no GPU: weeks of computing must not go to CPUs for an old driver's sake.
+    """Raises ConfigurationError for `pipeline.device=cuda`, or where there is a GPU that torch cannot use.
 
-    Raises:
-        ConfigurationError: `pipeline.device=cuda`, or a GPU that torch cannot use.
+    ``auto`` means the CPU only where there is no GPU: an old driver must not move a long run to the CPU silently.
     """
     present, host = count_gpus(), socket.gethostname()
     if present:
-        made_for = f"made for CUDA {torch.version.cuda}" if torch.version.cuda else "made for CPUs alone"
+        made_for = f"made for CUDA {torch.version.cuda}" if torch.version.cuda else "made for CPUs only"
         raise ConfigurationError(
             f"pipeline.device={device}: there {'is 1 GPU' if present == 1 else f'are {present} GPUs'} on {host}, but "
             f"torch {torch.__version__} ({made_for}) cannot use them: update the NVIDIA driver or install a torch that "
@@ -148,18 +150,18 @@ def _refuse_to_do_without_gpu(device: str) -> None:
         )
     if device == "cuda":
         raise ConfigurationError(
-            f"pipeline.device=cuda: there is no GPU on {host} that CUDA programs see (nvidia-smi, "
-            "CUDA_VISIBLE_DEVICES): use pipeline.device=cpu, or auto"
+            f"pipeline.device=cuda: there is no GPU on {host} visible to CUDA programs (check "
+            "nvidia-smi and CUDA_VISIBLE_DEVICES): use pipeline.device=cpu, or auto"
         )
 
 
 def _choose_backend(context: Context, device: torch.device, backend: str) -> str:
-    """The same on every rank, because all look at the devices of all.
+    """Returns gloo or nccl: the same on every rank, because each looks at the devices of all ranks.
 
     Raises:
-        ConfigurationError: `pipeline.backend=nccl` without a GPU for each.
+        ConfigurationError: `pipeline.backend=nccl` without a GPU for each worker.
     """
-    if context.world_size == 1:  # sends nothing
+    if context.world_size == 1:  # no messages
         return "nccl" if device.type == "cuda" and backend != "gloo" else "gloo"
     if backend == "gloo":
         return backend
@@ -173,13 +175,13 @@ def _choose_backend(context: Context, device: torch.device, backend: str) -> str
             "use pipeline.backend=auto, or as many workers on each machine as it has GPUs"
         )
     if context.rank == 0 and any(each != _CPU for each in devices):
-        text = f"workers send through the CPU, which is slower than from GPU to GPU: {'; '.join(problems)}"
+        text = f"messages go through the CPU, slower than from GPU to GPU: {'; '.join(problems)}"
         context.emit({"kind": "warning", "text": text})
     return "gloo"
 
 
 def _reasons_against_nccl(devices: Sequence[str]) -> list[str]:
-    """In words, with the ranks; ``devices`` are those of all ranks by their identity."""
+    """Returns the reasons with the ranks concerned, for a message; ``devices``: the identity of each rank's."""
     ranks: dict[str, list[int]] = {}
     for rank, device in enumerate(devices):
         ranks.setdefault(device, []).append(rank)
@@ -190,7 +192,7 @@ def _reasons_against_nccl(devices: Sequence[str]) -> list[str]:
 
 
 def _devices_of_all(context: Context, device: torch.device) -> list[str]:
-    """The identity of every rank's device, in rank order; waits for the others."""
+    """Returns the identity of every rank's device, in rank order; waits for the other ranks."""
     store = dist.PrefixStore("devices", context.store)
     store.set(str(context.rank), _identity(device))
     keys = [str(rank) for rank in range(context.world_size)]
@@ -199,21 +201,24 @@ def _devices_of_all(context: Context, device: torch.device) -> list[str]:
 
 
 def _identity(device: torch.device) -> str:
-    """What tells this device from every other of the job.
+    """Returns a text that no other device of the job has.
 
-    A GPU's is its machine and its place there, by which NCCL tells them apart: slices of one GPU (MIG) have different
-    uuids, but NCCL refuses them as one.
+    For a GPU: its machine and PCI address, by which NCCL distinguishes GPUs. Slices of one GPU (MIG) have different
+    uuids, but NCCL refuses them as one GPU.
     """
     if device.type == "cpu":
         return _CPU
     properties: Any = torch.cuda.get_device_properties(device)
     place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    return f"{_this_machine()} {properties.uuid if None in place else ':'.join(map(str, place))}"
+    return f"{machine_id()} {properties.uuid if None in place else ':'.join(map(str, place))}"
 
 
-def _this_machine() -> str:
-    """The boot's number, which containers of one machine share; the name where the system has none."""
+def machine_id() -> str:
+    """Returns the machine's boot id, equal in all its containers; the host name where the system has no boot id.
+
+    Processes of equal id share the monotonic clock.
+    """
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
         return socket.gethostname()

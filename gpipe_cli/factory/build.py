@@ -272,7 +272,7 @@ def build_cells(
 ) -> list[Cell]:
     """This worker's cells, and only those, on its device."""
     noise = NoiseSource(seed, world.replica, world.device)
-    group = world.same_worker if sync_batchnorm else None
+    group = world.replica_group if sync_batchnorm else None
     cells = []
     for number, layers in enumerate(cut.layers):
         if cut.placement[number] == world.worker:

@@ -75,7 +75,7 @@ class PredictionKeeper:
         """What all workers have seen, on rank 0; None elsewhere and without data. Forgets it for the next time."""
         mine = torch.cat(self._rows).numpy() if self._rows else None
         images, self._rows, self._images = self._images, [], SpreadExamples(IMAGES)
-        seen = [rows for rows in self._world.gather_everyone(mine) if isinstance(rows, np.ndarray)]
+        seen = [rows for rows in self._world.all_gather(mine) if isinstance(rows, np.ndarray)]
         if self._world.rank != 0 or not seen:
             return None
         rows = np.concatenate(seen)

@@ -126,15 +126,15 @@ class StepReporter:
 
     def write_record(self, exchange: Exchange, replica: int, record: StepRecord) -> None:
         """Losses and statistics: each (layer, micro-batch) lies on one worker of the replica."""
-        losses = exchange.mine["losses"].view(self._replicas, len(self._losses), self._micro_batches)
+        losses = exchange.own["losses"].view(self._replicas, len(self._losses), self._micro_batches)
         for (layer, micro_batch), loss in record.losses.items():
             losses[replica, self._losses.index(layer), micro_batch] = loss.item()
         if record.statistics is not None:
-            exchange.mine["statistics"].view(self._replicas, -1)[replica] = record.statistics.cpu()
+            exchange.own["statistics"].view(self._replicas, -1)[replica] = record.statistics.cpu()
 
     def write_norms(self, exchange: Exchange, first_parameters: Sequence[int], squares: torch.Tensor) -> None:
         """Squared gradient norms of this worker's parameters, at their places in the whole model."""
-        exchange.mine["squared_norms"][torch.tensor(first_parameters, dtype=torch.int64)] = squares
+        exchange.own["squared_norms"][torch.tensor(first_parameters, dtype=torch.int64)] = squares
 
     def write_times(
         self,
@@ -156,32 +156,32 @@ class StepReporter:
         for (op, cell), spent in meter.seconds().items():
             busy += spent if op in COMPUTE else 0.0
             cells[cell][PARTS_OF_STEP.index(PART_OF[op])] += spent
-        mine = exchange.mine["cell_seconds"].view(self._replicas, self._cells, len(PARTS_OF_STEP))
+        mine = exchange.own["cell_seconds"].view(self._replicas, self._cells, len(PARTS_OF_STEP))
         mine[world.replica] = torch.tensor(cells, dtype=torch.float64)
         between = dict.fromkeys(PHASES, 0.0)
         for name, start, end in phases:
             between[name] += end - start
         late, memory = meter.began - exchange.ended_at, peak_memory(world.device)
         row = [late, span, busy, waited_for_data, memory, *between.values()]
-        exchange.mine["workers"].view(self._ranks, -1)[world.rank] = torch.tensor(row, dtype=torch.float64)
+        exchange.own["workers"].view(self._ranks, -1)[world.rank] = torch.tensor(row, dtype=torch.float64)
 
     def read(self, exchange: Exchange, total_weight: float) -> StepReport:
         """The step's report from the last exchange, in the same order of summation for every K."""
-        by_layer = exchange.all["losses"].view(self._replicas, len(self._losses), self._micro_batches).tolist()
+        by_layer = exchange.total["losses"].view(self._replicas, len(self._losses), self._micro_batches).tolist()
         losses = [[sum(row[m] for row in rows) for m in range(self._micro_batches)] for rows in by_layer]
-        squares = exchange.all["squared_norms"].tolist()
+        squares = exchange.total["squared_norms"].tolist()
         bad = next((i for i, square in enumerate(squares) if not math.isfinite(square)), None)
-        workers = exchange.all["workers"].view(self._ranks, -1).tolist()
+        workers = exchange.total["workers"].view(self._ranks, -1).tolist()
         rows = [dict(zip(WORKER_NUMBERS, worker, strict=True)) for worker in workers]
         began = max(row["late"] for row in rows[:: self._ranks // self._replicas])  # those who read the data
         span = (max(row["late"] + row["span"] for row in rows) - began) * len(rows)
-        cells = exchange.all["cell_seconds"].view(self._replicas, self._cells, -1).mean(0).tolist()
+        cells = exchange.total["cell_seconds"].view(self._replicas, self._cells, -1).mean(0).tolist()
         return StepReport(
             loss=sum(loss for row in losses for loss in row) / total_weight if total_weight else 0.0,
             losses=losses,
             gradient_norm=math.sqrt(sum(squares)),
             bad_parameter=bad,
-            statistics=exchange.all["statistics"].view(self._replicas, self._statistics).sum(0).tolist(),
+            statistics=exchange.total["statistics"].view(self._replicas, self._statistics).sum(0).tolist(),
             bubble=max(0.0, 1 - sum(row["busy"] for row in rows) / span) if span else 0.0,
             cells=[_with_waiting(dict(zip(PARTS_OF_STEP, cell, strict=True))) for cell in cells],
             workers=rows,

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..distributed.clocks import clock_offset
-from ..distributed.world import World
+from ..distributed.world import World, machine_id
 from ..pipeline.meter import Meter, Phase
 from ..schedule.critical_path import Place, critical_path
 from ..schedule.instruction import COMPUTE
@@ -39,11 +38,23 @@ class Recording:
         )
 
 
-def record_everyone(world: World, meter: Meter) -> list[Recording]:
-    """The last step of every rank, in rank order, on every rank; every worker calls it at the same time."""
+def record_everyone(world: World, meter: Meter, met_at: float) -> list[Recording]:
+    """Returns the last step of every rank, in rank order, on every rank; every worker calls it at the same time.
+
+    Processes of one machine share the monotonic clock. Times of another machine are shifted so that the last exchange,
+    which ends at about the same moment on all workers, ended at the same time as on rank 0.
+
+    Args:
+        met_at: when the last exchange of all workers ended, in seconds of this worker's clock.
+    """
     meter.settle()
-    mine = Recording(meter.spans, meter.phases).shifted(clock_offset(world))
-    return world.gather_everyone(mine)
+    return on_one_clock(world.all_gather((machine_id(), met_at, Recording(meter.spans, meter.phases))))
+
+
+def on_one_clock(ranks: Sequence[tuple[str, float, Recording]]) -> list[Recording]:
+    """Returns the recordings on rank 0's clock; given per rank: machine id, end of the exchange, recording."""
+    machine, met_at, _ = ranks[0]
+    return [step if place == machine else step.shifted(met_at - met) for place, met, step in ranks]
 
 
 def from_zero(recordings: Sequence[Recording], scale: float = 1.0) -> list[Recording]:

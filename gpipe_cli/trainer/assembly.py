@@ -106,7 +106,7 @@ def assemble_model(context: Context, settings: Settings, world: World, task: Tas
     source = open_source(settings, world, journal, context.stop_requested)
     if source is not None:
         forward_warnings(source, context.emit)
-    found = world.tell_everyone(lambda: survey(builders, settings, world, cast(Source, source), journal.message))
+    found = world.broadcast(lambda: survey(builders, settings, world, cast(Source, source), journal.message))
     journal.cells(found.cut.table)
     cells = build_cells(builders, found.cut, world, settings.seed, settings.pipeline.sync_batchnorm)
     for cell in cells:
@@ -233,7 +233,7 @@ def whole_model(world: World, cells: Sequence[Cell]) -> tuple[dict[str, list[str
         for cell in cells
         for layer in cell.layers
     ]
-    everyone = world.gather_everyone((own, mine))
+    everyone = world.all_gather((own, mine))
     trained = {name for names, _ in everyone[: world.workers] for name in names}
     layers = sorted(layer for _, worker in everyone[: world.workers] for layer in worker)
     model = {name: parameters for _, name, parameters, _ in layers}
@@ -246,7 +246,7 @@ def whole_model(world: World, cells: Sequence[Cell]) -> tuple[dict[str, list[str
 
 def make_transport(world: World, cut: Cut) -> Transport | None:
     """None where all cells live on one worker."""
-    if world.workers == 1 or world.directions is None or world.everyone is None:
+    if world.workers == 1 or world.message_groups is None or world.all_ranks is None:
         return None
     ranks = tuple(world.rank_of(worker) for worker in cut.placement)
-    return Transport(ranks, world.device, world.wire, world.directions, world.everyone, world.shared_memory)
+    return Transport(ranks, world.device, world.wire, world.message_groups, world.all_ranks, world.shared_memory)

@@ -41,6 +41,6 @@ def count_defects(world: World, source: Source | None) -> dict[str, int]:
     """
     mine = dict(getattr(source, "defects", {}))
     total: Counter[str] = Counter()
-    for defects in world.gather_everyone(mine):
+    for defects in world.all_gather(mine):
         total.update(defects)
     return dict(total)

@@ -35,7 +35,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
         LayerFailed: an exception in a layer.
     """
     assembly = assemble_from_checkpoint(context, config)
-    exchange = Exchange({**assembly.codec.fields(), **evaluation_fields(assembly)}, assembly.world.everyone)
+    exchange = Exchange({**assembly.codec.fields(), **evaluation_fields(assembly)}, assembly.world.all_ranks)
     result = assemble_evaluator(assembly, exchange).evaluate(final=True)
     if assembly.world.rank != 0:
         return None

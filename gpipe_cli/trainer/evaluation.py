@@ -52,7 +52,7 @@ class Evaluator:
         """Over the whole evaluation set, each example once, whatever the replicas; ``final``: with more generation.
 
         Raises:
-            BrokenOff: somebody asked the run to stop; on all workers, which are then at the same place.
+            StopRequested: somebody asked the run to stop; on all workers, which are then at the same place.
         """
         for cell in self._cells:
             cell.train(False)
@@ -104,9 +104,9 @@ class Evaluator:
             if plan.signatures:
                 program = m.programs.forward(len(plan.signatures))[world.worker]
                 m.engine.run_forward(program, plan.signatures, feed.micro_batches if feed is not None else None, add)
-        exchange.mine["metrics"].view(world.replicas, -1)[world.replica] += sums
+        exchange.own["metrics"].view(world.replicas, -1)[world.replica] += sums
         exchange.run()
-        totals = exchange.all["metrics"].view(world.replicas, -1).sum(0).tolist()
+        totals = exchange.total["metrics"].view(world.replicas, -1).sum(0).tolist()
         if not weight:
             return {}
         return self._task.summarize(dict(zip(metrics, totals, strict=True)), weight)

@@ -15,14 +15,14 @@ from typing import Any, cast
 import torch
 
 from ..distributed.batch_plan import BatchPlan
-from ..distributed.exchange import BrokenOff, Exchange
+from ..distributed.exchange import Exchange, StopRequested
 from ..errors import PlainError
 from ..launch.context import torchrun_patience
 from ..metrics.journal import Journal
 from ..metrics.records import Progress
 from ..metrics.step_report import StepReport, StepReporter
 from ..metrics.totals import WARM_UP, Totals
-from ..metrics.trace import record_everyone
+from ..metrics.trace import Recording, record_everyone
 from ..optim.average import WeightAverage
 from ..pipeline.batchnorm import finish_batchnorm
 from ..pipeline.engine import StepInput
@@ -141,15 +141,15 @@ class Trainer:
 
     def _settle_gradients(self) -> None:
         fill_gradients(self._parameters)
-        if self._assembly.world.same_worker is not None:
-            reduce_over_replicas(self._parameters, self._assembly.world.same_worker)
+        if self._assembly.world.replica_group is not None:
+            reduce_over_replicas(self._parameters, self._assembly.world.replica_group)
 
     def _update(self, report: StepReport) -> None:
         p, a, progress = self.parts, self._assembly, self.progress
         if report.finite:
             scale_gradients(self._parameters, clip_factor(report.gradient_norm, self._settings.gradient_clip))
             p.optimizer.step()
-            finish_batchnorm(self._batchnorms, a.world.same_worker)
+            finish_batchnorm(self._batchnorms, a.world.replica_group)
             if p.average is not None:
                 p.average.update(progress.step - progress.skipped)
             progress.loss, progress.skipped_in_a_row = report.loss, 0
@@ -170,7 +170,7 @@ class Trainer:
         forecast = a.programs.forecast(len(plan.signatures))
         p.journal.step(progress, report, plan, lr, seconds, forecast, self._share_done())
         if progress.step in self._settings.traced_steps:
-            p.journal.trace(progress.step, record_everyone(a.world, a.engine.meter), a.programs, a.cut.table)
+            p.journal.trace(progress.step, self._record_everyone(), a.programs, a.cut.table)
         if self.totals.steps == WARM_UP:
             text = grace_warning(seconds, a.settings.launch.grace_seconds, torchrun_patience())
             if text:
@@ -219,11 +219,11 @@ class Trainer:
         if a.world.rank == 0:
             limit = self._settings.seconds
             if p.stop_requested():
-                p.exchange.mine["stop"][0] = 1
+                p.exchange.own["stop"][0] = 1
             elif limit is not None and time.monotonic() - self._began >= limit:
-                p.exchange.mine["stop"][0] = 2
+                p.exchange.own["stop"][0] = 2
             elif epochs_done:
-                p.exchange.mine["stop"][0] = 3
+                p.exchange.own["stop"][0] = 3
         p.saver.report(p.exchange)
 
     def _epochs_done(self) -> bool:
@@ -252,7 +252,7 @@ class Trainer:
         p, a, progress = self.parts, self._assembly, self.progress
         plan = a.codec.read(p.exchange, "train")
         p.saver.read(p.exchange)
-        stop = int(p.exchange.all["stop"].item())
+        stop = int(p.exchange.total["stop"].item())
         if self._settings.steps is not None and done >= self._settings.steps:
             progress.stopped_by = "steps"
         elif stop:
@@ -297,7 +297,7 @@ class Trainer:
         try:
             with average.in_place_of_weights() if average is not None else nullcontext():
                 result = self.parts.evaluator.evaluate(final)
-        except BrokenOff:
+        except StopRequested:
             progress.stopped_by = "request"
             return False
         progress.evaluation_due = False
@@ -332,7 +332,10 @@ class Trainer:
     def draw(self) -> None:
         """The run's pictures; every worker calls it, when all else is done."""
         p, a = self.parts, self._assembly
-        p.journal.pictures(record_everyone(a.world, a.engine.meter), a.programs, self.totals.breakdown(a.programs))
+        p.journal.pictures(self._record_everyone(), a.programs, self.totals.breakdown(a.programs))
+
+    def _record_everyone(self) -> list[Recording]:
+        return record_everyone(self._assembly.world, self._assembly.engine.meter, self.parts.exchange.ended_at)
 
 
 def _is_time(every: int | None, step: int) -> bool:

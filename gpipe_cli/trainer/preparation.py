@@ -41,15 +41,15 @@ def wait_for_everyone(world: World) -> None:
 
     By plain messages through rank 0: gloo's collectives take the group's timeout and no other.
     """
-    if world.everyone is None:
+    if world.all_ranks is None:
         return
     if world.rank == 0:
         others = range(1, world.size)
-        _wait([dist.irecv(torch.empty(1), other, group=world.everyone, tag=ARRIVED) for other in others])
-        _wait([dist.isend(torch.zeros(1), other, group=world.everyone, tag=GO_ON) for other in others])
+        _wait([dist.irecv(torch.empty(1), other, group=world.all_ranks, tag=ARRIVED) for other in others])
+        _wait([dist.isend(torch.zeros(1), other, group=world.all_ranks, tag=GO_ON) for other in others])
     else:
-        answer = dist.irecv(torch.empty(1), 0, group=world.everyone, tag=GO_ON)
-        _wait([dist.isend(torch.zeros(1), 0, group=world.everyone, tag=ARRIVED), answer])
+        answer = dist.irecv(torch.empty(1), 0, group=world.all_ranks, tag=GO_ON)
+        _wait([dist.isend(torch.zeros(1), 0, group=world.all_ranks, tag=ARRIVED), answer])
 
 
 def _wait(works: list[dist.Work | None]) -> None:

@@ -95,12 +95,12 @@ class Saver:
     def report(self, exchange: Exchange) -> None:
         """Tells the others how far this worker's writing has come."""
         if self._writer is not None:
-            exchange.mine["written"][self._world.worker] = self._writer.finished_step + 1
+            exchange.own["written"][self._world.worker] = self._writer.finished_step + 1
             self._tell_warnings(self._writer)
 
     def read(self, exchange: Exchange) -> None:
         """Rank 0 makes the checkpoint complete once everybody has written."""
-        if self._pending is None or not bool((exchange.all["written"] == self._pending[0] + 1).all()):
+        if self._pending is None or not bool((exchange.total["written"] == self._pending[0] + 1).all()):
             return
         step, state, best = self._pending
         self._pending = None

@@ -80,7 +80,7 @@ def assemble_training(
     )
     reporter = make_reporter(assembly)
     fields = {**assembly.codec.fields(), **reporter.fields(), **saver.fields(), **evaluation_fields(assembly)}
-    exchange = Exchange(fields, world.everyone)
+    exchange = Exchange(fields, world.all_ranks)
     parts = Parts(
         assembly=assembly,
         exchange=exchange,
@@ -114,7 +114,7 @@ def layers_that_count_on_steps(world: World, cells: Sequence[Cell]) -> list[str]
         for layer in cell.layers
         if any(hasattr(m, "begin_step") and getattr(m, "depends_on_steps", True) for m in layer.module.modules())
     ]
-    everyone = world.gather_everyone(mine)
+    everyone = world.all_gather(mine)
     return [name for worker in everyone[: world.workers] for name in worker]
 
 
@@ -141,7 +141,7 @@ def transfer(
     require_same_model(info, model, wanted.init_except)
     for pattern in patterns_without_effect(info, model, wanted.init_except):
         journal.warn(f"checkpoint.init_except: {pattern} is no layer or parameter of this model or of {info.path}")
-    new = world.gather_everyone(load_weights(info, cells, wanted.init_except, wanted.init_average))
+    new = world.all_gather(load_weights(info, cells, wanted.init_except, wanted.init_average))
     names = [name for worker in new[: world.workers] for name in worker]
     journal.message(f"weights from {info.path}; begun anew: {', '.join(sorted(names)) or 'nothing'}")
 
@@ -178,7 +178,7 @@ def restore_schedule(info: CheckpointInfo, schedule: ScheduleState, settings: Ma
 
 def say_batchnorm(journal: Journal, world: World, cells: Sequence[Cell], settings: Settings, examples: int) -> None:
     """``examples`` are those of replica 0; the mini-batch is `data.batch_size` where examples are counted."""
-    everyone = world.gather_everyone(sum(len(cell.batchnorms) for cell in cells))
+    everyone = world.all_gather(sum(len(cell.batchnorms) for cell in cells))
     size, by_tokens = settings.data.get("batch_size"), settings.data.get("batch_tokens") is not None
     mini_batch = size if isinstance(size, int) and not by_tokens else examples * world.replicas
     pipeline = settings.pipeline

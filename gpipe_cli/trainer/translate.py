@@ -99,12 +99,12 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     reader = None
     if assembly.world.rank == 0:
         reader = LineReader(config["input"], context.stop_requested, lambda: context.emit({"kind": "idle"}))
-    more = Exchange({"more": 1}, assembly.world.everyone)
+    more = Exchange({"more": 1}, assembly.world.all_ranks)
     while True:
         lines = reader.read(translator.at_once) if reader is not None else None
-        more.mine["more"][0] = float(lines is not None)
+        more.own["more"][0] = float(lines is not None)
         more.run()
-        if not more.all["more"][0]:
+        if not more.total["more"][0]:
             return {"lines": translator.lines, "longer": translator.longer}
         translator.translate(lines or [])
 

@@ -53,7 +53,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
         choose_repeatable_kernels()
     journal = Notices(context.run_dir, context.emit, world.rank == 0)
     assembly = assemble_model(context, settings, world, build_task(settings.task), journal)
-    world.tell_everyone(lambda: require_memory(assembly.cut.parameters, 8 if settings.verify.dtype == "float64" else 4))
+    world.broadcast(lambda: require_memory(assembly.cut.parameters, 8 if settings.verify.dtype == "float64" else 4))
     trainer = WatchedTrainer(assemble_training(context, config, assembly, journal, None))
     start = trainer.held()
     trainer.run_steps(settings.verify.steps)
@@ -159,9 +159,9 @@ def _gather(world: World, mine: list[StepState]) -> list[StepState]:
     if world.replica > 0:
         mine = [StepState(counted=state.counted, trace=state.trace) for state in mine]
     everyone: list[list[StepState]] = [mine]
-    if world.everyone is not None:
+    if world.all_ranks is not None:
         received: list[Any] | None = [None] * world.size if world.rank == 0 else None
-        dist.gather_object(mine, received, dst=0, group=world.everyone)
+        dist.gather_object(mine, received, dst=0, group=world.all_ranks)
         everyone = cast("list[list[StepState]]", received or [mine])
     whole = everyone[0]
     for other in everyone[1:]:

@@ -92,7 +92,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Context, "init_process_group", init_process_group)
-    monkeypatch.setattr(world, "_this_machine", lambda: made.place.machine)
+    monkeypatch.setattr(world, "machine_id", lambda: made.place.machine)
     monkeypatch.setattr(world, "count_gpus", lambda: len(made.place.gpus))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(made.place.gpus))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(made.place.gpus))
@@ -172,7 +172,7 @@ def test_one_rank_waits_for_nobody(cluster: Cluster) -> None:
     cluster.rank.place = Place("a", 0, EIGHT)
     context = Context(0, 1, 3, Path(), HashStore, lambda event: None, lambda: False)
     alone = world.join_world(context, 1, 1, "auto", "auto")
-    assert (alone.device, alone.wire, alone.everyone) == (torch.device("cuda", 3), torch.device("cuda", 3), None)
+    assert (alone.device, alone.wire, alone.all_ranks) == (torch.device("cuda", 3), torch.device("cuda", 3), None)
 
 
 def test_cuda_without_a_gpu_is_refused(cluster: Cluster) -> None:

@@ -67,9 +67,9 @@ def through_pipeline(
     for cell in cells:
         cell.train(False)
     transport = None
-    if world.directions is not None and world.everyone is not None:
+    if world.message_groups is not None and world.all_ranks is not None:
         ranks = tuple(world.rank_of(worker) for worker in placement)
-        transport = Transport(ranks, CPU, CPU, world.directions, world.everyone)
+        transport = Transport(ranks, CPU, CPU, world.message_groups, world.all_ranks)
     task = TranslationTask(pad_id=PAD)
     engine = Pipeline(cells, placement, transport, task.loss, 1, CPU)
     codec = BatchPlanCodec(BatchShape((2, 2), (2,)), 3, world.replica, world.replicas)

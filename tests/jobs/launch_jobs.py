@@ -196,7 +196,7 @@ def prepare_data(context: Context, config: dict[str, Any]) -> list[float]:
     context.init_process_group = partial(context.init_process_group, timeout_seconds=2.0)  # type: ignore[method-assign]
     world = join_world(context, 2, context.world_size // 2, "cpu", "gloo")
     prepare_in_turn(Slow() if world.reads_data else None, world, lambda text, done, total: None)
-    return world.gather_everyone(began)
+    return world.all_gather(began)
 
 
 def run_until_stopped(context: Context, config: dict[str, Any]) -> str:

@@ -33,7 +33,7 @@ def measure(context: Context, config: dict[str, Any]) -> list[list[dict[str, Any
     for values in config["settings"]:
         settings = Settings.from_config(values)
         mine = one_run(settings, replace(world, shared_memory=settings.pipeline.backend != "gloo"))
-        found.append(cast("list[dict[str, Any]]", world.gather_everyone(mine)))
+        found.append(cast("list[dict[str, Any]]", world.all_gather(mine)))
     return found
 
 

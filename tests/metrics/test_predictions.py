@@ -19,7 +19,7 @@ from gpipe_cli.tasks.classification import ClassificationTask
 
 def keeper(rank: int = 0, others: tuple[Any, ...] = (), names: tuple[str, ...] = ()) -> PredictionKeeper:
     """Of one rank; ``others``: what the other ranks bring to the meeting."""
-    world = SimpleNamespace(rank=rank, gather_everyone=lambda mine: [mine, *others])
+    world = SimpleNamespace(rank=rank, all_gather=lambda mine: [mine, *others])
     return PredictionKeeper(cast(World, world), ClassificationTask(), SimpleNamespace(class_names=names))
 
 

@@ -9,20 +9,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
-import clock_jobs
 import pytest
 import torch
 from hydra import compose, initialize_config_module
 from inline_run import train_inline
 
-from gpipe_cli.distributed.clocks import Ping, offset
 from gpipe_cli.distributed.exchange import Exchange
 from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs.job import prepare
 from gpipe_cli.launch.supervisor import Job, launch
 from gpipe_cli.metrics.step_report import StepReport, StepReporter
-from gpipe_cli.metrics.trace import Recording, measured_timeline
+from gpipe_cli.metrics.trace import Recording, measured_timeline, on_one_clock
 from gpipe_cli.pipeline.meter import Meter, Phase
 from gpipe_cli.schedule.instruction import COMPUTE, Instruction
 from gpipe_cli.schedule.picture import draw_text
@@ -248,14 +246,13 @@ def test_the_measured_step_begins_with_its_first_computation() -> None:
 # -- clocks --------------------------------------------------------------------------------------------------------
 
 
-def test_the_quickest_ping_tells_the_offset() -> None:
-    """The other clock is 100 ahead; the first answer took long to come back, the second was quick both ways."""
-    slow, quick = Ping(sent=10.0, answered=111.0, received=19.0), Ping(sent=20.0, answered=120.5, received=21.0)
-    assert offset([slow, quick]) == -100.0
-    assert offset([slow]) == pytest.approx(-100, abs=(19 - 10) / 2)
-
-
-def test_workers_of_other_machines_find_rank_0s_clock(tmp_path: Path) -> None:
-    found = launch(Job(tmp_path, 3, "clock_jobs:offsets", {}, preload=PRELOAD), lambda event: None)
-    assert found[:3] == pytest.approx([0.0, -clock_jobs.AHEAD, -2 * clock_jobs.AHEAD], abs=0.5)
-    assert found[3] == 0.0
+def test_the_clock_of_another_machine_is_set_by_the_end_of_the_exchange() -> None:
+    """Machine b's clock is 100 s ahead; the two ranks of machine a share one clock, whenever the exchange ended."""
+    ranks = [
+        ("a", 5.0, Recording(spans("F0.0 6 7"), [])),
+        ("a", 5.1, Recording(spans("F1.0 7 8"), [])),
+        ("b", 105.0, Recording(spans("F2.0 108 109"), [Phase("update", 110, 111)])),
+    ]
+    steps = on_one_clock(ranks)
+    assert [step.spans[0].start for step in steps] == [6.0, 7.0, 8.0]
+    assert steps[2].phases == [Phase("update", 10.0, 11.0)]
