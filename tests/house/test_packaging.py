@@ -176,7 +176,7 @@ def copy_of_clone(target: Path) -> Path:
     ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in ("gpipe_cli", *SIDE_BY_SIDE):
         shutil.copytree(ROOT / name, target / name, ignore=ignore)
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, target / name)
     return target
