@@ -13,18 +13,17 @@ help: ## show this list
 
 venv: $(INSTALLED) ## install the tool and what its development needs into .venv
 
-# setuptools warns of every editable installation, at length: ahead of all that a newcomer is meant to read.
+# PYTHONWARNINGS=ignore hides the long warning that setuptools prints for every editable installation.
 $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "$(PYTHON) is older than 3.10: make venv PYTHON=python3.12 (or any from 3.10)"; exit 1; }
-	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv # anew if its making was broken off
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv # --clear: an earlier attempt may have been interrupted
 	@echo "installing into .venv (a few minutes the first time: torch is large)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
-# Memory for time, of which this model takes little: nothing is recomputed, and half of the bubble is filled with the
-# weights' part of backward.
+# Trades memory, plentiful here, for time: nothing is recomputed, and zero_bubble fills half of the bubble.
 train: $(INSTALLED) ## run the main job: 102 languages into English, cut into 16 cells
 	$(BIN)/gpipe-train model=transformer pipeline.K=16 pipeline.remat=never pipeline.schedule=zero_bubble
 
@@ -48,10 +47,10 @@ test: $(INSTALLED) ## run the tests, on two cores at a time; SLOW=1: the slow on
 	$(PYTEST) -m alone
 	$(PYTEST) -m "not alone" -n 2 --dist worksteal
 
-table1 table2 table3 table4: $(INSTALLED) ## measure one of the paper's tables here, into bench/
+table1 table2 table3 table4: $(INSTALLED) ## measure one of the paper's tables on this machine, into bench/
 	$(BIN)/gpipe-bench table=$(@:table%=%)
 
-lint: $(INSTALLED) ## look for mistakes and for code that is not formatted
+lint: $(INSTALLED) ## check the style and the format of the code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
@@ -59,7 +58,7 @@ format: $(INSTALLED) ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# conf/, models/ and data/ are parts of the package that stand beside it; mypy sees them through links in one folder.
+# conf/, models/ and data/ belong to the package but lie beside it; links in one folder show mypy the whole package.
 types: $(INSTALLED) ## check the types
 	@rm -rf $(TYPES) && mkdir -p $(TYPES)/gpipe_cli
 	@ln -s $(CURDIR)/gpipe_cli/* $(CURDIR)/conf $(CURDIR)/models $(CURDIR)/data $(TYPES)/gpipe_cli/
@@ -67,5 +66,5 @@ types: $(INSTALLED) ## check the types
 
 check: lint types test ## lint, types and tests
 
-clean: ## remove what was built; .venv and runs stay
+clean: ## remove build products; .venv and runs stay
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
