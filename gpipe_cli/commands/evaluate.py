@@ -1,63 +1,67 @@
-"""``gpipe-eval``: evaluate a run's checkpoint, and compare evaluated runs. The command process never imports torch."""
+"""``gpipe-eval``: evaluates the checkpoint of a run, and compares evaluated runs. This process never imports torch."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.terminal.frame import answer, exit_code
+from gpipe_cli.terminal.frame import answer, exit_code, split_words
+from gpipe_cli.terminal.output import show
+from gpipe_cli.terminal.text import text_table
+
+if TYPE_CHECKING:
+    from gpipe_cli.metrics.language_pictures import ModelScores
 
 HELP = """\
 gpipe-eval: evaluates a checkpoint as its run did after the last step, and compares runs.
 
-    gpipe-eval checkpoint=RUN                               its newest checkpoint
-    gpipe-eval checkpoint=RUN step=best split=test pipeline.K=4
-    gpipe-eval compare=[RUN1,RUN2] baseline=[RUN3,RUN4]     table and pictures over runs evaluated before
+    gpipe-eval RUN                                          its newest checkpoint
+    gpipe-eval RUN step=best split=test pipeline.K=4
+    gpipe-eval compare=[RUN1,RUN2] baseline=[RUN3,RUN4]     table and pictures of runs evaluated before
 
-checkpoint=PATH   a run directory, or one checkpoint: RUN/checkpoints/step_00000100
-step=N            of a run: the checkpoint of step N; step=best that of the lowest loss, step=last (default) the newest
-split=test        translation: held-out sentences that no run has chosen its checkpoint by; dev is the default
-output=DIR        where the report goes; RUN/evaluations/<step>_<split> is the default
-trust=[NAMES]     code of your own that the checkpoint may have called, such as trust=[my_module.layers]
-compare=[RUNS]    draws quality over languages (the paper's figure 3) and over parameters, of the newest report of each
-                  run (a sweep means its runs; or name reports: RUN/evaluations/NAME), into output=DIR, ./comparison
-baseline=[RUNS]   bilingual runs: the picture then shows the differences to them
+checkpoint=PATH   a run directory, or one checkpoint: RUN/checkpoints/step_00000100; `checkpoint=` can be left out
+step=N            of a run: the checkpoint of step N; step=best: the one with the lowest loss; step=last (default)
+split=test        translation: held-out sentences by which no run has chosen its checkpoint; default: dev
+output=DIR        the report goes to DIR; default: RUN/evaluations/<step>_<split>
+trust=[NAMES]     code of your own that the checkpoint may call, such as trust=[my_module.layers]
+compare=[RUNS]    draws quality over languages (the paper's figure 3) and over parameters, from the newest report of
+                  each run, into output=DIR (default: comparison). A sweep stands for its runs; RUN/evaluations/NAME
+                  chooses one report
+baseline=[RUNS]   bilingual runs: one more picture shows the differences to them
 
-Every key of gpipe-train can be given too: pipeline.K and pipeline.workers (the figures stay the same),
+Keys of gpipe-train change the run's configuration: pipeline.K and pipeline.workers (the figures stay the same),
 task.generation.beam, task.generation.per_language_at_end, precision=bf16. More: docs/translation.md.
 """
 OWN = ("checkpoint", "step", "split", "output", "trust")
 EXAMPLE = "gpipe-eval checkpoint=runs/NAME"
+COMPARE_EXAMPLE = "gpipe-eval compare=[RUN1,RUN2] baseline=[RUN3]"
+REPORT = "evaluation.json"  # written by trainer/evaluate.py
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code: 0, 1 when a worker failed, 2 for a wrong call, 130 after Ctrl-C."""
+    """Runs the command; returns the exit code: 0, 1 when a worker failed, 2 for a wrong call, 130 after Ctrl-C."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     code = answer(words, HELP, "gpipe-eval", needs_words=True)
-    return exit_code("gpipe-eval", partial(_run, words)) if code is None else code
-
-
-def _run(words: Sequence[str]) -> int:
-    if any(word.startswith(("compare=", "baseline=")) for word in words):
-        from gpipe_cli.commands.comparison import compare
-
-        return compare(words)
-    return evaluate(words)
+    if code is not None:
+        return code
+    is_comparison = any(word.startswith(("compare=", "baseline=")) for word in words)
+    return exit_code("gpipe-eval", partial(compare if is_comparison else evaluate, words))
 
 
 def evaluate(words: Sequence[str]) -> int:
-    """One evaluation, by workers as gpipe-train starts them.
+    """Evaluates one checkpoint in workers of its own.
 
     Raises:
-        ConfigurationError: no such checkpoint, or a wrong key, of which a worker may be the first to know.
-        WorkerFailed: what a worker died of.
+        ConfigurationError: there is no such checkpoint, or a key is wrong.
+        WorkerFailed: a worker failed.
     """
-    from gpipe_cli.jobs.checkpointed import open_run, split_words
+    from gpipe_cli.jobs.checkpointed import open_run
     from gpipe_cli.jobs.job import EntryPoint, launch_program
     from gpipe_cli.terminal.console import Console
 
@@ -65,9 +69,8 @@ def evaluate(words: Sequence[str]) -> int:
     split = chosen.get("split", "dev")
     overrides += split_overrides(split)
     run = open_run(chosen["checkpoint"], overrides, chosen.get("step", "last"), chosen.get("trust", ""))
-    folder = (
-        Path(chosen["output"]) if "output" in chosen else run.run_dir / "evaluations" / f"{run.info.path.name}_{split}"
-    )
+    default = run.run_dir / "evaluations" / f"{run.info.path.name}_{split}"
+    folder = Path(chosen["output"]) if "output" in chosen else default
     folder.mkdir(parents=True, exist_ok=True)
     name = run.prepared.settings.name or run.run_dir.name
     about = {"name": name, "run": str(run.run_dir.absolute()), "step": run.info.step, "split": split}
@@ -77,14 +80,13 @@ def evaluate(words: Sequence[str]) -> int:
         for warning in run.warnings:
             console.warn(warning)
         console.say(f"{run.info.path}, step {run.info.step}, {split}; workers: {run.workers}")
-        program = EntryPoint("gpipe_cli.trainer.evaluate:main")
-        found = dict(launch_program(program, config, folder, console) or {})
+        found = dict(launch_program(EntryPoint("gpipe_cli.trainer.evaluate:main"), config, folder, console) or {})
         console.say("\n".join(["", *as_text(found), "", f"{time.monotonic() - began:.0f} s; report: {folder}"]))
     return 0
 
 
 def split_overrides(split: str) -> list[str]:
-    """What `split=` means for the data.
+    """Returns the override of the data that `split=` stands for.
 
     Raises:
         ConfigurationError: there is no such split.
@@ -95,9 +97,7 @@ def split_overrides(split: str) -> list[str]:
 
 
 def as_text(report: Mapping[str, Any]) -> list[str]:
-    """The report as tables: the figures, BLEU by resource and script, and BLEU of every language."""
-    from gpipe_cli.terminal.text import text_table
-
+    """Returns the report as tables: all figures, BLEU by resource level and script, BLEU of every language."""
     numbers = report["numbers"]
     lines = [text_table(["figure", "value"], [[name, value] for name, value in numbers.items() if "/" not in name])]
     if report["signature"]:
@@ -110,49 +110,178 @@ def as_text(report: Mapping[str, Any]) -> list[str]:
 
 
 def level_rows(reports: Sequence[Mapping[str, Any]]) -> list[list[object]]:
-    """One row a level of resource and report: languages, BLEU, and BLEU by script with the number of languages."""
-    from gpipe_cli.metrics.translation_scores import (
-        LATIN,
-        LEVELS,
-        OTHER,
-        by_script_and_level,
-        languages_of,
-        resource_levels,
-    )
+    """Returns a row for each resource level and report: languages, BLEU, BLEU by script (number of languages)."""
+    from gpipe_cli.metrics.translation_scores import LATIN, LEVELS, OTHER, by_script_and_level, languages_of
 
     rows: list[list[object]] = []
     for level, report in ((level, report) for level in LEVELS for report in reports):
         numbers = report["numbers"]
         if f"bleu_{level}" not in numbers:
             continue
-        codes, sizes = languages_of(numbers), report["sizes"]
-        counts = by_script_and_level(codes, sizes, report["scripts"])
+        counts = by_script_and_level(languages_of(numbers), report["sizes"], report["scripts"])
         cells = []
         for script in (LATIN, OTHER):
             bleu = numbers.get(f"bleu_{level}/{script}")
             cells.append(None if bleu is None else f"{bleu:.1f} ({counts[script, level]})")
-        total = list(resource_levels({code: sizes[code] for code in codes if code in sizes}).values()).count(level)
         label = level if len(reports) == 1 else f"{level}, {report['name']}"
-        rows.append([label, total, f"{numbers[f'bleu_{level}']:.1f}", *cells])
+        rows.append([label, len(_languages(report, level)), f"{numbers[f'bleu_{level}']:.1f}", *cells])
     return rows
 
 
 def language_rows(report: Mapping[str, Any]) -> list[list[object]]:
-    """The three levels side by side, each from the most to the least data."""
-    from gpipe_cli.metrics.translation_scores import LEVELS, languages_of, resource_levels
+    """Returns rows with the three levels side by side: language, pairs, BLEU; by falling number of pairs."""
+    from gpipe_cli.metrics.translation_scores import LEVELS, languages_of
+
+    scores, sizes = languages_of(report["numbers"]), report["sizes"]
+    columns = [_languages(report, level) for level in LEVELS]
+    rows: list[list[object]] = []
+    for place in range(max(map(len, columns))):
+        cells = [
+            [column[place], sizes[column[place]], f"{scores[column[place]]:.1f}"] if place < len(column) else [""] * 3
+            for column in columns
+        ]
+        rows.append([value for cell in cells for value in cell])
+    return rows
+
+
+def _languages(report: Mapping[str, Any], level: str) -> list[str]:
+    """Returns the languages of one resource level."""
+    from gpipe_cli.metrics.translation_scores import languages_of, resource_levels
 
     scores, sizes = languages_of(report["numbers"]), report["sizes"]
     levels = resource_levels({code: sizes[code] for code in scores if code in sizes})
-    columns = [[code for code in scores if levels.get(code) == level] for level in LEVELS]
+    return [code for code in scores if levels.get(code) == level]
+
+
+# -- comparing evaluated runs ------------------------------------------------------------------------------------------
+
+
+def compare(words: Sequence[str]) -> int:
+    """Prints one table of several runs and writes languages.png, capacity.png and differences.png.
+
+    Raises:
+        ConfigurationError: a word is wrong, a run has not been evaluated, or evaluations cannot be compared.
+    """
+    from gpipe_cli.metrics.language_pictures import ModelScores, draw_capacity, draw_languages
+    from gpipe_cli.metrics.translation_scores import languages_of
+
+    runs, baselines, output = read_compare_words(words)
+    reports, single = ([read_report(path) for run in given for path in expand(run)] for given in (runs, baselines))
+    require_alike([*reports, *single])
+    name_apart(reports)
+    output.mkdir(parents=True, exist_ok=True)
+    models = [ModelScores(str(r["name"]), r["parameters"], languages_of(r["numbers"])) for r in reports]
+    sizes = {code: size for report in reports for code, size in report["sizes"].items()}
+    try:
+        draw_languages(models, sizes, output / "languages.png")
+        draw_capacity(models, sizes, output / "capacity.png")
+        columns = ["resource, model", "languages", "BLEU", "Latin script", "other scripts"]
+        show(text_table(columns, level_rows(reports)))
+        if single:
+            bleu = {code: value for report in single for code, value in _one_language(report).items()}
+            draw_languages(models, sizes, output / "differences.png", bleu)
+            show("\n" + _difference_table(models, sizes, bleu))
+    except ValueError as error:
+        raise ConfigurationError(f"compare: {error}") from error
+    show(f"\npictures: {output}")
+    return 0
+
+
+def read_compare_words(words: Sequence[str]) -> tuple[list[str], list[str], Path]:
+    """Returns runs, baselines and the output folder.
+
+    Raises:
+        ConfigurationError: a word is wrong, or there is no run to compare.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    from gpipe_cli.terminal.hydra_errors import KNOWN
+
+    try:
+        overrides = OverridesParser.create().parse_overrides(list(words))
+    except KNOWN as error:
+        raise ConfigurationError(f"{str(error).splitlines()[0]}; for example: {COMPARE_EXAMPLE}") from error
+    given: dict[str, Any] = {}
+    for override in overrides:
+        if override.key_or_group not in ("compare", "baseline", "output"):
+            raise ConfigurationError(f"{override.input_line}: with compare there are only baseline= and output=")
+        given[override.key_or_group] = override.value()
+    runs, baselines = (_as_list(given.get(key, [])) for key in ("compare", "baseline"))
+    if not runs:
+        raise ConfigurationError(f"compare= names no run; for example: {COMPARE_EXAMPLE}")
+    return runs, baselines, Path(str(given.get("output", "comparison")))
+
+
+def expand(run: str) -> list[Path]:
+    """Returns the evaluated runs of a sweep, or the run itself."""
+    path = Path(run).expanduser()
+    jobs = sorted({report.parents[2] for report in path.glob(f"*/evaluations/*/{REPORT}")})
+    return jobs or [path]
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """Reads the report in an evaluation's folder, or the newest report of a run.
+
+    Raises:
+        ConfigurationError: there is none, or it is not about translations.
+    """
+    reports = sorted(path.glob(f"evaluations/*/{REPORT}"), key=lambda report: report.stat().st_mtime)
+    found = [path / REPORT] if (path / REPORT).is_file() else reports
+    if not found:
+        raise ConfigurationError(f"{path} has not been evaluated yet: gpipe-eval checkpoint={path}")
+    try:
+        report: dict[str, Any] = json.loads(found[-1].read_text(encoding="utf-8"))
+        report["folder"] = str(found[-1].parent)
+        if not any(name.startswith("bleu/") for name in report["numbers"]):
+            raise ConfigurationError(f"{found[-1]} has no BLEU of languages: only translations can be compared")
+    except (ValueError, KeyError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        raise ConfigurationError(f"{found[-1]} is no report of gpipe-eval ({error}): evaluate again") from error
+    return report
+
+
+def require_alike(reports: Sequence[Mapping[str, Any]]) -> None:
+    """Refuses to compare evaluations that were made in different ways.
+
+    Raises:
+        ConfigurationError: it names what differs.
+    """
+    for key in ("split", "beam", "length_exponent", "sentences_per_language", "signature"):
+        if len({str(report.get(key)) for report in reports}) > 1:
+            where = ", ".join(f"{report['folder']}: {report.get(key)}" for report in reports)
+            raise ConfigurationError(f"the evaluations differ in {key} ({where}): evaluate again with the same")
+
+
+def name_apart(reports: Sequence[dict[str, Any]]) -> None:
+    """Adds the run directory to the name of reports that share a name, such as runs with several seeds."""
+    names = [report["name"] for report in reports]
+    for report in reports:
+        if names.count(report["name"]) > 1:
+            report["name"] = f"{report['name']} ({Path(report['folder']).parent.parent.name})"
+
+
+def _difference_table(models: Sequence[ModelScores], sizes: Mapping[str, int], baselines: Mapping[str, float]) -> str:
+    """Returns a table: each language with a baseline, its pairs, the bilingual BLEU, every model's difference."""
     rows: list[list[object]] = []
-    for place in range(max(map(len, columns))):
-        row: list[object] = []
-        for column in columns:
-            known = place < len(column)
-            code = column[place] if known else ""
-            row += [code, sizes[code] if known else "", f"{scores[code]:.1f}" if known else ""]
-        rows.append(row)
-    return rows
+    for code in sorted(baselines, key=lambda code: -sizes.get(code, 0)):
+        scores = [model.languages.get(code) for model in models]
+        differences = [None if score is None else f"{score - baselines[code]:+.1f}" for score in scores]
+        rows.append([code, sizes.get(code), f"{baselines[code]:.1f}", *differences])
+    return text_table(["language", "pairs", "bilingual", *(model.name for model in models)], rows)
+
+
+def _one_language(report: Mapping[str, Any]) -> dict[str, float]:
+    from gpipe_cli.metrics.translation_scores import languages_of
+
+    found = languages_of(report["numbers"])
+    if len(found) != 1:
+        raise ConfigurationError(f"baseline: {report['folder']} is of {len(found)} languages; give bilingual runs")
+    return found
+
+
+def _as_list(value: Any) -> list[str]:
+    return [str(item) for item in value] if isinstance(value, list) else [str(value)]
 
 
 if __name__ == "__main__":

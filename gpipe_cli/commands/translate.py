@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.terminal.frame import FAILED, answer, exit_code
+from gpipe_cli.terminal.frame import FAILED, answer, exit_code, is_true, split_words
 from gpipe_cli.terminal.frame import to_stderr as say  # standard output holds nothing but translations
 
 if TYPE_CHECKING:
@@ -63,12 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _translate(words: Sequence[str]) -> int:
-    from gpipe_cli.jobs.checkpointed import open_run, split_words
+    from gpipe_cli.jobs.checkpointed import open_run
     from gpipe_cli.jobs.job import EntryPoint, launch_program
 
     chosen, overrides = split_words(words, KEYS, EXAMPLE)
-    if chosen.get("scores", "false") not in ("true", "false"):
-        raise ConfigurationError(f"scores={chosen['scores']}: use true or false")
+    scores = is_true(chosen, "scores")
     references = _read_references(chosen.get("references"))
     if references is not None and "input" in chosen:
         with _opened(chosen["input"]) as lines:
@@ -83,7 +82,7 @@ def _translate(words: Sequence[str]) -> int:
         if "output" in chosen:
             output = stack.enter_context(Path(chosen["output"]).expanduser().open("w", encoding="utf-8"))
         feed = Feed(lines)
-        writer = Writer(output, chosen.get("scores") == "true", feed, keep=references is not None)
+        writer = Writer(output, scores, feed, keep=references is not None)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpipe-translate-")))
         program = EntryPoint("gpipe_cli.trainer.translate:main")
         result = launch_program(program, {**config, "input": str(feed.start(folder))}, folder, writer)

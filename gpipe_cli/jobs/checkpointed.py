@@ -69,33 +69,6 @@ class Checkpointed:
         return pipeline.worker_count * pipeline.replicas
 
 
-def split_words(words: Sequence[str], own: Sequence[str], example: str) -> tuple[dict[str, str], list[str]]:
-    """The command's own ``key=value`` words, and the others, which are overrides of the run's configuration.
-
-    Args:
-        own: keys of the command; ``checkpoint`` is one of them, and must be given.
-        example: a call that is right, for the messages.
-
-    Raises:
-        ConfigurationError: a word is no ``key=value``, an own key has no value or stands there twice.
-    """
-    chosen: dict[str, str] = {}
-    overrides = []
-    for word in words:
-        key, equals, value = word.partition("=")
-        if word.startswith("-") or not equals:
-            raise ConfigurationError(f"{word}: write key=value, as in {example} (see --help)")
-        if key not in own:
-            overrides.append(word)
-        elif not value or key in chosen:
-            raise ConfigurationError(f"{word}: give {key} one value, as in {example}")
-        else:
-            chosen[key] = value
-    if "checkpoint" not in chosen:
-        raise ConfigurationError(f"checkpoint= is missing: which run? For example: {example}")
-    return chosen, overrides
-
-
 def open_run(checkpoint: str, words: Sequence[str], step: str = "last", trusted: str = "") -> Checkpointed:
     """A run's configuration with overrides applied, and its checkpoint.
 

@@ -31,7 +31,7 @@ from gpipe_cli.launch.inline import launch_inline
 from gpipe_cli.launch.join import join, joined
 from gpipe_cli.launch.report import WorkerFailed
 from gpipe_cli.launch.supervisor import Job, OnEvent, launch
-from gpipe_cli.terminal.frame import FAILED, REFUSED, to_stderr
+from gpipe_cli.terminal.frame import FAILED, REFUSED
 from gpipe_cli.terminal.hydra_errors import explain
 from gpipe_cli.terminal.text import command_name
 
@@ -111,22 +111,6 @@ def resolve(composed: DictConfig, overrides: Sequence[str]) -> tuple[dict[str, A
     assert isinstance(plain, dict)
     config: dict[str, Any] = {str(key): value for key, value in plain.items()}
     return config, [own_target.describe(section, config[section], keys) for section, keys in left_out.items() if keys]
-
-
-def refuse_if_wrong(config: DictConfig) -> None:
-    """Check a single run's configuration before Hydra makes a run directory for it.
-
-    Raises:
-        SystemExit: it is wrong. (Hydra turns any other exception of a callback into a warning.)
-    """
-    HydraConfig.instance().set_config(config)
-    composed = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-    try:
-        prepare(composed, list(config.hydra.overrides.task))
-    except ConfigurationError as error:
-        if torchrun.is_first():
-            to_stderr(in_words(str(error)))
-        raise SystemExit(REFUSED) from None
 
 
 def in_words(problem: str) -> str:

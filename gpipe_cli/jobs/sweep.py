@@ -12,7 +12,6 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from gpipe_cli.terminal.text import markdown_table, number, percent, text_table
@@ -102,21 +101,7 @@ def _spread(values: Sequence[float | None]) -> Spread | None:
     return Spread(mean(known), stdev(known)) if len(known) == len(values) else None
 
 
-current: Sweep | None = None  # set by the callback, read by the command that runs in the same process
-
-
-class CommandCallback(Callback):
-    """Before the first job: tells the command where a sweep is, and refuses a wrong single run."""
-
-    def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        from gpipe_cli.jobs.job import refuse_if_wrong
-
-        refuse_if_wrong(config)
-
-    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        global current
-        current = Sweep(Path(config.hydra.sweep.dir).absolute(), count_jobs(list(config.hydra.overrides.task)))
-        name_by_swept_keys(config)
+current: Sweep | None = None  # set by hydra_callback.py, read by the command, which runs in the same process
 
 
 def name_by_swept_keys(config: DictConfig) -> None:

@@ -1,4 +1,4 @@
-"""What the commands have in common: the answers to --help and --version, and the exit codes. Imports nothing slow."""
+"""Defines what all commands share: answers to --help and --version, reading of words, exit codes. No slow imports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gpipe_cli import __version__
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.terminal.output import show
 
-FAILED, REFUSED, INTERRUPTED = 1, 2, 130  # exit codes: it went wrong; a wrong configuration; Ctrl-C
+FAILED, REFUSED, INTERRUPTED = 1, 2, 130  # exit codes: failed; wrong configuration; Ctrl-C
 
 
 def answer(
@@ -18,13 +18,16 @@ def answer(
     version_of: str | None = None,
     needs_words: bool = False,
 ) -> int | None:
-    """What can be answered without any work; the exit code, or None where there is work to do.
+    """Answers --help and --version.
 
     Args:
         words: of the command line.
-        help_text: the page, or what makes it.
-        version_of: the command, if it answers to --version.
-        needs_words: without any words the page is shown too, for a wrong call.
+        help_text: the page, or a function that makes it.
+        version_of: the command's name, if it answers --version.
+        needs_words: shows the page, as for a wrong call, when there are no words.
+
+    Returns:
+        The exit code, or None when there is work to do.
     """
     if {"-h", "--help"} & set(words) or (needs_words and not words):
         show((help_text if isinstance(help_text, str) else help_text()).rstrip("\n"))
@@ -35,16 +38,57 @@ def answer(
     return None
 
 
+def split_words(words: Sequence[str], own: Sequence[str], example: str) -> tuple[dict[str, str], list[str]]:
+    """Separates a command's own ``key=value`` words from overrides of the run's configuration.
+
+    Args:
+        own: the command's keys. `checkpoint` is one of them and must be given; a bare word stands for it.
+        example: a correct call, for error messages.
+
+    Raises:
+        ConfigurationError: a word is not ``key=value``, or an own key has no value or appears twice.
+    """
+    chosen: dict[str, str] = {}
+    overrides = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals and "checkpoint" not in chosen and not word.startswith(("-", "~")):
+            key, value = "checkpoint", word
+        elif word.startswith("-") or not (equals or word.startswith("~")):
+            raise ConfigurationError(f"{word}: write key=value, as in {example} (see --help)")
+        if key not in own:
+            overrides.append(word)
+        elif not value or key in chosen:
+            raise ConfigurationError(f"{word}: give {key} one value, as in {example}")
+        else:
+            chosen[key] = value
+    if "checkpoint" not in chosen:
+        raise ConfigurationError(f"checkpoint= is missing: which run? For example: {example}")
+    return chosen, overrides
+
+
+def is_true(chosen: dict[str, str], key: str) -> bool:
+    """Returns the value of a switch, false by default.
+
+    Raises:
+        ConfigurationError: the value is neither true nor false.
+    """
+    value = chosen.get(key, "false")
+    if value not in ("true", "false"):
+        raise ConfigurationError(f"{key}={value}: use true or false")
+    return value == "true"
+
+
 def to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 def exit_code(name: str, work: Callable[[], int], say: Callable[[str], None] = to_stderr) -> int:
-    """That of ``work``, or of how it ended instead.
+    """Runs a command's work and returns its exit code, or the code of the error that ended it.
 
     Args:
-        name: of the command, before what it refuses.
-        say: where the reason goes.
+        name: of the command, printed before the reason of a refusal.
+        say: prints the reason.
     """
     from gpipe_cli.launch.report import WorkerFailed
 

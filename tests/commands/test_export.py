@@ -32,6 +32,12 @@ def test_an_exported_model_loads_into_the_plain_layers(
     assert snapshot(dict(plain.items()), []) == snapshot(layers, [])
 
 
+def test_a_run_alone_is_exported_into_its_directory(tmp_path: Path) -> None:
+    save(tmp_path, 1, make_layers())
+    assert export.main([str(tmp_path)]) == 0
+    assert len(load_file(tmp_path / "model.safetensors")) == 10
+
+
 def test_export_takes_the_step_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layers = make_layers()
     save(tmp_path, 1, layers, best=("loss", 0.1))
@@ -40,23 +46,26 @@ def test_export_takes_the_step_asked_for(tmp_path: Path, capsys: pytest.CaptureF
         target = tmp_path / f"{step}.pt"
         assert export.main([f"checkpoint={tmp_path}", f"output={target}", f"step={step}"]) == 0
         assert f"from step {wanted} of" in capsys.readouterr().out
-    assert export.main([f"checkpoint={tmp_path}", f"output={tmp_path / 'x.pt'}", "step=7"]) == 1
+    assert export.main([f"checkpoint={tmp_path}", f"output={tmp_path / 'x.pt'}", "step=7"]) == 2
     assert "it has kept: 1, 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["checkpiont=run", "output=x.pt"], "checkpiont=run: use checkpoint=RUN"),
-        (["checkpoint=run"], "output= is missing"),
-        (["checkpoint=run", "output=x.bin"], "must end in .safetensors or .pt"),
-        (["checkpoint=run", "output=x.pt", "step=newest"], "step=newest: use a number, best or last"),
+        (["output=x.pt"], "checkpoint= is missing"),
+        (["{run}", "out=x.pt"], "out=x.pt: the keys are checkpoint, output"),
+        (["{run}", "output=x.bin"], "must end in .safetensors or .pt"),
+        (["{run}", "output=x.pt", "step=newest"], "step=newest: use a number, best or last"),
+        (["{run}", "output=x.pt", "average=yes"], "average=yes: use true or false"),
+        (["nowhere"], "nowhere"),
     ],
 )
 def test_a_wrong_call_of_export_says_what_to_type(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert export.main(words) == 2
+    save(tmp_path, 1, make_layers())
+    assert export.main([word.format(run=tmp_path) for word in words]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -76,4 +85,4 @@ def test_choosing_a_checkpoint_and_the_help_of_export_need_no_torch() -> None:
         "import gpipe_cli.checkpoint.compatibility, gpipe_cli.checkpoint.commit; assert 'torch' not in sys.modules"
     )
     shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=30).stdout
-    assert "gpipe-export checkpoint=RUN output=model.safetensors" in shown
+    assert "gpipe-export RUN" in shown

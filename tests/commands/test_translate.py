@@ -131,7 +131,8 @@ def test_what_is_no_utf8_is_named_and_still_a_line(
     ("words", "message"),
     [
         (["input=x"], "checkpoint= is missing"),
-        (["lunes"], "write key=value"),
+        (["lunes"], "lunes holds no complete checkpoint"),
+        (["checkpoint={run}", "lunes"], "write key=value"),
         (["checkpoint=nowhere"], "nowhere holds no complete checkpoint"),
         (["checkpoint={run}", "input=nowhere"], "input=nowhere: No such file"),
         (["checkpoint={run}", "references={run}/none"], "references="),

@@ -1,0 +1,39 @@
+"""Defines what Hydra calls before the first job: it checks a single run, and records where a sweep is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.jobs import sweep, torchrun
+from gpipe_cli.jobs.job import in_words, prepare
+from gpipe_cli.terminal.frame import REFUSED, to_stderr
+
+
+class CommandCallback(Callback):
+    """Refuses a wrong single run before Hydra makes its directory; of a sweep, sets `sweep.current`."""
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        """Checks the configuration.
+
+        Raises:
+            SystemExit: the configuration is wrong. (Hydra turns any other exception of a callback into a warning.)
+        """
+        HydraConfig.instance().set_config(config)
+        composed = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+        try:
+            prepare(composed, list(config.hydra.overrides.task))
+        except ConfigurationError as error:
+            if torchrun.is_first():
+                to_stderr(in_words(str(error)))
+            raise SystemExit(REFUSED) from None
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        jobs = sweep.count_jobs(list(config.hydra.overrides.task))
+        sweep.current = sweep.Sweep(Path(config.hydra.sweep.dir).absolute(), jobs)
+        sweep.name_by_swept_keys(config)
