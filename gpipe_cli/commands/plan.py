@@ -22,7 +22,6 @@ from gpipe_cli.terminal.output import show
 
 if TYPE_CHECKING:
     from gpipe_cli.config import Settings
-    from gpipe_cli.planner.answer import Answer
     from gpipe_cli.planner.options import Options
     from gpipe_cli.planner.plan import Plan
 
@@ -66,16 +65,16 @@ class Request:
     lines: list[str]
     notes: list[str]
 
-    def answer(self) -> Answer:
-        """Its plan, with the notes; what takes long is told on standard error.
+    def plan(self) -> Plan:
+        """Returns its plan, with the notes; prints on standard error what takes long.
 
         Raises:
             ConfigurationError: it cannot be planned, or nothing fits.
         """
-        from gpipe_cli.planner.search.search import answer
+        from gpipe_cli.planner.search.search import find_plan
 
-        found = answer(self.settings, self.options, to_stderr)
-        return replace(found, plan=replace(found.plan, notes=[*self.notes, *found.plan.notes]))
+        plan = find_plan(self.settings, self.options, to_stderr)
+        return replace(plan, notes=[*self.notes, *plan.notes])
 
     def value_of(self, key: str) -> str:
         """As typed."""
@@ -121,29 +120,29 @@ def _plan_all(requests: Sequence[Request], swept: Sequence[str]) -> int:
     return code
 
 
-def _outcome(request: Request) -> Answer | ConfigurationError:
+def _outcome(request: Request) -> Plan | ConfigurationError:
     try:
-        return request.answer()
+        return request.plan()
     except ConfigurationError as error:
         return error
 
 
-def _as_json(outcome: Answer | ConfigurationError) -> dict[str, Any]:
+def _as_json(outcome: Plan | ConfigurationError) -> dict[str, Any]:
     return {"refused": str(outcome)} if isinstance(outcome, ConfigurationError) else outcome.to_json()
 
 
 def _plan_one(request: Request) -> int:
-    found = request.answer()
+    plan = request.plan()
     if request.options.picture is not None:
-        _draw(found.plan, request.options.picture)
+        _draw(plan, request.options.picture)
     if request.options.format == "json":
-        show(json.dumps(found.to_json()))
+        show(json.dumps(plan.to_json()))
     else:
-        from gpipe_cli.commands.plan_report import describe
+        from gpipe_cli.commands.plan_report import describe, found_line
 
         for line in request.lines:
             show(line)
-        show("\n\n".join([*found.lines, describe(found.plan)]))
+        show("\n\n".join([*found_line(plan), describe(plan)]))
     return 0
 
 

@@ -11,11 +11,16 @@ from gpipe_cli.schedule.simulate import BUBBLE_FORMULAS, simulate, unit_duration
 from gpipe_cli.terminal.text import number, percent, text_table
 
 if TYPE_CHECKING:
-    from gpipe_cli.planner.answer import Answer
     from gpipe_cli.planner.plan import Plan
 
 WIDEST_PICTURE = 120  # characters
 MOST_ROWS = 32
+
+
+def found_line(plan: Plan) -> list[str]:
+    """Returns the line that names what a search has found; none for a plain plan."""
+    words = " ".join(f"{key}={value}" for key, value in plan.found.items())
+    return [f"found after {plan.tried} plans: {words}"] if words else []
 
 
 def describe(plan: Plan) -> str:
@@ -89,7 +94,7 @@ def _notes(plan: Plan) -> list[str]:
     return [f"note: {note}" for note in plan.notes]
 
 
-def sweep_table(typed: Sequence[Mapping[str, str]], outcomes: Sequence[Answer | ConfigurationError]) -> str:
+def sweep_table(typed: Sequence[Mapping[str, str]], outcomes: Sequence[Plan | ConfigurationError]) -> str:
     """One row a plan: the keys that differ, those that were looked for, and what comes of them.
 
     Args:
@@ -102,17 +107,17 @@ def sweep_table(typed: Sequence[Mapping[str, str]], outcomes: Sequence[Answer | 
     rows = [
         [*(typed_here.get(key) for key in keys), *(None for _ in figures)]
         if isinstance(outcome, ConfigurationError)
-        else [*(_value(key, typed_here, outcome) for key in keys), *_figures(outcome.plan)]
+        else [*(_value(key, typed_here, outcome) for key in keys), *_figures(outcome)]
         for typed_here, outcome in zip(typed, outcomes, strict=True)
     ]
     return text_table([*(key.removeprefix("pipeline.") for key in keys), *figures], rows)
 
 
-def _value(key: str, typed: Mapping[str, str], answer: Answer) -> object:
+def _value(key: str, typed: Mapping[str, str], plan: Plan) -> object:
     """What was found; else what was typed; else, where only other jobs looked for it, the plan's."""
-    if key in answer.found:
-        return answer.found[key]
-    return typed.get(key, getattr(answer.plan, key.removeprefix("pipeline."), None))
+    if key in plan.found:
+        return plan.found[key]
+    return typed.get(key, getattr(plan, key.removeprefix("pipeline."), None))
 
 
 def _figures(plan: Plan) -> list[object]:
@@ -125,7 +130,7 @@ def _figures(plan: Plan) -> list[object]:
     ]
 
 
-def sweep_notes(typed: Sequence[Mapping[str, str]], outcomes: Sequence[Answer | ConfigurationError]) -> list[str]:
+def sweep_notes(typed: Sequence[Mapping[str, str]], outcomes: Sequence[Plan | ConfigurationError]) -> list[str]:
     """The notes of all plans and why some were refused, each once; with its jobs, unless these are all."""
     jobs: dict[tuple[str, str], list[str]] = {}
     for given, outcome in zip(typed, outcomes, strict=True):
@@ -137,10 +142,10 @@ def sweep_notes(typed: Sequence[Mapping[str, str]], outcomes: Sequence[Answer | 
     ]
 
 
-def _said(outcome: Answer | ConfigurationError) -> list[tuple[str, str]]:
+def _said(outcome: Plan | ConfigurationError) -> list[tuple[str, str]]:
     if isinstance(outcome, ConfigurationError):
         return [("refusal", str(outcome))]
-    return [("note", note) for note in dict.fromkeys(outcome.plan.notes)]
+    return [("note", note) for note in dict.fromkeys(outcome.notes)]
 
 
 def size_text(size: float) -> str:

@@ -38,7 +38,7 @@ def settle_micro_batches(config: Mapping[str, Any]) -> tuple[dict[str, Any], str
 
 @lru_cache(maxsize=8)  # a run is checked before its directory is made, and again when it starts
 def _ask_planner(config: str) -> int:
-    command = [sys.executable, "-m", "gpipe_cli.planner.search.settle"]
+    command = [sys.executable, "-m", "gpipe_cli.planner.search.search"]
     done = subprocess.run(command, input=config, capture_output=True, text=True)
     if done.returncode == REFUSED:
         raise ConfigurationError(f"pipeline.M=auto: {done.stderr.strip()}")

@@ -89,7 +89,9 @@ class Plan:
         step_seconds: with the optimizer's update.
         memory: most bytes on any device. limit: what a device may hold.
         optimizer_bytes, weight_bytes, gradient_bytes, activation_bytes: over all devices.
-        notes: what was assumed.
+        notes: assumptions, and changes to the configuration that made it possible to plan.
+        found: the keys that a search was for, with their values; empty for a plain plan.
+        tried: number of plans made in that search.
     """
 
     K: int
@@ -121,10 +123,17 @@ class Plan:
     notes: list[str]
     timeline: Timeline = field(repr=False, compare=False)
     lists: list[list[Instruction]] = field(repr=False, compare=False)
+    found: dict[str, Any] = field(default_factory=dict)
+    tried: int = 1
 
     @property
     def fits(self) -> bool:
         return self.memory <= self.limit
+
+    @property
+    def model_memory(self) -> float:
+        """Returns the bytes of weights, gradients and optimizer state on the device that holds most of them."""
+        return max(worker.model for worker in self.workers_plan)
 
     @property
     def examples_per_second(self) -> float:

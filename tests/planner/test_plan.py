@@ -27,7 +27,7 @@ from gpipe_cli.partition.layer_times import LayerTimes
 from gpipe_cli.planner.devices import PRESETS, describe, parse_bytes
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.planner import Planner, plan
-from gpipe_cli.planner.search.search import REMAT_BY_SPEED, answer, micro_batch_counts
+from gpipe_cli.planner.search.search import REMAT_BY_SPEED, find_plan, micro_batch_counts
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENTS = sorted(
@@ -237,21 +237,21 @@ def test_fit_finds_what_trying_everything_finds() -> None:
     for limit in (sizes[len(sizes) // 8], sizes[len(sizes) // 2]):
         expected = next(made for made in all_of_them if made.memory <= limit)
         request = make_request((*OWN, f"plan.fit={limit}", "plan.candidates=[1,2,4]"))
-        found = answer(request.settings, request.options).plan
+        found = find_plan(request.settings, request.options)
         assert (found.K, found.M, found.remat) == (expected.K, expected.M, expected.remat)
 
 
 def test_fit_says_what_comes_nearest_when_nothing_fits() -> None:
     request = make_request((*OWN, "plan.fit=250KB", "plan.candidates=[1,2]"))
     with pytest.raises(ConfigurationError, match=r"nothing fits 0.00025 GB: the nearest is .* pipeline.K=2"):
-        answer(request.settings, request.options)
+        find_plan(request.settings, request.options)
 
 
 def test_best_is_the_fastest_of_all_that_fit() -> None:
     all_of_them = [made for made in everything(*OWN) if made.K == 4]
     limit = sorted(made.memory for made in all_of_them)[len(all_of_them) // 2]
     request = make_request((*OWN, "pipeline.K=4", "plan.best=true", f"plan.memory={limit}"))
-    found = answer(request.settings, request.options).plan
+    found = find_plan(request.settings, request.options)
     assert found.fits
     fitting = [made.examples_per_second for made in all_of_them if made.fits and made.memory <= limit]
     assert found.examples_per_second >= max(fitting) * 0.999999
@@ -259,9 +259,9 @@ def test_best_is_the_fastest_of_all_that_fit() -> None:
 
 def test_micro_batches_left_to_the_planner() -> None:
     request = make_request((*OWN, "pipeline.K=4", "pipeline.M=auto"))
-    found = answer(request.settings, request.options)
+    found = find_plan(request.settings, request.options)
     by_hand = [planned(*OWN, "pipeline.K=4", f"pipeline.M={1 << power}") for power in range(7)]
-    assert found.plan.examples_per_second == max(made.examples_per_second for made in by_hand)
+    assert found.examples_per_second == max(made.examples_per_second for made in by_hand)
 
 
 @pytest.mark.slow
@@ -284,7 +284,7 @@ def test_under_torchrun_only_the_first_process_asks_for_a_number(monkeypatch: py
 def test_micro_batches_too_small_for_batchnorm_are_no_choice() -> None:
     images = (*FAMILIES["images"], "data.batch_size=4")
     request = make_request((*images, "pipeline.M=auto"))
-    assert answer(request.settings, request.options).tried == 2  # M=4: one image leaves a channel one pixel
+    assert find_plan(request.settings, request.options).tried == 2  # M=4: one image leaves a channel one pixel
     with pytest.raises(ConfigurationError, match=r"M=4 leaves too few examples .* BatchNorm.* use a smaller"):
         planned(*images, "pipeline.M=4")
 
@@ -292,7 +292,7 @@ def test_micro_batches_too_small_for_batchnorm_are_no_choice() -> None:
 def test_grow_ends_at_the_last_value_that_fits_and_passes_over_those_that_the_model_refuses() -> None:
     own = ("model._target_=own_plan.layers_in_threes", *OWN[1:], "pipeline.K=2", "plan.memory=1MB")
     request = make_request((*own, "model.layers=6", "plan.grow=model.layers"))
-    found = answer(request.settings, request.options).found["model.layers"]
+    found = find_plan(request.settings, request.options).found["model.layers"]
     assert found % 3 == 0
     assert planned(*own, f"model.layers={found}").fits
     assert not planned(*own, f"model.layers={found + 3}").fits

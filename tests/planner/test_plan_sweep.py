@@ -79,7 +79,7 @@ def test_a_picture_of_a_sweep_is_refused(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_planned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpipe_cli.planner.search.search.answer", lambda *_: pytest.fail("planned all the same"))
+    monkeypatch.setattr("gpipe_cli.planner.search.search.find_plan", lambda *_: pytest.fail("planned all the same"))
     (tmp_path / "file").touch()
     assert main([*OWN, f"plan.picture={tmp_path}/file/plan.svg"]) == 2
     assert f"plan.picture={tmp_path}/file/plan.svg cannot be written (Not a directory)" in capsys.readouterr().err

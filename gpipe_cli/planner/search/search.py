@@ -1,7 +1,9 @@
-"""Looks for what a person would try by hand: the smallest that fits, the fastest, the largest model."""
+"""Finds the pipeline that a person would look for by hand: the smallest that fits, or the fastest."""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -11,24 +13,23 @@ from ...config import PipelineConfig, Settings
 from ...errors import ConfigurationError
 from ...schedule.schedule import KINDS
 from ...typed_section import shown
-from ..answer import Answer
 from ..measure.example import example_micro_batch
 from ..options import Options
 from ..plan import Plan
 from ..planner import Planner, Say, say_nothing
+from .attempts import Attempts
 from .growth import grow
-from .shortfall import Shortfall
 
 REMAT_BY_SPEED = ("never", "except_last", "always")  # the least recomputing first
 MOST_MICRO_BATCHES = 1024
-_AT_ONCE = 16  # numbers of cells tried between one that fits and one that does not, before those between them
+_AT_ONCE = 16  # values of K tried between one that does not fit and one that does, before those between them
 
 
-def answer(settings: Settings, options: Options, say: Say = say_nothing) -> Answer:
-    """The plan, or what `plan.fit`, `plan.best`, `plan.grow` or `pipeline.M=auto` ask for.
+def find_plan(settings: Settings, options: Options, say: Say = say_nothing) -> Plan:
+    """Returns the plan of a configuration, after the search of `plan.fit`, `plan.best`, `plan.grow` or M=auto, if any.
 
     Args:
-        say: is told what takes long, before it begins.
+        say: called with a line of text before anything that takes long.
 
     Raises:
         ConfigurationError: the configuration cannot be planned, or nothing fits.
@@ -40,16 +41,14 @@ def answer(settings: Settings, options: Options, say: Say = say_nothing) -> Answ
         return smallest(planner)
     if options.best:
         return fastest(planner, list(KINDS), REMAT_BY_SPEED)
-    if options.find_M:
-        return fastest(planner, [settings.pipeline.schedule], (settings.pipeline.remat,), only_M=True)
-    return Answer(planner.plan())
+    return fastest_M(planner) if options.find_M else planner.plan()
 
 
 def micro_batch_counts(settings: Settings, longest: bool = False) -> list[int]:
-    """The M that searches try: powers of two, as far as a typical mini-batch has examples.
+    """Returns the values of M that searches try: powers of two up to the examples of a typical mini-batch.
 
     Args:
-        longest: see `example_micro_batch`; of a mini-batch counted in tokens, longer ones are fewer.
+        longest: see `example_micro_batch`; a mini-batch counted in tokens holds fewer long examples.
     """
     replicas = settings.pipeline.replicas
     _, examples = example_micro_batch(settings.data, replicas, longest)
@@ -58,10 +57,10 @@ def micro_batch_counts(settings: Settings, longest: bool = False) -> list[int]:
 
 
 def cell_counts(planner: Planner) -> list[int]:
-    """The K that `smallest` tries first: `plan.candidates`, or 2^n, 3·2^n and the number of layers.
+    """Returns the values of K that `smallest` tries first: `plan.candidates`, or 2^n, 3·2^n and the number of layers.
 
     Raises:
-        ConfigurationError: each of `plan.candidates` is more than the model has layers.
+        ConfigurationError: each of `plan.candidates` is larger than the number of layers.
     """
     layers, wanted = len(planner.builders), planner.options.candidates
     if wanted is None:
@@ -75,121 +74,125 @@ def cell_counts(planner: Planner) -> list[int]:
     return counts
 
 
-class _Trial:
-    """Plans one after the other.
-
-    Attributes:
-        micro_batch_counts: the M to try.
-        tried: plans that were made.
-        lightest: the plan whose fullest device holds least of weights, gradients and optimizer state.
-    """
+class _PipelineSearch:
+    """Plans one model with different pipelines."""
 
     def __init__(self, planner: Planner) -> None:
-        self._planner, self._shortfall = planner, Shortfall(planner.settings)
+        self._planner, self.attempts = planner, Attempts(planner.settings)
         self.micro_batch_counts = micro_batch_counts(planner.settings, planner.options.longest)
-        self.lightest: Plan | None = None
-        self.tried = 0
-
-    @property
-    def limit(self) -> float:
-        return self._planner.limit
 
     def plan(self, **values: Any) -> Plan | None:
-        """None where the model or the schedule does not go with these values, as BatchNorm with a single number."""
+        """Returns None where model or schedule refuse these values, as BatchNorm does a single number."""
         try:
-            made = self._planner.plan(_changed(self._planner.settings.pipeline, **values))
+            plan = self._planner.plan(_changed(self._planner.settings.pipeline, **values))
         except ConfigurationError as error:
-            self._shortfall.refused(error)
+            self.attempts.refused(error)
             return None
-        self.tried += 1
-        self._shortfall.made(made)
-        if self.lightest is None or _model_bytes(made) < _model_bytes(self.lightest):
-            self.lightest = made
-        return made
+        self.attempts.add(plan)
+        return plan
 
-    def any_with_cells(self, K: int) -> Answer | None:
-        """The smallest M, for it the least recomputing that fit with so many cells."""
-        for M, remat in product(self.micro_batch_counts, REMAT_BY_SPEED):
-            found = self.plan(K=K, M=M, remat=remat)
-            if found is not None and found.fits:
-                return Answer(found, {"pipeline.K": K, "pipeline.M": M, "pipeline.remat": remat}, self.tried)
-        return None
+    def any_with_cells(self, K: int) -> Plan | None:
+        """Returns the plan with the smallest M, and for it the least recomputing, that fits with K cells."""
+        plans = (self.plan(K=K, M=M, remat=remat) for M, remat in product(self.micro_batch_counts, REMAT_BY_SPEED))
+        return next((plan for plan in plans if plan is not None and plan.fits), None)
 
-    def with_cells(self, K: int) -> Answer | None:
-        """Likewise, without trying much where weights, gradients and optimizer state alone do not fit.
+    def with_cells(self, K: int) -> Plan | None:
+        """Returns the same after one plan, where weights, gradients and optimizer state alone do not fit.
 
         They depend on neither M nor remat.
         """
-        plain = self.plan(K=K, M=1, remat="always")
-        return None if plain is None or _model_bytes(plain) > self.limit else self.any_with_cells(K)
+        plan = self.plan(K=K, M=1, remat="always")
+        return None if plan is None or plan.model_memory > plan.limit else self.any_with_cells(K)
 
-    def nothing(self) -> ConfigurationError:
-        """What to say when nothing fits."""
-        return self._shortfall.error(self.limit)
-
-
-def _model_bytes(plan: Plan) -> float:
-    """Weights, gradients and optimizer state on the device that holds most of them."""
-    return max(worker.model for worker in plan.workers_plan)
+    def found(self, plan: Plan, *keys: str) -> Plan:
+        """Returns the plan, marked as the one found by a search for these keys of `pipeline`."""
+        values = {f"pipeline.{key}": getattr(plan, key) for key in keys}
+        return replace(plan, found=values, tried=self.attempts.count)
 
 
-def smallest(planner: Planner) -> Answer:
-    """The smallest K, for it the smallest M, for both the least recomputing that fit into the limit.
+def smallest(planner: Planner) -> Plan:
+    """Returns the plan with the smallest K, for it the smallest M, for both the least recomputing that fits.
 
     Raises:
-        ConfigurationError: nothing fits; it says what comes nearest.
+        ConfigurationError: nothing fits; the message describes the nearest plan.
     """
-    trial, too_few = _Trial(planner), 0
+    search, too_few = _PipelineSearch(planner), 0
     for K in cell_counts(planner):
-        found = trial.with_cells(K)
-        if found is not None:
-            found = found if planner.options.candidates else _fewer_cells(trial, too_few, found)
-            return replace(found, tried=trial.tried)
+        plan = search.with_cells(K)
+        if plan is not None:
+            plan = plan if planner.options.candidates else _fewer_cells(search, too_few, plan)
+            return search.found(plan, "K", "M", "remat")
         too_few = K
-    if trial.lightest is not None and _model_bytes(trial.lightest) > trial.limit:
-        trial.any_with_cells(trial.lightest.K)  # for what comes nearest: with M=1 alone it would not be told
-    raise trial.nothing()
+    nearest = search.attempts.nearest
+    if nearest is not None and nearest.model_memory > nearest.limit:
+        search.any_with_cells(nearest.K)  # only M=1 was tried, and the message is to name the nearest plan
+    raise search.attempts.error()
 
 
-def _fewer_cells(trial: _Trial, too_few: int, found: Answer) -> Answer:
-    """The fewest cells that fit of those between ``too_few``, which do not, and those of ``found``."""
-    while (between := found.plan.K - too_few - 1) > 0:
+def _fewer_cells(search: _PipelineSearch, too_few: int, plan: Plan) -> Plan:
+    """Returns the plan with the fewest cells between ``too_few``, which do not fit, and those of ``plan``, which do."""
+    while (between := plan.K - too_few - 1) > 0:
         step = -(-between // _AT_ONCE)
-        for K in range(too_few + step, found.plan.K, step):
-            smaller = trial.with_cells(K)
+        for K in range(too_few + step, plan.K, step):
+            smaller = search.with_cells(K)
             if smaller is not None:
-                found = smaller
+                plan = smaller
                 break
             too_few = K
-    return found
+    return plan
 
 
-def fastest(planner: Planner, kinds: Sequence[str], remats: Sequence[str], only_M: bool = False) -> Answer:
-    """The most examples a second within the limit, for the configured K; of equals the one with least memory.
+def fastest(planner: Planner, kinds: Sequence[str], remats: Sequence[str]) -> Plan:
+    """Returns the plan with the most examples a second that fits, for the configured K; of equals the smallest.
 
     Raises:
         ConfigurationError: nothing fits.
     """
-    trial, best = _Trial(planner), None
-    for kind, M, remat in product(kinds, trial.micro_batch_counts, remats):
-        found = trial.plan(M=M, remat=remat, schedule=kind)
-        if found is not None and found.fits and (best is None or _rank(found) < _rank(best)):
-            best = found
-    if best is None:
-        raise trial.nothing()
-    keys: dict[str, Any] = {"pipeline.M": best.M}
-    if not only_M:
-        keys |= {"pipeline.remat": best.remat, "pipeline.schedule": best.schedule}
-    return Answer(best, keys, trial.tried)
+    search = _PipelineSearch(planner)
+    plans = [
+        search.plan(M=M, remat=remat, schedule=kind)
+        for kind, M, remat in product(kinds, search.micro_batch_counts, remats)
+    ]
+    fitting = [plan for plan in plans if plan is not None and plan.fits]
+    if not fitting:
+        raise search.attempts.error()
+    best = min(fitting, key=lambda plan: (-plan.examples_per_second, plan.memory))
+    return search.found(best, "M", "remat", "schedule")
 
 
-def _rank(plan: Plan) -> tuple[float, float]:
-    return (-plan.examples_per_second, plan.memory)
+def fastest_M(planner: Planner) -> Plan:
+    """Returns the plan with the fastest M that fits, everything else as configured (`pipeline.M=auto`).
+
+    Raises:
+        ConfigurationError: nothing fits.
+    """
+    pipeline = planner.settings.pipeline
+    best = fastest(planner, [pipeline.schedule], [pipeline.remat])
+    return replace(best, found={"pipeline.M": best.M})
 
 
 def _changed(pipeline: PipelineConfig, **values: Any) -> PipelineConfig:
-    """With other values; sizes of cells that were typed hold for one K alone."""
+    """Returns the section with other values; with another K, typed sizes of cells no longer hold."""
     K = values.get("K", pipeline.K)
     workers = pipeline.workers if pipeline.workers == "auto" else min(pipeline.workers, K)
     partition = pipeline.partition if isinstance(pipeline.partition, str) or K == pipeline.K else "min_max"
     return replace(pipeline, **{"workers": workers, "partition": partition, **values})
+
+
+def main() -> int:
+    """Prints the M that `pipeline.M=auto` finds on this machine for the configuration on standard input (JSON).
+
+    Returns:
+        0, or 2 where there is none; standard error then has the reason.
+    """
+    try:
+        settings = Settings.from_config(json.load(sys.stdin))
+        print(fastest_M(Planner(settings, replace(Options.default(), device=None, find_M=True))).M)
+    except ConfigurationError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
