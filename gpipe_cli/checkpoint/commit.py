@@ -1,7 +1,7 @@
-"""Completing and pruning checkpoints: the writing side of the layout in ``checkpoint_files.py``. No torch.
+"""Completes and prunes checkpoints; the layout is in `files.py`. This file imports no torch.
 
 A checkpoint is collected in a ``.partial`` directory, to which every worker adds the files of its own layers, and
-becomes complete by one directory rename. So a kill at any moment leaves the previous checkpoint as it was.
+becomes complete by one rename of that directory: a kill at any moment leaves the previous checkpoint as it was.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .files import (
 
 
 def write_json(path: Path, value: object) -> None:
-    """Replace ``path`` so that a kill leaves the old content or the new, never a mixture."""
+    """Replaces ``path`` so that a kill leaves either the old content or the new."""
     temporary = with_suffix(path, ".tmp")
     with temporary.open("w", encoding="utf-8") as file:
         json.dump(value, file, indent=1)
@@ -51,7 +51,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Put a directory's entries (new files, renames) on disk."""
+    """Flushes a directory's entries (new files, renames) to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -60,23 +60,24 @@ def sync_directory(path: Path) -> None:
 
 
 def write_part(directory: Path, worker: int, layers: Mapping[str, LayerFile]) -> None:
-    """Record what ``worker`` has put into the partial checkpoint ``directory``."""
+    """Records the files that ``worker`` has written into the partial checkpoint ``directory``."""
     write_json(_part_path(directory, worker), {name: asdict(file) for name, file in layers.items()})
 
 
 def complete(
     run_dir: Path, step: int, state: RunState, workers: int, model: Mapping[str, Collection[str]]
 ) -> CheckpointInfo:
-    """Turn the partial checkpoint of ``step``, which every worker has finished, into a complete one.
+    """Makes the partial checkpoint of ``step``, which every worker has finished, a complete one.
 
-    A step that is complete already stays as it is: one directory holds one course of training, so it is the same.
+    A step that is complete already stays as it is: one directory holds one training, so its content is the same.
 
     Args:
-        workers: how many workers wrote a part, numbered from 0.
+        workers: the number of workers that wrote a part.
         model: the parameter names of every layer of the whole model, in model order.
 
     Raises:
-        CheckpointError: a part or a file is missing, or the parts together are not the model; it stays partial.
+        CheckpointError: a part or a file is missing, or the parts together are not the model; the checkpoint stays
+            partial.
     """
     directory, final = partial_directory(run_dir, step), step_directory(run_dir, step)
     if final.exists() and not problems_of(final):
@@ -98,21 +99,21 @@ def complete(
 
 
 def amend(run_dir: Path, step: int, state: RunState) -> None:
-    """Replace the run state of the complete checkpoint of ``step``: what an evaluation after it has found."""
+    """Replaces the run state of the complete checkpoint of ``step``, after an evaluation that followed it."""
     info = read_manifest(step_directory(run_dir, step))
     write_json(info.path / "manifest.json", _manifest(replace(info, state=state)))
 
 
 def record_best(run_dir: Path, step: int, metric: str, value: float) -> None:
-    """Name the complete checkpoint of ``step`` the best so far; pruning keeps it until another one is named."""
+    """Records the complete checkpoint of ``step`` as the best so far; pruning keeps it until another one is recorded."""
     write_json(checkpoints_directory(run_dir) / "best.json", {"step": step, "metric": metric, "value": value})
 
 
 def prune(run_dir: Path, keep: int) -> dict[Path, str]:
-    """Delete all but the best and the ``keep`` newest undamaged checkpoints, and whatever was set aside.
+    """Deletes all but the best and the ``keep`` newest undamaged checkpoints, and all discarded ones.
 
     Returns:
-        What could not be deleted, with a warning for each; the next call tries again.
+        A warning for each directory that could not be deleted; the next call tries again.
     """
     best = best_step(run_dir)
     failed: dict[Path, str] = {}
@@ -126,10 +127,10 @@ def prune(run_dir: Path, keep: int) -> dict[Path, str]:
 
 
 def refuse_another_run(run_dir: Path, resumed: CheckpointInfo | None) -> None:
-    """Call it before anything in the run directory is written over.
+    """Refuses a run directory with the checkpoints of another run; called before any file in it is overwritten.
 
     Raises:
-        CheckpointError: the directory holds checkpoints and the run does not go on from one of them.
+        CheckpointError: the directory holds checkpoints and the run does not continue from one of them.
     """
     home, existing = checkpoints_directory(run_dir), step_directories(run_dir)
     if existing and (resumed is None or resumed.path.resolve().parent != home.resolve()):
@@ -140,17 +141,17 @@ def refuse_another_run(run_dir: Path, resumed: CheckpointInfo | None) -> None:
 
 
 def prepare_directory(run_dir: Path, resumed: CheckpointInfo | None) -> list[str]:
-    """Make the run directory ready, once, before any worker saves.
+    """Prepares the run directory, once, before any worker saves.
 
-    Leftovers of a killed run are removed. Checkpoints later than the one resumed from (they were damaged, or the user
-    went back on purpose) are set aside, and deleted when the first new checkpoint is complete: what is in the directory
-    is always one course of training.
+    Partial checkpoints of a killed run are removed. Checkpoints later than the one resumed from (they were damaged, or
+    the user went back on purpose) are discarded, and deleted when the first new checkpoint is complete: the directory
+    always holds one training.
 
     Returns:
-        A warning for each leftover that could not be removed. It is in nobody's way.
+        A warning for each directory that could not be removed; the run can go on with it there.
 
     Raises:
-        CheckpointError: the directory holds checkpoints and the run does not go on from one of them.
+        CheckpointError: the directory holds checkpoints and the run does not continue from one of them.
     """
     refuse_another_run(run_dir, resumed)
     home, existing = checkpoints_directory(run_dir), step_directories(run_dir)
@@ -163,7 +164,7 @@ def prepare_directory(run_dir: Path, resumed: CheckpointInfo | None) -> list[str
 
 
 def _discard(directory: Path) -> None:
-    """Take a checkpoint out of the count in one rename, as deleting its files takes time in which a kill may come."""
+    """Discards a checkpoint by one rename, because its files cannot all be deleted at once if a kill comes."""
     target = with_suffix(directory, DISCARDED)
     if target.exists():
         shutil.rmtree(target)
@@ -171,13 +172,13 @@ def _discard(directory: Path) -> None:
 
 
 def _try_each(delete: Callable[[Path], object], directories: Iterable[Path]) -> dict[Path, str]:
-    """What could not be deleted, with a warning for each: on NFS a file that somebody still reads stays for a while."""
+    """Returns a warning for each directory that cannot be deleted: on NFS a file that is still being read stays."""
     failed = {}
     for directory in list(directories):
         try:
             delete(directory)
         except OSError as error:
-            if directory.exists():  # else somebody else has deleted it
+            if directory.exists():  # else another process has deleted it
                 failed[directory] = f"{directory} could not be deleted ({error}): the next checkpoint tries it again"
     return failed
 
@@ -208,8 +209,7 @@ def _join_parts(parts: Sequence[Mapping[str, LayerFile]], step: int) -> dict[str
 
 
 def _require_whole_model(written: Mapping[str, LayerFile], model: Mapping[str, Collection[str]], step: int) -> None:
-    """The union of what was saved must be the model, or half of it may be lost unnoticed until the resume."""
-    saved = {f"{layer}.{name}" for layer, file in written.items() for name in file.parameters}
+        saved = {f"{layer}.{name}" for layer, file in written.items() for name in file.parameters}
     expected = {f"{layer}.{name}" for layer, names in model.items() for name in names}
     faults = [
         f"{text}: {shorten(sorted(names))}"

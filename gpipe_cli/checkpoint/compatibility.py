@@ -1,7 +1,9 @@
-"""May a run go on from a checkpoint that was made with another configuration? No torch: the command process uses it.
+"""Decides whether a run may continue from a checkpoint: same configuration, same data, same vocabularies.
 
-Every key matters unless it stands in ``MAY_DIFFER``: the engine promises that those change no bit of the training, or
-they only say how long, how often or where. How long can matter to a layer, which only a worker knows that has built it.
+Every key matters unless it stands in `MAY_DIFFER`: the engine promises that those change no bit of the training, or
+they only set how long the run is, how often it does something, or where. `trainer.steps` may matter to a layer, which
+only the worker that has built it can know. Data may change although the configuration does not: a corpus is made again
+with another release of babel or sentencepiece, or files under `data.root` are edited. This file imports no torch.
 """
 
 from __future__ import annotations
@@ -11,8 +13,14 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
-from .files import CheckpointError, CheckpointInfo, Json, shorten
+from .files import CheckpointError, CheckpointInfo, Json, shorten, vocabulary_folder
+
+if TYPE_CHECKING:
+    from ..data.source import Source
 
 MAY_DIFFER = (
     "name",
@@ -40,41 +48,36 @@ MAY_DIFFER = (
     "verify",
 )
 NOT_SET = "(not set)"
-_PLAIN = re.compile(r"(?!(?:null|true|false|inf|nan)$)[A-Za-z_][\w./-]*", re.IGNORECASE)  # read as a string unquoted
+DATA = "data"  # in checkpoint.allow_changes
+_PLAIN = re.compile(r"(?!(?:null|true|false|inf|nan)$)[A-Za-z_][\w./-]*", re.IGNORECASE)  # Hydra reads it as a string
+
+
+# --- configuration ---------------------------------------------------------------------------------------------------
 
 
 def differences(
-    saved: Mapping[str, Json], new: Mapping[str, Json], allow_changes: Iterable[str] = ()
+    saved: Mapping[str, Json], new: Mapping[str, Json], may_differ: Iterable[str] = MAY_DIFFER
 ) -> dict[str, tuple[Json, Json]]:
-    """The keys that differ and matter, with their saved and new value; empty means that the run may go on.
+    """Returns the keys that differ and matter; none: the run may continue.
 
     Args:
-        allow_changes: more keys that may differ: ``optimizer.lr``, ``optimizer`` (all below it) or ``model.drop*``.
+        may_differ: keys that do not matter: ``optimizer.lr``, ``optimizer`` (all below it) or ``model.drop*``.
 
     Returns:
-        Dotted key -> (saved value, new value); ``NOT_SET`` stands for a key that one side does not have.
+        Dotted key -> (saved value, new value); `NOT_SET` stands for a key that one side does not have.
     """
-    return _differences(saved, new, (*MAY_DIFFER, *allow_changes))
-
-
-def _differences(
-    saved: Mapping[str, Json], new: Mapping[str, Json], patterns: Iterable[str]
-) -> dict[str, tuple[Json, Json]]:
-    patterns, before, now = list(patterns), _flatten(saved), _flatten(new)
-    return {
-        key: (before.get(key, NOT_SET), now.get(key, NOT_SET))
-        for key in {**before, **now}
-        if not _same(before.get(key, NOT_SET), now.get(key, NOT_SET)) and not _matches(key, patterns)
-    }
+    patterns, before, now = list(may_differ), _flatten(saved), _flatten(new)
+    pairs = {key: (before.get(key, NOT_SET), now.get(key, NOT_SET)) for key in {**before, **now}}
+    return {key: pair for key, pair in pairs.items() if not _same(*pair) and not _matches(key, patterns)}
 
 
 def require_compatible(info: CheckpointInfo, new: Mapping[str, Json], allow_changes: Iterable[str] = ()) -> None:
-    """Refuse to go on from ``info`` under a configuration that would not continue the same training.
+    """Refuses a configuration that would not continue the training of ``info``.
 
     Raises:
         CheckpointError: it names the keys with both values, and what to type to return to the old ones or to insist.
     """
-    differing = differences(info.state.configuration, new, allow_changes)
+    differing = differences(info.state.configuration, new, (*MAY_DIFFER, *allow_changes))
     if differing:
         raise _refusal(info, differing, allow_changes, "")
 
@@ -82,7 +85,7 @@ def require_compatible(info: CheckpointInfo, new: Mapping[str, Json], allow_chan
 def require_same_steps(
     info: CheckpointInfo, new: Mapping[str, Json], allow_changes: Iterable[str], layers: Sequence[str]
 ) -> None:
-    """Refuse to go on from ``info`` with another `trainer.steps` where layers go by it, as scheduled drop path does.
+    """Refuses another `trainer.steps` where layers depend on it, as scheduled drop path does.
 
     Args:
         layers: the names of those layers; none: the number may differ.
@@ -91,7 +94,7 @@ def require_same_steps(
         CheckpointError: as `require_compatible`; it names the layers too.
     """
     saved, wanted = ({"trainer.steps": _flatten(tree).get("trainer.steps")} for tree in (info.state.configuration, new))
-    differing = _differences(saved, wanted, allow_changes) if layers else {}
+    differing = differences(saved, wanted, allow_changes) if layers else {}
     if differing:
         why = f"  The number of steps decides what these layers do (begin_step): {shorten(layers)}\n"
         raise _refusal(info, differing, allow_changes, why)
@@ -102,13 +105,17 @@ def _refusal(
 ) -> CheckpointError:
     lines = [f"  {key}: {_shown(old)} in the checkpoint, {_shown(now)} now" for key, (old, now) in differing.items()]
     back = (f"~{key}" if old == NOT_SET else f"{key}={_typed(old)}" for key, (old, _) in differing.items())
-    insist = f"checkpoint.allow_changes=[{','.join([*allow_changes, *differing])}]"
     return CheckpointError(
         f"{info.path} was made with another configuration:\n"
         + "\n".join(lines)
         + f"\n{why}To go on as it was made, type: {shlex.join(back)}\n"
-        + f"To go on with the change, type: {shlex.quote(insist)} (it is then no longer the same training)"
+        + _insist([*allow_changes, *differing])
     )
+
+
+def _insist(changes: Sequence[str]) -> str:
+    words = shlex.quote(f"checkpoint.allow_changes=[{','.join(changes)}]")
+    return f"To go on with the change, type: {words} (it is then no longer the same training)"
 
 
 def _flatten(tree: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:
@@ -135,7 +142,7 @@ def _shown(value: Json) -> str:
 
 
 def _typed(value: Json) -> str:
-    """A value in the form that Hydra's command line reads."""
+    """Formats a value as Hydra's command line reads it."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -147,3 +154,52 @@ def _typed(value: Json) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(_typed(entry) for entry in value) + "]"
     return repr(value)
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+def fingerprint(source: Source | None) -> str | None:
+    """Returns the fingerprint of the training data; None where the source has none, or this worker reads no data."""
+    make = getattr(source, "fingerprint", None)
+    return None if make is None else str(make())
+
+
+def require_same_data(info: CheckpointInfo, source: Source | None, allow_changes: Sequence[str]) -> None:
+    """Refuses other data than those of ``info``; on rank 0, before any file of the run is overwritten.
+
+    `data` in ``allow_changes`` allows other data. Other vocabularies are never allowed: the model has learnt their ids.
+
+    Raises:
+        CheckpointError: the data differ; it says what to do.
+    """
+    _require_same_vocabularies(info, source)
+    saved, now = info.state.data_fingerprint, fingerprint(source)
+    if None not in (saved, now) and saved != now and not any(fnmatchcase(DATA, pattern) for pattern in allow_changes):
+        raise CheckpointError(
+            f"{info.path} was trained on other data than there are now: {_advice(info)}\n"
+            + _insist([*allow_changes, DATA])
+        )
+
+
+def _require_same_vocabularies(info: CheckpointInfo, source: Source | None) -> None:
+    keep = getattr(source, "keep_vocabularies", None)
+    if keep is None:
+        return
+    with TemporaryDirectory(prefix="gpipe-vocabulary-") as folder:
+        keep(Path(folder))
+        for now in sorted(Path(folder).iterdir()):
+            before = vocabulary_folder(info.run_dir) / now.name
+            if before.is_file() and before.read_bytes() != now.read_bytes():
+                raise CheckpointError(f"{before} is another vocabulary than the data have now: {_advice(info)}")
+
+
+def _advice(info: CheckpointInfo) -> str:
+    makers = [f"{name} {info.versions[name]}" for name in ("babel", "sentencepiece") if name in info.versions]
+    releases = f"the former release ({', '.join(makers)})" if makers else "the former release"
+    return (
+        "the data have changed since the run began (another release of babel or sentencepiece makes other data, and so "
+        f"do other files under data.root). To go on, install {releases}, or put the former files back; or begin "
+        f"a new run: with checkpoint.init_from={info.run_dir} it begins with the weights of this one, if their sizes "
+        "agree"
+    )

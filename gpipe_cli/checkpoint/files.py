@@ -1,15 +1,16 @@
-"""Checkpoints on disk: layout, manifest, checking, choosing one to go on from. No torch: the command process uses it.
+"""Defines the layout of checkpoints on disk, and reads and checks manifests. This file imports no torch.
 
     RUN/checkpoints/
         step_00000100/                      complete: it gets this name only once everything below is on disk
             manifest.json                   step, run state, configuration, versions, and every file's size and checksum
-            layers/<layer name>.safetensors weights, buffers and optimizer state of one layer (see checkpoint.py)
-        step_00000200.partial/              being written; a leftover of a killed run, removed at the next start
-            part_<worker>.json              what one worker has written
-        best.json                           which step was the best so far, and by which metric
+            layers/<layer name>.safetensors weights, buffers and optimizer state of one layer (layer_state.py)
+        step_00000200.partial/              being written; what a killed run has left is removed at the next start
+            part_<worker>.json              the files that one worker has written
+        step_00000050.discarded/            about to be deleted
+        best.json                           the step with the best evaluation so far, and its metric
 
 Files are keyed by layer name and nothing on disk depends on K: a worker of any partition opens the files of its own
-layers. ``checkpoint_commit.py`` writes this layout.
+layers. `commit.py` writes this layout, `choose.py` finds checkpoints in it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -29,24 +29,24 @@ from .old_names import with_todays_names
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 
-FORMAT = 2  # 2 may have data_fingerprint in its run state
-_STEP_NAME = re.compile(r"step_(\d{8,})")
+FORMAT = 2  # since 2 the run state may have data_fingerprint
+STEP_NAME = re.compile(r"step_(\d{8,})")
 PARTIAL = ".partial"
-DISCARDED = ".discarded"  # no longer counts, but may not be deleted yet
+DISCARDED = ".discarded"
 
 
 class CheckpointError(ConfigurationError):
-    """A checkpoint cannot be written, found or used; the message names the file and what to do."""
+    """Raised when a checkpoint cannot be written, found or used; the message names the file and what to do."""
 
 
 @dataclass(frozen=True)
 class LayerFile:
-    """What the manifest promises about one layer's file.
+    """Describes one layer's file, as the manifest has it.
 
     Attributes:
         bytes: size of the file.
         sha256: checksum of the whole file, in hexadecimal.
-        parameters: names inside the layer, e.g. ``attention.query.weight``.
+        parameters: names inside the layer, such as ``attention.query.weight``.
     """
 
     bytes: int
@@ -56,14 +56,14 @@ class LayerFile:
 
 @dataclass(frozen=True)
 class RunState:
-    """What a run needs beside its layers in order to go on; every value must be JSON.
+    """Holds what a run needs beside its layers in order to continue; every value must be JSON.
 
     Attributes:
         data_position: the ``Batch.position`` to continue after (docs/design.md, "Data").
-        schedule: state of the learning-rate schedule.
-        scalars: model-wide values (best metric so far, skipped updates, ...).
+        schedule: state of the learning rate schedule.
+        scalars: values of the whole run: best loss so far, skipped updates, ….
         configuration: the resolved configuration.
-        data_fingerprint: of the training data, None where their source gives none.
+        data_fingerprint: of the training data; None where their source has none.
     """
 
     data_position: Json = None
@@ -75,7 +75,7 @@ class RunState:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A complete checkpoint, as its manifest describes it. ``layers`` is in model order."""
+    """Describes a complete checkpoint, as its manifest does. ``layers`` is in model order."""
 
     path: Path
     step: int
@@ -86,13 +86,9 @@ class CheckpointInfo:
     def layer_path(self, layer: str) -> Path:
         return layer_path(self.path, layer)
 
-
-@dataclass(frozen=True)
-class Choice:
-    """The checkpoint to use (None: there is none), and a sentence for each newer one that had to be passed over."""
-
-    checkpoint: CheckpointInfo | None
-    warnings: tuple[str, ...] = ()
+    @property
+    def run_dir(self) -> Path:
+        return self.path.parent.parent
 
 
 def checkpoints_directory(run_dir: Path) -> Path:
@@ -100,7 +96,7 @@ def checkpoints_directory(run_dir: Path) -> Path:
 
 
 def vocabulary_folder(run_dir: Path) -> Path:
-    """Where a run keeps what its texts are written in."""
+    """Returns the folder in which a run keeps the vocabularies of its texts."""
     return run_dir / "vocabulary"
 
 
@@ -113,8 +109,24 @@ def partial_directory(run_dir: Path, step: int) -> Path:
 
 
 def layer_path(directory: Path, layer: str) -> Path:
-    """File of one layer; characters that a file name cannot hold, such as ``/``, are percent-encoded."""
+    """Returns the file of one layer; characters that a file name cannot hold, such as ``/``, are percent-encoded."""
     return directory / "layers" / f"{quote(layer, safe='')}.safetensors"
+
+
+def with_suffix(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
+
+
+def step_of(directory: Path) -> int:
+    return int(directory.name.removeprefix("step_"))
+
+
+def step_directories(run_dir: Path) -> list[Path]:
+    """Returns the directories of complete checkpoints, oldest first."""
+    home = checkpoints_directory(run_dir)
+    if not home.is_dir():
+        return []
+    return sorted((path for path in home.iterdir() if STEP_NAME.fullmatch(path.name)), key=step_of)
 
 
 def sha256_of(path: Path) -> str:
@@ -126,7 +138,7 @@ def sha256_of(path: Path) -> str:
 
 
 def read_manifest(directory: Path) -> CheckpointInfo:
-    """Read one complete checkpoint's manifest.
+    """Reads one complete checkpoint's manifest.
 
     Raises:
         CheckpointError: it is missing, not readable, or of a newer format.
@@ -153,7 +165,7 @@ def read_manifest(directory: Path) -> CheckpointInfo:
 
 
 def problems(info: CheckpointInfo) -> list[str]:
-    """One sentence for each file that is missing or has another size than the manifest says; reads no content."""
+    """Returns one sentence for each file that is missing or has another size than in the manifest; reads no content."""
     found = []
     for layer, expected in info.layers.items():
         path = info.layer_path(layer)
@@ -167,173 +179,20 @@ def problems(info: CheckpointInfo) -> list[str]:
     return found
 
 
-def verify_checksum(info: CheckpointInfo, layer: str) -> None:
-    """Read one layer's file and compare it with the manifest.
-
-    Raises:
-        CheckpointError: it differs; the message names the file and an older checkpoint of the same run, if any.
-    """
-    path = info.layer_path(layer)
-    try:
-        intact = sha256_of(path) == info.layers[layer].sha256
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not intact:
-        raise CheckpointError(f"{path} is damaged: its SHA-256 is not the manifest's. {_advice(info.path)}")
-
-
-def latest(run_dir: Path) -> Choice:
-    """The newest checkpoint of a run whose files are all there at full size; None when the run has saved none.
-
-    Raises:
-        CheckpointError: the run has checkpoints, and every one of them is damaged.
-    """
-    warnings: list[str] = []
-    for directory in reversed(step_directories(run_dir)):
-        found = problems_of(directory)
-        if not found:
-            return Choice(read_manifest(directory), tuple(f"{text}; using {directory.name}" for text in warnings))
-        warnings.append(f"{directory.name} cannot be used: {shorten(found)}")
-    if warnings:
-        raise CheckpointError(
-            f"no checkpoint in {checkpoints_directory(run_dir)} can be used ({'; '.join(warnings)}): restore the files "
-            "from a copy, or delete that directory to begin anew"
-        )
-    return Choice(None)
-
-
-def best(run_dir: Path) -> CheckpointInfo | None:
-    """The checkpoint last recorded as the best, None when there is none.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
-    step = best_step(run_dir)
-    return None if step is None else open_checkpoint(step_directory(run_dir, step))
-
-
-def resolve(resume: str | Path, run_dir: Path, run_root: Path | None = None) -> Choice:
-    """Find what ``checkpoint.resume`` means.
-
-    Args:
-        resume: ``auto``, a run directory, its ``checkpoints`` directory, or one checkpoint in it.
-        run_dir: this run's own directory; ``auto`` looks here first.
-        run_root: where runs live; ``auto`` then takes the run below it (one or two levels) that saved last.
-
-    Returns:
-        A choice without a checkpoint only for ``auto`` when nothing was saved yet: the run begins at step 0.
-
-    Raises:
-        CheckpointError: the path holds no checkpoint, or none that can be used.
-    """
-    if resume != "auto":
-        return Choice(*find(Path(resume).expanduser()))
-    choice = latest(run_dir)
-    newest = None if run_root is None or choice.checkpoint is not None else _newest_run(run_root)
-    return choice if newest is None else latest(newest)
-
-
-def find(path: Path) -> tuple[CheckpointInfo, tuple[str, ...]]:
-    """The checkpoint at ``path``, or the newest one in the run at ``path``, and warnings about damaged newer ones.
-
-    Raises:
-        CheckpointError: there is none, or none that can be used.
-    """
-    if _STEP_NAME.fullmatch(path.name) or (path / "manifest.json").is_file():
-        return open_checkpoint(path), ()
-    run_dir = path.parent if path.name == "checkpoints" else path
-    choice = latest(run_dir)
-    if choice.checkpoint is None:
-        raise CheckpointError(
-            f"{path} holds no complete checkpoint (looked for {checkpoints_directory(run_dir)}/step_*): "
-            "give the directory of a run that has saved one"
-        )
-    return choice.checkpoint, choice.warnings
-
-
-def choose(path: Path, step: str = "last") -> tuple[CheckpointInfo, tuple[str, ...]]:
-    """The checkpoint that a command was told to use, and warnings about damaged newer ones.
-
-    Args:
-        path: a run directory, its folder of checkpoints, or one checkpoint.
-        step: of a run directory: a number, "best" or "last".
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
-    if step == "last":
-        return find(path)
-    run_dir = path.parent if path.name == "checkpoints" else path
-    if step == "best":
-        if (chosen := best(run_dir)) is None:
-            raise CheckpointError(f"{run_dir} has recorded no best checkpoint: use step=last, or a step it has kept")
-        return chosen, ()
-    if not step.isdigit():
-        raise CheckpointError(f"step={step}: use a number, best or last")
-    directory = step_directory(run_dir, int(step))
-    if not directory.is_dir():
-        kept = ", ".join(str(step_of(kept)) for kept in step_directories(run_dir))
-        raise CheckpointError(f"{run_dir} has no checkpoint of step {step}; it has kept: {kept or 'none'}")
-    return open_checkpoint(directory), ()
-
-
-def open_checkpoint(directory: Path) -> CheckpointInfo:
-    """Read the manifest of one checkpoint and check that its files are there at full size.
-
-    Raises:
-        CheckpointError: it cannot be used; the message names an older one of the same run, if any.
-    """
-    try:
-        info = read_manifest(directory)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}. {_advice(directory)}") from error
-    if found := problems(info):
-        raise CheckpointError(f"{directory} cannot be used: {shorten(found)}. {_advice(directory)}")
-    return info
-
-
-def _advice(damaged: Path) -> str:
-    older = [path for path in step_directories(damaged.resolve().parent.parent) if path.name < damaged.name]
-    usable = next((path for path in reversed(older) if not problems_of(path)), None)
-    return "This run has no older checkpoint to use instead" if usable is None else f"Use {usable} instead"
-
-
-def _newest_run(run_root: Path) -> Path | None:
-    """By the time its newest manifest was written; two levels, because runs are often grouped by date."""
-    saved: list[tuple[int, Path]] = []
-    for home in [*run_root.glob("*/checkpoints"), *run_root.glob("*/*/checkpoints")]:
-        for directory in step_directories(home.parent):
-            with suppress(OSError):  # no manifest, or just pruned by a run in progress
-                saved.append(((directory / "manifest.json").stat().st_mtime_ns, home.parent))
-    return max(saved)[1] if saved else None
-
-
 def problems_of(directory: Path) -> list[str]:
-    """As ``problems``, a missing or damaged manifest included."""
+    """Does the same as `problems`, and reports a missing or damaged manifest too."""
     try:
         return problems(read_manifest(directory))
     except CheckpointError as error:
         return [str(error)]
 
 
-def with_suffix(path: Path, suffix: str) -> Path:
-    return path.with_name(path.name + suffix)
-
-
-def step_of(directory: Path) -> int:
-    return int(directory.name.removeprefix("step_"))
-
-
-def step_directories(run_dir: Path) -> list[Path]:
-    """Directories of complete checkpoints, oldest first."""
-    home = checkpoints_directory(run_dir)
-    if not home.is_dir():
-        return []
-    return sorted((path for path in home.iterdir() if _STEP_NAME.fullmatch(path.name)), key=step_of)
-
-
 def best_step(run_dir: Path) -> int | None:
-    """None too when the named checkpoint is gone: it was set aside with the course of training it belonged to."""
+    """Returns the step recorded as the best; None where there is none or its checkpoint is gone.
+
+    Raises:
+        CheckpointError: the record is damaged.
+    """
     path = checkpoints_directory(run_dir) / "best.json"
     try:
         step = int(json.loads(path.read_text(encoding="utf-8"))["step"])
@@ -345,6 +204,6 @@ def best_step(run_dir: Path) -> int | None:
 
 
 def shorten(texts: Sequence[str], limit: int = 8) -> str:
-    """Texts in a row for a message; a long row ends in a count."""
+    """Joins texts for a message; a long list ends in a count."""
     rest = len(texts) - limit
     return ", ".join(texts[:limit]) + (f" and {rest} more" if rest > 0 else "")

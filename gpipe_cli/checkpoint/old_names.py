@@ -1,4 +1,4 @@
-"""Brings the configuration of a checkpoint made by an earlier release to today's names. No torch."""
+"""Replaces the names in a checkpoint's configuration that earlier releases used. This file imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transfer (paper, section 4): a new run begins with the weights of another, but for what is drawn anew."""
+"""Takes the weights of another run for a new one, but for layers that begin anew (paper, section 4: transfer)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ..pipeline.cell import Cell
 from .files import CheckpointError, CheckpointInfo, shorten
-from .snapshot import LayerState, load_layer, named_tensors, restore_layer
+from .layer_state import LayerState, load_layer, named_tensors, restore_layer
 
 
 def require_same_model(info: CheckpointInfo, model: Mapping[str, Sequence[str]], left_out: Sequence[str]) -> None:
-    """Layers and parameters that only one side has must be left out on purpose. Every worker finds the same.
+    """Refuses layers and parameters that only one side has, unless they are left out. Every worker finds the same.
 
     Args:
         info: the checkpoint whose weights are wanted.
@@ -21,9 +21,9 @@ def require_same_model(info: CheckpointInfo, model: Mapping[str, Sequence[str]],
         left_out: `checkpoint.init_except`.
 
     Raises:
-        CheckpointError: naming what does not fit, and what to type.
+        CheckpointError: it names what does not fit, and what to type.
     """
-    here, there = _parameters(model), _parameters({name: file.parameters for name, file in info.layers.items()})
+    here, there = _parameters(model), _parameters_of(info)
     lacking = [name for name in sorted(here - there) if not _is_left_out(name, left_out)]
     unknown = [name for name in sorted(there - here) if not _is_left_out(name, left_out)]
     faults = [f"not in the checkpoint: {shorten(lacking)}"] if lacking else []
@@ -38,23 +38,23 @@ def require_same_model(info: CheckpointInfo, model: Mapping[str, Sequence[str]],
 def patterns_without_effect(
     info: CheckpointInfo, model: Mapping[str, Sequence[str]], left_out: Sequence[str]
 ) -> list[str]:
-    """Those that fit nothing in the model or the checkpoint: perhaps misspelt, so that what they mean is taken over."""
-    names = _parameters(model) | _parameters({name: file.parameters for name, file in info.layers.items()})
+    """Returns the patterns that match nothing in the model or the checkpoint, and may be misspelt."""
+    names = _parameters(model) | _parameters_of(info)
     return [pattern for pattern in left_out if not any(_is_left_out(name, [pattern]) for name in names)]
 
 
 def load_weights(info: CheckpointInfo, cells: Sequence[Cell], left_out: Sequence[str], averages: bool) -> list[str]:
-    """Puts weights and buffers of a checkpoint into this worker's layers; optimizer state is left behind.
+    """Loads weights and buffers of a checkpoint into this worker's layers; optimizer state is not loaded.
 
     Args:
         left_out: patterns of layers and of `<layer>.<parameter or buffer>` that stay as they are.
         averages: take the moving averages where there are any.
 
     Returns:
-        The layers with anything left out.
+        The layers in which something was left out.
 
     Raises:
-        CheckpointError: a shape or type differs, or a file is damaged; naming the layer.
+        CheckpointError: a shape or type differs, or a file is damaged; it names the layer.
     """
     new = []
     for layer in (layer for cell in cells for layer in cell.layers):
@@ -86,10 +86,13 @@ def _chosen(
     averages: Mapping[str, Tensor],
     left_out: Sequence[str],
 ) -> dict[str, Tensor]:
-    """What the layer is to hold: of the checkpoint, or its own where that is left out."""
     taken = {name: averages.get(name, value) for name, value in saved.items()}
     kept = {name: value.detach().clone() for name, value in own.items() if _is_left_out(f"{layer}.{name}", left_out)}
     return {name: value for name, value in taken.items() if not _is_left_out(f"{layer}.{name}", left_out)} | kept
+
+
+def _parameters_of(info: CheckpointInfo) -> set[str]:
+    return _parameters({name: file.parameters for name, file in info.layers.items()})
 
 
 def _parameters(layers: Mapping[str, Iterable[str]]) -> set[str]:
@@ -97,12 +100,12 @@ def _parameters(layers: Mapping[str, Iterable[str]]) -> set[str]:
 
 
 def _is_left_out(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a pattern fits a layer's name, a full parameter name, or the layer that the parameter is in."""
+    """Returns if a pattern matches a layer's name, a full parameter name, or the layer that holds the parameter."""
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for pattern in patterns)
 
 
 def _layer_of(parameter: str, model: Mapping[str, Sequence[str]]) -> str:
-    """The layer's name where this model has it; else the parameter's own."""
+    """Returns the name of the parameter's layer where this model has it; else the parameter's own."""
     return next((layer for layer in model if parameter.startswith(f"{layer}.")), parameter)
 
 

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpipe_cli.checkpoint import files as checkpoint_files
-from gpipe_cli.checkpoint.files import CheckpointInfo
+from gpipe_cli.checkpoint.choose import choose
+from gpipe_cli.checkpoint.files import CheckpointInfo, with_suffix
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.terminal.frame import answer, exit_code, is_true, split_words, to_stderr
 from gpipe_cli.terminal.output import show
@@ -52,7 +52,7 @@ def _run(words: Sequence[str]) -> int:
     if others:
         raise ConfigurationError(f"{others[0]}: the keys are {', '.join(OWN)} (see --help)")
     average, overwrite = is_true(chosen, "average"), is_true(chosen, "overwrite")
-    info, warnings = checkpoint_files.choose(Path(chosen["checkpoint"]).expanduser(), chosen.get("step", "last"))
+    info, warnings = choose(Path(chosen["checkpoint"]).expanduser(), chosen.get("step", "last"))
     output = Path(chosen["output"]) if "output" in chosen else info.path.parent.parent / "model.safetensors"
     if output.suffix not in SUFFIXES:
         raise ConfigurationError(f"output={output}: the name must end in {' or '.join(SUFFIXES)}")
@@ -69,11 +69,11 @@ def _run(words: Sequence[str]) -> int:
 
 def export(info: CheckpointInfo, output: Path, average: bool = False) -> str:
     """Writes the state_dict, replacing ``output`` only when all of it is written; returns a line about it."""
-    from gpipe_cli.checkpoint.snapshot import export_state_dict
+    from gpipe_cli.checkpoint.layer_state import export_state_dict
 
     weights = export_state_dict(info, average)
     output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = checkpoint_files.with_suffix(output, ".tmp")
+    temporary = with_suffix(output, ".tmp")
     _save(weights, temporary, output.suffix, info.step)
     temporary.replace(output)
     numbers = sum(tensor.numel() for tensor in weights.values())

@@ -22,7 +22,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from gpipe_cli.checkpoint import files as checkpoint_files
+from gpipe_cli.checkpoint.choose import choose
 from gpipe_cli.checkpoint.files import CheckpointInfo
 from gpipe_cli.config import FREE_FORM, TYPED
 from gpipe_cli.errors import ConfigurationError
@@ -84,7 +84,7 @@ def open_run(checkpoint: str, words: Sequence[str], step: str = "last", trusted:
     """
     if joined():
         raise ConfigurationError("it starts its own workers: call it without torchrun")
-    info, warnings = checkpoint_files.choose(Path(checkpoint).expanduser(), step)
+    info, warnings = choose(Path(checkpoint).expanduser(), step)
     trust.refuse_interpolations(info.state.configuration, info.path)
     try:
         overrides = OverridesParser.create().parse_overrides(list(words))

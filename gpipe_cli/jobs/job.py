@@ -19,7 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from gpipe_cli.checkpoint import files as checkpoint_files
+from gpipe_cli.checkpoint import choose as checkpoints
 from gpipe_cli.checkpoint.compatibility import require_compatible
 from gpipe_cli.checkpoint.files import CheckpointInfo
 from gpipe_cli.config import LaunchConfig, Settings
@@ -172,7 +172,7 @@ def _with_checkpoint(prepared: Prepared, run_dir: Path, place: Any, console: Con
     resumed = _resumed(prepared, run_dir, place, console)
     begun = None
     if resumed is None and prepared.settings.checkpoint.init_from is not None:
-        begun, warnings = checkpoint_files.find(Path(prepared.settings.checkpoint.init_from).expanduser())
+        begun, warnings = checkpoints.find(Path(prepared.settings.checkpoint.init_from).expanduser())
         for warning in warnings:
             console.warn(warning)
     paths = {
@@ -190,7 +190,7 @@ def _resumed(prepared: Prepared, run_dir: Path, place: Any, console: Console) ->
     own_place = place.mode == RunMode.MULTIRUN or any(
         word.startswith("hydra.run.dir=") for word in place.overrides.hydra
     )
-    choice = checkpoint_files.resolve(checkpoint.resume, run_dir, None if own_place else run_dir.parent)
+    choice = checkpoints.resolve(checkpoint.resume, run_dir, None if own_place else run_dir.parent)
     for warning in choice.warnings:
         console.warn(warning)
     if choice.checkpoint is not None:

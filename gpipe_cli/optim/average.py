@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.snapshot import named_tensors
+from ..checkpoint.layer_state import named_tensors
 from ..pipeline.cell import Cell
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from ..checkpoint.snapshot import named_tensors
+from ..checkpoint.layer_state import named_tensors
 from ..config import Settings
 from ..data.source import Source
 from ..decoding.decoding import Decoder, DecoderRuntime, SpecialTokens

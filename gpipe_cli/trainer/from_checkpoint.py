@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.files import open_checkpoint
+from ..checkpoint.choose import open_checkpoint
 from ..checkpoint.transfer import load_weights, require_same_model
 from ..config import Settings
 from ..factory.build import build_task

@@ -13,8 +13,9 @@ import torch._dynamo  # every optimizer imports it when it is made; here it is i
 
 from .. import __version__
 from ..checkpoint.commit import refuse_another_run
-from ..checkpoint.files import open_checkpoint, vocabulary_folder
-from ..checkpoint.same_data import require_same_data
+from ..checkpoint.choose import open_checkpoint
+from ..checkpoint.files import vocabulary_folder
+from ..checkpoint.compatibility import require_same_data
 from ..config import Settings
 from ..factory.build import build_lr_schedule, build_optimizer, build_task
 from ..launch.context import Context

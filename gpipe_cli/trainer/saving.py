@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from ..checkpoint.files import RunState
-from ..checkpoint.schedule_state import ScheduleState
-from ..checkpoint.snapshot import CheckpointWriter, LayerState, layer_state
+from ..checkpoint.lr_schedule_state import LRScheduleState
+from ..checkpoint.layer_state import LayerState, layer_state
+from ..checkpoint.writer import CheckpointWriter
 from ..distributed.exchange import Exchange
 from ..distributed.world import World
 from ..optim.average import WeightAverage
@@ -42,7 +43,7 @@ class Saver:
         configuration: Mapping[str, Any],
         data_fingerprint: str | None,
         optimizer: torch.optim.Optimizer,
-        schedule: ScheduleState,
+        schedule: LRScheduleState,
         average: WeightAverage | None,
         warn: Callable[[str], None],
     ) -> None:

@@ -11,10 +11,11 @@ import torch
 
 from ..checkpoint.commit import prepare_directory
 from ..checkpoint.compatibility import require_same_steps
-from ..checkpoint.files import CheckpointInfo, Json, open_checkpoint, shorten
-from ..checkpoint.same_data import fingerprint
-from ..checkpoint.schedule_state import ScheduleState
-from ..checkpoint.snapshot import load_layer, restore_layer
+from ..checkpoint.choose import open_checkpoint
+from ..checkpoint.files import CheckpointInfo, Json, shorten
+from ..checkpoint.compatibility import fingerprint
+from ..checkpoint.lr_schedule_state import LRScheduleState
+from ..checkpoint.layer_state import load_layer, restore_layer
 from ..checkpoint.transfer import load_weights, patterns_without_effect, require_same_model
 from ..config import Settings
 from ..distributed.exchange import Exchange
@@ -62,7 +63,7 @@ def assemble_training(
     average = None if settings.trainer.average is None else WeightAverage(cells, settings.trainer.average)
     optimizer = build_optimizer(settings.optimizer, [parameter for cell in cells for _, parameter in cell.parameters()])
     lr_schedule = build_lr_schedule(settings.lr_schedule, optimizer)
-    schedule = ScheduleState(lr_schedule, optimizer)
+    schedule = LRScheduleState(lr_schedule, optimizer)
     # The schedule counts steps, also one whose update is skipped; torch warns when that happens to the very first.
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
     saver = Saver(
@@ -167,7 +168,7 @@ def restore(
     return Progress(step=info.step, **scalars), info.state.data_position
 
 
-def restore_schedule(info: CheckpointInfo, schedule: ScheduleState, settings: Mapping[str, Json]) -> None:
+def restore_schedule(info: CheckpointInfo, schedule: LRScheduleState, settings: Mapping[str, Json]) -> None:
     """As the checkpoint has it, or, where `checkpoint.allow_changes` let it be changed, as the configuration has it."""
     saved = info.state.configuration
     if all(saved.get(section) == settings.get(section) for section in ("optimizer", "lr_schedule")):

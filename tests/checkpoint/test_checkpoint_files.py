@@ -21,11 +21,12 @@ from checkpoint_tools import Layers, make_layers, names_of, restore, save
 from inline_run import train_inline
 from torch import nn
 
+from gpipe_cli.checkpoint import choose, layer_state as layer_states
 from gpipe_cli.checkpoint import commit as checkpoint_commit
 from gpipe_cli.checkpoint import files as checkpoint_files
-from gpipe_cli.checkpoint import snapshot as checkpoint
 from gpipe_cli.checkpoint.files import CheckpointError, RunState
-from gpipe_cli.checkpoint.snapshot import CheckpointWriter, export_state_dict, layer_state, load_layer
+from gpipe_cli.checkpoint.layer_state import export_state_dict, layer_state, load_layer
+from gpipe_cli.checkpoint.writer import CheckpointWriter
 
 
 def layer_file(run_dir: Path, step: int, layer: str) -> Path:
@@ -45,14 +46,14 @@ def test_a_full_disk_in_the_background_surfaces_on_the_main_thread(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(layer_states, "save_file", full)
     writer = CheckpointWriter(tmp_path, 0, names_of(layers))
     writer.begin(2, {name: layer_state(layer, None) for name, layer in layers.items()})
     with pytest.raises(CheckpointError, match=r"step_00000002.*No space left on device.*checkpoint\.resume="):
         for _ in range(1000):
             assert writer.finished_step == -1
             time.sleep(0.01)
-    found = checkpoint_files.latest(tmp_path).checkpoint
+    found = choose.latest(tmp_path).checkpoint
     assert found is not None and found.step == 1
 
 
@@ -71,7 +72,9 @@ from pathlib import Path
 import torch
 from torch import nn
 from gpipe_cli.checkpoint import commit as checkpoint_commit, files as checkpoint_files
-from gpipe_cli.checkpoint.snapshot import CheckpointWriter, RunState, layer_state
+from gpipe_cli.checkpoint.files import RunState
+from gpipe_cli.checkpoint.layer_state import layer_state
+from gpipe_cli.checkpoint.writer import CheckpointWriter
 
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -135,7 +138,7 @@ def test_a_kill_at_any_point_of_saving_leaves_a_complete_checkpoint(
     point: str, survivor: int, killed_runs: Path
 ) -> None:
     run_dir = killed_runs / point
-    choice = checkpoint_files.latest(run_dir)
+    choice = choose.latest(run_dir)
     assert choice.checkpoint is not None and not choice.warnings
     assert choice.checkpoint.step == survivor
     layers: Layers = {f"layer{i}": nn.Linear(8, 8) for i in range(4)}
@@ -152,7 +155,9 @@ from itertools import count
 from pathlib import Path
 import torch
 from torch import nn
-from gpipe_cli.checkpoint.snapshot import CheckpointWriter, RunState, layer_state
+from gpipe_cli.checkpoint.files import RunState
+from gpipe_cli.checkpoint.layer_state import layer_state
+from gpipe_cli.checkpoint.writer import CheckpointWriter
 layers = {f"layer{i}": nn.Linear(64, 64) for i in range(30)}
 writer = CheckpointWriter(Path(sys.argv[1]), 0, {name: ["weight", "bias"] for name in layers})
 for step in count(1):
@@ -181,7 +186,7 @@ def test_kill_9_of_a_writing_process_leaves_the_previous_checkpoint(tmp_path: Pa
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert process.returncode == -signal.SIGKILL
-    info = checkpoint_files.latest(tmp_path).checkpoint
+    info = choose.latest(tmp_path).checkpoint
     assert info is not None and info.step >= 2
     assert len(export_state_dict(info)) == 60
 
@@ -208,7 +213,7 @@ def test_a_damaged_file_is_named_and_the_previous_checkpoint_used(
 ) -> None:
     two_checkpoints(tmp_path)
     damage(tmp_path / "checkpoints" / "step_00000002" / path)
-    choice = checkpoint_files.resolve("auto", tmp_path)
+    choice = choose.resolve("auto", tmp_path)
     assert choice.checkpoint is not None and choice.checkpoint.step == 1
     (warning,) = choice.warnings
     assert re.search(message, warning) and "using step_00000001" in warning
@@ -219,7 +224,7 @@ def test_a_checkpoint_given_by_path_is_never_replaced_silently(tmp_path: Path) -
     cut_short(layer_file(tmp_path, 2, "head"))
     chosen = tmp_path / "checkpoints" / "step_00000002"
     with pytest.raises(CheckpointError, match=r"head\.safetensors has .* Use .*step_00000001 instead"):
-        checkpoint_files.resolve(chosen, tmp_path / "new")
+        choose.resolve(chosen, tmp_path / "new")
 
 
 def test_a_run_with_only_damaged_checkpoints_is_an_error_not_a_new_beginning(tmp_path: Path) -> None:
@@ -227,7 +232,7 @@ def test_a_run_with_only_damaged_checkpoints_is_an_error_not_a_new_beginning(tmp
     for step in (1, 2):
         layer_file(tmp_path, step, "embed").unlink()
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used .*embed\.safetensors is missing"):
-        checkpoint_files.resolve("auto", tmp_path)
+        choose.resolve("auto", tmp_path)
 
 
 def test_one_flipped_bit_is_found_and_the_file_named(tmp_path: Path) -> None:
@@ -236,7 +241,7 @@ def test_one_flipped_bit_is_found_and_the_file_named(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    info = checkpoint_files.latest(tmp_path).checkpoint
+    info = choose.latest(tmp_path).checkpoint
     assert info is not None and info.step == 2
     with pytest.raises(CheckpointError, match=r"head\.safetensors is damaged: its SHA-256 .* Use .*step_00000001"):
         load_layer(info, "head")
@@ -262,7 +267,7 @@ def test_a_pickle_in_place_of_a_layer_is_refused_and_not_executed(
     entry = next(entry for entry in content["layers"] if entry["name"] == "head")
     entry.update(bytes=path.stat().st_size, sha256=checkpoint_files.sha256_of(path))
     manifest.write_text(json.dumps(content))
-    info = checkpoint_files.latest(tmp_path).checkpoint
+    info = choose.latest(tmp_path).checkpoint
     assert info is not None
     with pytest.raises(CheckpointError, match=r"head\.safetensors is not the layer file"):
         load_layer(info, "head")
@@ -278,8 +283,7 @@ def test_the_two_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     for step in range(1, 6):
         save(tmp_path, step, layers, best=("loss", 1.0 / step) if step <= 2 else None)
     assert kept_steps(tmp_path) == [2, 4, 5]
-    best = checkpoint_files.best(tmp_path)
-    assert best is not None and best.step == 2
+    assert checkpoint_files.best_step(tmp_path) == 2
 
 
 def test_a_best_checkpoint_that_the_last_evaluation_replaces_is_deleted(tmp_path: Path) -> None:
@@ -408,35 +412,35 @@ def test_going_back_sets_later_checkpoints_aside_until_the_next_save(tmp_path: P
     layers = make_layers()
     for step in (10, 20, 30):
         save(tmp_path, step, layers, keep=3, best=("loss", 0.5))
-    info = checkpoint_files.resolve(tmp_path / "checkpoints" / "step_00000010", tmp_path).checkpoint
+    info = choose.resolve(tmp_path / "checkpoints" / "step_00000010", tmp_path).checkpoint
     checkpoint_commit.prepare_directory(tmp_path, info)
     assert kept_steps(tmp_path) == [10]
-    assert checkpoint_files.best(tmp_path) is None
+    assert checkpoint_files.best_step(tmp_path) is None
     assert (tmp_path / "checkpoints" / "step_00000030.discarded").is_dir()
     save(tmp_path, 15, layers)
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*")) == ["step_00000010", "step_00000015"]
 
 
 def test_auto_begins_anew_where_nothing_was_saved(tmp_path: Path) -> None:
-    assert checkpoint_files.resolve("auto", tmp_path / "run", tmp_path) == checkpoint_files.Choice(None)
+    assert choose.resolve("auto", tmp_path / "run", tmp_path) == choose.Choice(None)
 
 
 def test_auto_takes_the_run_that_saved_last(tmp_path: Path) -> None:
     for step, name in enumerate(("2026-01-01/10-00-00", "other", "2026-01-02/09-00-00"), start=1):
         info = save(tmp_path / name, step, make_layers())
         os.utime(info.path / "manifest.json", (1000 + step, 1000 + step))
-    found = checkpoint_files.resolve("auto", tmp_path / "new", tmp_path).checkpoint
+    found = choose.resolve("auto", tmp_path / "new", tmp_path).checkpoint
     assert found is not None and found.step == 3
 
 
 @pytest.mark.parametrize("suffix", ["", "checkpoints", "checkpoints/step_00000002"])
 def test_a_run_its_checkpoints_or_one_of_them_can_be_given(suffix: str, tmp_path: Path) -> None:
     two_checkpoints(tmp_path)
-    found = checkpoint_files.resolve(str(tmp_path / suffix), tmp_path / "new").checkpoint
+    found = choose.resolve(str(tmp_path / suffix), tmp_path / "new").checkpoint
     assert found is not None and found.step == 2
 
 
 @pytest.mark.parametrize("path", ["nowhere", "nowhere/checkpoints/step_00000001"])
 def test_a_path_without_checkpoint_is_an_error(path: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere"):
-        checkpoint_files.resolve(str(tmp_path / path), tmp_path)
+        choose.resolve(str(tmp_path / path), tmp_path)

@@ -22,9 +22,10 @@ from checkpoint_tools import (
 )
 from torch import Tensor, nn
 
-from gpipe_cli.checkpoint import files as checkpoint_files
+from gpipe_cli.checkpoint.choose import latest
 from gpipe_cli.checkpoint.files import CheckpointError, RunState
-from gpipe_cli.checkpoint.snapshot import CheckpointWriter, LayerState, layer_state, load_layer, restore_layer
+from gpipe_cli.checkpoint.layer_state import LayerState, layer_state, load_layer, restore_layer
+from gpipe_cli.checkpoint.writer import CheckpointWriter
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -124,7 +125,7 @@ def test_the_run_state_comes_back(tmp_path: Path) -> None:
     writer.begin(7, {name: layer_state(layer, None) for name, layer in layers.items()})
     writer.wait()
     writer.commit(7, state, 1)
-    found = checkpoint_files.latest(tmp_path).checkpoint
+    found = latest(tmp_path).checkpoint
     assert found is not None
     assert (found.step, found.state, list(found.layers)) == (7, state, list(layers))
     assert found.versions["torch"].split("+")[0] == torch.__version__.split("+")[0]
@@ -224,7 +225,7 @@ def test_a_checkpoint_that_is_not_the_whole_model_is_never_complete(
     writer.wait()
     with pytest.raises(CheckpointError, match=message):
         writer.commit(1, RunState(), 1)
-    assert checkpoint_files.latest(tmp_path).checkpoint is None
+    assert latest(tmp_path).checkpoint is None
 
 
 def test_a_layer_saved_by_two_workers_is_refused(tmp_path: Path) -> None:

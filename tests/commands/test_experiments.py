@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_module
 from inline_run import train_inline
 from omegaconf import OmegaConf
 
-from gpipe_cli.checkpoint.files import resolve
+from gpipe_cli.checkpoint.choose import resolve
 from gpipe_cli.config import Settings
 from gpipe_cli.data.images.datasets import KNOWN
 from gpipe_cli.terminal.help import help_text

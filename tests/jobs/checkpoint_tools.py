@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpipe_cli.checkpoint.files import CheckpointInfo, RunState
-from gpipe_cli.checkpoint.snapshot import CheckpointWriter, layer_state, load_layer, restore_layer
+from gpipe_cli.checkpoint.layer_state import layer_state, load_layer, restore_layer
+from gpipe_cli.checkpoint.writer import CheckpointWriter
 
 Layers = dict[str, nn.Module]
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]

@@ -10,8 +10,8 @@ import torch
 from inline_run import train_inline
 from torch import Tensor, nn
 
-from gpipe_cli.checkpoint.files import find
-from gpipe_cli.checkpoint.snapshot import load_layer
+from gpipe_cli.checkpoint.choose import find
+from gpipe_cli.checkpoint.layer_state import load_layer
 from gpipe_cli.optim.adafactor import Adafactor
 
 

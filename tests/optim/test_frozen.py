@@ -13,7 +13,7 @@ from inline_run import train_inline
 from own_plan import planned
 
 from gpipe_cli.checkpoint.files import read_manifest, step_directory
-from gpipe_cli.checkpoint.snapshot import load_layer
+from gpipe_cli.checkpoint.layer_state import load_layer
 from gpipe_cli.pipeline.cell import build_layer
 
 FROZEN = (*own_model.WORDS, "model._target_=own_model.with_a_frozen_start", "trainer.steps=3", "pipeline.M=2")

@@ -15,11 +15,11 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from gpipe_cli.checkpoint.files import read_manifest, step_directory
-from gpipe_cli.checkpoint.schedule_state import ScheduleState
+from gpipe_cli.checkpoint.lr_schedule_state import LRScheduleState
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory.build import build_lr_schedule
 
-FUNCTION = {"_target_": "hydra.utils.get_method", "path": "test_schedule_state.falling"}
+FUNCTION = {"_target_": "hydra.utils.get_method", "path": "test_lr_schedule_state.falling"}
 BY_NAME: dict[str, dict[str, Any]] = {
     "ConstantLR": {"factor": 0.5, "total_iters": 5},
     "CosineAnnealingLR": {"T_max": 7},
@@ -59,13 +59,13 @@ class Forgetful(lr_scheduler.StepLR):
         super().__init__(optimizer, 3)
 
 
-def make(kind: str, section: dict[str, Any]) -> tuple[torch.optim.Optimizer, Any, ScheduleState]:
+def make(kind: str, section: dict[str, Any]) -> tuple[torch.optim.Optimizer, Any, LRScheduleState]:
     """An optimizer of two groups, as with `decay_only`, and its schedule."""
     groups = [{"params": [nn.Parameter(torch.ones(2))]}, {"params": [nn.Parameter(torch.ones(2))], "lr": 0.02}]
     kinds = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
     optimizer = kinds[kind](groups, lr=0.1, **({"momentum": 0.9} if kind == "sgd" else {}))
     schedule = build_lr_schedule(section, optimizer)
-    return optimizer, schedule, ScheduleState(schedule, optimizer)
+    return optimizer, schedule, LRScheduleState(schedule, optimizer)
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -84,8 +84,8 @@ def course(optimizer: torch.optim.Optimizer, schedule: Any, steps: int) -> list[
 
 SECTIONS = [
     *({"_target_": f"torch.optim.lr_scheduler.{name}", **keys} for name, keys in BY_NAME.items()),
-    {"_target_": "test_schedule_state.one_after_the_other"},
-    {"_target_": "test_schedule_state.both_at_once"},
+    {"_target_": "test_lr_schedule_state.one_after_the_other"},
+    {"_target_": "test_lr_schedule_state.both_at_once"},
 ]
 
 
@@ -113,7 +113,7 @@ def test_what_the_schedule_leaves_alone_follows_a_changed_configuration() -> Non
     course(optimizer, schedule, 2)
     saved = state.save()
     optimizer.param_groups[0]["weight_decay"] = 0.25
-    state = ScheduleState(schedule, optimizer)
+    state = LRScheduleState(schedule, optimizer)
     state.restore(saved)
     assert optimizer.param_groups[0]["weight_decay"] == 0.25
 
@@ -132,7 +132,7 @@ def test_a_checkpoint_with_the_schedule_s_own_state_alone_is_still_read() -> Non
     ("target", "message"),
     [
         ("torch.optim.lr_scheduler.ReduceLROnPlateau", "ReduceLROnPlateau wants metrics at every step"),
-        ("test_schedule_state.Forgetful", "Forgetful.rule is of type function, which a checkpoint cannot hold"),
+        ("test_lr_schedule_state.Forgetful", "Forgetful.rule is of type function, which a checkpoint cannot hold"),
         ("builtins.str", "lr_schedule._target_=builtins.str has no method step, get_last_lr"),
     ],
 )

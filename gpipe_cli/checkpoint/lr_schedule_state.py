@@ -1,4 +1,4 @@
-"""The learning-rate schedule in a checkpoint: its own state, and what it has changed in the optimizer's groups."""
+"""Saves and restores a learning rate schedule: its own state, and what it has changed in the optimizer's groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from .files import CheckpointError, Json
 
 GROUPS = "optimizer_groups"  # beside the keys of the schedule's own state
-KIND = "python_type"  # marks what JSON would bring back as something else
+KIND = "python_type"  # marks a value that JSON would return with another type
 KINDS: dict[str, Callable[[Any], Any]] = {
     "tuple": tuple,
     "dict": dict,
@@ -20,18 +20,18 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-class ScheduleState:
-    """Saves a schedule and puts it back, bit for bit.
+class LRScheduleState:
+    """Saves a learning rate schedule and restores it, bit for bit.
 
     Functions are made anew from the configuration; so are the optimizer's groups, but for what the schedule has changed
     in them since: learning rates, and momentum or betas with torch's OneCycleLR and CyclicLR.
 
     Args:
-        lr_schedule: as it was made, before its first step.
-        optimizer: whose groups it changes.
+        lr_schedule: before its first step.
+        optimizer: its optimizer.
 
     Raises:
-        CheckpointError: it keeps something that a checkpoint cannot hold; here, so that no step is lost by it.
+        CheckpointError: the schedule keeps something that a checkpoint cannot hold; raised before any step is lost.
     """
 
     def __init__(self, lr_schedule: torch.optim.lr_scheduler.LRScheduler, optimizer: torch.optim.Optimizer) -> None:
@@ -40,10 +40,10 @@ class ScheduleState:
         self.save()
 
     def save(self) -> dict[str, Json]:
-        """What a manifest can hold.
+        """Returns the state as values for a manifest.
 
         Raises:
-            CheckpointError: the schedule keeps something that it cannot.
+            CheckpointError: the schedule keeps something that a checkpoint cannot hold.
         """
         changed = [
             {key: value for key, value in now.items() if key == "lr" or value != begun.get(key)}
@@ -53,36 +53,35 @@ class ScheduleState:
         return {key: as_json(value, f"{type(self._lr_schedule).__name__}.{key}") for key, value in state.items()}
 
     def restore(self, saved: Mapping[str, Json]) -> None:
-        """Puts schedule and groups back to where ``saved`` was taken."""
+        """Restores schedule and groups to the state that `save` returned."""
         state: dict[str, Any] = {key: from_json(value) for key, value in saved.items()}
         changed = state.pop(GROUPS, None)
-        if hasattr(self._lr_schedule, "lr_lambdas"):  # once they were left out, being functions
+        if hasattr(self._lr_schedule, "lr_lambdas"):  # missing in checkpoints of early releases
             state.setdefault("lr_lambdas", [None] * len(self._lr_schedule.lr_lambdas))
         self._lr_schedule.load_state_dict(state)
-        if changed is None:  # a checkpoint from when only learning rates were looked after
+        if changed is None:  # early releases saved learning rates only
             changed = [{"lr": lr} for lr in self._lr_schedule.get_last_lr()]
         for group, settings in zip(self._optimizer.param_groups, changed, strict=True):
             group.update(settings)
 
     def replay(self, steps: int) -> None:
-        """Puts schedule and groups where a run of the present configuration would have them after so many steps.
+        """Brings schedule and groups to where the present configuration has them after so many steps.
 
-        For a run that goes on with another learning rate or schedule: those of its past say nothing of it.
+        Used where a run continues with another learning rate or schedule, for which the saved ones mean nothing.
         """
         for _ in range(steps):
             self._lr_schedule.step()
 
     def _settings(self) -> list[dict[str, Any]]:
-        """Of each of the optimizer's groups what is no parameter."""
         groups = self._optimizer.param_groups
         return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
 
 def as_json(value: object, name: str) -> Json:
-    """``value`` so that `from_json` brings it back with the same types after a way through JSON.
+    """Converts ``value`` to JSON values from which `from_json` restores the same types.
 
     Raises:
-        CheckpointError: there is something in it that is neither number, text, list, tuple nor dictionary.
+        CheckpointError: it contains something that is neither number, text, list, tuple nor dictionary.
     """
     kind = type(value)
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -102,7 +101,7 @@ def as_json(value: object, name: str) -> Json:
 
 
 def from_json(value: Json) -> Any:
-    """What `as_json` was given."""
+    """Inverse of `as_json`."""
     if isinstance(value, Mapping):
         if KIND in value:
             return KINDS[str(value[KIND])](from_json(value["items"]))

@@ -1,0 +1,238 @@
+"""Moves the state of one layer between a running model and its file in a checkpoint.
+
+One ``.safetensors`` file per layer, with tensors named ``weight:<parameter>``, ``buffer:<name>``,
+``average:<parameter or buffer>`` (`optim/average.py`) and ``optimizer:<state key>:<parameter>``; optimizer values that
+are no tensors stand as JSON in the file's metadata. Loading executes no code; torch.distributed.checkpoint is not used
+because its ``.metadata`` file is a pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from . import files
+from .choose import verify_checksum
+from .files import CheckpointError, CheckpointInfo, LayerFile
+
+OptimizerValue: TypeAlias = "Tensor | bool | int | float | str | None"
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """Holds what a checkpoint has of one layer.
+
+    Attributes:
+        weights: parameters by their name inside the layer.
+        buffers: persistent buffers, likewise.
+        optimizer: parameter name -> state key -> value; parameters without optimizer state are absent.
+        averages: moving averages of weights and buffers by the same names; empty where the run keeps none.
+    """
+
+    weights: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    optimizer: Mapping[str, Mapping[str, OptimizerValue]] = field(default_factory=dict)
+    averages: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def averaged(self) -> dict[str, Tensor]:
+        """Returns weights and buffers by name, with the averages in place of those that have one."""
+        return {**self.weights, **self.buffers, **self.averages}
+
+    def copied(self) -> LayerState:
+        """Returns a copy on the CPU."""
+        optimizer = {
+            name: {key: _copy(value) if isinstance(value, Tensor) else value for key, value in values.items()}
+            for name, values in self.optimizer.items()
+        }
+        weights, buffers, averages = (
+            {name: _copy(tensor) for name, tensor in tensors.items()}
+            for tensors in (self.weights, self.buffers, self.averages)
+        )
+        return LayerState(weights, buffers, optimizer, averages)
+
+
+# --- between a layer and its state -----------------------------------------------------------------------------------
+
+
+def layer_state(
+    module: nn.Module, optimizer: Optimizer | None, averages: Mapping[str, Tensor] | None = None
+) -> LayerState:
+    """Returns the state of one layer. It refers to the live tensors: copy it before training goes on.
+
+    Args:
+        optimizer: the worker's one optimizer over all its layers; None for a state without optimizer.
+        averages: of the layer; None: there are none.
+
+    Raises:
+        CheckpointError: the optimizer keeps something other than tensors, numbers, strings and None per parameter.
+    """
+    weights, buffers = named_tensors(module)
+    kept: dict[str, Mapping[str, OptimizerValue]] = {}
+    for name, parameter in weights.items():
+        values = optimizer.state.get(parameter) if optimizer is not None else None
+        if values:
+            for key, value in values.items():
+                _require_storable(optimizer, name, key, value)
+            kept[name] = dict(values)
+    return LayerState({name: weight.detach() for name, weight in weights.items()}, buffers, kept, averages or {})
+
+
+@torch.no_grad()
+def restore_layer(name: str, module: nn.Module, optimizer: Optimizer | None, state: LayerState) -> None:
+    """Puts a saved state into layer ``name``: weights and buffers in place, optimizer state as copies.
+
+    Parameters that were saved without optimizer state end without it. Values keep their dtype bit for bit, which
+    ``Optimizer.load_state_dict`` does not promise (it casts state to the parameter's dtype).
+
+    Raises:
+        CheckpointError: names, shapes or dtypes differ; the layer is then unchanged.
+    """
+    weights, buffers = named_tensors(module)
+    _require_match(name, "parameter", weights, state.weights)
+    _require_match(name, "buffer", buffers, state.buffers)
+    for own, saved in ((weights, state.weights), (buffers, state.buffers)):
+        for key, tensor in own.items():
+            tensor.copy_(saved[key])
+    if optimizer is None:
+        return
+    cpu = torch.device("cpu")
+    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    for key, parameter in weights.items():
+        optimizer.state.pop(parameter, None)
+        if values := state.optimizer.get(key):
+            on_device = any(groups.get(parameter, {}).get(option) for option in ("capturable", "fused"))
+            optimizer.state[parameter] = {
+                # torch's own rule: step counters stay on the CPU unless the update runs in a fused or captured kernel
+                state_key: _copy(value, cpu if state_key == "step" and not on_device else parameter.device)
+                if isinstance(value, Tensor)
+                else value
+                for state_key, value in values.items()
+            }
+
+
+def named_tensors(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
+    """Returns parameters and persistent buffers; a shared one under each of its names, as in ``state_dict``."""
+    persistent = module.state_dict().keys()
+    buffers = {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if name in persistent}
+    return dict(module.named_parameters(remove_duplicate=False)), buffers
+
+
+def _require_storable(optimizer: Optimizer | None, parameter: str, key: str, value: object) -> None:
+    if isinstance(value, Tensor | bool | int | float | str | None) and ":" not in key:
+        return
+    raise CheckpointError(
+        f"{type(optimizer).__name__} keeps {key!r} of parameter {parameter} as {type(value).__name__}; a checkpoint "
+        "holds tensors, numbers, strings and None under keys without a colon: choose another optimizer"
+    )
+
+
+def _require_match(layer: str, kind: str, own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    faults = [f"{kind} {name} is not in the checkpoint" for name in own if name not in saved]
+    faults += [f"{kind} {name} is in the checkpoint, not in the model" for name in saved if name not in own]
+    faults += [
+        f"{kind} {name} should be {_form(own[name])}, the checkpoint has {_form(saved[name])}"
+        for name in own
+        if name in saved and (own[name].shape, own[name].dtype) != (saved[name].shape, saved[name].dtype)
+    ]
+    if faults:
+        raise CheckpointError(f"layer {layer} does not fit its checkpoint: {files.shorten(faults)}")
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _copy(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """Copies to the CPU unless a device is given; contiguous, as a file needs it."""
+    return tensor.detach().to(device or "cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+# --- between a state and its file ------------------------------------------------------------------------------------
+
+
+def write_layer(directory: Path, name: str, state: LayerState) -> LayerFile:
+    """Writes one layer's file into a checkpoint directory and flushes it to disk."""
+    tensors = {f"weight:{name}": tensor for name, tensor in state.weights.items()}
+    tensors |= {f"buffer:{name}": tensor for name, tensor in state.buffers.items()}
+    tensors |= {f"average:{name}": tensor for name, tensor in state.averages.items()}
+    values: dict[str, dict[str, OptimizerValue]] = {}
+    for parameter, entries in state.optimizer.items():
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer:{key}:{parameter}"] = value
+            else:
+                values.setdefault(parameter, {})[key] = value
+    path = files.layer_path(directory, name)
+    temporary = files.with_suffix(path, ".tmp")
+    save_file(tensors, temporary, {"layer": name, "optimizer": json.dumps(values)})
+    with temporary.open("rb") as file:
+        os.fsync(file.fileno())
+        size = os.fstat(file.fileno()).st_size
+    checksum = files.sha256_of(temporary)
+    temporary.replace(path)
+    return LayerFile(size, checksum, tuple(state.weights))
+
+
+def load_layer(info: CheckpointInfo, name: str) -> LayerState:
+    """Reads one layer, on the CPU, after a check of its file's checksum.
+
+    Raises:
+        CheckpointError: the checkpoint has no such layer, or its file is damaged.
+    """
+    if name not in info.layers:
+        raise CheckpointError(
+            f"{info.path} has no layer {name}: it holds {files.shorten(list(info.layers))}; "
+            "give the model settings (model.*) it was made with"
+        )
+    verify_checksum(info, name)
+    tensors: dict[str, dict[str, Tensor]] = {"weight": {}, "buffer": {}, "average": {}}
+    optimizer: dict[str, dict[str, OptimizerValue]] = {}
+    try:
+        with safe_open(info.layer_path(name), framework="pt", device="cpu") as file:
+            optimizer.update(json.loads((file.metadata() or {}).get("optimizer", "{}")))
+            for key in file.keys():  # noqa: SIM118 (not a dict)
+                kind, _, rest = key.partition(":")
+                tensor = file.get_tensor(key).clone()  # own memory, not a view of a file that pruning may delete
+                if kind == "optimizer":
+                    state_key, _, parameter = rest.partition(":")
+                    optimizer.setdefault(parameter, {})[state_key] = tensor
+                else:
+                    tensors[kind][rest] = tensor
+        weights = {parameter: tensors["weight"].pop(parameter) for parameter in info.layers[name].parameters}
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{info.layer_path(name)} is not the layer file of its manifest: {error!r}") from error
+    return LayerState(weights, tensors["buffer"], optimizer, tensors["average"])
+
+
+def export_state_dict(info: CheckpointInfo, average: bool = False) -> dict[str, Tensor]:
+    """Returns the whole model as one plain state_dict on the CPU: ``<layer>.<parameter or buffer>``, in model order.
+
+    Args:
+        average: take the moving averages in place of the weights and statistics themselves.
+
+    Raises:
+        CheckpointError: averages are wanted and the run kept none.
+    """
+    exported: dict[str, Tensor] = {}
+    found = False
+    for layer in info.layers:
+        state = load_layer(info, layer)
+        found = found or bool(state.averages)
+        chosen = state.averaged if average else {**state.weights, **state.buffers}
+        exported.update({f"{layer}.{name}": tensor for name, tensor in chosen.items()})
+    if average and not found:
+        raise CheckpointError(
+            f"{info.path} holds no averages, because its run kept none (trainer.average=null): leave out average=true"
+        )
+    return exported

@@ -1,0 +1,134 @@
+"""Defines the writer of one worker's layers: it copies them and writes the copy in the background.
+
+Workers save together, although they meet only once per training step:
+
+1. every worker calls ``begin(step, layers)`` and goes on training while a thread writes its files;
+2. every worker reports ``finished_step`` at each meeting;
+3. when all have reported the step, worker 0 calls ``commit``, which makes the checkpoint complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from . import commit
+from .files import CheckpointError, CheckpointInfo, RunState, checkpoints_directory, partial_directory
+from .layer_state import LayerState, write_layer
+
+
+class CheckpointWriter:
+    """Writes one worker's layers. All methods are called by the worker's main thread.
+
+    An error in the background is raised by the next call of any method, as a CheckpointError. An old checkpoint that
+    cannot be deleted is only a warning: see `take_warnings`.
+
+    Args:
+        run_dir: the run directory, on a file system that all workers share.
+        worker: this worker's number, 0 … workers−1. Worker 0 commits.
+        model: parameter names of every layer of the whole model, in model order; only worker 0 needs it.
+        keep: how many checkpoints to keep beside the best one. For a while there is one more on disk.
+    """
+
+    def __init__(self, run_dir: Path, worker: int, model: Mapping[str, Collection[str]], keep: int = 2) -> None:
+        if keep < 1:
+            raise ValueError(f"checkpoint.keep={keep}: at least the newest checkpoint is kept, use 1 or more")
+        self._run_dir = run_dir
+        self._worker = worker
+        self._model = model
+        self._keep = keep
+        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._jobs: list[Future[None]] = []
+        self._finished_step = -1
+        self._warnings: list[str] = []
+        self._undeleted: set[Path] = set()  # for which a warning was given
+
+    def begin(self, step: int, layers: Mapping[str, LayerState]) -> None:
+        """Copies ``layers`` to the CPU and starts to write them; waits first while the previous step is being written.
+
+        Every worker calls it for the same step. With replicas each layer is given by one worker only.
+        """
+        self.wait()
+        snapshot = {name: state.copied() for name, state in layers.items()}
+        self._jobs.append(self._background.submit(self._write, step, snapshot))
+
+    @property
+    def finished_step(self) -> int:
+        """Returns the last step whose files of this worker are on disk, −1 before the first."""
+        self._raise_failure()
+        return self._finished_step
+
+    def commit(self, step: int, state: RunState, workers: int, best: tuple[str, float] | None = None) -> CheckpointInfo:
+        """Makes the checkpoint complete (worker 0, once all workers have reported ``step``), then prunes older ones.
+
+        Args:
+            best: metric name and value if this checkpoint is the best so far.
+
+        Raises:
+            CheckpointError: what was saved is not the whole model; the missing layers and parameters are named.
+        """
+        self._raise_failure()
+        try:
+            info = commit.complete(self._run_dir, step, state, workers, self._model)
+            if best is not None:
+                commit.record_best(self._run_dir, step, *best)
+        except OSError as error:
+            raise self._failure(f"completing the checkpoint of step {step}", error) from error
+        self._jobs.append(self._background.submit(self._prune))
+        return info
+
+    def amend(self, step: int, state: RunState, best: tuple[str, float] | None = None) -> None:
+        """Replaces the run state of the complete checkpoint of ``step`` (worker 0); ``best`` as in `commit`."""
+        try:
+            commit.amend(self._run_dir, step, state)
+            if best is not None:
+                commit.record_best(self._run_dir, step, *best)
+        except OSError as error:
+            raise self._failure(f"amending the checkpoint of step {step}", error) from error
+        if best is not None:  # the former best one may go
+            self._jobs.append(self._background.submit(self._prune))
+
+    def wait(self) -> None:
+        """Returns when everything begun is on disk: before the last report, and at the end of the run."""
+        while self._jobs:
+            self._jobs.pop(0).result()
+
+    def take_warnings(self) -> list[str]:
+        """Returns the warnings from the background since the last call."""
+        taken = self._warnings[:]
+        del self._warnings[: len(taken)]
+        return taken
+
+    def _write(self, step: int, layers: Mapping[str, LayerState]) -> None:
+        directory = partial_directory(self._run_dir, step)
+        try:
+            (directory / "layers").mkdir(parents=True, exist_ok=True)
+            written = {name: write_layer(directory, name, state) for name, state in layers.items()}
+            commit.sync_directory(directory / "layers")
+            commit.write_part(directory, self._worker, written)
+        except (OSError, SafetensorError) as error:
+            raise self._failure(f"writing {directory}", error) from error
+        self._finished_step = step
+
+    def _prune(self) -> None:
+        """Never fails: the new checkpoint is safe, and the next one tries again to delete."""
+        try:
+            failed = commit.prune(self._run_dir, self._keep)
+        except (OSError, CheckpointError) as error:
+            home = checkpoints_directory(self._run_dir)
+            failed = {home: f"no checkpoint in {home} was deleted ({error}): the next checkpoint tries it again"}
+        self._warnings += [text for path, text in failed.items() if path not in self._undeleted]
+        self._undeleted = set(failed)
+
+    def _raise_failure(self) -> None:
+        while self._jobs and self._jobs[0].done():
+            self._jobs.pop(0).result()
+
+    def _failure(self, action: str, error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"worker {self._worker}, {action}: {error}. Earlier checkpoints are untouched: free disk space or restore "
+            f"the right to write, then type checkpoint.resume={self._run_dir}"
+        )
