@@ -73,7 +73,7 @@ def resolve(resume: str | Path, run_dir: Path, run_root: Path | None = None) -> 
 
 
 def find(path: Path) -> tuple[CheckpointInfo, tuple[str, ...]]:
-    """Returns the checkpoint at ``path``, or the newest of the run at ``path``, and a warning for each damaged newer one.
+    """Returns the checkpoint at ``path``, or the newest of the run there, and a warning for each damaged newer one.
 
     Raises:
         CheckpointError: there is none, or none that can be used.

@@ -105,7 +105,7 @@ def amend(run_dir: Path, step: int, state: RunState) -> None:
 
 
 def record_best(run_dir: Path, step: int, metric: str, value: float) -> None:
-    """Records the complete checkpoint of ``step`` as the best so far; pruning keeps it until another one is recorded."""
+    """Records the complete checkpoint of ``step`` as the best; pruning keeps it until another is recorded."""
     write_json(checkpoints_directory(run_dir) / "best.json", {"step": step, "metric": metric, "value": value})
 
 
@@ -209,7 +209,7 @@ def _join_parts(parts: Sequence[Mapping[str, LayerFile]], step: int) -> dict[str
 
 
 def _require_whole_model(written: Mapping[str, LayerFile], model: Mapping[str, Collection[str]], step: int) -> None:
-        saved = {f"{layer}.{name}" for layer, file in written.items() for name in file.parameters}
+    saved = {f"{layer}.{name}" for layer, file in written.items() for name in file.parameters}
     expected = {f"{layer}.{name}" for layer, names in model.items() for name in names}
     faults = [
         f"{text}: {shorten(sorted(names))}"

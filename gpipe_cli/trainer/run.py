@@ -12,10 +12,10 @@ import torch
 import torch._dynamo  # every optimizer imports it when it is made; here it is imported once, before workers are forked
 
 from .. import __version__
-from ..checkpoint.commit import refuse_another_run
 from ..checkpoint.choose import open_checkpoint
-from ..checkpoint.files import vocabulary_folder
+from ..checkpoint.commit import refuse_another_run
 from ..checkpoint.compatibility import require_same_data
+from ..checkpoint.files import vocabulary_folder
 from ..config import Settings
 from ..factory.build import build_lr_schedule, build_optimizer, build_task
 from ..launch.context import Context

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ..checkpoint.files import RunState
-from ..checkpoint.lr_schedule_state import LRScheduleState
 from ..checkpoint.layer_state import LayerState, layer_state
+from ..checkpoint.lr_schedule_state import LRScheduleState
 from ..checkpoint.writer import CheckpointWriter
 from ..distributed.exchange import Exchange
 from ..distributed.world import World

@@ -9,13 +9,12 @@ from typing import Any, cast
 
 import torch
 
-from ..checkpoint.commit import prepare_directory
-from ..checkpoint.compatibility import require_same_steps
 from ..checkpoint.choose import open_checkpoint
+from ..checkpoint.commit import prepare_directory
+from ..checkpoint.compatibility import fingerprint, require_same_steps
 from ..checkpoint.files import CheckpointInfo, Json, shorten
-from ..checkpoint.compatibility import fingerprint
-from ..checkpoint.lr_schedule_state import LRScheduleState
 from ..checkpoint.layer_state import load_layer, restore_layer
+from ..checkpoint.lr_schedule_state import LRScheduleState
 from ..checkpoint.transfer import load_weights, patterns_without_effect, require_same_model
 from ..config import Settings
 from ..distributed.exchange import Exchange

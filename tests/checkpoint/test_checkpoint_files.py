@@ -21,9 +21,10 @@ from checkpoint_tools import Layers, make_layers, names_of, restore, save
 from inline_run import train_inline
 from torch import nn
 
-from gpipe_cli.checkpoint import choose, layer_state as layer_states
+from gpipe_cli.checkpoint import choose
 from gpipe_cli.checkpoint import commit as checkpoint_commit
 from gpipe_cli.checkpoint import files as checkpoint_files
+from gpipe_cli.checkpoint import layer_state as layer_states
 from gpipe_cli.checkpoint.files import CheckpointError, RunState
 from gpipe_cli.checkpoint.layer_state import export_state_dict, layer_state, load_layer
 from gpipe_cli.checkpoint.writer import CheckpointWriter

@@ -12,8 +12,8 @@ import tiny_images
 from inline_run import train_inline
 
 from gpipe_cli.checkpoint.choose import find
-from gpipe_cli.checkpoint.files import CheckpointInfo, RunState, read_manifest
 from gpipe_cli.checkpoint.compatibility import require_same_data
+from gpipe_cli.checkpoint.files import CheckpointInfo, RunState, read_manifest
 from gpipe_cli.data.images.source import ImageSource
 from gpipe_cli.data.parallel.source import ParallelTextSource
 from gpipe_cli.data.source import no_report
