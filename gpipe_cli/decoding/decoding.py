@@ -22,7 +22,7 @@ from ..distributed.world import World
 from ..micro_batch import MicroBatch
 from ..pipeline.engine import Pipeline
 from ..schedule.run_schedules import RunSchedules
-from ..tasks.generation import GenerationSettings
+from ..tasks.base import GenerationSettings
 from .beam import BeamSearch, Hypothesis
 
 Caches = dict[tuple[int, int], list[dict[str, Any]]]  # by (cell, micro-batch), one dict a layer

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from ..metrics.records import Sample
 from ..metrics.translation_scores import with_averages
-from ..tasks.generation import GenerationSettings
+from ..tasks.base import GenerationSettings
 from .decoding import Decoder
 
 

@@ -1,28 +1,29 @@
-"""What the model's outputs are for: the interface between the trainer and `task._target_`."""
+"""Defines a task: the interface between the trainer and `task._target_`, which holds the loss and the metrics."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from ..micro_batch import Tensors
-from .generation import GenerationSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class Task(Protocol):
-    """Loss and metrics of micro-batches. Everything is a sum, so that any split of a mini-batch gives the same.
+    """Computes loss and metrics of micro-batches, as sums, which do not depend on how a mini-batch is divided.
 
-    Nothing has to be inherited. `outputs` are those of the last layer, as a tuple also where it is one tensor, and
-    `targets` are the data source's; `weight` sees the targets on the CPU, the others see both on the device.
+    Nothing has to be inherited. `outputs` are those of the last layer, as a tuple even if there is only one tensor;
+    `targets` are the data source's. `weight` gets the targets on the CPU, the other methods get all on the device.
 
     Attributes:
-        statistics: names of the sums that `loss` also returns, in pairs (part, whole) whose quotient is logged under
-            the name of the part, such as ("accuracy", "examples"); may be empty.
+        statistics: names of the sums that `loss` also returns, in pairs (part, whole) such as ("accuracy", "examples").
+            The quotient of a pair is logged under the name of the part. May be empty.
         metrics: names of the sums that `evaluate` returns.
-        unit: what a weight of 1 is: "examples" or "tokens".
+        unit: what `weight` counts: "examples" or "tokens".
     """
 
     @property
@@ -35,25 +36,25 @@ class Task(Protocol):
     def unit(self) -> str: ...
 
     def weight(self, targets: Tensors) -> float:
-        """What the micro-batch weighs: its examples, or its non-padding tokens."""
+        """Returns the number of examples, or of tokens that are not padding."""
 
     def loss(self, outputs: Tensors, targets: Tensors) -> tuple[Tensor, Tensor]:
-        """For training: (sum of the loss, a scalar; `statistics`, float64 and without gradient)."""
+        """Returns, for training, (the sum of the loss, a scalar; `statistics`, float64 without gradient)."""
 
     def evaluate(self, outputs: Tensors, targets: Tensors) -> Tensor:
-        """The micro-batch's `metrics`: float64, on the device."""
+        """Returns the micro-batch's `metrics`: float64, on the device."""
 
     def summarize(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
-        """What is reported of an evaluation; the first entry is the loss by which the best checkpoint is chosen.
+        """Returns the figures of an evaluation; the first one is the loss by which the best checkpoint is chosen.
 
         Args:
-            sums: of `metrics`, over the evaluation set.
+            sums: `metrics` summed over the evaluation set.
             weight: of the evaluation set; positive.
         """
 
 
 class GeneratingTask(Task, Protocol):
-    """A task whose model also writes text, token by token.
+    """A task whose model also generates text, token by token.
 
     Attributes:
         generation: how much an evaluation generates; None: nothing.
@@ -63,9 +64,59 @@ class GeneratingTask(Task, Protocol):
     def generation(self) -> GenerationSettings | None: ...
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
-        """Of the next token: logits [b, t, V], of which the last position counts, to float32 [b, V]; −∞ for never."""
+        """Returns float32 [b, V] of the next token (−∞: never), from the last position of logits [b, t, V]."""
 
     def score(
         self, hypotheses: Sequence[str], references: Sequence[str], groups: Sequence[str] | None = None
     ) -> dict[str, float]:
-        """What is reported of generated sentences; with `groups`, a name for each, also for every group."""
+        """Returns the scores of generated sentences; with `groups`, a name for each sentence, also of every group."""
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """Holds the attribute ``generation`` of a task. The defaults are for runs older than the key.
+
+    Attributes:
+        per_language, per_language_at_end: sentences of each language, during the run and after its last step.
+        group: sentences generated together; as many groups as micro-batches are in flight.
+        max_length: most tokens of a translation, its end-of-sentence token included.
+        beam: hypotheses kept of each sentence, after the last step and in commands that translate; 1: greedy.
+        beam_during_run: the same, in evaluations during the run.
+        length_exponent: a translation y has the score log p(y) / ((|y| + 5) / 5)^length_exponent.
+        length_ratio, length_extra: a translation has at most length_ratio · source tokens + length_extra tokens.
+    """
+
+    per_language: int
+    per_language_at_end: int
+    group: int
+    max_length: int
+    beam: int = 8
+    beam_during_run: int = 1
+    length_exponent: float = 0.5
+    length_ratio: float = 3.0
+    length_extra: int = 10
+
+    def __post_init__(self) -> None:
+        """Raises ValueError that names the key of a number that is too small or not whole."""
+        for name, value in vars(self).items():
+            whole, least = name not in ("length_exponent", "length_ratio"), 0 if name.startswith("length_") else 1
+            if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not value >= least:
+                kind = "a whole number" if whole else "a number"
+                raise ValueError(f"task.generation.{name}={value}: use {kind}, at least {least}")
+        if self.length_ratio == 0 and self.length_extra == 0:
+            raise ValueError("task.generation.length_ratio=0 with length_extra=0 allows no token: raise one of them")
+
+    @property
+    def widest(self) -> int:
+        """Returns the wider of the two beams."""
+        return max(self.beam, self.beam_during_run)
+
+    def effort(self, at_end: bool) -> dict[str, int]:
+        """Returns `sentences_per_language` and `beam` for reports."""
+        if at_end:
+            return {"sentences_per_language": self.per_language_at_end, "beam": self.beam}
+        return {"sentences_per_language": self.per_language, "beam": self.beam_during_run}
+
+    def longest(self, source_tokens: int) -> int:
+        """Returns the most tokens of a translation of `source_tokens` tokens, the end-of-sentence token included."""
+        return max(1, min(self.max_length, math.ceil(self.length_ratio * source_tokens) + self.length_extra))

@@ -1,4 +1,4 @@
-"""BLEU as sacreBLEU counts it (Post 2018): 13a tokenisation, cased."""
+"""Computes BLEU with sacreBLEU (Post 2018): 13a tokenisation, cased."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> tuple[float, str]:
-    """(BLEU from 0 to 100, sacreBLEU's signature) of detokenised sentences with one reference each.
+    """Returns (BLEU from 0 to 100, sacreBLEU's signature) of detokenised sentences with one reference each.
 
     Raises:
         ValueError: there are no sentences, or not as many hypotheses as references.
@@ -22,15 +22,15 @@ def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> tuple[f
 
 
 def bleu_signature() -> str:
-    """sacreBLEU's signature of what `corpus_bleu` counts."""
+    """Returns sacreBLEU's signature, which describes how `corpus_bleu` counts."""
     return corpus_bleu(["a"], ["a"])[1]
 
 
 def bleu_of_groups(hypotheses: Sequence[str], references: Sequence[str], groups: Sequence[str]) -> dict[str, float]:
-    """BLEU of each group (a language, say) as a corpus of its own; groups in the order in which they first appear.
+    """Returns the BLEU of each group (a language, say), in the order in which groups first appear.
 
     Raises:
-        ValueError: as `corpus_bleu`, or not one group name for each sentence.
+        ValueError: as `corpus_bleu` does, or if there is not one group name for each sentence.
     """
     _check(hypotheses, references)
     if len(groups) != len(hypotheses):
@@ -52,6 +52,6 @@ def _check(hypotheses: Sequence[str], references: Sequence[str]) -> None:
 
 
 def _metric() -> BLEU:
-    from sacrebleu.metrics.bleu import BLEU  # here, because the import takes longer than some whole runs
+    from sacrebleu.metrics.bleu import BLEU  # imported late: it takes longer than some whole runs
 
-    return BLEU(force=True)  # force: no warning about text that looks tokenised; the score is the same
+    return BLEU(force=True)  # force=True only silences a warning about text that looks tokenised

@@ -1,4 +1,4 @@
-"""Classification: one label an example (paper, section 4: ImageNet)."""
+"""Defines the task of classification: one label for each example (paper, section 4: ImageNet)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..micro_batch import Tensors
-from .cross_entropy import smoothed_cross_entropy
-from .limits import check_label_smoothing
+from .cross_entropy import check_label_smoothing, smoothed_cross_entropy, widened
 
 
 class ClassificationTask:
-    """Outputs: (logits [b, classes], …); targets: (labels int64 [b], …).
+    """Computes the loss and accuracy of outputs (logits [b, classes], …) for targets (labels int64 [b], …).
 
     Args:
         label_smoothing: ε, spread evenly over the classes; training only.
 
     Raises:
-        ValueError: a value outside its limits; the message names the key.
+        ValueError: a value is outside its limits; the message names the key.
     """
 
     unit = "examples"
@@ -32,32 +31,32 @@ class ClassificationTask:
         self.label_smoothing = label_smoothing
 
     def weight(self, targets: Tensors) -> float:
-        """The number of examples."""
+        """Returns the number of examples."""
         return float(len(targets[0]))
 
     def loss(self, outputs: Tensors, targets: Tensors) -> tuple[Tensor, Tensor]:
-        """(sum over examples of the smoothed cross-entropy, [examples right first, examples])."""
+        """Returns (smoothed cross-entropy summed over the examples, [correct examples, examples])."""
         logits, labels = outputs[0], targets[0]
         loss, _ = smoothed_cross_entropy(logits, labels, self.label_smoothing)
         right = (logits.detach().argmax(1) == labels).sum().double()
         return loss, torch.stack((right, torch.full_like(right, len(labels))))
 
     def evaluate(self, outputs: Tensors, targets: Tensors) -> Tensor:
-        """[negative log-likelihood without smoothing, examples right first, examples right among the first five]."""
+        """Returns [negative log-likelihood without smoothing, examples correct in the top 1, in the top 5]."""
         logits, labels = outputs[0], targets[0]
-        wide = logits if logits.dtype == torch.float64 else logits.float()
+        wide = widened(logits)
         nll = F.cross_entropy(wide, labels, reduction="none").double().sum()
         best = wide.topk(min(5, wide.shape[1]), dim=1).indices
         hits = best == labels[:, None]
         return torch.stack((nll, hits[:, 0].sum().double(), hits.sum().double()))
 
     def predictions(self, outputs: Tensors, targets: Tensors) -> Tensor:
-        """For the pictures of an evaluation: [b, 3], each row (class, predicted class, its probability)."""
+        """Returns [b, 3] for the pictures of an evaluation: (label, predicted class, its probability)."""
         confidence, predicted = outputs[0].float().softmax(1).max(1)
         return torch.stack((targets[0].float(), predicted.float(), confidence), dim=1)
 
     def summarize(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
-        """Per example: `nll` in nats, `accuracy` (top 1) and `top5_accuracy`."""
+        """Returns means over the examples: `nll` in nats, `accuracy` (top 1) and `top5_accuracy`."""
         return {
             "nll": sums["nll"] / weight,
             "accuracy": sums["top1"] / weight,

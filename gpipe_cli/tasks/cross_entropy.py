@@ -1,11 +1,11 @@
-"""Cross-entropy with label smoothing and logit clipping, in two buffers of the logits' size instead of five.
+"""Computes cross-entropy with label smoothing and logit clipping, in two buffers of the logits' size instead of five.
 
-For one token with target y among V, c the clipped logits and ε the smoothing:
+For a token with target y out of V, with clipped logits c and smoothing ε:
 
     loss = −Σ_v q_v log softmax(c)_v,   q_v = ε/V + (1−ε)·[v = y]
          = logsumexp(c) − (1−ε)·c_y − ε·mean(c)
 
-and its gradient is softmax(c) − q, zero where a logit was clipped (paper, section 5: a hard clip).
+The gradient is softmax(c) − q, and zero where a logit was clipped (paper, section 5: a hard clip).
 """
 
 from __future__ import annotations
@@ -16,20 +16,26 @@ import torch
 from torch import Tensor
 
 
+def check_label_smoothing(value: float) -> None:
+    """Raises ValueError that names the key if `value` is not at least 0 and less than 1."""
+    if not 0 <= value < 1:
+        raise ValueError(f"task.label_smoothing={value}: use a number from 0 up to, but not including, 1, such as 0.1")
+
+
 def smoothed_cross_entropy(
     logits: Tensor, targets: Tensor, smoothing: float = 0.0, clip: float | None = None, ignore: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The sum of the loss over the targets that count.
+    """Returns the sum of the loss over all targets except `ignore`.
 
     Args:
         logits: [n, V]; half precision is widened to float32 for the loss.
         targets: int64 [n].
         smoothing: ε, spread evenly over all V classes.
-        clip: logits are clipped to [−clip, clip]; None: not at all.
-        ignore: a target that does not count, such as padding.
+        clip: logits are clipped to [−clip, clip]; None: no clipping.
+        ignore: a target that is left out, such as padding.
 
     Returns:
-        (scalar loss, float64 [2]: how many logits were clipped, how many there are; of the targets that count).
+        (scalar loss, float64 [2]: clipped logits and all logits of the targets that count).
     """
     loss: Tensor
     loss, clipped, counted = _SmoothedCrossEntropy.apply(logits, targets, smoothing, clip, ignore)
@@ -37,7 +43,7 @@ def smoothed_cross_entropy(
 
 
 class _SmoothedCrossEntropy(torch.autograd.Function):
-    """(loss, clipped logits, targets that count); keeps the logits and one number a row for backward."""
+    """Returns (loss, clipped logits, targets that count); saves the logits and one number per row for backward."""
 
     @staticmethod
     def forward(
@@ -45,7 +51,7 @@ class _SmoothedCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         counts = torch.ones_like(targets, dtype=torch.bool) if ignore is None else targets != ignore
         targets = targets.where(counts, 0)[:, None]
-        scores, is_clipped = _clip(_widen(logits), clip)
+        scores, is_clipped = _clip(widened(logits), clip)
         of_target = scores.gather(1, targets)[:, 0]
         normalizer = scores.logsumexp(1)
         ctx.save_for_backward(logits, targets, normalizer, counts)
@@ -59,7 +65,7 @@ class _SmoothedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, normalizer, counts = ctx.saved_tensors
-        scores, is_clipped = _clip(_widen(logits), ctx.clip)
+        scores, is_clipped = _clip(widened(logits), ctx.clip)
         slope = (scores - normalizer[:, None]).exp_().sub_(ctx.smoothing / logits.shape[1])
         slope.scatter_add_(1, targets, torch.full_like(normalizer, ctx.smoothing - 1)[:, None])
         slope.mul_((gradients[0] * counts)[:, None])
@@ -68,12 +74,13 @@ class _SmoothedCrossEntropy(torch.autograd.Function):
         return slope.to(logits.dtype), None, None, None, None
 
 
-def _widen(logits: Tensor) -> Tensor:
+def widened(logits: Tensor) -> Tensor:
+    """Returns half-precision logits in float32, others as they are."""
     return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
 
 
 def _clip(scores: Tensor, clip: float | None) -> tuple[Tensor, Tensor | None]:
-    """(clipped scores, where they were clipped or None for nowhere)."""
+    """Returns (clipped scores, mask of the clipped ones or None if there are none)."""
     if clip is None or (scores.device.type == "cpu" and _all_within(scores, clip)):
         return scores, None
     clipped = scores.clamp(-clip, clip)
@@ -81,7 +88,7 @@ def _clip(scores: Tensor, clip: float | None) -> tuple[Tensor, Tensor | None]:
 
 
 def _all_within(scores: Tensor, clip: float) -> bool:
-    """Cheap on the CPU, where it mostly spares the clipping; on an accelerator to ask would mean to wait."""
+    """Returns whether clipping would change nothing. For the CPU only: on a GPU this would wait for the device."""
     if not scores.numel():
         return True
     low, high = scores.aminmax()

@@ -1,4 +1,4 @@
-"""Translation (paper, section 5): label-smoothed loss with clipped logits, decoding, BLEU."""
+"""Defines the task of translation (paper, section 5): label-smoothed loss with clipped logits, decoding, BLEU."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ from typing import Any
 
 from torch import Tensor
 
+from .base import GenerationSettings
 from .bleu import bleu_of_groups, bleu_signature, corpus_bleu
-from .generation import GenerationSettings
-from .tokens import TokenPrediction
+from .language_model import LanguageModelTask
 
 
-class TranslationTask(TokenPrediction):
-    """Outputs: (logits [b, T, V],); targets: (target ids [b, T],), shifted by one against the decoder's input.
+class TranslationTask(LanguageModelTask):
+    """Adds decoding and BLEU to the loss of a language model; targets are the decoder's inputs one place later.
 
     Args:
-        label_smoothing: ε, spread evenly over the vocabulary; training only.
-        logit_clip: logits are clipped hard to [−logit_clip, logit_clip]; training only; None: not at all.
-        pad_id: the target that is padding.
-        generation: how many held-out sentences an evaluation translates, the keys of `GenerationSettings`; None: none.
+        label_smoothing, logit_clip, pad_id: see `LanguageModelTask`.
+        generation: the keys of `GenerationSettings`; None: an evaluation translates nothing.
     """
 
     def __init__(
@@ -33,9 +31,9 @@ class TranslationTask(TokenPrediction):
         self.generation = None if generation is None else GenerationSettings(**generation)
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
-        """Of the next token of each hypothesis: logits [b, t, V], of which the last position counts, to float32 [b, V].
+        """Returns float32 [b, V] of each hypothesis' next token, from the last position of logits [b, t, V].
 
-        Padding has none (−∞): it would read as a translation that goes on in silence.
+        Padding gets −∞: it must never be generated.
         """
         last = logits[:, -1].float().log_softmax(-1)
         if self.pad_id is not None:
@@ -44,13 +42,13 @@ class TranslationTask(TokenPrediction):
 
     @property
     def signature(self) -> str:
-        """sacreBLEU's: how the scores were counted."""
+        """Returns sacreBLEU's signature, which describes how scores are counted."""
         return bleu_signature()
 
     def score(
         self, hypotheses: Sequence[str], references: Sequence[str], groups: Sequence[str] | None = None
     ) -> dict[str, float]:
-        """`bleu` of all sentences together; with `groups`, a name for each sentence, also `bleu/<name>`.
+        """Returns `bleu` of all sentences together; with `groups`, a name for each sentence, also `bleu/<name>`.
 
         Raises:
             ValueError: there are no sentences, or the lists differ in length.

@@ -38,8 +38,7 @@ from ..pipeline.cell import Cell
 from ..pipeline.engine import TASK, Pipeline
 from ..pipeline.transport import Transport
 from ..schedule.run_schedules import RunSchedules
-from ..tasks.base import Task
-from ..tasks.generation import GenerationSettings
+from ..tasks.base import GenerationSettings, Task
 from .batches import first_batch
 from .data_notices import forward_warnings
 from .evaluation import Evaluator

@@ -16,7 +16,7 @@ from ..decoding.decoding import Decoder
 from ..distributed.exchange import Exchange
 from ..errors import ConfigurationError
 from ..launch.context import Context
-from ..tasks.generation import GenerationSettings
+from ..tasks.base import GenerationSettings
 from .assembly import Assembly, assemble_decoder, generation_settings
 from .from_checkpoint import assemble_from_checkpoint
 

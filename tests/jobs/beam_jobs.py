@@ -20,7 +20,7 @@ from gpipe_cli.pipeline.engine import Pipeline
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.pipeline.transport import Transport
 from gpipe_cli.schedule.run_schedules import RunSchedules
-from gpipe_cli.tasks.generation import GenerationSettings
+from gpipe_cli.tasks.base import GenerationSettings
 from gpipe_cli.tasks.translation import TranslationTask
 
 CPU = torch.device("cpu")
