@@ -39,7 +39,8 @@ from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.launch.context import Context
 from gpipe_cli.metrics.trace import Recording, from_zero
 from gpipe_cli.planner.measure.link import LinkTimes, measure_link
-from gpipe_cli.schedule.schedule import Instruction, Op, schedule
+from gpipe_cli.schedule.instruction import Instruction, Op
+from gpipe_cli.schedule.schedule import schedule
 from gpipe_cli.schedule.simulate import Timeline, cost_durations, simulate
 
 EXAMPLES = 64

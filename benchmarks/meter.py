@@ -5,7 +5,7 @@ processor's seconds are the step's. Steps with the meter and without it take tur
 that does nothing. The median of the pairs' ratios is shown, with their quartiles. It is a small difference of two large
 numbers, so the other columns measure the same directly: what the marks of the instructions cost (two readings of a
 clock and an entry in a list, times the number of instructions), and what a step's report costs on rank 0 (adding up,
-writing, reading, the forecast of the schedule). `share` is their sum over the step's seconds.
+writing, reading). `share` is their sum over the step's seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from gpipe_cli.partition.partition import cell_layers, partition
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
 from gpipe_cli.pipeline.meter import Meter
 from gpipe_cli.pipeline.randomness import NoiseSource
-from gpipe_cli.schedule.forecast import Forecast
 from gpipe_cli.schedule.instruction import Instruction
 from gpipe_cli.tasks.translation import TranslationTask
 
@@ -73,11 +72,11 @@ class Bench:
 
     def marks(self) -> float:
         """Seconds that a step's marks cost."""
-        meter, program = Meter(CPU), self.engine_step.program
+        meter, instructions = Meter(CPU), self.engine_step.instructions
 
         def all_marks() -> None:
             meter.begin_step()
-            for instruction in program:
+            for instruction in instructions:
                 meter.record(instruction, meter.mark())
             meter.end_step()
 
@@ -87,13 +86,12 @@ class Bench:
         """Seconds that a step's figures cost on rank 0."""
         reporter = StepReporter([-1], self.K, self.M, 1, 1, 0, 0)
         exchange, world = Exchange(reporter.fields(), None), World(0, 1, 1, CPU, CPU, None, None, None)
-        meter, forecast = self.meters["on"], Forecast([self.engine_step.program], self.placement)
+        meter = self.meters["on"]
 
         def figures() -> None:
             reporter.write_times(exchange, world, meter, (), 1.0, 0.0)
             exchange.run()
-            report = reporter.read(exchange, 1.0)
-            forecast.bubble(forecast.mean_durations(report.cells))
+            reporter.read(exchange, 1.0)
 
         return direct(figures)
 
@@ -132,7 +130,7 @@ def row(bench: Bench, repetitions: int) -> dict[str, Any]:
     return {
         "K": bench.K,
         "M": bench.M,
-        "instructions": len(bench.engine_step.program),
+        "instructions": len(bench.engine_step.instructions),
         "step, s": step,
         "meter on/off": middle,
         "quartiles": quartiles,

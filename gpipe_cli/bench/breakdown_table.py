@@ -13,7 +13,6 @@ from typing import Any
 
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.metrics.breakdown import mean_breakdown
-from gpipe_cli.schedule.forecast import Forecast
 from gpipe_cli.schedule.schedule import schedule
 from gpipe_cli.schedule.simulate import ideal_bubble
 
@@ -80,8 +79,8 @@ def emulated(K: int, M: int, options: BenchOptions, say: Say) -> dict[str, Mappi
     }
     found = run_workers(WORKER, K, config)
     placement = tuple(range(K))
-    forecast = Forecast(schedule(options.schedules[0], placement, M, options.remat), placement)
-    shares = [mean_breakdown(forecast, f["cells"], [0.0] * K, f["step_seconds"]).shares() for f in found]
+    lists = schedule(options.schedules[0], placement, M, options.remat)
+    shares = [mean_breakdown(lists, placement, f["cells"], [0.0] * K, f["step_seconds"]).shares() for f in found]
     return {setting.profile.model.name: share for setting, share in zip(settings, shares, strict=True)}
 
 

@@ -19,8 +19,8 @@ from gpipe_cli.pipeline.engine import Loss, Pipeline, StepInput
 from gpipe_cli.pipeline.halves import backward_of_inputs
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.pipeline.transport import Transport
-from gpipe_cli.schedule.instruction import Op
-from gpipe_cli.schedule.schedule import Instruction, schedule
+from gpipe_cli.schedule.instruction import Instruction, Op
+from gpipe_cli.schedule.schedule import schedule
 
 CPU = torch.device("cpu")
 Step = Callable[[], None]
@@ -52,13 +52,13 @@ class EngineStep:
     """One training step of this worker, to be called again and again; ``engine.meter`` knows where it went."""
 
     engine: Pipeline
-    program: Sequence[Instruction]
+    instructions: Sequence[Instruction]
     plan: StepInput
     micro_batches: Sequence[MicroBatch] | None
 
     def __call__(self) -> None:
         self.engine.meter.begin_step()
-        self.engine.train_step(self.program, self.plan, self.micro_batches)
+        self.engine.train_step(self.instructions, self.plan, self.micro_batches)
         self.engine.meter.end_step()
 
 
@@ -111,9 +111,9 @@ def step_of_cells(
         scale: 1 / weight of the mini-batch.
     """
     engine = Pipeline(cells, placement, transport, loss, len(micro_batches[0][1]), device)
-    program = schedule(kind, placement, len(micro_batches), remat)[worker]
+    instructions = schedule(kind, placement, len(micro_batches), remat)[worker]
     signatures = tuple(tuple(tensor.shape for tensor in inputs + targets) for inputs, targets in micro_batches)
-    return EngineStep(engine, program, StepInput(0, 1, signatures, scale), micro_batches if worker == 0 else None)
+    return EngineStep(engine, instructions, StepInput(0, 1, signatures, scale), micro_batches if worker == 0 else None)
 
 
 def cpu_transport(placement: tuple[int, ...], shared_memory: bool = True) -> Transport | None:

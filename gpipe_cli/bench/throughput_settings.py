@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gpipe_cli.schedule.schedule import Instruction, Op, ScheduleError, schedule
+from gpipe_cli.schedule.instruction import Instruction, Op, ScheduleError
+from gpipe_cli.schedule.schedule import schedule
 from gpipe_cli.schedule.simulate import cost_durations, simulate
 
 from .options import BenchOptions

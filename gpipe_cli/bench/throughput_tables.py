@@ -12,7 +12,7 @@ from typing import Any
 
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.gpus import count_gpus
-from gpipe_cli.schedule.schedule import KINDS
+from gpipe_cli.schedule.orders import KINDS
 
 from .options import BenchOptions
 from .paper import ideal_throughput

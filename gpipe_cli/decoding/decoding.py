@@ -46,7 +46,7 @@ class DecoderRuntime:
 
     world: World
     engine: Pipeline
-    programs: RunSchedules
+    schedules: RunSchedules
     codec: BatchPlanCodec
     groups: int
     stop_requested: Callable[[], bool] = never
@@ -144,9 +144,9 @@ class Decoder:
         searches = flight.searches
         while flight is not None:
             if flight.groups:
-                program = machinery.programs.forward(len(flight.groups))[self._world.worker]
+                instructions = machinery.schedules.forward_lists(len(flight.groups))[self._world.worker]
                 sink = self._sink(flight)
-                machinery.engine.run_forward(program, flight.signatures, flight.micro_batches, sink, flight.caches)
+                machinery.engine.run_forward(instructions, flight.signatures, flight.micro_batches, sink, flight.caches)
             run_unless_stopped(self._round, machinery.stop_requested)
             flight = self._next_round(flight)
         self._write_ends(searches)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from ..schedule.forecast import Durations, Forecast
-from ..schedule.instruction import Op
+from ..schedule.instruction import COMPUTE, InstructionLists, Op
+from ..schedule.simulate import Timeline, simulate
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-RECOMPUTATION = (Op.RECOMPUTE,)
+Durations = Mapping[tuple[Op, int], float]  # seconds of one instruction, by kind and cell; kinds in `COMPUTE` only
 
 
 @dataclass(frozen=True)
@@ -48,43 +49,96 @@ class Breakdown:
         return ", ".join(f"{name.replace('_', ' ')} {100 * share:.1f} %" for name, share in self.shares().items())
 
 
-def break_down(forecast: Forecast, durations: Durations, update_seconds: float, step_seconds: float) -> Breakdown:
-    """The shares of a step (paper, Table 4).
+def break_down(
+    lists: InstructionLists, placement: Sequence[int], durations: Durations, update_seconds: float, step_seconds: float
+) -> Breakdown:
+    """Returns the shares of a step (paper, Table 4).
 
     Args:
-        forecast: of the lists that ran.
-        durations: measured seconds of one instruction, by kind and cell.
+        lists: one list of instructions per worker, those that ran.
+        placement: worker of each cell.
+        durations: measured.
         update_seconds: of the weight update, the mean over the workers.
-        step_seconds: of the whole step, update and data and all.
+        step_seconds: of the whole step, with its update and the wait for data.
 
     Raises:
         ValueError: ``step_seconds`` is not positive.
     """
     if step_seconds <= 0:
         raise ValueError(f"step_seconds={step_seconds}: a step takes time")
-    workers = len(forecast.lists)
-    whole = workers * step_seconds
-    again = sum(n * durations[key] for key, n in forecast.counts.items() if key[0] in RECOMPUTATION)
-    busy, update = forecast.busy(durations), workers * update_seconds
-    # Measured times waver, the simulation's are means: no part may be more than there is left to divide.
+    counts, workers = count_computations(lists), len(lists)
+    whole, update = workers * step_seconds, workers * update_seconds
+    busy = sum(count * durations[key] for key, count in counts.items())
+    again = sum(count * durations[key] for key, count in counts.items() if key[0] is Op.RECOMPUTE)
+    # Measured times vary and the simulation takes their means: no share may be larger than the time that is left.
     left = max(0.0, whole - busy - update)
-    bubble = min(left, forecast.idle(forecast.even_durations(durations)))
-    imbalance = min(left - bubble, max(0.0, forecast.idle(durations) - bubble))
-    parts = [busy - again, again, bubble, imbalance, left - bubble - imbalance, update]
-    total = sum(parts)  # `whole`, but where computation and update seem to fill more than the step
-    return Breakdown(*(part / total for part in parts))
+    bubble = min(left, idle_seconds(simulate_with(lists, placement, even_durations(lists, placement, durations))))
+    imbalance = min(left - bubble, max(0.0, idle_seconds(simulate_with(lists, placement, durations)) - bubble))
+    shares = [busy - again, again, bubble, imbalance, left - bubble - imbalance, update]
+    total = sum(shares)  # larger than `whole` where computation and update together seem longer than the step
+    return Breakdown(*(share / total for share in shares))
 
 
 def mean_breakdown(
-    forecast: Forecast, cells: Sequence[Mapping[str, float]], updates: Sequence[float], step_seconds: float
+    lists: InstructionLists,
+    placement: Sequence[int],
+    cells: Sequence[Mapping[str, float]],
+    updates: Sequence[float],
+    step_seconds: float,
 ) -> Breakdown:
-    """`break_down` from a report's figures.
+    """Returns `break_down` of the figures of a step's report.
 
     Args:
-        cells: for each cell the seconds that a step spent in each kind of computation.
+        cells: as in `durations_of_cells`.
         updates: seconds of every worker's weight update.
     """
-    return break_down(forecast, forecast.mean_durations(cells), sum(updates) / len(updates), step_seconds)
+    return break_down(lists, placement, durations_of_cells(lists, cells), sum(updates) / len(updates), step_seconds)
+
+
+def predicted_bubble(lists: InstructionLists, placement: Sequence[int], cells: Sequence[Mapping[str, float]]) -> float:
+    """Returns the bubble of the schedule, simulated with the mean time that each cell's instructions took in a step."""
+    return simulate_with(lists, placement, durations_of_cells(lists, cells)).bubble
+
+
+def simulate_with(lists: InstructionLists, placement: Sequence[int], durations: Durations) -> Timeline:
+    """Returns the timeline of the lists with these durations and messages that take no time."""
+    return simulate(lists, placement, lambda instruction: durations[instruction.op, instruction.cell])
+
+
+def idle_seconds(timeline: Timeline) -> float:
+    """Returns the seconds without computation between a step's begin and its end, of all workers together."""
+    return len(timeline.spans) * timeline.span - sum(timeline.busy)
+
+
+def count_computations(lists: InstructionLists) -> Counter[tuple[Op, int]]:
+    """Returns how often a step runs each kind of computation of each cell."""
+    return Counter((i.op, i.cell) for instructions in lists for i in instructions if i.op in COMPUTE)
+
+
+def durations_of_cells(lists: InstructionLists, cells: Sequence[Mapping[str, float]]) -> dict[tuple[Op, int], float]:
+    """Returns the mean seconds of one instruction.
+
+    Args:
+        cells: for each cell the seconds that a step spent in each kind, by the kind's name in small letters.
+    """
+    return {(op, cell): cells[cell][op.name.lower()] / n for (op, cell), n in count_computations(lists).items()}
+
+
+def even_durations(
+    lists: InstructionLists, placement: Sequence[int], durations: Durations
+) -> dict[tuple[Op, int], float]:
+    """Returns the same work spread evenly: all workers take equally long for a micro-batch, in each kind of work.
+
+    A kind that some workers do not have at all (recompute, in the last worker of 1f1b) is spread over the others.
+    """
+    counts, cells_of_worker = count_computations(lists), Counter(placement)
+    even: dict[tuple[Op, int], float] = {}
+    for op in COMPUTE:
+        keys = [key for key in counts if key[0] is op]
+        workers = {placement[cell] for _, cell in keys}
+        each = sum(durations[key] for key in keys) / len(workers) if workers else 0.0
+        even |= {(op, cell): each / cells_of_worker[placement[cell]] for _, cell in keys}
+    return even
 
 
 # As in `schedule/picture.py`: blue forward, pale recompute, and warm colours for what is lost.

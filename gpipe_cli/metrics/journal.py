@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..distributed.batch_plan import BatchPlan
-from ..schedule.forecast import Forecast
 from ..schedule.instruction import COMPUTE
 from ..schedule.run_schedules import RunSchedules
 from ..schedule.simulate import Timeline
-from .breakdown import Breakdown, draw_breakdown, mean_breakdown
+from .breakdown import Breakdown, draw_breakdown, mean_breakdown, predicted_bubble
 from .image_pictures import draw_classification, read_picture
 from .language_pictures import ModelScores, draw_languages
 from .metrics_file import MetricsFile, json_safe
@@ -64,6 +63,7 @@ class Journal:
         self._evaluations: list[Mapping[str, float]] = []
         self._traced: dict[int, Timeline] = {}
         self._tensorboard = tensorboard
+        self._predicted_bubble: float | None = None  # at the last logging interval
 
     def open(self, resumed_step: int) -> None:
         """Begins the record, when nothing can refuse the run any more.
@@ -118,18 +118,22 @@ class Journal:
         plan: BatchPlan,
         lr: float,
         seconds: float,
-        forecast: Forecast,
+        schedules: RunSchedules,
         done: float | None,
     ) -> None:
         """One training step: a line in metrics.jsonl, a tick on the console; now and then its times, and TensorBoard.
 
         Args:
             seconds: of the whole step, its update included.
-            forecast: of the schedule that ran.
+            schedules: of the run; simulated with the measured times at the logging interval only.
             done: share of the run that lies behind; None where nobody knows its end.
         """
         if not self._active:
             return
+        due = progress.step % self._every == 0 or progress.step in (1, self._steps)
+        lists, placement = schedules.training_lists(len(plan.signatures)), schedules.placement
+        if due or self._predicted_bubble is None:
+            self._predicted_bubble = predicted_bubble(lists, placement, report.cells)
         row = {
             "step": progress.step,
             "loss": report.loss,
@@ -138,7 +142,7 @@ class Journal:
             "examples_per_second": plan.examples / seconds,
             f"{self._unit}_per_second": plan.total_weight / seconds,
             "bubble": report.bubble,
-            "bubble_predicted": forecast.bubble(forecast.mean_durations(report.cells)),
+            "bubble_predicted": self._predicted_bubble,
             "seconds": seconds,
             "waited_for_data": report.waited_for_data,
             "waiting_for_data_share": min(1.0, report.waited_for_data / seconds),
@@ -147,8 +151,7 @@ class Journal:
             "skipped_updates": progress.skipped,
             **self._shares(report.statistics),
         }
-        due = progress.step % self._every == 0 or progress.step in (1, self._steps)
-        shares = mean_breakdown(forecast, report.cells, report.updates, seconds).shares() if due else {}
+        shares = mean_breakdown(lists, placement, report.cells, report.updates, seconds).shares() if due else {}
         times = {"breakdown": shares, "cells": report.cells, "workers": report.workers} if due else {}
         self._metrics.write({**row, **times})
         self._emit({"kind": "progress", **json_safe(row), "steps": self._steps, "done": done})
@@ -225,7 +228,7 @@ class Journal:
                 self._board.add_image(f"evaluation/{path.stem}", read_picture(path), step, dataformats="HWC")
 
     def trace(
-        self, step: int, recordings: Sequence[Recording], programs: RunSchedules, cells: Sequence[Mapping[str, Any]]
+        self, step: int, recordings: Sequence[Recording], schedules: RunSchedules, cells: Sequence[Mapping[str, Any]]
     ) -> None:
         """trace/ and pictures/: one step of all workers, beside its schedule timed with the same durations.
 
@@ -237,12 +240,12 @@ class Journal:
             return
         layers = [f"{row['first']} … {row['last']}" if row["layers"] > 1 else str(row["first"]) for row in cells]
         path = self._run_dir / "trace" / f"step_{step:06d}.trace.json"
-        write_trace(path, trace(step, recordings, programs.placement, layers))
+        write_trace(path, trace(step, recordings, schedules.placement, layers))
         # Drawn when the run ends: drawing takes a second, for which the other workers would wait in the next step.
-        self._traced[step] = measured_timeline(recordings, programs.placement)
+        self._traced[step] = measured_timeline(recordings, schedules.placement)
         self.message(f"step {step} recorded: {path} (open it in https://ui.perfetto.dev)")
 
-    def pictures(self, recordings: Sequence[Recording], programs: RunSchedules, breakdown: Breakdown | None) -> None:
+    def pictures(self, recordings: Sequence[Recording], schedules: RunSchedules, breakdown: Breakdown | None) -> None:
         """pictures/: the pipeline's last step (replica 0) as it was measured, the loss, and where a step goes.
 
         What cannot be drawn is a warning: the run has done its work.
@@ -250,21 +253,21 @@ class Journal:
         if not self._active:
             return
         try:
-            self._draw(recordings, programs, breakdown)
+            self._draw(recordings, schedules, breakdown)
         except Exception as error:
             self.warn(f"{self._run_dir / 'pictures'} is not complete ({type(error).__name__}: {error})")
         if breakdown is not None:
             self.message(f"where a step goes: {breakdown}")
 
-    def _draw(self, recordings: Sequence[Recording], programs: RunSchedules, breakdown: Breakdown | None) -> None:
+    def _draw(self, recordings: Sequence[Recording], schedules: RunSchedules, breakdown: Breakdown | None) -> None:
         folder = self._run_dir / "pictures"
         folder.mkdir(exist_ok=True)
         for step, timeline in self._traced.items():
             name = f"step_{step:06d}"
-            draw_traced_step(step, timeline, programs, [folder / f"{name}.png", folder / f"{name}.svg"])
-        measured = measured_timeline(recordings, programs.placement)
+            draw_traced_step(step, timeline, schedules, [folder / f"{name}.png", folder / f"{name}.svg"])
+        measured = measured_timeline(recordings, schedules.placement)
         if any(measured.spans):
-            draw_step(measured, programs.kind, folder / "step.png")
+            draw_step(measured, schedules.kind, folder / "step.png")
             draw_loss(self._run_dir, folder / "loss.png")
         if breakdown is not None:
             draw_breakdown({"measured": breakdown.shares()}, folder / "breakdown.png", "Where a step goes")

@@ -23,16 +23,16 @@ def draw_step(measured: Timeline, kind: str, path: Path) -> None:
     save_picture(measured, path, f"{kind}, a measured step", "ms")
 
 
-def draw_traced_step(step: int, measured: Timeline, programs: RunSchedules, paths: Sequence[Path]) -> None:
+def draw_traced_step(step: int, measured: Timeline, schedules: RunSchedules, paths: Sequence[Path]) -> None:
     """A measured step above, the simulation of its schedule with the mean measured durations below, in milliseconds.
 
     The path that decides how long each takes is marked.
     """
     durations = mean_durations(measured)
-    lists = programs.training(measured.micro_batches)
-    simulated = simulate(lists, programs.placement, lambda i: durations[i.op, i.cell])
+    lists = schedules.training_lists(measured.micro_batches)
+    simulated = simulate(lists, schedules.placement, lambda i: durations[i.op, i.cell])
     panels = [
-        Panel(measured, f"{programs.kind}, step {step} as measured", critical_path(measured)),
+        Panel(measured, f"{schedules.kind}, step {step} as measured", critical_path(measured)),
         Panel(simulated, "the schedule with the same durations", critical_path(simulated)),
     ]
     for path in paths:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..distributed.batch_plan import BatchPlan
 from ..schedule.run_schedules import RunSchedules
-from .breakdown import Breakdown, mean_breakdown
+from .breakdown import Breakdown, mean_breakdown, predicted_bubble
 from .step_report import StepReport
 
 WARM_UP = 2  # steps left out: allocators, kernels and shapes are met for the first time
@@ -52,21 +52,21 @@ class Totals:
         """Mean of the measured bubbles."""
         return sum(report.bubble for report, _, _ in self._recent) / len(self._recent) if self._recent else None
 
-    def predicted_bubble(self, programs: RunSchedules) -> float | None:
+    def predicted_bubble(self, schedules: RunSchedules) -> float | None:
         """The bubble of the very schedule that ran, simulated with the mean times that its instructions took."""
         if not self._recent:
             return None
-        forecast = programs.forecast(len(self._recent[-1][1].signatures))
-        return forecast.bubble(forecast.mean_durations(self._cell_means()))
+        lists = schedules.training_lists(len(self._recent[-1][1].signatures))
+        return predicted_bubble(lists, schedules.placement, self._cell_means())
 
-    def breakdown(self, programs: RunSchedules) -> Breakdown | None:
+    def breakdown(self, schedules: RunSchedules) -> Breakdown | None:
         """Where a step went (paper, Table 4), from the mean times."""
         if not self._recent:
             return None
         reports, _, seconds = zip(*self._recent, strict=True)
         updates = [sum(report.updates) / len(report.updates) for report in reports]
-        forecast = programs.forecast(len(self._recent[-1][1].signatures))
-        return mean_breakdown(forecast, self._cell_means(), updates, sum(seconds) / len(seconds))
+        lists = schedules.training_lists(len(self._recent[-1][1].signatures))
+        return mean_breakdown(lists, schedules.placement, self._cell_means(), updates, sum(seconds) / len(seconds))
 
     def with_times(self, table: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The table of the cells with the mean seconds that each spent per step."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..errors import ConfigurationError
 from ..micro_batch import MicroBatch, Tensors
-from ..schedule.schedule import Instruction, Op
+from ..schedule.instruction import Instruction, Op
 from .boundary import BoundarySpec, canonical_gradient, fresh_leaves, is_channels_last
 from .cell import Cell, LayerFailed
 from .halves import WeightHalf, backward_of_inputs

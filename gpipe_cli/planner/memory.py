@@ -14,7 +14,7 @@ from enum import Enum
 
 from ..pipeline.receives import RECEIVES, RECEIVES_AHEAD, SENDS, ReceivesAhead, sends_before
 from ..pipeline.shared_memory import slot_bytes
-from ..schedule.schedule import Instruction, Message, Op, send_window
+from ..schedule.instruction import Instruction, Message, Op, send_window
 from ..schedule.simulate import Timeline
 
 MINI_BATCH, INPUTS, GRAPHS, MESSAGES, RUNNING = "mini_batch", "inputs", "graphs", "messages", "running"

@@ -8,7 +8,8 @@ from typing import Any
 
 from ..layers import LayerBuilder
 from ..partition.layer_times import LayerTimes
-from ..schedule.schedule import Instruction, most_kept
+from ..schedule.instruction import Instruction
+from ..schedule.schedule import most_kept
 from ..schedule.simulate import Timeline
 from .cells import CellFacts
 from .devices import Device

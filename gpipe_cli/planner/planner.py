@@ -16,7 +16,8 @@ from ..errors import ConfigurationError
 from ..factory.build import Cut, build_model, build_optimizer, build_task, cut_by_costs
 from ..partition.partition import cell_costs, partition
 from ..partition.sharing import Sharing, find_sharing
-from ..schedule.schedule import Instruction, Op, ScheduleError, schedule
+from ..schedule.instruction import Instruction, Op, ScheduleError
+from ..schedule.schedule import schedule
 from ..schedule.simulate import bubble_by_formula, simulate
 from .cells import CellFacts, build_cells
 from .devices import Device

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..partition.layer_times import LayerTimes, cell_total
-from ..schedule.schedule import Instruction, Op
+from ..schedule.instruction import Instruction, Op
 from .cells import CellFacts
 from .devices import Device
 from .measure.layer_facts import LayerFacts

@@ -1,17 +1,17 @@
-"""The schedules of a run, each made and checked once: the engine executes them, the simulator times them."""
+"""Makes and checks the schedules of a run, each once: the engine executes them, the metrics simulate them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
 
-from .forecast import Forecast
-from .schedule import Instruction, forward_only, schedule
+from .instruction import Instruction
+from .schedule import forward_only, schedule
 from .validate import validate
 
 
 class RunSchedules:
-    """Instruction lists by number of micro-batches.
+    """Makes the instruction lists of a run, by the number of micro-batches of a step.
 
     Args:
         kind: ``pipeline.schedule``.
@@ -21,22 +21,17 @@ class RunSchedules:
 
     def __init__(self, kind: str, placement: Sequence[int], remat: str) -> None:
         self.kind, self.placement, self.remat = kind, tuple(placement), remat
-        self.training = cache(self._training)
-        self.forward = cache(self._forward)
-        self.forecast = cache(self._forecast)
+        self.training_lists = cache(self._training_lists)
+        self.forward_lists = cache(self._forward_lists)
 
-    def _training(self, micro_batches: int) -> list[list[Instruction]]:
-        """One list per worker for a training step."""
-        lists = schedule(self.kind, self.placement, micro_batches, self.remat)
-        validate(lists, self.placement, micro_batches, self.remat)
+    def _training_lists(self, M: int) -> list[list[Instruction]]:
+        """Returns one list per worker for a training step."""
+        lists = schedule(self.kind, self.placement, M, self.remat)
+        validate(lists, self.placement, M, self.remat)
         return lists
 
-    def _forward(self, micro_batches: int) -> list[list[Instruction]]:
-        """One list per worker for evaluation or generation."""
-        lists = forward_only(self.placement, micro_batches)
-        validate(lists, self.placement, micro_batches)
+    def _forward_lists(self, M: int) -> list[list[Instruction]]:
+        """Returns one list per worker for a step of evaluation or generation."""
+        lists = forward_only(self.placement, M)
+        validate(lists, self.placement, M)
         return lists
-
-    def _forecast(self, micro_batches: int) -> Forecast:
-        """What a training step takes, by the times of its instructions."""
-        return Forecast(self.training(micro_batches), self.placement)

@@ -18,36 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from .instruction import (
-    BACK,
-    COMPUTE,
-    Instruction,
-    InstructionLists,
-    Message,
-    Op,
-    ScheduleError,
-    execution_order,
-    send_window,
-)
+from .instruction import Instruction, Op, ScheduleError
 from .orders import KINDS, Unit, runs_of
-
-__all__ = [
-    "BACK",
-    "COMPUTE",
-    "KINDS",
-    "REMAT",
-    "Instruction",
-    "InstructionLists",
-    "Kept",
-    "Message",
-    "Op",
-    "ScheduleError",
-    "execution_order",
-    "forward_only",
-    "most_kept",
-    "schedule",
-    "send_window",
-]
 
 REMAT = ("always", "except_last", "never")
 _CHANGE = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.WEIGHT_GRADIENT: -1}  # of what is kept: the graph waits for its W

@@ -85,7 +85,7 @@ class Assembly:
     parameter_names: list[str]
     own_parameters: list[int]
     losses: list[int]
-    programs: RunSchedules
+    schedules: RunSchedules
     engine: Pipeline
     codec: BatchPlanCodec
 
@@ -133,7 +133,7 @@ def assemble_model(context: Context, settings: Settings, world: World, task: Tas
         parameter_names=names,
         own_parameters=own,
         losses=losses,
-        programs=RunSchedules(settings.pipeline.schedule, placement, settings.pipeline.remat),
+        schedules=RunSchedules(settings.pipeline.schedule, placement, settings.pipeline.remat),
         engine=engine,
         codec=BatchPlanCodec(found.form, settings.pipeline.M, world.replica, world.replicas),
     )
@@ -168,7 +168,7 @@ def assemble_decoder(assembly: Assembly, generation: GenerationSettings) -> Deco
 
 def _machinery(assembly: Assembly, stop_requested: Callable[[], bool]) -> DecoderRuntime:
     a = assembly
-    return DecoderRuntime(a.world, a.engine, a.programs, a.codec, a.settings.pipeline.M, stop_requested)
+    return DecoderRuntime(a.world, a.engine, a.schedules, a.codec, a.settings.pipeline.M, stop_requested)
 
 
 def _decoder(assembly: Assembly, machinery: DecoderRuntime, generation: GenerationSettings) -> Decoder:

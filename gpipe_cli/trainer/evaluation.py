@@ -102,8 +102,10 @@ class Evaluator:
                 break
             weight += plan.total_weight
             if plan.signatures:
-                program = m.programs.forward(len(plan.signatures))[world.worker]
-                m.engine.run_forward(program, plan.signatures, feed.micro_batches if feed is not None else None, add)
+                instructions = m.schedules.forward_lists(len(plan.signatures))[world.worker]
+                m.engine.run_forward(
+                    instructions, plan.signatures, feed.micro_batches if feed is not None else None, add
+                )
         exchange.own["metrics"].view(world.replicas, -1)[world.replica] += sums
         exchange.run()
         totals = exchange.total["metrics"].view(world.replicas, -1).sum(0).tolist()

@@ -117,8 +117,8 @@ class Trainer:
         scale = 1 / plan.total_weight if plan.total_weight else 0.0
         parts = self._feed.micro_batches if self._feed is not None else None
         position, waited = (self._feed.position, self._feed.seconds_waited) if self._feed is not None else (None, 0.0)
-        program = a.programs.training(len(plan.signatures))[a.world.worker]
-        record = a.engine.train_step(program, StepInput(step, steps, plan.signatures, scale), parts)
+        instructions = a.schedules.training_lists(len(plan.signatures))[a.world.worker]
+        record = a.engine.train_step(instructions, StepInput(step, steps, plan.signatures, scale), parts)
         span = meter.end_step()
         with meter.phase("gradients"):
             self._settle_gradients()
@@ -167,10 +167,9 @@ class Trainer:
         """What has become of the step, to whoever reads of it."""
         p, a, progress = self.parts, self._assembly, self.progress
         self.totals.add(report, plan, seconds)
-        forecast = a.programs.forecast(len(plan.signatures))
-        p.journal.step(progress, report, plan, lr, seconds, forecast, self._share_done())
+        p.journal.step(progress, report, plan, lr, seconds, a.schedules, self._share_done())
         if progress.step in self._settings.traced_steps:
-            p.journal.trace(progress.step, self._record_everyone(), a.programs, a.cut.table)
+            p.journal.trace(progress.step, self._record_everyone(), a.schedules, a.cut.table)
         if self.totals.steps == WARM_UP:
             text = grace_warning(seconds, a.settings.launch.grace_seconds, torchrun_patience())
             if text:
@@ -332,7 +331,7 @@ class Trainer:
     def draw(self) -> None:
         """The run's pictures; every worker calls it, when all else is done."""
         p, a = self.parts, self._assembly
-        p.journal.pictures(self._record_everyone(), a.programs, self.totals.breakdown(a.programs))
+        p.journal.pictures(self._record_everyone(), a.schedules, self.totals.breakdown(a.schedules))
 
     def _record_everyone(self) -> list[Recording]:
         return record_everyone(self._assembly.world, self._assembly.engine.meter, self.parts.exchange.ended_at)

@@ -128,9 +128,9 @@ def _mini_batches(assembly: Assembly) -> Iterator[list[list[MicroBatch]]]:
 def backward_order(assembly: Assembly, micro_batches: int) -> list[int]:
     """In which order the schedule adds up the gradients of micro-batches: as the worker of the last cell does."""
     last = len(assembly.cut.placement) - 1
-    program = assembly.programs.training(micro_batches)[assembly.cut.placement[last]]
+    instructions = assembly.schedules.training_lists(micro_batches)[assembly.cut.placement[last]]
     adds = (Op.BACKWARD, Op.WEIGHT_GRADIENT)
-    return [i.micro_batch for i in program if i.op in adds and i.cell == last]
+    return [i.micro_batch for i in instructions if i.op in adds and i.cell == last]
 
 
 def tolerance_of(settings: Settings) -> float:

@@ -61,13 +61,13 @@ def run_engine(case: Case, placement: Sequence[int], worker: int, transport: Tra
     noise = NoiseSource(1, 0, CPU)
     cells = [Cell(k, [layers[i] for i in numbers[k]], noise) for k in range(case.K) if placement[k] == worker]
     engine = Pipeline(cells, placement, transport, ClassificationTask(0.1).loss, 1, CPU)
-    program = schedule("gpipe", placement, case.M, case.remat)[worker]
+    instructions = schedule("gpipe", placement, case.M, case.remat)[worker]
     held = dict(named for cell in cells for named in cell.parameters())
     seen = []
     for step in range(STEPS):
         parts = case.parts(step)
         plan = StepInput(step, STEPS, tuple(len(inputs[0]) for inputs, _ in parts), 1 / case.examples)
-        record = engine.train_step(program, plan, parts if placement[0] == worker else None)
+        record = engine.train_step(instructions, plan, parts if placement[0] == worker else None)
         finish_batchnorm([b for cell in cells for b in cell.batchnorms], None)
         if transport is not None:
             dist.barrier()  # in the trainer the exchange separates the steps

@@ -71,13 +71,13 @@ def run_case(case: Case, placement: Sequence[int], worker: int, transport: Trans
         if placement[k] == worker
     ]
     engine = Pipeline(cells, placement, transport, token_loss, 1, CPU)
-    program = schedule(case.kind, placement, case.M, case.remat)[worker]
+    instructions = schedule(case.kind, placement, case.M, case.remat)[worker]
     seen = []
     for step in range(STEPS):
         parts = mini_batch(step, case.examples, case.M)
         signatures = tuple(tuple(inputs[0].shape) for inputs, _ in parts)
         plan = StepInput(step, STEPS, signatures, 1 / weight_of(parts))
-        record = engine.train_step(program, plan, parts if placement[0] == worker else None)
+        record = engine.train_step(instructions, plan, parts if placement[0] == worker else None)
         finish_batchnorm([b for cell in cells for b in cell.batchnorms], None)
         if transport is not None:
             dist.barrier()  # in the trainer the exchange separates the steps

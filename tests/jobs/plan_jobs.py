@@ -47,10 +47,12 @@ def one_run(settings: Settings, world: World) -> dict[str, Any]:
         cell.train(True)
     transport, autocast = make_transport(world, cut), build_autocast(settings.precision, CPU)
     engine = Pipeline(cells, cut.placement, transport, task.loss, len(part[1]), CPU, autocast)
-    program = RunSchedules(pipeline.schedule, cut.placement, pipeline.remat).training(pipeline.M)[world.worker]
+    instructions = RunSchedules(pipeline.schedule, cut.placement, pipeline.remat).training_lists(pipeline.M)[
+        world.worker
+    ]
     plan = StepInput(0, 1, (("train",),) * pipeline.M, 1.0)
     first = cut.placement[0] == world.worker
-    engine.train_step(program, plan, [real(part) for _ in range(pipeline.M)] if first else None)
+    engine.train_step(instructions, plan, [real(part) for _ in range(pipeline.M)] if first else None)
     parameters = [p for cell in cells for _, p in cell.parameters()]
     buffers = [b for cell in cells for layer in cell.layers for b in layer.module.buffers()]
     optimizer = build_optimizer(settings.optimizer, parameters)
@@ -62,7 +64,7 @@ def one_run(settings: Settings, world: World) -> dict[str, Any]:
     tracker.ignore([*parameters, *buffers, *gradients])
     with tracker:
         parts = [real(part) for _ in range(pipeline.M)] if first else None
-        inputs = inputs_held(engine, lambda: engine.train_step(program, plan, parts))
+        inputs = inputs_held(engine, lambda: engine.train_step(instructions, plan, parts))
     state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
     return {
         "weights": sum(map(size_of, parameters + buffers)),

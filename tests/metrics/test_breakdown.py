@@ -1,4 +1,4 @@
-"""Where a step goes, in literal numbers: forecasts, Table 4's shares, and the critical path."""
+"""Where a step goes, in literal numbers: Table 4's shares, and the critical path."""
 
 from __future__ import annotations
 
@@ -6,48 +6,29 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_cli.metrics.breakdown import break_down, draw_breakdown
+from gpipe_cli.metrics.breakdown import break_down, count_computations, draw_breakdown, even_durations, simulate_with
 from gpipe_cli.schedule.critical_path import critical_path
-from gpipe_cli.schedule.forecast import Forecast
-from gpipe_cli.schedule.instruction import COMPUTE, Instruction, Op
+from gpipe_cli.schedule.instruction import COMPUTE, Instruction, InstructionLists, Op
 from gpipe_cli.schedule.schedule import schedule
 from gpipe_cli.schedule.simulate import Span, Timeline, simulate
 
 
-def durations(forecast: Forecast, forward: list[float], backward: list[float]) -> dict[tuple[Op, int], float]:
+def durations(lists: InstructionLists, forward: list[float], backward: list[float]) -> dict[tuple[Op, int], float]:
     like_forward = (Op.FORWARD, Op.RECOMPUTE)
-    return {(op, cell): (forward if op in like_forward else backward)[cell] for op, cell in forecast.counts}
-
-
-@pytest.mark.parametrize("remat", ["always", "except_last", "never"])
-@pytest.mark.parametrize(
-    ("kind", "placement"),
-    [
-        ("gpipe", (0, 0, 1, 1)),
-        ("1f1b", (0, 1, 2)),
-        ("interleaved_1f1b", (0, 1, 0, 1)),
-        ("zero_bubble", (0, 1, 2)),
-        ("gpipe", (0,)),
-    ],
-)
-def test_a_forecast_is_the_simulation(kind: str, placement: tuple[int, ...], remat: str) -> None:
-    forecast = Forecast(schedule(kind, placement, 5, remat), placement)
-    times = durations(forecast, [1.0, 2.5, 0.5, 3.0], [2.0, 4.5, 1.25, 7.0])
-    timeline = simulate(forecast.lists, placement, lambda i: times[i.op, i.cell])
-    assert forecast.span(times) == pytest.approx(timeline.span)
-    assert forecast.bubble(times) == pytest.approx(timeline.bubble)
+    return {(op, cell): (forward if op in like_forward else backward)[cell] for op, cell in count_computations(lists)}
 
 
 def test_even_durations_keep_the_work_and_level_the_workers() -> None:
-    forecast = Forecast(schedule("gpipe", (0, 0, 1), 2, "never"), (0, 0, 1))
-    even = forecast.even_durations(durations(forecast, [1.0, 2.0, 5.0], [2.0, 4.0, 10.0]))
+    lists, placement = schedule("gpipe", (0, 0, 1), 2, "never"), (0, 0, 1)
+    own = durations(lists, [1.0, 2.0, 5.0], [2.0, 4.0, 10.0])
+    even = even_durations(lists, placement, own)
     # 8 of forward on 2 workers: 4 each, which worker 0 divides between its two cells.
     assert {str((op.value, cell)): seconds for (op, cell), seconds in even.items() if op is Op.FORWARD} == {
         "('F', 0)": 2.0,
         "('F', 1)": 2.0,
         "('F', 2)": 4.0,
     }
-    assert forecast.busy(even) == forecast.busy(durations(forecast, [1.0, 2.0, 5.0], [2.0, 4.0, 10.0])) == 48
+    assert sum(simulate_with(lists, placement, even).busy) == sum(simulate_with(lists, placement, own).busy) == 48
 
 
 def test_the_shares_of_a_step_by_hand() -> None:
@@ -56,8 +37,8 @@ def test_the_shares_of_a_step_by_hand() -> None:
     Busy are 2·(1+2) on worker 0 and 2·(3+6) on worker 1: 24. The schedule: worker 1 runs F F B B from 1 to 19, then
     worker 0's last backward: 21. With even cells of 2 and 4 it takes (M+K-1)·(2+4) = 18.
     """
-    forecast = Forecast(schedule("gpipe", (0, 1), 2, "never"), (0, 1))
-    found = break_down(forecast, durations(forecast, [1.0, 3.0], [2.0, 6.0]), update_seconds=2, step_seconds=30)
+    lists, placement = schedule("gpipe", (0, 1), 2, "never"), (0, 1)
+    found = break_down(lists, placement, durations(lists, [1.0, 3.0], [2.0, 6.0]), update_seconds=2, step_seconds=30)
     assert found.computation == pytest.approx(24 / 60)
     assert found.recomputation == 0
     assert found.bubble == pytest.approx((2 * 18 - 24) / 60)  # a third of 36: (K-1)/(M+K-1)
@@ -68,15 +49,15 @@ def test_the_shares_of_a_step_by_hand() -> None:
 
 
 def test_recomputation_is_told_apart() -> None:
-    forecast = Forecast(schedule("gpipe", (0,), 4, "except_last"), (0,))
-    found = break_down(forecast, durations(forecast, [1.0], [2.0]), update_seconds=0, step_seconds=15)
+    lists, placement = schedule("gpipe", (0,), 4, "except_last"), (0,)
+    found = break_down(lists, placement, durations(lists, [1.0], [2.0]), update_seconds=0, step_seconds=15)
     assert (found.computation, found.recomputation) == pytest.approx((12 / 15, 3 / 15))
     assert (found.bubble, found.load_imbalance, found.setup) == (0, 0, 0)
 
 
 def test_wavering_times_never_make_a_share_negative_or_the_sum_another() -> None:
-    forecast = Forecast(schedule("gpipe", (0, 1), 2, "never"), (0, 1))
-    found = break_down(forecast, durations(forecast, [1.0, 3.0], [2.0, 6.0]), update_seconds=1, step_seconds=12)
+    lists, placement = schedule("gpipe", (0, 1), 2, "never"), (0, 1)
+    found = break_down(lists, placement, durations(lists, [1.0, 3.0], [2.0, 6.0]), update_seconds=1, step_seconds=12)
     assert min(found.shares().values()) >= 0
     assert sum(found.shares().values()) == pytest.approx(1)
 

@@ -23,8 +23,9 @@ from gpipe_cli.metrics.step_report import StepReport, StepReporter
 from gpipe_cli.metrics.trace import Recording, measured_timeline, on_one_clock
 from gpipe_cli.pipeline.meter import Meter, Phase
 from gpipe_cli.schedule.instruction import COMPUTE, Instruction
+from gpipe_cli.schedule.orders import KINDS
 from gpipe_cli.schedule.picture import draw_text
-from gpipe_cli.schedule.schedule import KINDS, schedule
+from gpipe_cli.schedule.schedule import schedule
 from gpipe_cli.schedule.simulate import Span, simulate, unit_durations
 
 CPU = torch.device("cpu")

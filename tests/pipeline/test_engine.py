@@ -16,7 +16,8 @@ from gpipe_cli.launch.supervisor import Job, launch
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell, LayerFailed
 from gpipe_cli.pipeline.engine import Pipeline
 from gpipe_cli.pipeline.randomness import NoiseSource
-from gpipe_cli.schedule.schedule import KINDS, REMAT, forward_only
+from gpipe_cli.schedule.orders import KINDS
+from gpipe_cli.schedule.schedule import REMAT, forward_only
 
 
 @pytest.fixture(autouse=True)

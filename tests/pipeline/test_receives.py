@@ -8,23 +8,24 @@ import pytest
 
 from gpipe_cli.pipeline.receives import RECEIVES_AHEAD, ReceivesAhead
 from gpipe_cli.schedule.instruction import COMPUTE, Instruction, Op
-from gpipe_cli.schedule.schedule import KINDS, forward_only, schedule
+from gpipe_cli.schedule.orders import KINDS
+from gpipe_cli.schedule.schedule import forward_only, schedule
 
 Event = tuple[str, object]  # ("post" or "send", message), or ("compute", instruction)
 
 
-def events(program: Sequence[Instruction], after_sends: bool) -> list[Event]:
+def events(instructions: Sequence[Instruction], after_sends: bool) -> list[Event]:
     """What the worker starts, in order, as the engine goes through its list."""
     found: list[Event] = []
-    awaited = {(i.op, i.cell, i.micro_batch): i.awaited_message for i in program}
+    awaited = {(i.op, i.cell, i.micro_batch): i.awaited_message for i in instructions}
 
     def post(op: Op, cell: int, micro_batch: int) -> bool:
         found.append(("post", awaited[op, cell, micro_batch]))
         return True
 
-    receives = ReceivesAhead(program, post, after_sends)
+    receives = ReceivesAhead(instructions, post, after_sends)
     receives.post_ahead(Op.RECEIVE_ACTIVATION)
-    for i in program:
+    for i in instructions:
         if i.op in COMPUTE:
             found.append(("compute", i))
         elif (message := i.sent_message) is not None:
@@ -70,7 +71,7 @@ def test_a_device_that_waits_for_all_that_is_under_way_goes_on(kind: str, W: int
     placement = tuple(range(W)) * (2 if kind == "interleaved_1f1b" else 1)
     for M in (1, 2, 3, 5, 8, 16):
         for remat in ("never", "always", "except_last"):
-            started = [events(program, after_sends=True) for program in schedule(kind, placement, M, remat)]
+            started = [events(instructions, after_sends=True) for instructions in schedule(kind, placement, M, remat)]
             assert not gets_stuck(started), (M, remat)
             assert kind == "interleaved_1f1b" or not gets_stuck(started, sends_too=True), (M, remat)
 
@@ -78,12 +79,12 @@ def test_a_device_that_waits_for_all_that_is_under_way_goes_on(kind: str, W: int
 @pytest.mark.parametrize("placement", [(0, 1), (0, 1, 2, 3), (0, 1, 0, 1)])
 def test_so_does_one_that_only_runs_forward(placement: tuple[int, ...]) -> None:
     for M in (1, 2, 5, 8):
-        assert not gets_stuck([events(program, after_sends=True) for program in forward_only(placement, M)])
+        assert not gets_stuck([events(instructions, after_sends=True) for instructions in forward_only(placement, M)])
 
 
 def test_without_that_rule_it_would_not() -> None:
     lists = schedule("gpipe", (0, 1), 4, "never")
-    assert gets_stuck([events(program, after_sends=False) for program in lists])
+    assert gets_stuck([events(instructions, after_sends=False) for instructions in lists])
 
 
 def test_as_many_of_each_kind_are_posted_ahead_as_may_be() -> None:

@@ -11,19 +11,10 @@ from textwrap import dedent
 import pytest
 
 from gpipe_cli.schedule import schedule as schedule_module
-from gpipe_cli.schedule.orders import ROUND_ROBIN
+from gpipe_cli.schedule.instruction import Instruction, Op, ScheduleError, execution_order
+from gpipe_cli.schedule.orders import KINDS, ROUND_ROBIN
 from gpipe_cli.schedule.picture import draw_text
-from gpipe_cli.schedule.schedule import (
-    KINDS,
-    REMAT,
-    Instruction,
-    Op,
-    ScheduleError,
-    execution_order,
-    forward_only,
-    most_kept,
-    schedule,
-)
+from gpipe_cli.schedule.schedule import REMAT, forward_only, most_kept, schedule
 from gpipe_cli.schedule.simulate import simulate, unit_durations
 from gpipe_cli.schedule.validate import validate
 

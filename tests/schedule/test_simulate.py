@@ -8,8 +8,10 @@ from xml.etree import ElementTree
 import pytest
 from matplotlib.image import imread
 
+from gpipe_cli.schedule.instruction import Instruction, Op, ScheduleError
+from gpipe_cli.schedule.orders import KINDS
 from gpipe_cli.schedule.picture import draw_text, legend, save_picture
-from gpipe_cli.schedule.schedule import KINDS, Instruction, Op, ScheduleError, forward_only, schedule
+from gpipe_cli.schedule.schedule import forward_only, schedule
 from gpipe_cli.schedule.simulate import (
     Timeline,
     bubble_by_formula,

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...config import PipelineConfig, Settings
 from ...errors import ConfigurationError
-from ...schedule.schedule import KINDS
+from ...schedule.orders import KINDS
 from ...typed_section import shown
 from ..measure.example import example_micro_batch
 from ..options import Options
