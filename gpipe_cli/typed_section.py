@@ -87,20 +87,21 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """At most three of ``known`` that look like ``word``; a difference of case alone is nearest of all.
+    """Returns at most three of ``known`` that look like ``word``; a difference of case alone is nearest of all.
 
-    Inside a section that exists only its own keys count, compared by their last part: a long section name would make
-    them all look alike.
+    In a section that exists, only its own keys count, compared by their last part: a long section name would make them
+    all look alike.
     """
-    names = list(dict.fromkeys(known))
-    if same := [name for name in names if name.lower() == word.lower()]:
-        return same
-    section, _, last = word.lower().rpartition(".")
-    siblings = {name.lower().rpartition(".")[2]: name for name in names if name.lower().rpartition(".")[0] == section}
+    names = {name.lower(): name for name in known}
+    lowered = word.lower()
+    if lowered in names:
+        return [names[lowered]]
+    section, _, last = lowered.rpartition(".")
+    siblings = {name.rpartition(".")[2]: names[name] for name in names if name.rpartition(".")[0] == section}
     if siblings:
         return [siblings[near] for near in difflib.get_close_matches(last, siblings, n=3, cutoff=0.6)]
-    lowered = {name.lower(): name for name in names if name.count(".") == word.count(".")}
-    return [lowered[near] for near in difflib.get_close_matches(word.lower(), lowered, n=3, cutoff=0.75)]
+    as_deep = [name for name in names if name.count(".") == word.count(".")]
+    return [names[near] for near in difflib.get_close_matches(lowered, as_deep, n=3, cutoff=0.75)]
 
 
 def shown(value: object) -> str:

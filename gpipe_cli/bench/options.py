@@ -16,7 +16,7 @@ class BenchOptions:
 
     table: Literal[1, 2, 3, 4] | None
     quick: bool
-    out: str
+    output: str
     models: list[Family]
     K: list[Count] | None
     M: list[Count] | None

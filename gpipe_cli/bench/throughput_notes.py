@@ -117,7 +117,7 @@ def machine_notes(options: BenchOptions) -> list[str]:
     Ks = ",".join(enough)
     return [
         f"There {'is 1 GPU' if gpus == 1 else f'are {gpus} GPUs'} here, enough for layers that compute at K={Ks}: "
-        f"gpipe-bench table=2 K={Ks} layers=real out={options.out}/real"
+        f"gpipe-bench table=2 K={Ks} layers=real output={options.output}/real"
     ]
 
 

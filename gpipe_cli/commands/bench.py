@@ -19,15 +19,14 @@ from gpipe_cli.bench.options import BenchOptions
 from gpipe_cli.bench.table_files import write_table
 from gpipe_cli.bench.tables import Table
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.launch.report import WorkerFailed
-from gpipe_cli.terminal.frame import FAILED, INTERRUPTED, REFUSED, answer
+from gpipe_cli.terminal.frame import FAILED, answer, exit_code, to_stderr
 from gpipe_cli.terminal.help import conf_folder
 from gpipe_cli.terminal.output import show
 from gpipe_cli.terminal.text import duration, markdown_table, text_table
 from gpipe_cli.typed_section import read_section, unknown_key
 
 HELP = """\
-gpipe-bench: one of the paper's tables, measured here, with the paper's figures beside it.
+gpipe-bench: measures one of the paper's tables here and sets the paper's figures beside it.
 
     gpipe-bench table=2 quick=true        normalised throughput for K = 2, 4, 8 and M = 1, 4, 32, on emulated
                                           accelerators unless each worker has a GPU
@@ -35,7 +34,7 @@ gpipe-bench: one of the paper's tables, measured here, with the paper's figures 
     gpipe-bench table=4                   where a training step goes
     gpipe-bench table=1                   the largest models that fit
 
-Ends in a table, and writes it with its figures and its plot: OUT/tableN.md, .json, .png, .svg. The keys:
+Prints a table and writes it, its figures and its plot: OUTPUT/tableN.md, .json, .png, .svg. The keys:
 
 """
 MAKERS = {
@@ -47,28 +46,14 @@ MAKERS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status: 0, 1 when a measurement failed, 2 for a wrong call."""
+    """Runs the command; returns the exit code: 0, 1 when a measurement failed, 2 for a wrong call."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    code = answer(words, lambda: HELP + keys_text(), needs_words=True)
-    if code is not None:
-        return code
-    try:
-        options = parse(words)
-        run(options)
-    except ConfigurationError as error:
-        print(f"gpipe-bench: {error}", file=sys.stderr)
-        return REFUSED
-    except (WorkerFailed, RunFailed, PlanFailed) as error:
-        print(f"gpipe-bench: {error}", file=sys.stderr)
-        return FAILED
-    except KeyboardInterrupt:
-        print("gpipe-bench: stopped", file=sys.stderr)
-        return INTERRUPTED
-    return 0
+    code = answer(words, lambda: HELP + keys_text(), "gpipe-bench", needs_words=True)
+    return exit_code("gpipe-bench", lambda: run(parse(words))) if code is None else code
 
 
 def keys_text() -> str:
-    """Every key with its default and meaning, as the YAML has them."""
+    """Returns every key with its default and meaning, as in conf/bench.yaml."""
     lines = (conf_folder() / "bench.yaml").read_text(encoding="utf-8").splitlines()
     return "\n".join(f"    {line}".rstrip() for line in lines if not line.startswith("#")).strip("\n") + "\n"
 
@@ -95,33 +80,36 @@ def parse(words: Sequence[str]) -> BenchOptions:
 
 
 def read_value(text: str, is_list: bool) -> Any:
-    """A value as YAML reads it; ``2,4`` is a list where one is wanted, and so is a single ``2``."""
+    """Reads a value as YAML; if the key takes a list, ``2,4`` and a single ``2`` are lists."""
     try:
         value = yaml.safe_load(f"[{text.strip('[]')}]" if is_list and text != "null" else text)
     except yaml.YAMLError:
         return text
     if isinstance(value, str):
         try:
-            return float(value)  # 1e9, which YAML takes for a word
+            return float(value)  # 1e9 is a text in YAML 1.1
         except ValueError:
             return value
     return value
 
 
-def run(options: BenchOptions) -> None:
+def run(options: BenchOptions) -> int:
+    """Measures one table, prints it and writes its files; returns the exit code."""
     assert options.table is not None
     module, _, function = MAKERS[options.table].partition(":")
     make: Callable[[int, BenchOptions, Callable[[str], None]], Table] = getattr(import_module(module), function)
-    folder = Path(options.out)
+    folder = Path(options.output)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigurationError(
-            f"out={options.out}: {error.strerror}; name a directory that can be written"
-        ) from error
+        raise ConfigurationError(f"output={folder}: {error.strerror}; name a directory that can be written") from error
     where, began = machine_line(), time.monotonic()
     show(where)
-    table = make(options.table, options, lambda text: show(f"  {text}"))
+    try:
+        table = make(options.table, options, lambda text: show(f"  {text}"))
+    except (RunFailed, PlanFailed) as error:
+        to_stderr(f"gpipe-bench: {error}")
+        return FAILED
     seconds = time.monotonic() - began
     show(f"\n{table.title}\n\n{text_table(table.columns, table.rows)}\n")
     for note in table.notes:
@@ -134,6 +122,7 @@ def run(options: BenchOptions) -> None:
     }
     paths = write_table(table, markdown_table(table.columns, table.rows), folder, where, about)
     show(f"\n{duration(seconds)}; written: {', '.join(str(path) for path in paths)}")
+    return 0
 
 
 if __name__ == "__main__":

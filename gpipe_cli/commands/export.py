@@ -13,6 +13,7 @@ from gpipe_cli.checkpoint.files import CheckpointInfo, with_suffix
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.terminal.frame import answer, exit_code, is_true, split_words, to_stderr
 from gpipe_cli.terminal.output import show
+from gpipe_cli.typed_section import unknown_key
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(words: Sequence[str]) -> int:
     chosen, others = split_words(words, OWN, EXAMPLE)
     if others:
-        raise ConfigurationError(f"{others[0]}: the keys are {', '.join(OWN)} (see --help)")
+        raise ConfigurationError(unknown_key(others[0].partition("=")[0], OWN))
     average, overwrite = is_true(chosen, "average"), is_true(chosen, "overwrite")
     info, warnings = choose(Path(chosen["checkpoint"]).expanduser(), chosen.get("step", "last"))
     output = Path(chosen["output"]) if "output" in chosen else info.path.parent.parent / "model.safetensors"

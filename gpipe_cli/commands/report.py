@@ -1,17 +1,20 @@
-"""``gpipe-report``: sets runs of gpipe-train beside each other, as the paper's table 2 does. Imports no torch."""
+"""``gpipe-report``: sets runs of gpipe-train beside each other, as in the paper's table 2. Imports no torch."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from gpipe_cli.bench.run_table import run_table
 from gpipe_cli.bench.runs import find_runs
 from gpipe_cli.bench.table_files import write_table
-from gpipe_cli.terminal.frame import FAILED, REFUSED, answer
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.terminal.frame import FAILED, answer, exit_code, to_stderr
 from gpipe_cli.terminal.output import show
 from gpipe_cli.terminal.text import markdown_table, text_table
+from gpipe_cli.typed_section import unknown_key
 
 HELP = """\
 gpipe-report: one table and one plot of several runs of gpipe-train.
@@ -20,7 +23,7 @@ gpipe-report: one table and one plot of several runs of gpipe-train.
     gpipe-report sweeps/NAME
 
 RUN ...      run directories, sweep directories (all their jobs), folders of either, or files inside a run
-out=DIR      report.md, .json, .png and .svg go there; default: bench
+output=DIR   report.md, .json, .png and .svg go there; default: bench
 
 Throughput is in units of the run with the smallest K, then M, among runs that differ in nothing else, with the ideal
 K·M/(M+K-1) beside it, as in the paper's table 2. Runs that failed, are not finished or are damaged are named.
@@ -28,22 +31,17 @@ K·M/(M+K-1) beside it, as in the paper's table 2. Runs that failed, are not fin
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status: 0, 1 when there is no run to show, 2 for a wrong call."""
+    """Runs the command; returns the exit code: 0, 1 when there is no run to show, 2 for a wrong call."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    code = answer(words, HELP, needs_words=True)
-    if code is not None:
-        return code
-    out = [word.partition("=")[2] for word in words if word.startswith("out=")]
-    paths = [Path(word) for word in words if not word.startswith("out=")]
-    if wrong := [str(path) for path in paths if str(path).startswith("-")]:
-        print(f"gpipe-report: there is no option {wrong[0]}; give runs and out=DIR (see --help)", file=sys.stderr)
-        return REFUSED
-    if not paths:
-        print("gpipe-report: which runs? gpipe-report sweeps/NAME (see --help)", file=sys.stderr)
-        return REFUSED
+    code = answer(words, HELP, "gpipe-report", needs_words=True)
+    return exit_code("gpipe-report", partial(_run, words)) if code is None else code
+
+
+def _run(words: Sequence[str]) -> int:
+    paths, folder = read_words(words)
     runs, problems = find_runs(paths)
     for problem in problems:
-        print(f"gpipe-report: {problem}", file=sys.stderr)
+        to_stderr(f"gpipe-report: {problem}")
     if not runs:
         return FAILED
     table = run_table(runs)
@@ -51,13 +49,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for note in table.notes:
         show(f"* {note}")
     try:
-        folder = Path(out[-1] if out else "bench")
         written = write_table(table, markdown_table(table.columns, table.rows), folder)
     except OSError as error:
-        print(f"gpipe-report: {error}", file=sys.stderr)
-        return FAILED
+        raise ConfigurationError(f"output={folder}: {error.strerror}; name a directory that can be written") from error
     show(f"\nwritten: {', '.join(str(path) for path in written)}")
     return 0
+
+
+def read_words(words: Sequence[str]) -> tuple[list[Path], Path]:
+    """Returns the paths of the runs and the output folder.
+
+    Raises:
+        ConfigurationError: a word is an option or an unknown key, or no run is named.
+    """
+    paths, output = [], "bench"
+    for word in words:
+        key, equals, value = word.partition("=")
+        if word.startswith("-"):
+            raise ConfigurationError(f"there is no option {word}; give runs and output=DIR (see --help)")
+        if equals and key == "output":
+            output = value
+        elif equals and key.isidentifier() and not Path(word).exists():
+            raise ConfigurationError(unknown_key(key, ["output"]))
+        else:
+            paths.append(Path(word))
+    if not paths:
+        raise ConfigurationError("which runs? gpipe-report sweeps/NAME (see --help)")
+    return paths, Path(output)
 
 
 if __name__ == "__main__":

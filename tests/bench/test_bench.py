@@ -30,7 +30,7 @@ TINY = ("K=2", "repetitions=1", "seconds=0.02", "small=true", "models=transforme
 
 def bench(folder: Path, *words: str) -> dict[str, Any]:
     """Runs the command as a person does; returns the figures that it wrote."""
-    command = [sys.executable, "-m", "gpipe_cli.commands.bench", *words, f"out={folder}"]
+    command = [sys.executable, "-m", "gpipe_cli.commands.bench", *words, f"output={folder}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(next(folder.glob("*.json")).read_text(encoding="utf-8"))
@@ -133,7 +133,7 @@ def test_a_wrong_word_is_refused_with_what_to_type(words: list[str], told: str) 
 def test_what_a_table_cannot_do_is_refused_before_anything_runs(
     words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*words, f"out={tmp_path}"]) == 2
+    assert main([*words, f"output={tmp_path}"]) == 2
     assert told in capsys.readouterr().err
 
 

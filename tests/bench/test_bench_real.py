@@ -23,7 +23,7 @@ REAL = ("table=2", "layers=real", "small=true", "models=transformer", "K=2", "ba
 
 def bench(folder: Path, *words: str) -> dict[str, Any]:
     """Runs the command in this process, its workers in their own; returns the figures that it wrote, and the text."""
-    assert main([*REAL, *words, f"out={folder}"]) == 0
+    assert main([*REAL, *words, f"output={folder}"]) == 0
     figures: dict[str, Any] = json.loads((folder / "table2.json").read_text(encoding="utf-8"))
     return {**figures, "text": (folder / "table2.md").read_text(encoding="utf-8")}
 
@@ -128,7 +128,7 @@ def test_another_failure_ends_the_command_with_its_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(throughput_processes, "REAL", "bench_jobs:broken")
-    assert main([*REAL, "M=2", "peers=false", "schedules=gpipe", f"out={tmp_path}"]) == 1
+    assert main([*REAL, "M=2", "peers=false", "schedules=gpipe", f"output={tmp_path}"]) == 1
     told = capsys.readouterr().err
     assert "ValueError: broken in another way" in told and "Traceback" in told
 
@@ -149,8 +149,8 @@ def test_too_little_memory_is_known_from_other_failures() -> None:
     [
         (0, None),
         (1, None),
-        (2, "gpipe-bench table=2 K=2 layers=real out=bench/real"),
-        (4, "gpipe-bench table=2 K=2,4 layers=real out=bench/real"),
+        (2, "gpipe-bench table=2 K=2 layers=real output=bench/real"),
+        (4, "gpipe-bench table=2 K=2,4 layers=real output=bench/real"),
     ],
 )
 def test_a_machine_with_too_few_gpus_for_all_K_is_told_what_it_can_measure(

@@ -34,7 +34,7 @@ def sweep(tmp_path: Path) -> Path:
 
 
 def report(out: Path, *paths: Path) -> list[dict[str, Any]]:
-    assert main([*map(str, paths), f"out={out}"]) == 0
+    assert main([*map(str, paths), f"output={out}"]) == 0
     rows: list[dict[str, Any]] = json.loads((out / "report.json").read_text(encoding="utf-8"))["rows"]
     return rows
 
@@ -92,6 +92,8 @@ def test_a_file_stands_for_its_run(sweep: Path, tmp_path: Path) -> None:
     assert len(report(tmp_path / "out", folder / "summary.json", folder)) == 1
 
 
-@pytest.mark.parametrize(("words", "status"), [([], 2), (["out=x"], 2), (["--runs=x", "y"], 2), (["nowhere"], 1)])
+@pytest.mark.parametrize(
+    ("words", "status"), [([], 2), (["output=x"], 2), (["out=x", "y"], 2), (["--runs=x", "y"], 2), (["nowhere"], 1)]
+)
 def test_without_runs_it_ends_with_an_error(words: list[str], status: int) -> None:
     assert main(words) == status

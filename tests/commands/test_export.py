@@ -54,7 +54,7 @@ def test_export_takes_the_step_asked_for(tmp_path: Path, capsys: pytest.CaptureF
     ("words", "message"),
     [
         (["output=x.pt"], "checkpoint= is missing"),
-        (["{run}", "out=x.pt"], "out=x.pt: the keys are checkpoint, output"),
+        (["{run}", "out=x.pt"], "there is no key out; did you mean output?"),
         (["{run}", "output=x.bin"], "must end in .safetensors or .pt"),
         (["{run}", "output=x.pt", "step=newest"], "step=newest: use a number, best or last"),
         (["{run}", "output=x.pt", "average=yes"], "average=yes: use true or false"),
