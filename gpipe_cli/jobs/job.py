@@ -27,10 +27,9 @@ from gpipe_cli.errors import ConfigurationError, PlainError
 from gpipe_cli.jobs import own_target, sweep, torchrun
 from gpipe_cli.jobs.devices import settle_workers
 from gpipe_cli.jobs.micro_batches import AUTO, settle_micro_batches
-from gpipe_cli.launch.inline import launch_inline
 from gpipe_cli.launch.join import join, joined
 from gpipe_cli.launch.report import WorkerFailed
-from gpipe_cli.launch.supervisor import Job, OnEvent, launch
+from gpipe_cli.launch.supervisor import Job, OnEvent, launch, launch_inline
 from gpipe_cli.terminal.frame import FAILED, REFUSED
 from gpipe_cli.terminal.hydra_errors import explain
 from gpipe_cli.terminal.text import command_name

@@ -1,7 +1,8 @@
-"""JSON lines between a worker and the command, over one socket pair per worker."""
+"""Carries JSON lines between a worker and the command, over one socket pair per worker."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -9,14 +10,14 @@ import socket
 import threading
 from typing import Any
 
-STOP, LEAVE = b"s", b"l"  # what the command says to a worker: please end the run; all have finished, exit
+STOP, LEAVE = b"s", b"l"  # the command's words to a worker: end the run in order; all have finished, exit
 PENDING_LIMIT = 16 * 2**20  # bytes kept for a command that does not read (Ctrl-Z); later events are dropped
 
 log = logging.getLogger(__name__)
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """One line. Scalars of numpy and torch become numbers, any other foreign object its `str`."""
+    """Returns the message as one line. Scalars of numpy and torch become numbers, other foreign objects their `str`."""
     return json.dumps(message, default=_plain).encode() + b"\n"
 
 
@@ -25,7 +26,7 @@ def _plain(value: Any) -> Any:
 
 
 class WorkerChannel:
-    """The worker's end. Sending never waits for the command and never fails when the command is gone."""
+    """Holds the worker's end. Sending never waits for the command and never fails when the command is gone."""
 
     def __init__(self, descriptor: int) -> None:
         os.set_inheritable(descriptor, False)
@@ -51,12 +52,12 @@ class WorkerChannel:
             while self._pending:
                 del self._pending[: self._socket.send(self._pending)]
         except BlockingIOError:
-            return  # the rest goes with the next message
+            return  # the rest is sent with the next message
         except OSError:
-            self._pending.clear()  # the command is gone, and so will this process be
+            self._pending.clear()  # the command is gone; the zygote will end this process too
 
     def stop_requested(self) -> bool:
-        """Whether the command has asked for the end of the run (it stays true)."""
+        """Returns whether the command has asked for the end of the run (it stays true)."""
         if not self._stop:
             try:
                 self._stop = STOP in self._socket.recv(16)
@@ -65,7 +66,7 @@ class WorkerChannel:
         return self._stop
 
     def finish(self, value: Any) -> None:
-        """Hand over the entry point's result; return when every worker has done so.
+        """Sends the entry point's result, and returns when every worker has done so.
 
         Rank 0 serves the store, so it must not leave while another worker still needs it.
 
@@ -83,8 +84,8 @@ class WorkerChannel:
                 return
 
 
-class LineReader:
-    """The command's end: bytes in, complete messages out."""
+class CommandChannel:
+    """Holds the command's end. Nothing in it waits."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -92,7 +93,7 @@ class LineReader:
         self._rest = b""
 
     def read(self) -> list[dict[str, Any]] | None:
-        """The messages that have arrived; None when the other side is gone."""
+        """Returns the messages that have arrived; None when the other side is gone."""
         try:
             received = self.connection.recv(2**18)
         except BlockingIOError:
@@ -104,8 +105,6 @@ class LineReader:
         *lines, self._rest = (self._rest + received).split(b"\n")
         return [json.loads(line) for line in lines]
 
-    def say(self, word: bytes) -> None:
-        try:
+    def send(self, word: bytes) -> None:
+        with contextlib.suppress(OSError):  # the worker is gone
             self.connection.send(word)
-        except OSError:
-            return  # a worker that is gone needs no telling

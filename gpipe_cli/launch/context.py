@@ -1,4 +1,4 @@
-"""What the entry point of a worker is given."""
+"""Defines what a worker's entry point gets: its place in the job, the store and the connection to the command."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 # A peer that dies is noticed at once; this is for one that is merely slow (the first compilation, a full disk). Data
-# may take longer to prepare: trainer/preparation.py waits with a patience of its own.
+# may take longer to prepare: trainer/preparation.py has a limit of its own.
 GROUP_TIMEOUT_SECONDS = 1800.0
-TORCHRUN_SECONDS = 30.0  # torchrun's own patience with ranks that it has asked to stop
+TORCHRUN_SECONDS = 30.0  # torchrun's default for the time below
 
 
-def torchrun_patience() -> float | None:
-    """Seconds from torchrun's request to stop until it kills its ranks; None without torchrun.
+def torchrun_grace_seconds() -> float | None:
+    """Returns the seconds from torchrun's request to stop until it kills its ranks; None without torchrun.
 
-    What `torchrun --shutdown-timeout` says is not passed on to ranks, its variable is.
+    Ranks see its environment variable, not its option `--shutdown-timeout`.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
@@ -36,17 +36,18 @@ def torchrun_patience() -> float | None:
 
 @dataclass
 class Context:
-    """One worker's place in the job.
+    """Describes one worker's place in the job and connects it to the command.
 
     Attributes:
         rank, world_size: among all workers of the job.
         local_rank: among the workers of this machine, for choosing a device.
         run_dir: the run directory, the same for all workers of one machine.
-        emit: hands an event (a JSON object) to the command's `on_event`. Never waits, never fails.
-        stop_requested: whether the user or the system asked for the end of the run. Workers learn it at different
-            times, so one of them has to decide for all.
-        where: what the worker is doing (cell, layer, micro_batch, instruction, step …); kept up to date by the engine,
-            shown with an error.
+        open_store: opens the key-value store that the workers share; see `store`.
+        emit: passes an event (a JSON object) to the command's `on_event`. Never waits, never fails.
+        stop_requested: returns whether the user or the system asked for the end of the run. Workers see the request at
+            different times, so one of them has to decide for all.
+        where: the worker's place (cell, layer, micro_batch, instruction, step …); kept up to date by the engine, shown
+            with an error.
     """
 
     rank: int
@@ -60,13 +61,13 @@ class Context:
 
     @cached_property
     def store(self) -> Store:
-        """The key-value store that the workers share."""
+        """Returns the key-value store that the workers share."""
         return self.open_store()
 
     def init_process_group(
         self, backend: str, device: torch.device | None = None, timeout_seconds: float = GROUP_TIMEOUT_SECONDS
     ) -> None:
-        """Join torch.distributed's default group; `device` binds an NCCL group to its GPU from the start."""
+        """Joins torch.distributed's default group; `device` binds an NCCL group to its GPU from the start."""
         from torch import distributed
 
         distributed.init_process_group(
@@ -82,10 +83,10 @@ class Context:
 def call_entry(
     entry: str, context: Context, config: dict[str, Any], threads: int | None, always_leave_group: bool = False
 ) -> Any:
-    """Import `package.module:function` and call it; leave no process group behind after success.
+    """Imports `package.module:function`, calls it, and leaves the process group after success.
 
-    With an exception under way, leaving the group could hang, and would tell the peers of a lost connection before
-    the cause is on record; `always_leave_group` is for a worker without peers.
+    After an exception, leaving the group could hang, and would show the peers a lost connection before the cause is on
+    record; `always_leave_group` is for a worker without peers.
     """
     module, _, function = entry.partition(":")
     main = getattr(import_module(module), function)

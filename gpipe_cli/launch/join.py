@@ -1,4 +1,4 @@
-"""Being one rank of a job that torchrun, or any launcher that sets RANK and WORLD_SIZE, has started."""
+"""Runs one rank of a job that torchrun, or any launcher that sets RANK and WORLD_SIZE, has started."""
 
 from __future__ import annotations
 
@@ -14,33 +14,31 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from gpipe_cli.launch import report
 from gpipe_cli.launch.context import Context, call_entry
-from gpipe_cli.launch.deadline import StopDeadline
-from gpipe_cli.launch.process import die_with_parent
-from gpipe_cli.launch.signals import StopSignals
+from gpipe_cli.launch.stop import StopDeadline, StopSignals
 from gpipe_cli.launch.supervisor import Job, OnEvent
-from gpipe_cli.launch.worker import leave
+from gpipe_cli.launch.worker import die_with_parent, leave
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-ASK_STORE_SECONDS = 1.0  # how often rank 0 looks whether another rank was told to stop
+ASK_STORE_SECONDS = 1.0  # between two looks of rank 0 whether another rank was asked to stop
 STORE_TIMEOUT_SECONDS = 300
 
 _job_numbers = itertools.count()
 
 
 def joined() -> bool:
-    """Whether this process was started as one rank of a job."""
+    """Returns whether this process was started as one rank of a job."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def join(
     entry: str, config: dict[str, Any], run_dir: Path, on_event: OnEvent, grace_seconds: float = Job.grace_seconds
 ) -> Any:
-    """Be the rank that the environment says (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK or its like).
+    """Runs the entry point as the rank of the environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK …).
 
-    Several jobs of one process (a sweep) are told apart by their order, which is the same in every rank. torch's
-    thread count is left alone: torchrun sets OMP_NUM_THREADS.
+    Several jobs of one process (a sweep) are distinguished by their order, which is the same in every rank. torch's
+    number of threads stays as it is: torchrun sets OMP_NUM_THREADS.
 
     Args:
         grace_seconds: from the first request to stop until this process ends itself with exit code 1, wherever it is.
@@ -50,13 +48,13 @@ def join(
 
     Raises:
         KeyboardInterrupt, SystemExit: after a run that ended early because it was asked to.
-        An exception of the entry point, or from meeting the others, does not come through: it is put on record below
+        An exception of the entry point, or from connecting to the others, does not come through: it is recorded below
         `run_dir`/workers, printed, and ends the process at once with exit code 1, because exit handlers may wait for
-        peers that wait for us.
+        peers that wait for this rank.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # Only torchrun is known to outlive its ranks. A script may start them in the background and end, and srun and
-    # mpirun see to what they have started; where nobody does, a rank fails when it next talks to one that is gone.
+    # Only torchrun is known to outlive its ranks. A script may start them in the background and end; srun and mpirun
+    # end what they have started; otherwise a rank fails at its next message to one that is gone.
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())
     store_prefix = f"job{next(_job_numbers)}"
@@ -89,9 +87,9 @@ def join(
 
 
 def _local_rank() -> int:
-    """The number of this process on its machine; 0 where no launcher tells.
+    """Returns the number of this process on its machine; 0 if no launcher sets it.
 
-    Slurm's comes last: it has one for the script of a batch job too, which all processes of an mpirun in it inherit.
+    Slurm's comes last: a batch script has one too, which all processes of an mpirun in it inherit.
     """
     names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
     return next((int(os.environ[name]) for name in names if os.environ.get(name)), 0)
@@ -99,7 +97,7 @@ def _local_rank() -> int:
 
 @functools.cache
 def _base_store() -> Store:
-    """One per process: a second rendezvous would find the addresses of the first job's process group in it."""
+    """Opens one store per process: a second rendezvous would find the first job's addresses in it."""
     from torch.distributed.rendezvous import rendezvous
 
     store: Store
@@ -108,7 +106,7 @@ def _base_store() -> Store:
 
 
 class _StopRequest:
-    """A request that any rank may receive (a machine that is taken away) and rank 0 learns of, through the store."""
+    """Passes a request to stop from any rank (a machine that is taken away) through the store to rank 0."""
 
     KEY = "stop_requested"
 
@@ -119,18 +117,18 @@ class _StopRequest:
         self._next_look = 0.0
 
     def use(self, store: Store) -> None:
-        """From here on the store can be asked and told; it is told of what was noted before."""
+        """Connects the store, and passes on a request that was noted before."""
         self._store = store
         if self._noted:
-            self._tell()
+            self._pass_on()
 
     def note(self) -> None:
-        """The signal handler; it runs between two Python instructions of the main thread."""
+        """Handles a signal, between two Python instructions of the main thread."""
         if not self._noted:
             self._noted = True
-            self._tell()
+            self._pass_on()
 
-    def _tell(self) -> None:
+    def _pass_on(self) -> None:
         if self._rank != 0 and self._store is not None:
             self._store.set(self.KEY, "1")
 
@@ -140,12 +138,12 @@ class _StopRequest:
             self._next_look = now + ASK_STORE_SECONDS
             if self._store.check([self.KEY]):
                 self._noted = True
-                deadline.heard()
+                deadline.start()
         return self._noted
 
 
 def _fail(context: Context, error: BaseException) -> NoReturn:
-    """Put the error on record, for torchrun's own summary too, and leave whatever happens meanwhile."""
+    """Records the error, for torchrun's own summary too, and always ends this process."""
     try:
         directory = context.run_dir / "workers"
         directory.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What went wrong: workers write a report each, the command finds the one that caused the others."""
+"""Reports failures: each worker writes its own, and the command finds the one that caused the others."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ LOG_LINES_SHOWN = 15
 LOG_COLUMNS_SHOWN = 200
 STARTER = -1  # in place of a rank: the process that starts the workers
 
-# What torch.distributed, gloo and NCCL say when the other side is gone.
+# Errors of torch.distributed, gloo and NCCL when the other side is gone or slow.
 COMMUNICATION = re.compile(
     r"gloo|nccl|c10d|process ?group|TCPStore|Connection (closed|reset) by peer|Broken pipe", re.IGNORECASE
 )
-GONE = re.compile(  # … and of one that is gone for sure, and not only slow
+GONE = re.compile(  # … when it is certainly gone
     r"connection (was likely )?(closed|reset)|broken pipe|remote process exit", re.IGNORECASE
 )
-# What torch, and the libraries under it, say when a device or the machine has no room for a tensor.
+# Errors of torch and its libraries when a device or the machine has no memory for a tensor.
 NO_MEMORY = re.compile(r"out of memory|can't allocate memory|STATUS_ALLOC_FAILED", re.IGNORECASE)
 SIGNAL_MEANING = {
     signal.SIGKILL: "usually the kernel's out-of-memory killer: see `dmesg`, and use less memory per worker",
@@ -37,27 +37,27 @@ SIGNAL_MEANING = {
 
 
 class WorkerFailed(RuntimeError):
-    """A worker failed; the message says which, where and why, and ends with the path of its log.
+    """Raised when a worker failed; the message names it, its place and the cause, and ends with the path of its log.
 
-    Made of one string, so that it can be pickled (joblib and submitit sweeps do).
+    Its only argument is the message, so that it can be pickled (joblib and submitit sweeps do).
     """
 
 
 class WorkerOutOfMemory(WorkerFailed):
-    """A worker failed because its device, or the machine, had no room for a tensor."""
+    """Raised when a worker failed because its device, or the machine, had no memory for a tensor."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One worker's end, as far as it is known.
+    """Describes one worker's end, as far as it is known.
 
     Attributes:
         rank: STARTER for the process that starts the workers.
-        suspicion: how likely this is only the echo of another worker's end: 0 not at all, 1 perhaps, 2 surely.
+        suspicion: that this is only an echo of another worker's end: 0 none, 1 possible, 2 certain.
         time: seconds since the epoch.
         text: for the console.
         is_configuration: the worker refused the configuration.
-        is_memory: there was no room for a tensor.
+        is_memory: there was no memory for a tensor.
     """
 
     rank: int
@@ -68,7 +68,7 @@ class Failure:
     is_memory: bool = False
 
     def exception(self) -> WorkerFailed | ConfigurationError:
-        """What the command ends with."""
+        """Returns the exception that ends the command."""
         if self.is_configuration:
             return ConfigurationError(self.text)
         return (WorkerOutOfMemory if self.is_memory else WorkerFailed)(self.text)
@@ -83,7 +83,7 @@ def error_path(directory: Path, rank: int) -> Path:
 
 
 def write_error(directory: Path, rank: int, error: BaseException, where: dict[str, Any]) -> str:
-    """Put an exception on record, whole or not at all, and return its text for the console."""
+    """Writes the worker's error file, whole or not at all, and returns the error's text for the console."""
     if isinstance(error, PlainError):
         shown = str(error)
     else:
@@ -108,31 +108,30 @@ def write_error(directory: Path, rank: int, error: BaseException, where: dict[st
 
 
 def _beyond_launcher(stack: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback that begins in the entry point; the launcher's own frames say nothing."""
+    """Returns the traceback from the entry point on, without the launcher's own frames."""
     while stack and stack.tb_next and Path(stack.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
         stack = stack.tb_next
     return stack
 
 
 def suspicion(error: BaseException) -> int:
-    """Whether an exception is an echo of a peer's end: 0 if no link of its chain is a communication error, 2 if all."""
+    """Returns how many exceptions of the chain are communication errors: 0 none, 1 some, 2 all (certainly an echo)."""
     links = [_is_communication(link) for link in _chain(error)]
     return 2 if all(links) else 1 if any(links) else 0
 
 
 def echo_line(directory: Path, rank: int, error: BaseException, where: dict[str, Any]) -> str | None:
-    """In place of the traceback of an exception that tells of another worker's end alone; None for any other.
+    """Returns one line for the console in place of the traceback of a mere echo; None for any other exception.
 
-    It is for a rank that knows its own errors only; the supervisor waits for everybody's (see `root_cause`).
+    For a rank without a supervisor, which has no other rank's error to show (see `root_cause`).
     """
     if suspicion(error) < 2 or not GONE.search(str(error)):
         return None
-    said = (
-        re.sub(r"^\[[^\]]*\] *", "", str(error)).partition("\n")[0].partition(". ")[0]
-    )  # without gloo's file and advice
+    # Without gloo's file name at its beginning and advice at its end.
+    message = re.sub(r"^\[[^\]]*\] *", "", str(error)).partition("\n")[0].partition(". ")[0]
     return (
-        f"{who(rank, where)} noticed the end of another: {said}; the cause is told by the worker that failed first, "
-        f"unless it was killed (what this one did: {error_path(directory, rank)})"
+        f"{who(rank, where)} noticed the end of another: {message}; the worker that failed first prints the cause, "
+        f"unless it was killed (traceback of this one: {error_path(directory, rank)})"
     )
 
 
@@ -157,12 +156,12 @@ def _is_memory(error: BaseException) -> bool:
 
 
 def failure_of(directory: Path, rank: int, exit_code: int, when: float, where: dict[str, Any]) -> Failure:
-    """What is known about a worker that ended without finishing: its own report, or the way it died.
+    """Describes the end of a worker that did not finish, by its own error file or else by its exit code.
 
     Args:
-        exit_code: as of `subprocess`: minus the signal's number for a process killed by a signal.
-        when: seconds since the epoch at which the end was seen.
-        where: the last known place of the worker, for one that left no report.
+        exit_code: minus the signal's number for a process killed by a signal, as in `subprocess`.
+        when: the end was seen, in seconds since the epoch.
+        where: the last known place of the worker, in case it left no error file.
     """
     try:
         record = json.loads(error_path(directory, rank).read_text())
@@ -210,17 +209,17 @@ def last_lines(log: Path, count: int = LOG_LINES_SHOWN) -> str:
 
 
 def root_cause(failures: list[Failure]) -> Failure:
-    """The failure that caused the others: an echo of another worker's end comes last, then the earliest counts."""
+    """Returns the failure that caused the others: the earliest of those least suspected to be echoes."""
     return min(failures, key=lambda failure: (failure.suspicion, failure.time))
 
 
 def describe_place(where: dict[str, Any]) -> str:
-    """`{"cell": 2, "micro_batch": 1}` as "cell 2, micro-batch 1"."""
+    """Returns "cell 2, micro-batch 1" for `{"cell": 2, "micro_batch": 1}`."""
     return ", ".join(f"{key.replace('_', '-')} {value}" for key, value in where.items() if value is not None)
 
 
 def who(rank: int, where: dict[str, Any]) -> str:
-    """A worker and where it is, as far as that is known."""
+    """Returns the worker's name and, if known, its place."""
     return f"{_name(rank)}{_place(where)}"
 
 

@@ -1,16 +1,17 @@
-"""Starting, watching and ending the workers of one job on this machine. Imports no torch.
+"""Starts, watches and ends the workers of one job on this machine. Imports no torch.
 
     command (this module) ──starts──> zygote ──forks──> worker 0 … K-1
        ▲  one socket pair to each ──────┴──────────────────┘
 
 The zygote leads a session and a process group of its own, so that Ctrl-C reaches the command alone and one `killpg`
 reaches everything else, the workers' own children included. The kernel kills the workers when the zygote dies, and the
-zygote kills its group when the command dies, so no death leaves orphans. A socket at its end means that its process
-is gone.
+zygote kills its group when the command dies, so no death leaves orphans. A closed socket means that its process is
+gone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -21,21 +22,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.cpu import GLOO_ON_ONE_MACHINE
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch import report
-from gpipe_cli.launch.channel import LEAVE, STOP, LineReader
+from gpipe_cli.launch.channel import LEAVE, STOP, CommandChannel
+from gpipe_cli.launch.context import Context, call_entry
 from gpipe_cli.launch.report import STARTER, WorkerFailed
-from gpipe_cli.launch.signals import StopSignals
+from gpipe_cli.launch.stop import StopSignals
 from gpipe_cli.launch.zygote import bootstrap
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 TICK_SECONDS = 0.05
 SETTLE_SECONDS = 0.2  # after a first failure: time for the other workers' reports
-ECHO_SETTLE_SECONDS = 2.0  # … while all that is known are echoes of somebody else's end
+ECHO_SETTLE_SECONDS = 2.0  # … while all known failures are only consequences of another worker's end
 LEAVE_SECONDS = 10.0  # for exit handlers, once every worker has handed over its result
 STACKS_SECONDS = 0.3  # between SIGTERM, upon which workers write their stacks to their logs, and SIGKILL
 GONE_SECONDS = 5.0  # for the kernel to clear away killed processes
@@ -46,7 +51,7 @@ OnEvent = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Job:
-    """What to run.
+    """Describes what to run.
 
     Attributes:
         run_dir: exists; logs and error reports go to its folder `workers/`.
@@ -57,7 +62,7 @@ class Job:
             touch CUDA (if they do, workers are started one by one instead, with a warning).
         threads: per worker, for torch and OpenMP.
         grace_seconds: from the first request to stop until the workers are killed.
-        stall_seconds: end the job when no worker has shown progress for so long; None: never.
+        stall_seconds: without progress of any worker, after which the job is ended; None: never.
         fork: False starts every worker as a new interpreter. None: fork on Linux, unless the environment variable
             GPIPE_LAUNCH=spawn is set.
     """
@@ -74,7 +79,7 @@ class Job:
 
 
 def launch(job: Job, on_event: OnEvent) -> Any:
-    """Run the job to its end; whatever happens, none of its processes is left when this returns or raises.
+    """Runs the job to its end; whatever happens, none of its processes is left when this returns or raises.
 
     `on_event` gets the workers' events, `{"rank": r, **event}`, and the launcher's own: "stopping" (signal,
     grace_seconds), "killed" (message) and "warning" (message).
@@ -84,7 +89,7 @@ def launch(job: Job, on_event: OnEvent) -> Any:
 
     Raises:
         WorkerFailed: a worker raised, died or stalled; the message is for the console.
-        WorkerOutOfMemory: of these, one that found no room for a tensor.
+        WorkerOutOfMemory: … because there was no memory for a tensor.
         ConfigurationError: a worker refused the configuration.
         KeyboardInterrupt, SystemExit: the run was asked to stop by Ctrl-C, or by SIGTERM or SIGHUP (code 128 + number).
     """
@@ -103,8 +108,38 @@ def launch(job: Job, on_event: OnEvent) -> Any:
     return watch.results[0]
 
 
+def launch_inline(job: Job, on_event: OnEvent) -> Any:
+    """Runs a job of one worker inside this process, for a debugger: breakpoints, stdin and Ctrl-C just work.
+
+    Exceptions of the entry point come through as they are.
+
+    Raises:
+        ConfigurationError: the job has more than one worker.
+    """
+    if job.workers != 1:
+        raise ConfigurationError(
+            f"a job of {job.workers} workers cannot run inside the command's process: let one worker run all cells"
+        )
+    context = Context(
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        run_dir=job.run_dir.absolute(),
+        open_store=_store_of_one,
+        emit=lambda event: on_event({"rank": 0, **event}),
+        stop_requested=lambda: False,
+    )
+    return call_entry(job.entry, context, job.config, job.threads, always_leave_group=True)
+
+
+def _store_of_one() -> Store:
+    from torch.distributed import HashStore
+
+    return HashStore()
+
+
 class _Processes:
-    """The zygote, its workers, and a socket to each (the zygote's stands under the key STARTER)."""
+    """Holds the zygote, its workers, and a channel to each (the zygote's under the key STARTER)."""
 
     def __init__(self, job: Job, directory: Path) -> None:
         ranks = (STARTER, *range(job.workers))
@@ -119,15 +154,15 @@ class _Processes:
                 pass_fds=inherited,
                 start_new_session=True,
             )
-        self.open: dict[int, LineReader] = {}
+        self.open: dict[int, CommandChannel] = {}
         self._selector = selectors.DefaultSelector()
         for rank, (ours, end) in pairs.items():
             end.close()
-            self.open[rank] = LineReader(ours)
+            self.open[rank] = CommandChannel(ours)
             self._selector.register(ours, selectors.EVENT_READ, rank)
 
     def messages(self, timeout: float) -> list[tuple[int, dict[str, Any]]]:
-        """(rank, message) of all that has arrived within `timeout` seconds; closed sockets leave `open`."""
+        """Returns (rank, message) of all that arrives within `timeout` seconds; closed channels leave `open`."""
         arrived = []
         for key, _ in self._selector.select(timeout):
             messages = self.open[key.data].read()
@@ -137,23 +172,20 @@ class _Processes:
         return arrived
 
     def _close(self, rank: int) -> None:
-        reader = self.open.pop(rank)
-        self._selector.unregister(reader.connection)
-        reader.connection.close()
+        channel = self.open.pop(rank)
+        self._selector.unregister(channel.connection)
+        channel.connection.close()
 
-    def say(self, word: bytes) -> None:
-        for rank, reader in self.open.items():
+    def send_all(self, word: bytes) -> None:
+        for rank, channel in self.open.items():
             if rank != STARTER:
-                reader.say(word)
+                channel.send(word)
 
     def signal_all(self, number: signal.Signals) -> None:
-        """To the zygote's process group, whose id is ours for as long as the zygote has not been reaped."""
-        if self.zygote.returncode is not None:
-            return
-        try:
-            os.killpg(self.zygote.pid, number)
-        except (ProcessLookupError, PermissionError):  # the latter: only zombies left (macOS)
-            return
+        """Signals the zygote's process group, whose id is not reused before the zygote has been reaped."""
+        if self.zygote.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter: only zombies left (macOS)
+                os.killpg(self.zygote.pid, number)
 
     def release(self) -> None:
         for rank in list(self.open):
@@ -167,7 +199,7 @@ class _Processes:
 
 @dataclass
 class _Watch:
-    """The state of one launch: what the workers have told so far, and what that means."""
+    """Holds the state of one launch and decides when it is over."""
 
     job: Job
     on_event: OnEvent
@@ -186,7 +218,7 @@ class _Watch:
         self._last_progress = time.monotonic()
 
     def until_end(self) -> WorkerFailed | ConfigurationError | None:
-        """Watch until the job is over or has to be ended; returns what failed."""
+        """Watches until the job is over or has to be ended; returns the failure."""
         while STARTER in self.processes.open:
             self._listen(TICK_SECONDS)
             if self.failures:
@@ -201,7 +233,7 @@ class _Watch:
         return self._starter_failure()
 
     def end(self) -> None:
-        """Leave no process: SIGTERM (stacks to the logs), SIGKILL, and wait until every socket is at its end."""
+        """Ends every process: SIGTERM (stacks to the logs), SIGKILL, and a wait until every channel is closed."""
         processes = self.processes
         for number, seconds in ((signal.SIGTERM, STACKS_SECONDS), (signal.SIGKILL, GONE_SECONDS)):
             processes.signal_all(number)
@@ -228,7 +260,7 @@ class _Watch:
     def _show(self, event: dict[str, Any]) -> None:
         try:
             self.on_event(event)
-        except OSError:  # the terminal that was closed (SIGHUP) shows nothing any more; still save and stop in order
+        except OSError:  # a closed terminal (SIGHUP) shows nothing any more; the run still saves and stops in order
             if not self.signals.received:
                 raise
 
@@ -245,20 +277,20 @@ class _Watch:
         return report.root_cause(self.failures).exception()
 
     def _dismiss(self) -> None:
-        """Every result is here: let the workers go. How one exits after that is no longer the run's business."""
-        self.processes.say(LEAVE)
+        """Lets the workers exit after every result has arrived; their exit codes no longer count."""
+        self.processes.send_all(LEAVE)
         deadline = time.monotonic() + LEAVE_SECONDS
         while STARTER in self.processes.open and time.monotonic() < deadline:
             self._listen(TICK_SECONDS)
 
     def _must_stop_now(self) -> bool:
-        """Pass a first request to stop on to the workers; true at the second, or when the grace period is over."""
+        """Passes a first request to stop on to the workers; true at the second, or when the grace period is over."""
         if not self.signals.received:
             return False
         now = time.monotonic()
         if self._stop_deadline is None:
             self._stop_deadline = now + self.job.grace_seconds
-            self.processes.say(STOP)
+            self.processes.send_all(STOP)
             name = self.signals.received[0].name
             self._show({"event": "stopping", "signal": name, "grace_seconds": self.job.grace_seconds})
         if now < self._stop_deadline and len(self.signals.received) == 1:
@@ -274,33 +306,29 @@ class _Watch:
 
     def _describe_stall(self) -> str:
         rows = [
-            f"  worker {rank}: {report.describe_place(self.where.get(rank, {})) or 'has not told where it is'}"
+            f"  worker {rank}: {report.describe_place(self.where.get(rank, {})) or 'place unknown'}"
             for rank in range(self.job.workers)
             if rank not in self.results
         ]
-        head = f"no worker has made progress for {self.job.stall_seconds:g} s; this is where they wait:"
+        head = f"no worker has made progress for {self.job.stall_seconds:g} s; they wait at:"
         return "\n".join([head, *rows, self._stack_hint()])
 
     def _stack_hint(self) -> str:
-        return f"what each one was doing stands at the end of {self.directory}/rank_*.log"
+        return f"their stacks are at the end of {self.directory}/rank_*.log"
 
     def _starter_failure(self) -> WorkerFailed | ConfigurationError:
-        """The zygote is gone, before all workers were: it failed to start them, or somebody killed it."""
+        """Returns the failure of a zygote that ended before its workers: it could not start them, or was killed."""
         self.processes.signal_all(signal.SIGKILL)
         code = self.processes.zygote.wait(GONE_SECONDS)
         return self._failure(STARTER, code, time.time()).exception()
 
 
 def _job_file(job: Job, directory: Path, listener: socket.socket, sockets: list[int]) -> Path:
-    """Write down what the zygote and the workers need to know; descriptors keep their numbers in them."""
+    """Writes what the zygote and the workers need, as JSON; descriptors keep their numbers in these processes."""
     fork = sys.platform == "linux" and os.environ.get("GPIPE_LAUNCH") != "spawn" if job.fork is None else job.fork
     content = {
-        "entry": job.entry,
-        "config": job.config,
-        "workers": job.workers,
-        "preload": job.preload,
-        "threads": job.threads,
-        "stall_seconds": job.stall_seconds,
+        **asdict(job),
+        "run_dir": str(directory.parent),
         "fork": fork,
         "directory": str(directory),
         "sys_path": sys.path,
@@ -315,7 +343,7 @@ def _job_file(job: Job, directory: Path, listener: socket.socket, sockets: list[
 
 
 def _environment(job: Job) -> dict[str, str]:
-    """For the workers only: the command's own environment stays as it is, or the next job of a sweep would see it."""
+    """Returns the workers' environment; the command's own does not change, or the next job of a sweep would see it."""
     threads = str(job.threads)
     return {
         **os.environ,

@@ -1,11 +1,14 @@
-"""One worker process: set itself up, run the entry point, hand over the result or the error."""
+"""Runs one worker process: sets it up, calls the entry point, and sends the result or the error to the command."""
 
 from __future__ import annotations
 
 import atexit
+import ctypes
+import faulthandler
 import logging
 import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -18,19 +21,20 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from gpipe_cli.launch import report
 from gpipe_cli.launch.channel import WorkerChannel
 from gpipe_cli.launch.context import Context, call_entry
-from gpipe_cli.launch.process import die_with_parent, keep_worker_signals, redirect_output
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 HEARTBEAT_SECONDS = 1.0
 LOOKS, BETWEEN_LOOKS_SECONDS = 5, 0.02
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+PARENT_POLL_SECONDS = 0.5
 
 
 def main(job: dict[str, Any], rank: int, parent: int) -> NoReturn:
-    """Be worker `rank` of the job that the supervisor wrote down (see supervisor.py, `_job_file`); never returns.
+    """Runs worker `rank` of the job in the supervisor's job file (see supervisor.py, `_job_file`); never returns.
 
-    The process ends by `os._exit` in every case: a normal interpreter exit runs destructors that may wait for peers.
+    The process always ends by `os._exit`: a normal interpreter exit runs destructors that may wait for peers.
     """
     die_with_parent(parent)
     try:
@@ -44,7 +48,7 @@ def main(job: dict[str, Any], rank: int, parent: int) -> NoReturn:
 
 
 def _run(job: dict[str, Any], rank: int) -> None:
-    keep_worker_signals()
+    _keep_running_on_signals()
     directory = Path(job["directory"])
     redirect_output(report.log_path(directory, rank))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
@@ -55,7 +59,7 @@ def _run(job: dict[str, Any], rank: int) -> None:
         rank=rank,
         world_size=job["workers"],
         local_rank=rank,
-        run_dir=directory.parent,
+        run_dir=Path(job["run_dir"]),
         open_store=_store_opener(job, rank),
         emit=lambda event: channel.send({"event": event}),
         stop_requested=channel.stop_requested,
@@ -69,13 +73,63 @@ def _run(job: dict[str, Any], rank: int) -> None:
 
 
 def leave(code: int) -> NoReturn:
+    """Ends this process at once, without exit handlers."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
+def die_with_parent(parent: int) -> None:
+    """Has this process killed when process `parent`, which started it, ends for whatever reason.
+
+    By SIGKILL, because a worker blocked inside gloo or NCCL never gets to run a Python signal handler. The comparison
+    catches a parent that died before the request was made. Kernels other than Linux have no such request: there a
+    thread polls.
+    """
+    if sys.platform == "linux":
+        request_death_signal(signal.SIGKILL)
+    else:
+        threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def request_death_signal(number: int) -> None:
+    """Asks the Linux kernel to send this signal when the parent ends; 0 withdraws the request."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(PARENT_POLL_SECONDS)
+    os._exit(1)
+
+
+def redirect_output(log: Path) -> None:
+    """Appends this process's output, C++ libraries' included, to the file `log`; its input becomes empty."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with log.open("ab") as output, Path(os.devnull).open("rb") as nothing:
+        for source, number in ((nothing, 0), (output, 1), (output, 2)):
+            os.dup2(source.fileno(), number)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _keep_running_on_signals() -> None:
+    """Ignores SIGINT, and on SIGTERM only writes all stacks to the log, even inside C++: the command decides to stop.
+
+    Batch systems send SIGTERM to every process of a job at once; a worker that died of it could not save any more.
+    The workers' own children keep the default rules, or `multiprocessing.Pool.terminate` would wait for ever.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGTERM)
+    os.register_at_fork(after_in_child=lambda: faulthandler.unregister(signal.SIGTERM))
+
+
 def _store_opener(job: dict[str, Any], rank: int) -> Callable[[], Store]:
-    """Rank 0 serves the store on the socket that the command already listens on: no port can be taken meanwhile."""
+    """Rank 0 serves the store on the socket that the command already listens on, so no one can take its port."""
     listener: int = job["listener"]
     os.set_inheritable(listener, False)
     if rank != 0:
@@ -98,24 +152,24 @@ def _store_opener(job: dict[str, Any], rank: int) -> Callable[[], Store]:
 
 
 def _start_heartbeat(where: dict[str, Any], send: Callable[[dict[str, Any]], None], interval: float) -> None:
-    """Tell the command where this worker is, whenever that has changed: it cannot say so itself once it is killed.
+    """Sends the worker's place to the command whenever it has changed: a killed worker can no longer report it.
 
     A thread, since the worker may be blocked.
     """
 
     def beat() -> None:
-        told: dict[str, Any] = {}
+        last: dict[str, Any] = {}
         while True:
             time.sleep(interval)
-            if (now := place_soon(where)) != told:
-                told = now
+            if (now := place_soon(where)) != last:
+                last = now
                 send({"where": now})
 
     threading.Thread(target=beat, name="heartbeat", daemon=True).start()
 
 
 def place_soon(where: dict[str, Any]) -> dict[str, Any]:
-    """What a worker is doing; one between two instructions, and so in no cell, is looked at a few times more."""
+    """Returns a worker's place; between two instructions it has no cell, and is looked at a few times more."""
     for _ in range(LOOKS):
         if "cell" not in where or where["cell"] is not None:
             break

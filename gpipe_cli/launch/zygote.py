@@ -1,8 +1,7 @@
-"""The process that starts the workers: it imports torch once and forks them, so that K cost little more than one.
+"""Runs the process that starts the workers: it imports torch once and forks them, so K cost little more than one.
 
-It does nothing else, because a fork is only safe from a process with a single thread and without CUDA: the command
-itself, which may have computed something, could not do this. The workers die with it, and it ends all of them when
-the command dies.
+It does nothing else, because a fork is only safe from a process with a single thread and without CUDA; the command
+itself may have computed something. The workers die with this process, and it ends them all when the command dies.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 
 from gpipe_cli.launch import report, worker
 from gpipe_cli.launch.channel import encode
-from gpipe_cli.launch.process import reason_not_to_fork, redirect_output, request_death_signal
+from gpipe_cli.launch.worker import redirect_output, request_death_signal
 
 TICK_SECONDS = 0.02
 
@@ -33,12 +32,12 @@ BOOTSTRAP = (
 
 
 def bootstrap(module: str, job_file: Path, *arguments: int) -> list[str]:
-    """The command line that runs gpipe_cli.launch.`module`'s main."""
+    """Returns the command line that runs `main` of gpipe_cli.launch.`module`."""
     return [sys.executable, "-c", BOOTSTRAP.format(module=module), str(job_file), *map(str, arguments)]
 
 
 def main(job: dict[str, Any], parent: int) -> None:
-    """Start the workers of `job`, tell the command of each one's end, and leave after the last."""
+    """Starts the workers of `job`, reports each one's end to the command, and leaves after the last."""
     if sys.platform == "linux":
         request_death_signal(signal.SIGKILL)  # for as long as the imports take
     for number in (signal.SIGINT, signal.SIGTERM):  # the supervisor sends SIGTERM to the whole process group
@@ -48,7 +47,7 @@ def main(job: dict[str, Any], parent: int) -> None:
     control = socket.socket(fileno=job["control"])
     control.set_inheritable(False)
     try:
-        workers = _start_workers(job, directory, control)
+        workers = _start_workers(job, directory / "job.json", control)
     except Exception as error:
         report.write_error(directory, report.STARTER, error, {})
         raise
@@ -59,7 +58,7 @@ def main(job: dict[str, Any], parent: int) -> None:
 
 
 def _watch(workers: dict[int, int], control: socket.socket, parent: int) -> None:
-    """Tell of each worker's end; when the command is gone, kill the group: workers, their children, this process."""
+    """Reports each worker's end. When the command is gone, kills the group: workers, their children, this process."""
     while workers:
         if os.getppid() != parent:
             os.killpg(0, signal.SIGKILL)
@@ -72,45 +71,45 @@ def _watch(workers: dict[int, int], control: socket.socket, parent: int) -> None
             time.sleep(TICK_SECONDS)
 
 
-def _start_workers(job: dict[str, Any], directory: Path, control: socket.socket) -> dict[int, int]:
-    """Returns: the rank of each process id."""
-    if job["fork"]:
+def _start_workers(job: dict[str, Any], job_file: Path, control: socket.socket) -> dict[int, int]:
+    """Returns the rank of each process id."""
+    fork = job["fork"]
+    if fork:
         for module in job["preload"]:
             import_module(module)
-        reason = reason_not_to_fork()
-        if not reason:
-            return _fork_workers(job, control)
-        control.sendall(encode({"warning": f"{reason}: workers start one by one, which takes longer"}))
-    return _execute_workers(job, directory / "job.json")
-
-
-def _fork_workers(job: dict[str, Any], control: socket.socket) -> dict[int, int]:
-    gc.freeze()  # the collector would otherwise write to, and so unshare, every page of torch
-    sys.stdout.flush()
-    sys.stderr.flush()
-    parent = os.getpid()
-    workers = {}
+        if reason := _reason_not_to_fork():
+            fork = False
+            control.sendall(encode({"warning": f"{reason}: workers start one by one, which takes longer"}))
+        gc.freeze()  # the collector would otherwise write to, and so unshare, every page of torch
+        sys.stdout.flush()
+        sys.stderr.flush()
+    workers, parent = {}, os.getpid()
     for rank in range(job["workers"]):
-        process = os.fork()
-        if process == 0:
-            control.close()
-            worker.main(job, rank, parent)
+        if fork:
+            process = os.fork()
+            if process == 0:
+                control.close()
+                worker.main(job, rank, parent)
+        else:  # not by `subprocess`, which may reap a child that `os.waitpid` waits for
+            command = bootstrap("worker", job_file, rank, parent)
+            process = os.posix_spawn(command[0], command, os.environ)
         workers[process] = rank
-    _close_inherited(job)
-    return workers
-
-
-def _execute_workers(job: dict[str, Any], job_file: Path) -> dict[int, int]:
-    """By posix_spawn rather than subprocess, which may reap a child behind the back of `os.wait`."""
-    workers = {}
-    for rank in range(job["workers"]):
-        command = bootstrap("worker", job_file, rank, os.getpid())
-        workers[os.posix_spawn(command[0], command, os.environ)] = rank
-    _close_inherited(job)
-    return workers
-
-
-def _close_inherited(job: dict[str, Any]) -> None:
-    """With these open here, the command could not tell when a worker is gone."""
     for descriptor in (job["listener"], *job["sockets"]):
-        os.close(descriptor)
+        os.close(descriptor)  # open here, they would hide from the command that a worker is gone
+    return workers
+
+
+def _reason_not_to_fork() -> str:
+    """Returns why a fork of this process would be dangerous; empty if it is safe. Linux only.
+
+    A forked child has one thread, so a lock that another thread of the parent held stays locked for ever, and a CUDA
+    driver that was in use cannot be used in a child at all.
+    """
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    if threads > 1:
+        return f"importing the preloaded modules started {threads - 1} threads"
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
+            if str(descriptor.readlink()).startswith("/dev/nvidia"):
+                return "importing the preloaded modules initialised CUDA"
+    return ""

@@ -17,7 +17,7 @@ import torch
 from ..distributed.batch_plan import BatchPlan
 from ..distributed.exchange import Exchange, StopRequested
 from ..errors import PlainError
-from ..launch.context import torchrun_patience
+from ..launch.context import torchrun_grace_seconds
 from ..metrics.journal import Journal
 from ..metrics.records import Progress
 from ..metrics.step_report import StepReport, StepReporter
@@ -171,7 +171,7 @@ class Trainer:
         if progress.step in self._settings.traced_steps:
             p.journal.trace(progress.step, self._record_everyone(), a.schedules, a.cut.table)
         if self.totals.steps == WARM_UP:
-            text = grace_warning(seconds, a.settings.launch.grace_seconds, torchrun_patience())
+            text = grace_warning(seconds, a.settings.launch.grace_seconds, torchrun_grace_seconds())
             if text:
                 p.journal.warn(text)
         if not report.finite:

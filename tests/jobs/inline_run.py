@@ -9,8 +9,7 @@ from typing import Any
 from hydra import compose, initialize_config_module
 
 from gpipe_cli.jobs.job import prepare
-from gpipe_cli.launch.inline import launch_inline
-from gpipe_cli.launch.supervisor import Job
+from gpipe_cli.launch.supervisor import Job, launch_inline
 
 
 def train_inline(run_dir: Path, *overrides: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -22,10 +22,8 @@ from launch_command import START_UP_SECONDS, Command
 
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch import report
-from gpipe_cli.launch.deadline import SECOND_REQUEST_SECONDS, StopDeadline
-from gpipe_cli.launch.inline import launch_inline
-from gpipe_cli.launch.signals import REQUESTS, StopSignals
-from gpipe_cli.launch.supervisor import Job, WorkerFailed, launch
+from gpipe_cli.launch.stop import REQUESTS, SECOND_REQUEST_SECONDS, StopDeadline, StopSignals
+from gpipe_cli.launch.supervisor import Job, WorkerFailed, launch, launch_inline
 from gpipe_cli.launch.worker import HEARTBEAT_SECONDS, place_soon
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for left-over processes in /proc")

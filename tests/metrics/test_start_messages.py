@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpipe_cli.launch.context import torchrun_patience
+from gpipe_cli.launch.context import torchrun_grace_seconds
 from gpipe_cli.trainer.start_messages import batchnorm_notice, grace_warning
 
 
@@ -81,8 +81,8 @@ def test_torchrun_may_leave_less_time_than_the_configuration() -> None:
 def test_a_rank_knows_of_torchruns_patience_what_its_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert torchrun_patience() is None
+    assert torchrun_grace_seconds() is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert torchrun_patience() == 30.0
+    assert torchrun_grace_seconds() == 30.0
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
-    assert torchrun_patience() == 600.0
+    assert torchrun_grace_seconds() == 600.0

@@ -106,7 +106,7 @@ def test_a_step_that_was_to_be_evaluated_when_the_run_was_ended_is_evaluated_whe
 ) -> None:
     words = [word for word in WORDS if not word.startswith("trainer.evaluate_every")]
     hears = {"stop_requested": lambda: Ending.asked}
-    monkeypatch.setattr("gpipe_cli.launch.inline.Context", lambda **given: Context(**{**given, **hears}))
+    monkeypatch.setattr("gpipe_cli.launch.supervisor.Context", lambda **given: Context(**{**given, **hears}))
     monkeypatch.setattr(Ending, "at", 1)
     summary, _ = train_inline(tmp_path, *words, *EVERY_STEP)
     assert (summary["steps"], summary["stopped_by"], evaluated(tmp_path)) == (2, "request", [1])

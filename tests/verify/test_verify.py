@@ -24,8 +24,7 @@ from gpipe_cli.config import PipelineConfig
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import own_target
 from gpipe_cli.jobs.job import prepare
-from gpipe_cli.launch.inline import launch_inline
-from gpipe_cli.launch.supervisor import Job
+from gpipe_cli.launch.supervisor import Job, launch_inline
 from gpipe_cli.verify.compare import GRADIENTS, PASSED_BACK, Difference, Quantity, Step
 from gpipe_cli.verify.joint_batchnorm import run_together
 from gpipe_cli.verify.limits import require_memory
