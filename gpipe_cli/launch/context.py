@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.cpu import as_worker
+from gpipe_cli.position import Position
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +47,7 @@ class Context:
         emit: passes an event (a JSON object) to the command's `on_event`. Never waits, never fails.
         stop_requested: returns whether the user or the system asked for the end of the run. Workers see the request at
             different times, so one of them has to decide for all.
-        where: the worker's place (cell, layer, micro_batch, instruction, step …); kept up to date by the engine, shown
-            with an error.
+        where: what the worker is doing; kept up to date by the engine and the trainer, shown with an error.
     """
 
     rank: int
@@ -57,7 +57,7 @@ class Context:
     open_store: Callable[[], Store]
     emit: Callable[[dict[str, Any]], None]
     stop_requested: Callable[[], bool]
-    where: dict[str, Any] = field(default_factory=dict)
+    where: Position = field(default_factory=Position)
 
     @cached_property
     def store(self) -> Store:

@@ -74,7 +74,7 @@ def join(
         emit=lambda event: on_event({"rank": rank, **event}),
         stop_requested=lambda: stop.requested(deadline),
     )
-    deadline = StopDeadline(grace_seconds, lambda: report.who(rank, context.where.copy()))
+    deadline = StopDeadline(grace_seconds, lambda: report.who(rank, context.where.known()))
     with StopSignals(stop.note, deadline.wake) as signals, deadline:
         try:
             stop.use(context.store)
@@ -147,8 +147,8 @@ def _fail(context: Context, error: BaseException) -> NoReturn:
     try:
         directory = context.run_dir / "workers"
         directory.mkdir(parents=True, exist_ok=True)
-        shown = report.write_error(directory, context.rank, error, context.where)
-        print(report.echo_line(directory, context.rank, error, context.where) or shown, file=sys.stderr)
+        shown = report.write_error(directory, context.rank, error, context.where.known())
+        print(report.echo_line(directory, context.rank, error, context.where.known()) or shown, file=sys.stderr)
         if "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(error, Exception):
             from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 

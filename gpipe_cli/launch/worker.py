@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from gpipe_cli.launch import report
 from gpipe_cli.launch.channel import WorkerChannel
 from gpipe_cli.launch.context import Context, call_entry
+from gpipe_cli.position import Position
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -68,7 +69,7 @@ def _run(job: dict[str, Any], rank: int) -> None:
     try:
         channel.finish(call_entry(job["entry"], context, job["config"], job["threads"]))
     except BaseException as error:
-        report.write_error(directory, rank, error, context.where)
+        report.write_error(directory, rank, error, context.where.known())
         raise
 
 
@@ -151,7 +152,7 @@ def _store_opener(job: dict[str, Any], rank: int) -> Callable[[], Store]:
     return open_store
 
 
-def _start_heartbeat(where: dict[str, Any], send: Callable[[dict[str, Any]], None], interval: float) -> None:
+def _start_heartbeat(where: Position, send: Callable[[dict[str, Any]], None], interval: float) -> None:
     """Sends the worker's place to the command whenever it has changed: a killed worker can no longer report it.
 
     A thread, since the worker may be blocked.
@@ -168,10 +169,10 @@ def _start_heartbeat(where: dict[str, Any], send: Callable[[dict[str, Any]], Non
     threading.Thread(target=beat, name="heartbeat", daemon=True).start()
 
 
-def place_soon(where: dict[str, Any]) -> dict[str, Any]:
+def place_soon(where: Position) -> dict[str, Any]:
     """Returns a worker's place; between two instructions it has no cell, and is looked at a few times more."""
     for _ in range(LOOKS):
-        if "cell" not in where or where["cell"] is not None:
+        if where.cell is not None:
             break
         time.sleep(BETWEEN_LOOKS_SECONDS)
-    return where.copy()
+    return where.known()

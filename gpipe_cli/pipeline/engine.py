@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..errors import ConfigurationError
 from ..micro_batch import MicroBatch, Tensors
+from ..position import Position
 from ..schedule.instruction import Instruction, Op
 from .boundary import BoundarySpec, canonical_gradient, fresh_leaves, is_channels_last
 from .cell import Cell, LayerFailed
@@ -96,14 +97,14 @@ class Pipeline:
         targets: int,
         device: torch.device,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        where: dict[str, Any] | None = None,
+        where: Position | None = None,
     ) -> None:
         self.cells = {cell.number: cell for cell in cells}
         self.device = device
         self.meter = Meter(device)
         self._placement, self._last = tuple(placement), len(placement) - 1
         self._transport, self._loss, self._n_targets, self._autocast = transport, loss, targets, autocast
-        self._where = where if where is not None else {}
+        self._where = where or Position()
         self._behind: dict[tuple[int, Hashable], BoundarySpec] = {}
         self._sink: Callable[[int, Tensors, Tensors], None] | None = None
         self._caches: dict[tuple[int, int], list[dict[str, Any]]] | None = None
@@ -201,14 +202,14 @@ class Pipeline:
         is_timed = self._sink is None  # translating may go on for days, and nobody asks where its time goes
         for instruction in program:
             op, cell, micro_batch = instruction.op, instruction.cell, instruction.micro_batch
-            where["cell"], where["micro_batch"], where["instruction"] = cell, micro_batch, op.name.lower()
+            where.cell, where.micro_batch, where.instruction = cell, micro_batch, op.name.lower()
             if not is_timed:
                 handlers[op](cell, micro_batch)
                 continue
             started = meter.mark()
             handlers[op](cell, micro_batch)
             meter.record(instruction, started)
-        where.update(cell=None, micro_batch=None, instruction=None)  # what fails from here on, fails outside of them
+        where.cell = where.micro_batch = where.instruction = None  # what fails from here on, fails outside of them
         if self._transport is not None:
             self._transport.drain()
 

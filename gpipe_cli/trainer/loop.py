@@ -27,6 +27,7 @@ from ..optim.average import WeightAverage
 from ..pipeline.batchnorm import finish_batchnorm
 from ..pipeline.engine import StepInput
 from ..pipeline.gradients import clip_factor, fill_gradients, reduce_over_replicas, scale_gradients, squared_norms
+from ..position import Position
 from .assembly import Assembly
 from .batches import training_batches
 from .evaluation import Evaluator
@@ -53,7 +54,7 @@ class Parts:
     saver: Saver
     journal: Journal
     stop_requested: Callable[[], bool]
-    where: dict[str, Any]
+    where: Position
 
 
 class Trainer:
@@ -110,7 +111,7 @@ class Trainer:
         """One mini-batch; returns the plan of the next, or None when this was the last."""
         p, a, step, began = self.parts, self._assembly, self.progress.step, time.perf_counter()
         meter = a.engine.meter
-        p.where["step"] = step + 1  # as the console counts
+        p.where.step = step + 1  # as the console counts
         meter.begin_step()
         before = meter.phases
         steps = self._settings.steps or 0
@@ -211,9 +212,9 @@ class Trainer:
         p, a = self.parts, self._assembly
         epochs_done = self._epochs_done()
         if self._feed is not None:
-            p.where["instruction"] = "reading the next mini-batch"
+            p.where.instruction = "reading the next mini-batch"
             self._feed.advance()
-            p.where["instruction"] = None
+            p.where.instruction = None
             a.codec.write(p.exchange, self._feed.micro_batches, self._feed.weights)
         if a.world.rank == 0:
             limit = self._settings.seconds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -12,6 +12,7 @@ from ..micro_batch import Tensors
 from ..pipeline.batchnorm import DeferredBatchNorm
 from ..pipeline.boundary import as_tensors
 from ..pipeline.cell import Cell
+from ..position import Position
 from ..trainer.loop import Trainer
 from .record import (
     OUTPUT,
@@ -38,7 +39,7 @@ class LayerWatch:
         where: kept up to date by the engine; says which micro-batch runs, and whether it is computed again.
     """
 
-    def __init__(self, cells: Iterable[Cell], replica: int, where: dict[str, Any]) -> None:
+    def __init__(self, cells: Iterable[Cell], replica: int, where: Position) -> None:
         self._replica, self._where = replica, where
         self._seen = LayerTrace()
         for layer in (layer for cell in cells for layer in cell.layers):
@@ -52,15 +53,17 @@ class LayerWatch:
 
     def before(self, layer: int, module: nn.Module) -> None:
         kind = WEIGHTS_AGAIN if self._again else WEIGHTS
-        self._seen.weights(kind, self._replica, self._where["micro_batch"], layer, module)
+        self._seen.weights(kind, self._replica, cast(int, self._where.micro_batch), layer, module)
 
     def after(self, layer: int, inputs: Any, outputs: object) -> None:
         kind = RECOMPUTED if self._again else OUTPUT
-        self._seen.outputs(kind, self._replica, self._where["micro_batch"], layer, as_tensors(outputs), _flat(inputs))
+        self._seen.outputs(
+            kind, self._replica, cast(int, self._where.micro_batch), layer, as_tensors(outputs), _flat(inputs)
+        )
 
     @property
     def _again(self) -> bool:
-        return bool(self._where.get("instruction") == "recompute")
+        return self._where.instruction == "recompute"
 
 
 class _Before:

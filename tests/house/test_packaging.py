@@ -32,6 +32,7 @@ GROUND = {
     "gpus",
     "layers",
     "micro_batch",
+    "position",
     "typed_section",
     "config",
 }  # single files that every room may use

@@ -72,7 +72,7 @@ def deadlock(context: Context, config: dict[str, Any]) -> None:
     context.init_process_group("gloo")
     distributed.barrier()
     _ready(context)
-    context.where.update(cell=context.rank, instruction=f"r{context.rank}.0")
+    context.where.cell, context.where.instruction = context.rank, f"r{context.rank}.0"
     distributed.recv(torch.zeros(1), (context.rank + 1) % context.world_size)
 
 
@@ -85,7 +85,7 @@ def wait_in_shared_memory(context: Context, config: dict[str, Any]) -> None:
 
     ours, _theirs = socket.socketpair()
     _ready(context)
-    context.where.update(cell=0, instruction="r0.0")
+    context.where.cell, context.where.instruction = 0, "r0.0"
     Incoming(ours, 1, torch.device("cpu")).receive(BoundarySpec.of((torch.zeros(1),)), 0)
 
 
@@ -97,7 +97,7 @@ def fail_beside_recv(context: Context, config: dict[str, Any]) -> None:
     context.init_process_group("gloo")
     distributed.barrier()
     if context.rank == CULPRIT:
-        context.where.update(cell=1, layer="encoder.3", micro_batch=2, instruction="F1.2")
+        vars(context.where).update(cell=1, layer="encoder.3", micro_batch=2, instruction="F1.2")
         raise ValueError("the real cause")
     distributed.recv(torch.zeros(1), CULPRIT)
 

@@ -25,6 +25,7 @@ from gpipe_cli.launch import report
 from gpipe_cli.launch.stop import REQUESTS, SECOND_REQUEST_SECONDS, StopDeadline, StopSignals
 from gpipe_cli.launch.supervisor import Job, WorkerFailed, launch, launch_inline
 from gpipe_cli.launch.worker import HEARTBEAT_SECONDS, place_soon
+from gpipe_cli.position import Position
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for left-over processes in /proc")
 
@@ -298,9 +299,9 @@ def test_a_worker_killed_from_outside_ends_the_job_and_is_named_with_its_cell(co
 
 
 def test_a_worker_between_two_instructions_is_seen_in_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    where: dict[str, Any] = {"step": 3, "cell": None}
-    assert place_soon(where) == {"step": 3, "cell": None}  # where there is none
-    monkeypatch.setattr("gpipe_cli.launch.worker.time.sleep", lambda seconds: where.update(cell=2))
+    where = Position(step=3)
+    assert place_soon(where) == {"step": 3}  # where there is none
+    monkeypatch.setattr("gpipe_cli.launch.worker.time.sleep", lambda seconds: setattr(where, "cell", 2))
     assert place_soon(where) == {"step": 3, "cell": 2}
 
 
