@@ -53,13 +53,15 @@ class LayerWatch:
 
     def before(self, layer: int, module: nn.Module) -> None:
         kind = WEIGHTS_AGAIN if self._again else WEIGHTS
-        self._seen.weights(kind, self._replica, cast(int, self._where.micro_batch), layer, module)
+        self._seen.weights(kind, self._replica, self._micro_batch, layer, module)
 
     def after(self, layer: int, inputs: Any, outputs: object) -> None:
         kind = RECOMPUTED if self._again else OUTPUT
-        self._seen.outputs(
-            kind, self._replica, cast(int, self._where.micro_batch), layer, as_tensors(outputs), _flat(inputs)
-        )
+        self._seen.outputs(kind, self._replica, self._micro_batch, layer, as_tensors(outputs), _flat(inputs))
+
+    @property
+    def _micro_batch(self) -> int:
+        return cast(int, self._where.micro_batch)
 
     @property
     def _again(self) -> bool:
