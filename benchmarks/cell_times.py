@@ -29,8 +29,8 @@ from gpipe_cli.launch.context import Context
 from gpipe_cli.micro_batch import Tensors
 from gpipe_cli.partition.cost import Profile, profile_layers
 from gpipe_cli.partition.layer_times import LayerTimes, cell_total
+from gpipe_cli.planner.measure.background_load import background_load
 from gpipe_cli.planner.measure.example import example_micro_batch
-from gpipe_cli.planner.measure.neighbours import Neighbours
 from gpipe_cli.trainer.assembly import make_transport
 
 CPU = torch.device("cpu")
@@ -57,10 +57,8 @@ def worker(context: Context, config: Mapping[str, Any]) -> list[list[list[dict[s
     def loss(outputs: Tensors) -> torch.Tensor:
         return task.loss(outputs, targets)[0]
 
-    others = Neighbours(world.size - 1 if world.rank == 0 else 0, pipeline.threads)
-
     def profile() -> Profile:
-        with others.busy():
+        with background_load(world.size - 1, pipeline.threads):
             return profile_layers(builders, inputs, CPU, autocast, loss, targets)
 
     rounds = []

@@ -123,13 +123,13 @@ def _slots(timeline: Timeline, sizes: Sequence[CellSizes]) -> list[int]:
             for instruction, start, _ in sent:
                 on_their_way = [end for end in on_their_way if end > start] + [ends[instruction.sent_message]]
                 most = max(most, len(on_their_way))
-            largest = max((_sent_bytes(span.instruction, sizes) for span in sent), default=0)
+            largest = max((sent_bytes(span.instruction, sizes) for span in sent), default=0)
             total += min(most, window) * slot_bytes(largest)
         shared.append(total)
     return shared
 
 
-def _sent_bytes(sent: Instruction, sizes: Sequence[CellSizes]) -> int:
+def sent_bytes(sent: Instruction, sizes: Sequence[CellSizes]) -> int:
     return sizes[sent.cell + 1].message if sent.op is Op.SEND_ACTIVATION else sizes[sent.cell].input_gradients
 
 
@@ -260,7 +260,7 @@ class _Walk:
 
     def _send(self, instruction: Instruction) -> None:
         if not self._copied:
-            self._hold(("sending", instruction), "wire", MESSAGES, _sent_bytes(instruction, self._sizes))
+            self._hold(("sending", instruction), "wire", MESSAGES, sent_bytes(instruction, self._sizes))
 
     def _receive(self, instruction: Instruction) -> None:
         cell, number, size = instruction.cell, instruction.micro_batch, self._sizes[instruction.cell]

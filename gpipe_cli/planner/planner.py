@@ -1,14 +1,14 @@
-"""Makes the plan of a run: measures its layers once, then cuts, simulates and adds up for one pipeline after another.
+"""Makes plans of a run: measures its layers once, then cuts, simulates and adds up for one pipeline after another.
 
-No hardware and no data: layers are measured on tensors without values (`layer_facts`), memory is read off the very
-instruction lists that would run (`memory`), times come from a described device (`timing`).
+It needs neither hardware nor data: layers are measured on tensors without values (`measure`), memory follows from the
+instruction lists that would run (`memory`), times from a described device (`timing`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import repeat
 
 from ..config import PipelineConfig, Settings
@@ -16,32 +16,32 @@ from ..errors import ConfigurationError
 from ..factory.build import Cut, build_model, build_optimizer, build_task, cut_by_costs
 from ..partition.partition import cell_costs, partition
 from ..partition.sharing import Sharing, find_sharing
-from ..schedule.instruction import Instruction, Op, ScheduleError
+from ..schedule.instruction import Instruction, ScheduleError
 from ..schedule.schedule import schedule
 from ..schedule.simulate import bubble_by_formula, simulate
 from .cells import CellFacts, build_cells
-from .devices import Device
 from .measure.measurement import Measurement, Measurements
-from .measure.optimizer_state import OptimizerState
-from .memory import Wire, most_alive
+from .measure.optimizer_state import optimizer_state_bytes
+from .measure.this_device import measure_device
+from .memory import Wire, most_alive, sent_bytes
 from .options import Options
 from .plan import ModelBytes, Plan, cell_plans, worker_plans
-from .timing import Clock, cell_times, durations
+from .timing import TimeModel, cell_times, durations
 
 Say = Callable[[str], None]
 
 
 def say_nothing(line: str) -> None:
-    """For those whom nobody listens to."""
+    """Discards the line; the default for `say`."""
 
 
 class Planner:
-    """Plans one model on one kind of device; remembers what it has measured, for searches.
+    """Plans one model on one kind of device, with any pipeline; keeps what it has measured.
 
     Args:
-        settings: the configuration; `pipeline.workers=auto` is one worker a cell, as far as `options.room` goes.
+        settings: the configuration; `pipeline.workers=auto` is one worker for each cell, or `options.room` if fewer.
         options: the section `plan`.
-        say: is told what takes long, before it begins.
+        say: called with a line of text before anything that takes long.
 
     Raises:
         ConfigurationError: the model cannot be built or planned.
@@ -50,36 +50,30 @@ class Planner:
     def __init__(self, settings: Settings, options: Options, say: Say = say_nothing) -> None:
         self.settings, self.options = settings, options
         self.builders = build_model(settings.model)
-        busiest = settings.pipeline if options.fit is None else replace(settings.pipeline, K=len(self.builders))
-        measured = replace(settings, pipeline=self._with_workers(busiest))
-        self.device = options.device or self._this_device(measured.pipeline)
-        self._clock = Clock(self.device, options.efficiency, options.bandwidth_efficiency, {})
-        if options.device is None:
-            self._clock = replace(self._clock, efficiency=1.0, bandwidth_efficiency=1.0)
+        most_cells = settings.pipeline if options.fit is None else replace(settings.pipeline, K=len(self.builders))
+        measured = replace(settings, pipeline=self._with_workers(most_cells))
+        self.device = options.device or measure_device(measured.pipeline)
+        self._times = TimeModel(self.device)  # the rates of this machine are measured, those of others are peaks
+        if options.device is not None:
+            self._times = TimeModel(self.device, options.efficiency, options.bandwidth_efficiency)
         self._kernels = self.device.kernels if options.kernels == "auto" else options.kernels
         task = build_task(settings.task)
-        self._measurements = Measurements(measured, options, self.builders, task, self._clock, self._kernels, say)
-        self._state = OptimizerState(lambda parameters: build_optimizer(settings.optimizer, parameters))
-
-    @staticmethod
-    def _this_device(pipeline: PipelineConfig) -> Device:
-        from .measure.this_device import measure_device
-
-        return measure_device(pipeline)
+        self._measurements = Measurements(measured, options, self.builders, task, self._times, self._kernels, say)
+        self._state_bytes = cache(partial(optimizer_state_bytes, partial(build_optimizer, settings.optimizer)))
 
     def _with_workers(self, pipeline: PipelineConfig) -> PipelineConfig:
-        """With a number in place of `pipeline.workers=auto`."""
+        """Returns the section with a number in place of `pipeline.workers=auto`."""
         room = self.options.room
         return replace(pipeline, workers=pipeline.planned_workers if room is None else pipeline.workers_in(room))
 
     @cached_property
     def _sharing(self) -> Sharing:
-        """Once for all plans, and after the layers have been measured, which says better why one cannot be built."""
+        """Returns the layers that share weights; after the layers were measured, whose errors are clearer."""
         return find_sharing(self.builders)
 
     @property
     def limit(self) -> float:
-        """Bytes that a device may hold."""
+        """Returns the bytes that a device may hold."""
         return self.options.fit or self.options.memory or self.device.memory
 
     def _notes_on_workers(self, pipeline: PipelineConfig) -> list[str]:
@@ -91,10 +85,10 @@ class Planner:
         ]
 
     def plan(self, pipeline: PipelineConfig | None = None) -> Plan:
-        """The plan for `settings`, or with other values of the section `pipeline`.
+        """Returns the plan for `settings`, or for another section `pipeline`.
 
         Raises:
-            ConfigurationError: the model cannot be cut so, or has no such schedule.
+            ConfigurationError: the model cannot be cut so, or there is no such schedule.
         """
         pipeline = self._with_workers(pipeline or self.settings.pipeline)
         measured = self._measurements.of(pipeline.M * pipeline.replicas)
@@ -116,17 +110,15 @@ class Planner:
         lists: list[list[Instruction]],
     ) -> Plan:
         placement, speeds = cut.placement, self._speeds(len(lists))
-        times = cell_times(cells, self._clock)
+        times = cell_times(cells, self._times)
+
+        sizes = [cell.sizes for cell in cells]
 
         def latency(sent: Instruction) -> float:
-            sizes = cells[sent.cell + 1].sizes if sent.op is Op.SEND_ACTIVATION else cells[sent.cell].sizes
-            return self._clock.transfer(sizes.message if sent.op is Op.SEND_ACTIVATION else sizes.input_gradients)
+            return self._times.transfer(sent_bytes(sent, sizes))
 
-        timeline = simulate(
-            lists, placement, durations(times, lists, placement, speeds), latency, self._clock.device.host
-        )
+        timeline = simulate(lists, placement, durations(times, lists, placement, speeds), latency, self.device.host)
         model = [self._model_bytes(cell) for cell in cells]
-        sizes = [cell.sizes for cell in cells]
         alive = most_alive(timeline, sizes, self._wire(pipeline))
         rows = cell_plans(self.builders, cells, times, model, placement, lists, pipeline.remat)
         workers = worker_plans(placement, model, alive)
@@ -167,7 +159,7 @@ class Planner:
         )
 
     def _wire(self, pipeline: PipelineConfig) -> Wire:
-        """Workers of CPUs are taken to be on one machine."""
+        """Returns how messages travel; workers on CPUs are assumed to be on one machine."""
         if self._kernels != "cpu":
             return Wire.NCCL
         return Wire.GLOO if pipeline.backend == "gloo" else Wire.SHARED_MEMORY
@@ -184,23 +176,24 @@ class Planner:
         if self.options.bytes_per_parameter is not None:
             return ModelBytes(cell.parameters * self.options.bytes_per_parameter, 0, 0, 0)
         average = cell.average_bytes if self.settings.trainer.average is not None else 0
-        return ModelBytes(cell.weight_bytes, cell.gradient_bytes, self._state.total(cell.trained), average)
+        return ModelBytes(cell.weight_bytes, cell.gradient_bytes, sum(map(self._state_bytes, cell.trained)), average)
 
     def _update_seconds(
         self, cells: Sequence[CellFacts], model: Sequence[ModelBytes], placement: Sequence[int], replicas: int
     ) -> float:
-        of_workers = [0.0] * (max(placement) + 1)
+        seconds = [0.0] * (max(placement) + 1)
         for cell, bytes_, worker in zip(cells, model, placement, strict=True):
-            of_workers[worker] += self._clock.update(cell, bytes_.optimizer)
-            of_workers[worker] += self._clock.reduction(cell.gradient_bytes, replicas)
-        return max(of_workers)
+            seconds[worker] += self._times.update(cell, bytes_.optimizer)
+            seconds[worker] += self._times.reduction(cell.gradient_bytes, replicas)
+        return max(seconds)
 
     def _better_cut(self, measured: Measurement, pipeline: PipelineConfig, cut: Cut) -> tuple[list[int] | None, float]:
-        """What the cut would be by these times, and by how much its slowest worker is faster; below 1 % nothing.
+        """Returns the cut by these times and by how much its slowest worker is faster, as a share.
 
-        Nor where a run would refuse it, because layers that share a weight would lie in two cells.
+        None and 0 where that is less than 1 %, or where a run would refuse the cut because it separates layers that
+        share a weight.
         """
-        times = self._clock.costs(measured.layers, measured.loss)
+        times = self._times.costs(measured.layers, measured.loss)
         sizes = partition(times, pipeline.K, "min_max")
         try:
             typed = replace(pipeline, partition=sizes)
@@ -212,17 +205,8 @@ class Planner:
         return (sizes, gain) if gain >= 0.01 else (None, 0.0)
 
     def _slowest_worker(self, times: Sequence[float], cut: Cut) -> float:
-        """Seconds that it takes for one micro-batch in all its cells; ``times``: of each layer at speed 1."""
+        """Returns its seconds for one micro-batch in all its cells; ``times``: of each layer at speed 1."""
         seconds = [0.0] * (max(cut.placement) + 1)
         for cost, worker in zip(cell_costs(times, cut.sizes), cut.placement, strict=True):
             seconds[worker] += cost
         return max(second / speed for second, speed in zip(seconds, self.options.speeds or repeat(1.0), strict=False))
-
-
-def plan(settings: Settings, options: Options) -> Plan:
-    """The plan of one configuration.
-
-    Raises:
-        ConfigurationError: it cannot be planned; the message says what to change.
-    """
-    return Planner(settings, options).plan()

@@ -1,13 +1,13 @@
-"""How long the parts of a step take on a device that is described by a few figures.
+"""Works out the seconds that layers, cells, updates and messages take on a device.
 
-An operation takes the longer of two times: its FLOPs at the device's rate, the bytes it reads and writes at its
-memory's. To both belongs a share that a real run reaches (`plan.efficiency`), and every operation costs its start.
+An operation takes the longer of two times: its FLOPs at the device's rate, or its bytes at the memory's rate. A real
+run reaches a share of both rates (`plan.efficiency`), and every operation costs its start.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ..partition.layer_times import LayerTimes, cell_total
 from ..schedule.instruction import Instruction, Op
@@ -18,40 +18,36 @@ from .measure.tracking import Operation
 
 
 @dataclass(frozen=True)
-class Clock:
-    """A device and the shares of its figures that are reached.
+class TimeModel:
+    """Returns seconds on one device: measured ones for layers that were timed, else worked out.
 
     Attributes:
-        measured: times of layers that were timed, or worked out already, by the identity of their facts. Whoever adds
-            one keeps the facts alive, so that no identity comes twice.
+        device: the device.
+        efficiency: share of its FLOP/s that is reached.
+        bandwidth_efficiency: share of its memory's bytes/s that is reached.
+        measured: times of the layers that were timed, and of those worked out already.
     """
 
     device: Device
-    efficiency: float
-    bandwidth_efficiency: float
-    measured: dict[int, LayerTimes]
+    efficiency: float = 1.0
+    bandwidth_efficiency: float = 1.0
+    measured: dict[LayerFacts, LayerTimes] = field(default_factory=dict)
 
     def layer(self, facts: LayerFacts) -> LayerTimes:
-        """Of one layer: measured, or worked out."""
-        known = self.measured.get(id(facts))
-        if known is None:
-            known = self.measured[id(facts)] = self.estimate(facts)
-        return known
+        """Returns the times of one layer, measured or worked out."""
+        if facts not in self.measured:
+            self.measured[facts] = self.estimate(facts)
+        return self.measured[facts]
 
     def costs(self, layers: Sequence[LayerFacts], loss: LayerFacts | None) -> list[float]:
-        """Seconds of forward and backward of each layer; the last pays for the loss."""
+        """Returns the seconds of forward and backward of each layer; those of the loss are added to the last."""
         seconds = [self.layer(facts).total for facts in layers]
         if loss is not None:
             seconds[-1] += self.layer(loss).total
         return seconds
 
-    def once(self, layers: Sequence[LayerFacts], loss: LayerFacts | None) -> float:
-        """Seconds of forward and backward, worked out; equal layers count once, as where layers are timed."""
-        distinct = {id(facts): facts for facts in (*layers, *([] if loss is None else [loss]))}
-        return sum(self.estimate(facts).total for facts in distinct.values())
-
     def estimate(self, facts: LayerFacts) -> LayerTimes:
-        """Of one layer, worked out."""
+        """Returns the times of one layer, worked out."""
         forward = self.seconds(facts.forward.operations)
         return LayerTimes(
             inference=self.seconds(facts.inference.operations),
@@ -63,7 +59,7 @@ class Clock:
         )
 
     def seconds(self, operations: Iterable[Operation]) -> float:
-        """Of some operations, one after the other."""
+        """Returns the seconds of some operations, one after the other."""
         device, bandwidth = self.device, self.device.bandwidth * self.bandwidth_efficiency
         total = 0.0
         for flops, moved, half in operations:
@@ -72,31 +68,34 @@ class Clock:
         return total
 
     def update(self, cell: CellFacts, state_bytes: float) -> float:
-        """Of the optimizer's step for one cell: weights, gradients and state are read, weights and state written."""
+        """Returns the seconds of the optimizer's step for one cell.
+
+        Weights, gradients and state are read, weights and state written.
+        """
         moved = 2 * cell.gradient_bytes + cell.gradient_bytes + 2 * state_bytes
         starts = len(cell.trained) * self.device.overhead
         return moved / (self.device.bandwidth * self.bandwidth_efficiency) + starts
 
     def transfer(self, size: float) -> float:
-        """Of one message to a neighbour."""
+        """Returns the seconds that a message of ``size`` bytes takes to a neighbour."""
         return self.device.latency + size / self.device.link if size else 0.0
 
     def reduction(self, size: float, replicas: int) -> float:
-        """Of summing gradients over replicas around a ring."""
+        """Returns the seconds of summing ``size`` bytes of gradients over replicas around a ring."""
         return 0.0 if replicas == 1 else 2 * (replicas - 1) / replicas * size / self.device.link
 
 
-def cell_times(cells: Sequence[CellFacts], clock: Clock) -> list[LayerTimes]:
-    """Of every cell, at speed 1."""
-    made = []
+def cell_times(cells: Sequence[CellFacts], model: TimeModel) -> list[LayerTimes]:
+    """Returns the times of every cell on a device of speed 1."""
+    result = []
     for cell in cells:
-        times = [clock.layer(layer) for layer in cell.layers]
+        times = [model.layer(layer) for layer in cell.layers]
         layers = cell.last - cell.first + 1
         total = cell_total(times[:layers], times[layers:])
-        if not cell.sizes.put_off:  # nobody waits for the first half, which then does everything
+        if not cell.sizes.put_off:  # no worker waits for its first half, which then does all of the backward
             total = replace(total, input_gradient=total.backward, weight_gradient=0.0)
-        made.append(total)
-    return made
+        result.append(total)
+    return result
 
 
 def durations(
@@ -105,7 +104,7 @@ def durations(
     placement: Sequence[int],
     speeds: Sequence[float] | None,
 ) -> Callable[[Instruction], float]:
-    """For `simulate`: seconds of each computation of these lists."""
+    """Returns the function that `simulate` calls for the seconds of each computation in ``lists``."""
     recomputed = {(i.cell, i.micro_batch) for each in lists for i in each if i.op is Op.RECOMPUTE}
 
     def duration(instruction: Instruction) -> float:

@@ -7,12 +7,12 @@ from typing import Any
 
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.planner.plan import Plan
-from gpipe_cli.planner.planner import plan
+from gpipe_cli.planner.planner import Planner
 
 
 def planned(*overrides: str) -> Plan:
     request = make_request(overrides)
-    return plan(request.settings, request.options)
+    return Planner(request.settings, request.options).plan()
 
 
 EVEN = "model._target_=own_plan.even_layers"

@@ -26,7 +26,7 @@ from gpipe_cli.partition.cost import LayerCost, Profile
 from gpipe_cli.partition.layer_times import LayerTimes
 from gpipe_cli.planner.devices import PRESETS, describe, parse_bytes
 from gpipe_cli.planner.plan import Plan
-from gpipe_cli.planner.planner import Planner, plan
+from gpipe_cli.planner.planner import Planner
 from gpipe_cli.planner.search.search import REMAT_BY_SPEED, find_plan, micro_batch_counts
 
 ROOT = Path(__file__).parents[2]
@@ -175,7 +175,9 @@ def test_this_machine_gets_as_many_workers_as_a_run_starts_on_it(
 ) -> None:
     monkeypatch.setattr(devices, "find_devices", lambda device: Devices(2, "core"))
     request = make_request((*OWN[:-1], "plan.device=this", "pipeline.K=4", *how))
-    made = plan(request.settings, replace(request.options, device=PRESETS["h100"]))  # nothing is to be measured here
+    made = Planner(
+        request.settings, replace(request.options, device=PRESETS["h100"])
+    ).plan()  # nothing is to be measured here
     assert made.workers == workers == settle_workers(request.settings.pipeline, False, None)[0]
     assert made.notes == [
         f"{made.K} cells on {workers} workers, as gpipe-train starts them on this machine (pipeline.workers=auto)"

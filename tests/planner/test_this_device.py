@@ -10,6 +10,7 @@ from own_plan import OWN, SleepingTask
 
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.config import PipelineConfig
+from gpipe_cli.planner import planner
 from gpipe_cli.planner.devices import PRESETS, Device
 from gpipe_cli.planner.measure import measurement, this_device
 from gpipe_cli.planner.measure.link import LinkTimes
@@ -87,7 +88,7 @@ def test_workers_of_a_cpu_share_no_gpu(two_gpus: None) -> None:
 def test_what_is_timed_on_a_gpu_alone_takes_longer_where_it_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU at hand stands for a GPU of a hundred workers."""
     monkeypatch.setattr(measurement, "workers_on_a_gpu", lambda pipeline: 100)
-    monkeypatch.setattr(Planner, "_this_device", staticmethod(lambda pipeline: WHOLE))
+    monkeypatch.setattr(planner, "measure_device", lambda pipeline: WHOLE)
     words = [*OWN[:-1], "plan.device=this", "pipeline.K=1", "pipeline.M=1", "task._target_=own_plan.SleepingTask"]
     request = make_request(words)
     made = Planner(request.settings, request.options).plan()

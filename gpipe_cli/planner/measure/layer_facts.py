@@ -1,9 +1,9 @@
-"""What one layer computes and keeps, for one micro-batch: found on fake tensors, without its weights ever existing.
+"""Finds what one layer computes and keeps for one micro-batch, on fake tensors: its weights never exist.
 
-A layer is run forward and backward once with shapes instead of values. Equal layers with equal inputs are measured
-once, so that a model of thousands of layers takes as long as one of each kind. Kernels are those that torch chooses on
-a CPU, but for two that accelerators do otherwise: attention in one kernel also with dropout, and dropout masks of one
-byte an element (see `kernels_of`).
+A layer runs forward and backward with shapes instead of values. Equal layers with equal inputs run once, so a model of
+thousands of layers takes as long as one of each kind. Kernels are those that torch chooses on a CPU, except for two
+that accelerators do in another way: attention in one kernel also with dropout, and dropout masks of one byte for each
+element (see `kernels_of`).
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ from .tracking import Operation, Saved, Tracker, storage_key
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 Loss = Callable[[Tensors, Tensors], tuple[Tensor, Tensor]]
+Run = Callable[..., tuple[Any, Tensor | None]]  # inputs to outputs, and the auxiliary loss of a layer that has one
 
 
 @dataclass(frozen=True)
 class BoundaryTensor:
-    """One tensor between two layers: its shape, and whether a gradient flows back through it."""
+    """Describes one tensor between two layers: its shape, and whether a gradient flows back through it."""
 
     shape: TensorShape
     needs_gradient: bool
@@ -55,12 +56,12 @@ class BoundaryTensor:
 
 
 @dataclass(frozen=True)
-class Phase:
-    """Forward, backward or half a backward of one layer.
+class LayerPass:
+    """Describes the forward, the backward or half a backward of one layer.
 
     Attributes:
         operations: in order.
-        peak: the most bytes alive at any moment that were not alive when it began.
+        peak: the most bytes alive at any moment; of half a backward without those that were alive before it.
     """
 
     operations: tuple[Operation, ...]
@@ -68,30 +69,30 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Halves:
-    """A backward in two halves (`pipeline/halves.py`).
+class BackwardHalves:
+    """Describes a backward in two halves (`pipeline/halves.py`).
 
     Attributes:
-        waits: whether there are weights whose gradients are left to the second half.
-        noted: bytes of gradients that the first half holds for it, those of the inputs not counted.
-        first, second: each half.
+        waits: True where gradients of weights are left to the second half.
+        noted: bytes of gradients that the first half keeps for the second, without those of the inputs.
+        first, second: the halves.
     """
 
     waits: bool
     noted: int
-    first: Phase
-    second: Phase
+    first: LayerPass
+    second: LayerPass
 
 
 @dataclass(frozen=True)
-class Output:
-    """One output of a layer: where its memory is.
+class LayerOutput:
+    """Describes one output of a layer and where its memory is.
 
     Attributes:
-        tensor: what it is.
-        of_input: the number of the input whose memory it shares; None: its own.
-        storage: the number of its own storage among the layer's outputs.
-        bytes: of that storage.
+        tensor: the output.
+        of_input: number of the input whose memory it shares; None where it has its own.
+        storage: number of its own storage among the layer's outputs.
+        bytes: size of that storage.
     """
 
     tensor: BoundaryTensor
@@ -100,21 +101,25 @@ class Output:
     bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerFacts:
-    """What one layer is and needs, for one micro-batch of known shapes.
+    """Describes what one layer is and needs, for one micro-batch of known shapes.
+
+    Equal layers of a model share one object, so facts are compared by identity.
 
     Attributes:
         parameters: shape and dtype of its weights, by their names within the layer.
-        frozen: names of those that do not learn (``requires_grad`` is false).
-        buffer_bytes: of what it keeps beside them, such as BatchNorm's moving averages.
-        averaged_buffer_bytes: of those that `trainer.average` averages, as it does the parameters.
-        inference: forward without a graph; forward: with one; backward.
-        backward_extra: bytes alive at most in backward beyond what forward has kept.
-        halves: the same backward in two.
+        frozen: names of the weights that do not learn (``requires_grad`` is false).
+        buffer_bytes: bytes of its buffers, such as BatchNorm's moving averages.
+        averaged_buffer_bytes: bytes of the buffers that `trainer.average` averages with the weights.
+        inference: forward without a graph.
+        forward: forward with a graph.
+        backward: backward as a whole.
+        backward_extra: most bytes alive in backward beyond what forward has kept.
+        halves: the same backward in two halves.
         saves_inputs: numbers of the inputs that the graph keeps.
         saves_outputs: numbers of the output storages that the graph keeps.
-        saves_inside: bytes of everything else that the graph keeps, weights not counted.
+        saves_inside: bytes of everything else that the graph keeps, without weights.
         gathered: bytes kept until the mini-batch has ended: the sums of BatchNorm.
         outputs: in order.
     """
@@ -123,20 +128,20 @@ class LayerFacts:
     frozen: frozenset[str]
     buffer_bytes: int
     averaged_buffer_bytes: int
-    inference: Phase
-    forward: Phase
-    backward: Phase
+    inference: LayerPass
+    forward: LayerPass
+    backward: LayerPass
     backward_extra: int
-    halves: Halves
+    halves: BackwardHalves
     saves_inputs: frozenset[int]
     saves_outputs: frozenset[int]
     saves_inside: int
     gathered: int
-    outputs: tuple[Output, ...] = field(repr=False)
+    outputs: tuple[LayerOutput, ...] = field(repr=False)
 
     @property
     def boundary(self) -> tuple[BoundaryTensor, ...]:
-        """What the layer hands on."""
+        """Returns the tensors that the next layer gets."""
         return tuple(output.tensor for output in self.outputs)
 
     @property
@@ -147,34 +152,36 @@ class LayerFacts:
 def measure_layers(
     builders: Sequence[LayerBuilder], inputs: Tensors, targets: Tensors, autocast: Autocast, kernels: str
 ) -> list[LayerFacts]:
-    """The facts of every layer.
+    """Returns the facts of every layer.
 
     Args:
         builders: the model.
-        inputs: of one micro-batch; only their shapes matter, so meta tensors do.
-        targets: of the same, for layers with an ``auxiliary_loss``.
+        inputs: inputs of one micro-batch; only their shapes matter, so they may be meta tensors.
+        targets: targets of the same, for layers with an ``auxiliary_loss``.
         autocast: makes the context in which forward runs.
         kernels: see `kernels_of`.
 
     Raises:
-        CostError: a layer that does not run on fake tensors, by its name.
+        CostError: a layer does not run on fake tensors; the message names it.
     """
     boundary = tuple(BoundaryTensor(TensorShape.of(tensor), False) for tensor in inputs)
-    of_targets = tuple(TensorShape.of(tensor) for tensor in targets)
+    target_shapes = tuple(TensorShape.of(tensor) for tensor in targets)
     known: dict[Hashable, LayerFacts] = {}
     facts = []
     with torch.random.fork_rng(devices=[]), kernels_of(kernels):
         for index, builder in enumerate(builders):
             key = (build_key(builder, index), boundary)
             if key not in known:
-                known[key] = _measure(builder, boundary, of_targets, autocast)
+                known[key] = _measure_layer(builder, boundary, target_shapes, autocast)
             facts.append(known[key])
             boundary = known[key].boundary
     return facts
 
 
 def measure_loss(loss: Loss, outputs: Sequence[BoundaryTensor], targets: Tensors, autocast: Autocast) -> LayerFacts:
-    """The task's loss as one more layer, behind the last. Meta tensors, because a loss may look where its input lies.
+    """Returns the facts of the task's loss, as of one more layer behind the last.
+
+    It runs on meta tensors, because a loss may look at the device of its input.
 
     Raises:
         CostError: the loss looks at values.
@@ -182,12 +189,8 @@ def measure_loss(loss: Loss, outputs: Sequence[BoundaryTensor], targets: Tensors
     with torch.device("meta"):
         logits = [output.fake() for output in outputs]
         wanted = tuple(torch.empty_like(target, device="meta") for target in targets)
-
-    def run(*values: Tensor) -> Tensor:
-        return loss(values, wanted)[0]
-
     try:
-        return _run_twice(run, logits, [], wanted, autocast)
+        return _measure(lambda *values: (loss(values, wanted)[0], None), logits, nn.Module(), wanted, autocast)
     except Exception as error:
         raise CostError(
             f"the task's loss fails on tensors without values: {type(error).__name__}: {error}; it is planned as if it "
@@ -197,10 +200,12 @@ def measure_loss(loss: Loss, outputs: Sequence[BoundaryTensor], targets: Tensors
 
 @contextmanager
 def kernels_of(kernels: str) -> Iterator[None]:
-    """Which kernels are taken for granted.
+    """Makes layers run with other kernels while the body runs.
 
-    ``cpu``: torch's choice on a CPU. ``accelerator``: attention in one kernel that never keeps its t×s matrix, dropout
-    masks of one byte. ``plain``: the latter, and attention as matrix products that keep it (2019, the paper's tables).
+    Args:
+        kernels: ``cpu``: torch's choice on a CPU. ``accelerator``: attention in one kernel that never keeps its t×s
+            matrix, dropout masks of one byte. ``plain``: such masks, and attention as matrix products that keep the
+            matrix (2019, the paper's tables).
     """
     with ExitStack() as stack:
         if kernels != "cpu":
@@ -227,17 +232,17 @@ class _AcceleratorKernels(TorchFunctionMode):
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if not training or p == 0:
         return input
-    made: Tensor = torch.native_dropout(input, p, True)[0]
-    return made
+    dropped: Tensor = torch.native_dropout(input, p, True)[0]
+    return dropped
 
 
 def _attention(func: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The same without dropout, which is no reason for an accelerator to keep the matrix."""
+    """Calls it without dropout: on a CPU that makes it keep the matrix, on an accelerator it does not."""
     options = dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
     return func(query, key, value, **{**options, "dropout_p": 0.0})
 
 
-def _measure(
+def _measure_layer(
     builder: LayerBuilder, boundary: Sequence[BoundaryTensor], targets: Sequence[TensorShape], autocast: Autocast
 ) -> LayerFacts:
     fake = fake_mode()
@@ -247,32 +252,24 @@ def _measure(
         inputs = [tensor.fake() for tensor in boundary]
         wanted = tuple(shape.empty() for shape in targets)
 
-    def run(*values: Tensor) -> Any:
+    def run(*values: Tensor) -> tuple[Any, Tensor | None]:
         outputs = module(as_argument(values))
-        return (outputs, auxiliary_loss(outputs, wanted)) if auxiliary_loss is not None else outputs
+        return outputs, None if auxiliary_loss is None else auxiliary_loss(outputs, wanted)
 
-    given = ", ".join(str(tensor.shape) for tensor in boundary)
+    given = f"layer {builder.name!r}, given {', '.join(str(tensor.shape) for tensor in boundary)}"
     try:
         with fake:
-            return _run_twice(run, inputs, [module], wanted, autocast, auxiliary_loss is not None)
+            return _measure(run, inputs, module, wanted, autocast)
     except Exception as error:
-        refuse_too_few_examples(error, f"layer {builder.name!r}, given {given}")
+        refuse_too_few_examples(error, given)
         raise CostError(
-            f"layer {builder.name!r}, given {given}, cannot be planned on tensors without values: "
-            f"{type(error).__name__}: {error}"
+            f"{given}, cannot be planned on tensors without values: {type(error).__name__}: {error}"
         ) from error
 
 
-def _run_twice(
-    run: Callable[..., Any],
-    inputs: list[Tensor],
-    modules: Sequence[nn.Module],
-    others: Tensors,
-    autocast: Autocast,
-    has_loss: bool = False,
-) -> LayerFacts:
-    parameters = [(name, p) for module in modules for name, p in module.named_parameters()]
-    buffers = [buffer for module in modules for buffer in module.buffers()]
+def _measure(run: Run, inputs: list[Tensor], module: nn.Module, others: Tensors, autocast: Autocast) -> LayerFacts:
+    """Runs it without a graph, then with one and a backward, then with one and a backward in halves."""
+    parameters, buffers = list(module.named_parameters()), list(module.buffers())
     for _, parameter in parameters:  # as in every micro-batch but the first: gradients are added to what is there
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     grads = [p.grad for _, p in parameters if p.grad is not None]
@@ -280,100 +277,85 @@ def _run_twice(
     tracker, saved = Tracker(), Saved()
     tracker.ignore(known)
     with tracker:
-        inference = _run_inference(tracker, run, inputs, autocast)
-        gathered = _take_gathered(modules)
+        tracker.begin()
+        with torch.no_grad(), autocast():
+            run(*inputs)
+        inference = LayerPass(tuple(tracker.operations), tracker.peak)
+        gathered = _take_gathered(module)
         tracker.begin()
         with saved.watch():
-            outputs, losses = _run_forward(run, inputs, autocast, has_loss)
-        forward = Phase(tuple(tracker.operations), tracker.peak)
-        _take_gathered(modules)
+            outputs, loss = _run_forward(run, inputs, autocast)
+        forward = LayerPass(tuple(tracker.operations), tracker.peak)
+        _take_gathered(module)
         described = _describe(inputs, outputs)
-        kept = _what_is_saved(saved, inputs, outputs, described, known)
-        graph = kept[2] + sum({o.storage: o.bytes for o in described if o.of_input is None}.values())
+        saves_inputs, saves_outputs, saves_inside = _what_is_saved(saved, inputs, outputs, described, known)
+        graph = saves_inside + sum({o.storage: o.bytes for o in described if o.of_input is None}.values())
         tracker.begin()
-        _run_backward(outputs, losses)
-        del outputs, losses
-        backward = Phase(tuple(tracker.operations), tracker.peak)
-        halves = _run_halves(tracker, *_run_forward(run, inputs, autocast, has_loss), inputs)
+        if roots := _roots(outputs, loss):
+            torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
+        del outputs, loss, roots
+        backward = LayerPass(tuple(tracker.operations), tracker.peak)
+        halves = _run_halves(tracker, _roots(*_run_forward(run, inputs, autocast)), inputs)
     return LayerFacts(
         parameters=tuple((name, TensorShape.of(p)) for name, p in parameters),
         frozen=frozenset(name for name, p in parameters if not p.requires_grad),
         buffer_bytes=sum(buffer.nbytes for buffer in buffers),
-        averaged_buffer_bytes=_averaged_buffer_bytes(modules),
+        averaged_buffer_bytes=_averaged_buffer_bytes(module),
         inference=inference,
         forward=forward,
         backward=backward,
         backward_extra=max(0, backward.peak - graph),
         halves=halves,
-        saves_inputs=kept[0],
-        saves_outputs=kept[1],
-        saves_inside=kept[2],
+        saves_inputs=saves_inputs,
+        saves_outputs=saves_outputs,
+        saves_inside=saves_inside,
         gathered=gathered,
         outputs=described,
     )
 
 
-def _averaged_buffer_bytes(modules: Sequence[nn.Module]) -> int:
-    averaged = {id(tensor): tensor for module in modules for tensor in averaged_tensors(module).values()}
+def _averaged_buffer_bytes(module: nn.Module) -> int:
+    averaged = {id(tensor): tensor for tensor in averaged_tensors(module).values()}
     return sum(tensor.nbytes for tensor in averaged.values() if not isinstance(tensor, nn.Parameter))
 
 
-def _take_gathered(modules: Sequence[nn.Module]) -> int:
-    """Bytes of the sums that BatchNorm has gathered in a run; the next one begins without."""
-    batchnorms = [m for module in modules for m in module.modules() if isinstance(m, DeferredBatchNorm)]
-    pooled = [batchnorm.take_pooled() for batchnorm in batchnorms]
+def _take_gathered(module: nn.Module) -> int:
+    """Takes the sums that BatchNorm has gathered in a run, so that the next begins without; returns their bytes."""
+    pooled = [layer.take_pooled() for layer in module.modules() if isinstance(layer, DeferredBatchNorm)]
     return sum(sums.nbytes for sums in pooled if sums is not None)
 
 
-def _run_inference(tracker: Tracker, run: Callable[..., Any], inputs: Sequence[Tensor], autocast: Autocast) -> Phase:
-    tracker.begin()
-    with torch.no_grad(), autocast():
-        run(*inputs)
-    return Phase(tuple(tracker.operations), tracker.peak)
-
-
-def _run_forward(
-    run: Callable[..., Any], inputs: Sequence[Tensor], autocast: Autocast, has_loss: bool
-) -> tuple[Tensors, Tensor | None]:
-    """Outputs, and the auxiliary loss if ``run`` gives one."""
+def _run_forward(run: Run, inputs: Sequence[Tensor], autocast: Autocast) -> tuple[Tensors, Tensor | None]:
     with autocast(), torch.enable_grad():
         # As between the layers of a cell: not leaves, so that a layer may work in place on what autograd allows.
-        made = run(*(value.view_as(value) for value in inputs))
-    made, loss = made if has_loss else (made, None)
-    return tuple(canonical(tensor) for tensor in as_tensors(made)), loss
+        outputs, loss = run(*(value.view_as(value) for value in inputs))
+    return tuple(canonical(tensor) for tensor in as_tensors(outputs)), loss
 
 
-def _run_backward(outputs: Tensors, loss: Tensor | None) -> None:
-    roots = _roots(outputs, loss)
-    if roots:
-        torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
-
-
-def _run_halves(tracker: Tracker, outputs: Tensors, loss: Tensor | None, inputs: Sequence[Tensor]) -> Halves:
-    roots = _roots(outputs, loss)
+def _run_halves(tracker: Tracker, roots: list[Tensor], inputs: Sequence[Tensor]) -> BackwardHalves:
     if not roots:
-        return Halves(False, 0, Phase((), 0), Phase((), 0))
+        return BackwardHalves(False, 0, LayerPass((), 0), LayerPass((), 0))
     for tensor in inputs:
         tensor.grad = None
     tracker.begin()
     before = tracker.now
     left = backward_of_inputs(roots, [torch.empty_like(root) for root in roots], inputs)
-    first = Phase(tuple(tracker.operations), tracker.peak - before)
+    first = LayerPass(tuple(tracker.operations), tracker.peak - before)
     own = {storage_key(tensor.grad) for tensor in inputs if tensor.grad is not None}
     noted = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in left.noted}
     waits = len(left) > 0
     tracker.begin()
     before = tracker.now
     left.run()
-    held = sum(size for key, size in noted.items() if key not in own)
-    return Halves(waits, held, first, Phase(tuple(tracker.operations), tracker.peak - before))
+    second = LayerPass(tuple(tracker.operations), tracker.peak - before)
+    return BackwardHalves(waits, sum(size for key, size in noted.items() if key not in own), first, second)
 
 
 def _roots(outputs: Tensors, loss: Tensor | None) -> list[Tensor]:
     return [tensor for tensor in (*outputs, *([] if loss is None else [loss])) if tensor.requires_grad]
 
 
-def _describe(inputs: Sequence[Tensor], outputs: Tensors) -> tuple[Output, ...]:
+def _describe(inputs: Sequence[Tensor], outputs: Tensors) -> tuple[LayerOutput, ...]:
     of_inputs = {storage_key(tensor): number for number, tensor in reversed(list(enumerate(inputs)))}
     numbers: dict[int, int] = {}
     described = []
@@ -381,14 +363,14 @@ def _describe(inputs: Sequence[Tensor], outputs: Tensors) -> tuple[Output, ...]:
         key = storage_key(tensor)
         storage = numbers.setdefault(key, len(numbers))
         shape = BoundaryTensor(TensorShape.of(tensor), tensor.requires_grad)
-        described.append(Output(shape, of_inputs.get(key), storage, tensor.untyped_storage().nbytes()))
+        described.append(LayerOutput(shape, of_inputs.get(key), storage, tensor.untyped_storage().nbytes()))
     return tuple(described)
 
 
 def _what_is_saved(
-    saved: Saved, inputs: Sequence[Tensor], outputs: Tensors, described: Sequence[Output], known: Sequence[Tensor]
+    saved: Saved, inputs: Sequence[Tensor], outputs: Tensors, described: Sequence[LayerOutput], known: Sequence[Tensor]
 ) -> tuple[frozenset[int], frozenset[int], int]:
-    """(inputs, output storages, other bytes) that the graph keeps; weights and the like are there anyway."""
+    """Returns (inputs, output storages, other bytes) that the graph keeps; ``known`` is in memory anyway."""
     of_inputs = {number for number, tensor in enumerate(inputs) if storage_key(tensor) in saved.sizes}
     own = {o.storage: storage_key(t) for o, t in zip(described, outputs, strict=True) if o.of_input is None}
     of_outputs = {storage for storage, key in own.items() if key in saved.sizes}

@@ -1,19 +1,18 @@
-"""What is measured of a model before it is cut: its layers and its task's loss, for each size of micro-batch.
+"""Measures what a plan needs of a model before it is cut: its layers and its task's loss, for one size of micro-batch.
 
-Always on tensors without values; under `plan.device=this` they are run and timed as well.
+Both run on tensors without values; under `plan.device=this` they are run and timed on the machine as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 
-from ...config import PipelineConfig, Settings
+from ...config import Settings
 from ...cpu import as_worker, usable_cores
 from ...errors import ConfigurationError
 from ...factory.build import build_autocast
@@ -22,30 +21,30 @@ from ...layers import LayerBuilder
 from ...micro_batch import MicroBatch
 from ...partition.cost import CostError, LayerCost, Profile, TensorShape, TooFewExamples, layer_costs, profile_layers
 from ..options import Options
-from ..timing import Clock
+from ..timing import TimeModel
+from .background_load import background_load
 from .example import example_micro_batch
 from .layer_facts import BoundaryTensor, LayerFacts, measure_layers, measure_loss
-from .neighbours import Neighbours
 from .this_device import measure_rates, present_device, workers_on_a_gpu
 
 if TYPE_CHECKING:
     from ...tasks.base import Task
 
-LONGEST_PROFILE = 3.0  # seconds of one forward and backward of each kind of layer, of which six are made
+LONGEST_PROFILE = 3.0  # seconds of one forward and backward of each kind of layer; timing takes about six of them
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What does not depend on the cut, for one size of micro-batch.
+    """Holds what does not depend on the cut, for one size of micro-batch.
 
     Attributes:
-        layers: of the model.
-        loss: of the task; None: it could not be measured.
-        costs: by which the model is cut.
-        inputs: of the first layer.
-        target_bytes: of each target.
-        examples: of the mini-batch.
-        notes: what was assumed.
+        layers: facts of each layer of the model.
+        loss: facts of the task's loss; None where it could not be measured.
+        costs: costs by which the model is cut.
+        inputs: inputs of the first layer.
+        target_bytes: bytes of each target.
+        examples: number of examples in the mini-batch.
+        notes: assumptions, for the plan.
     """
 
     layers: list[LayerFacts]
@@ -58,15 +57,16 @@ class Measurement:
 
 
 class Measurements:
-    """One for each number of micro_batches that a mini-batch is divided into; remembered, for searches.
+    """Makes and keeps one `Measurement` for each number of micro-batches that a mini-batch is divided into.
 
     Args:
-        settings, options: the configuration, with a number of workers, and the section `plan`.
+        settings: the configuration, with a number of workers.
+        options: the section `plan`.
         builders: the model.
-        task: whose loss stands behind the last layer.
-        clock: works times out, and is told those that were measured.
+        task: its loss stands behind the last layer.
+        times: works out times; layers that are timed are added to it.
         kernels: see `layer_facts.kernels_of`.
-        say: is told what takes long, before it begins.
+        say: called with a line of text before anything that takes long.
     """
 
     def __init__(
@@ -75,136 +75,131 @@ class Measurements:
         options: Options,
         builders: Sequence[LayerBuilder],
         task: Task,
-        clock: Clock,
+        times: TimeModel,
         kernels: str,
         say: Callable[[str], None],
     ) -> None:
         self._settings, self._options, self._builders, self._task = settings, options, builders, task
-        self._clock, self._kernels, self._say = clock, kernels, say
+        self._times, self._kernels, self._say = times, kernels, say
         self._here = present_device(settings.pipeline)
         self._sharing = workers_on_a_gpu(settings.pipeline) if options.device is None else 1
         self._known: dict[int, Measurement] = {}
-        self._other_workers = _other_workers(settings.pipeline)
 
     def of(self, micro_batches: int) -> Measurement:
-        """For a mini-batch in so many micro_batches: M times replicas.
+        """Returns the measurement for a mini-batch of this many micro-batches (M times replicas).
 
         Raises:
-            ConfigurationError: a layer that cannot be measured, or a mini-batch too small for so many micro_batches.
+            ConfigurationError: a layer cannot be measured, or the mini-batch has too few examples.
         """
         if micro_batches not in self._known:
             self._known[micro_batches] = self._measure(micro_batches)
         return self._known[micro_batches]
 
-    def _measure(self, micro_batches: int) -> Measurement:
-        settings = self._settings
-        part, examples = example_micro_batch(settings.data, micro_batches, self._options.longest)
-        inputs, targets = part
-        autocast = build_autocast(settings.precision, torch.device("cpu"))
+    def _measure(self, count: int) -> Measurement:
+        micro_batch, examples = example_micro_batch(self._settings.data, count, self._options.longest)
+        inputs, targets = micro_batch
+        autocast = build_autocast(self._settings.precision, torch.device("cpu"))
         notes: list[str] = []
         try:
             layers = measure_layers(self._builders, inputs, targets, autocast, self._kernels)
+            try:
+                loss = measure_loss(self._task.loss, layers[-1].boundary, targets, autocast)
+            except CostError as error:
+                loss = None
+                notes.append(str(error))
+            timed = self._time(layers, loss, micro_batch, notes) if self._options.device is None else None
+            if self._sharing > 1:
+                notes.append(
+                    f"{self._sharing} workers share a GPU of this machine: each has that part of its memory and speed"
+                )
+            costs = self._costs(layers, loss, micro_batch, timed, notes)
         except TooFewExamples as error:
-            raise ConfigurationError(error.with_way_out(micro_batches // settings.pipeline.replicas)) from error
+            raise ConfigurationError(error.with_way_out(count // self._settings.pipeline.replicas)) from error
         except CostError as error:
             raise ConfigurationError(str(error)) from error
-        try:
-            loss = measure_loss(self._task.loss, layers[-1].boundary, targets, autocast)
-        except CostError as error:
-            loss = None
-            notes.append(str(error))
-        timed = self._time(layers, loss, part, notes) if self._options.device is None else None
-        if self._sharing > 1:
-            notes.append(
-                f"{self._sharing} workers share a GPU of this machine: each has that part of its memory and speed"
-            )
-        try:
-            costs = self._costs(layers, loss, part, timed, notes)
-        except CostError as error:
-            raise ConfigurationError(str(error)) from error
-        described = tuple(BoundaryTensor(TensorShape.of(tensor), False) for tensor in inputs)
-        sizes = [tensor.numel() * tensor.element_size() for tensor in targets]
-        return Measurement(layers, loss, costs, described, sizes, examples, notes)
+        first = tuple(BoundaryTensor(TensorShape.of(tensor), False) for tensor in inputs)
+        sizes = [TensorShape.of(tensor).bytes for tensor in targets]
+        return Measurement(layers, loss, costs, first, sizes, examples, notes)
 
     def _costs(
         self,
         layers: Sequence[LayerFacts],
         loss: LayerFacts | None,
-        part: MicroBatch,
+        micro_batch: MicroBatch,
         timed: Profile | None,
         notes: list[str],
     ) -> list[LayerCost]:
-        """By which the model is cut, as a run on this machine would cut it."""
+        """Returns the costs by which a run on this machine would cut the model."""
         how = self._settings.pipeline.cost
         if how != "profile":
-            return layer_costs(self._builders, part[0], how)
+            return layer_costs(self._builders, micro_batch[0], how)
         with as_worker(self._settings.pipeline.threads):  # a profile is kept for a number of threads
-            kept = KeptProfile.of(self._builders, part, self._settings, self._here)
-            is_known = kept.read() is not None
-            if not is_known and timed is not None:
-                kept.write(timed.costs)
-                return timed.costs
-            if not is_known and not self._soon_timed(layers, loss):
-                notes.append(
-                    "layers are too large to be timed for a plan: cut by worked-out times, where gpipe-train times "
-                    "them (pipeline.cost=profile)"
-                )
-                return self._worked_out_costs(layers, loss)
-            if not is_known:
+            kept = KeptProfile.of(self._builders, micro_batch, self._settings, self._here)
+            if kept.read() is None:
+                if timed is not None:
+                    kept.write(timed.costs)
+                    return timed.costs
+                if not self._soon_timed(layers, loss):
+                    notes.append(
+                        "layers are too large to be timed for a plan: cut by worked-out times, where gpipe-train times "
+                        "them (pipeline.cost=profile)"
+                    )
+                    return self._worked_out_costs(layers, loss)
                 self._say("timing the layers on this machine, once, as gpipe-train does (pipeline.cost=profile)")
-            return profiled_costs(self._builders, self._with_values(part), self._settings, self._here, notes.append)
+            values = self._with_values(micro_batch)
+            return profiled_costs(self._builders, values, self._settings, self._here, notes.append)
 
     def _worked_out_costs(self, layers: Sequence[LayerFacts], loss: LayerFacts | None) -> list[LayerCost]:
-        seconds = self._clock.costs(layers, loss)
+        seconds = self._times.costs(layers, loss)
         return [
             LayerCost(builder.name, facts.parameter_count, None, None, cost)
             for builder, facts, cost in zip(self._builders, layers, seconds, strict=True)
         ]
 
     def _soon_timed(self, layers: Sequence[LayerFacts], loss: LayerFacts | None) -> bool:
-        """Whether this machine times layers and loss in seconds rather than minutes."""
-        return self._clock_here.once(layers, loss) <= LONGEST_PROFILE
+        """Returns whether timing layers and loss on this machine takes seconds rather than minutes."""
+        distinct = dict.fromkeys([*layers, *([] if loss is None else [loss])])  # equal layers are timed once
+        return sum(self._times_here.estimate(facts).total for facts in distinct) <= LONGEST_PROFILE
 
     @cached_property
-    def _clock_here(self) -> Clock:
-        """Of this machine, whatever the plan is for."""
-        if self._options.device is None:
-            return self._clock
-        return Clock(measure_rates(self._settings.pipeline), 1.0, 1.0, {})
+    def _times_here(self) -> TimeModel:
+        """Returns the time model of this machine, whatever device the plan is for."""
+        return self._times if self._options.device is None else TimeModel(measure_rates(self._settings.pipeline))
 
     def _time(
-        self, layers: Sequence[LayerFacts], loss: LayerFacts | None, part: MicroBatch, notes: list[str]
+        self, layers: Sequence[LayerFacts], loss: LayerFacts | None, micro_batch: MicroBatch, notes: list[str]
     ) -> Profile | None:
-        """On the present machine layers and loss themselves are timed, as far as that takes seconds."""
+        """Times layers and loss on this machine; returns None, with a note, where that fails or takes too long."""
         if not self._soon_timed(layers, loss):
             notes.append("layers are too large to be timed here: times follow from the machine's measured rates")
             return None
         try:
-            timed = self._run(part)
+            timed = self._run(micro_batch)
         except (CostError, RuntimeError) as error:
             notes.append(f"layers could not be timed here ({error}): times follow from the machine's measured rates")
             return None
-        # A GPU was this process's alone; the workers that will share it take turns.
         both = [*zip(layers, timed.times, strict=True), *([] if loss is None else [(loss, timed.loss)])]
-        self._clock.measured.update({id(facts): times.slower(self._sharing) for facts, times in both if times})
+        # The GPU was this process's alone; workers that share it take turns.
+        self._times.measured.update({facts: times.slower(self._sharing) for facts, times in both if times})
         return timed
 
-    def _run(self, part: MicroBatch) -> Profile:
+    def _run(self, micro_batch: MicroBatch) -> Profile:
+        pipeline = self._settings.pipeline
         autocast = build_autocast(self._settings.precision, self._here)
-        given, wanted = self._with_values(part)
-        beside = self._other_workers.busy() if self._here.type == "cpu" else nullcontext()
-        with as_worker(self._settings.pipeline.threads), beside:
+        inputs, targets = self._with_values(micro_batch)
+        at_once = min(pipeline.planned_workers * pipeline.replicas, usable_cores() // pipeline.threads)
+        others = max(0, at_once - 1) if self._here.type == "cpu" else 0
+        with as_worker(pipeline.threads), background_load(others, pipeline.threads):
             return profile_layers(
-                self._builders, given, self._here, autocast, lambda outputs: self._task.loss(outputs, wanted)[0], wanted
+                self._builders,
+                inputs,
+                self._here,
+                autocast,
+                lambda outputs: self._task.loss(outputs, targets)[0],
+                targets,
             )
 
-    def _with_values(self, part: MicroBatch) -> MicroBatch:
-        """Ones, which may stand for tokens, labels and pixels."""
-        given, wanted = (tuple(torch.ones_like(tensor, device=self._here) for tensor in side) for side in part)
-        return given, wanted
-
-
-def _other_workers(pipeline: PipelineConfig) -> Neighbours:
-    """Workers of a CPU share the machine with each other, which they feel: as many as compute at the same time."""
-    at_once = min(pipeline.planned_workers * pipeline.replicas, usable_cores() // pipeline.threads)
-    return Neighbours(max(0, at_once - 1), pipeline.threads)
+    def _with_values(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Returns ones, which may stand for tokens, labels and pixels."""
+        inputs, targets = (tuple(torch.ones_like(tensor, device=self._here) for tensor in side) for side in micro_batch)
+        return inputs, targets

@@ -1,9 +1,8 @@
-"""What an optimizer keeps for each parameter, found by taking one step with the optimizer itself, without memory."""
+"""Finds the bytes that an optimizer keeps for a parameter, by taking one step with it without memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,33 +12,22 @@ from ...partition.cost import TensorShape, fake_mode
 from .tracking import storage_key
 
 MakeOptimizer = Callable[[Sequence[nn.Parameter]], Optimizer]
-_SMALL = 2  # side of the parameters with which an optimizer is tried that refuses fake tensors
+_SMALL = 2  # side of the real parameter that replaces a fake one where the optimizer looks at values
 
 
-class OptimizerState:
-    """Bytes of optimizer state, for one way to make an optimizer.
+def optimizer_state_bytes(make: MakeOptimizer, shape: TensorShape) -> int:
+    """Returns the bytes of state that an optimizer keeps for one parameter.
 
     Args:
-        make: the optimizer over some parameters.
+        make: makes the optimizer for some parameters.
+        shape: of the parameter.
     """
-
-    def __init__(self, make: MakeOptimizer) -> None:
-        self._make = make
-        self.bytes_of = cache(self._bytes_of)
-
-    def total(self, parameters: Iterable[TensorShape]) -> int:
-        """Over all these parameters."""
-        return sum(self.bytes_of(shape) for shape in parameters)
-
-    def _bytes_of(self, shape: TensorShape) -> int:
-        try:
-            with fake_mode():
-                return _state_bytes(self._make, torch.empty(shape.shape, dtype=shape.dtype))
-        except Exception:
-            # An optimizer that looks at values: its state on a small parameter tells how much there is per number.
-            small = torch.zeros([min(size, _SMALL) for size in shape.shape], dtype=shape.dtype)
-            state = _state_bytes(self._make, small)
-            return round(state / max(1, small.numel()) * shape.numel)
+    try:
+        with fake_mode():
+            return _state_bytes(make, torch.empty(shape.shape, dtype=shape.dtype))
+    except Exception:  # the optimizer looks at values: scale up its state for a small parameter
+        small = torch.zeros([min(size, _SMALL) for size in shape.shape], dtype=shape.dtype)
+        return round(_state_bytes(make, small) / max(1, small.numel()) * shape.numel)
 
 
 def _state_bytes(make: MakeOptimizer, weight: Tensor) -> int:
@@ -49,7 +37,7 @@ def _state_bytes(make: MakeOptimizer, weight: Tensor) -> int:
     try:
         optimizer.step()
     except Exception:
-        if not any(optimizer.state.values()):  # some look at values only after they have made their state
+        if not any(optimizer.state.values()):  # some optimizers look at values only after they have made their state
             raise
     storages = {
         storage_key(value): value.untyped_storage().nbytes()
