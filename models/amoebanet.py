@@ -1,4 +1,4 @@
-"""AmoebaNet (L, D): the paper's image model (sections 3 and 4), as a list of L + 6 layers.
+"""Defines AmoebaNet (L, D), the paper's image model (sections 3 and 4), as a list of L + 6 layers.
 
 | layer | side of its output at 480 / 331 / 299 / 224 pixels | width F |
 |---|---|---|
@@ -9,16 +9,16 @@
 | `reduction_2`, `stack_3.*`: L/3 normal cells | 15 / 11 / 10 / 7 | 4D |
 | `head`: classifier | 1 | |
 
-Behind `stem` and behind the last cell the boundary is one tensor; between the cells it is two, the outputs of the cell
-and of the layer before it. A cell of width F puts out 4F channels, a reduction cell 3F (genotype D) or 2F (B).
+After `stem` and after the last cell the boundary is one tensor. Between the cells it is two: the outputs of the cell
+and of the layer before it. A cell of width F has 4F output channels, a reduction cell 3F (genotype D) or 2F (B).
 
-| model | parameters, 1000 classes, without auxiliary head | the paper says |
+| model | parameters, 1000 classes, without auxiliary head | in the paper |
 |---|---|---|
 | D (18, 208), (18, 416), (18, 544) | 81,137,437; 317,541,696; 540,196,240 | 82M, 318M, 542M (table 1) |
 | D (36, 544), (72, 512) | 1,053,293,776; 1,842,610,248 | 1.05B, 1.8B (table 1) |
 | B (18, 512) | 557,277,864 | 557M (section 4) |
 
-Where the paper is silent the model is that of TensorFlow's published AmoebaNet.
+Where the paper is silent, the model is TensorFlow's published AmoebaNet.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from .amoebanet_cells import (
     Stem,
 )
 from .amoebanet_genotypes import GENOTYPES, CellGenotype, Genotype
-from .sizes import check_fractions, check_sizes
+from .checks import check_fractions, check_sizes
 
-SMALLEST_IMAGE = 3  # pixels a side: what the stem's kernel needs
+SMALLEST_IMAGE = 3  # pixels a side, for the stem's kernel
 SMALLEST_WIDTH = 16  # the first stem cell is D/4 wide, and its bottlenecks a quarter of that
 
 
 def spatial_sizes(image_size: int) -> dict[str, int]:
-    """Side of the output of each part of the network, for square images of `image_size` pixels a side."""
+    """Returns the side of the output of each part of the network, for square images of `image_size` pixels a side."""
     sides = [(image_size - 1) // 2]
     for _ in range(4):
         sides.append(-(-sides[-1] // 2))
@@ -73,7 +73,7 @@ def amoebanet(
     auxiliary_label_smoothing: float = 0.1,
     channels_last: bool = True,
 ) -> list[LayerBuilder]:
-    """The list of AmoebaNet (L, D): images [b, in_channels, H, W], bytes or normalised, to logits [b, classes].
+    """Returns the list of AmoebaNet (L, D): images [b, in_channels, H, W], bytes or normalised, to logits [b, classes].
 
     Args:
         L: normal cells, in three stacks; a multiple of 3.
@@ -81,49 +81,40 @@ def amoebanet(
         classes: number of logits.
         image_size: pixels a side of the training images; only the auxiliary head depends on it.
         genotype: A, B, C or D.
-        in_channels: of the images; bytes need 3.
-        dropout: probability in front of the classifier.
+        in_channels: of the images.
+        dropout: probability before the classifier.
         drop_path_keep: share of paths kept at the end of the run; it falls linearly from 1. 1: no drop path.
-        dilate: give the operation `dil2_sep5` of genotype B the dilation of its name, which the published code ignores.
+        dilate: give `dil2_sep5` of genotype B the dilation of its name, which the published code ignores.
         batchnorm_epsilon: added to the variance.
         batchnorm_decay: of the moving averages, per mini-batch; 1 − torch's momentum.
         auxiliary_head: train the last cell of stack 2 with a classifier of its own, too.
-        auxiliary_weight: of its loss.
+        auxiliary_weight, auxiliary_label_smoothing: of its loss.
         auxiliary_width: multiplies the widths 128 and 768 of its convolutions.
-        auxiliary_label_smoothing: share of the probability spread evenly over the classes, in its loss.
-        channels_last: the memory format of all activations; on GPUs the faster one.
+        channels_last: the memory format of all activations; the faster one on GPUs.
 
     Raises:
-        ValueError: a value outside its limits; the message names the key.
+        ValueError: a value is outside its limits; the message names the key.
     """
     check_sizes(L=L, D=D, classes=classes, image_size=image_size, in_channels=in_channels)
     check_fractions(dropout=dropout, batchnorm_decay=batchnorm_decay)
     _check_shape(L, D, genotype, image_size)
-    if not 0 < drop_path_keep <= 1:
-        raise ValueError(f"model.drop_path_keep={drop_path_keep}: use a share above 0 up to 1; 1 drops no path")
-    if batchnorm_epsilon <= 0:
-        raise ValueError(f"model.batchnorm_epsilon={batchnorm_epsilon}: use a number above 0, such as 0.001")
-    norm = partial(nn.BatchNorm2d, eps=batchnorm_epsilon, momentum=1 - batchnorm_decay)
-    judged, auxiliary = None, {}
+    _check_training(drop_path_keep, batchnorm_epsilon)
+    auxiliary = None
     if auxiliary_head:
-        judged = f"stack_2.{L // 3 - 1}"
-        map_size = _auxiliary_map(image_size)
-        check_fractions(auxiliary_label_smoothing=auxiliary_label_smoothing)
-        _check_auxiliary(auxiliary_weight, auxiliary_width)
-        settings = (map_size, classes, auxiliary_width, auxiliary_weight, auxiliary_label_smoothing)
-        auxiliary = {"auxiliary": AuxiliarySettings(*settings)}
+        auxiliary = _auxiliary(image_size, classes, auxiliary_width, auxiliary_weight, auxiliary_label_smoothing)
+    norm = partial(nn.BatchNorm2d, eps=batchnorm_epsilon, momentum=1 - batchnorm_decay)
     layers = [LayerBuilder("stem", partial(Stem, in_channels, norm, channels_last))]
-    for name, kind, shape in _cells(L, D, GENOTYPES[genotype]):
-        kind_of_layer = AmoebaCellWithAuxiliaryHead if name == judged else AmoebaCell
-        pass_on = name != f"stack_3.{L // 3 - 1}"
-        build = partial(kind_of_layer, kind, shape, norm, drop_path_keep, dilate, pass_on)
-        layers.append(LayerBuilder(name, partial(build, **auxiliary) if name == judged else build))
+    for name, *kind_and_shape in _cells(L, D, GENOTYPES[genotype]):
+        cell = (*kind_and_shape, norm, drop_path_keep, dilate)
+        judged = auxiliary is not None and name == f"stack_2.{L // 3 - 1}"
+        build = partial(AmoebaCellWithAuxiliaryHead, auxiliary, *cell) if judged else partial(AmoebaCell, *cell)
+        layers.append(LayerBuilder(name, build))
     width = 4 * D * len(GENOTYPES[genotype].normal.concatenated)
     return [*layers, LayerBuilder("head", partial(Head, width, classes, dropout))]
 
 
 def _cells(L: int, D: int, genotype: Genotype) -> Iterator[tuple[str, CellGenotype, CellShape]]:
-    """Name, genotype and shape of each cell, in order."""
+    """Yields name, genotype and shape of each cell, in order."""
     stacks = [[(f"stack_{n}.{i}", False, D * 2 ** (n - 1)) for i in range(L // 3)] for n in (1, 2, 3)]
     arrangement = [
         ("stem_cell_1", True, D // 4),
@@ -137,7 +128,8 @@ def _cells(L: int, D: int, genotype: Genotype) -> Iterator[tuple[str, CellGenoty
     inputs, previous, halved = STEM_WIDTH, None, False
     for name, reduces, width in arrangement:
         kind = genotype.reduction if reduces else genotype.normal
-        yield name, kind, CellShape(inputs, previous, halved, width, stride=2 if reduces else 1)
+        last = name == f"stack_3.{L // 3 - 1}"
+        yield name, kind, CellShape(inputs, previous, halved, width, stride=2 if reduces else 1, is_last=last)
         inputs, previous, halved = width * len(kind.concatenated), inputs, reduces
 
 
@@ -155,12 +147,14 @@ def _check_shape(L: int, D: int, genotype: str, image_size: int) -> None:
         raise ValueError(f"model.image_size={image_size}: the stem needs at least {SMALLEST_IMAGE} pixels a side")
 
 
-def _auxiliary_map(image_size: int) -> int:
-    """Side of the auxiliary head's map behind its pooling.
+def _check_training(drop_path_keep: float, batchnorm_epsilon: float) -> None:
+    if not 0 < drop_path_keep <= 1:
+        raise ValueError(f"model.drop_path_keep={drop_path_keep}: use a share above 0 up to 1; 1 drops no path")
+    if batchnorm_epsilon <= 0:
+        raise ValueError(f"model.batchnorm_epsilon={batchnorm_epsilon}: use a number above 0, such as 0.001")
 
-    Raises:
-        ValueError: the images are too small for the pooling; naming the least size.
-    """
+
+def _auxiliary(image_size: int, classes: int, width: float, weight: float, smoothing: float) -> AuxiliarySettings:
     side = spatial_sizes(image_size)["stack_2"]
     if side < AUXILIARY_POOL:
         least = next(size for size in range(image_size, 1000) if spatial_sizes(size)["stack_2"] >= AUXILIARY_POOL)
@@ -169,11 +163,10 @@ def _auxiliary_map(image_size: int) -> int:
             f"pooling does not fit the {side}×{side} map behind stack 2: use model.auxiliary_head=false, or images of "
             f"at least {least} pixels a side"
         )
-    return (side - AUXILIARY_POOL) // AUXILIARY_STRIDE + 1
-
-
-def _check_auxiliary(weight: float, width: float) -> None:
+    check_fractions(auxiliary_label_smoothing=smoothing)
     if weight <= 0:
         raise ValueError(f"model.auxiliary_weight={weight}: use a number above 0, or model.auxiliary_head=false")
     if width < 1 / 128:
         raise ValueError(f"model.auxiliary_width={width}: its convolutions would be empty: use a number such as 0.4")
+    map_size = (side - AUXILIARY_POOL) // AUXILIARY_STRIDE + 1
+    return AuxiliarySettings(map_size, classes, width, weight, smoothing)

@@ -1,12 +1,13 @@
-"""The layers of an AmoebaNet: stem, normal and reduction cells, the auxiliary head inside one of them, and the head.
+"""Defines the layers of an AmoebaNet: stem, normal and reduction cells, one with an auxiliary head, and the head.
 
-Behind a cell the boundary is (this cell's output, the output before it); the second is the tensor that came in, passed
-on as it is. Outputs have not been through a ReLU: every reader applies its own.
+The boundary after a cell is (its output, the output before it); the second is the cell's own input, passed on as it is.
+Outputs have not been through a ReLU: every reader applies its own.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,8 @@ from torch.nn import functional as F
 
 from .amoebanet_genotypes import CellGenotype
 from .amoebanet_operations import Convolution, ConvolutionNorm, FactorizedReduction, Norm, Pair, build_operation
-from .images import Normalise
 
-STEM_WIDTH = 32  # channels behind the first convolution
+STEM_WIDTH = 32  # channels after the first convolution
 AUXILIARY_POOL, AUXILIARY_STRIDE = 5, 3  # of the auxiliary head's average pooling, without padding
 AUXILIARY_WIDTHS = (128, 768)  # of its two convolutions, before they are scaled
 
@@ -25,14 +25,15 @@ Boundary = Tensor | tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class CellShape:
-    """Where a cell stands.
+    """Describes the widths around a cell.
 
     Attributes:
         inputs: channels of the output of the layer before.
         previous: channels of the output before that; None for the first cell, whose both inputs are the stem's output.
-        halve_previous: whether that output is twice as large, because the layer before is a reduction.
+        halve_previous: whether that output is twice as high and wide, because the layer before is a reduction.
         width: channels F of every state.
         stride: 2 in a reduction cell.
+        is_last: whether the head follows, which reads the output alone.
     """
 
     inputs: int
@@ -40,23 +41,24 @@ class CellShape:
     halve_previous: bool
     width: int
     stride: int
+    is_last: bool = False
 
 
 class Stem(nn.Module):
-    """Images [b, c, H, W] to [b, 32, (H−1)//2, (W−1)//2]: a 3×3 convolution of stride 2 without padding, and a norm.
+    """Turns images [b, c, H, W] into [b, 32, (H−1)//2, (W−1)//2]: 3×3, stride 2, no padding, then a norm.
 
-    Bytes are scaled to [−1, 1] first; floating-point images are taken as they are.
+    Bytes are scaled to [−1, 1] first, here on the device, because they travel at a quarter of the size; floating-point
+    images are taken as they are.
 
     Args:
         in_channels: c.
-        norm: makes the BatchNorm of so many channels.
-        channels_last: bring the images to this memory format, which all later layers keep.
+        norm: makes the BatchNorm of a number of channels.
+        channels_last: whether the images get this memory format, which all later layers keep.
     """
 
     def __init__(self, in_channels: int, norm: Norm, channels_last: bool) -> None:
         super().__init__()
         self.format = torch.channels_last if channels_last else torch.contiguous_format
-        self.normalise = Normalise()
         self.convolution = Convolution(in_channels, STEM_WIDTH, (3, 3), (2, 2))
         self.norm = norm(STEM_WIDTH)
 
@@ -67,36 +69,32 @@ class Stem(nn.Module):
                 f"model.in_channels={channels}, but the images are {list(images.shape)}: they must be "
                 "[b, model.in_channels, H, W]"
             )
-        x = self.convolution(self.normalise(images.contiguous(memory_format=self.format)))
-        # Images of one channel are in both formats at once, and the convolution may have chosen the other.
+        images = images.contiguous(memory_format=self.format)
+        if not images.is_floating_point():
+            images = (images.to(self.convolution.weight.dtype) / 255 - 0.5) / 0.5
+        x = self.convolution(images)
+        # Images of one channel have both formats at once; the convolution may then put out the other one.
         output: Tensor = self.norm(x.contiguous(memory_format=self.format))
         return output
 
 
 class AmoebaCell(nn.Module):
-    """A normal or reduction cell: (x, output before x) to (output, x).
+    """Computes a normal or reduction cell: (x, output before x) to (output, x).
 
     Args:
-        genotype: the nodes and what is concatenated.
+        genotype: its nodes and output.
         shape: widths and stride.
-        norm: makes the BatchNorm of so many channels.
+        norm: makes the BatchNorm of a number of channels.
         drop_path_keep: probability at the end of the run that an example keeps an operation's output; it falls
             linearly from 1, and what is kept is scaled by its inverse (scheduled drop path).
         dilate: give `dil2_sep5` its dilation.
-        pass_on: False for the last cell: nobody behind it reads x, so the output stands alone.
     """
 
     def __init__(
-        self,
-        genotype: CellGenotype,
-        shape: CellShape,
-        norm: Norm,
-        drop_path_keep: float,
-        dilate: bool,
-        pass_on: bool,
+        self, genotype: CellGenotype, shape: CellShape, norm: Norm, drop_path_keep: float, dilate: bool
     ) -> None:
         super().__init__()
-        self.genotype, self.final_keep, self.pass_on = genotype, drop_path_keep, pass_on
+        self.genotype, self.final_keep, self.is_last = genotype, drop_path_keep, shape.is_last
         self.keep = 1.0
         self.enter = ConvolutionNorm(shape.inputs, shape.width, norm)
         self.match = _match(shape, norm)
@@ -111,21 +109,21 @@ class AmoebaCell(nn.Module):
 
     @property
     def depends_on_steps(self) -> bool:
-        """Without drop path a run may be made longer or shorter (docs/design.md, `begin_step`)."""
+        """Returns whether drop path is on: then a run's length cannot change later (docs/design.md, `begin_step`)."""
         return self.final_keep < 1
 
     def begin_step(self, step: int, steps: int) -> None:
-        """The share of kept paths in step number `step` (from 0) of `steps`."""
+        """Sets the share of kept paths for step number `step` (from 0) of `steps`."""
         self.keep = 1 - min(1.0, step / max(1, steps)) * (1 - self.final_keep)
 
     def forward(self, inputs: Boundary) -> Boundary:
         first = isinstance(inputs, Tensor)
         x, previous = (inputs, inputs) if isinstance(inputs, Tensor) else inputs
         output = self._concatenate(self._states(x, previous, first))
-        return (output, x) if self.pass_on else output
+        return output if self.is_last else (output, x)
 
     def _states(self, x: Tensor, previous: Tensor, first: bool) -> list[Tensor]:
-        """h0, h1, h2, …"""
+        """Returns h0, h1, h2, …"""
         activated_x = F.relu(x)
         states = [self.enter(activated_x), previous if self.match is None else self.match(previous)]
         activated = {1: activated_x} if first else {}
@@ -142,26 +140,23 @@ class AmoebaCell(nn.Module):
         return states
 
     def _kept_paths(self, x: Tensor) -> Tensor | None:
-        """[operations, b, 1, 1, 1]: 1/keep where an example keeps an operation's output, else 0. None: all are kept."""
+        """Returns [operations, b, 1, 1, 1]: 1/keep if an example keeps an operation, else 0. None: all kept."""
         if not self.training or self.keep >= 1:
             return None
         chances = torch.rand(len(self.operations), x.shape[0], 1, 1, 1, device=x.device)
         return (chances < self.keep).to(x.dtype) / self.keep
 
     def _concatenate(self, states: list[Tensor]) -> Tensor:
-        parts = [
-            self.shrink[f"h{state}"](states[state]) if f"h{state}" in self.shrink else states[state]
-            for state in self.genotype.concatenated
-        ]
-        return torch.cat(parts, 1)
+        chosen = {f"h{state}": states[state] for state in self.genotype.concatenated}
+        return torch.cat([self.shrink[n](state) if n in self.shrink else state for n, state in chosen.items()], 1)
 
 
 def _operations(genotype: CellGenotype, shape: CellShape, norm: Norm, dilate: bool) -> nn.ModuleDict:
-    """Named after the states that they make: `h2_left`, `h2_right`, `h3_left`, …; only those on h0 and h1 stride."""
+    """Returns the operations by the states they make: `h2_left`, `h2_right`, … Only those on h0 and h1 stride."""
     operations = nn.ModuleDict()
     for number, node in enumerate(genotype.nodes):
         for side, (name, state) in zip(("left", "right"), node, strict=True):
-            # The first cell takes h1, the stem's output, as it is.
+            # In the first cell h1 is the stem's output as it is.
             inputs = shape.inputs if state == 1 and shape.previous is None else shape.width
             stride = shape.stride if state < 2 else 1
             operations[f"h{number + 2}_{side}"] = build_operation(name, inputs, shape.width, stride, norm, dilate)
@@ -169,7 +164,7 @@ def _operations(genotype: CellGenotype, shape: CellShape, norm: Norm, dilate: bo
 
 
 def _match(shape: CellShape, norm: Norm) -> nn.Module | None:
-    """Brings the earlier of the two outputs to the size and width of h0; None: it fits."""
+    """Returns the layer that brings the earlier input to the size and width of h0; None if it fits."""
     if shape.previous is None:
         return None
     if shape.halve_previous:
@@ -180,9 +175,9 @@ def _match(shape: CellShape, norm: Norm) -> nn.Module | None:
 
 
 class Classifier(nn.Linear):
-    """A linear map with a bias of zeros, drawn from N(0, 1 / fan-in).
+    """Maps linearly, with weights drawn with variance 1 / fan-in and a bias of zeros.
 
-    Not 2 / fan-out as the convolutions: with 10 classes that starts at a loss of 14 and trains badly (docs/images.md).
+    The convolutions' 2 / fan-out would start at a loss of 14 with 10 classes and train badly (docs/images.md).
     """
 
     def reset_parameters(self) -> None:
@@ -191,14 +186,14 @@ class Classifier(nn.Linear):
 
 
 class AuxiliaryHead(nn.Module):
-    """Logits [b, classes] from the middle of the network: pooling, 1×1, a convolution over the whole map, a classifier.
+    """Computes logits [b, classes] in mid-network: pooling, 1×1, a convolution over the whole map, a classifier.
 
     Args:
         inputs: channels of the cell's output.
         map_size: side of its map after the pooling.
         classes: number of logits.
         width_scale: multiplies the widths 128 and 768 of the two convolutions.
-        norm: makes the BatchNorm of so many channels.
+        norm: makes the BatchNorm of a number of channels.
     """
 
     def __init__(self, inputs: int, map_size: int, classes: int, width_scale: float, norm: Norm) -> None:
@@ -225,7 +220,7 @@ class AuxiliaryHead(nn.Module):
 
 @dataclass(frozen=True)
 class AuxiliarySettings:
-    """Of the auxiliary head.
+    """Describes the auxiliary head.
 
     Attributes:
         map_size, classes, width_scale: as in `AuxiliaryHead`.
@@ -241,29 +236,22 @@ class AuxiliarySettings:
 
 
 class AmoebaCellWithAuxiliaryHead(AmoebaCell):
-    """A cell whose output is also judged by an auxiliary head, in training only.
+    """Adds the loss of an auxiliary head on the cell's output, in training only.
 
-    All parameters of the head, and nothing else, have names that begin with `auxiliary_head.`; published parameter
-    counts leave them out.
+    The names of the head's parameters, and no others, begin with `auxiliary_head.`; published parameter counts leave
+    them out.
     """
 
     def __init__(
-        self,
-        genotype: CellGenotype,
-        shape: CellShape,
-        norm: Norm,
-        drop_path_keep: float,
-        dilate: bool,
-        pass_on: bool,
-        auxiliary: AuxiliarySettings,
+        self, auxiliary: AuxiliarySettings, genotype: CellGenotype, shape: CellShape, norm: Norm, *settings: Any
     ) -> None:
-        super().__init__(genotype, shape, norm, drop_path_keep, dilate, pass_on)
+        super().__init__(genotype, shape, norm, *settings)
         self.weight, self.label_smoothing = auxiliary.weight, auxiliary.label_smoothing
         outputs = len(genotype.concatenated) * shape.width
         self.auxiliary_head = AuxiliaryHead(outputs, auxiliary.map_size, auxiliary.classes, auxiliary.width_scale, norm)
 
     def auxiliary_loss(self, outputs: Boundary, targets: tuple[Tensor, ...]) -> Tensor:
-        """The weighted sum over the examples of the head's smoothed cross-entropy; `targets` begin with labels [b]."""
+        """Returns the weighted sum over the examples of the smoothed cross-entropy; `targets` begin with labels [b]."""
         logits = self.auxiliary_head(outputs if isinstance(outputs, Tensor) else outputs[0])
         wide = logits if logits.dtype == torch.float64 else logits.float()
         loss = F.cross_entropy(wide, targets[0], reduction="sum", label_smoothing=self.label_smoothing)
@@ -271,7 +259,7 @@ class AmoebaCellWithAuxiliaryHead(AmoebaCell):
 
 
 class Head(nn.Module):
-    """x [b, c, H, W] to logits [b, classes]: ReLU, the average over all positions, dropout, a linear map."""
+    """Turns x [b, c, H, W] into logits [b, classes]: ReLU, the average over all positions, dropout, a linear map."""
 
     def __init__(self, inputs: int, classes: int, dropout: float) -> None:
         super().__init__()

@@ -1,11 +1,10 @@
-"""The evolved cells of AmoebaNet-A, -B, -C and -D as data (Real et al., Regularized Evolution, arXiv 1802.01548).
+"""Defines the evolved cells of AmoebaNet-A, -B, -C and -D as data (Real et al., arXiv 1802.01548).
 
-A cell starts from two states: h0, made of the output of the layer before, and h1, of the one before that. Each node
-adds two operations on earlier states and is the next state: the first node h2, the last h6. Some are concatenated
-to the output; which ones is part of the genotype and cannot be derived: in B and D, h0 is used by nodes and still
-concatenated.
+A cell starts with two states: h0, made of the output of the layer before, and h1, of the one before that. Each node is
+the next state, h2 to h6: the sum of two operations on earlier states. The output concatenates some states; the genotype
+lists them, because they cannot be derived: in B and D, h0 is read by nodes and still concatenated.
 
-| operation | what it does, after TensorFlow's published AmoebaNet |
+| operation | what it does, as in TensorFlow's published AmoebaNet |
 |---|---|
 | `1x1` | ReLU, 1×1 convolution, norm |
 | `none` | identity; `1x1` where the stride or the width has to change |
@@ -13,7 +12,7 @@ concatenated.
 | `1x7_7x1` | the same around a 1×7 and a 7×1 convolution |
 | `sep3`, `sep5`, `sep7` | twice: ReLU, k×k depthwise and 1×1 convolution, norm |
 | `dil2_sep5` | `sep5`, with dilation 2 on request (`model.dilate`) |
-| `max2`, `max3`, `avg3` | pooling; a 1×1 convolution behind it where the width has to change |
+| `max2`, `max3`, `avg3` | pooling, then a 1×1 convolution where the width has to change |
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ Input = tuple[str, int]  # (operation, number of the state that it reads)
 
 @dataclass(frozen=True)
 class CellGenotype:
-    """One kind of cell.
+    """Describes one kind of cell.
 
     Attributes:
-        nodes: the two inputs of h2, h3, …; their sum is the state.
+        nodes: the two inputs of h2, h3, …
         concatenated: numbers of the states whose concatenation is the cell's output.
     """
 
@@ -38,7 +37,7 @@ class CellGenotype:
 
 @dataclass(frozen=True)
 class Genotype:
-    """Normal cells keep the size of their input; reduction cells halve it."""
+    """Holds the normal cell, which keeps height and width, and the reduction cell, which halves them."""
 
     normal: CellGenotype
     reduction: CellGenotype

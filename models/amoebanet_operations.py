@@ -1,8 +1,8 @@
-"""The operations of AmoebaNet's cells, on tensors [b, channels, height, width] in either memory format.
+"""Defines the operations of AmoebaNet's cells, on tensors [b, channels, height, width] in either memory format.
 
-All follow TensorFlow: SAME padding, which puts the odd pixel to the bottom and right; convolutions without bias, drawn
-with variance 2 / fan-out; a norm behind each. An operation that starts with a ReLU expects its input *after* the ReLU
-(`reads_relu`), so that the operations that read one state share one activated copy of it.
+All follow TensorFlow: SAME padding, with the odd pixel at the bottom and right; convolutions without bias, drawn with
+variance 2 / fan-out, each followed by a norm. An operation that starts with a ReLU expects its input *after* the ReLU
+(`reads_relu`), so that all operations on one state share one activated copy of it.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Norm = Callable[[int], nn.Module]  # makes the BatchNorm of so many channels
+Norm = Callable[[int], nn.Module]  # makes the BatchNorm of a number of channels
 Pair = tuple[int, int]  # (height, width)
 
 
 def same_padding(size: int, kernel: int, stride: int, dilation: int = 1) -> Pair:
-    """Zeros in front of and behind one dimension so that ceil(size / stride) positions come out, as in TensorFlow."""
+    """Returns the zeros before and after one dimension that give ceil(size / stride) positions, as in TensorFlow."""
     reach = (kernel - 1) * dilation + 1
     total = max((-(-size // stride) - 1) * stride + reach - size, 0)
     return total // 2, total - total // 2
 
 
 class Convolution(nn.Conv2d):
-    """A convolution without padding or bias, drawn from N(0, 2 / fan-out)."""
+    """Convolves without padding or bias; the weights are drawn with variance 2 / fan-out."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Convolution(nn.Conv2d):
 
 
 class SameConvolution(Convolution):
-    """A convolution with SAME padding: what comes out has ceil(size / stride) positions."""
+    """Convolves with SAME padding: the output has ceil(size / stride) positions."""
 
     def forward(self, x: Tensor) -> Tensor:
         (top, bottom), (left, right) = (
@@ -60,7 +60,7 @@ class SameConvolution(Convolution):
 
 
 class ConvolutionNorm(nn.Module):
-    """A SAME convolution and its norm."""
+    """Applies a SAME convolution and its norm."""
 
     reads_relu = True
 
@@ -75,7 +75,7 @@ class ConvolutionNorm(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1×1 to a quarter of the width, the kernels one after the other, 1×1 to the width; a norm behind each.
+    """Applies 1×1 to a quarter of the width, the kernels one after the other, 1×1 to the width; a norm after each.
 
     Args:
         kernels: (kernel, stride) of each convolution in the middle.
@@ -93,13 +93,13 @@ class Bottleneck(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.narrow(x)
         for convolution in self.middle:
-            x = convolution(F.relu_(x))  # in place: nobody else holds what a norm has just put out
+            x = convolution(F.relu_(x))  # in place: nothing else holds the norm's output
         widened: Tensor = self.widen(F.relu_(x))
         return widened
 
 
 class SeparableConvolution(nn.Module):
-    """A k×k convolution of each channel alone, then 1×1 across the channels, then the norm."""
+    """Applies a k×k convolution to each channel alone, then 1×1 across the channels, then the norm."""
 
     def __init__(self, inputs: int, width: int, norm: Norm, k: int, stride: int, dilation: int) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class SeparableConvolution(nn.Module):
 
 
 class SeparableTwice(nn.Module):
-    """Two separable convolutions with a ReLU between them; only the first has the stride."""
+    """Applies two separable convolutions with a ReLU between them; only the first has the stride."""
 
     reads_relu = True
 
@@ -127,7 +127,7 @@ class SeparableTwice(nn.Module):
 
 
 class Pooling(nn.Module):
-    """SAME pooling, then a 1×1 convolution with norm where the width changes. Averages leave the padding out.
+    """Pools with SAME padding, then applies 1×1 with norm where the width changes. Averages leave the padding out.
 
     Args:
         pool: "max" or "avg".
@@ -142,7 +142,7 @@ class Pooling(nn.Module):
         self.project = None if inputs == width else ConvolutionNorm(inputs, width, norm)
 
     def forward(self, x: Tensor) -> Tensor:
-        # The padding behind is that in front or one more, which is just what ceil_mode adds.
+        # The padding after is that before or one more, which is what ceil_mode adds.
         front = tuple(same_padding(size, self.k, self.stride)[0] for size in x.shape[2:])
         if self.pool == "max":
             x = F.max_pool2d(x, self.k, self.stride, front, ceil_mode=True)
@@ -152,15 +152,15 @@ class Pooling(nn.Module):
 
 
 class Identity(nn.Identity):
-    """The operation `none` where neither stride nor width changes."""
+    """Defines the operation `none` where neither stride nor width changes."""
 
     reads_relu = False
 
 
 class FactorizedReduction(nn.Module):
-    """Halves the size: two 1×1 convolutions on every other pixel, the second one pixel further down and right.
+    """Halves height and width: two 1×1 convolutions of every other pixel, the second one pixel further down and right.
 
-    Behind the last row and column stand zeros. The halves of the output's channels are joined and share one norm.
+    Zeros follow the last row and column. The two outputs are concatenated and share one norm.
 
     Args:
         relu: whether a ReLU comes first.
@@ -184,21 +184,17 @@ class FactorizedReduction(nn.Module):
 
 
 def build_operation(name: str, inputs: int, width: int, stride: int, norm: Norm, dilate: bool = False) -> nn.Module:
-    """The operation that a genotype names.
+    """Returns the operation that a genotype names.
 
     Args:
         name: as in `GENOTYPES`.
-        inputs: channels that it reads.
-        width: channels that it puts out.
+        inputs, width: channels of its input and output.
         stride: 1 or 2.
-        norm: makes the BatchNorm of so many channels.
+        norm: makes the BatchNorm of a number of channels.
         dilate: give `dil2_sep5` the dilation 2 of its name.
 
-    Returns:
-        A module whose `reads_relu` says whether it wants its input after a ReLU.
-
     Raises:
-        ValueError: an unknown name.
+        ValueError: the name is unknown.
     """
     if name == "none" and stride == 1 and inputs == width:
         return Identity()

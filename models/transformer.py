@@ -1,6 +1,6 @@
-"""T(L,H,A): the paper's encoder-decoder Transformer for translation, as one list of sub-layers (paper, section 5).
+"""Defines T(L,H,A), the paper's encoder-decoder Transformer for translation, as a list of sub-layers (section 5).
 
-| boundary behind | tensors |
+| boundary after | tensors |
 |---|---|
 | the data | source ids [b, S], target ids [b, T] |
 | `source_embedding`, `encoder.*` | x [b, S, d], source mask [b, 1, 1, S] (True: a token), target ids [b, T] |
@@ -8,7 +8,7 @@
 | `decoder.norm` | y [b, T, d] |
 | `softmax` | logits [b, T, target_vocabulary] |
 
-Padding stands on the right only. Sizes of the paper, all with d_model 1024:
+Padding stands on the right only. The paper's sizes, all with d_model 1024:
 
 | model | L | H | A | source / target vocabulary | parameters | K |
 |---|---|---|---|---|---|---|
@@ -22,24 +22,31 @@ Padding stands on the right only. Sizes of the paper, all with d_model 1024:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..layers import LayerBuilder
-from .attention import CausalAttention, CrossAttention, EncoderAttention, FeedForward
-from .embedding import TokenEmbedding, VocabularyProjection
-from .sizes import check_fractions, check_sizes, depth_scale, refuse_tied
+from .checks import check_fractions, check_sizes, refuse_tied
+from .transformer_layers import (
+    CausalAttention,
+    CrossAttention,
+    EncoderAttention,
+    FeedForward,
+    TokenEmbedding,
+    VocabularyProjection,
+    depth_scale,
+    stacked,
+)
 
 
 class SourceEmbedding(TokenEmbedding):
-    """(source ids [b, S], target ids [b, T]) to (x [b, S, d], source mask [b, 1, 1, S], target ids).
+    """Embeds the source: (source ids [b, S], target ids [b, T]) to (x [b, S, d], source mask [b, 1, 1, S], target ids).
 
     Args:
         vocabulary, d_model, dropout: as in `TokenEmbedding`.
-        pad_id: the token that is padding.
+        pad_id: the id of padding.
     """
 
     def __init__(self, vocabulary: int, d_model: int, dropout: float, pad_id: int) -> None:
@@ -49,34 +56,32 @@ class SourceEmbedding(TokenEmbedding):
     def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         source, target = inputs
         mask = source != self.pad_id
-        mask[:, :1] = True  # a sentence that is all padding looks at one position instead of at none, which is NaN
+        mask[:, :1] = True  # a sentence of padding alone sees one position: none would give NaN
         return self.embed(source), mask[:, None, None, :], target
 
 
 class TargetEmbedding(TokenEmbedding):
-    """(memory, source mask, target ids [b, T]) to (y [b, T, d], memory, source mask)."""
+    """Embeds the target: (memory, source mask, target ids [b, T]) to (y [b, T, d], memory, source mask)."""
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         memory, mask, target = inputs
         return self.embed(target), memory, mask
 
     def decode(self, inputs: tuple[Tensor, Tensor, Tensor], cache: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """The next tokens, at the positions behind those of the earlier calls."""
+        """Embeds the next tokens, at the positions after those of the earlier calls."""
         memory, mask, target = inputs
-        first = cache.get("length", 0)
-        cache["length"] = first + target.shape[1]
-        return self.embed(target, first), memory, mask
+        return self.embed_next(target, cache), memory, mask
 
 
 class EncoderNorm(nn.LayerNorm):
-    """The norm of the encoder's output; what stands behind it in the boundary just travels."""
+    """Normalises the encoder's output and passes on the rest of the boundary."""
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:  # type: ignore[override]  # a boundary
         return super().forward(inputs[0]), *inputs[1:]
 
 
 class DecoderNorm(nn.LayerNorm):
-    """The norm of the decoder's output; memory and source mask end here."""
+    """Normalises the decoder's output and drops memory and source mask."""
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:  # type: ignore[override]  # a boundary
         return super().forward(inputs[0])
@@ -98,7 +103,7 @@ def transformer(
     tie_embeddings: bool = False,
     pad_id: int = 0,
 ) -> list[LayerBuilder]:
-    """The list of T(L,H,A): 5·L + 5 layers.
+    """Returns the list of T(L,H,A): 5·L + 5 layers.
 
     Args:
         L: encoder layers, and as many decoder layers.
@@ -106,16 +111,14 @@ def transformer(
         A: heads; attention is 64·A wide.
         source_vocabulary, target_vocabulary: numbers of tokens.
         d_model: width between the sub-layers; even.
-        dropout: of each residual branch.
-        input_dropout: of both embeddings.
-        attention_dropout: of the attention weights.
+        dropout, input_dropout, attention_dropout: of each residual branch, both embeddings, the attention weights.
         depth_scaled_init: multiply the Xavier bound of the feed-forward matrices by n^-depth_scale_exponent.
         depth_scale_layers: what n counts: "both" stacks (2·L) or "one" (L).
         tie_embeddings: not supported: the three tables are separate, as in the paper.
-        pad_id: the token that is padding in the source.
+        pad_id: the id of padding in the source.
 
     Raises:
-        ValueError: a value outside its limits; the message names the key.
+        ValueError: a value is outside its limits; the message names the key.
     """
     vocabularies = {"source_vocabulary": source_vocabulary, "target_vocabulary": target_vocabulary}
     check_sizes(L=L, H=H, A=A, d_model=d_model, **vocabularies)
@@ -125,22 +128,16 @@ def transformer(
         raise ValueError(f"model.depth_scale_layers={depth_scale_layers}: use both (n = 2·L) or one (n = L)")
     depth = 2 * L if depth_scale_layers == "both" else L
     init_scale = depth_scale(depth, depth_scale_exponent) if depth_scaled_init else 1.0
-    feed_forward = partial(FeedForward, d_model, H, dropout, init_scale)
-    encoder: dict[str, Callable[[], nn.Module]] = {
-        "attention": partial(EncoderAttention, d_model, A, dropout, attention_dropout),
-        "feed_forward": feed_forward,
-    }
-    decoder: dict[str, Callable[[], nn.Module]] = {
-        "self_attention": partial(CausalAttention, d_model, A, dropout, attention_dropout),
-        "cross_attention": partial(CrossAttention, d_model, A, dropout, attention_dropout),
-        "feed_forward": feed_forward,
-    }
+    heads = (d_model, A, dropout, attention_dropout)
+    feed_forward = {"feed_forward": partial(FeedForward, d_model, H, dropout, init_scale)}
+    encoder = {"attention": partial(EncoderAttention, *heads), **feed_forward}
+    decoder = {"self_attention": partial(CausalAttention, *heads), "cross_attention": partial(CrossAttention, *heads)}
     return [
         LayerBuilder("source_embedding", partial(SourceEmbedding, source_vocabulary, d_model, input_dropout, pad_id)),
-        *(LayerBuilder(f"encoder.{i}.{name}", build) for i in range(L) for name, build in encoder.items()),
+        *stacked("encoder", L, encoder),
         LayerBuilder("encoder.norm", partial(EncoderNorm, d_model)),
         LayerBuilder("target_embedding", partial(TargetEmbedding, target_vocabulary, d_model, input_dropout)),
-        *(LayerBuilder(f"decoder.{i}.{name}", build) for i in range(L) for name, build in decoder.items()),
+        *stacked("decoder", L, {**decoder, **feed_forward}),
         LayerBuilder("decoder.norm", partial(DecoderNorm, d_model)),
         LayerBuilder("softmax", partial(VocabularyProjection, d_model, target_vocabulary)),
     ]

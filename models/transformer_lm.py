@@ -1,35 +1,31 @@
-"""Transformer-L: the language model of the paper's memory and throughput tables (paper, section 3, tables 1 to 3).
+"""Defines Transformer-L, the language model of the paper's memory and throughput tables (section 3, tables 1 to 3).
 
-A stack of masked self-attention and feed-forward sub-layers; with d_model 2048, H 8192, A 32 and 32,000 tokens it has
-50,358,272·L + 131,104,000 parameters, which are the paper's 282.2M (L=3), 785.8M (13), 5.3B (103), 21.0B (415) and
-83.9B (1663). Token ids [b, T] become y [b, T, d] and at the end logits [b, T, vocabulary].
+It is a stack of masked self-attention and feed-forward sub-layers. With d_model 2048, H 8192, A 32 and 32,000 tokens it
+has 50,358,272·L + 131,104,000 parameters, which are the paper's 282.2M (L=3), 785.8M (13), 5.3B (103), 21.0B (415)
+and 83.9B (1663). Token ids [b, T] become y [b, T, d] and in the end logits [b, T, vocabulary].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..layers import LayerBuilder
-from .attention import CausalAttention, FeedForward
-from .embedding import TokenEmbedding, VocabularyProjection
-from .sizes import check_fractions, check_sizes, depth_scale, refuse_tied
+from .checks import check_fractions, check_sizes, refuse_tied
+from .transformer_layers import CausalAttention, FeedForward, TokenEmbedding, VocabularyProjection, depth_scale, stacked
 
 
 class LanguageModelEmbedding(TokenEmbedding):
-    """Token ids [b, T] to y [b, T, d]."""
+    """Embeds token ids [b, T] as y [b, T, d]."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.embed(ids)
 
     def decode(self, ids: Tensor, cache: dict[str, Any]) -> Tensor:
-        """The next tokens, at the positions behind those of the earlier calls."""
-        first = cache.get("length", 0)
-        cache["length"] = first + ids.shape[1]
-        return self.embed(ids, first)
+        """Embeds the next tokens, at the positions after those of the earlier calls."""
+        return self.embed_next(ids, cache)
 
 
 def transformer_lm(
@@ -46,7 +42,7 @@ def transformer_lm(
     final_norm: bool = False,
     tie_embeddings: bool = False,
 ) -> list[LayerBuilder]:
-    """The list of Transformer-L: 2·L + 2 layers, one more with the final norm.
+    """Returns the list of Transformer-L: 2·L + 2 layers, one more with the final norm.
 
     Args:
         L: layers, each of an attention and a feed-forward sub-layer.
@@ -54,28 +50,26 @@ def transformer_lm(
         A: heads; attention is 64·A wide.
         vocabulary: number of tokens.
         d_model: width between the sub-layers; even.
-        dropout: of each residual branch.
-        input_dropout: of the embedding.
-        attention_dropout: of the attention weights.
+        dropout, input_dropout, attention_dropout: of each residual branch, the embedding, the attention weights.
         depth_scaled_init: multiply the Xavier bound of the feed-forward matrices by L^-depth_scale_exponent.
-        final_norm: a norm in front of the softmax; the paper's counts have none.
+        final_norm: adds a norm before the softmax; the paper's parameter counts have none.
         tie_embeddings: not supported: embedding and softmax are separate, as in the paper.
 
     Raises:
-        ValueError: a value outside its limits; the message names the key.
+        ValueError: a value is outside its limits; the message names the key.
     """
     check_sizes(L=L, H=H, A=A, vocabulary=vocabulary, d_model=d_model)
     check_fractions(dropout=dropout, input_dropout=input_dropout, attention_dropout=attention_dropout)
     refuse_tied(tie_embeddings)
     init_scale = depth_scale(L, depth_scale_exponent) if depth_scaled_init else 1.0
-    sublayers: dict[str, Callable[[], nn.Module]] = {
+    sublayers = {
         "attention": partial(CausalAttention, d_model, A, dropout, attention_dropout),
         "feed_forward": partial(FeedForward, d_model, H, dropout, init_scale),
     }
     norm = [LayerBuilder("norm", partial(nn.LayerNorm, d_model))] if final_norm else []
     return [
         LayerBuilder("embedding", partial(LanguageModelEmbedding, vocabulary, d_model, input_dropout)),
-        *(LayerBuilder(f"decoder.{i}.{name}", build) for i in range(L) for name, build in sublayers.items()),
+        *stacked("decoder", L, sublayers),
         *norm,
         LayerBuilder("softmax", partial(VocabularyProjection, d_model, vocabulary)),
     ]

@@ -18,7 +18,6 @@ from gpipe_cli.data.images.transforms import (
     training_transform,
 )
 from gpipe_cli.metrics.image_pictures import confusion_matrix, draw_confusion, draw_predictions
-from gpipe_cli.models.images import Normalise
 
 
 def noise(height: int, width: int) -> torch.Tensor:
@@ -97,36 +96,8 @@ def test_cutout_fills_a_square_around_any_pixel(
     assert not image.any()
 
 
-def test_the_grey_of_cutout_is_zero_once_normalised() -> None:
-    assert Normalise()(torch.full((1, 3, 1, 1), GREY, dtype=torch.uint8)).abs().max() < 0.005
-
-
-def test_normalise_scales_bytes_to_minus_one_and_one() -> None:
-    images = torch.tensor([0, 51, 255], dtype=torch.uint8).reshape(1, 3, 1, 1)
-    assert Normalise()(images).flatten().tolist() == pytest.approx([-1, -0.6, 1])
-
-
-def test_normalise_takes_a_mean_and_a_deviation_of_each_channel() -> None:
-    images = torch.full((2, 3, 1, 1), 51, dtype=torch.uint8)
-    made = Normalise([0.1, 0.2, 0.3], [1, 0.5, 0.25])(images)
-    assert made[1].flatten().tolist() == pytest.approx([0.1, 0.0, -0.4])
-
-
-def test_normalise_leaves_numbers_and_the_memory_format_as_they_are() -> None:
-    floats = torch.randn(2, 3, 4, 4)
-    assert Normalise()(floats) is floats
-    last = torch.zeros(2, 3, 4, 4, dtype=torch.uint8).to(memory_format=torch.channels_last)
-    assert Normalise()(last).is_contiguous(memory_format=torch.channels_last)
-
-
-def test_normalise_has_nothing_to_save() -> None:
-    assert not Normalise().state_dict()
-
-
-@pytest.mark.parametrize(("mean", "std", "key"), [([0.5, 0.5], 0.5, "mean"), (0.5, 0.0, "std")])
-def test_a_wrong_normalisation_names_the_key(mean: float | list[float], std: float, key: str) -> None:
-    with pytest.raises(ValueError, match=rf"model\.{key}="):
-        Normalise(mean, std)
+def test_the_grey_of_cutout_is_about_zero_once_the_stem_has_scaled_it() -> None:
+    assert abs(GREY / 127.5 - 1) < 0.005
 
 
 def test_the_confusion_matrix_counts_true_by_predicted() -> None:

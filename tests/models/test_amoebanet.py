@@ -379,7 +379,7 @@ def test_batchnorm_takes_its_epsilon_and_decay_from_the_model() -> None:
 
 def cell_of(genotype: CellGenotype, keep: float) -> AmoebaCell:
     torch.manual_seed(0)
-    return AmoebaCell(genotype, CellShape(8, 8, False, 8, 1), lambda width: nn.Identity(), keep, False, True)
+    return AmoebaCell(genotype, CellShape(8, 8, False, 8, 1), lambda width: nn.Identity(), keep, False)
 
 
 def test_the_share_of_kept_paths_falls_linearly_over_all_steps() -> None:

@@ -11,9 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.layers import LayerBuilder
-from gpipe_cli.models.attention import CausalAttention, CrossAttention, EncoderAttention, FeedForward
-from gpipe_cli.models.embedding import TokenEmbedding
 from gpipe_cli.models.transformer import transformer
+from gpipe_cli.models.transformer_layers import (
+    CausalAttention,
+    CrossAttention,
+    EncoderAttention,
+    FeedForward,
+    TokenEmbedding,
+)
 from gpipe_cli.models.transformer_lm import transformer_lm
 from gpipe_cli.partition.cost import count_parameters
 

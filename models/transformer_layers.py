@@ -1,0 +1,238 @@
+"""Defines the layers of the pre-layer-norm Transformers: embeddings, sub-layers x + dropout(f(LN(x))), projection.
+
+Each sub-layer is a layer of the model's list (paper, section 5). `x` is the first tensor of the boundary; a sub-layer
+passes the others on. Attention is 64·A wide, whatever the width d of the model is. All projections have biases.
+`decode` is the forward pass of the next tokens alone; it keeps in `cache` what it needs of the earlier ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..layers import LayerBuilder
+
+HEAD_WIDTH = 64  # the paper keeps it for every number of heads A
+LONGEST_WAVE = 10_000.0  # of the sinusoidal positions (Vaswani et al. 2017, section 3.5)
+
+Boundary = Tensor | tuple[Tensor, ...]
+
+
+class Projection(nn.Linear):
+    """Maps linearly, with a Xavier-uniform matrix and a bias of zeros.
+
+    Args:
+        inputs, outputs: widths.
+        matrices: how many matrices lie side by side in this one; each gets the bound that it would have alone.
+        scale: multiplies the bound (depth-scaled initialisation).
+    """
+
+    def __init__(self, inputs: int, outputs: int, matrices: int = 1, scale: float = 1.0) -> None:
+        self.matrices, self.scale = matrices, scale  # nn.Linear's constructor calls reset_parameters, which reads them
+        super().__init__(inputs, outputs)
+
+    def reset_parameters(self) -> None:
+        bound = self.scale * (6 / (self.in_features + self.out_features / self.matrices)) ** 0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+        nn.init.zeros_(self.bias)
+
+
+class Sublayer(nn.Module):
+    """Holds what all sub-layers share: the norm in front, dropout and the residual sum behind."""
+
+    def __init__(self, d_model: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(d_model)
+        self.dropout = dropout
+
+    def add(self, x: Tensor, change: Tensor) -> Tensor:
+        """Returns x + dropout(change)."""
+        return x + F.dropout(change, self.dropout, self.training)
+
+
+class FeedForward(Sublayer):
+    """Computes x + dropout(d → H → ReLU → d), in the encoder, the decoder and the language model.
+
+    Args:
+        d_model, H: widths.
+        dropout: probability in the residual branch.
+        init_scale: multiplies the Xavier bound of both matrices, see `depth_scale`.
+    """
+
+    def __init__(self, d_model: int, H: int, dropout: float, init_scale: float = 1.0) -> None:
+        super().__init__(d_model, dropout)
+        self.hidden = Projection(d_model, H, scale=init_scale)
+        self.output = Projection(H, d_model, scale=init_scale)
+
+    def forward(self, inputs: Boundary) -> Boundary:
+        if isinstance(inputs, Tensor):
+            return self._transform(inputs)
+        return self._transform(inputs[0]), *inputs[1:]
+
+    def _transform(self, x: Tensor) -> Tensor:
+        return self.add(x, self.output(F.relu(self.hidden(self.norm(x)))))
+
+
+class Attention(Sublayer):
+    """Holds what the kinds of attention share: heads, scaled dot product, the projection behind it."""
+
+    def __init__(self, d_model: int, A: int, dropout: float, attention_dropout: float) -> None:
+        super().__init__(d_model, dropout)
+        self.heads = A
+        self.attention_dropout = attention_dropout
+        self.output = Projection(HEAD_WIDTH * A, d_model)
+
+    def split_heads(self, x: Tensor, matrices: int) -> tuple[Tensor, ...]:
+        """Returns [b, t, matrices·64A] as `matrices` views [b, A, t, 64]."""
+        batch, length, _ = x.shape
+        return tuple(one.transpose(1, 2) for one in x.view(batch, length, matrices, self.heads, HEAD_WIDTH).unbind(2))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
+        """Returns [b, t, d] for queries [b, A, t, 64], keys and values [b, A, s, 64]; False in `mask` hides a key."""
+        probability = self.attention_dropout if self.training else 0.0
+        heads = F.scaled_dot_product_attention(query, key, value, mask, probability, causal)
+        batch, _, length, _ = heads.shape
+        mixed: Tensor = self.output(heads.transpose(1, 2).reshape(batch, length, self.heads * HEAD_WIDTH))
+        return mixed
+
+
+class SelfAttention(Attention):
+    """Makes queries, keys and values from one input."""
+
+    def __init__(self, d_model: int, A: int, dropout: float, attention_dropout: float) -> None:
+        super().__init__(d_model, A, dropout, attention_dropout)
+        self.query_key_value = Projection(d_model, 3 * HEAD_WIDTH * A, matrices=3)
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Returns queries, keys and values [b, A, t, 64] of x [b, t, d]."""
+        return self.split_heads(self.query_key_value(self.norm(x)), 3)
+
+
+class EncoderAttention(SelfAttention):
+    """Attends to the whole source: (x [b, S, d], source mask [b, 1, 1, S], …) to the same shapes."""
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x, mask = inputs[:2]
+        return self.add(x, self.attend(*self.project(x), mask)), *inputs[1:]
+
+    def decode(self, inputs: tuple[Tensor, ...], cache: dict[str, Any]) -> tuple[Tensor, ...]:
+        """Reads the whole source in the first call of a group; later calls have a source of length 0."""
+        return self.forward(inputs) if inputs[0].shape[1] else inputs
+
+
+class CausalAttention(SelfAttention):
+    """Attends to earlier targets: the decoder's (y [b, T, d], memory, source mask), or a language model's y alone.
+
+    Padding stands on the right only, so the causal mask hides it from every real target.
+    """
+
+    def forward(self, inputs: Boundary) -> Boundary:
+        y, *rest = (inputs,) if isinstance(inputs, Tensor) else inputs
+        y = self.add(y, self.attend(*self.project(y), None, causal=True))
+        return (y, *rest) if rest else y
+
+    def decode(self, inputs: Boundary, cache: dict[str, Any]) -> Boundary:
+        """Computes the next tokens of y; their keys and values are appended to those in `cache`."""
+        y, *rest = (inputs,) if isinstance(inputs, Tensor) else inputs
+        query, key, value = self.project(y)
+        if "key" in cache:
+            key, value = torch.cat((cache["key"], key), 2), torch.cat((cache["value"], value), 2)
+        cache["key"], cache["value"] = key, value
+        new, total = query.shape[2], key.shape[2]
+        mask = None if new == 1 else y.new_ones(new, total, dtype=torch.bool).tril(total - new)
+        y = self.add(y, self.attend(query, key, value, mask))
+        return (y, *rest) if rest else y
+
+
+class CrossAttention(Attention):
+    """Attends from the decoder to the source: (y [b, T, d], memory [b, S, d], source mask) to the same shapes."""
+
+    def __init__(self, d_model: int, A: int, dropout: float, attention_dropout: float) -> None:
+        super().__init__(d_model, A, dropout, attention_dropout)
+        self.query = Projection(d_model, HEAD_WIDTH * A)
+        self.key_value = Projection(d_model, 2 * HEAD_WIDTH * A, matrices=2)
+
+    def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        y, memory, mask = inputs
+        key, value = self.split_heads(self.key_value(memory), 2)
+        return self._attend_to(y, key, value, mask), memory, mask
+
+    def decode(self, inputs: tuple[Tensor, Tensor, Tensor], cache: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """Computes the next tokens of y, with the source's keys, values and mask from the group's first call."""
+        y, memory, mask = inputs
+        if memory.shape[1]:
+            cache["key"], cache["value"] = self.split_heads(self.key_value(memory), 2)
+            cache["mask"] = mask
+        return self._attend_to(y, cache["key"], cache["value"], cache["mask"]), memory, mask
+
+    def _attend_to(self, y: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        (query,) = self.split_heads(self.query(self.norm(y)), 1)
+        return self.add(y, self.attend(query, key, value, mask))
+
+
+class TokenEmbedding(nn.Module):
+    """Embeds tokens: √d times the token's vector, plus its sinusoidal position, then dropout.
+
+    The vectors are drawn with standard deviation d^-½, so that the output has about unit variance.
+
+    Args:
+        vocabulary: number of tokens.
+        d_model: width d; even.
+        dropout: probability, applied to the sum.
+    """
+
+    frequencies: Tensor
+
+    def __init__(self, vocabulary: int, d_model: int, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.scale = math.sqrt(d_model)
+        self.weight = nn.Parameter(torch.empty(vocabulary, d_model))
+        nn.init.normal_(self.weight, std=d_model**-0.5)
+        frequencies = torch.exp(torch.arange(0, d_model, 2) * (-math.log(LONGEST_WAVE) / d_model))
+        self.register_buffer("frequencies", frequencies, persistent=False)
+
+    def embed(self, ids: Tensor, first_position: int = 0) -> Tensor:
+        """Returns [b, t, d] of ids [b, t], which stand at `first_position` and after."""
+        vectors = F.embedding(ids, self.weight)
+        last = first_position + ids.shape[1]
+        places = torch.arange(first_position, last, dtype=self.frequencies.dtype, device=ids.device)
+        angles = torch.outer(places, self.frequencies)
+        waves = torch.cat((angles.sin(), angles.cos()), 1)
+        return F.dropout(torch.add(waves, vectors, alpha=self.scale), self.dropout, self.training)
+
+    def embed_next(self, ids: Tensor, cache: dict[str, Any]) -> Tensor:
+        """Returns [b, t, d] of the next tokens; `cache` counts the tokens of earlier calls."""
+        first = cache.get("length", 0)
+        cache["length"] = first + ids.shape[1]
+        return self.embed(ids, first)
+
+
+class VocabularyProjection(nn.Linear):
+    """Computes logits [b, t, V] from y [b, t, d]; the softmax itself is part of the loss.
+
+    The matrix is not tied to the embeddings; it is drawn with standard deviation d^-½, the bias is zero.
+    """
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.in_features**-0.5)
+        nn.init.zeros_(self.bias)
+
+
+def depth_scale(layers: int, exponent: float) -> float:
+    """Returns layers^-exponent, the factor of the Xavier bound of feed-forward matrices.
+
+    The paper (section 5) only says that the initialisation is scaled down by the number of layers, after Fixup. Fixup's
+    rule for two matrices in a residual branch is the exponent ½; the other reading is 1.
+    """
+    return math.pow(layers, -exponent)
+
+
+def stacked(name: str, layers: int, sublayers: Mapping[str, Callable[[], nn.Module]]) -> list[LayerBuilder]:
+    """Returns the list of so many equal layers: `name.0.<sublayer>`, …"""
+    return [LayerBuilder(f"{name}.{i}.{kind}", build) for i in range(layers) for kind, build in sublayers.items()]
