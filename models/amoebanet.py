@@ -104,10 +104,10 @@ def amoebanet(
         auxiliary = _auxiliary(image_size, classes, auxiliary_width, auxiliary_weight, auxiliary_label_smoothing)
     norm = partial(nn.BatchNorm2d, eps=batchnorm_epsilon, momentum=1 - batchnorm_decay)
     layers = [LayerBuilder("stem", partial(Stem, in_channels, norm, channels_last))]
-    for name, *kind_and_shape in _cells(L, D, GENOTYPES[genotype]):
-        cell = (*kind_and_shape, norm, drop_path_keep, dilate)
-        judged = auxiliary is not None and name == f"stack_2.{L // 3 - 1}"
-        build = partial(AmoebaCellWithAuxiliaryHead, auxiliary, *cell) if judged else partial(AmoebaCell, *cell)
+    for name, kind, shape in _cells(L, D, GENOTYPES[genotype]):
+        build = partial(AmoebaCell, kind, shape, norm, drop_path_keep, dilate)
+        if auxiliary is not None and name == f"stack_2.{L // 3 - 1}":
+            build = partial(AmoebaCellWithAuxiliaryHead, auxiliary, kind, shape, norm, drop_path_keep, dilate)
         layers.append(LayerBuilder(name, build))
     width = 4 * D * len(GENOTYPES[genotype].normal.concatenated)
     return [*layers, LayerBuilder("head", partial(Head, width, classes, dropout))]
