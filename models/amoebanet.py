@@ -23,7 +23,7 @@ Where the paper is silent, the model is TensorFlow's published AmoebaNet.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from torch import nn
@@ -105,7 +105,7 @@ def amoebanet(
     norm = partial(nn.BatchNorm2d, eps=batchnorm_epsilon, momentum=1 - batchnorm_decay)
     layers = [LayerBuilder("stem", partial(Stem, in_channels, norm, channels_last))]
     for name, kind, shape in _cells(L, D, GENOTYPES[genotype]):
-        build = partial(AmoebaCell, kind, shape, norm, drop_path_keep, dilate)
+        build: Callable[[], AmoebaCell] = partial(AmoebaCell, kind, shape, norm, drop_path_keep, dilate)
         if auxiliary is not None and name == f"stack_2.{L // 3 - 1}":
             build = partial(AmoebaCellWithAuxiliaryHead, auxiliary, kind, shape, norm, drop_path_keep, dilate)
         layers.append(LayerBuilder(name, build))

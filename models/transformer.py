@@ -34,6 +34,7 @@ from .transformer_layers import (
     CrossAttention,
     EncoderAttention,
     FeedForward,
+    Sublayers,
     TokenEmbedding,
     VocabularyProjection,
     depth_scale,
@@ -129,15 +130,19 @@ def transformer(
     depth = 2 * L if depth_scale_layers == "both" else L
     init_scale = depth_scale(depth, depth_scale_exponent) if depth_scaled_init else 1.0
     heads = (d_model, A, dropout, attention_dropout)
-    feed_forward = {"feed_forward": partial(FeedForward, d_model, H, dropout, init_scale)}
-    encoder = {"attention": partial(EncoderAttention, *heads), **feed_forward}
-    decoder = {"self_attention": partial(CausalAttention, *heads), "cross_attention": partial(CrossAttention, *heads)}
+    feed_forward: Sublayers = {"feed_forward": partial(FeedForward, d_model, H, dropout, init_scale)}
+    encoder: Sublayers = {"attention": partial(EncoderAttention, *heads), **feed_forward}
+    decoder: Sublayers = {
+        "self_attention": partial(CausalAttention, *heads),
+        "cross_attention": partial(CrossAttention, *heads),
+        **feed_forward,
+    }
     return [
         LayerBuilder("source_embedding", partial(SourceEmbedding, source_vocabulary, d_model, input_dropout, pad_id)),
         *stacked("encoder", L, encoder),
         LayerBuilder("encoder.norm", partial(EncoderNorm, d_model)),
         LayerBuilder("target_embedding", partial(TargetEmbedding, target_vocabulary, d_model, input_dropout)),
-        *stacked("decoder", L, {**decoder, **feed_forward}),
+        *stacked("decoder", L, decoder),
         LayerBuilder("decoder.norm", partial(DecoderNorm, d_model)),
         LayerBuilder("softmax", partial(VocabularyProjection, d_model, target_vocabulary)),
     ]

@@ -21,6 +21,7 @@ HEAD_WIDTH = 64  # the paper keeps it for every number of heads A
 LONGEST_WAVE = 10_000.0  # of the sinusoidal positions (Vaswani et al. 2017, section 3.5)
 
 Boundary = Tensor | tuple[Tensor, ...]
+Sublayers = Mapping[str, Callable[[], nn.Module]]
 
 
 class Projection(nn.Linear):
@@ -108,9 +109,10 @@ class SelfAttention(Attention):
         super().__init__(d_model, A, dropout, attention_dropout)
         self.query_key_value = Projection(d_model, 3 * HEAD_WIDTH * A, matrices=3)
 
-    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries, keys and values [b, A, t, 64] of x [b, t, d]."""
-        return self.split_heads(self.query_key_value(self.norm(x)), 3)
+        query, key, value = self.split_heads(self.query_key_value(self.norm(x)), 3)
+        return query, key, value
 
 
 class EncoderAttention(SelfAttention):
@@ -233,6 +235,6 @@ def depth_scale(layers: int, exponent: float) -> float:
     return math.pow(layers, -exponent)
 
 
-def stacked(name: str, layers: int, sublayers: Mapping[str, Callable[[], nn.Module]]) -> list[LayerBuilder]:
+def stacked(name: str, layers: int, sublayers: Sublayers) -> list[LayerBuilder]:
     """Returns the list of so many equal layers: `name.0.<sublayer>`, …"""
     return [LayerBuilder(f"{name}.{i}.{kind}", build) for i in range(layers) for kind, build in sublayers.items()]

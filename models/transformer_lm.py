@@ -14,7 +14,15 @@ from torch import Tensor, nn
 
 from ..layers import LayerBuilder
 from .checks import check_fractions, check_sizes, refuse_tied
-from .transformer_layers import CausalAttention, FeedForward, TokenEmbedding, VocabularyProjection, depth_scale, stacked
+from .transformer_layers import (
+    CausalAttention,
+    FeedForward,
+    Sublayers,
+    TokenEmbedding,
+    VocabularyProjection,
+    depth_scale,
+    stacked,
+)
 
 
 class LanguageModelEmbedding(TokenEmbedding):
@@ -62,7 +70,7 @@ def transformer_lm(
     check_fractions(dropout=dropout, input_dropout=input_dropout, attention_dropout=attention_dropout)
     refuse_tied(tie_embeddings)
     init_scale = depth_scale(L, depth_scale_exponent) if depth_scaled_init else 1.0
-    sublayers = {
+    sublayers: Sublayers = {
         "attention": partial(CausalAttention, d_model, A, dropout, attention_dropout),
         "feed_forward": partial(FeedForward, d_model, H, dropout, init_scale),
     }
