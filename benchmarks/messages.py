@@ -16,7 +16,7 @@ import torch.distributed as dist
 from benchmarks.common import Report, parser
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.launch.context import Context
-from gpipe_cli.pipeline.transport import Transport
+from gpipe_cli.pipeline.transport import connect_workers
 from gpipe_cli.planner.measure.link import LinkTimes, measure_link
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def worker(context: Context, config: dict[str, Any]) -> dict[str, list[LinkTimes
     world = dist.group.WORLD
     assert world is not None
     ranks = tuple(range(context.world_size))
-    wires = {name: Transport(ranks, CPU, CPU, (world, world), world, shared) for name, shared in WIRES.items()}
+    wires = {name: connect_workers(ranks, CPU, CPU, (world, world), world, shared) for name, shared in WIRES.items()}
     found: dict[str, list[LinkTimes]] = {name: [] for name in wires}
     for _ in range(config["rounds"]):
         for name, transport in wires.items():

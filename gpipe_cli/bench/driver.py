@@ -18,7 +18,7 @@ from gpipe_cli.pipeline.cell import BuiltLayer, Cell
 from gpipe_cli.pipeline.engine import Loss, Pipeline, StepInput
 from gpipe_cli.pipeline.halves import backward_of_inputs
 from gpipe_cli.pipeline.randomness import NoiseSource
-from gpipe_cli.pipeline.transport import Transport
+from gpipe_cli.pipeline.transport import Transport, connect_workers
 from gpipe_cli.schedule.instruction import Instruction, Op
 from gpipe_cli.schedule.schedule import schedule
 
@@ -78,7 +78,7 @@ def engine_step(
     Args:
         micro_batches: micro-batches; every worker gives the same shapes, only the first one's values count.
         cells_here: cells of each worker; cell c lies on worker c mod W.
-        shared_memory: as of `Transport`.
+        shared_memory: as of `connect_workers`.
     """
     placement = tuple(range(workers)) * cells_here
     size = len(modules) // cells_here
@@ -121,7 +121,7 @@ def cpu_transport(placement: tuple[int, ...], shared_memory: bool = True) -> Tra
     world = dist.group.WORLD
     if world is None or world.size() == 1:
         return None
-    return Transport(placement, CPU, CPU, (world, world), world, shared_memory)
+    return connect_workers(placement, CPU, CPU, (world, world), world, shared_memory)
 
 
 def plain_step(

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
-import torch.distributed as dist
 
 from gpipe_cli.micro_batch import Tensors
 from gpipe_cli.pipeline.boundary import BoundarySpec, TensorSpec
-from gpipe_cli.pipeline.transport import ACTIVATION, PendingReceive, Transport
+from gpipe_cli.pipeline.transport import PendingReceive, Transport
+from gpipe_cli.schedule.instruction import Message
 
 STAMP = TensorSpec((1,), torch.float64, False)
 
@@ -35,48 +35,50 @@ class Link:
     latency: float
 
 
-class LinkTransport(Transport):
-    """A transport whose messages take as long as `Link` says.
-
-    Args:
-        link: what they cost; the others are those of `Transport`.
+class LinkTransport:
+    """Delays the messages of another transport as long as `Link` says.
 
     Attributes:
-        speed: multiplies every cost; 0 makes a warm-up step whose messages are free.
+        speed: multiplies every delay; 0 makes a warm-up step whose messages are free.
         due: when the message handed over last was to be there.
     """
 
-    def __init__(
-        self,
-        link: Link,
-        ranks: tuple[int, ...],
-        device: torch.device,
-        wire: torch.device,
-        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
-        control: dist.ProcessGroup,
-    ) -> None:
-        super().__init__(ranks, device, wire, groups, control)
+    blocks_device = False
+
+    def __init__(self, link: Link, transport: Transport) -> None:
         self.speed, self.due = 1.0, 0.0
-        self._link = link
-        self._free: dict[tuple[int, int], float] = {}  # when the link in this direction has sent what it was given
+        self._link, self._transport = link, transport
+        self._free: dict[tuple[str, int], float] = {}  # when each direction of each link has sent what it was given
+        self.send_spec, self.receive_spec, self.drain = transport.send_spec, transport.receive_spec, transport.drain
 
-    def send(self, kind: int, tensors: Tensors, spec: BoundarySpec, to_cell: int, tag_cell: int, number: int) -> None:
+    @property
+    def bytes_shared(self) -> int:
+        return self._transport.bytes_shared
+
+    def send(self, message: Message, tensors: Tensors, spec: BoundarySpec) -> None:
         """Stamps the message with its time of arrival."""
-        direction = (kind, self._ranks[to_cell])
-        begins = max(time.perf_counter(), self._free.get(direction, 0.0))
-        self._free[direction] = begins + self._link.carry[tag_cell] * self.speed
-        arrives = self._free[direction] + self._link.latency * self.speed
+        way = message.direction, message.boundary
+        begins = max(time.perf_counter(), self._free.get(way, 0.0))
+        self._free[way] = begins + self._link.carry[message.boundary + 1] * self.speed
+        arrives = self._free[way] + self._link.latency * self.speed
         stamp = torch.tensor([arrives], dtype=torch.float64)
-        super().send(kind, (*tensors, stamp), _stamped(spec), to_cell, tag_cell, number)
+        self._transport.send(message, (*tensors, stamp), _stamped(spec))
 
-    def post(self, kind: int, spec: BoundarySpec, from_cell: int, tag_cell: int, number: int) -> PendingReceive:
-        return super().post(kind, _stamped(spec), from_cell, tag_cell, number)
+    def post(self, message: Message, spec: BoundarySpec) -> DelayedReceive:
+        return DelayedReceive(self, self._transport.post(message, _stamped(spec)))
 
-    def finish(self, pending: PendingReceive, apart: int = 0) -> Tensors:
-        """Waits for the message, and then until it would be there."""
-        *tensors, stamp = super().finish(pending, apart + 1)
-        self.due = float(stamp)
-        time.sleep(max(0.0, self.due - time.perf_counter()))
+
+@dataclass
+class DelayedReceive:
+    """Hands a message over when it would arrive."""
+
+    link: LinkTransport
+    pending: PendingReceive
+
+    def wait(self, separate: int = 0) -> Tensors:
+        *tensors, stamp = self.pending.wait(separate + 1)
+        self.link.due = float(stamp)
+        time.sleep(max(0.0, self.link.due - time.perf_counter()))
         return tuple(tensors)
 
 
@@ -100,9 +102,9 @@ def measured_seconds(transport: LinkTransport, rank: int, messages: int, times: 
     begin = end = 0.0
     for number in range(messages):
         if rank == 0:
-            transport.send(ACTIVATION, (torch.zeros(8),), spec, 1, 1, number)
+            transport.send(Message("activation", 0, number), (torch.zeros(8),), spec)
         elif rank == 1:
-            transport.finish(transport.post(ACTIVATION, spec, 0, 1, number))
+            transport.post(Message("activation", 0, number), spec).wait()
             end = time.perf_counter()
             if number == 0:
                 begin = transport.due  # not when it was taken: that can be late, and the link would seem too fast

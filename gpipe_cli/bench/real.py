@@ -14,7 +14,7 @@ from gpipe_cli.micro_batch import MicroBatch, Tensors
 from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell, build_layer
 from gpipe_cli.pipeline.randomness import NoiseSource
-from gpipe_cli.pipeline.transport import Transport
+from gpipe_cli.pipeline.transport import connect_workers
 
 from .driver import EngineStep, step_of_cells
 
@@ -53,7 +53,7 @@ def real_step(
     transport = None
     if world.message_groups is not None and world.all_ranks is not None:
         groups = world.message_groups, world.all_ranks
-        transport = Transport(placement, world.device, world.wire, *groups, world.shared_memory)
+        transport = connect_workers(placement, world.device, world.wire, *groups, world.shared_memory)
     micro_batches: list[MicroBatch] = [
         ((x,), (y,)) for x, y in zip(*(tensor.tensor_split(M) for tensor in examples), strict=True)
     ]

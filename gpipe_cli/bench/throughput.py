@@ -13,7 +13,7 @@ from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
 from gpipe_cli.pipeline.randomness import NoiseSource
-from gpipe_cli.pipeline.transport import Transport
+from gpipe_cli.pipeline.transport import Transport, connect_workers
 
 from .driver import CPU, EngineStep, Step, cpu_transport, plain_step, step_of_cells
 from .emulator import ACCELERATOR, WIDTH, SleepingLayer
@@ -112,7 +112,7 @@ def linked_step(model: EmulatedModel, kind: str, sizes: Sequence[int], rank: int
 def link_transport(link: Link, K: int) -> LinkTransport:
     world = dist.group.WORLD
     assert world is not None
-    return LinkTransport(link, tuple(range(K)), CPU, CPU, (world, world), world)
+    return LinkTransport(link, connect_workers(tuple(range(K)), CPU, CPU, (world, world), world))
 
 
 def worker(context: Context, config: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,20 +1,24 @@
-"""The engine: one worker's interpreter of its list of instructions (paper, sections 2.2 and 2.3).
+"""Runs the engine: one worker's interpreter of its list of instructions (paper, sections 2.2 and 2.3).
 
-One training step of K = 3 cells on 3 workers with M = 2 micro-batches; time runs to the right, F forward, R recompute,
-B backward, the digit is the micro-batch:
+One training step of K=3 cells on three workers with M=3 micro-batches. Time runs to the right; F forward, R recompute,
+B backward; the digit is the micro-batch (gpipe, remat except_last, as `schedule/picture.py` prints it):
 
-    cell 2            F0 F1 B1 B1 R0 B0 B0               [1] F keeps only its input, unless its graph is used next
-    cell 1         F0 F1          B1 B1 R0 B0 B0         [2] R starts before the gradient arrives
-    cell 0      F0 F1                   B1 B1 R0 B0 B0   [3] the micro-batch that comes back first is not recomputed
-                                                         [4] B hands back the gradient of its input and forgets
+    worker 0 | F0 F1 F2  .  .  .  . B2 R1 B1 R0 B0     [1] F keeps only the input of its cell and no graph
+    worker 1 |  . F0 F1 F2  .  . B2 R1 B1 R0 B0  .     [2] unless no R follows, as for F2: then it keeps its graph
+    worker 2 |  .  . F0 F1 F2 B2 R1 B1 R0 B0  .  .     [3] R builds the graph again, before the gradient arrives
+                                                       [4] B uses graph and input up; the input's gradient goes back
+
+`Pipeline` lives as long as the run. Every step gets an interpreter of its own, `_TrainingStep` or `_ForwardStep`, with
+`StepBuffers` of its own: what a step holds ends with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,21 +32,24 @@ from .cell import Cell, LayerFailed
 from .halves import WeightHalf, backward_of_inputs
 from .meter import Meter
 from .receives import ReceivesAhead
-from .transport import ACTIVATION, GRADIENT, PendingReceive, Transport
+from .transport import PendingReceive, Transport
 
 TASK = -1  # stands for the task's loss where auxiliary losses have the index of their layer
 
 Loss = Callable[[Tensors, Tensors], tuple[Tensor, Tensor]]
+Sink = Callable[[int, Tensors, Tensors], None]
+Caches = dict[tuple[int, int], list[dict[str, Any]]]
+Handlers = Mapping[Op, Callable[..., None]]  # called with the step and the instruction
 
 
 @dataclass(frozen=True)
 class StepInput:
-    """What every worker of a replica knows about a mini-batch before it begins.
+    """Describes a mini-batch: what every worker of a replica must know before the step begins.
 
     Attributes:
         step: number of the training step; the noise depends on it.
         steps: of the whole run, for layers with a schedule of their own.
-        signatures: for each micro-batch, something that is equal exactly when all its input shapes are equal.
+        signatures: one for each micro-batch; two are equal exactly when all input shapes are equal.
         scale: 1 / weight of the whole mini-batch, over all replicas.
     """
 
@@ -54,7 +61,7 @@ class StepInput:
 
 @dataclass
 class StepRecord:
-    """What one worker has to tell of a training step.
+    """Holds the results of a training step on one worker.
 
     Attributes:
         losses: unscaled sums by (layer, micro-batch): auxiliary losses under the index of their layer, the task's under
@@ -67,22 +74,49 @@ class StepRecord:
 
 
 @dataclass
-class _Kept:
-    """A micro-batch's graph between the run that built it and its backward."""
+class Graph:
+    """Holds what a backward starts from: the outputs of a cell for one micro-batch, and its losses."""
 
     outputs: Tensors
-    scalars: list[Tensor]
+    losses: list[Tensor]
+
+
+@dataclass
+class StepBuffers:
+    """Holds what one step has made or received and not yet used up, by (cell, micro-batch).
+
+    Attributes:
+        inputs: the boundary in front of the cell.
+        outputs: the boundary behind it, until it is sent.
+        graphs: from forward or recompute to backward.
+        weight_halves: second halves of backwards.
+        input_gradients: of the boundary in front of the cell.
+        output_gradients: of the boundary behind it, received.
+        targets: by micro-batch, until the step ends.
+    """
+
+    inputs: dict[tuple[int, int], Tensors] = field(default_factory=dict)
+    outputs: dict[tuple[int, int], Tensors] = field(default_factory=dict)
+    graphs: dict[tuple[int, int], Graph] = field(default_factory=dict)
+    weight_halves: dict[tuple[int, int], WeightHalf] = field(default_factory=dict)
+    input_gradients: dict[tuple[int, int], Tensors] = field(default_factory=dict)
+    output_gradients: dict[tuple[int, int], Tensors] = field(default_factory=dict)
+    targets: dict[int, Tensors] = field(default_factory=dict)
+
+    def left_over(self) -> list[str]:
+        """Returns the names of the buffers that a complete step would have emptied."""
+        return [name for name, held in vars(self).items() if held and name != "targets"]
 
 
 class Pipeline:
-    """One worker's part of a replica's pipeline.
+    """Runs one worker's share of a replica's pipeline.
 
     Args:
-        cells: those of this worker, in order.
+        cells: of this worker, in order.
         placement: worker of every cell.
         transport: to the other workers; None when there are none.
         loss: (outputs, targets) of the last cell to (sum, statistics); it may raise ConfigurationError.
-        targets: how many of the travelling tensors are targets.
+        targets: how many of the tensors of a message are targets.
         device: of this worker.
         autocast: makes the context in which forward runs.
         where: kept up to date with what runs, for error reports.
@@ -100,199 +134,311 @@ class Pipeline:
         where: Position | None = None,
     ) -> None:
         self.cells = {cell.number: cell for cell in cells}
-        self.device = device
+        self.placement, self.last = tuple(placement), len(placement) - 1
+        self.loss, self.n_targets, self.device, self.autocast = loss, targets, device, autocast
+        self.where = where or Position()
         self.meter = Meter(device)
-        self._placement, self._last = tuple(placement), len(placement) - 1
-        self._transport, self._loss, self._n_targets, self._autocast = transport, loss, targets, autocast
-        self._where = where or Position()
-        self._behind: dict[tuple[int, Hashable], BoundarySpec] = {}
-        self._sink: Callable[[int, Tensors, Tensors], None] | None = None
-        self._caches: dict[tuple[int, int], list[dict[str, Any]]] | None = None
-        self._recomputed: set[tuple[int, int]] = set()
-        self._handlers: dict[Op, Callable[[int, int], None]] = {
-            Op.FORWARD: self._forward,
-            Op.RECOMPUTE: self._recompute,
-            Op.BACKWARD: self._backward,
-            Op.INPUT_GRADIENT: self._input_gradient,
-            Op.WEIGHT_GRADIENT: self._weight_gradient,
-            Op.SEND_ACTIVATION: self._send_activation,
-            Op.RECEIVE_ACTIVATION: self._receive_activation,
-            Op.SEND_GRADIENT: self._send_gradient,
-            Op.RECEIVE_GRADIENT: self._receive_gradient,
-        }
-        self._clear()
+        self._transport = transport
+        # Shapes that occurred, by (cell in front of the boundary, signature of the micro-batch):
+        self.boundaries: dict[tuple[int, Hashable], BoundarySpec] = {}  # what a cell of this worker puts out
+        self.messages: dict[tuple[int, Hashable], BoundarySpec] = {}  # what is sent or received: with the targets
+
+    @property
+    def transport(self) -> Transport:
+        """Returns the transport; only for instructions that send or receive."""
+        assert self._transport is not None
+        return self._transport
 
     @property
     def bytes_shared(self) -> int:
-        """Of the memory that this worker shares with those that it sends to."""
+        """Returns the bytes of memory that this worker shares with the workers it sends to."""
         return 0 if self._transport is None else self._transport.bytes_shared
 
-    # -- the two ways to run -----------------------------------------------------------------------------------
-
     def train_step(
-        self, program: Sequence[Instruction], plan: StepInput, micro_batches: Sequence[MicroBatch] | None
+        self, instructions: Sequence[Instruction], step_input: StepInput, micro_batches: Sequence[MicroBatch] | None
     ) -> StepRecord:
-        """Forward and backward of one mini-batch; gradients are added to the parameters' ``.grad``.
+        """Runs forward and backward of one mini-batch and adds the gradients to the parameters' ``.grad``.
 
         Args:
-            program: this worker's list of the schedule.
-            plan: of the mini-batch.
-            micro_batches: its micro-batches, on the worker of cell 0; None elsewhere.
+            instructions: this worker's list of the schedule.
+            step_input: describes the mini-batch.
+            micro_batches: of the mini-batch, on the worker of cell 0; None elsewhere.
 
         Raises:
             LayerFailed: an exception in a layer, with the layer's own as cause.
         """
-        self._plan, self._record, self._sink = plan, StepRecord(), None
-        self._recomputed = {(i.cell, i.micro_batch) for i in program if i.op is Op.RECOMPUTE}
         for cell in self.cells.values():
-            cell.begin_step(plan.step, plan.steps)
-        self._interpret(program, micro_batches)
-        record = self._record
-        held = (self._inputs, self._outputs, self._kept, self._put_off, self._gradients, self._received_gradients)
-        if any((*held, self._receives)):
-            raise RuntimeError("the step left something behind in the engine's buffers: the schedule is incomplete")
-        self._clear()
-        return record
+            cell.begin_step(step_input.step, step_input.steps)
+        step = _TrainingStep(self, instructions, step_input, micro_batches)
+        step.run(self.meter)
+        return step.record
 
     def run_forward(
         self,
-        program: Sequence[Instruction],
+        instructions: Sequence[Instruction],
         signatures: Sequence[Hashable],
         micro_batches: Sequence[MicroBatch] | None,
-        sink: Callable[[int, Tensors, Tensors], None],
-        caches: dict[tuple[int, int], list[dict[str, Any]]] | None = None,
+        sink: Sink,
+        caches: Caches | None = None,
     ) -> None:
-        """Forward only, without noise or graph: evaluation and generation go through the same cells and messages.
+        """Runs forward only, without noise or graph, for evaluation and generation.
 
         Args:
-            program: this worker's list of a forward-only schedule.
+            instructions: this worker's list of a forward-only schedule.
             signatures: as in `StepInput`; distinct from those of training.
             micro_batches: on the worker of cell 0.
             sink: called on the worker of the last cell with (micro-batch, outputs, targets).
             caches: of generation, by (cell, micro-batch); they live as long as the caller keeps them.
         """
-        self._plan = StepInput(0, 0, tuple(signatures), 0.0)
-        self._sink, self._caches = sink, caches
-        self._recomputed = set()
         with torch.no_grad():
-            self._interpret(program, micro_batches)
-        self._clear()
+            _ForwardStep(self, instructions, signatures, micro_batches, sink, caches).run(None)
 
-    def _clear(self) -> None:
-        self._plan = StepInput(0, 0, (), 0.0)
-        self._record = StepRecord()
-        self._sink, self._caches, self._recomputed = None, None, set()
-        self._inputs: dict[tuple[int, int], Tensors] = {}  # boundary in front of (cell, micro-batch)
-        self._outputs: dict[tuple[int, int], Tensors] = {}  # boundary behind it, waiting to be sent
-        self._kept: dict[tuple[int, int], _Kept] = {}
-        self._put_off: dict[tuple[int, int], WeightHalf] = {}
-        self._gradients: dict[tuple[int, int], Tensors] = {}  # of the inputs of (cell, micro-batch)
-        self._received_gradients: dict[tuple[int, int], Tensors] = {}  # of its outputs
-        self._targets: dict[int, Tensors] = {}
-        self._receives = ReceivesAhead((), self._post_receive, after_sends=False)
+    def waits_for_sends(self) -> bool:
+        """Returns whether no receive may be posted before the sends that stand before it (see `receives.py`)."""
+        return self._transport is not None and self._transport.blocks_device
 
-    def _interpret(self, program: Sequence[Instruction], micro_batches: Sequence[MicroBatch] | None) -> None:
-        for number, (inputs, targets) in enumerate(micro_batches or ()):
-            self._inputs[0, number] = self._to_device(inputs)
-            self._targets[number] = self._to_device(targets)
-        blocking = self._transport is not None and self._transport.blocks_device
-        self._receives = ReceivesAhead(program, self._post_receive, after_sends=blocking)
-        self._receives.post_ahead(Op.RECEIVE_ACTIVATION)
-        meter, where, handlers = self.meter, self._where, self._handlers
-        is_timed = self._sink is None  # translating may go on for days, and nobody asks where its time goes
-        for instruction in program:
-            op, cell, micro_batch = instruction.op, instruction.cell, instruction.micro_batch
-            where.cell, where.micro_batch, where.instruction = cell, micro_batch, op.name.lower()
-            if not is_timed:
-                handlers[op](cell, micro_batch)
-                continue
-            started = meter.mark()
-            handlers[op](cell, micro_batch)
-            meter.record(instruction, started)
-        where.cell = where.micro_batch = where.instruction = None  # what fails from here on, fails outside of them
+    def drain(self) -> None:
+        """Waits until every message of this worker has left."""
         if self._transport is not None:
             self._transport.drain()
 
+    def post_receive(self, signatures: Sequence[Hashable], instruction: Instruction) -> PendingReceive | None:
+        """Posts the receive of an instruction; None when its shapes are not known yet."""
+        message = instruction.awaited_message
+        assert message is not None
+        key, is_activation = (message.boundary, signatures[message.micro_batch]), message.direction == "activation"
+        spec = (self.messages if is_activation else self.boundaries).get(key)
+        if spec is None:
+            return None
+        return self.transport.post(message, spec if is_activation else spec.gradients)
+
+
+class _Step:
+    """Interprets the instruction list of one step: what training and forward-only steps share.
+
+    Args:
+        pipeline: of this worker.
+        instructions: of this worker.
+        signatures: of the micro-batches.
+        micro_batches: on the worker of cell 0.
+    """
+
+    HANDLERS: ClassVar[Handlers]
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        instructions: Sequence[Instruction],
+        signatures: Sequence[Hashable],
+        micro_batches: Sequence[MicroBatch] | None,
+    ) -> None:
+        self._pipeline, self._instructions, self._signatures = pipeline, instructions, signatures
+        self.buffers = StepBuffers()
+        for number, (inputs, targets) in enumerate(micro_batches or ()):
+            self.buffers.inputs[0, number] = self._to_device(inputs)
+            self.buffers.targets[number] = self._to_device(targets)
+        post = partial(pipeline.post_receive, signatures)
+        self._receives = ReceivesAhead(instructions, post, pipeline.waits_for_sends())
+
+    def run(self, meter: Meter | None) -> None:
+        """Executes the list, with a time for every instruction where there is a meter."""
+        where, handlers = self._pipeline.where, self.HANDLERS
+        self._receives.post_ahead(Op.RECEIVE_ACTIVATION)
+        for instruction in self._instructions:
+            op = instruction.op
+            where.cell, where.micro_batch, where.instruction = (
+                instruction.cell,
+                instruction.micro_batch,
+                op.name.lower(),
+            )
+            if meter is None:
+                handlers[op](self, instruction)
+                continue
+            started = meter.mark()
+            handlers[op](self, instruction)
+            meter.record(instruction, started)
+        where.cell = where.micro_batch = where.instruction = None  # later errors belong to no instruction
+        self._pipeline.drain()
+        left_over = self.buffers.left_over() + (["receives"] if self._receives else [])
+        if left_over:
+            raise RuntimeError(f"the schedule is incomplete: the step has not used up {', '.join(left_over)}")
+
     def _to_device(self, tensors: Iterable[Tensor]) -> Tensors:
-        return tuple(tensor.to(self.device, non_blocking=True) for tensor in tensors)
+        return tuple(tensor.to(self._pipeline.device, non_blocking=True) for tensor in tensors)
 
-    # -- computing ---------------------------------------------------------------------------------------------
+    def _is_local(self, cell: int) -> bool:
+        """Returns whether the boundary behind the cell lies inside this worker."""
+        placement = self._pipeline.placement
+        return placement[cell] == placement[cell + 1]
 
-    def _forward(self, cell: int, micro_batch: int) -> None:
-        if self._sink is not None:
-            self._infer(cell, micro_batch)
-            return
-        signature = self._plan.signatures[micro_batch]
-        keep = (cell, micro_batch) not in self._recomputed
-        spec = self._behind.get((cell, signature))
-        # [1] Without a graph nobody could tell which outputs need a gradient, so the first run of a shape builds one.
-        if keep or spec is None:
-            kept = self._run_with_graph(cell, micro_batch, first_time=True, score=keep)
-            outputs = tuple(tensor.detach() for tensor in kept.outputs)
-            if spec is None:
-                spec = self._behind[cell, signature] = BoundarySpec.of(kept.outputs)
-            if keep:
-                self._kept[cell, micro_batch] = self._forget_scored_outputs(cell, kept)
+    def _pass_on(self, i: Instruction, outputs: Tensors) -> None:
+        """Gives a cell's outputs to the next cell: at once inside a worker, else with the send that follows."""
+        key = i.cell, self._signatures[i.micro_batch]
+        spec = self._pipeline.boundaries.get(key)
+        if spec is None:
+            spec = self._pipeline.boundaries[key] = BoundarySpec.of(outputs)
+        if self._is_local(i.cell):
+            self.buffers.inputs[i.cell + 1, i.micro_batch] = fresh_leaves(outputs, spec)
         else:
-            with torch.no_grad(), self._autocast():
-                outputs, _ = self._run(cell, micro_batch, first_time=True)
-        if cell != self._last:
-            self._pass_on(cell, micro_batch, outputs, spec)
+            self.buffers.outputs[i.cell, i.micro_batch] = tuple(tensor.detach() for tensor in outputs)
 
-    def _recompute(self, cell: int, micro_batch: int) -> None:
-        kept = self._run_with_graph(cell, micro_batch, first_time=False, score=True)  # [2]
-        self._kept[cell, micro_batch] = self._forget_scored_outputs(cell, kept)
+    def _send_activation(self, i: Instruction) -> None:
+        """Sends activations and, behind them, the micro-batch's targets, which travel on to the last cell."""
+        pipeline, key = self._pipeline, (i.cell, self._signatures[i.micro_batch])
+        targets = self.buffers.targets[i.micro_batch]
+        spec = pipeline.messages.get(key)
+        if spec is None:
+            spec = BoundarySpec(pipeline.boundaries[key].tensors + BoundarySpec.of(targets).tensors)
+            pipeline.messages[key] = spec
+            pipeline.transport.send_spec(i.cell, spec)
+        tensors = self.buffers.outputs.pop((i.cell, i.micro_batch)) + targets
+        pipeline.cells[i.cell].refuse_new_shapes(tensors, spec, i.micro_batch)
+        self._send(i, tensors, spec)
 
-    def _run_with_graph(self, cell: int, micro_batch: int, first_time: bool, score: bool) -> _Kept:
-        """F_k with a graph; ``score``: this is the run that backward will use, so its losses count."""
-        with torch.enable_grad(), self._autocast():
-            outputs, losses = self._run(cell, micro_batch, first_time)
-            if cell == self._last and score:
-                losses[TASK], statistics = self._score(outputs, micro_batch)
-                seen = self._record.statistics
-                self._record.statistics = statistics if seen is None else seen + statistics
-        if score:
-            self._record.losses |= {(layer, micro_batch): loss.detach().clone() for layer, loss in losses.items()}
-        return _Kept(outputs, list(losses.values()))
+    def _send(self, i: Instruction, tensors: Tensors, spec: BoundarySpec) -> None:
+        assert i.sent_message is not None
+        self._pipeline.transport.send(i.sent_message, tensors, spec)
+        self._receives.has_sent()
 
-    def _run(self, cell: int, micro_batch: int, first_time: bool) -> tuple[Tensors, dict[int, Tensor]]:
-        plan = self._plan
-        return self.cells[cell].run_training(
-            self._inputs[cell, micro_batch],
-            self._targets[micro_batch],
-            plan.step,
-            micro_batch,
-            plan.signatures[micro_batch],
+    def _receive_activation(self, i: Instruction) -> None:
+        pipeline, key = self._pipeline, (i.cell - 1, self._signatures[i.micro_batch])
+        if key not in pipeline.messages:
+            pipeline.messages[key] = pipeline.transport.receive_spec(i.cell - 1)
+        tensors = self._receive(i, separate=pipeline.n_targets)  # targets stay until the step ends
+        split = len(tensors) - pipeline.n_targets
+        for tensor, described in zip(tensors[:split], pipeline.messages[key].tensors, strict=False):
+            if described.needs_gradient:  # it collects the gradient that will be sent back
+                tensor.requires_grad_()
+        self.buffers.inputs[i.cell, i.micro_batch] = tensors[:split]
+        self.buffers.targets[i.micro_batch] = tensors[split:]
+
+    def _receive(self, i: Instruction, separate: int = 0) -> Tensors:
+        pending = self._receives.take(i) or self._pipeline.post_receive(self._signatures, i)
+        assert pending is not None  # its shapes are known by now
+        self._receives.post_ahead(i.op)
+        return pending.wait(separate)
+
+
+class _ForwardStep(_Step):
+    """Interprets a forward-only list; ``sink`` and ``caches`` as in `Pipeline.run_forward`."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        instructions: Sequence[Instruction],
+        signatures: Sequence[Hashable],
+        micro_batches: Sequence[MicroBatch] | None,
+        sink: Sink,
+        caches: Caches | None,
+    ) -> None:
+        super().__init__(pipeline, instructions, signatures, micro_batches)
+        self._sink, self._caches = sink, caches
+
+    def _forward(self, i: Instruction) -> None:
+        place, cell = (i.cell, i.micro_batch), self._pipeline.cells[i.cell]
+        caches = None if self._caches is None else self._caches.setdefault(place, [{} for _ in cell.layers])
+        with self._pipeline.autocast():
+            outputs = cell.run_inference(self.buffers.inputs.pop(place), i.micro_batch, caches)
+        if i.cell == self._pipeline.last:
+            self._sink(i.micro_batch, outputs, self.buffers.targets[i.micro_batch])
+        else:
+            self._pass_on(i, outputs)
+
+    HANDLERS: ClassVar[Handlers] = {
+        Op.FORWARD: _forward,
+        Op.SEND_ACTIVATION: _Step._send_activation,
+        Op.RECEIVE_ACTIVATION: _Step._receive_activation,
+    }
+
+
+class _TrainingStep(_Step):
+    """Interprets a training list.
+
+    Attributes:
+        record: the results of the step.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        instructions: Sequence[Instruction],
+        step_input: StepInput,
+        micro_batches: Sequence[MicroBatch] | None,
+    ) -> None:
+        super().__init__(pipeline, instructions, step_input.signatures, micro_batches)
+        self.record = StepRecord()
+        self._step, self._scale = step_input.step, step_input.scale
+        self._recomputed = {(i.cell, i.micro_batch) for i in instructions if i.op is Op.RECOMPUTE}
+
+    def _forward(self, i: Instruction) -> None:
+        keeps_graph = (i.cell, i.micro_batch) not in self._recomputed
+        is_last = i.cell == self._pipeline.last
+        is_known = is_last or (i.cell, self._signatures[i.micro_batch]) in self._pipeline.boundaries
+        # Only a graph shows which outputs need a gradient, so the first run with new shapes builds one.
+        if keeps_graph or not is_known:
+            outputs = self._run_with_graph(i, first_time=True, counts=keeps_graph)  # [2]
+        else:
+            with torch.no_grad(), self._pipeline.autocast():
+                outputs, _ = self._run(i, first_time=True)  # [1]
+        if not is_last:
+            self._pass_on(i, outputs)
+
+    def _recompute(self, i: Instruction) -> None:
+        self._run_with_graph(i, first_time=False, counts=True)  # [3]
+
+    def _run_with_graph(self, i: Instruction, first_time: bool, counts: bool) -> Tensors:
+        """Runs F_k and returns its outputs.
+
+        Args:
+            counts: this is the run that backward will use: its graph is kept and its losses are recorded.
+        """
+        is_last = i.cell == self._pipeline.last
+        with torch.enable_grad(), self._pipeline.autocast():
+            outputs, losses = self._run(i, first_time)
+            if is_last and counts:
+                losses[TASK] = self._score(outputs, i.micro_batch)
+        if counts:
+            self.record.losses |= {(layer, i.micro_batch): loss.detach().clone() for layer, loss in losses.items()}
+            # The last cell's outputs (logits) are not needed once the loss is known; its graph keeps what it needs.
+            self.buffers.graphs[i.cell, i.micro_batch] = Graph(() if is_last else outputs, list(losses.values()))
+        return outputs
+
+    def _run(self, i: Instruction, first_time: bool) -> tuple[Tensors, dict[int, Tensor]]:
+        return self._pipeline.cells[i.cell].run_training(
+            self.buffers.inputs[i.cell, i.micro_batch],
+            self.buffers.targets[i.micro_batch],
+            self._step,
+            i.micro_batch,
+            self._signatures[i.micro_batch],
             first_time,
         )
 
-    def _score(self, outputs: Tensors, micro_batch: int) -> tuple[Tensor, Tensor]:
+    def _score(self, outputs: Tensors, micro_batch: int) -> Tensor:
         try:
-            return self._loss(outputs, self._targets[micro_batch])
+            loss, statistics = self._pipeline.loss(outputs, self.buffers.targets[micro_batch])
         except ConfigurationError:
             raise
         except Exception as error:
-            raise LayerFailed(f"cell {self._last}, the task's loss, micro-batch {micro_batch}") from error
+            raise LayerFailed(f"cell {self._pipeline.last}, the task's loss, micro-batch {micro_batch}") from error
+        seen = self.record.statistics
+        self.record.statistics = statistics if seen is None else seen + statistics
+        return loss
 
-    def _forget_scored_outputs(self, cell: int, kept: _Kept) -> _Kept:
-        """The last cell's outputs (logits) are dropped as soon as the loss is known; its graph keeps what it needs."""
-        return _Kept((), kept.scalars) if cell == self._last else kept
-
-    def _backward(self, cell: int, micro_batch: int, whole: bool = True) -> None:
-        kept = self._kept.pop((cell, micro_batch))  # [3]
-        inputs = self._inputs.pop((cell, micro_batch))
-        gradients = iter(self._take_output_gradients(cell, micro_batch))
-        roots = [(tensor, next(gradients)) for tensor in kept.outputs if tensor.requires_grad]
-        scalars = [scalar for scalar in kept.scalars if scalar.requires_grad]
-        roots += [(scalar, torch.full_like(scalar, self._plan.scale)) for scalar in scalars]
-        outputs, arrived = [root for root, _ in roots], [gradient for _, gradient in roots]
-        with self.cells[cell].going_backward(micro_batch):
-            if not whole:
-                self._put_off[cell, micro_batch] = backward_of_inputs(outputs, arrived, inputs)
+    def _backward(self, i: Instruction) -> None:
+        """Runs B_k, or with INPUT_GRADIENT its first half."""
+        place = i.cell, i.micro_batch
+        graph, inputs = self.buffers.graphs.pop(place), self.buffers.inputs.pop(place)  # [4]
+        arrived = iter(self._take_output_gradients(i))
+        roots = [(tensor, next(arrived)) for tensor in graph.outputs if tensor.requires_grad]
+        roots += [(loss, torch.full_like(loss, self._scale)) for loss in graph.losses if loss.requires_grad]
+        outputs, gradients = [root for root, _ in roots], [gradient for _, gradient in roots]
+        with self._pipeline.cells[i.cell].going_backward(i.micro_batch):
+            if i.op is Op.INPUT_GRADIENT:
+                self.buffers.weight_halves[place] = backward_of_inputs(outputs, gradients, inputs)
             elif roots:
-                torch.autograd.backward(outputs, arrived)
-        if cell > 0:
-            self._gradients[cell, micro_batch] = tuple(
+                torch.autograd.backward(outputs, gradients)
+        if i.cell > 0:
+            self.buffers.input_gradients[place] = tuple(
                 torch.zeros_like(tensor)
                 if tensor.grad is None
                 else canonical_gradient(tensor.grad, is_channels_last(tensor))
@@ -300,102 +446,32 @@ class Pipeline:
                 if tensor.requires_grad
             )
 
-    def _input_gradient(self, cell: int, micro_batch: int) -> None:
-        self._backward(cell, micro_batch, whole=False)
+    def _weight_gradient(self, i: Instruction) -> None:
+        with self._pipeline.cells[i.cell].going_backward(i.micro_batch):
+            self.buffers.weight_halves.pop((i.cell, i.micro_batch)).run()
 
-    def _weight_gradient(self, cell: int, micro_batch: int) -> None:
-        with self.cells[cell].going_backward(micro_batch):
-            self._put_off.pop((cell, micro_batch)).run()
-
-    def _take_output_gradients(self, cell: int, micro_batch: int) -> Tensors:
-        if cell == self._last:
+    def _take_output_gradients(self, i: Instruction) -> Tensors:
+        if i.cell == self._pipeline.last:
             return ()
-        if self._placement[cell + 1] == self._placement[cell]:
-            return self._gradients.pop((cell + 1, micro_batch))
-        return self._received_gradients.pop((cell, micro_batch))
+        if self._is_local(i.cell):
+            return self.buffers.input_gradients.pop((i.cell + 1, i.micro_batch))
+        return self.buffers.output_gradients.pop((i.cell, i.micro_batch))
 
-    def _infer(self, cell: int, micro_batch: int) -> None:
-        signature = self._plan.signatures[micro_batch]
-        caches = None
-        if self._caches is not None:
-            runs = self.cells[cell]
-            caches = self._caches.setdefault((cell, micro_batch), [{} for _ in runs.layers])
-        with self._autocast():
-            outputs = self.cells[cell].run_inference(self._inputs.pop((cell, micro_batch)), micro_batch, caches)
-        if cell == self._last:
-            assert self._sink is not None
-            self._sink(micro_batch, outputs, self._targets[micro_batch])
-        else:
-            spec = self._behind.get((cell, signature))
-            if spec is None:
-                spec = self._behind[cell, signature] = BoundarySpec.of(outputs)
-            self._pass_on(cell, micro_batch, outputs, spec)
+    def _send_gradient(self, i: Instruction) -> None:
+        spec = self._pipeline.messages[i.cell - 1, self._signatures[i.micro_batch]]  # the activation's, on its way here
+        self._send(i, self.buffers.input_gradients.pop((i.cell, i.micro_batch)), spec.gradients)
 
-    def _pass_on(self, cell: int, micro_batch: int, outputs: Tensors, spec: BoundarySpec) -> None:
-        """Inside a worker a boundary is a reference; towards another it waits for its send instruction."""
-        if self._placement[cell + 1] == self._placement[cell]:
-            self._inputs[cell + 1, micro_batch] = fresh_leaves(outputs, spec)
-        else:
-            self._outputs[cell, micro_batch] = outputs
+    def _receive_gradient(self, i: Instruction) -> None:
+        self.buffers.output_gradients[i.cell, i.micro_batch] = self._receive(i)
 
-    # -- messages ----------------------------------------------------------------------------------------------
-
-    def _message_spec(self, boundary: BoundarySpec, micro_batch: int) -> BoundarySpec:
-        """Activations and, behind them, the targets of the micro-batch, which travel on to the last cell."""
-        return BoundarySpec(boundary.tensors + BoundarySpec.of(self._targets[micro_batch]).tensors)
-
-    def _send_activation(self, cell: int, micro_batch: int) -> None:
-        assert self._transport is not None
-        signature = self._plan.signatures[micro_batch]
-        spec = self._transport.known(cell + 1, signature)
-        if spec is None:
-            spec = self._message_spec(self._behind[cell, signature], micro_batch)
-            self._transport.describe(cell + 1, signature, spec)
-        tensors = self._outputs.pop((cell, micro_batch)) + self._targets[micro_batch]
-        self.cells[cell].refuse_new_shapes(tensors, spec, micro_batch)
-        self._transport.send(ACTIVATION, tensors, spec, cell + 1, cell + 1, micro_batch)
-        self._receives.has_sent()
-
-    def _receive_activation(self, cell: int, micro_batch: int) -> None:
-        assert self._transport is not None
-        pending = self._receives.take(Op.RECEIVE_ACTIVATION, cell, micro_batch)
-        if pending is None:
-            signature = self._plan.signatures[micro_batch]
-            spec = self._transport.known(cell, signature) or self._transport.learn(cell, cell - 1, signature)
-            pending = self._transport.post(ACTIVATION, spec, cell - 1, cell, micro_batch)
-        self._receives.post_ahead(Op.RECEIVE_ACTIVATION)
-        # Targets stay until the step ends, and would keep the whole message.
-        tensors = self._transport.finish(pending, apart=self._n_targets)
-        split = len(tensors) - self._n_targets
-        for tensor, described in zip(tensors[:split], pending.spec.tensors, strict=False):
-            if described.needs_gradient:  # it collects the gradient that will be sent back
-                tensor.requires_grad_()
-        self._inputs[cell, micro_batch], self._targets[micro_batch] = tensors[:split], tensors[split:]
-
-    def _send_gradient(self, cell: int, micro_batch: int) -> None:
-        assert self._transport is not None
-        boundary = self._transport.known(cell, self._plan.signatures[micro_batch])
-        assert boundary is not None  # the activation came through it
-        gradients = self._gradients.pop((cell, micro_batch))  # [4]
-        self._transport.send(GRADIENT, gradients, boundary.gradients, cell - 1, cell, micro_batch)
-        self._receives.has_sent()
-
-    def _receive_gradient(self, cell: int, micro_batch: int) -> None:
-        assert self._transport is not None
-        pending = self._receives.take(Op.RECEIVE_GRADIENT, cell, micro_batch)
-        pending = pending or self._post_receive(Op.RECEIVE_GRADIENT, cell, micro_batch)
-        assert pending is not None  # its boundary is known: the activation went out through it
-        self._receives.post_ahead(Op.RECEIVE_GRADIENT)
-        self._received_gradients[cell, micro_batch] = self._transport.finish(pending)
-
-    def _post_receive(self, op: Op, cell: int, micro_batch: int) -> PendingReceive | None:
-        """None when the boundary's shapes are not known yet."""
-        assert self._transport is not None
-        signature = self._plan.signatures[micro_batch]
-        if op is Op.RECEIVE_ACTIVATION:
-            spec = self._transport.known(cell, signature)
-            return None if spec is None else self._transport.post(ACTIVATION, spec, cell - 1, cell, micro_batch)
-        boundary = self._behind.get((cell, signature))
-        if boundary is None:
-            return None
-        return self._transport.post(GRADIENT, boundary.gradients, cell + 1, cell + 1, micro_batch)
+    HANDLERS: ClassVar[Handlers] = {
+        Op.FORWARD: _forward,
+        Op.RECOMPUTE: _recompute,
+        Op.BACKWARD: _backward,
+        Op.INPUT_GRADIENT: _backward,
+        Op.WEIGHT_GRADIENT: _weight_gradient,
+        Op.SEND_ACTIVATION: _Step._send_activation,
+        Op.RECEIVE_ACTIVATION: _Step._receive_activation,
+        Op.SEND_GRADIENT: _send_gradient,
+        Op.RECEIVE_GRADIENT: _receive_gradient,
+    }

@@ -1,11 +1,11 @@
-"""Messages between two workers of one machine, through memory that both can see.
+"""Implements `Transport` for workers of one machine, with memory that they share.
 
 gloo sends over TCP even there: a message is copied four times and wakes two threads beside the two workers, and where
-cores are the devices that is computing time. Here the sender copies it into a slot of shared memory and says so by 16
-bytes on a socket; the receiver copies it out and gives the slot back by one byte.
+cores are the devices this is computing time. Here the sender copies a message into a slot of shared memory and
+announces it by 16 bytes on a socket; the receiver copies it out and returns the slot by one byte.
 
 The memory has no name (memfd) and travels as a descriptor over the socket, so nothing is left behind however the
-processes end; the end of one shows at the other as the end of the socket.
+processes end; the end of one process is seen by the other as the end of the socket.
 """
 
 from __future__ import annotations
@@ -18,26 +18,91 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..micro_batch import Tensors
+from ..schedule.instruction import Message, send_window
 from .boundary import BoundarySpec, unpack
+from .process_group import PostedReceive, ProcessGroupTransport, message_tag, routes, spec_tag
 
 _TOKEN = struct.Struct("<qii")  # tag, slot, whether the slot's memory comes behind it
 _BYTE = b"\0"
 _NAME_BYTES = 64
+_PATIENCE = 1800.0  # seconds, as a process group's: the end of a peer is seen at once, this is for one that hangs
 
 
 def slot_bytes(message: int) -> int:
-    """Bytes of a slot for a message of so many: whole pages."""
+    """Returns the bytes of a slot for a message of this many bytes: whole pages."""
     return -(-message // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
+class SharedMemoryTransport:
+    """Sends messages through shared memory where both workers see the same memory, all others as ``other`` does.
+
+    All workers of the pipeline make theirs at the same time.
+
+    Args:
+        other: for workers of other machines, for messages without content, and for descriptions.
+        ranks, device, control: as in `connect_workers`.
+    """
+
+    blocks_device = False
+
+    def __init__(
+        self,
+        other: ProcessGroupTransport,
+        ranks: tuple[int, ...],
+        device: torch.device,
+        control: dist.ProcessGroup,
+    ) -> None:
+        self._other, self._ranks = other, ranks
+        self._outgoing: dict[tuple[str, int], Outgoing] = {}  # by direction and receiver
+        self._incoming: dict[tuple[str, int], Incoming] = {}  # by direction and sender
+        self.send_spec, self.receive_spec, self.drain = other.send_spec, other.receive_spec, other.drain
+        rank, window = dist.get_rank(), send_window(len(set(ranks)))
+        for direction, sender, receiver in routes(ranks):
+            if rank == sender and (peer := connect_sender(receiver, control, spec_tag(0), _PATIENCE)):
+                self._outgoing[direction, receiver] = Outgoing(peer, receiver, window)
+            elif rank == receiver and (peer := connect_receiver(sender, control, spec_tag(0), _PATIENCE)):
+                self._incoming[direction, sender] = Incoming(peer, sender, device)
+
+    @property
+    def bytes_shared(self) -> int:
+        return sum(channel.bytes_shared for channel in self._outgoing.values())
+
+    def send(self, message: Message, tensors: Tensors, spec: BoundarySpec) -> None:
+        channel = self._outgoing.get((message.direction, self._ranks[message.receiver]))
+        if channel is None or not spec.size:
+            self._other.send(message, tensors, spec)
+        else:
+            channel.send(tensors, spec, message_tag(message, len(self._ranks)))
+
+    def post(self, message: Message, spec: BoundarySpec) -> PostedReceive | AwaitedSlot:
+        channel = self._incoming.get((message.direction, self._ranks[message.sender]))
+        if channel is None or not spec.size:
+            return self._other.post(message, spec)
+        return AwaitedSlot(channel, spec, message_tag(message, len(self._ranks)))
+
+
+@dataclass
+class AwaitedSlot:
+    """Implements `PendingReceive`: there is nothing to do until the message is waited for."""
+
+    channel: Incoming
+    spec: BoundarySpec
+    tag: int
+
+    def wait(self, separate: int = 0) -> Tensors:
+        """As `PendingReceive.wait`; every tensor has memory of its own."""
+        return self.channel.receive(self.spec, self.tag)
+
+
 class _Slot:
-    """Shared memory for one message at a time."""
+    """Holds shared memory for one message at a time."""
 
     def __init__(self, number: int, descriptor: int) -> None:
         self.number = number
@@ -48,7 +113,7 @@ class _Slot:
         self._tensors: Tensors = ()
 
     def tensors(self, spec: BoundarySpec) -> Tensors:
-        """The tensors of such a message, where they lie: made once for messages that are alike."""
+        """Returns views of the slot for the tensors of such a message; made once for messages that are alike."""
         if self._spec is not spec:
             self._spec, self._tensors = spec, unpack(self._bytes, spec)
         return self._tensors

@@ -153,10 +153,10 @@ def _departures(timeline: Timeline) -> dict[Instruction, int]:
         for op in RECEIVES:
             received = [span for span in spans if span.instruction.op is op]
             for place, span in enumerate(received):
-                message, i = span.instruction.awaited_message, span.instruction
+                message = span.instruction.awaited_message
                 assert message is not None
                 earlier = received[place - RECEIVES_AHEAD - 1].end if place > RECEIVES_AHEAD else 0.0
-                posted[message] = max(earlier, sent_at[before[i.op, i.cell, i.micro_batch]])
+                posted[message] = max(earlier, sent_at[before[span.instruction]])
     left: dict[Instruction, int] = {}
     for spans in timeline.spans:
         starts = [span.start for span in spans]
@@ -264,7 +264,7 @@ class _Walk:
 
     def _receive(self, instruction: Instruction) -> None:
         cell, number, size = instruction.cell, instruction.micro_batch, self._sizes[instruction.cell]
-        if self._receives.take(instruction.op, cell, number):
+        if self._receives.take(instruction):
             self._drop(("posted", instruction.op, cell, number), "wire")
         if instruction.op is Op.RECEIVE_ACTIVATION:
             apart = size.targets if self._copied else 0
@@ -274,10 +274,11 @@ class _Walk:
             self._hold(("gradient", cell + 1, number), "wire", MESSAGES, size.output_gradients)
         self._receives.post_ahead(instruction.op)
 
-    def _post(self, op: Op, cell: int, number: int) -> bool:
+    def _post(self, instruction: Instruction) -> bool:
         """A receive that the engine has posted ahead; it always knows the shapes."""
         if self._copied:
             return True
+        op, cell, number = instruction.op, instruction.cell, instruction.micro_batch
         bytes_ = self._sizes[cell].message if op is Op.RECEIVE_ACTIVATION else self._sizes[cell].output_gradients
         self._hold(("posted", op, cell, number), "wire", MESSAGES, bytes_)
         return True

@@ -22,6 +22,7 @@ import re
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class ScheduleError(ValueError):
@@ -45,6 +46,30 @@ class Op(enum.Enum):
 COMPUTE = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT)
 BACK = (Op.BACKWARD, Op.INPUT_GRADIENT)  # what makes the gradient of the cell's input
 _PRINTED = re.compile(rf"({'|'.join(op.value for op in Op)})(\d+)\.(\d+)")
+
+
+class Message(NamedTuple):
+    """Names one message: a boundary of one micro-batch, on its way to the next cell or back.
+
+    Attributes:
+        direction: "activation", to the next cell, or "gradient", back from it.
+        boundary: the cell before the boundary.
+        micro_batch: counted from 0.
+    """
+
+    direction: str
+    boundary: int
+    micro_batch: int
+
+    @property
+    def sender(self) -> int:
+        """Returns the cell whose worker sends the message."""
+        return self.boundary if self.direction == "activation" else self.boundary + 1
+
+    @property
+    def receiver(self) -> int:
+        """Returns the cell whose worker receives the message."""
+        return self.boundary + 1 if self.direction == "activation" else self.boundary
 
 
 @dataclass(frozen=True, repr=False)
@@ -73,22 +98,21 @@ class Instruction:
     def sent_message(self) -> Message | None:
         """The message that this instruction sends, if it is a send."""
         if self.op is Op.SEND_ACTIVATION:
-            return ("activation", self.cell, self.micro_batch)
+            return Message("activation", self.cell, self.micro_batch)
         if self.op is Op.SEND_GRADIENT:
-            return ("gradient", self.cell - 1, self.micro_batch)
+            return Message("gradient", self.cell - 1, self.micro_batch)
         return None
 
     @property
     def awaited_message(self) -> Message | None:
         """The message that this instruction waits for, if it is a receive."""
         if self.op is Op.RECEIVE_ACTIVATION:
-            return ("activation", self.cell - 1, self.micro_batch)
+            return Message("activation", self.cell - 1, self.micro_batch)
         if self.op is Op.RECEIVE_GRADIENT:
-            return ("gradient", self.cell, self.micro_batch)
+            return Message("gradient", self.cell, self.micro_batch)
         return None
 
 
-Message = tuple[str, int, int]  # "activation" or "gradient", the cell before the boundary, the micro-batch
 InstructionLists = Sequence[Sequence[Instruction]]
 
 
@@ -124,7 +148,7 @@ def execution_order(lists: InstructionLists) -> Iterator[tuple[int, Instruction]
                 waiting[awaited] = worker
                 break
             if message is not None:
-                own = on_their_way[worker, message[0]]
+                own = on_their_way[worker, message.direction]
                 if len(own) == window and own[0] not in received:
                     waiting[own[0]] = worker
                     break

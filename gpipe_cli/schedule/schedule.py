@@ -1,16 +1,11 @@
-"""The schedule: every worker's instructions, as plain data (paper, sections 2.2 and 2.3, figure 2c).
+"""Makes the schedule: every worker's instructions, as plain data (paper, sections 2.2 and 2.3, figure 2c).
 
-One pure function makes the lists. The engine runs them, ``simulate`` times them, ``picture`` draws them and
-``validate`` checks them, so that what is printed is what runs. One step of ``gpipe`` with K=3 cells on three workers,
-M=3 micro-batches and remat ``except_last``, as ``picture.draw_text`` prints it (F forward, R recompute, B backward):
+The engine runs these lists (a drawing stands in `pipeline/engine.py`), `simulate` times them, `picture` draws them and
+`validate` checks them, so that what is printed is what runs.
 
-    worker 0 | F0 F1 F2  .  .  .  . B2 R1 B1 R0 B0     [1] the forwards in micro-batch order
-    worker 1 |  . F0 F1 F2  .  . B2 R1 B1 R0 B0  .     [2] the last one comes back first: its graph was kept
-    worker 2 |  .  . F0 F1 F2 B2 R1 B1 R0 B0  .  .     [3] the others are recomputed before their gradient arrives
-
-`instruction.py` has the instructions, `orders.py` the kinds: an order of units of work for each worker. Here the units
-become instructions. A boundary inside a worker is no instruction: a reference, not a message. A send stands directly
-after what produced it.
+`instruction.py` has the instructions, `orders.py` the kinds of schedule: an order of units of work for each worker.
+Here the units become instructions. A boundary inside a worker is no instruction: a reference, not a message. A send
+stands directly after the computation whose result it sends.
 """
 
 from __future__ import annotations

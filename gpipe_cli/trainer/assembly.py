@@ -36,7 +36,7 @@ from ..metrics.journal import Journal
 from ..metrics.predictions import PredictionKeeper
 from ..pipeline.cell import Cell
 from ..pipeline.engine import TASK, Pipeline
-from ..pipeline.transport import Transport
+from ..pipeline.transport import Transport, connect_workers
 from ..schedule.run_schedules import RunSchedules
 from ..tasks.base import GenerationSettings, Task
 from .batches import first_batch
@@ -248,4 +248,4 @@ def make_transport(world: World, cut: Cut) -> Transport | None:
     if world.workers == 1 or world.message_groups is None or world.all_ranks is None:
         return None
     ranks = tuple(world.rank_of(worker) for worker in cut.placement)
-    return Transport(ranks, world.device, world.wire, world.message_groups, world.all_ranks, world.shared_memory)
+    return connect_workers(ranks, world.device, world.wire, world.message_groups, world.all_ranks, world.shared_memory)

@@ -20,7 +20,7 @@ from gpipe_cli.pipeline.batchnorm import finish_batchnorm
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
 from gpipe_cli.pipeline.engine import Pipeline, StepInput
 from gpipe_cli.pipeline.randomness import NoiseSource
-from gpipe_cli.pipeline.transport import Transport
+from gpipe_cli.pipeline.transport import Transport, connect_workers
 from gpipe_cli.schedule.schedule import schedule
 from gpipe_cli.tasks.classification import ClassificationTask
 
@@ -147,7 +147,7 @@ def compare_as_processes(context: Context, config: dict[str, Any]) -> list[str]:
     found = []
     for noise in (False, True):
         case = Case(K, 2, "except_last", noise=noise)
-        transport = Transport(tuple(range(K)), CPU, CPU, (world, world), world)
+        transport = connect_workers(tuple(range(K)), CPU, CPU, (world, world), world)
         ours = run_engine(case, tuple(range(K)), context.rank, transport)
         if not noise:
             found += differences(case, ours, run_plain(case))

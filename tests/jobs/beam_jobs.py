@@ -18,7 +18,7 @@ from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell, build_layer
 from gpipe_cli.pipeline.engine import Pipeline
 from gpipe_cli.pipeline.randomness import NoiseSource
-from gpipe_cli.pipeline.transport import Transport
+from gpipe_cli.pipeline.transport import connect_workers
 from gpipe_cli.schedule.run_schedules import RunSchedules
 from gpipe_cli.tasks.base import GenerationSettings
 from gpipe_cli.tasks.translation import TranslationTask
@@ -69,7 +69,7 @@ def through_pipeline(
     transport = None
     if world.message_groups is not None and world.all_ranks is not None:
         ranks = tuple(world.rank_of(worker) for worker in placement)
-        transport = Transport(ranks, CPU, CPU, world.message_groups, world.all_ranks)
+        transport = connect_workers(ranks, CPU, CPU, world.message_groups, world.all_ranks)
     task = TranslationTask(pad_id=PAD)
     engine = Pipeline(cells, placement, transport, task.loss, 1, CPU)
     codec = BatchPlanCodec(BatchShape((2, 2), (2,)), 3, world.replica, world.replicas)

@@ -19,8 +19,9 @@ from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.pipeline.batchnorm import finish_batchnorm
 from gpipe_cli.pipeline.cell import Cell
 from gpipe_cli.pipeline.engine import Pipeline, StepInput
+from gpipe_cli.pipeline.process_group import ProcessGroupTransport
 from gpipe_cli.pipeline.randomness import NoiseSource
-from gpipe_cli.pipeline.transport import Transport
+from gpipe_cli.pipeline.transport import Transport, connect_workers
 from gpipe_cli.schedule.schedule import REMAT, schedule
 
 STEPS = 3
@@ -141,10 +142,13 @@ def compare_as_processes(context: Context, config: dict[str, Any]) -> list[str]:
         wire = WIRES[(case.examples + case.M + case.batchnorm + len(case.remat)) % len(WIRES)]
         like_nccl = wire == "like NCCL"
         groups = each_way if like_nccl or case.kind == "interleaved_1f1b" else (world, world)
-        transport = Transport(placement, CPU, CPU, groups, world, shared_memory=wire == "shared memory")
+        transport: Transport
         if like_nccl:
-            transport.connect()
+            transport = ProcessGroupTransport(placement, CPU, CPU, groups, world)
+            transport.exchange_first_messages()
             transport.blocks_device = True
+        else:
+            transport = connect_workers(placement, CPU, CPU, groups, world, shared_memory=wire == "shared memory")
         ours = run_case(case, placement, context.rank, transport)
         found += differences(case, ours, run_plain(case))
         losses: list[Any] = [None] * workers
@@ -186,7 +190,7 @@ def compare_with_torch_pipelining(context: Context, config: dict[str, Any]) -> l
         for M in (4, 6):
             mine = build_all(builders)[2 * rank : 2 * rank + 2]
             theirs = nn.Sequential(*(layer.module for layer in build_all(builders)[2 * rank : 2 * rank + 2]))
-            transport = Transport(tuple(range(K)), CPU, CPU, (world, world), world)
+            transport = connect_workers(tuple(range(K)), CPU, CPU, (world, world), world)
             engine = Pipeline([Cell(rank, mine, NoiseSource(1, 0, CPU))], range(K), transport, sum_of_losses, 1, CPU)
             parts = [((a,), (b,)) for a, b in zip(x.chunk(M), wanted.chunk(M), strict=True)]
             plan = StepInput(0, 1, tuple(tuple(inputs[0].shape) for inputs, _ in parts), 1 / 12)

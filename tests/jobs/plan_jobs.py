@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,9 +18,10 @@ from gpipe_cli.launch.context import Context
 from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.optim.average import WeightAverage
 from gpipe_cli.pipeline.cell import Cell
-from gpipe_cli.pipeline.engine import Pipeline, StepInput
+from gpipe_cli.pipeline.engine import Pipeline, StepInput, _TrainingStep
 from gpipe_cli.planner.measure.example import example_micro_batch
 from gpipe_cli.planner.measure.tracking import Tracker
+from gpipe_cli.schedule.instruction import Instruction
 from gpipe_cli.schedule.run_schedules import RunSchedules
 from gpipe_cli.trainer.assembly import make_transport
 
@@ -93,20 +95,21 @@ def inputs_held(engine: Pipeline, step: Callable[[], object]) -> dict[str, int]:
     most: dict[int, int] = dict.fromkeys(engine.cells, 0)
     sizes: dict[tuple[int, int], int] = {}
 
-    def looking(handle: Callable[[int, int], None]) -> Callable[[int, int], None]:
-        def run(cell: int, micro_batch: int) -> None:
-            handle(cell, micro_batch)
-            sizes.update({key: sum(tensor.nbytes for tensor in held) for key, held in engine._inputs.items()})
+    def looking(handle: Callable[..., None]) -> Callable[..., None]:
+        def run(step: _TrainingStep, instruction: Instruction) -> None:
+            handle(step, instruction)
+            inputs, put_off = step.buffers.inputs, step.buffers.weight_halves
+            sizes.update({key: sum(tensor.nbytes for tensor in held) for key, held in inputs.items()})
             for number in most:
-                here = [key for key in {*engine._inputs, *engine._put_off} if key[0] == number]
+                here = [key for key in {*inputs, *put_off} if key[0] == number]
                 most[number] = max(most[number], sum(sizes[key] for key in here))
 
         return run
 
-    handlers = dict(engine._handlers)
-    engine._handlers.update({op: looking(handle) for op, handle in handlers.items()})
-    step()
-    engine._handlers.update(handlers)
+    with patch.object(
+        _TrainingStep, "HANDLERS", {op: looking(handle) for op, handle in _TrainingStep.HANDLERS.items()}
+    ):
+        step()
     return {str(cell): held for cell, held in most.items()}
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from gpipe_cli.launch.context import Context
 from gpipe_cli.micro_batch import Tensors
-from gpipe_cli.pipeline import shared_memory, transport
+from gpipe_cli.pipeline import shared_memory
 from gpipe_cli.pipeline.boundary import BoundarySpec
-from gpipe_cli.pipeline.transport import ACTIVATION, GRADIENT, Transport
-from gpipe_cli.schedule.instruction import send_window
+from gpipe_cli.pipeline.transport import Transport, connect_workers
+from gpipe_cli.schedule.instruction import Message, send_window
 
 CPU = torch.device("cpu")
 WINDOW = send_window(2)
@@ -28,11 +28,11 @@ def join(context: Context, shared: bool = True) -> Transport:
     context.init_process_group("gloo")
     world = dist.group.WORLD
     assert world is not None
-    return Transport((0, 1), CPU, CPU, (world, world), world, shared)
+    return connect_workers((0, 1), CPU, CPU, (world, world), world, shared)
 
 
-def take(channel: Transport, spec: BoundarySpec, number: int, kind: int = ACTIVATION) -> Tensors:
-    return channel.finish(channel.post(kind, spec, kind == GRADIENT, 1, number))
+def take(channel: Transport, spec: BoundarySpec, number: int, direction: str = "activation") -> Tensors:
+    return channel.post(Message(direction, 0, number), spec).wait()
 
 
 def messages() -> list[Tensors]:
@@ -57,13 +57,13 @@ def both_ways(context: Context, config: dict[str, Any]) -> list[bool]:
     channel = join(context)
     same = []
     for step in range(2):
-        kind = ACTIVATION if step == 0 else GRADIENT
+        direction = "activation" if step == 0 else "gradient"
         sent = messages()
         if context.rank == step:
             for number, tensors in enumerate(sent):
-                channel.send(kind, tensors, BoundarySpec.of(tensors), 1 - step, 1, number)
+                channel.send(Message(direction, 0, number), tensors, BoundarySpec.of(tensors))
         else:
-            got = [take(channel, BoundarySpec.of(tensors), number, kind) for number, tensors in enumerate(sent)]
+            got = [take(channel, BoundarySpec.of(tensors), number, direction) for number, tensors in enumerate(sent)]
             for mine, theirs in zip(sum(sent, ()), sum(got, ()), strict=True):
                 same.append(torch.equal(mine, theirs) and mine.stride() == theirs.stride())
                 same.append(not theirs.requires_grad)
@@ -80,7 +80,7 @@ def slots(context: Context, config: dict[str, Any]) -> list[int]:
     for in_a_row in (3, 1, 1, 1, 1, 1):
         if context.rank == 0:
             for place in range(in_a_row):
-                channel.send(ACTIVATION, message, spec, 1, 1, number + place)
+                channel.send(Message("activation", 0, number + place), message, spec)
         dist.barrier()
         if context.rank == 1:
             for place in range(in_a_row):
@@ -100,9 +100,9 @@ def full_window(context: Context, config: dict[str, Any]) -> dict[str, float]:
     moments = {}
     if context.rank == 0:
         for number in range(WINDOW):
-            channel.send(ACTIVATION, message, spec, 1, 1, number)
+            channel.send(Message("activation", 0, number), message, spec)
         moments["full"] = time.perf_counter()
-        channel.send(ACTIVATION, message, spec, 1, 1, WINDOW)
+        channel.send(Message("activation", 0, WINDOW), message, spec)
         moments["sent one more"] = time.perf_counter()
     else:
         time.sleep(0.5)
@@ -143,7 +143,7 @@ def _one_message(channel: Transport, rank: int) -> tuple[int, bool]:
     spec = BoundarySpec.of(message)
     arrived = torch.zeros(1)
     if rank == 0:
-        channel.send(ACTIVATION, message, spec, 1, 1, 0)
+        channel.send(Message("activation", 0, 0), message, spec)
     else:
         arrived += torch.equal(take(channel, spec, 0)[0], message[0])
     dist.all_reduce(arrived)
@@ -158,7 +158,7 @@ def last_message(context: Context, config: dict[str, Any]) -> bool:
     spec = BoundarySpec.of(message)
     arrived = torch.zeros(1)
     if context.rank == 0:
-        channel.send(ACTIVATION, message, spec, 1, 1, 0)
+        channel.send(Message("activation", 0, 0), message, spec)
         del channel
         dist.barrier()
     else:
@@ -176,7 +176,7 @@ def no_descriptors(context: Context, config: dict[str, Any]) -> str:
     dist.barrier()
     said = ""
     if context.rank == 0:
-        channel.send(ACTIVATION, message, spec, 1, 1, 0)
+        channel.send(Message("activation", 0, 0), message, spec)
     else:
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
@@ -194,7 +194,7 @@ def wrong_order(context: Context, config: dict[str, Any]) -> None:
     channel = join(context)
     message = (torch.zeros(3),)
     if context.rank == 0:
-        channel.send(ACTIVATION, message, BoundarySpec.of(message), 1, 1, 7)
+        channel.send(Message("activation", 0, 7), message, BoundarySpec.of(message))
         time.sleep(60)
     take(channel, BoundarySpec.of(message), 6)
 
@@ -226,19 +226,19 @@ def _fail_beside(context: Context, end: Any, send: bool) -> None:
         end()
     for number in range(WINDOW + 1):
         if send:
-            channel.send(ACTIVATION, message, spec, 1, 1, number)
+            channel.send(Message("activation", 0, number), message, spec)
         else:
-            take(channel, spec, number, GRADIENT)
+            take(channel, spec, number, "gradient")
 
 
 def hang(context: Context, config: dict[str, Any]) -> str:
     """Worker 1 sends nothing, alive as it is."""
-    transport._PATIENCE = 1.0
+    shared_memory._PATIENCE = 1.0
     channel = join(context)
     said = ""
     if context.rank == 0:
         try:
-            take(channel, BoundarySpec.of((torch.zeros(3),)), 0, GRADIENT)
+            take(channel, BoundarySpec.of((torch.zeros(3),)), 0, "gradient")
         except RuntimeError as error:
             said = str(error)
     dist.barrier()

@@ -13,11 +13,14 @@ from small_models import CPU, build_all, mini_batch, small_model, token_loss
 from torch import nn
 
 from gpipe_cli.launch.supervisor import Job, launch
+from gpipe_cli.pipeline import engine as engine_module
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell, LayerFailed
 from gpipe_cli.pipeline.engine import Pipeline
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.schedule.orders import KINDS
-from gpipe_cli.schedule.schedule import REMAT, forward_only
+from gpipe_cli.schedule.picture import draw_text
+from gpipe_cli.schedule.schedule import REMAT, forward_only, schedule
+from gpipe_cli.schedule.simulate import simulate, unit_durations
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +29,12 @@ def float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
+
+
+def test_the_drawing_at_the_top_of_the_engine_is_the_real_schedule() -> None:
+    drawn = [line.split("     [")[0].strip() for line in (engine_module.__doc__ or "").splitlines()]
+    timeline = simulate(schedule("gpipe", range(3), 3, "except_last"), range(3), unit_durations)
+    assert [line for line in drawn if line.startswith("worker")] == draw_text(timeline).splitlines()
 
 
 @pytest.mark.parametrize("K", [1, 2, 3, 4])

@@ -17,10 +17,9 @@ Event = tuple[str, object]  # ("post" or "send", message), or ("compute", instru
 def events(instructions: Sequence[Instruction], after_sends: bool) -> list[Event]:
     """What the worker starts, in order, as the engine goes through its list."""
     found: list[Event] = []
-    awaited = {(i.op, i.cell, i.micro_batch): i.awaited_message for i in instructions}
 
-    def post(op: Op, cell: int, micro_batch: int) -> bool:
-        found.append(("post", awaited[op, cell, micro_batch]))
+    def post(instruction: Instruction) -> bool:
+        found.append(("post", instruction.awaited_message))
         return True
 
     receives = ReceivesAhead(instructions, post, after_sends)
@@ -32,8 +31,8 @@ def events(instructions: Sequence[Instruction], after_sends: bool) -> list[Event
             found.append(("send", message))
             receives.has_sent()
         else:
-            if not receives.take(i.op, i.cell, i.micro_batch):
-                post(i.op, i.cell, i.micro_batch)
+            if not receives.take(i):
+                post(i)
             receives.post_ahead(i.op)
     assert not receives
     return found

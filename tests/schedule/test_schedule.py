@@ -10,7 +10,6 @@ from textwrap import dedent
 
 import pytest
 
-from gpipe_cli.schedule import schedule as schedule_module
 from gpipe_cli.schedule.instruction import Instruction, Op, ScheduleError, execution_order
 from gpipe_cli.schedule.orders import KINDS, ROUND_ROBIN
 from gpipe_cli.schedule.picture import draw_text
@@ -68,11 +67,6 @@ class TestGpipe:
             worker 0 cell 1 |    F0    F1 R1  .  . B1       R0 B0
             worker 1 cell 2 |  .  . F0  . F1 R1 B1 R0 B0  .  .  .  .  .
         """)
-
-    def test_the_grid_in_the_modules_docstring_is_the_real_one(self) -> None:
-        drawn = [line.split("     [")[0].strip() for line in (schedule_module.__doc__ or "").splitlines()]
-        rows = [line for line in drawn if line.startswith("worker")]
-        assert "\n".join(rows) == grid("gpipe", range(3), 3, "except_last")
 
 
 class TestOneForwardOneBackward:

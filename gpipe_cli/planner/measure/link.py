@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from ...cpu import GLOO_ON_ONE_MACHINE, as_worker
 from ...pipeline.boundary import BoundarySpec, TensorSpec
-from ...pipeline.transport import ACTIVATION, Transport
+from ...pipeline.transport import Transport, connect_workers
+from ...schedule.instruction import Message
 
 MESSAGES = 20  # of each kind
 _PAUSE = 0.002  # seconds before each: a worker that has just computed sends with a cold cache
@@ -43,7 +44,7 @@ def link_between_processes(shared_memory: bool = True) -> LinkTimes | None:
     """Between two processes of this machine that are started for it; None where they cannot be connected.
 
     Args:
-        shared_memory: as of `Transport`; otherwise over gloo.
+        shared_memory: as of `connect_workers`; otherwise over gloo.
     """
     with tempfile.TemporaryDirectory(prefix="gpipe-link-") as directory:
         command = [sys.executable, "-m", __name__, directory, str(int(shared_memory))]
@@ -98,16 +99,16 @@ def _messages(transport: Transport, rank: int, numbers: int) -> tuple[float, flo
             time.sleep(_PAUSE)
             begin = time.perf_counter()
             content[0] = begin
-            transport.send(ACTIVATION, (content, targets), spec, 1, 1, number)
+            transport.send(Message("activation", 0, number), (content, targets), spec)
             sending.append(time.perf_counter() - begin)
         elif rank == 1:
             begin = time.perf_counter()
-            pending = transport.post(ACTIVATION, spec, 0, 1, number)
+            pending = transport.post(Message("activation", 0, number), spec)
             posted = time.perf_counter()
             if not awaited:
                 time.sleep(2 * _PAUSE)  # so long that a small message is there
             asked = time.perf_counter()
-            message, _ = transport.finish(pending)
+            message, _ = pending.wait()
             end = time.perf_counter()
             if awaited:
                 arrival.append(end - float(message[0]))
@@ -129,7 +130,7 @@ def main(directory: str, shared_memory: bool, rank: int) -> None:
     world = dist.group.WORLD
     assert world is not None
     with as_worker(1):
-        times = measure_link(Transport((0, 1), cpu, cpu, (world, world), world, shared_memory), rank)
+        times = measure_link(connect_workers((0, 1), cpu, cpu, (world, world), world, shared_memory), rank)
     if rank == 0:
         _answer(directory).write_text(json.dumps(times), encoding="utf-8")
     dist.destroy_process_group()

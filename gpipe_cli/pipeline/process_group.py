@@ -1,0 +1,159 @@
+"""Implements `Transport` with a process group of torch.distributed: gloo between CPUs, NCCL between GPUs."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..micro_batch import Tensors
+from ..schedule.instruction import Message, send_window
+from .boundary import BoundarySpec, pack, unpack
+
+DIRECTIONS = ("activation", "gradient")
+_FIRST_MESSAGES = (64, 4 << 20)  # bytes; for a large one NCCL connects more channels
+
+
+def message_tag(message: Message, K: int) -> int:
+    """Returns a number that no other message of a step of K cells has, for any number of micro-batches."""
+    return (message.micro_batch * K + message.boundary) * 3 + DIRECTIONS.index(message.direction) + 1
+
+
+def spec_tag(boundary: int) -> int:
+    """Returns the tag of a boundary's description; no message has it."""
+    return 3 * boundary + 3
+
+
+def routes(ranks: tuple[int, ...]) -> Iterator[tuple[str, int, int]]:
+    """Yields (direction, sender, receiver) of all ways that messages take, in the same order on every rank."""
+    for one, next_one in dict.fromkeys(pairwise(ranks)):
+        if one != next_one:
+            yield "activation", one, next_one
+            yield "gradient", next_one, one
+
+
+class ProcessGroupTransport:
+    """Sends packed boundaries through process groups; the arguments are those of `connect_workers`."""
+
+    bytes_shared = 0
+
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        device: torch.device,
+        wire: torch.device,
+        groups: tuple[dist.ProcessGroup, ...],
+        control: dist.ProcessGroup,
+    ) -> None:
+        self._ranks, self._device, self._wire = ranks, device, wire
+        self._groups, self._control = groups, control
+        self._rank = dist.get_rank()
+        self.blocks_device = wire.type == "cuda"
+        # gloo reports that a message has left only to a caller that waits for it; NCCL can be asked.
+        self._window = None if self.blocks_device else send_window(len(set(ranks)))
+        self._sending: dict[str, deque[tuple[dist.Work | None, Tensor]]] = defaultdict(deque)  # by direction, in order
+
+    def exchange_first_messages(self) -> None:
+        """Sends a message each way over every edge, edge by edge; all workers of the pipeline call it at the same time.
+
+        NCCL makes the connection of two ranks when they first exchange a message, and holds the host until both do. In
+        a step one of them may be waiting for something else from the other.
+        """
+        for direction, sender, receiver in routes(self._ranks):
+            group = self._group(direction, sender, receiver)
+            for size in _FIRST_MESSAGES:
+                content = torch.zeros(size, dtype=torch.uint8, device=self._wire)
+                if self._rank == sender:
+                    dist.send(content, receiver, group=group)
+                elif self._rank == receiver:
+                    dist.recv(content, sender, group=group)
+
+    def send(self, message: Message, tensors: Tensors, spec: BoundarySpec) -> None:
+        """As `Transport.send`. With gloo it waits for the oldest message once `send_window` messages are kept.
+
+        As a rule the oldest has long arrived; `schedule/validate.py` checks that this wait always ends.
+        """
+        sending = self._sending[message.direction]
+        if len(sending) == self._window:
+            _finish_oldest(sending)
+        self._forget_sent()
+        content = pack(tensors, spec, self._wire)
+        if content.numel() == 0:
+            return
+        receiver = self._ranks[message.receiver]
+        group = self._group(message.direction, self._rank, receiver)
+        work = dist.isend(content, receiver, group=group, tag=message_tag(message, len(self._ranks)))
+        sending.append((work, content))
+
+    def post(self, message: Message, spec: BoundarySpec) -> PostedReceive:
+        content = torch.empty(spec.size, dtype=torch.uint8, device=self._wire)
+        if content.numel() == 0:
+            return PostedReceive(self, spec, content, None)
+        sender = self._ranks[message.sender]
+        group = self._group(message.direction, sender, self._rank)
+        work = dist.irecv(content, sender, group=group, tag=message_tag(message, len(self._ranks)))
+        return PostedReceive(self, spec, content, work)
+
+    def finish(self, receive: PostedReceive, separate: int) -> Tensors:
+        """Implements `PostedReceive.wait`."""
+        if receive.work is not None:
+            receive.work.wait()
+        self._forget_sent()
+        tensors = unpack(receive.content.to(self._device), receive.spec)
+        split = len(tensors) - separate
+        return (*tensors[:split], *(tensor.clone() for tensor in tensors[split:]))
+
+    def send_spec(self, boundary: int, spec: BoundarySpec) -> None:
+        text = torch.tensor(list(spec.to_bytes()), dtype=torch.uint8)
+        for content in (torch.tensor([len(text)]), text):
+            work = dist.isend(content, self._ranks[boundary + 1], group=self._control, tag=spec_tag(boundary))
+            self._sending["spec"].append((work, content))
+
+    def receive_spec(self, boundary: int) -> BoundarySpec:
+        sender, tag = self._ranks[boundary], spec_tag(boundary)
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, sender, group=self._control, tag=tag)
+        text = torch.zeros(int(size), dtype=torch.uint8)
+        dist.recv(text, sender, group=self._control, tag=tag)
+        return BoundarySpec.from_bytes(bytes(text.tolist()))
+
+    def drain(self) -> None:
+        for sending in self._sending.values():
+            while sending:
+                _finish_oldest(sending)
+
+    def _group(self, direction: str, sender: int, receiver: int) -> dist.ProcessGroup:
+        number = DIRECTIONS.index(direction)
+        return self._groups[number if len(self._groups) == 2 or sender < receiver else number + 2]
+
+    def _forget_sent(self) -> None:
+        """Frees messages that have left; otherwise a worker that only receives would keep them until the step ends."""
+        if self._window is not None:
+            return
+        for sending in self._sending.values():
+            while sending and (sending[0][0] is None or sending[0][0].is_completed()):
+                sending.popleft()
+
+
+@dataclass
+class PostedReceive:
+    """Implements `PendingReceive`."""
+
+    transport: ProcessGroupTransport
+    spec: BoundarySpec
+    content: Tensor
+    work: dist.Work | None
+
+    def wait(self, separate: int = 0) -> Tensors:
+        return self.transport.finish(self, separate)
+
+
+def _finish_oldest(sending: deque[tuple[dist.Work | None, Tensor]]) -> None:
+    work, _ = sending.popleft()
+    if work is not None:
+        work.wait()

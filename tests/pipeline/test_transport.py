@@ -1,0 +1,23 @@
+"""Messages between workers have tags of their own, however many micro-batches and cells there are."""
+
+from __future__ import annotations
+
+from gpipe_cli.pipeline.process_group import DIRECTIONS, message_tag, spec_tag
+from gpipe_cli.schedule.instruction import Message
+
+
+def test_no_two_messages_of_a_step_share_a_tag() -> None:
+    K, M = 7, 11
+    tags = [message_tag(Message(way, cell, m), K) for way in DIRECTIONS for cell in range(K - 1) for m in range(M)]
+    tags += [spec_tag(cell) for cell in range(K - 1)]
+    assert len(set(tags)) == len(tags)
+
+
+def test_many_cells_and_micro_batches_keep_their_tags_apart_and_within_what_gloo_takes() -> None:
+    K = 4096
+    numbers = (0, 1, 2047, 2048, 32767, 32768, 65536)
+    cells = (0, 1, 2047, 2048, K - 2)
+    tags = [message_tag(Message(way, cell, m), K) for way in DIRECTIONS for cell in cells for m in numbers]
+    tags += [spec_tag(cell) for cell in cells]
+    assert len(set(tags)) == len(tags)
+    assert min(tags) > 0 and max(tags) < 1 << 31
