@@ -245,12 +245,8 @@ class _Step:
         where, handlers = self._pipeline.where, self.HANDLERS
         self._receives.post_ahead(Op.RECEIVE_ACTIVATION)
         for instruction in self._instructions:
-            op = instruction.op
-            where.cell, where.micro_batch, where.instruction = (
-                instruction.cell,
-                instruction.micro_batch,
-                op.name.lower(),
-            )
+            op, where.cell, where.micro_batch = instruction.op, instruction.cell, instruction.micro_batch
+            where.instruction = op.name.lower()
             if meter is None:
                 handlers[op](self, instruction)
                 continue
