@@ -27,7 +27,7 @@ from gpipe_cli.distributed.world import join_world
 from gpipe_cli.factory.build import build_autocast, build_cells, build_model, build_task, cut_model
 from gpipe_cli.launch.context import Context
 from gpipe_cli.micro_batch import Tensors
-from gpipe_cli.partition.cost import Profile, profile_layers
+from gpipe_cli.partition.profile import ModelProfile, profile_layers
 from gpipe_cli.partition.layer_times import LayerTimes, cell_total
 from gpipe_cli.planner.measure.background_load import background_load
 from gpipe_cli.planner.measure.example import example_micro_batch
@@ -45,7 +45,7 @@ def worker(context: Context, config: Mapping[str, Any]) -> list[list[list[dict[s
     (inputs, targets), _ = example_micro_batch(settings.data, pipeline.M, False)
     # Ones, as in a plan, may stand for tokens, labels and pixels.
     inputs, targets = (tuple(torch.ones_like(tensor, device=CPU) for tensor in side) for side in (inputs, targets))
-    cut = cut_model(builders, pipeline, world.workers, (inputs, targets), CPU)
+    cut = cut_model(builders, pipeline, world.workers, (inputs, targets))
     cells = build_cells(builders, cut, world, 1, False)
     (mine,) = cells
     mine.train(True)
@@ -57,7 +57,7 @@ def worker(context: Context, config: Mapping[str, Any]) -> list[list[list[dict[s
     def loss(outputs: Tensors) -> torch.Tensor:
         return task.loss(outputs, targets)[0]
 
-    def profile() -> Profile:
+    def profile() -> ModelProfile:
         with background_load(world.size - 1, pipeline.threads):
             return profile_layers(builders, inputs, CPU, autocast, loss, targets)
 
@@ -69,7 +69,7 @@ def worker(context: Context, config: Mapping[str, Any]) -> list[list[list[dict[s
     return world.all_gather(rounds)
 
 
-def planned_times(profile: Profile, layers: range) -> LayerTimes:
+def planned_times(profile: ModelProfile, layers: range) -> LayerTimes:
     """Of one cell, as a plan adds them up."""
     loss = [profile.loss] if profile.loss is not None and layers.stop == len(profile.times) else []
     return cell_total([profile.times[layer] for layer in layers], loss)

@@ -18,7 +18,8 @@ from ..distributed.world import World
 from ..errors import ConfigurationError
 from ..layers import LayerBuilder
 from ..micro_batch import MicroBatch
-from ..partition.cost import CostError, LayerCost, TooFewExamples, layer_costs
+from ..partition.cost import LayerCost, layer_costs
+from ..partition.fake_layers import CostError, TooFewExamples
 from ..partition.partition import PartitionError, cell_costs, cell_layers, partition, placement
 from ..partition.sharing import Sharing, find_sharing
 from ..pipeline.cell import BuiltLayer, Cell, build_layer
@@ -180,7 +181,6 @@ def cut_model(
     config: PipelineConfig,
     workers: int,
     example: MicroBatch,
-    device: torch.device,
     profile: Callable[[], list[LayerCost]] | None = None,
 ) -> Cut:
     """Costs, partition and placement (paper, section 2.2), from one micro-batch's shapes.
@@ -196,7 +196,7 @@ def cut_model(
         if config.cost == "profile" and profile is not None:
             costs = profile()
         else:
-            costs = layer_costs(builders, example[0], config.cost, device=device)
+            costs = layer_costs(builders, example[0], config.cost)
     except TooFewExamples as error:
         raise ConfigurationError(error.with_way_out(config.M)) from error
     except (PartitionError, CostError) as error:

@@ -23,7 +23,9 @@ from hydra.utils import get_object
 from ..config import Settings
 from ..layers import LayerBuilder
 from ..micro_batch import MicroBatch
-from ..partition.cost import LayerCost, TensorShape, profile_layers
+from ..partition.cost import LayerCost
+from ..partition.fake_layers import TensorShape
+from ..partition.profile import profile_layers
 from .build import build_autocast, build_task
 
 FORMAT = 2  # of the files; another one is measured anew

@@ -1,4 +1,4 @@
-"""How long a layer takes, and the task's loss behind the last: run as a cell runs them, with a clock beside."""
+"""Times layers, and the task's loss after the last one, in seconds; they run as a cell runs them."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from ..pipeline.randomness import NoiseSource
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 _REPEATS = 5  # timed rounds per layer, after one that warms up
-_ENOUGH = 64 << 20  # bytes of weights and outputs: several times a processor's caches
-# Graphs that forwards build before any goes, as with several micro-batches: small memory that is used again at once
-# comes sooner than what the allocator had given back. Large memory it gives back, and a GPU's it keeps, in any case.
+_ENOUGH = 64 << 20  # bytes of weights and outputs, several times the size of a processor's caches
+# Graphs kept at the same time, as with several micro-batches: small memory that is reused at once would be faster than
+# memory that the allocator takes anew. It always gives back large memory, and always keeps a GPU's.
 _IN_FLIGHT = 4
 
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds of one layer, or of several together, for one micro-batch.
+    """Holds the seconds of one layer, or of several together, for one micro-batch.
 
     Attributes:
-        inference: forward without a graph. forward: with one.
-        recompute: forward once more, in which BatchNorm gathers nothing.
+        inference: forward without a graph.
+        forward: forward with a graph.
+        recompute: forward with a graph for the second time, in which BatchNorm gathers nothing.
         backward: as a whole.
         input_gradient, weight_gradient: its halves (`pipeline/halves.py`); together they take longer than the whole.
     """
@@ -48,33 +49,33 @@ class LayerTimes:
 
     @property
     def total(self) -> float:
-        """Of a forward with a graph and its backward."""
+        """Returns the seconds of a forward with a graph and its backward."""
         return self.forward + self.backward
 
     def slower(self, factor: float) -> LayerTimes:
-        """Where all of it takes so many times as long."""
+        """Returns all times multiplied by ``factor``."""
         return LayerTimes(*(getattr(self, part.name) * factor for part in fields(LayerTimes)))
 
 
 def total_times(times: Sequence[LayerTimes]) -> LayerTimes:
-    """Of layers that run one after the other."""
+    """Returns the times of layers that run one after the other."""
     return LayerTimes(*(sum(getattr(each, part.name) for each in times) for part in fields(LayerTimes)))
 
 
 def cell_total(layers: Sequence[LayerTimes], loss: Sequence[LayerTimes]) -> LayerTimes:
-    """Of a cell with these layers and, if it is the last, the loss, which a forward without a graph does not need."""
+    """Returns the times of a cell: of its layers and, in the last cell, the loss, which inference does not need."""
     return replace(total_times([*layers, *loss]), inference=total_times(layers).inference)
 
 
 class LayerTrial:
-    """One layer that is to be timed, with what a cell does around it: its noise, boundaries of one layout.
+    """Runs and times one layer, with what a cell does around it: it seeds the noise and settles the memory layouts.
 
     Args:
-        run: inputs to outputs, and to losses that stand beside them.
+        run: returns outputs for inputs, and losses beside them.
         inputs: for one micro-batch; a gradient is computed for those that need one.
         device: where it runs.
-        autocast: makes the context in which forward runs.
-        batchnorms: inside it; they gather nothing while it is recomputed.
+        autocast: returns the context in which forward runs.
+        batchnorms: inside the layer; they gather nothing while it is recomputed.
     """
 
     def __init__(
@@ -100,9 +101,9 @@ class LayerTrial:
         autocast: Autocast = nullcontext,
         targets: Tensors | None = None,
     ) -> LayerTrial:
-        """Of a module on ``device``, with its ``auxiliary_loss`` if it has one and there are ``targets``."""
+        """Makes the trial of a module on ``device``, with its ``auxiliary_loss`` if there are ``targets``."""
         layer = defer_batchnorm(module)
-        batchnorms = [part for part in layer.modules() if isinstance(part, DeferredBatchNorm)]
+        batchnorms = [inner for inner in layer.modules() if isinstance(inner, DeferredBatchNorm)]
         auxiliary_loss = None if targets is None else getattr(layer, "auxiliary_loss", None)
 
         def run(values: Tensors) -> tuple[Tensors, Tensors]:
@@ -113,25 +114,25 @@ class LayerTrial:
         return cls(run, inputs, device, autocast, batchnorms)
 
     def outputs(self) -> Tensors:
-        """What it hands on: leaves that need a gradient where the layer's outputs do. Its first run, which warms up."""
+        """Runs once, as a warm-up, and returns the next layer's inputs: leaves that need a gradient as the outputs do."""
         self.forward()
         made = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self._kept[-1][1])
         self.backward()
         return made
 
     def infer(self) -> None:
-        """Forward without a graph."""
+        """Runs forward without a graph."""
         with torch.no_grad():
             values = tuple(tensor.clone() for tensor in self._inputs)
             with self._clock.running("inference"), self._autocast():
                 self._settled(values)
 
     def forward(self) -> None:
-        """Forward with a graph, which is kept."""
+        """Runs forward with a graph, which is kept."""
         self._forward("forward")
 
     def recompute(self) -> None:
-        """Likewise, for the second time."""
+        """Runs forward for the second time, with a graph, which is kept."""
         for batchnorm in self._batchnorms:
             batchnorm.gathering = False
         self._forward("recompute")
@@ -147,7 +148,7 @@ class LayerTrial:
         self._kept.append((leaves, outputs, losses))
 
     def backward(self) -> None:
-        """Of the latest graph, which it forgets."""
+        """Runs backward of the latest graph, and frees it."""
         leaves, roots = self._latest_graph()
         gradients = [torch.ones_like(root) for root in roots]
         with self._clock.running("backward"):
@@ -156,7 +157,7 @@ class LayerTrial:
             _hand_back(leaves)
 
     def backward_in_halves(self) -> None:
-        """Likewise, the gradients of weights after those of the inputs."""
+        """Runs backward of the latest graph, the gradients of weights after those of the inputs."""
         leaves, roots = self._latest_graph()
         gradients = [torch.ones_like(root) for root in roots]
         with self._clock.running("input_gradient"):
@@ -176,30 +177,31 @@ class LayerTrial:
         return self._layouts.settle(outputs, values, 0, None), losses
 
     def times(self) -> LayerTimes:
-        """The medians of what has run."""
+        """Returns the medians."""
         return LayerTimes(*(self._clock.median(phase.name) for phase in fields(LayerTimes)))
 
     def forget(self) -> None:
-        """What has run does not count."""
+        """Discards the times so far."""
         self._clock.forget()
 
 
 def _hand_back(leaves: Sequence[Tensor]) -> None:
-    """The gradients of a cell's inputs, in the layout in which they travel."""
+    """Brings the gradients of a cell's inputs to the layout in which they are sent."""
     for leaf in leaves:
         if leaf.grad is not None:
             canonical_gradient(leaf.grad, is_channels_last(leaf))
 
 
 class Trials:
-    """Layers that are timed together, one after the other as in a cell, so that each finds the processor's caches as in
-    a run: full of what other layers have worked on. As few as that takes, because all their weights exist at once.
+    """Times groups of layers, one after the other as in a cell, so that the processor's caches hold other layers' data.
+
+    A group is as small as that allows, because the weights of all its layers exist at the same time.
 
     Args:
         device: where they run.
 
     Attributes:
-        times: of those that were.
+        times: of each layer timed so far.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -209,7 +211,7 @@ class Trials:
         self._bytes = 0
 
     def add(self, key: Hashable, trial: LayerTrial, size: int) -> None:
-        """One that stands behind those added before; ``times`` has it after `run` at the latest.
+        """Adds the next layer; ``times`` has it after `run` at the latest.
 
         Args:
             size: bytes of its weights and outputs.
@@ -220,7 +222,7 @@ class Trials:
         self._bytes += size
 
     def run(self) -> None:
-        """Times what was added since the last time."""
+        """Times the layers added since the last call."""
         trials = list(self._waiting.values())
         in_flight = 1 if self._on_gpu or self._bytes >= _ENOUGH else _IN_FLIGHT
         for repeat in range(1 + _REPEATS):
@@ -242,34 +244,34 @@ class Trials:
 
 
 class _Clock:
-    """Seconds of what runs, by its kind.
+    """Measures seconds by phase.
 
-    A GPU notes when its work begins and ends, and is asked at the end: waiting for it around each layer would give
-    every small one the wait's own time too, and idle queues that a run does not have.
+    On a GPU, events record when work begins and ends and are read at the end: waiting for the GPU around each layer
+    would add the wait's own time to every small layer, and empty queues that a run does not have.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._seconds: dict[str, list[float]] = defaultdict(list)
-        self._noted: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = defaultdict(list)
+        self._events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = defaultdict(list)
 
     @contextmanager
     def running(self, phase: str) -> Iterator[None]:
         if self._device.type == "cuda":
             begin = event_now(self._device)
             yield
-            self._noted[phase].append((begin, event_now(self._device)))
+            self._events[phase].append((begin, event_now(self._device)))
         else:
             start = time.perf_counter()
             yield
             self._seconds[phase].append(time.perf_counter() - start)
 
     def median(self, phase: str) -> float:
-        for begin, end in self._noted.pop(phase, []):
+        for begin, end in self._events.pop(phase, []):
             end.synchronize()
             self._seconds[phase].append(begin.elapsed_time(end) / 1000)
         return median(self._seconds[phase])
 
     def forget(self) -> None:
         self._seconds.clear()
-        self._noted.clear()
+        self._events.clear()

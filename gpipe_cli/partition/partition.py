@@ -22,7 +22,7 @@ _EXACT_SQUARES = 1 << 26  # sums of integers below this have squares that float6
 
 
 class PartitionError(ValueError):
-    """Layers that cannot be cut, or cells that cannot be placed, as asked."""
+    """Raised when layers cannot be cut, or cells cannot be placed, as asked."""
 
 
 def partition(costs: Sequence[float], K: int, objective: str | Sequence[int]) -> list[int]:
@@ -31,16 +31,16 @@ def partition(costs: Sequence[float], K: int, objective: str | Sequence[int]) ->
     Args:
         costs: c_i of each layer, in any one unit; zeros are fine, all zeros count as all equal.
         K: cells.
-        objective: ``min_max``: the smallest possible cost of the dearest cell and, among the cuts that reach it, the
-            least variance; ``min_variance``: the least variance; or the K sizes themselves.
+        objective: ``min_max``: the smallest possible cost of the most expensive cell and, among the cuts that reach
+            it, the least variance; ``min_variance``: the least variance; or the K sizes themselves.
 
     Returns:
         Layers in each cell: K positive numbers with sum L. Where cuts tie exactly, the later cells take more layers:
         under 1F1B the earlier ones keep more micro-batches.
 
     Raises:
-        PartitionError: K that the layers cannot fill, sizes that do not fit, an unknown objective, or a cost that is
-            negative or not finite.
+        PartitionError: K is not within 1 … L, the sizes do not fit, the objective is unknown, or a cost is negative or
+            not finite.
     """
     L = len(costs)
     if not isinstance(objective, str):
@@ -62,30 +62,24 @@ def partition(costs: Sequence[float], K: int, objective: str | Sequence[int]) ->
 
 
 def cell_layers(sizes: Sequence[int]) -> list[range]:
-    """The layers of each cell, as ranges of layer numbers."""
+    """Returns the layers of each cell, as ranges of layer numbers."""
     ends = list(accumulate(sizes))
     return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
 def cell_costs(costs: Sequence[float], sizes: Sequence[int]) -> list[float]:
-    """C_k, the sum of the costs of each cell's layers."""
+    """Returns C_k, the sum of the costs of each cell's layers."""
     return [math.fsum(costs[layer] for layer in layers) for layers in cell_layers(sizes)]
 
 
-def imbalance(cell_costs: Sequence[float]) -> float:
-    """How much dearer the dearest cell is than the mean, as a share: 0.25 makes the pipeline 25 % slower than even."""
-    mean = math.fsum(cell_costs) / len(cell_costs)
-    return max(cell_costs) / mean - 1 if mean > 0 else 0.0
-
-
 def place(cell_costs: Sequence[float], workers: int) -> tuple[int, ...]:
-    """Puts K cells on W <= K workers, neighbours together, so that the busiest worker has the least to do.
+    """Puts K cells on W <= K workers, neighbours together, so that the busiest worker has as little to do as possible.
 
     Returns:
         ``placement[cell] = worker``, ascending from 0 without gaps.
 
     Raises:
-        PartitionError: no worker, or more workers than cells.
+        PartitionError: there is no worker, or there are more workers than cells.
     """
     K = len(cell_costs)
     if not 1 <= workers <= K:
@@ -101,7 +95,7 @@ def round_robin(K: int, workers: int) -> tuple[int, ...]:
     """Puts cell c on worker c mod W, each worker having K/W of the K cells.
 
     Raises:
-        PartitionError: no worker, or K is no multiple of the workers.
+        PartitionError: there is no worker, or K is no multiple of W.
     """
     if workers < 1 or K % workers:
         fitting = [str(number) for number in range(1, K + 1) if K % number == 0]
@@ -113,7 +107,7 @@ def round_robin(K: int, workers: int) -> tuple[int, ...]:
 
 
 def placement(kind: str, cell_costs: Sequence[float], workers: int) -> tuple[int, ...]:
-    """The worker of each cell, as the kind of schedule needs it: see `place` and `round_robin`."""
+    """Returns the worker of each cell, as the kind of schedule needs it: see `place` and `round_robin`."""
     return round_robin(len(cell_costs), workers) if kind in ROUND_ROBIN else place(cell_costs, workers)
 
 
@@ -140,9 +134,9 @@ def _count(number: int, noun: str) -> str:
 
 
 def _prefix_sums(costs: Sequence[float]) -> list[int]:
-    """[0, c_0, c_0 + c_1, ...] times the factor that makes them the smallest integers.
+    """Returns [0, c_0, c_0 + c_1, ...] times the factor that makes them the smallest integers.
 
-    Floats are fractions with a power of two below the line, so nothing is rounded: equal sums stay equal.
+    Floats are exact fractions, so nothing is rounded: equal sums stay equal.
     """
     for layer, cost in enumerate(costs):
         if not (math.isfinite(cost) and cost >= 0):
@@ -157,9 +151,9 @@ def _prefix_sums(costs: Sequence[float]) -> list[int]:
 
 
 def _smallest_limit(sums: Sequence[int], K: int) -> int:
-    """The least cost of the dearest cell, by bisection: filling cell after cell up to a limit is optimal for it."""
-    dearest_layer = max(b - a for a, b in pairwise(sums))
-    low, high = max(dearest_layer, -(-sums[-1] // K)), sums[-1]
+    """Finds the least cost of the most expensive cell, by bisection; filling cells up to the limit is optimal."""
+    largest = max(b - a for a, b in pairwise(sums))
+    low, high = max(largest, -(-sums[-1] // K)), sums[-1]
     while low < high:
         limit = (low + high) // 2
         end = 0
@@ -170,7 +164,7 @@ def _smallest_limit(sums: Sequence[int], K: int) -> int:
 
 
 def _least_squares(sums: Sequence[int], K: int, limit: int) -> list[int]:
-    """The K ends of the cells with the least sum of squared costs, no cell above ``limit``.
+    """Returns the K ends of the cells with the least sum of squared costs, no cell above ``limit``.
 
     The sum of the C_k is fixed, so the least sum of squares is the least variance. Dynamic programming over cells:
     least(k, end) = min over start of least(k-1, start) + (sums[end] - sums[start])². The best start never moves left
@@ -195,7 +189,7 @@ def _least_squares(sums: Sequence[int], K: int, limit: int) -> list[int]:
 
 
 def _windows(sums: Sequence[int], K: int, limit: int) -> list[tuple[int, int]]:
-    """For k = 0..K, the lowest and highest end of cell k-1 from which everything still fits under the limit."""
+    """Returns, for k = 0..K, the lowest and highest end of cell k-1 with which all cells can stay under the limit."""
     L = len(sums) - 1
     highest, lowest = [0], [L]
     for k in range(1, K + 1):
@@ -211,10 +205,10 @@ _Floats = npt.NDArray[np.float64]
 def _row_minima(
     position: _Floats, ends: _Integers, lowest: _Integers, highest: _Integers, least_before: _Floats, offset: int
 ) -> tuple[_Integers, _Floats]:
-    """For each end the leftmost best start in [lowest, highest], and the least sum of squares with it.
+    """Returns for each end the leftmost best start in [lowest, highest], and the least sum of squares with it.
 
-    Level by level, all rows of a level at once: the middle row, then the middles of what is left on either side; the
-    best starts of a row's known neighbours bound its own.
+    Works level by level, all rows of a level at once: the middle row, then the middles of the two halves, and so on;
+    the best starts of a row's known neighbours bound its own.
     """
     rows = len(ends)
     starts, least = np.zeros(rows, np.int64), np.zeros(rows)

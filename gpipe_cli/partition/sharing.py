@@ -1,6 +1,6 @@
-"""Weights that several layers hold, such as a table for both embedding and softmax: known before a run begins.
+"""Finds weights that several layers share, such as a table for both embedding and softmax, before a run begins.
 
-They have one gradient and get one update, so they lie in one cell, and count there once.
+They have one gradient and one update, so they must lie in one cell, and count there once.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import torch
 from torch import nn
 
 from ..layers import LayerBuilder
-from .cost import build_key, build_without_memory, fake_mode
+from .fake_layers import build_key, build_without_memory, fake_mode
 
 
 @dataclass(frozen=True)
 class SharedParameter:
-    """One parameter that two layers hold; each would train its own copy if a cut came between them.
+    """Describes a parameter that two layers hold; with a cut between them each would train its own copy.
 
     Attributes:
         layers: the names of the two, in the model's order.
-        parameters: what each of them calls it.
+        parameters: its name in each of them.
     """
 
     layers: tuple[str, str]
@@ -31,12 +31,12 @@ class SharedParameter:
 
 @dataclass(frozen=True)
 class Sharing:
-    """What the layers of a model share.
+    """Describes the parameters that layers of a model share.
 
     Attributes:
-        pairs: each such parameter with its first holder and another one; of equal builders the first two.
-        repeated: for every layer the parameters that an earlier one holds too: how many numbers each has, by its name
-            within the layer.
+        pairs: each such parameter with the first layer that holds it and another one; of equal builders the first two.
+        repeated: for every layer, the sizes of the parameters that an earlier layer holds too, by their name within
+            the layer.
     """
 
     pairs: list[SharedParameter]
@@ -44,12 +44,12 @@ class Sharing:
 
 
 def find_sharing(builders: Sequence[LayerBuilder]) -> Sharing:
-    """Parameters that stand in several layers, such as those of one module that two builders return.
+    """Finds parameters that stand in several layers, such as those of one module that two builders return.
 
     Raises:
-        CostError: a layer that cannot be built.
+        CostError: a layer cannot be built.
     """
-    # Weak: what two builders share is kept alive by them, and everything else is let go at once.
+    # Weak references: the builders keep alive what they share, and everything else is freed at once.
     holders: dict[int, tuple[weakref.ref[nn.Parameter], str, str]] = {}
     of_equal: dict[Hashable, list[Mapping[str, int]]] = {}
     sharing = Sharing([], [])

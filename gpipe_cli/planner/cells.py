@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from ..partition.cost import TensorShape
+from ..partition.fake_layers import TensorShape
 from ..pipeline.boundary import ALIGNMENT
 from .measure.layer_facts import BoundaryTensor, LayerFacts
 from .memory import CellSizes

@@ -213,7 +213,7 @@ def survey(
     parts = first_batch(source, settings.pipeline.M, world.replicas).micro_batches
     part = parts[0]
     profile = partial(profiled_costs, builders, part, settings, world.device, say)
-    cut = cut_model(builders, settings.pipeline, world.workers, part, world.device, profile)
+    cut = cut_model(builders, settings.pipeline, world.workers, part, profile)
     special = int(getattr(source, "bos_id", 0)), int(getattr(source, "eos_id", 0))
     return Survey(BatchShape.of(part), cut, special, sum(len(inputs[0]) for inputs, _ in parts))
 

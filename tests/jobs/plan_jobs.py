@@ -43,7 +43,7 @@ def one_run(settings: Settings, world: World) -> dict[str, Any]:
     """Two steps: in the first the boundaries are learnt, the second is counted; ``inputs`` are by cell."""
     pipeline, builders, task = settings.pipeline, build_model(settings.model), build_task(settings.task)
     part, _ = example_micro_batch(settings.data, pipeline.M, False)
-    cut = cut_model(builders, pipeline, world.workers, part, CPU)
+    cut = cut_model(builders, pipeline, world.workers, part)
     cells = build_cells(builders, cut, world, 1, False)
     for cell in cells:
         cell.train(True)

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.partition import layer_times
-from gpipe_cli.partition.cost import CostError, Profile, profile_layers
+from gpipe_cli.partition.fake_layers import CostError
 from gpipe_cli.partition.layer_times import LayerTimes, LayerTrial, total_times
+from gpipe_cli.partition.profile import ModelProfile, profile_layers
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm
 
 CPU = torch.device("cpu")
@@ -43,7 +44,7 @@ def sleeping_loss(outputs: tuple[Tensor, ...]) -> Tensor:
     return made
 
 
-def profile(*makers: Any, **options: Any) -> Profile:
+def profile(*makers: Any, **options: Any) -> ModelProfile:
     builders = [LayerBuilder(f"layer_{number}", make) for number, make in enumerate(makers)]
     return profile_layers(builders, (torch.zeros(4, 8),), CPU, **options)
 

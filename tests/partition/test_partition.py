@@ -15,7 +15,6 @@ from gpipe_cli.partition.partition import (
     PartitionError,
     cell_costs,
     cell_layers,
-    imbalance,
     partition,
     place,
 )
@@ -186,7 +185,3 @@ class TestPlace:
 
 def test_cell_costs_add_up_their_layers() -> None:
     assert cell_costs([1, 2, 3, 4], [1, 3]) == [1, 9]
-
-
-def test_imbalance_is_what_the_dearest_cell_adds_to_the_mean() -> None:
-    assert imbalance([1, 1, 2, 4]) == 1.0

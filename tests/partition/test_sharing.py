@@ -30,7 +30,7 @@ def builders(*builds: Any) -> list[LayerBuilder]:
 def cut(sizes: str, cost: str = "flops") -> Cut:
     config = make_request([*TWICE, f"pipeline.partition={sizes}", f"pipeline.cost={cost}"]).settings.pipeline
     example = ((torch.zeros(1, 3, 8, 8, dtype=torch.uint8),), (torch.zeros(1),))
-    return cut_model(own_model.with_a_layer_twice(), config, 2, example, CPU)
+    return cut_model(own_model.with_a_layer_twice(), config, 2, example)
 
 
 def test_fresh_modules_share_nothing() -> None:

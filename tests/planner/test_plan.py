@@ -22,8 +22,9 @@ from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import devices
 from gpipe_cli.jobs.devices import Devices, settle_workers
 from gpipe_cli.jobs.micro_batches import settle_micro_batches
-from gpipe_cli.partition.cost import LayerCost, Profile
+from gpipe_cli.partition.cost import LayerCost
 from gpipe_cli.partition.layer_times import LayerTimes
+from gpipe_cli.partition.profile import ModelProfile
 from gpipe_cli.planner.devices import PRESETS, describe, parse_bytes
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.planner import Planner
@@ -141,10 +142,10 @@ def test_the_times_of_a_cell_are_those_of_its_layers_and_the_loss_is_in_the_last
 ) -> None:
     from gpipe_cli.planner.measure import measurement
 
-    def table(builders: Any, *arguments: Any) -> Profile:
+    def table(builders: Any, *arguments: Any) -> ModelProfile:
         layers = [LayerCost(builder.name, 0, None, None, 6.0) for builder in builders]
         loss = LayerTimes(10.0, 20.0, 30.0, 40.0, 50.0, 0.0)
-        return Profile(layers, [LayerTimes(1.0, 2.0, 3.0, 4.0, 5.0, 6.0) for _ in builders], loss)
+        return ModelProfile(layers, [LayerTimes(1.0, 2.0, 3.0, 4.0, 5.0, 6.0) for _ in builders], loss)
 
     monkeypatch.setattr(measurement, "profile_layers", table)
     monkeypatch.setenv("GPIPE_CACHE", str(tmp_path))

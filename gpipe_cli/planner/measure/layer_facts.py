@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from ...layers import LayerBuilder
 from ...micro_batch import Tensors
 from ...optim.average import averaged_tensors
-from ...partition.cost import (
+from ...partition.fake_layers import (
     CostError,
     TensorShape,
     build_key,

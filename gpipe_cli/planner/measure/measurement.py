@@ -19,7 +19,9 @@ from ...factory.build import build_autocast
 from ...factory.profiles import KeptProfile, profiled_costs
 from ...layers import LayerBuilder
 from ...micro_batch import MicroBatch
-from ...partition.cost import CostError, LayerCost, Profile, TensorShape, TooFewExamples, layer_costs, profile_layers
+from ...partition.cost import LayerCost, layer_costs
+from ...partition.fake_layers import CostError, TensorShape, TooFewExamples
+from ...partition.profile import ModelProfile, profile_layers
 from ..options import Options
 from ..timing import TimeModel
 from .background_load import background_load
@@ -126,7 +128,7 @@ class Measurements:
         layers: Sequence[LayerFacts],
         loss: LayerFacts | None,
         micro_batch: MicroBatch,
-        timed: Profile | None,
+        timed: ModelProfile | None,
         notes: list[str],
     ) -> list[LayerCost]:
         """Returns the costs by which a run on this machine would cut the model."""
@@ -168,7 +170,7 @@ class Measurements:
 
     def _time(
         self, layers: Sequence[LayerFacts], loss: LayerFacts | None, micro_batch: MicroBatch, notes: list[str]
-    ) -> Profile | None:
+    ) -> ModelProfile | None:
         """Times layers and loss on this machine; returns None, with a note, where that fails or takes too long."""
         if not self._soon_timed(layers, loss):
             notes.append("layers are too large to be timed here: times follow from the machine's measured rates")
@@ -183,7 +185,7 @@ class Measurements:
         self._times.measured.update({facts: times.slower(self._sharing) for facts, times in both if times})
         return timed
 
-    def _run(self, micro_batch: MicroBatch) -> Profile:
+    def _run(self, micro_batch: MicroBatch) -> ModelProfile:
         pipeline = self._settings.pipeline
         autocast = build_autocast(self._settings.precision, self._here)
         inputs, targets = self._with_values(micro_batch)

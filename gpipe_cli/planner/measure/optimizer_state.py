@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...partition.cost import TensorShape, fake_mode
+from ...partition.fake_layers import TensorShape, fake_mode
 from .tracking import storage_key
 
 MakeOptimizer = Callable[[Sequence[nn.Parameter]], Optimizer]

@@ -1,0 +1,99 @@
+"""Measures what each layer costs, in seconds of forward and backward on a device (pipeline.cost=profile)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..layers import LayerBuilder
+from ..micro_batch import Tensors
+from .cost import LayerCost, number_of_parameters
+from .fake_layers import CostError, TensorShape, build_key, build_or_explain, explaining_failures
+from .layer_times import Autocast, LayerTimes, LayerTrial, Trials
+
+_LOSS = "loss"  # among the keys of layers
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """Holds the measured times of a model.
+
+    Attributes:
+        layers: with costs in seconds.
+        times: of each layer.
+        loss: times of the task's loss after the last layer; None where it was not timed.
+    """
+
+    layers: list[LayerCost]
+    times: list[LayerTimes]
+    loss: LayerTimes | None
+
+    @property
+    def costs(self) -> list[LayerCost]:
+        """Returns the costs for the partitioner; the last layer's includes the loss, which always runs in its cell."""
+        loss = 0.0 if self.loss is None else self.loss.total
+        return [*self.layers[:-1], replace(self.layers[-1], cost=self.layers[-1].cost + loss)]
+
+
+def profile_layers(
+    builders: Sequence[LayerBuilder],
+    example_inputs: Tensors,
+    device: torch.device,
+    autocast: Autocast = nullcontext,
+    loss: Callable[[Tensors], Tensor] | None = None,
+    targets: Tensors | None = None,
+) -> ModelProfile:
+    """Times forward and backward of every layer, the median of some repeats; equal layers are timed once.
+
+    Args:
+        builders: the model.
+        example_inputs: of the first layer, for one micro-batch: real tensors.
+        device: where the layers run.
+        autocast: returns the context in which forward runs.
+        loss: of the last layer's outputs; None: it is not timed.
+        targets: of the micro-batch, for layers with an ``auxiliary_loss``; None: those losses are not timed.
+
+    Raises:
+        CostError: a layer or the loss fails; the message names it, and for a layer the way out.
+    """
+    known: dict[Hashable, tuple[LayerCost, Tensors]] = {}
+    keys: list[Hashable] = []
+    trials = Trials(device)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        values = tuple(tensor.to(device) for tensor in example_inputs)
+        for index, builder in enumerate(builders):
+            shapes = tuple(TensorShape.of(tensor) for tensor in values)
+            keys.append((build_key(builder, index), shapes, tuple(tensor.requires_grad for tensor in values)))
+            if keys[-1] not in known:
+                module = build_or_explain(builder).to(device)
+                trial = LayerTrial.of(module, values, device, autocast, targets)
+                with explaining_failures(builder, shapes):
+                    outputs = trial.outputs()
+                made = tuple(TensorShape.of(tensor) for tensor in outputs)
+                known[keys[-1]] = LayerCost(builder.name, number_of_parameters(module), None, made, 0.0), outputs
+                trials.add(keys[-1], trial, sum(t.numel() * t.element_size() for t in (*module.parameters(), *outputs)))
+            values = known[keys[-1]][1]
+        if loss is not None:
+            trials.add(_LOSS, _trial_of_loss(loss, values, device, autocast), 0)
+        trials.run()
+    times = [trials.times[key] for key in keys]
+    layers = [
+        replace(known[key][0], name=builder.name, cost=time.total)
+        for key, builder, time in zip(keys, builders, times, strict=True)
+    ]
+    return ModelProfile(layers, times, trials.times.get(_LOSS))
+
+
+def _trial_of_loss(
+    loss: Callable[[Tensors], Tensor], outputs: Tensors, device: torch.device, autocast: Autocast
+) -> LayerTrial:
+    trial = LayerTrial(lambda values: ((loss(values),), ()), outputs, device, autocast)
+    try:
+        trial.outputs()
+    except Exception as error:
+        raise CostError(f"the task's loss fails while it is timed: {type(error).__name__}: {error}") from error
+    return trial
