@@ -114,7 +114,7 @@ class LayerTrial:
         return cls(run, inputs, device, autocast, batchnorms)
 
     def outputs(self) -> Tensors:
-        """Runs once, as a warm-up, and returns the next layer's inputs: leaves that need a gradient as the outputs do."""
+        """Runs once, as a warm-up, and returns the next layer's inputs: leaves with `requires_grad` of the outputs."""
         self.forward()
         made = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self._kept[-1][1])
         self.backward()

@@ -15,6 +15,7 @@ from gpipe_cli.commands.plan import make_request
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory.build import Cut, cut_model
 from gpipe_cli.layers import LayerBuilder
+from gpipe_cli.partition.profile import profile_layers
 from gpipe_cli.partition.sharing import find_sharing
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell, build_layer
 from gpipe_cli.pipeline.randomness import NoiseSource
@@ -30,7 +31,8 @@ def builders(*builds: Any) -> list[LayerBuilder]:
 def cut(sizes: str, cost: str = "flops") -> Cut:
     config = make_request([*TWICE, f"pipeline.partition={sizes}", f"pipeline.cost={cost}"]).settings.pipeline
     example = ((torch.zeros(1, 3, 8, 8, dtype=torch.uint8),), (torch.zeros(1),))
-    return cut_model(own_model.with_a_layer_twice(), config, 2, example)
+    layers = own_model.with_a_layer_twice()
+    return cut_model(layers, config, 2, example, lambda: profile_layers(layers, example[0], CPU).costs)
 
 
 def test_fresh_modules_share_nothing() -> None:
