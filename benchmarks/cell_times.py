@@ -27,8 +27,8 @@ from gpipe_cli.distributed.world import join_world
 from gpipe_cli.factory.build import build_autocast, build_cells, build_model, build_task, cut_model
 from gpipe_cli.launch.context import Context
 from gpipe_cli.micro_batch import Tensors
-from gpipe_cli.partition.profile import ModelProfile, profile_layers
 from gpipe_cli.partition.layer_times import LayerTimes, cell_total
+from gpipe_cli.partition.profile import ModelProfile, profile_layers
 from gpipe_cli.planner.measure.background_load import background_load
 from gpipe_cli.planner.measure.example import example_micro_batch
 from gpipe_cli.trainer.assembly import make_transport
