@@ -1,4 +1,4 @@
-"""What decides how long a step takes: the chain of instructions in which each had to wait for the one before it."""
+"""Finds the critical path of a step: the chain of instructions in which each waited for the one before it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from .simulate import Timeline
 
 
 class Place(NamedTuple):
-    """Where a span stands: ``timeline.spans[worker][number]``."""
+    """Identifies a span: ``timeline.spans[worker][number]``."""
 
     worker: int
     number: int
 
 
 def critical_path(timeline: Timeline) -> list[Place]:
-    """From the span that ends last back to the beginning of the step.
+    """Returns the chain of spans that leads to the one that ends last.
 
-    An instruction depends on the one before it on the same worker; a receive depends on its send, too. The send counts
-    as what held a receive up if, of the time from the send to the receive's end, the receiver spent the greater part
-    waiting; a message that travelled while the receiver was at work held up nobody.
+    An instruction depends on the one before it on the same worker; a receive depends on its send, too. The path goes
+    from a receive to its send if the receiver spent more than half of the time since the send waiting. A message
+    that travelled while the receiver was computing delayed nothing.
 
     Args:
         timeline: measured on one clock, or of `simulate`.
@@ -32,7 +32,7 @@ def critical_path(timeline: Timeline) -> list[Place]:
     if not ends:
         return []
     sends = _sends(timeline)
-    # Of several that end at the same time any would do; the first worker's is taken.
+    # If several end at the same time, the first worker's is taken.
     here: Place | None = max(ends, key=lambda end: end[0])[1]
     path = []
     while here is not None:

@@ -1,4 +1,4 @@
-"""The kinds of schedule: in which order each worker takes its units of work, and where its cells lie.
+"""Defines the kinds of schedule: the order of each worker's units of work, and the placement of cells.
 
 | kind | bubble of equal cells, without recompute | micro-batches whose activations a worker keeps, at most |
 |---|---|---|
@@ -21,7 +21,7 @@ from .instruction import Op, ScheduleError
 
 @dataclass(frozen=True)
 class Unit:
-    """What a worker does without looking left or right: one direction of one micro-batch through consecutive cells.
+    """Describes the work of one worker between two messages: one direction of a micro-batch through consecutive cells.
 
     A kind of schedule is only an order of units; receives, recomputes and sends follow from the placement and the
     re-materialization policy.
@@ -33,7 +33,7 @@ class Unit:
 
 
 def gpipe(placement: Sequence[int], M: int) -> list[list[Unit]]:
-    """The paper's order: all forwards, then all backwards, the last micro-batch first (section 2.2)."""
+    """Returns the paper's order: all forwards, then all backwards, the last micro-batch first (section 2.2)."""
     return [
         [Unit(Op.FORWARD, cells, m) for m in range(M)] + [Unit(Op.BACKWARD, cells, m) for m in reversed(range(M))]
         for cells in _one_run_per_worker("gpipe", placement)
@@ -41,7 +41,7 @@ def gpipe(placement: Sequence[int], M: int) -> list[list[Unit]]:
 
 
 def one_forward_one_backward(placement: Sequence[int], M: int) -> list[list[Unit]]:
-    """Worker w of W warms up with W-1-w forwards, then alternates: at most W-w micro-batches are kept, whatever M."""
+    """Returns 1F1B: worker w of W runs W-1-w forwards, then alternates, and keeps at most W-w micro-batches."""
     runs = _one_run_per_worker("1f1b", placement)
     return [
         _alternate(
@@ -54,11 +54,11 @@ def one_forward_one_backward(placement: Sequence[int], M: int) -> list[list[Unit
 
 
 def interleaved(placement: Sequence[int], M: int) -> list[list[Unit]]:
-    """1F1B over v cells a worker, cell c on worker c mod W: the pipeline fills in v times smaller steps.
+    """Returns 1F1B over v cells a worker, cell c on worker c mod W: the pipeline fills in v times smaller steps.
 
     Micro-batches go in groups of at least W: a worker takes a group through its first cell, then through the next;
     backward in the same order, from the last cell. Narayanan et al. 2021 ("Efficient Large-Scale Language Model
-    Training on GPU Clusters"), section 2.2, who ask for M to be a multiple of W; here the groups may be uneven.
+    Training on GPU Clusters"), section 2.2, where M must be a multiple of W; here the groups may be uneven.
     """
     K, workers = len(placement), max(placement) + 1
     if workers in (1, K):  # each worker has one run of cells
@@ -81,7 +81,7 @@ def interleaved(placement: Sequence[int], M: int) -> list[list[Unit]]:
 
 
 def zero_bubble(placement: Sequence[int], M: int) -> list[list[Unit]]:
-    """1F1B with its backward in two halves; the weights' half, which nobody waits for, fills the idle time.
+    """Returns 1F1B with its backward in two halves; the weights' half, on which no worker waits, fills idle time.
 
     Worker w puts off the weight gradients of w micro-batches, so that every worker keeps at most W micro-batches, as
     many as the first worker does under 1f1b. After ZB-H1 of Qi et al. 2023 ("Zero Bubble Pipeline Parallelism").
@@ -116,7 +116,7 @@ ROUND_ROBIN = ("interleaved_1f1b",)  # kinds whose cell c lies on worker c mod W
 
 
 def runs_of(placement: Sequence[int]) -> list[tuple[int, ...]]:
-    """The cells in runs: as many consecutive ones together as stand on one worker."""
+    """Groups the cells into the longest runs of consecutive cells on one worker."""
     runs: list[tuple[int, ...]] = []
     for cell, worker in enumerate(placement):
         if cell > 0 and placement[cell - 1] == worker:
@@ -137,7 +137,7 @@ def _one_run_per_worker(kind: str, placement: Sequence[int]) -> list[tuple[int, 
 
 
 def _alternate(forwards: Sequence[Unit], backwards: Sequence[Unit], warm_up: int) -> list[Unit]:
-    """``warm_up`` forwards, then forward and backward in turn while there are forwards, then the other backwards."""
+    """Returns ``warm_up`` forwards, then forward and backward in turn, then the remaining backwards."""
     units = list(forwards[:warm_up])
     for number, backward in enumerate(backwards):
         units += forwards[warm_up + number : warm_up + number + 1]
@@ -146,7 +146,7 @@ def _alternate(forwards: Sequence[Unit], backwards: Sequence[Unit], warm_up: int
 
 
 def _groups(M: int, workers: int) -> list[range]:
-    """0 … M-1 in groups of W or a little more, the larger ones first; one group where M < W."""
+    """Divides 0 … M-1 into groups of at least W, the larger ones first; into one group where M < W."""
     number = max(1, M // workers)
     size, larger = divmod(M, number)
     starts = [size * i + min(i, larger) for i in range(number + 1)]

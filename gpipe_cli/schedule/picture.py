@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Blue and orange stay apart for every kind of colour blindness, and in grey by their lightness; the recompute is a pale
-# forward, because it is the same work again. Of a backward in two halves the first has the backward's colour.
+# Blue and orange differ for every kind of colour blindness, and in lightness when printed in grey. A recompute is a pale
+# forward, because it is the same work again. The first half of a backward has the backward's colour.
 _FILL = {
     Op.FORWARD: "#2f6db3",
     Op.RECOMPUTE: "#a9cdee",
@@ -44,11 +44,11 @@ _SMALLEST = 5.0  # points; smaller numbers are left out
 
 
 def draw_text(timeline: Timeline, slot: float = 1.0) -> str:
-    """The timeline as a grid of characters: a row per worker, a column per slot of time.
+    """Returns the timeline as a grid of characters: a row per worker, a column per slot of time.
 
-    Each column shows what the worker does in the middle of the slot: ``F0`` the forward of micro-batch 0, ``R0`` its
-    recompute, ``B0`` its backward, ``I0`` and ``W0`` its halves, ``.`` nothing; `legend` says so. A worker with several
-    cells has a row for each of them.
+    Each column shows the instruction in the middle of the slot: ``F0`` the forward of micro-batch 0, ``R0`` its
+    recompute, ``B0`` its backward, ``I0`` and ``W0`` the halves of the backward, ``.`` idle. A worker with several cells
+    has a row for each of them.
 
     Args:
         timeline: of ``simulate``; with unit durations and a slot of 1 it is exact.
@@ -72,11 +72,11 @@ def draw_text(timeline: Timeline, slot: float = 1.0) -> str:
 
 
 class Panel(NamedTuple):
-    """One timeline of a picture.
+    """Describes one timeline of a picture.
 
     Attributes:
         timeline: of ``simulate``, or measured.
-        title: what stands before "K = …, M = …, bubble … %", such as the kind of schedule.
+        title: the text before "K = …, M = …, bubble … %", such as the kind of schedule.
         critical: the spans of its critical path, to be marked.
     """
 
@@ -86,19 +86,19 @@ class Panel(NamedTuple):
 
 
 def legend(timeline: Timeline) -> str:
-    """What the letters of `draw_text` mean, those that occur."""
+    """Returns the meaning of the letters in `draw_text`, as far as they occur."""
     words = ", ".join(f"{op.value} {_NAME[op]}" for op in _used(timeline))
     return f"{words}, with the micro-batch; . idle"
 
 
 def save_picture(timeline: Timeline, path: str | Path, title: str = "", unit: str = "") -> None:
-    """Draws the timeline into a file; its suffix says the format (.png, .svg, .pdf).
+    """Draws the timeline into a file; its suffix chooses the format (.png, .svg, .pdf).
 
     Args:
         timeline: of ``simulate``, or measured.
         path: the file to write.
         title: as in `Panel`.
-        unit: of time, for the axis, such as "ms"; with none the axis has no name but "time".
+        unit: of time, for the axis, such as "ms"; empty: the axis is labelled "time" alone.
     """
     save_panels([Panel(timeline, title)], path, unit)
 
@@ -109,7 +109,7 @@ def save_panels(panels: Sequence[Panel], path: str | Path, unit: str = "") -> No
     from matplotlib.figure import Figure
 
     tables = [_rows(panel.timeline) for panel in panels]
-    # As wide as the micro-batches' numbers need, as high as the rows: within what a page or a screen shows.
+    # The width follows the numbers on the bars, the height the rows, within the limits of a page.
     bars = max(sum(s.instruction.op in COMPUTE for s in max(p.timeline.spans, key=len)) for p in panels)
     width = min(24.0, max(7.0, 1.6 + (0.1 + 0.06 * len(str(panels[0].timeline.micro_batches))) * bars))
     heights = [0.95 + max(0.12, min(0.42, 8 / len(rows))) * len(rows) for rows in tables]
@@ -130,7 +130,7 @@ def save_panels(panels: Sequence[Panel], path: str | Path, unit: str = "") -> No
 
 
 def _rows(timeline: Timeline) -> list[tuple[str, int, int]]:
-    """(label, cell, worker) of each row, workers in order and their cells beneath them."""
+    """Returns (label, cell, worker) of each row: workers in order, the cells of a worker below each other."""
     cells = range(len(timeline.placement))
     several = len(timeline.spans) < len(cells)
     return [
@@ -142,13 +142,13 @@ def _rows(timeline: Timeline) -> list[tuple[str, int, int]]:
 
 
 def _used(timeline: Timeline) -> list[Op]:
-    """The kinds of computation that occur."""
+    """Returns the kinds of computation that occur."""
     seen = {s.instruction.op for spans in timeline.spans for s in spans}
     return [op for op in COMPUTE if op in seen]
 
 
 def _covered(span: Span, slot: float) -> tuple[int, int]:
-    """The columns whose middle lies in the span."""
+    """Returns the range of columns whose middle lies in the span."""
     return round(span.start / slot), round(span.end / slot)
 
 
@@ -169,7 +169,7 @@ def _draw_rows(axes: Axes, timeline: Timeline, rows: Sequence[tuple[str, int, in
         for op in COMPUTE:
             spans = (s for s in _compute_spans(timeline, cell, worker) if s.instruction.op is op)
             bars = [(s.start, s.end - s.start) for s in spans]
-            # A white edge parts neighbours; among thousands of bars it would cover them.
+            # A white edge separates neighbouring bars; with thousands of bars it must be thinner than they are.
             edge = min(0.8, 60 / (1 + len(bars)) ** 1.2)
             axes.broken_barh(bars, (row - 0.42, 0.84), facecolor=_FILL[op], edgecolor=_GRID, linewidth=edge)
 
@@ -192,7 +192,7 @@ def _draw_title(axes: Axes, panel: Panel) -> None:
 
 
 def _draw_critical_path(axes: Axes, panel: Panel, rows: Sequence[tuple[str, int, int]]) -> None:
-    """A line along the lower edge of the computations that decide how long the step takes."""
+    """Draws a line along the lower edge of the computations on the critical path."""
     row_of = {(worker, cell): row for row, (_, cell, worker) in enumerate(rows)}
     before: tuple[int, float, float] | None = None
     for worker, number in panel.critical:
@@ -201,7 +201,7 @@ def _draw_critical_path(axes: Axes, panel: Panel, rows: Sequence[tuple[str, int,
             continue
         height = row_of[worker, instruction.cell] + 0.42
         axes.plot([start, end], [height] * 2, color=_CRITICAL, linewidth=2.2, solid_capstyle="butt")
-        if before is not None and before[0] != worker:  # a message held it up
+        if before is not None and before[0] != worker:  # it waited for a message
             axes.plot([before[1], start], [before[2], height], color=_CRITICAL, linewidth=0.8)
         before = worker, end, height
 
@@ -224,7 +224,7 @@ def _draw_legend(figure: Figure, panels: Sequence[Panel]) -> None:
 
 
 def _draw_numbers(figure: Figure, axes: Axes, timeline: Timeline, rows: Sequence[tuple[str, int, int]]) -> None:
-    """The micro-batches' numbers, in one size for all; none on bars that are too narrow to read them."""
+    """Writes the micro-batches' numbers on the bars, all in one size, except on bars too narrow for them."""
     figure.draw_without_rendering()
     area, points = axes.get_window_extent(), 72 / figure.dpi
     tallest = min(9.0, 0.6 * area.height * points / len(rows))
@@ -239,7 +239,7 @@ def _draw_numbers(figure: Figure, axes: Axes, timeline: Timeline, rows: Sequence
     size = min(sizes.values(), default=0.0)
     for row, (_, cell, worker) in enumerate(rows):
         for span in _compute_spans(timeline, cell, worker):
-            # Measured bars of one kind differ; a number that is wider than its own would be white on white.
+            # Measured bars of one kind differ in width; a number wider than its bar would be unreadable.
             if span.instruction.op in sizes and span.end - span.start >= 0.7 * size * widest:
                 middle, text = (span.start + span.end) / 2, str(span.instruction.micro_batch)
                 ink = _INK[span.instruction.op]

@@ -1,4 +1,4 @@
-"""Times a schedule without running it: the instruction lists and how long each instruction takes, a timeline out."""
+"""Computes the timeline of a schedule from its instruction lists and the duration of each instruction."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Seconds = float  # or any other unit, the same for durations and latency
 
 
 class Span(NamedTuple):
-    """When one instruction began and ended. A receive lasts at least as long as it waits."""
+    """Holds the begin and the end of one instruction. The span of a receive includes its wait."""
 
     instruction: Instruction
     start: Seconds
@@ -22,7 +22,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What every worker did when, from 0.
+    """Holds the spans of every worker; time starts at 0.
 
     Attributes:
         spans: one list per worker, in order.
@@ -34,23 +34,23 @@ class Timeline:
 
     @cached_property
     def span(self) -> Seconds:
-        """How long the step takes, from the first start to the last end."""
+        """Returns the time from the first start to the last end."""
         return max((spans[-1].end for spans in self.spans if spans), default=0.0)
 
     @cached_property
     def busy(self) -> list[Seconds]:
-        """What each worker spends on forward, recompute and backward or its halves."""
+        """Returns each worker's time in forward, recompute and backward or its halves."""
         return [sum(s.end - s.start for s in spans if s.instruction.op in COMPUTE) for spans in self.spans]
 
     @property
     def bubble(self) -> float:
-        """The share of the workers' time in which they compute nothing: idle ends, waits and uneven cells together."""
+        """Returns the share of the workers' time without computation: idle ends, waits and uneven cells together."""
         whole = self.span * len(self.spans)
         return 1 - sum(self.busy) / whole if whole > 0 else 0.0
 
     @property
     def micro_batches(self) -> int:
-        """M."""
+        """Returns M."""
         return 1 + max((s.instruction.micro_batch for spans in self.spans for s in spans), default=-1)
 
 
@@ -61,18 +61,18 @@ def simulate(
     latency: Seconds | Callable[[Instruction], Seconds] = 0.0,
     host: Seconds = 0.0,
 ) -> Timeline:
-    """Runs the lists on an ideal machine, where each worker starts an instruction as soon as it may.
+    """Times the lists on an ideal machine, where each worker starts an instruction as soon as its inputs are there.
 
     Args:
         lists: one list per worker.
         placement: ``placement[cell]`` is the cell's worker.
-        duration: of an instruction in ``COMPUTE``; it is asked for no other.
-        latency: from a send to the moment the other worker can go on: one number, or a function of the send. Messages
-            travel beside the computation and beside each other.
-        host: what each send and each receive keeps its own worker from computing; a receive does so while it waits.
+        duration: of an instruction in ``COMPUTE``; called for no other.
+        latency: time from a send to the arrival of its message: one number, or a function of the send. Messages do not
+            delay computation or each other.
+        host: time for which each send and each receive keeps its own worker from computing; a receive's overlaps its wait.
 
     Raises:
-        ScheduleError: the workers wait for each other for ever.
+        ScheduleError: the workers wait for each other in a circle.
     """
     clock = [0.0] * len(lists)
     arrival: dict[Message, Seconds] = {}
@@ -92,15 +92,15 @@ def simulate(
 
 
 def unit_durations(instruction: Instruction) -> Seconds:
-    """One clock for everything: the paper's figure 2c."""
+    """Returns 1 for every instruction, as the paper's figure 2c draws them."""
     return 1.0
 
 
 def cost_durations(cell_costs: Sequence[float], backward: float = 2.0) -> Callable[[Instruction], Seconds]:
-    """A duration in the unit of the costs: C_k for forward and recompute, ``backward`` times C_k for backward.
+    """Returns durations in the unit of the costs: C_k for forward and recompute, ``backward`` times C_k for backward.
 
-    A backward computes the gradients of the input and of the weights, each about as dear as the forward; where the
-    schedule has it in two halves, each takes half of it.
+    A backward computes the gradients of the input and of the weights, each about as expensive as the forward; a half
+    of a backward takes half of its time.
     """
     factors = {Op.BACKWARD: backward, Op.INPUT_GRADIENT: backward / 2, Op.WEIGHT_GRADIENT: backward / 2}
 
@@ -111,18 +111,18 @@ def cost_durations(cell_costs: Sequence[float], backward: float = 2.0) -> Callab
 
 
 def ideal_bubble(K: int, M: int) -> float:
-    """The bubble of K equal cells on K workers with M micro-batches: (K-1) / (M+K-1) (section 2.3)."""
+    """Returns the bubble of K equal cells on K workers with M micro-batches: (K-1) / (M+K-1) (section 2.3)."""
     return (K - 1) / (M + K - 1)
 
 
-# For W workers with v equal cells each. What stands not here depends on more than these numbers.
+# For W workers with v equal cells each. Other kinds have no closed form in W, v and M.
 BUBBLE_FORMULAS = {"gpipe": "(W-1)/(M+W-1)", "1f1b": "(W-1)/(M+W-1)", "interleaved_1f1b": "(W-1)/(vM+W-1)"}
 
 
 def bubble_by_formula(kind: str, workers: int, cells: int, M: int) -> float | None:
-    """The bubble of equal cells by `BUBBLE_FORMULAS`; None where none of them holds.
+    """Returns the bubble of equal cells by `BUBBLE_FORMULAS`; None where no formula holds.
 
-    That is for `zero_bubble`, where it depends on how long the halves of a backward take, and for `interleaved_1f1b`
+    None holds for `zero_bubble`, whose bubble depends on the times of a backward's halves, nor for `interleaved_1f1b`
     with fewer micro-batches than workers.
     """
     if kind not in BUBBLE_FORMULAS:

@@ -1,6 +1,6 @@
-"""Holds instruction lists to the rules of a synchronous pipeline (paper, section 2.2) before anything runs them.
+"""Checks instruction lists against the rules of a synchronous pipeline (paper, section 2.2) before anything runs them.
 
-The rules know nothing of how a kind orders its work, so that a new kind of schedule is checked by the same function.
+The rules do not depend on the kind of schedule, so a new kind is checked by the same function.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _TOO_LATE = {Op.RECOMPUTE: "recomputes after its backward"} | dict.fromkeys(BACK
 def validate(lists: InstructionLists, placement: Sequence[int], M: int, remat: str | None = None) -> None:
     """Checks the lists of one step.
 
-    Every cell runs every micro-batch forward once and backward once, either whole or in its two halves, the input's
-    before the weights'; what an instruction needs stands before it;
-    every message is sent once and received once, on the right workers; between two workers the messages of one
-    direction are received in the order in which they are sent (point-to-point queues such as NCCL's need that); and
-    the workers never wait for each other in a circle, where receives wait for their sends and a send for the message
-    that stands `send_window` before it.
+    * Every cell runs every micro-batch forward once and backward once: whole, or the input's half before the weights'.
+    * Every instruction comes after those whose results it needs.
+    * Every message is sent once and received once, on the right workers. Between two workers the messages of one
+      direction are received in the order in which they are sent, as point-to-point queues such as NCCL's require.
+    * No workers wait for each other in a circle, where a receive waits for its send, and a send for the message that
+      was sent `send_window` messages earlier.
 
     Args:
         lists: one list per worker.
@@ -49,7 +49,7 @@ def validate(lists: InstructionLists, placement: Sequence[int], M: int, remat: s
 def _check_worker(
     worker: int, instructions: Sequence[Instruction], placement: Sequence[int], M: int, remat: str | None
 ) -> set[_Key]:
-    """Each instruction is legal where it stands, and what it needs stands before it. Returns what the worker does."""
+    """Checks that each instruction is legal and comes after what it needs; returns the set of all of them."""
     done: set[_Key] = set()
     requirements: dict[tuple[Op, int], tuple[tuple[Op, int], ...]] = {}
     for position, instruction in enumerate(instructions):
@@ -83,7 +83,7 @@ def _error(worker: int, position: int, instruction: Instruction, problem: str) -
 
 
 def _misplaced(worker: int, op: Op, cell: int, placement: Sequence[int], remat: str | None) -> str | None:
-    """Why the worker can never do this to this cell; None if it can."""
+    """Returns why the worker can never run this operation on this cell; None if it can."""
     if not 0 <= cell < len(placement):
         return f"cells are counted from 0 to K-1={len(placement) - 1}"
     if placement[cell] != worker:
@@ -103,7 +103,7 @@ def _misplaced(worker: int, op: Op, cell: int, placement: Sequence[int], remat: 
 
 
 def _neighbour(op: Op, cell: int) -> int | None:
-    """The cell at the other end of a message; None for instructions that send and receive nothing."""
+    """Returns the cell at the other end of a message; None for instructions that send and receive nothing."""
     if op in (Op.SEND_ACTIVATION, Op.RECEIVE_GRADIENT):
         return cell + 1
     if op in (Op.RECEIVE_ACTIVATION, Op.SEND_GRADIENT):
@@ -112,7 +112,7 @@ def _neighbour(op: Op, cell: int) -> int | None:
 
 
 def _needs(op: Op, cell: int, placement: Sequence[int], remat: str | None) -> tuple[tuple[Op, int], ...]:
-    """What must stand before it in the same list, for the same micro-batch; for a BACKWARD its first half will do."""
+    """Returns what must come earlier in the same list, for the same micro-batch; half of a BACKWARD suffices."""
     if op is Op.FORWARD and cell > 0:
         local = placement[cell - 1] == placement[cell]
         return ((Op.FORWARD, cell - 1) if local else (Op.RECEIVE_ACTIVATION, cell),)
@@ -144,9 +144,9 @@ def _check_complete(worker: int, done: set[_Key], placement: Sequence[int], M: i
 
 
 def _check_messages(lists: InstructionLists, placement: Sequence[int]) -> None:
-    """Every message awaited is sent, and in the order in which it is awaited.
+    """Checks that the messages received are those sent, in the same order.
 
-    That every message sent is awaited follows from what forwards and backwards need.
+    That every message sent is received follows from what forwards and backwards need.
     """
     sent: dict[tuple[int, int, str], list[Message]] = defaultdict(list)
     received: dict[tuple[int, int, str], list[Message]] = defaultdict(list)
@@ -178,7 +178,7 @@ def _difference(channel: tuple[int, int, str], sent: Sequence[Message], received
 
 
 def _ends(message: Message) -> tuple[Instruction, Instruction]:
-    """The send and the receive of a message."""
+    """Returns the send and the receive of a message."""
     direction, boundary, m = message
     if direction == "activation":
         return Instruction(Op.SEND_ACTIVATION, boundary, m), Instruction(Op.RECEIVE_ACTIVATION, boundary + 1, m)
