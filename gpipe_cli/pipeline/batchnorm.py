@@ -1,4 +1,4 @@
-"""BatchNorm under micro-batches (paper, section 2.2).
+"""Replaces BatchNorm by a layer that handles micro-batches (paper, section 2.2).
 
 In training a layer normalises with the statistics of its micro-batch (over the replicas too, when asked). The moving
 averages that evaluation uses follow the statistics of the whole *mini-batch*: they are gathered while micro-batches go
@@ -19,7 +19,7 @@ from .replicas import sum_over_replicas
 
 
 class DeferredBatchNorm(nn.Module):
-    """Stands in for an ``nn.BatchNorm*d``, with the same parameters and buffers under the same names.
+    """Replaces an ``nn.BatchNorm*d``, with the same parameters and buffers under the same names.
 
     Args:
         replaced: the module whose parameters, buffers and settings are taken over.
@@ -42,13 +42,13 @@ class DeferredBatchNorm(nn.Module):
         self._pooled: Tensor | None = None  # float64 (3, C): count, sum, sum of squares about zero
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` of shape (n, C, …), normalised over all dimensions but the second."""
+        """Normalises ``x`` of shape (n, C, …) over all dimensions but the second."""
         if not self.training and self.running_mean is not None:
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
         count = x.numel() // x.size(1)
         if self.group is not None:
             return self._normalise_over_replicas(x, count)
-        # With momentum 1 the "moving" averages that come out are just this micro-batch's statistics.
+        # With momentum 1 the "moving" averages are the statistics of this micro-batch.
         mean = torch.zeros(x.size(1), device=x.device, dtype=self._statistics_dtype(x))
         variance = torch.zeros_like(mean)
         output = F.batch_norm(x, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
@@ -60,10 +60,10 @@ class DeferredBatchNorm(nn.Module):
         return self.weight.dtype if self.weight is not None else torch.promote_types(x.dtype, torch.float32)
 
     def _normalise_over_replicas(self, x: Tensor, count: int) -> Tensor:
-        """SyncBatchNorm's mathematics with one differentiable sum; gathers only the local share.
+        """Normalises as SyncBatchNorm does, with one differentiable sum; gathers only this replica's statistics.
 
-        Every replica learns the mean of each and its squares about that mean, and puts them together (Chan et al.,
-        1979): squares about zero would cancel where a mean is large beside its deviation.
+        Every replica receives the means of all and the squares about these means, and combines them (Chan et al.,
+        1979): squares about zero would cancel where a mean is large compared with its deviation.
         """
         dims, shape = [0, *range(2, x.dim())], [1, -1, *([1] * (x.dim() - 2))]
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -81,7 +81,7 @@ class DeferredBatchNorm(nn.Module):
         return output.to(x.dtype)
 
     def _from_every_replica(self, local: Tensor) -> Tensor:
-        """``local`` (3, C) of each replica: (replicas, 3, C). A sum in which everyone fills one place is exact."""
+        """Returns ``local`` (3, C) of all replicas: (replicas, 3, C). A sum in which each fills one slot is exact."""
         replicas, place = dist.get_world_size(self.group), dist.get_rank(self.group)
         slots = F.pad(local[None], (0, 0, 0, 0, place, replicas - 1 - place))
         everyone: Tensor = _SumOverReplicas.apply(slots, self.group)
@@ -96,16 +96,16 @@ class DeferredBatchNorm(nn.Module):
 
     @property
     def gathered_count(self) -> float:
-        """How many values a channel has been averaged over since the last `take_pooled`."""
+        """Returns the number of values per channel gathered since the last `take_pooled`."""
         return 0.0 if self._pooled is None else self._pooled[0, 0].item()
 
     def take_pooled(self) -> Tensor | None:
-        """The sums gathered since the last call, float64 (3, C), or None; starts anew."""
+        """Returns the sums gathered since the last call, float64 (3, C), or None, and resets them."""
         pooled, self._pooled = self._pooled, None
         return pooled
 
     def update_moving_averages(self, pooled: Tensor) -> None:
-        """Once per mini-batch: mean and population variance pooled over all its micro-batches."""
+        """Updates the moving averages with mean and population variance of a whole mini-batch."""
         count, mean = pooled[0], pooled[1] / pooled[0]
         variance = pooled[2] / count - mean * mean
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
@@ -117,7 +117,7 @@ class DeferredBatchNorm(nn.Module):
 
 
 class _SumOverReplicas(torch.autograd.Function):
-    """Sum over a group; its gradient is the sum of the replicas' gradients."""
+    """Sums over a group; the gradient is the sum of the replicas' gradients."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -134,7 +134,7 @@ class _SumOverReplicas(torch.autograd.Function):
 
 
 def defer_batchnorm(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
-    """``module`` with every BatchNorm in it replaced by `DeferredBatchNorm`; returns the new module if it is one."""
+    """Returns ``module`` with every BatchNorm in it, or itself if it is one, replaced by `DeferredBatchNorm`."""
     if isinstance(module, _BatchNorm):
         return DeferredBatchNorm(module, group)
     for name, child in module.named_children():
@@ -145,7 +145,7 @@ def defer_batchnorm(module: nn.Module, group: dist.ProcessGroup | None = None) -
 
 
 def finish_batchnorm(layers: Iterable[DeferredBatchNorm], replicas: dist.ProcessGroup | None) -> None:
-    """Applies what the step gathered to the moving averages; with replicas, pooled over them in one sum."""
+    """Updates all moving averages at the end of a step; with replicas, from statistics summed over them."""
     gathered = [(layer, pooled) for layer in layers if (pooled := layer.take_pooled()) is not None]
     if not gathered:
         return

@@ -1,4 +1,4 @@
-"""What passes from one cell to the next: tuples of tensors, described by a `BoundarySpec`, packed into one message."""
+"""Describes and packs what passes from one cell to the next: tuples of tensors as one message."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALIGNMENT = 64  # bytes; each tensor of a packed message starts at a multiple, s
 
 
 def as_tensors(value: object) -> Tensors:
-    """A layer's output as a tuple.
+    """Returns a layer's output as a tuple.
 
     Raises:
         TypeError: it is neither a tensor nor a tuple or list of tensors.
@@ -32,20 +32,20 @@ def as_tensors(value: object) -> Tensors:
 
 
 def as_argument(tensors: Sequence[Tensor]) -> Tensor | Tensors:
-    """What a layer is called with, as in a cell: one tensor alone, several as a tuple."""
+    """Returns the argument for a layer: one tensor alone, several as a tuple."""
     return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 
 def is_channels_last(tensor: Tensor) -> bool:
-    """Laid out as (N, H, W, C) and not also as (N, C, H, W)."""
+    """Returns whether the tensor is laid out as (N, H, W, C) and not also as (N, C, H, W)."""
     return tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 def canonical(tensor: Tensor) -> Tensor:
-    """The same values in the one layout that a boundary has: contiguous, or channels-last.
+    """Returns the same values in the layout of boundaries: contiguous, or channels-last.
 
-    Kernels choose their order of summation by strides, and a message or a leaf's gradient has lost odd ones. So that a
-    cut changes no bit, what passes between two layers is brought to this layout whether a cut lies there or not.
+    Kernels choose their order of summation by strides, and a message or a leaf's gradient loses unusual strides. Every
+    tensor between two layers is brought to this layout, whether a cut lies there or not, so that a cut changes no bit.
     """
     if tensor.is_contiguous():
         return tensor.view(-1).view(tensor.shape) if 1 in tensor.shape and _has_odd_strides(tensor) else tensor
@@ -53,7 +53,7 @@ def canonical(tensor: Tensor) -> Tensor:
 
 
 def _has_odd_strides(tensor: Tensor) -> bool:
-    """A dimension of size 1 may have any stride, and some kernels look at it."""
+    """Returns whether a stride is not the usual one; a dimension of size 1 may have any, and some kernels read it."""
     expected = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if stride != expected:
@@ -63,17 +63,17 @@ def _has_odd_strides(tensor: Tensor) -> bool:
 
 
 def canonical_gradient(gradient: Tensor, of_channels_last: bool) -> Tensor:
-    """The gradient in the layout of the tensor that it belongs to."""
+    """Returns the gradient in the layout of its tensor."""
     if of_channels_last:
         return gradient.contiguous(memory_format=torch.channels_last)
     return canonical(gradient.contiguous())
 
 
 class GradientLayouts:
-    """Brings what leaves a layer, and the gradient that comes back to it, to `canonical` layout.
+    """Brings each layer's outputs, and the gradients of these outputs, to `canonical` layout.
 
-    A hook on every tensor would cost 2 % of a small model's step. The layouts follow from the shapes, so where those of
-    some shapes were seen to be canonical, later ones need no hook.
+    A hook on every tensor would cost 2 % of a small model's step. The layouts follow from the shapes, so once the
+    gradients for some shapes have been canonical, later ones of these shapes need no hook.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class GradientLayouts:
         self._settled: dict[Hashable, set[int]] = defaultdict(set)
 
     def settled(self, signature: Hashable) -> set[int]:
-        """The layers that return one tensor which, with its gradient, has been seen to need nothing.
+        """Returns the layers with one output that, like its gradient, is known to be canonical.
 
         Args:
             signature: of the shapes that entered the pipeline.
@@ -89,9 +89,9 @@ class GradientLayouts:
         return self._settled[signature]
 
     def settle(self, outputs: Tensors, inputs: Tensors, layer: int, signature: Hashable) -> Tensors:
-        """``outputs`` of ``layer`` in canonical layout, and their gradients too when they come.
+        """Returns ``outputs`` of ``layer`` in canonical layout; their gradients are converted when they arrive.
 
-        What the layer only passes on from its ``inputs`` was settled before.
+        Tensors that the layer passes through from its ``inputs`` are canonical already.
         """
         made = tuple(
             tensor
@@ -118,7 +118,7 @@ class GradientLayouts:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape, dtype, whether a gradient flows back through it, and whether it is laid out channels-last."""
+    """Describes a tensor: shape, dtype, whether it needs a gradient, and whether it is laid out channels-last."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -130,11 +130,11 @@ class TensorSpec:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, is_channels_last(tensor))
 
     def view_of(self, message: Tensor, start: int) -> Tensor:
-        """The tensor that begins at byte ``start`` of a message; the message is a storage of its own."""
+        """Returns a view of the tensor at byte ``start`` of a message that is a storage of its own."""
         return message.view(self.dtype).as_strided(self.shape, self._strides, start // self.dtype.itemsize)
 
     def bytes_of(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """``tensor`` as it lies in a message: a flat uint8 tensor, a view where nothing has to change."""
+        """Returns ``tensor`` as flat uint8 for a message: a view if nothing has to change."""
         if tensor.requires_grad or tensor.dtype is not self.dtype or tensor.device != device:
             tensor = tensor.detach().to(device, self.dtype)
         if self.channels_last:
@@ -150,13 +150,13 @@ class TensorSpec:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Returns the size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class BoundarySpec:
-    """The tensors of one boundary for one shape of micro-batch."""
+    """Describes the tensors of one boundary for one shape of micro-batch."""
 
     tensors: tuple[TensorSpec, ...]
 
@@ -166,21 +166,21 @@ class BoundarySpec:
 
     @cached_property
     def gradients(self) -> BoundarySpec:
-        """What travels back: one gradient for each tensor that needs one."""
+        """Returns the specification of what travels back: one gradient for each tensor that needs one."""
         return BoundarySpec(tuple(replace(t, needs_gradient=False) for t in self.tensors if t.needs_gradient))
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each tensor starts in a packed message, and at the end the message's length, in bytes.
+        """Returns the start of each tensor in a packed message and, last, the message's length, in bytes.
 
-        One tensor alone is a message as it is.
+        A single tensor is not padded.
         """
         alignment = 1 if len(self.tensors) == 1 else ALIGNMENT
         return tuple(accumulate((-(-t.size // alignment) * alignment for t in self.tensors), initial=0))
 
     @cached_property
     def paddings(self) -> tuple[tuple[int, int], ...]:
-        """(number, bytes) of each tensor that the next one does not follow at once."""
+        """Returns (number of a tensor, bytes of padding behind it) where there is padding."""
         gaps = [
             end - start - t.size for t, start, end in zip(self.tensors, self.offsets, self.offsets[1:], strict=False)
         ]
@@ -188,15 +188,15 @@ class BoundarySpec:
 
     @property
     def size(self) -> int:
-        """Bytes of the packed message."""
+        """Returns the size of the packed message in bytes."""
         return self.offsets[-1]
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these have the shapes that are described."""
+        """Returns whether the tensors have the described shapes."""
         return all(tensor.shape == described.shape for tensor, described in zip(tensors, self.tensors, strict=True))
 
     def shapes(self) -> str:
-        """For messages."""
+        """Returns the shapes as text for error messages."""
         return ", ".join(str(list(described.shape)) for described in self.tensors)
 
     def to_bytes(self) -> bytes:
@@ -213,11 +213,10 @@ class BoundarySpec:
 
 
 def pack(tensors: Sequence[Tensor], spec: BoundarySpec, device: torch.device) -> Tensor:
-    """The tensors as one message on ``device``: a flat uint8 tensor of ``spec.size``.
+    """Packs the tensors into one message on ``device``: a flat uint8 tensor of ``spec.size`` bytes.
 
-    A single tensor that is laid out as a message is, is not copied: the message is a view of it. A worker that has
-    just computed packs with a cold cache, where every operation costs ten times what it does in a loop: so there are
-    few of them, here and in `unpack`.
+    The message is a view, not a copy, of a single tensor in canonical layout. After a computation the caches are cold
+    and every operation costs about ten times what it costs in a loop, so this and `unpack` use few operations.
     """
     pieces = [described.bytes_of(tensor, device) for tensor, described in zip(tensors, spec.tensors, strict=True)]
     if len(pieces) == 1:
@@ -228,12 +227,12 @@ def pack(tensors: Sequence[Tensor], spec: BoundarySpec, device: torch.device) ->
 
 
 def unpack(message: Tensor, spec: BoundarySpec) -> Tensors:
-    """The tensors that lie in a packed message: views, nothing is copied."""
+    """Returns the tensors of a packed message as views."""
     return tuple(t.view_of(message, start) for t, start in zip(spec.tensors, spec.offsets, strict=False))
 
 
 def fresh_leaves(tensors: Tensors, spec: BoundarySpec) -> Tensors:
-    """The boundary in front of a cell: cut off from what made it, collecting gradients where they will be sent back."""
+    """Returns the inputs of a cell as new autograd leaves, which collect the gradients to be sent back."""
     return tuple(
         tensor.detach().requires_grad_(described.needs_gradient)
         for tensor, described in zip(tensors, spec.tensors, strict=True)

@@ -1,8 +1,9 @@
-"""A layer's buffers stay as they are while it trains; only BatchNorm's statistics move, and those when a step ends.
+"""Refuses layers that change their buffers in a training forward.
 
-The forward of a micro-batch may run twice, the second time for its backward, and micro-batches pass one after another:
-a layer that changes its buffers on the way would give results that depend on K, on re-materialization, on the schedule.
-gpipe-train refuses it. gpipe-verify does without this guard, since it shows by how much such a layer differs.
+The forward of a micro-batch may run twice, the second time for its backward, and micro-batches pass one after another.
+With such a layer the result would depend on K, on re-materialization and on the schedule. BatchNorm's statistics are
+the exception: the engine updates them at the end of a step. gpipe-verify does not use this guard, because it shows by
+how much such a layer differs.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from .boundary import as_tensors
 
 
 class BufferChanged(ConfigurationError):
-    """A layer changes a buffer in a training forward; the message names both and says what to use instead."""
+    """Raised when a layer changes a buffer in a training forward; names both and what to use instead."""
 
 
 class _Seen(NamedTuple):
-    """A buffer at one moment. Its version does not tell all: the kernels of batch_norm write without counting it up."""
+    """Holds a buffer at one moment, with a copy: the kernels of batch_norm write without raising the version."""
 
     tensor: Tensor
     version: int
@@ -31,10 +32,10 @@ class _Seen(NamedTuple):
 
 
 class BufferGuard:
-    """Calls a layer and looks at its buffers before and after.
+    """Calls a layer and compares its buffers before and after.
 
-    Where they differ the layer is called once more, on a copy of its input: what is made at first use, such as a table
-    of positions, is then left alone, and does no harm.
+    If they differ, the layer is called once more on a copy of its input: a buffer that is made at first use, such as a
+    table of positions, does not change again and is allowed.
 
     Args:
         name: of the layer, for the message.
@@ -45,10 +46,10 @@ class BufferGuard:
         self._name, self._module = name, module
 
     def __call__(self, argument: Any) -> Any:
-        """The layer's outputs.
+        """Returns the layer's outputs.
 
         Raises:
-            BufferChanged: they are not as they were.
+            BufferChanged: a buffer changed.
         """
         outputs, changed = self._changes(argument, self._module)
         if changed:
@@ -63,7 +64,7 @@ class BufferGuard:
         return outputs
 
     def _changes(self, argument: Any, call: Callable[[Any], Any]) -> tuple[Any, str | None]:
-        """What ``call`` returns, and the first buffer that is another one or has another value behind it."""
+        """Returns the result of ``call`` and the name of the first buffer that is new, replaced or changed."""
         before = {
             name: _Seen(tensor, tensor._version, tensor.detach().clone())
             for name, tensor in self._module.named_buffers()
@@ -74,7 +75,7 @@ class BufferGuard:
         return outputs, next(names, None)
 
     def _once_more(self, argument: Any) -> None:
-        """Leaves no trace in the input, in the random numbers to come and in BatchNorm's statistics."""
+        """Calls the layer again without changing the input, the random generators or BatchNorm's statistics."""
         gathering = [m for m in self._module.modules() if isinstance(m, DeferredBatchNorm) and m.gathering]
         copies = tuple(tensor.detach().clone() for tensor in as_tensors(argument))
         for batchnorm in gathering:
@@ -92,5 +93,5 @@ def _is_same(before: _Seen | None, after: Tensor | None) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Bytes, so that NaN is like NaN."""
+    """Views the tensor as bytes, so that NaN equals NaN."""
     return tensor.detach().reshape(-1).view(torch.uint8)

@@ -1,17 +1,17 @@
-"""A backward in two halves: first the gradient of a cell's input, which others wait for, later those of its weights.
+"""Splits a backward in two: first the gradient of a cell's input, on which others wait, later those of its weights.
 
     x --> [ layer a ] --> [ layer b ] --> y        the graph of one micro-batch in one cell
                |               |
               w_a             w_b
 
-The input's half walks from y to x and computes nothing for w_a and w_b. Where a weight joins that way (the node of a
-matrix product, say) it notes the gradient that arrives. The weights' half starts at these *joints* and computes only
-what leads to weights. Every weight's gradient is the same number, from the same kernels in the same order, as a whole
-backward makes. After Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.
+The first half goes from y to x and computes nothing for w_a and w_b. At each node where a weight joins that path (the
+node of a matrix product, for example) it stores the gradient that arrives. The second half starts at these *joints* and
+computes only what leads to weights. Every weight's gradient is the same number, from the same kernels in the same
+order, as in a whole backward. After Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.
 
-Not every weight can wait. One that joins in two places gets its gradient in the first half, because the sum over the
-places must be made before it is added to those of other micro-batches. So does one that enters a custom
-`torch.autograd.Function`, which computes all its gradients at once. Both are exact; they only leave less for later.
+Some weights get their gradient in the first half: a weight that joins in two places, because the sum over the places
+must be complete before it is added to those of other micro-batches, and a weight that enters a custom
+`torch.autograd.Function`, which computes all its gradients at once. Both are exact; less is left for the second half.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-# Their backward cannot be asked for some of its gradients, or not twice: re-entrant checkpoints and compiled layers.
+# Re-entrant checkpoints and compiled layers: their backward cannot compute some of its gradients alone, or run twice.
 _INDIVISIBLE = ("CheckpointFunctionBackward", "CompiledFunctionBackward")
 
 
 @dataclass
 class _Joint:
-    """A node on the way to the input which weights join."""
+    """Holds a node on the path to the input that weights join, and the gradients stored there."""
 
     node: Node
     leaves: list[Tensor] = field(default_factory=list)
     noted: list[tuple[Tensor | None, ...]] = field(default_factory=list)
 
     def listen(self) -> None:
-        """Notes the gradients that arrive at the node. The second time they are put in place of what hooks make of
-        them: a hook on the node's output tensor has seen them before."""
+        """Stores the gradients that arrive at the node, and uses them unchanged the second time.
+
+        A hook on the node's output tensor has already been applied to them.
+        """
         noted = self.noted  # not self: the node would keep itself alive through its hook
 
         def note(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
@@ -50,7 +52,7 @@ class _Joint:
         self._handle = self.node.register_prehook(note)
 
     def finish(self) -> None:
-        """The gradients of the weights."""
+        """Computes the gradients of the weights."""
         noted = self.noted[0] if self.noted else ()
         arrived = [(number, gradient) for number, gradient in enumerate(noted) if gradient is not None]
         if arrived:
@@ -60,34 +62,34 @@ class _Joint:
 
 
 class WeightHalf:
-    """What is left of a backward: the gradients of the weights that could wait."""
+    """Holds the second half of a backward: the gradients of weights, still to be computed."""
 
     def __init__(self, joints: Sequence[_Joint]) -> None:
         self._joints = list(joints)
 
     def __len__(self) -> int:
-        """Weights that wait."""
+        """Returns the number of weights without a gradient yet."""
         return sum(len(joint.leaves) for joint in self._joints)
 
     @property
     def noted(self) -> list[Tensor]:
-        """The gradients that are held for it."""
+        """Returns the gradients stored at the joints."""
         return [tensor for joint in self._joints for row in joint.noted for tensor in row if tensor is not None]
 
     def run(self) -> None:
-        """Adds them to the weights' ``.grad`` and forgets the graph, joint by joint."""
+        """Adds the gradients to the weights' ``.grad`` and frees the graph, joint by joint."""
         self._joints.reverse()
         while self._joints:
             self._joints.pop().finish()
 
 
 def backward_of_inputs(roots: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor]) -> WeightHalf:
-    """The first half of ``torch.autograd.backward(roots, gradients)``; the second is `WeightHalf.run`.
+    """Runs the first half of ``torch.autograd.backward(roots, gradients)``; `WeightHalf.run` is the second.
 
     Args:
         roots: the outputs and losses of a cell, for one micro-batch.
         gradients: of the roots.
-        inputs: leaves whose ``.grad`` is wanted now. Without any, nobody waits and everything is done here.
+        inputs: leaves whose ``.grad`` is needed now. Without any, the whole backward runs here.
     """
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     starts = [get_gradient_edge(root).node for root in roots] if wanted else []
@@ -106,7 +108,7 @@ def backward_of_inputs(roots: Sequence[Tensor], gradients: Sequence[Tensor], inp
 
 
 def _from_roots(roots: Sequence[Node]) -> list[Node]:
-    """All nodes of the graph, each before those it passes gradients to."""
+    """Returns all nodes of the graph, each before those to which it passes gradients."""
     seen: set[Node] = set()
     left: list[Node] = []
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
@@ -125,7 +127,7 @@ def _from_roots(roots: Sequence[Node]) -> list[Node]:
 def _sort_weights(
     order: Sequence[Node], starts: Sequence[Node], inputs: Sequence[Tensor]
 ) -> tuple[list[_Joint], list[Tensor]]:
-    """The leaves that can wait, under their joints, and those that cannot."""
+    """Returns the joints with the leaves that can wait, and the leaves that cannot."""
     leads_to_input = _leading_to(order, {id(tensor) for tensor in inputs})
     shared = _Joint(order[0])  # stands for "no single joint"
     owner: dict[Node, _Joint] = {start: shared for start in starts if start not in leads_to_input}
@@ -146,7 +148,7 @@ def _sort_weights(
 
 
 def _leading_to(order: Sequence[Node], inputs: set[int]) -> set[Node]:
-    """The nodes from which a gradient comes to one of the ``inputs`` (ids of leaves)."""
+    """Returns the nodes from which a gradient flows to one of the ``inputs`` (ids of leaves)."""
     found: set[Node] = set()
     for node in reversed(order):
         leaf = _leaf_of(node)
@@ -156,5 +158,5 @@ def _leading_to(order: Sequence[Node], inputs: set[int]) -> set[Node]:
 
 
 def _leaf_of(node: Node) -> Tensor | None:
-    """The tensor whose ``.grad`` the node adds to, if it is such a node."""
+    """Returns the tensor to whose ``.grad`` the node adds; None for other nodes."""
     return node.variable if node.name() == "torch::autograd::AccumulateGrad" else None  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Where a step's time goes: when each instruction began and ended, by the CPU's clock or by CUDA events."""
+"""Measures the begin and the end of each instruction of a step, by the CPU's clock or by CUDA events."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Mark = float | torch.cuda.Event
 
 
 def event_now(device: torch.device) -> torch.cuda.Event:
-    """What a GPU fills in with the time when it has come to it, behind all that was started before."""
+    """Records a CUDA event behind all work started so far; the GPU fills in the time when it gets there."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own
     event.record(torch.cuda.current_stream(device))
     return event
 
 
 class Phase(NamedTuple):
-    """What a worker did between the pipeline's part of one step and the next, in seconds of the meter's clock."""
+    """Holds the name and time span of work between the pipeline parts of two steps, in seconds of the meter's clock."""
 
     name: str
     start: float
@@ -34,13 +34,13 @@ class Phase(NamedTuple):
 class Meter:
     """Records the instructions of one step after another, and the phases that follow them.
 
-    On a GPU the instructions run behind the host's back, so events are recorded in their stream and read when the step
-    has ended anyway; nothing is synchronised in between.
+    On a GPU the instructions run asynchronously, so events are recorded in their stream and read after the step's end;
+    nothing is synchronised in between.
 
     Attributes:
-        began: when the step did, by the machine's monotonic clock, which all its processes share.
+        began: begin of the step, by the machine's monotonic clock, which all its processes share.
         spans: of the last finished step, in seconds of that clock.
-        phases: that followed it, as far as they have ended and `settle` has read them.
+        phases: those after it that have ended and that `settle` has read.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -61,15 +61,15 @@ class Meter:
         self.began = time.perf_counter()
 
     def mark(self) -> Mark:
-        """The present moment."""
+        """Returns the present time."""
         return event_now(self._device) if self._on_gpu else time.perf_counter()
 
     def record(self, instruction: Instruction, started: Mark) -> None:
-        """``instruction`` has run from ``started`` to now."""
+        """Records that ``instruction`` ran from ``started`` until now."""
         self._marks.append((instruction, started, self.mark()))
 
     def end_step(self) -> float:
-        """Seconds since `begin_step`; on a GPU waits for its work first. Fills `spans`."""
+        """Returns the seconds since `begin_step` and fills `spans`; on a GPU waits for its work first."""
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
         seconds = time.perf_counter() - self.began
@@ -80,7 +80,7 @@ class Meter:
 
     @contextmanager
     def phase(self, name: str, on_device: bool = False) -> Iterator[None]:
-        """Records what the body does. ``on_device``: its work runs on the device, behind the host's back."""
+        """Records the body's time. ``on_device``: its work runs asynchronously on the device."""
         device = on_device and self._on_gpu
         started = event_now(self._device) if device else time.perf_counter()
         yield
@@ -94,7 +94,7 @@ class Meter:
         self._phase_marks.clear()
 
     def seconds(self) -> dict[tuple[Op, int], float]:
-        """Seconds per (kind of instruction, cell) in the last finished step."""
+        """Returns the seconds per (kind of instruction, cell) in the last finished step."""
         sums: dict[tuple[Op, int], float] = defaultdict(float)
         for instruction, start, end in self.spans:
             sums[instruction.op, instruction.cell] += end - start

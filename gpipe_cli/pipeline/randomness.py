@@ -1,4 +1,4 @@
-"""Where every random number of a run comes from: a seed worked out from what the number is for.
+"""Derives the seed of every random number of a run from what the number is used for.
 
 Weights come from (seed, layer); dropout and drop path from (seed, step, replica, micro-batch, layer). So they do not
 depend on K, on the worker or on what was drawn before, and recompute (paper, section 2.3) draws the same again without
@@ -15,32 +15,32 @@ from struct import pack, unpack
 import torch
 from torch import Tensor
 
-WEIGHTS, NOISE = 1, 2  # what a seed is for, so that the two never coincide
-_TOGETHER = 8  # seeds of eight bytes in the longest digest of blake2b
+WEIGHTS, NOISE = 1, 2  # first number of a seed, so that seeds for weights and for noise never coincide
+_TOGETHER = 8  # number of 8-byte seeds in the longest digest of blake2b
 
 
 def derive_seed(*numbers: int) -> int:
-    """A 63-bit seed from whole numbers (each 64-bit); any change of any of them gives an unrelated seed."""
+    """Returns a 63-bit seed made of 64-bit integers; changing any of them gives an unrelated seed."""
     digest = blake2b(pack(f"<{len(numbers)}q", *numbers), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 @contextmanager
 def weights_of_layer(seed: int, layer: int) -> Iterator[None]:
-    """Within it, layer number ``layer`` draws its initial weights; the generator is put back afterwards."""
+    """Seeds the CPU's generator for the initial weights of a layer, and restores it at the end."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(derive_seed(WEIGHTS, seed, layer))
         yield
 
 
 def generator_states(device: torch.device) -> tuple[Tensor, ...]:
-    """Of all generators that a layer on ``device`` may draw from: the CPU's, and the device's own."""
+    """Returns the states of all generators that a layer on ``device`` may draw from: the CPU's and the device's."""
     own = (torch.cuda.get_rng_state(device),) if device.type == "cuda" else ()
     return (torch.get_rng_state(), *own)
 
 
 def restore_generators(device: torch.device, states: tuple[Tensor, ...]) -> None:
-    """To what `generator_states` said of them."""
+    """Restores the states that `generator_states` returned."""
     torch.set_rng_state(states[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states[1], device)
@@ -52,8 +52,7 @@ class NoiseSource:
     Args:
         seed: of the run.
         replica: 0 … D−1.
-        device: where the layers run. They draw from its default generator, or from the CPU's, as a layer does that
-            tosses a coin with ``torch.rand(())``.
+        device: where the layers run. They draw from its default generator, or from the CPU's as ``torch.rand(())``.
     """
 
     def __init__(self, seed: int, replica: int, device: torch.device) -> None:
@@ -64,9 +63,9 @@ class NoiseSource:
             self._generators.append(torch.cuda.default_generators[device.index or 0])
 
     def seeds(self, step: int, micro_batch: int, layers: Sequence[int]) -> list[int]:
-        """The seed of each of ``layers`` (indices in the model's list): 63 bits that depend only on these numbers.
+        """Returns a 63-bit seed for each of ``layers`` (indices in the model's list), a function of these numbers alone.
 
-        One digest serves `_TOGETHER` layers: a pipeline asks for thousands of seeds a second, between any two layers.
+        One digest gives the seeds of `_TOGETHER` layers, because a pipeline needs thousands of seeds a second.
         """
         digests: dict[int, tuple[int, ...]] = {}
         for block in {layer // _TOGETHER for layer in layers}:
@@ -75,10 +74,10 @@ class NoiseSource:
         return [digests[layer // _TOGETHER][layer % _TOGETHER] >> 1 for layer in layers]
 
     def seed(self, seed: int) -> None:
-        """What is drawn next depends only on ``seed``."""
+        """Seeds all generators with ``seed``."""
         for generator in self._generators:
             generator.manual_seed(seed)
 
     def seed_layer(self, step: int, micro_batch: int, layer: int) -> None:
-        """What ``layer`` draws next depends only on these numbers."""
+        """Seeds all generators for the noise of ``layer``."""
         self.seed(self.seeds(step, micro_batch, [layer])[0])

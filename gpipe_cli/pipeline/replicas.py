@@ -1,4 +1,4 @@
-"""Sums over the D replicas of a pipeline, whose bits depend on neither K nor the number of workers."""
+"""Sums tensors over the D replicas of a pipeline; the bits depend on neither K nor the number of workers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor
 
 
 def sum_over_replicas(flat: Tensor, group: dist.ProcessGroup) -> None:
-    """Puts the sum of all replicas' ``flat`` in its place, added up in the order of the replicas.
+    """Replaces ``flat`` by the sum over all replicas, added in the order of the replicas.
 
-    An all-reduce around a ring begins each part of what it is given at another replica. So which order a number is
-    added up in would depend on where it lies, which the cut decides; of two numbers the order makes no difference.
-    Here every replica adds up a part of its own and all of them gather the parts: as many bytes as around a ring.
+    A ring all-reduce starts each chunk at another replica, so the order in which a number is summed would depend on its
+    position, which depends on the cut. (With two replicas the order makes no difference.) Here every replica sums one
+    chunk and all gather the chunks: as many bytes as with a ring.
 
     Args:
         flat: one-dimensional and contiguous; of the same size on all replicas.

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Blue and orange differ for every kind of colour blindness, and in lightness when printed in grey. A recompute is a pale
-# forward, because it is the same work again. The first half of a backward has the backward's colour.
+# Blue and orange differ for every kind of colour blindness, and in lightness when printed in grey. A recompute is a
+# pale forward, because it is the same work again. The first half of a backward has the backward's colour.
 _FILL = {
     Op.FORWARD: "#2f6db3",
     Op.RECOMPUTE: "#a9cdee",
@@ -47,8 +47,8 @@ def draw_text(timeline: Timeline, slot: float = 1.0) -> str:
     """Returns the timeline as a grid of characters: a row per worker, a column per slot of time.
 
     Each column shows the instruction in the middle of the slot: ``F0`` the forward of micro-batch 0, ``R0`` its
-    recompute, ``B0`` its backward, ``I0`` and ``W0`` the halves of the backward, ``.`` idle. A worker with several cells
-    has a row for each of them.
+    recompute, ``B0`` its backward, ``I0`` and ``W0`` the halves of the backward, ``.`` idle. A worker with several
+    cells has a row for each of them.
 
     Args:
         timeline: of ``simulate``; with unit durations and a slot of 1 it is exact.

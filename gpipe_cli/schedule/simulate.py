@@ -69,7 +69,8 @@ def simulate(
         duration: of an instruction in ``COMPUTE``; called for no other.
         latency: time from a send to the arrival of its message: one number, or a function of the send. Messages do not
             delay computation or each other.
-        host: time for which each send and each receive keeps its own worker from computing; a receive's overlaps its wait.
+        host: time for which each send and each receive keeps its own worker from computing; for a receive the
+            wait counts towards it.
 
     Raises:
         ScheduleError: the workers wait for each other in a circle.
