@@ -63,7 +63,7 @@ class NoiseSource:
             self._generators.append(torch.cuda.default_generators[device.index or 0])
 
     def seeds(self, step: int, micro_batch: int, layers: Sequence[int]) -> list[int]:
-        """Returns a 63-bit seed for each of ``layers`` (indices in the model's list), a function of these numbers alone.
+        """Returns a 63-bit seed for each of ``layers`` (indices in the model's list), from these numbers alone.
 
         One digest gives the seeds of `_TOGETHER` layers, because a pipeline needs thousands of seeds a second.
         """
