@@ -256,7 +256,7 @@ def make_request(overrides: Sequence[str], folder: str | None = None) -> Request
     from gpipe_cli.jobs.devices import room_for_workers
     from gpipe_cli.jobs.job import resolve
     from gpipe_cli.jobs.own_target import allow_new_keys
-    from gpipe_cli.planner.options import AUTO, Options, keys, with_room
+    from gpipe_cli.planner.options import AUTO, Options, keys, with_enough_examples
     from gpipe_cli.terminal.hydra_errors import KNOWN, explain
 
     words = ["+plan=default", *allow_new_keys(overrides)]
@@ -273,7 +273,7 @@ def make_request(overrides: Sequence[str], folder: str | None = None) -> Request
     config, lines = resolve(composed, overrides)
     options = Options.from_section(config.pop("plan"))
     options = replace(options, find_M=config["pipeline"]["M"] == AUTO)
-    config, notes = with_room(config)
+    config, notes = with_enough_examples(config)
     settings = Settings.from_config(config)
     if options.device is None:
         room = 1 if settings.launch.inline else room_for_workers(settings.pipeline)[0]

@@ -1,7 +1,7 @@
-"""A cell's sizes and work, put together from those of its layers.
+"""Adds up the sizes and the work of a cell from those of its layers.
 
 Memory that two layers keep (the output of one is the input of the next) counts once, so a cell is more than a sum: its
-layers are walked with the storages that they keep.
+layers are walked through with the storages that they keep.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from .memory import CellSizes
 
 @dataclass(frozen=True)
 class CellFacts:
-    """One cell.
+    """Describes one cell.
 
     Attributes:
         first, last: numbers of its layers in the model's list.
-        layers: their facts; behind the last cell's stands the task's loss.
-        weights: its parameters, each once, however many of its layers hold it.
-        trained: those of them that learn.
-        sizes: what one micro-batch holds.
-        inputs_bytes: of the boundary in front of it, one micro-batch.
+        layers: their facts; in the last cell followed by those of the task's loss.
+        weights: its parameters, each once, however many of its layers share it.
+        trained: its parameters that learn.
+        sizes: bytes of one micro-batch.
+        inputs_bytes: bytes of the boundary in front of it, for one micro-batch.
     """
 
     first: int
@@ -43,12 +43,12 @@ class CellFacts:
 
     @property
     def weight_bytes(self) -> int:
-        """Weights and buffers, such as BatchNorm's moving averages."""
+        """Returns the bytes of weights and buffers, such as BatchNorm's moving averages."""
         return _bytes(self.weights) + sum(layer.buffer_bytes for layer in self.layers)
 
     @property
     def average_bytes(self) -> int:
-        """Of their moving averages."""
+        """Returns the bytes of their moving averages (`trainer.average`)."""
         return _bytes(self.weights) + sum(layer.averaged_buffer_bytes for layer in self.layers)
 
     @property
@@ -57,7 +57,7 @@ class CellFacts:
 
     @property
     def flops(self) -> float:
-        """Of one micro-batch's forward."""
+        """Returns the FLOPs of the forward of one micro-batch."""
         return sum(operation.flops for layer in self.layers for operation in layer.inference.operations)
 
 
@@ -73,17 +73,17 @@ def build_cells(
     target_bytes: Sequence[int],
     repeated: Sequence[Collection[str]],
 ) -> list[CellFacts]:
-    """The facts of every cell.
+    """Returns the facts of every cell.
 
     Args:
-        layers: of the model.
-        loss: of the task; None: it could not be measured and counts as what it surely keeps, the logits once more.
-        cells: the layers of each.
-        inputs: of the first layer.
-        target_bytes: of each target of a micro-batch.
-        repeated: names of the parameters of each layer that an earlier one holds too.
+        layers: facts of the model's layers.
+        loss: facts of the task's loss; None where it could not be measured: it is left out.
+        cells: the layers of each cell.
+        inputs: inputs of the first layer.
+        target_bytes: bytes of each target of a micro-batch.
+        repeated: names of the parameters of each layer that an earlier layer shares.
     """
-    made = []
+    facts = []
     for number, members in enumerate(cells):
         own = [layers[index] for index in members]
         is_last = number == len(cells) - 1
@@ -100,8 +100,8 @@ def build_cells(
         ]
         weights = tuple(shape for shape, _ in held)
         trained = tuple(shape for shape, frozen in held if not frozen)
-        made.append(CellFacts(members.start, members.stop - 1, tuple(own), weights, trained, sizes, plain))
-    return made
+        facts.append(CellFacts(members.start, members.stop - 1, tuple(own), weights, trained, sizes, plain))
+    return facts
 
 
 def _sizes(
@@ -123,8 +123,9 @@ def _sizes(
     gradients_out = sum(tensor.bytes for tensor in outputs if tensor.needs_gradient)
     total = walk.kept_bytes
     backward = max(0, backward - total - gradients_out)
-    # Without an input that needs a gradient nothing is put off.
-    halves = _halves(layers, kept) if any(tensor.needs_gradient for tensor in inputs) else _Halves(0, 0, 0)
+    put_off = first_half = second_half = 0
+    if any(tensor.needs_gradient for tensor in inputs):  # otherwise nothing is put off
+        put_off, first_half, second_half = _halves(layers, kept)
     return CellSizes(
         gathered=sum(layer.gathered for layer in layers),
         message=_packed([*(tensor.bytes for tensor in inputs), *target_bytes]),
@@ -136,41 +137,38 @@ def _sizes(
         inference=inference,
         forward=max(forward, total),
         backward=backward,
-        put_off=halves.put_off,
-        input_half=max(0, halves.first - gradients_out) if halves.put_off else backward,
-        weight_half=halves.second,
+        put_off=put_off,
+        input_half=max(0, first_half - gradients_out) if put_off else backward,
+        weight_half=second_half,
     )
 
 
-@dataclass(frozen=True)
-class _Halves:
-    """Bytes of a cell's backward in two halves: held between them, alive at most in each beside what was there."""
+def _halves(layers: Sequence[LayerFacts], kept: Sequence[int]) -> tuple[int, int, int]:
+    """Returns bytes of a backward in two halves: held between them, and alive at most in the first, in the second.
 
-    put_off: int
-    first: int
-    second: int
+    The last two do not count what was there before.
 
-
-def _halves(layers: Sequence[LayerFacts], kept: Sequence[int]) -> _Halves:
-    """``kept``: by the graphs of the layers up to each."""
+    Args:
+        kept: bytes kept by the graphs of the layers up to each.
+    """
     noted = first = graph = 0
     for layer, kept_up_to_it in zip(reversed(layers), reversed(kept), strict=True):
         first = max(first, noted + layer.halves.first.peak)
         noted += layer.halves.noted
         if layer.halves.waits:
-            graph = max(graph, kept_up_to_it)  # what lies behind the last weight is forgotten
-    return _Halves(graph + noted, first, max(layer.halves.second.peak for layer in layers))
+            graph = max(graph, kept_up_to_it)  # the graph behind the last weight is dropped
+    return graph + noted, first, max(layer.halves.second.peak for layer in layers)
 
 
 def _packed(sizes: Sequence[int]) -> int:
-    """As `BoundarySpec.offsets` have it."""
+    """Returns the bytes of tensors that travel in one message (`BoundarySpec.offsets`)."""
     if len(sizes) == 1:
         return sizes[0]
     return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
 
 
 class _Storages:
-    """Which memory is whose while the layers of a cell run one after the other; the cell's own inputs never count."""
+    """Follows the memory of a cell while its layers run one after the other; the cell's own inputs never count."""
 
     def __init__(self, inputs: Sequence[BoundaryTensor]) -> None:
         self._numbers = count()
@@ -180,7 +178,7 @@ class _Storages:
         self.kept_bytes = 0
 
     def enter(self, layer: LayerFacts) -> None:
-        """The layer has run: what its graph keeps, and what it hands on."""
+        """Adds what the graph of a layer keeps, and goes on to its outputs."""
         before = self._boundary
         if layer.saves_inside:
             self._keep(self._new(layer.saves_inside))
@@ -200,11 +198,11 @@ class _Storages:
             self._keep(own[number])
 
     def handed_on(self, kept: bool = True) -> int:
-        """Bytes of what the next layer gets; those that no graph keeps, unless ``kept``."""
+        """Returns the bytes of what the next layer gets; without ``kept`` only those that no graph keeps."""
         return sum(self._size[storage] for storage in set(self._boundary) if kept or storage not in self._kept)
 
     def keep_outputs(self) -> None:
-        """The engine keeps what the cell hands on, as the root of its backward."""
+        """Keeps what the cell hands on, because the engine needs it as the root of its backward."""
         for storage in set(self._boundary):
             self._keep(storage)
 

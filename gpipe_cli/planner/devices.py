@@ -1,52 +1,50 @@
-"""Devices that a plan can be made for: how fast they compute and move, and how much they hold.
+"""Describes the devices that a plan can be made for: their rates, links and memory.
 
-Figures are the vendors' peaks, one accelerator (for a TPU: one core, as the paper counts); `plan.efficiency` says what
-share of them a real run reaches. Sizes are as sold: 16 GB means 16e9 bytes for none of them, so memory is in GiB.
+Figures are the vendors' peaks for one accelerator (for a TPU: one core, as the paper counts); `plan.efficiency` is the
+share of them that a real run reaches. A device sold with 16 GB has 16 GiB.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from contextlib import suppress
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Annotated, Any, Literal
 
 from ..errors import ConfigurationError
-from ..typed_section import nearest
+from ..typed_section import Limit, Positive, nearest, read_section
 
 GIB = 1 << 30
+NotNegative = Annotated[float, Limit(at_least=0)]
 
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator and its links to its neighbours.
+    """Describes one accelerator and its links to its neighbours.
 
     Attributes:
-        name: what it is called.
+        name: name for tables.
         flops: FLOP/s in float32 (a multiply-add is two).
-        half_flops: FLOP/s where tensors are bfloat16.
+        half_flops: FLOP/s in bfloat16.
         memory: bytes.
         bandwidth: bytes/s of its memory.
         link: bytes/s to a neighbour, one way.
         latency: seconds from a send to the moment its first byte arrives.
         overhead: seconds that starting one operation costs.
-        host: seconds that a send or a receive keeps its worker from computing; none where it runs beside.
+        host: seconds for which a send or a receive keeps its worker from computing; 0 where it runs beside.
         kernels: see `layer_facts.kernels_of`.
     """
 
     name: str
-    flops: float
-    half_flops: float
-    memory: float
-    bandwidth: float
-    link: float
-    latency: float = 10e-6
-    overhead: float = 5e-6
-    host: float = 0.0
-    kernels: str = "accelerator"
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    flops: Positive
+    half_flops: Positive
+    memory: Positive
+    bandwidth: Positive
+    link: Positive
+    latency: NotNegative = 10e-6
+    overhead: NotNegative = 5e-6
+    host: NotNegative = 0.0
+    kernels: Literal["accelerator", "plain", "cpu"] = "accelerator"
 
 
 PRESETS = {
@@ -72,12 +70,11 @@ PRESETS = {
         Device("tpu-v3", 61.5e12, 61.5e12, 16 * GIB, 450e9, 82e9),
     )
 }
-DEFAULT = "h100"
 _DESCRIBED = ("flops", "memory", "bandwidth", "link")
 
 
 def describe(device: str | Mapping[str, Any]) -> Device:
-    """A preset by name, or a device of these figures.
+    """Returns a preset by its name, or a device of the given figures.
 
     Raises:
         ConfigurationError: no such preset, or a key or value that a device does not have.
@@ -91,37 +88,27 @@ def describe(device: str | Mapping[str, Any]) -> Device:
                 "{flops: 1e13, memory: 16GB, bandwidth: 5e11, link: 1e10}"
             )
         return PRESETS[device]
-    known = {field.name for field in fields(Device)} | {"like"}
-    for key in device:
-        if key not in known:
-            raise ConfigurationError(f"plan.device.{key} is unknown: use {', '.join(sorted(known))}")
-    values = {key: _number(key, value) for key, value in device.items() if key not in ("name", "kernels", "like")}
-    words = {key: str(device[key]) for key in ("name", "kernels") if key in device}
+    values = {"name": "described", **{key: _number(value) for key, value in device.items() if key != "like"}}
+    if "memory" in device:
+        values["memory"] = parse_bytes(device["memory"], "plan.device.memory")
     if "like" in device:
-        return replace(describe(str(device["like"])), **{"name": "described", **words}, **values)  # type: ignore[arg-type]
-    missing = [key for key in _DESCRIBED if key not in device]
-    if missing:
-        raise ConfigurationError(
-            f"plan.device has no {', '.join(missing)}: give all of {', '.join(_DESCRIBED)}, or like: h100 and the rest"
-        )
-    values.setdefault("half_flops", values["flops"])
-    return Device(**{"name": "described", **words}, **values)  # type: ignore[arg-type]
-
-
-def _number(key: str, value: Any) -> float:
-    if key == "memory":
-        return float(parse_bytes(value, "plan.device.memory"))
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if key in ("latency", "overhead", "host"):
-        fits, wanted = number >= 0, f"a number of seconds, at least 0, as {key}: 1e-5"
+        defaults = asdict(describe(str(device["like"])))
     else:
-        fits, wanted = number > 0, f"a positive number, as {key}: 1e12"
-    if isinstance(value, bool) or not fits or math.isinf(number):
-        raise ConfigurationError(f"plan.device.{key}={value}: use {wanted}")
-    return number
+        if missing := [key for key in _DESCRIBED if key not in device]:
+            raise ConfigurationError(
+                f"plan.device has no {', '.join(missing)}: give all of {', '.join(_DESCRIBED)}, "
+                "or like: h100 and the rest"
+            )
+        defaults = {field.name: field.default for field in fields(Device) if field.default is not MISSING}
+        defaults["half_flops"] = values["flops"]
+    return read_section(Device, {**defaults, **values}, "plan.device")
+
+
+def _number(value: Any) -> Any:
+    """Returns the number that a text holds, as 1e13, which YAML takes for text; any other value as it is."""
+    with suppress(ValueError):
+        return float(value) if isinstance(value, str) else value
+    return value
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -129,10 +116,10 @@ _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
 def parse_bytes(value: Any, key: str) -> int:
-    """``16GB``, ``16GiB``, ``1.5e9`` as bytes.
+    """Returns the bytes that ``16GB``, ``16GiB`` or ``1.5e9`` stands for.
 
     Raises:
-        ConfigurationError: anything else.
+        ConfigurationError: the value is anything else; the message names ``key``.
     """
     text = str(value).strip().replace(" ", "").upper()
     digits = text.rstrip("BKMGTI")

@@ -1,8 +1,8 @@
-"""What a worker holds at every moment of a step, from its list of instructions: arithmetic on sizes, no tensors.
+"""Adds up what a worker holds at every moment of a step, from its list of instructions: sizes only, no tensors.
 
-The list is the very one that the engine runs, and what an instruction leaves behind follows the engine: a boundary
-lives from its forward to the last computation of its micro-batch in the cell behind it, a graph from the run that built
-it to the last computation of its cell, gradients until they are used or sent, messages from the moment they are posted.
+The list is the one that the engine runs, and what an instruction leaves in memory follows the engine: a boundary lives
+from its forward to the last computation of its micro-batch in the cell behind it, a graph from the run that built it to
+the last computation of its cell, a gradient until it is used or sent, a message from the moment it is posted.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ KINDS = (MINI_BATCH, INPUTS, GRAPHS, MESSAGES, SHARED, RUNNING)
 
 
 class Wire(Enum):
-    """How messages travel, which decides who keeps them how long."""
+    """Names how messages travel, which decides which worker keeps them and for how long."""
 
-    NCCL = "nccl"  # until its receiver is ready for it, so a worker that is ahead of its neighbour holds several
-    GLOO = "gloo"  # as many as the window has, because gloo does not tell when one has left
-    SHARED_MEMORY = "shared memory"  # in slots, as many as were ever on their way; the receiver copies it out
+    NCCL = "nccl"  # the sender keeps a message until its receiver is ready, so several if it is ahead of its neighbour
+    GLOO = "gloo"  # the sender keeps its latest messages, as many as the window has: gloo does not report departures
+    SHARED_MEMORY = "shared memory"  # in slots, as many as were ever on their way; the receiver copies a message out
 
 
 @dataclass(frozen=True)
 class CellSizes:
-    """Bytes of one micro-batch in one cell.
+    """Holds the bytes of one micro-batch in one cell.
 
     Attributes:
-        gathered: what it keeps until the mini-batch has ended, once for all micro-batches: the sums of BatchNorm.
-        message: what comes from the cell before: all tensors in front of the cell, and the targets that travel along.
-        targets: of the micro-batch.
-        graph: what forward keeps for backward beside inputs and outputs.
-        outputs: memory of its own that the cell hands on; 0 for the last, whose outputs only its loss sees.
-        input_gradients: what it hands back.
-        output_gradients: what it gets.
-        inference: alive beside all this at most while it runs without a graph.
-        forward: likewise with a graph, and that graph included.
-        backward: likewise in backward, beside graph and gradients.
-        put_off: what the first half of a backward leaves to the second: graph and noted gradients; 0 where it leaves
-            nothing to do.
-        input_half, weight_half: alive at most in each half, beside graph and gradients, beside what was put off.
+        gathered: kept until the mini-batch has ended, once for all micro-batches: the sums of BatchNorm.
+        message: the message from the cell before: all tensors in front of the cell, and the targets.
+        targets: targets of the micro-batch.
+        graph: kept by forward for backward, without inputs and outputs.
+        outputs: memory of its own that the cell hands on; 0 for the last, whose outputs only the loss reads.
+        input_gradients: gradients that it hands back.
+        output_gradients: gradients that it gets.
+        inference: most bytes alive beside all this while it runs without a graph.
+        forward: the same with a graph, that graph included.
+        backward: the same in backward, without graph and gradients.
+        put_off: left by the first half of a backward to the second: graph and noted gradients; 0 where nothing is left.
+        input_half: most bytes alive in the first half, without graph and gradients.
+        weight_half: most bytes alive in the second half, without what was put off.
     """
 
     gathered: int
@@ -65,32 +65,16 @@ class CellSizes:
     weight_half: int
 
 
-@dataclass(frozen=True)
-class Alive:
-    """The most that one worker holds in a step beside weights, their gradients and the optimizer's state.
+def most_alive(timeline: Timeline, sizes: Sequence[CellSizes], wire: Wire) -> list[dict[str, int]]:
+    """Returns for each worker the bytes at the worst moment of a training step, without those of the model.
 
-    Attributes:
-        peak: bytes at the worst moment.
-        parts: what they are then, by `KINDS`: what stays for the whole mini-batch, boundary inputs, graphs, messages
-            and gradients on their way, memory shared with the receivers of messages, and what an operation needs while
-            it runs.
-        kept: bytes at the worst moment between two instructions.
-        most: of each kind, at its own worst moment.
-    """
-
-    peak: int
-    parts: dict[str, int]
-    kept: int
-    most: dict[str, int]
-
-
-def most_alive(timeline: Timeline, sizes: Sequence[CellSizes], wire: Wire) -> list[Alive]:
-    """What each worker holds at most in a training step, of any schedule.
+    They are given by kind (`KINDS`): what stays for the whole mini-batch, boundary inputs, graphs, messages and
+    gradients on their way, memory shared with the receivers of messages, and what a running operation needs.
 
     Args:
-        timeline: of the step, as `simulate` makes it.
-        sizes: of every cell of the model.
-        wire: between the workers.
+        timeline: the step, simulated.
+        sizes: sizes of every cell of the model.
+        wire: the connection between the workers.
     """
     slots = [0] * len(timeline.spans)
     gone: dict[Instruction, int] = {}
@@ -106,10 +90,11 @@ def most_alive(timeline: Timeline, sizes: Sequence[CellSizes], wire: Wire) -> li
 
 
 def _slots(timeline: Timeline, sizes: Sequence[CellSizes]) -> list[int]:
-    """Bytes of each worker's slots of shared memory, which stay from step to step.
+    """Returns the bytes of each worker's slots of shared memory, which stay from step to step.
 
-    For gradients as many as it has messages on their way at once; for activations as many as there may be, because in
-    an evaluation, where nothing comes back, an early worker runs ahead. All as large as the kind's largest message.
+    There are as many slots for gradients as it has gradients on their way at once. For activations there are as many
+    as the window has, because in an evaluation an early worker runs ahead. Each slot holds the largest message of its
+    kind.
     """
     ends = {span.instruction.awaited_message: span.end for spans in timeline.spans for span in spans}
     window = send_window(len(timeline.spans))
@@ -130,22 +115,23 @@ def _slots(timeline: Timeline, sizes: Sequence[CellSizes]) -> list[int]:
 
 
 def sent_bytes(sent: Instruction, sizes: Sequence[CellSizes]) -> int:
+    """Returns the bytes of the message that a send instruction sends."""
     return sizes[sent.cell + 1].message if sent.op is Op.SEND_ACTIVATION else sizes[sent.cell].input_gradients
 
 
 def _behind_the_window(timeline: Timeline) -> dict[Instruction, int]:
-    """For each send that a full window gives up before the step ends, the place in its worker's list where it does."""
+    """Returns where in its worker's list each sent message leaves a full window, if that is before the step ends."""
     window = send_window(len(timeline.spans))
     gone: dict[Instruction, int] = {}
     for spans in timeline.spans:
-        for op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT):
+        for op in SENDS:
             places = [place for place, span in enumerate(spans) if span.instruction.op is op]
             gone |= {spans[old].instruction: new for old, new in zip(places, places[window:], strict=False)}
     return gone
 
 
 def _departures(timeline: Timeline) -> dict[Instruction, int]:
-    """For each send, the place in its worker's list where its message has left: its receive was posted by then."""
+    """Returns where in its worker's list each sent message has left: its receive has been posted by then."""
     posted: dict[Message, float] = {}
     for spans in timeline.spans:
         before = sends_before([span.instruction for span in spans])
@@ -167,6 +153,8 @@ def _departures(timeline: Timeline) -> dict[Instruction, int]:
 
 
 class _Walk:
+    """Walks through the instructions of one worker and adds up what is in memory."""
+
     def __init__(
         self,
         instructions: Sequence[Instruction],
@@ -189,11 +177,10 @@ class _Walk:
         self._holders: dict[tuple[object, ...], set[str]] = {}
         self._held: dict[tuple[object, ...], tuple[str, int]] = {}
         self._now = dict.fromkeys(KINDS, 0)
-        self._peak = self._kept = 0
-        self._parts, self._most = dict(self._now), dict(self._now)
+        self._peak, self._at_peak = 0, dict(self._now)
 
-    def run(self, shared: int) -> Alive:
-        """``shared``: bytes of this worker's slots of shared memory."""
+    def run(self, shared: int) -> dict[str, int]:
+        """Returns the bytes of each kind at the worst moment; ``shared``: bytes of this worker's shared memory."""
         self._hold(("slots",), "wire", SHARED, shared)
         micro_batches = 1 + max((i.micro_batch for i in self._instructions), default=-1)
         if any(i.cell == 0 for i in self._instructions):
@@ -205,8 +192,7 @@ class _Walk:
             self._take(instruction)
             if self._last_use.get((instruction.cell, instruction.micro_batch)) == position:
                 self._let_go(instruction.cell, instruction.micro_batch)
-            self._kept = max(self._kept, sum(self._now.values()))
-        return Alive(self._peak, self._parts, self._kept, self._most)
+        return self._at_peak
 
     def _take(self, instruction: Instruction) -> None:
         cell, number = instruction.cell, instruction.micro_batch
@@ -239,7 +225,7 @@ class _Walk:
         self._run(size.input_half)
         self._hold(("gradient", cell, number), "wire", MESSAGES, size.input_gradients)
         if size.put_off:
-            # The cell's input stays with its gradient, which is sent meanwhile; of the rest only what weights need.
+            # The cell's input and its gradient stay; of the rest only what the gradients of weights need.
             self._hold(("gradient", cell, number), "input", MESSAGES, size.input_gradients)
             self._drop(("graph", cell, number), "graph")
             self._drop(("boundary", cell, number), "graph")
@@ -275,7 +261,7 @@ class _Walk:
         self._receives.post_ahead(instruction.op)
 
     def _post(self, instruction: Instruction) -> bool:
-        """A receive that the engine has posted ahead; it always knows the shapes."""
+        """Counts a receive that the engine posts ahead."""
         if self._copied:
             return True
         op, cell, number = instruction.op, instruction.cell, instruction.micro_batch
@@ -284,7 +270,7 @@ class _Walk:
         return True
 
     def _let_go(self, cell: int, number: int) -> None:
-        """The micro-batch is done with in this cell: its graph, its input, the gradient it was given."""
+        """Drops what a micro-batch needed in this cell: its graph, its input, the gradient of its output."""
         self._drop(("graph", cell, number), "graph")
         self._drop(("put off", cell, number), "graph")
         self._drop(("gradient", cell, number), "input")
@@ -303,12 +289,10 @@ class _Walk:
     def _note(self) -> None:
         total = sum(self._now.values())
         if total > self._peak:
-            self._peak, self._parts = total, dict(self._now)
-        for kind, size in self._now.items():
-            self._most[kind] = max(self._most[kind], size)
+            self._peak, self._at_peak = total, dict(self._now)
 
     def _hold(self, key: tuple[object, ...], holder: str, kind: str, size: int) -> None:
-        """Memory that lives as long as somebody holds it; the first holder says what it counts as."""
+        """Counts memory that lives as long as it has a holder; the first one decides the kind."""
         holders = self._holders.setdefault(key, set())
         if not holders:
             self._held[key] = kind, size

@@ -1,4 +1,4 @@
-"""The keys of `plan`, typed. No torch: the command refuses a wrong value before it imports anything large."""
+"""Defines the section `plan`, typed. Without torch: the command refuses a wrong value before it imports torch."""
 
 from __future__ import annotations
 
@@ -18,65 +18,6 @@ PICTURES = (".svg", ".png", ".pdf")
 
 
 @dataclass(frozen=True)
-class Options:
-    """What is planned for, and what is looked for; conf/plan/default.yaml says what each key means.
-
-    Attributes:
-        device: None: the present machine, to be measured.
-        memory, fit: bytes.
-        find_M: `pipeline.M=auto`: the fastest M that fits.
-        room: for how many workers of a replica the present machine has devices; None: for one a cell.
-    """
-
-    device: Device | None
-    efficiency: float
-    bandwidth_efficiency: float
-    speeds: list[float] | None
-    memory: int | None
-    longest: bool
-    kernels: str
-    bytes_per_parameter: float | None
-    fit: int | None
-    best: bool
-    grow: str | None
-    candidates: list[int] | None
-    format: str
-    picture: str | None
-    find_M: bool = False
-    room: int | None = None
-
-    @classmethod
-    def default(cls) -> Options:
-        """The values of conf/plan/default.yaml."""
-        import gpipe_cli.conf
-
-        folder = Path(next(iter(gpipe_cli.conf.__path__)))
-        return cls.from_section(yaml.safe_load((folder / "plan" / "default.yaml").read_text(encoding="utf-8")))
-
-    @classmethod
-    def from_section(cls, section: Mapping[str, Any]) -> Options:
-        """Checks the section `plan`.
-
-        Raises:
-            ConfigurationError: one line for each key that is wrong.
-        """
-        free = {key: section.get(key) for key in ("device", "memory", "fit")}
-        typed = read_section(_Typed, {key: value for key, value in section.items() if key not in free}, "plan")
-        device = None if free["device"] == THIS else describe(_device_of(free["device"]))
-        sizes = {key: None if free[key] is None else parse_bytes(free[key], f"plan.{key}") for key in ("memory", "fit")}
-        values = {field.name: getattr(typed, field.name) for field in fields(typed)}
-        options = cls(device=device, memory=sizes["memory"], fit=sizes["fit"], **values)
-        options._check()
-        return options
-
-    def _check(self) -> None:
-        if sum(map(bool, (self.fit, self.best, self.grow))) > 1:
-            raise ConfigurationError("plan.fit, plan.best and plan.grow look for different things: give one of them")
-        if self.picture is not None and Path(self.picture).suffix not in PICTURES:
-            raise ConfigurationError(f"plan.picture={self.picture}: the name must end in {', '.join(PICTURES)}")
-
-
-@dataclass(frozen=True)
 class _Typed:
     efficiency: Positive
     bandwidth_efficiency: Positive
@@ -91,8 +32,57 @@ class _Typed:
     picture: str | None
 
 
+@dataclass(frozen=True)
+class Options(_Typed):
+    """Holds the section `plan`; conf/plan/default.yaml describes each key.
+
+    Attributes:
+        device: None: the present machine, to be measured.
+        memory, fit: bytes.
+        find_M: True for `pipeline.M=auto`: the fastest M that fits.
+        room: number of workers of a replica that the present machine has devices for; None: one for each cell.
+    """
+
+    device: Device | None
+    memory: int | None
+    fit: int | None
+    find_M: bool = False
+    room: int | None = None
+
+    @classmethod
+    def default(cls) -> Options:
+        """Returns the values of conf/plan/default.yaml."""
+        import gpipe_cli.conf
+
+        folder = Path(next(iter(gpipe_cli.conf.__path__)))
+        return cls.from_section(yaml.safe_load((folder / "plan" / "default.yaml").read_text(encoding="utf-8")))
+
+    @classmethod
+    def from_section(cls, section: Mapping[str, Any]) -> Options:
+        """Returns the section `plan`, checked.
+
+        Raises:
+            ConfigurationError: one line for each key that is wrong.
+        """
+        free = {key: section.get(key) for key in ("device", "memory", "fit")}
+        typed = read_section(_Typed, {key: value for key, value in section.items() if key not in free}, "plan")
+        device = None if free["device"] == THIS else describe(_device_of(free["device"]))
+        memory, fit = (
+            None if free[key] is None else parse_bytes(free[key], f"plan.{key}") for key in ("memory", "fit")
+        )
+        options = cls(device=device, memory=memory, fit=fit, **vars(typed))
+        options._check()
+        return options
+
+    def _check(self) -> None:
+        if sum(map(bool, (self.fit, self.best, self.grow))) > 1:
+            raise ConfigurationError("plan.fit, plan.best and plan.grow look for different things: give one of them")
+        if self.picture is not None and Path(self.picture).suffix not in PICTURES:
+            raise ConfigurationError(f"plan.picture={self.picture}: the name must end in {', '.join(PICTURES)}")
+
+
 def keys() -> list[str]:
-    """Every key of the section, dotted."""
+    """Returns every key of the section, with its prefix."""
     return [f"plan.{name}" for name in ("device", "memory", "fit", *(field.name for field in fields(_Typed)))]
 
 
@@ -102,21 +92,19 @@ def _device_of(value: Any) -> str | Mapping[str, Any]:
     raise ConfigurationError(f"plan.device={value}: use a name such as h100, this, or figures in braces")
 
 
-def with_room(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A configuration as a plan can use it: a number for `pipeline.M=auto`, an example for each micro-batch.
+def with_enough_examples(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Returns a configuration that can be planned, and a line for the person where the mini-batch was made larger.
 
-    Returns:
-        The configuration, and what was changed in words.
+    `pipeline.M=auto` becomes 1, and every micro-batch has at least one example.
     """
-    changed: dict[str, Any] = dict(config)
     lines: list[str] = []
     pipeline, data = dict(config.get("pipeline") or {}), dict(config.get("data") or {})
     if pipeline.get("M") == AUTO:
         pipeline["M"] = 1
     size, M, replicas = data.get("batch_size"), pipeline.get("M"), pipeline.get("replicas")
-    if not (isinstance(size, int) and isinstance(M, int) and isinstance(replicas, int)):
-        return {**changed, "pipeline": pipeline, "data": data}, lines
-    if data.get("batch_tokens") is None and size < (parts := M * replicas):
-        lines.append(f"data.batch_size={size} has no {parts} micro-batches: planned with data.batch_size={parts}")
-        data["batch_size"] = parts
-    return {**changed, "pipeline": pipeline, "data": data}, lines
+    if isinstance(size, int) and isinstance(M, int) and isinstance(replicas, int) and data.get("batch_tokens") is None:
+        needed = M * replicas
+        if size < needed:
+            lines.append(f"data.batch_size={size} has no {needed} micro-batches: planned with data.batch_size={needed}")
+            data["batch_size"] = needed
+    return {**config, "pipeline": pipeline, "data": data}, lines

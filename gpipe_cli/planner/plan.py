@@ -1,4 +1,4 @@
-"""The plan of a run as plain data: how it is cut, what every cell and worker holds, how long a step takes."""
+"""Defines the plan of a run as plain data: its cut, what every cell and worker holds, the time of a step."""
 
 from __future__ import annotations
 
@@ -13,22 +13,29 @@ from ..schedule.schedule import most_kept
 from ..schedule.simulate import Timeline
 from .cells import CellFacts
 from .devices import Device
-from .memory import Alive
 
 
 @dataclass(frozen=True)
 class CellPlan:
-    """One cell. Sizes are bytes; seconds are of one micro-batch.
+    """Describes one cell. Sizes are bytes; seconds are those of one micro-batch.
 
     Attributes:
-        share: of all cells' time.
-        inference_seconds: of a forward without a graph; forward_seconds: with one; recompute_seconds: of the second
-            one; backward_seconds: as a whole; input_gradient_seconds, weight_gradient_seconds: of its halves, for a
-            schedule that has them.
-        inputs_in_flight, graphs_in_flight: the most micro-batches whose input, whose graph is kept at once.
-        inputs: of all boundary inputs in flight.
-        working: what the graphs in flight hold beside them, and what runs: with re-materialization, its peak.
-        total: of all of the above; cells that share a worker do not reach it at the same time.
+        cell, worker: their numbers.
+        first, last: names of its first and last layer.
+        layers: number of its layers.
+        flops: FLOPs of one forward.
+        share: its share of all cells' time.
+        inference_seconds: forward without a graph.
+        forward_seconds: forward with a graph.
+        recompute_seconds: forward once more, with a graph.
+        backward_seconds: backward as a whole.
+        input_gradient_seconds, weight_gradient_seconds: the halves of backward, for a schedule that has them.
+        weights, gradients, optimizer, average: kept between steps; averages are those of `trainer.average`.
+        inputs_in_flight: most micro-batches whose input is kept at once.
+        graphs_in_flight: most micro-batches whose graph is kept at once.
+        inputs: all boundary inputs in flight.
+        working: what graphs in flight and running operations hold beside them; with re-materialization, its peak.
+        total: sum of all of the above; cells that share a worker do not reach it at the same time.
     """
 
     cell: int
@@ -58,39 +65,48 @@ class CellPlan:
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """One device. Bytes.
+    """Describes the memory of one device, in bytes.
 
     Attributes:
+        worker: its number.
+        cells: numbers of its cells.
         model: weights, gradients, optimizer state, averaged weights.
-        activations: the most of everything else at one moment; parts: what that is.
-        total: of both.
+        activations: everything else at the worst moment.
+        by_kind: what those are (`memory.KINDS`).
+        total: model and activations.
     """
 
     worker: int
     cells: list[int]
     model: float
     activations: int
-    parts: dict[str, int]
-    kept: int
+    by_kind: dict[str, int]
     total: float
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is known of a run before it runs.
+    """Holds what is known of a run before it runs.
 
     Attributes:
-        parameters: of the whole model.
+        workers: number of workers of one replica.
+        device: what each worker computes on.
+        examples: number of examples in a mini-batch.
+        micro_batch: shapes of the inputs of a micro-batch.
+        parameters: number of parameters of the whole model.
         slowest_over_mean: how much longer the slowest cell takes than the mean, as a share.
         better_cut: layers of each cell if they were cut by these times; None where that gains less than 1 %, or where a
-            run would refuse it. better_cut_gain: by how much its slowest worker is faster, as a share.
-        sent_bytes: between workers, in one step of one replica.
-        bubble_formula: of W workers with v equal cells each: (W-1) / (M+W-1), with `interleaved_1f1b` (W-1) / (vM+W-1);
-            None where the schedule has none. bubble: of the simulated schedule, waits for messages included.
-        step_seconds: with the optimizer's update.
-        memory: most bytes on any device. limit: what a device may hold.
-        optimizer_bytes, weight_bytes, gradient_bytes, activation_bytes: over all devices.
+            run would refuse it.
+        better_cut_gain: how much faster its slowest worker is, as a share.
+        sent_bytes: bytes between workers in one step of one replica.
+        bubble_formula: bubble of equal cells without messages (`schedule.simulate`); None where the schedule has none.
+        bubble: bubble of the simulated schedule, waits for messages included.
+        step_seconds: seconds of a step, the optimizer's update included.
+        memory: most bytes on any device.
+        limit: bytes that a device may hold.
+        weight_bytes, gradient_bytes, optimizer_bytes, activation_bytes: sums over all devices.
         notes: assumptions, and changes to the configuration that made it possible to plan.
+        timeline, lists: the simulated step and its instruction lists.
         found: the keys that a search was for, with their values; empty for a plain plan.
         tried: number of plans made in that search.
     """
@@ -141,7 +157,7 @@ class Plan:
         return self.examples / self.step_seconds
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values: everything but the instruction lists and their timeline."""
+        """Returns plain values: everything but the instruction lists and their timeline."""
         own = {
             name: getattr(self, name)
             for name in self.__dataclass_fields__
@@ -151,7 +167,7 @@ class Plan:
             **own,
             "fits": self.fits,
             "examples_per_second": self.examples_per_second,
-            "device": self.device.to_json(),
+            "device": asdict(self.device),
             "cells": [asdict(cell) for cell in self.cells],
             "devices": [asdict(worker) for worker in self.workers_plan],
         }
@@ -159,7 +175,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """What a cell holds between steps."""
+    """Holds the bytes that a cell keeps between steps."""
 
     weights: float
     gradients: float
@@ -178,18 +194,24 @@ def cell_plans(
     model: Sequence[ModelBytes],
     placement: Sequence[int],
     lists: Sequence[Sequence[Instruction]],
-    remat: str,
 ) -> list[CellPlan]:
+    """Returns the plan of every cell.
+
+    Args:
+        builders: the model.
+        cells, times, model, placement: one item for each cell.
+        lists: one list of instructions for each worker.
+    """
     kept = [most_kept(each) for each in lists]
     whole = sum(time.total for time in times) or 1.0
-    made = []
+    plans = []
     for number, (cell, time, bytes_) in enumerate(zip(cells, times, model, strict=True)):
         worker, size = placement[number], cell.sizes
         inputs = kept[worker].inputs[number] * (cell.inputs_bytes if number else size.message)
         graphs = kept[worker].graphs[number]
         graph = size.graph + size.outputs
         working = (graphs - 1) * graph + max(size.forward, graph + size.backward)
-        made.append(
+        plans.append(
             CellPlan(
                 cell=number,
                 worker=worker,
@@ -199,16 +221,8 @@ def cell_plans(
                 parameters=cell.parameters,
                 flops=cell.flops,
                 share=time.total / whole,
-                inference_seconds=time.inference,
-                forward_seconds=time.forward,
-                recompute_seconds=time.recompute,
-                backward_seconds=time.backward,
-                input_gradient_seconds=time.input_gradient,
-                weight_gradient_seconds=time.weight_gradient,
-                weights=bytes_.weights,
-                gradients=bytes_.gradients,
-                optimizer=bytes_.optimizer,
-                average=bytes_.average,
+                **{f"{kind}_seconds": seconds for kind, seconds in asdict(time).items()},
+                **asdict(bytes_),
                 inputs_in_flight=kept[worker].inputs[number],
                 graphs_in_flight=graphs,
                 inputs=inputs,
@@ -216,13 +230,16 @@ def cell_plans(
                 total=bytes_.total + inputs + working,
             )
         )
-    return made
+    return plans
 
 
-def worker_plans(placement: Sequence[int], model: Sequence[ModelBytes], alive: Sequence[Alive]) -> list[WorkerPlan]:
-    made = []
-    for worker, most in enumerate(alive):
+def worker_plans(
+    placement: Sequence[int], model: Sequence[ModelBytes], alive: Sequence[dict[str, int]]
+) -> list[WorkerPlan]:
+    """Returns the plan of every worker; ``alive``: see `most_alive`."""
+    plans = []
+    for worker, by_kind in enumerate(alive):
         own = [cell for cell, of in enumerate(placement) if of == worker]
-        held = sum(model[cell].total for cell in own)
-        made.append(WorkerPlan(worker, own, held, most.peak, most.parts, most.kept, held + most.peak))
-    return made
+        held, activations = sum(model[cell].total for cell in own), sum(by_kind.values())
+        plans.append(WorkerPlan(worker, own, held, activations, by_kind, held + activations))
+    return plans

@@ -120,7 +120,7 @@ class Planner:
         timeline = simulate(lists, placement, durations(times, lists, placement, speeds), latency, self.device.host)
         model = [self._model_bytes(cell) for cell in cells]
         alive = most_alive(timeline, sizes, self._wire(pipeline))
-        rows = cell_plans(self.builders, cells, times, model, placement, lists, pipeline.remat)
+        rows = cell_plans(self.builders, cells, times, model, placement, lists)
         workers = worker_plans(placement, model, alive)
         update = self._update_seconds(cells, model, placement, pipeline.replicas)
         busy = [cell.forward_seconds + cell.backward_seconds for cell in rows]

@@ -90,7 +90,7 @@ def test_every_kind_of_bytes_is_what_a_real_step_allocates(number: int, allocate
             if cell.cell:  # what stands in front of the first is the mini-batch, all of it from the beginning
                 assert cell.inputs == real["inputs"][str(cell.cell)]
         # How many slots of shared memory there are two busy cores decide: as many as messages were on their way.
-        assert worker.activations - worker.parts["shared"] == pytest.approx(real["activations"], rel=0.1)
+        assert worker.activations - worker.by_kind["shared"] == pytest.approx(real["activations"], rel=0.1)
 
 
 def test_the_largest_model_of_the_paper_is_planned_exactly_and_without_memory(
@@ -342,9 +342,9 @@ def test_more_micro_batches_than_examples_are_planned_with_a_word(capsys: pytest
     [
         (["plan.device=h1000"], "did you mean h100"),
         (["plan.device={flops: 1e12}"], "plan.device has no memory, bandwidth, link"),
-        (["plan.device={like: h100, overhead: abc}"], "plan.device.overhead=abc: use a number of seconds, at least 0"),
-        (["plan.device={like: h100, latency: -1}"], "plan.device.latency=-1: use a number of seconds, at least 0"),
-        (["plan.device={like: h100, flops: 0}"], "plan.device.flops=0: use a positive number"),
+        (["plan.device={like: h100, overhead: abc}"], "plan.device.overhead=abc: use a number, at least 0"),
+        (["plan.device={like: h100, latency: -1}"], "plan.device.latency=-1: use a number, at least 0"),
+        (["plan.device={like: h100, flops: 0}"], "plan.device.flops=0: use a number, more than 0"),
         (["plan.foo=1"], "there is no key plan.foo; plan has: device, memory, fit"),
         (["plan.fit=16 apples"], "plan.fit=16 apples: use a number of bytes, as 16GB"),
         (["plan.fit=1GB", "plan.best=true"], "give one of them"),
