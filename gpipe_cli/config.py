@@ -202,7 +202,18 @@ class Settings:
     checkpoint: CheckpointConfig
     logging: LoggingConfig
     launch: LaunchConfig
-    verify: VerifyConfig
+    verification: VerifyConfig | None  # None unless gpipe-verify runs it
+
+    @property
+    def verify(self) -> VerifyConfig:
+        """Returns the section `verify`.
+
+        Raises:
+            ValueError: the configuration is not one of gpipe-verify.
+        """
+        if self.verification is None:
+            raise ValueError("the section verify is part of gpipe-verify's configuration alone")
+        return self.verification
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Settings:
@@ -211,7 +222,7 @@ class Settings:
         Raises:
             ConfigurationError: with one line for each wrong key or value: its name, the limit, what to type instead.
         """
-        problems = [unknown_key(key, SECTIONS) for key in config if key not in SECTIONS]
+        problems = [unknown_key(key, SECTIONS) for key in config if key not in (*SECTIONS, "verify")]
         problems += [f"{key} is missing from the configuration" for key in SECTIONS if key not in config]
         values: dict[str, Any] = {}
         for key, read in SECTIONS.items():
@@ -222,7 +233,8 @@ class Settings:
                     problems.append(str(error))
         if problems:
             raise ConfigurationError("\n".join(problems))
-        settings = cls(**values)
+        verify = read_section(VerifyConfig, config["verify"], "verify") if "verify" in config else None
+        settings = cls(**values, verification=verify)
         if problems := [problem for check in CHECKS if (problem := check(settings))]:
             raise ConfigurationError("\n".join(problems))
         return settings
@@ -243,14 +255,18 @@ TYPED: dict[str, type] = {
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
     "launch": LaunchConfig,
-    "verify": VerifyConfig,
 }
 FREE_FORM = ("model", "data", "task", "optimizer", "lr_schedule")
 
 
 def known_keys() -> list[str]:
-    """Every key of the typed sections and of the top level, dotted."""
-    return [*SECTIONS, *(f"{section}.{field.name}" for section, kind in TYPED.items() for field in fields(kind))]
+    """Returns every key of the typed sections and of the top level, dotted."""
+    return [*SECTIONS, *(key for section, kind in TYPED.items() for key in keys_of(section, kind))]
+
+
+def keys_of(section: str, kind: type) -> list[str]:
+    """Returns the keys of one section, dotted."""
+    return [f"{section}.{field.name}" for field in fields(kind)]
 
 
 def _top_level_reader(name: str) -> Callable[[Any], Any]:

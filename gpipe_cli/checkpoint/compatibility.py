@@ -45,7 +45,6 @@ MAY_DIFFER = (
     "checkpoint",
     "logging",
     "launch",
-    "verify",
 )
 NOT_SET = "(not set)"
 DATA = "data"  # in checkpoint.allow_changes

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 SECTIONS = {"schedule": "lr_schedule"}
+REMOVED = ("verify",)  # sections that only gpipe-verify reads now
+# Keys of `model` that were copied into `trainer` and `pipeline` before they were recorded.
+REMOVED_FROM_OUR_MODELS = ("average", "sync_batchnorm")
 
 TARGETS = {
     "gpipe_cli.data.digits.DigitsSource": "gpipe_cli.data.images.digits.DigitsSource",
@@ -23,8 +26,14 @@ TARGETS = {
 
 
 def with_todays_names(configuration: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the configuration with every renamed section, and every renamed ``_target_`` at any depth, replaced."""
-    return {SECTIONS.get(name, name): _with_todays_targets(value) for name, value in configuration.items()}
+    """Returns the configuration with today's sections, keys and ``_target_``s, at any depth."""
+    renamed = {SECTIONS.get(name, name): _with_todays_targets(value) for name, value in configuration.items()}
+    for name in REMOVED:
+        renamed.pop(name, None)
+    model = renamed.get("model")
+    if isinstance(model, dict) and str(model.get("_target_")).startswith("gpipe_cli.models."):
+        renamed["model"] = {key: value for key, value in model.items() if key not in REMOVED_FROM_OUR_MODELS}
+    return renamed
 
 
 def _with_todays_targets(value: Any) -> Any:

@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +44,7 @@ Every key of gpipe-train (gpipe-train --help), and:
     plan.format=json        one JSON object on standard output
     plan.picture=FILE       the schedule of one plan drawn: .svg, .png, .pdf
 
---config-dir DIR adds YAML files of your own. Every key: conf/plan/default.yaml; more: docs/planning.md.
+--config-dir DIR adds YAML files of your own. Every key: conf/plan.yaml; more: docs/planning.md.
 """
 
 
@@ -96,11 +95,12 @@ def _help_text() -> str:
 
 def _run(words: Sequence[str]) -> int:
     overrides, folder, is_sweep = read_words(words)
-    requests = [make_request(job, folder) for job in (expand(overrides) if is_sweep else [overrides])]
+    jobs, swept = expand(overrides) if is_sweep else ([overrides], [])
+    requests = [make_request(job, folder) for job in jobs]
     for request in requests:
         _check_picture(request.options.picture, is_sweep)
     # Only now: whatever is wrong with the configuration was refused before torch was imported.
-    return _plan_all(requests, swept_keys(overrides)) if is_sweep else _plan_one(requests[0])
+    return _plan_all(requests, swept) if is_sweep else _plan_one(requests[0])
 
 
 def _plan_all(requests: Sequence[Request], swept: Sequence[str]) -> int:
@@ -204,39 +204,27 @@ def read_words(words: Sequence[str]) -> tuple[list[str], str | None, bool]:
     return overrides, folder, is_sweep
 
 
-def expand(overrides: Sequence[str]) -> list[list[str]]:
-    """One list of overrides for each job of a sweep, the last key changing fastest.
+def expand(overrides: Sequence[str]) -> tuple[list[list[str]], list[str]]:
+    """Returns the overrides of each job of a sweep, the last key changing fastest, and the keys that are swept.
 
     Raises:
         ConfigurationError: an override that cannot be read or swept.
     """
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    from gpipe_cli.jobs.own_target import allow_new_keys
     from gpipe_cli.terminal.hydra_errors import explain
 
     try:
-        parsed = OverridesParser.create().parse_overrides(allow_new_keys(overrides))
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
         raise ConfigurationError(explain(error, overrides)) from error
-    choices: list[list[str]] = []
-    for typed, override in zip(overrides, parsed, strict=True):
-        if not override.is_sweep_override():
-            choices.append([typed])
-        elif override.is_choice_sweep() or override.is_range_sweep():
-            key = typed.partition("=")[0]
-            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
-        else:
-            raise ConfigurationError(f"{typed}: a plan sweeps over values, as pipeline.K=2,4,8")
-    return [list(job) for job in product(*choices)]
-
-
-def swept_keys(overrides: Sequence[str]) -> list[str]:
-    """The keys that have several values, as typed."""
-    jobs = expand(overrides)
-    typed = [word.partition("=")[0] for word in overrides]
-    return [key for place, key in enumerate(typed) if len({job[place] for job in jobs}) > 1]
+    for override in parsed:
+        if override.is_sweep_override() and not (override.is_choice_sweep() or override.is_range_sweep()):
+            raise ConfigurationError(f"{override.input_line}: a plan sweeps over values, as pipeline.K=2,4,8")
+    swept = [override.get_key_element() for override in parsed if override.is_sweep_override()]
+    return BasicSweeper.split_arguments(parsed, None)[0], swept
 
 
 def make_request(overrides: Sequence[str], folder: str | None = None) -> Request:
@@ -255,11 +243,11 @@ def make_request(overrides: Sequence[str], folder: str | None = None) -> Request
     from gpipe_cli.config import Settings
     from gpipe_cli.jobs.devices import room_for_workers
     from gpipe_cli.jobs.job import resolve
-    from gpipe_cli.jobs.own_target import allow_new_keys
+    from gpipe_cli.jobs.own_target import complete
     from gpipe_cli.planner.options import AUTO, Options, keys, with_enough_examples
     from gpipe_cli.terminal.hydra_errors import KNOWN, explain
 
-    words = ["+plan=default", *allow_new_keys(overrides)]
+    words = complete(overrides)
     if folder is not None:
         if not Path(folder).is_dir():
             raise ConfigurationError(f"--config-dir {folder}: there is no such folder")
@@ -267,7 +255,7 @@ def make_request(overrides: Sequence[str], folder: str | None = None) -> Request
     GlobalHydra.instance().clear()
     try:
         with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
-            composed = compose("train", words)
+            composed = compose("plan", words)
     except KNOWN as error:
         raise ConfigurationError(explain(error, overrides, ["plan", *keys()])) from error
     config, lines = resolve(composed, overrides)

@@ -91,18 +91,20 @@ def _run(words: Sequence[str], program: EntryPoint | None) -> int:
     started_at = time.time() - time.process_time()  # Python's own start, and the imports so far, are all CPU time
     codes: list[int] = []
 
+    chosen = program or EntryPoint()
+
     def task(composed: DictConfig) -> float:
-        code, loss = run_job(composed, program or EntryPoint(), started_at)
+        code, loss = run_job(composed, chosen, started_at)
         codes.append(code)
         return loss
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then lets exceptions through, instead of printing and exiting
     sweep.current = None
     try:
-        with _command_line(own_target.allow_new_keys(words)):
-            hydra.main(version_base="1.3", config_path="pkg://gpipe_cli.conf", config_name="train")(task)()
+        with _command_line(own_target.complete(words)):
+            hydra.main(version_base="1.3", config_path="pkg://gpipe_cli.conf", config_name=chosen.config_name)(task)()
     except KNOWN as error:
-        raise ConfigurationError(explain(error, words)) from error
+        raise ConfigurationError(explain(error, words, chosen.own_keys)) from error
     finally:
         if sweep.current is not None:
             codes.append(_end_sweep(sweep.current))

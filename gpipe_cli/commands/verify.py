@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -38,28 +37,21 @@ Exit code: 0 the same, 1 different (or the run failed), 2 refused. More: docs/ve
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Runs the command; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     code = answer(words, HELP, "gpipe-verify")
     if code is not None:
         return code
     from gpipe_cli.commands import train
+    from gpipe_cli.config import VerifyConfig, keys_of
     from gpipe_cli.jobs.job import EntryPoint
 
-    program = EntryPoint("gpipe_cli.verify.run:main", conclude=conclude)
-    words = with_own_run_directory(words)
+    own_keys = ("verify", *keys_of("verify", VerifyConfig))
+    program = EntryPoint("gpipe_cli.verify.run:main", conclude=conclude, config_name="verify", own_keys=own_keys)
     if "verify.format=json" in words:
         with redirect_stdout(sys.stderr):
             return train.main(words, program)
     return train.main(words, program)
-
-
-def with_own_run_directory(words: Sequence[str]) -> list[str]:
-    """`runs/<time>_verify`, unless the person names another."""
-    if any(word.startswith("hydra.run.dir=") for word in words):
-        return list(words)
-    now = time.strftime("%Y-%m-%d_%H-%M-%S") + f"-{time.time_ns() // 1000 % 1_000_000:06d}"
-    return [*words, f"hydra.run.dir=runs/{now}_verify"]
 
 
 def conclude(report: Any, run_dir: Path, console: Console) -> int:

@@ -28,17 +28,14 @@ from ..tasks.base import Task
 from .checked_task import CheckedTask
 from .target_errors import explain
 
-MODEL_KEYS_READ_ELSEWHERE = ("sync_batchnorm", "average")  # pipeline and trainer take them from the model's section
-
 
 def build_model(section: Mapping[str, Any]) -> list[LayerBuilder]:
-    """``model._target_`` called with the section's other keys, but for `MODEL_KEYS_READ_ELSEWHERE`.
+    """Calls ``model._target_`` with the section's other keys and returns its layers.
 
     Raises:
         ConfigurationError: it failed, or did not return a list of `LayerBuilder`s with distinct names.
     """
-    own = {key: value for key, value in section.items() if key not in MODEL_KEYS_READ_ELSEWHERE}
-    model = _instantiate("model", own)
+    model = _instantiate("model", section)
     if not isinstance(model, Sequence) or not model or not all(isinstance(layer, LayerBuilder) for layer in model):
         raise ConfigurationError(
             f"model._target_={section['_target_']} must return a non-empty list of gpipe_cli.layers.LayerBuilder, "

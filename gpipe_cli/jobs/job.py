@@ -40,18 +40,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EntryPoint:
-    """What workers run.
+    """Describes what workers run, and with which configuration.
 
     Attributes:
         entry: "package.module:function", called as `function(context, {"settings": …, …})` with the resolved
             configuration; `run_job` adds "started_at", when the job began, in seconds since the epoch.
         preload: modules that are imported once for all workers; None: torch and the entry's own.
-        conclude: what the command makes of the workers' result: shows it, and returns the exit code.
+        conclude: shows the workers' result and returns the exit code.
+        config_name: the YAML file of conf/ that holds the command's configuration.
+        own_keys: the command's dotted keys that gpipe-train does not have.
     """
 
     entry: str = "gpipe_cli.trainer.run:main"
     preload: tuple[str, ...] | None = None
     conclude: Callable[[Any, Path, Console], int] | None = None
+    config_name: str = "train"
+    own_keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

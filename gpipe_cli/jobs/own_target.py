@@ -1,37 +1,49 @@
-"""`gpipe-train model._target_=my_module.my_layers`: a function of the user's in place of the group's own.
+"""Prepares `gpipe-train model._target_=my_module.my_layers`: a user's function in place of the chosen group's own.
 
-The chosen YAML's keys are meant for its own function. So when a `_target_` is typed for model, data, task, optimizer or
-schedule, only the keys that are typed beside it are passed on (and `ALWAYS_KEPT`); none of them needs Hydra's `+`.
-Whoever wants a fixed set of keys writes a YAML file of their own and chooses it with --config-dir.
+The keys of the chosen YAML belong to its own function. When a `_target_` is typed for model, data, task, optimizer or
+lr_schedule, only the keys typed beside it are passed on (and `ALWAYS_KEPT`), and none of them needs Hydra's `+`.
+For a fixed set of keys, write a YAML file and choose it with --config-dir.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
+
 from gpipe_cli.config import FREE_FORM
 
-ALWAYS_KEPT = {"data": ("batch_size",), "optimizer": ("lr",)}  # what every data set and every optimizer has
-OVERRIDE = re.compile(r"(?P<mark>\+{0,2})(?P<section>\w+)\.(?P<key>[^.=@]+)(?P<rest>[^=]*=.*)", re.DOTALL)
+ALWAYS_KEPT = {"data": ("batch_size",), "optimizer": ("lr",)}  # every data set and every optimizer has these
+
+
+def complete(words: Sequence[str]) -> list[str]:
+    """Returns the command line as Hydra must read it: new keys marked, and no averaging for a user's own model."""
+    marked = allow_new_keys(words)
+    if "model" in _typed_keys(words) and not any(
+        word.startswith(("trainer.average=", "experiment=")) for word in words
+    ):
+        marked.append("trainer.average=null")  # conf/trainer/transformer.yaml sets it for the Transformer
+    return marked
 
 
 def allow_new_keys(words: Sequence[str]) -> list[str]:
-    """The command line with `++` before the keys of each section whose `_target_` is typed in it."""
-    own = set(_typed_keys(words))
-    changed = []
+    """Returns the words with `++` before the keys of each section whose `_target_` is typed."""
+    own, marked = _typed_keys(words), []
     for word in words:
-        match = OVERRIDE.fullmatch(word)
-        changed.append(f"++{word}" if match and match["section"] in own and not match["mark"] else word)
-    return changed
+        override = _parsed(word)
+        is_new = override is not None and override.type == OverrideType.CHANGE and _section(override) in own
+        marked.append(f"++{word}" if is_new else word)
+    return marked
 
 
 def keys_left_out(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, list[str]]:
-    """The keys, by section, that are not passed on because the section's `_target_` was typed without them.
+    """Returns, for each section whose `_target_` is typed, the keys that are not passed on.
 
     Args:
-        config: composed; its values are not looked at, since they may refer to other keys that are left out.
+        config: composed; its values are not read, since they may refer to keys that are left out.
         overrides: of this job, as typed.
     """
     kept = {section: {*keys, *ALWAYS_KEPT.get(section, ())} for section, keys in _typed_keys(overrides).items()}
@@ -39,19 +51,32 @@ def keys_left_out(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
 
 
 def describe(section: str, values: Mapping[str, Any], left_out: Sequence[str]) -> str:
-    """The line that tells the person; `values` are those that are passed on."""
-    taken = ", ".join(key for key in values if key != "_target_") or "no keys"
+    """Returns a line for the console; ``values`` are those passed on."""
+    passed = ", ".join(key for key in values if key != "_target_") or "no keys"
     return (
-        f"{section}._target_={values['_target_']}: called with {taken}; "
+        f"{section}._target_={values['_target_']}: called with {passed}; "
         f"left out, because they are not its own: {', '.join(left_out)}"
     )
 
 
 def _typed_keys(words: Sequence[str]) -> dict[str, set[str]]:
-    """The keys typed in each section whose `_target_` is among them."""
+    """Returns the typed keys of each section whose `_target_` is among them."""
     typed: dict[str, set[str]] = {}
-    for word in words:
-        match = OVERRIDE.fullmatch(word)
-        if match and match["section"] in FREE_FORM:
-            typed.setdefault(match["section"], set()).add(match["key"])
+    for override in filter(None, map(_parsed, words)):
+        if _section(override) and not override.is_delete():
+            typed.setdefault(_section(override), set()).add(override.key_or_group.split(".")[1])
     return {section: keys for section, keys in typed.items() if "_target_" in keys}
+
+
+def _section(override: Override) -> str:
+    """Returns the section of `FREE_FORM` in which the override sets a key, or an empty text."""
+    section, dot, _ = override.key_or_group.partition(".")
+    return section if dot and section in FREE_FORM else ""
+
+
+def _parsed(word: str) -> Override | None:
+    """Returns the word as Hydra reads it; None for options, and for what Hydra will refuse."""
+    try:
+        return OverridesParser.create().parse_override(word)
+    except HydraException:
+        return None

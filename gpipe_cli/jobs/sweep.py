@@ -11,6 +11,7 @@ from statistics import mean, stdev
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, read_write
 
@@ -119,14 +120,13 @@ def name_by_swept_keys(config: DictConfig) -> None:
 
 
 def count_jobs(overrides: Sequence[str]) -> int | None:
-    """Jobs of Hydra's own sweeper: the product of the swept values; None if an override has no fixed number of them."""
-    jobs = 1
-    for override in OverridesParser.create().parse_overrides(list(overrides)):
-        if override.is_sweep_override():
-            if not (override.is_choice_sweep() or override.is_range_sweep()):
-                return None
-            jobs *= sum(1 for _ in override.sweep_string_iterator())
-    return jobs
+    """Returns the number of jobs of Hydra's own sweeper; None if an override has no fixed number of values."""
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    if all(
+        override.is_choice_sweep() or override.is_range_sweep() for override in parsed if override.is_sweep_override()
+    ):
+        return len(BasicSweeper.split_arguments(parsed, None)[0])
+    return None
 
 
 def read_jobs(directory: Path) -> list[JobResult]:

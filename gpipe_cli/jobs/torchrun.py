@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch.join import joined
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from gpipe_cli.launch.context import Context
 
 ENTRY = "gpipe_cli.jobs.torchrun:enter"
+FIXED = ("pipeline.K", "pipeline.workers", "pipeline.replicas")  # keys that change the number of processes
 KEY = "rank_0_decides"
 HEAD_START = 2.0  # seconds; torchrun ends all ranks as soon as one has failed, and rank 0 has to say why before that
 
@@ -55,11 +58,15 @@ def refuse_sweep_over_workers(words: Sequence[str]) -> None:
     if not {"-m", "--multirun"} & set(words):
         return
     for word in words:
-        match = re.match(r"\+{0,2}(pipeline\.(?:K|workers|replicas))=", word)
-        if match and re.search(r"[^\[]*,|range\(|choice\(|glob\(", word.partition("=")[2]):
+        try:
+            override = OverridesParser.create().parse_override(word)
+        except HydraException:
+            continue  # an option, or what Hydra will refuse
+        if override.is_sweep_override() and override.key_or_group in FIXED:
             raise ConfigurationError(
                 f"{word}: torchrun has started {os.environ['WORLD_SIZE']} processes for all jobs of the sweep, so "
-                f"{match[1]} cannot be swept; drop torchrun, and gpipe-train starts the workers of each job itself"
+                f"{override.key_or_group} cannot be swept; drop torchrun, and gpipe-train starts the workers of each "
+                "job itself"
             )
 
 

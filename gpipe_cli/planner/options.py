@@ -34,7 +34,7 @@ class _Typed:
 
 @dataclass(frozen=True)
 class Options(_Typed):
-    """Holds the section `plan`; conf/plan/default.yaml describes each key.
+    """Holds the section `plan`; conf/plan.yaml describes each key.
 
     Attributes:
         device: None: the present machine, to be measured.
@@ -51,11 +51,11 @@ class Options(_Typed):
 
     @classmethod
     def default(cls) -> Options:
-        """Returns the values of conf/plan/default.yaml."""
+        """Returns the values of conf/plan.yaml."""
         import gpipe_cli.conf
 
         folder = Path(next(iter(gpipe_cli.conf.__path__)))
-        return cls.from_section(yaml.safe_load((folder / "plan" / "default.yaml").read_text(encoding="utf-8")))
+        return cls.from_section(yaml.safe_load((folder / "plan.yaml").read_text(encoding="utf-8"))["plan"])
 
     @classmethod
     def from_section(cls, section: Mapping[str, Any]) -> Options:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..config import Settings
 from ..distributed.world import World
-from ..factory.build import MODEL_KEYS_READ_ELSEWHERE, build_model, build_task
+from ..factory.build import build_model, build_task
 from ..launch.context import Context
 from ..metrics.journal import Notices
 from ..micro_batch import MicroBatch
@@ -145,11 +145,10 @@ def in_wanted_dtype(settings: Settings) -> Settings:
     if settings.verify.dtype == "configured":
         return settings
     module = "gpipe_cli.verify.float64"
-    layers = {key: value for key, value in settings.model.items() if key not in MODEL_KEYS_READ_ELSEWHERE}
     data = {"_target_": f"{module}.Float64Source", "source": settings.data}
     return dataclasses.replace(
         settings,
-        model={"_target_": f"{module}.float64_layers", "layers": layers},
+        model={"_target_": f"{module}.float64_layers", "layers": settings.model},
         data={**data, "batch_size": settings.data.get("batch_size")},
     )
 

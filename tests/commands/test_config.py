@@ -14,11 +14,12 @@ from omegaconf.errors import InterpolationKeyError
 from gpipe_cli.config import FREE_FORM, TYPED, Settings, known_keys
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory.build import build_optimizer
+from gpipe_cli.jobs import own_target
 from gpipe_cli.optim import lr_schedules
 from gpipe_cli.typed_section import nearest
 
 CONF = Path(__file__).parents[2] / "conf"
-OTHERS = ("hydra", "__pycache__", "plan")  # plan: of gpipe-plan alone
+OTHERS = ("hydra", "__pycache__")
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name not in OTHERS)
 OPTIONS = sorted(f"{group}={path.stem}" for group in GROUPS for path in (CONF / group).glob("*.yaml"))
 
@@ -241,13 +242,17 @@ def test_what_is_typed_wins_over_what_amoebanet_brings() -> None:
     assert config["trainer"]["steps"] == 7
 
 
-def test_the_model_s_sync_batchnorm_is_the_pipeline_s() -> None:
-    assert composed("model=amoebanet", "model.sync_batchnorm=true")["pipeline"]["sync_batchnorm"] is True
-    assert composed("model=amoebanet")["pipeline"]["sync_batchnorm"] is False
-    assert composed("pipeline.sync_batchnorm=true")["pipeline"]["sync_batchnorm"] is True
-
-
-def test_the_model_s_average_is_the_trainer_s() -> None:
+def test_averaging_is_the_trainer_s_and_comes_with_the_transformer() -> None:
     assert composed("model=transformer")["trainer"]["average"] == 0.98
     assert composed("model=transformer_lm")["trainer"]["average"] is None
     assert composed("trainer.average=null")["trainer"]["average"] is None
+    own = own_target.complete(["model._target_=my_module.layers"])
+    assert composed(*own)["trainer"]["average"] is None
+
+
+def test_the_keys_of_gpipe_verify_are_not_gpipe_train_s() -> None:
+    assert "verify" not in composed()
+    with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
+        config = OmegaConf.to_container(compose("verify", ["verify.steps=3"]), resolve=True)
+    assert isinstance(config, dict)
+    assert Settings.from_config(config).verify.steps == 3

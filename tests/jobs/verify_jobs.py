@@ -18,7 +18,7 @@ from small_models import WIDTH, Mix, mini_batch, small_model, token_loss, weight
 from torch import Tensor, nn
 
 from gpipe_cli.commands.train import main
-from gpipe_cli.commands.verify import conclude, with_own_run_directory
+from gpipe_cli.commands.verify import conclude
 from gpipe_cli.data.source import Batch
 from gpipe_cli.jobs.job import EntryPoint
 from gpipe_cli.launch.context import Context
@@ -263,5 +263,5 @@ def verify_with_fault(context: Context, config: dict[str, Any]) -> dict[str, Any
 
 
 if __name__ == "__main__":
-    program = EntryPoint("verify_jobs:verify_with_fault", preload=("torch", "gpipe_cli.verify.run"), conclude=conclude)
-    sys.exit(main(with_own_run_directory([*WORDS, *sys.argv[1:]]), program))
+    program = EntryPoint("verify_jobs:verify_with_fault", ("torch", "gpipe_cli.verify.run"), conclude, "verify")
+    sys.exit(main([*WORDS, *sys.argv[1:]], program))

@@ -32,6 +32,6 @@ def test_the_command_trains_two_replicas_as_one_when_told_to(tmp_path: Path) -> 
     words = ["debug=tiny", "model=amoebanet", "model.L=3", "trainer.steps=2", "trainer.evaluate_every=null"]
     words += ["optimizer.lr=1e-4", "pipeline.K=1", "pipeline.M=1", "logging.tensorboard=false"]
     one, _ = train(tmp_path, "one", *words)
-    two, said = train(tmp_path, "two", *words, "pipeline.replicas=2", "model.sync_batchnorm=true")
+    two, said = train(tmp_path, "two", *words, "pipeline.replicas=2", "pipeline.sync_batchnorm=true")
     assert two == pytest.approx(one, rel=1e-4)
     assert "over 16 examples: mini-batch 16, M=1, 2 replicas together" in said
