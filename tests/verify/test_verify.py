@@ -38,7 +38,7 @@ def verified(run_dir: Path, *words: str, fault: str = "") -> dict[str, Any]:
     """The report of a verification with every cell in this process."""
     overrides = own_target.allow_new_keys([*WORDS, "launch.inline=true", *words])
     with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
-        config = prepare(compose("train", overrides=overrides), overrides).config
+        config = prepare(compose("verify", overrides=overrides), overrides).config
     run_dir.mkdir(parents=True, exist_ok=True)
     job = Job(run_dir, 1, "gpipe_cli.verify.run:main", {"settings": config, "started_at": time.time()})
     with planted(fault):
