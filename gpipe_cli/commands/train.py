@@ -147,14 +147,14 @@ def _end_sweep(finished: Sweep) -> int:
     from gpipe_cli.jobs import sweep
     from gpipe_cli.jobs.job import where_it_is
     from gpipe_cli.jobs.torchrun import is_first
-    from gpipe_cli.terminal.output import Output
+    from gpipe_cli.terminal.output import OutputStream
 
     if not is_first():
         return 0
     if not finished.directory.is_dir():
         return REFUSED
     table, all_done = sweep.finish(finished)
-    print(f"\n{table}\n\n{where_it_is(finished.directory)}", file=Output(sys.stdout), flush=True)
+    print(f"\n{table}\n\n{where_it_is(finished.directory)}", file=OutputStream(sys.stdout), flush=True)
     return 0 if all_done else FAILED
 
 

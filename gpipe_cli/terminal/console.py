@@ -1,22 +1,22 @@
-"""What the person sees of a run: events of the workers, as a progress bar and lines, or as lines alone.
+"""Shows the events of a run on the console, as lines and, in a terminal, a progress bar.
 
-Everything that is printed also goes to train.log, as plain text. An event is a JSON object with "kind":
+Everything printed also goes to train.log, as plain text. An event is a JSON object with "kind":
 
     message        text
     warning        text
-    preparation    text, done, total                         data being made ready; total 0: unknown
+    preparation    text, done, total                         preparation of data; total 0: unknown
     cells          rows: [{cell, worker, first, last, layers, parameters, cost, share}]
     table          title, columns: [...], rows: [[...]]      any other table
     progress       step, steps (or null), done (share of the run, or null), loss, lr, examples_per_second, bubble,
                    bubble_predicted, skipped_updates
     evaluation     step, numbers: {name: value}
-    samples        rows: [{label: text}]                     outputs beside what they should be
+    samples        rows: [{label: text}]                     outputs beside their references
     end            text                                      the last line of the run
 
-and the launcher's own, with "event": stopping (signal, grace_seconds), killed (message), warning (message). Any other
-event goes to train.log alone. Numbers may be null (not finite, or not known).
+and events of the launcher, with "event": stopping (signal, grace_seconds), killed (message), warning (message). Any other
+event goes to train.log alone. Numbers may be null (not finite, or unknown).
 
-A run does not end because nobody reads what it prints: see `Output`.
+A run continues when its output can no longer be written: see `OutputStream`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from typing import IO, Any, Literal, cast
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from gpipe_cli.terminal.output import Output
+from gpipe_cli.terminal.output import OutputStream
 from gpipe_cli.terminal.text import duration, number, percent, text_table
 
-PLAIN_SECONDS = 2.0  # the least between two progress lines, so that fast steps do not flood a log
-LONGEST_SILENCE_SECONDS = 20.0  # slow steps are told of sooner than `logging.every` steps
+PLAIN_SECONDS = 2.0  # shortest time between two progress lines, so that fast steps do not flood a log
+LONGEST_SILENCE_SECONDS = 20.0  # slow steps are reported before `logging.every` steps have passed
 PREPARATION_SECONDS = 5.0
 
 log = logging.getLogger("gpipe_cli")
@@ -43,18 +43,18 @@ Event = Mapping[str, Any]
 
 
 class Console:
-    """Shows events; use it as a context manager, so that the progress bar is always taken away.
+    """Shows events. As a context manager it always removes the progress bar at the end.
 
     Args:
         every: steps between progress lines.
         mode: "auto" shows a progress bar if standard output is a terminal; "plain" never does.
-        silent: show nothing: another process of the same job does.
+        silent: show nothing, because another process of the same job does.
     """
 
     def __init__(self, every: int, mode: Literal["auto", "plain"], silent: bool = False) -> None:
         self._every, self._silent = every, silent
-        self._output = Output(sys.stdout)
-        file = cast("IO[str]", self._output)  # all of it that rich uses
+        self._output = OutputStream(sys.stdout)
+        file = cast("IO[str]", self._output)  # it has all methods that rich uses
         self._rich = RichConsole(file=file, highlight=False, markup=False, soft_wrap=True)
         self._bar = _Bar(self._rich) if mode == "auto" and self._rich.is_terminal and not silent else None
         self._pace = _Pace()
@@ -71,7 +71,7 @@ class Console:
             self._bar.close()
 
     def __call__(self, event: Event) -> None:
-        """Show one event."""
+        """Shows one event."""
         show = self._SHOWN.get(event.get("kind") or event.get("event") or "")
         if show:
             show(self, event)
@@ -79,17 +79,17 @@ class Console:
             log.info("%s", json.dumps(event, default=str))
 
     def say(self, text: str) -> None:
-        """A line (or several) on standard output and in train.log."""
+        """Prints one or more lines to standard output and train.log."""
         log.info("%s", text)
         self._print(text)
 
     def error(self, text: str) -> None:
-        """A failure: standard error and train.log."""
+        """Prints a failure to standard error and train.log."""
         log.error("%s", text, extra={"shown": True})
         if self._bar:
             self._bar.close()
         if not self._silent:
-            print(text, file=Output(sys.stderr), flush=True)
+            print(text, file=OutputStream(sys.stderr), flush=True)
 
     def warn(self, text: str) -> None:
         log.warning("%s", text, extra={"shown": True})
@@ -159,7 +159,7 @@ class Console:
                 self.say(text)
 
     def _evaluation(self, event: Event) -> None:
-        shown = {name: value for name, value in event["numbers"].items() if "/" not in name}  # not each language's
+        shown = {name: value for name, value in event["numbers"].items() if "/" not in name}  # without single languages
         numbers = ", ".join(f"{name} {number(value)}" for name, value in shown.items())
         self.say(f"evaluation after step {number(event['step'])}: {numbers}")
 
@@ -189,7 +189,7 @@ class Console:
 
 
 def _progress_line(event: Event, seconds_left: float | None, short: bool = False) -> str:
-    """``short``: all of it in 80 columns, beside a bar."""
+    """Returns a step's figures as text; ``short``: in 80 columns, beside a bar."""
     loss = event["loss"]
     parts = [
         f"loss {loss:.4f}" if loss is not None else "loss not finite",
@@ -205,7 +205,7 @@ def _progress_line(event: Event, seconds_left: float | None, short: bool = False
 
 
 def _bubble(measured: float | None, predicted: float | None, short: bool) -> str:
-    """The measured bubble, beside what the schedule itself would leave idle with the same times."""
+    """Returns the measured bubble beside the one that the schedule has with the same times of computation."""
     if measured is None or predicted is None:
         return f"bubble {percent(measured)}"
     if short:
@@ -214,13 +214,13 @@ def _bubble(measured: float | None, predicted: float | None, short: bool) -> str
 
 
 class _Pace:
-    """The time that is left, from the pace so far in this process (a resumed run begins with a share of it done)."""
+    """Estimates the time left from the pace of this process; a resumed run begins with a share done."""
 
     def __init__(self) -> None:
         self._start: tuple[float | None, float] | None = None
 
     def start(self, done: float | None) -> bool:
-        """True for the first step seen."""
+        """Starts the clock at the first step; returns whether this was the first."""
         if self._start is not None:
             return False
         self._start = (done, time.monotonic())
@@ -234,7 +234,7 @@ class _Pace:
 
 
 class _Bar:
-    """The live line at the bottom of a terminal."""
+    """Draws the progress bar at the bottom of a terminal."""
 
     def __init__(self, console: RichConsole) -> None:
         columns = (BarColumn(bar_width=8), TextColumn("{task.fields[line]}"))
@@ -261,7 +261,7 @@ class _Bar:
 
 
 class _WarningsToConsole(logging.Handler):
-    """Warnings of other parts of the command (the launcher, libraries) are shown too, above the progress bar."""
+    """Shows warnings that the launcher and libraries log, above the progress bar."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)

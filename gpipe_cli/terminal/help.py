@@ -1,4 +1,4 @@
-"""``gpipe-train --help``: short, and true, because values and options are read from ``conf/``. Imports no Hydra."""
+"""Makes the page of ``gpipe-train --help`` from the values and options in ``conf/``. Imports no Hydra."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml  # type: ignore[import-untyped]  # its stubs are a package of their 
 from gpipe_cli import __version__
 from gpipe_cli.typed_section import shown
 
-# key, what it is
+# key, description
 KEYS = (
     ("pipeline.K", "cells that the model is cut into"),
     ("pipeline.M", "micro-batches of a mini-batch"),
@@ -53,7 +53,7 @@ Also: gpipe-plan (before a run), gpipe-verify, gpipe-eval, gpipe-translate, gpip
 
 
 def help_text() -> str:
-    """The page."""
+    """Returns the page of --help."""
     conf = conf_folder()
     main = yaml.safe_load((conf / "train.yaml").read_text(encoding="utf-8"))
     chosen = {group: option for entry in main["defaults"] if isinstance(entry, dict) for group, option in entry.items()}
@@ -63,7 +63,7 @@ def help_text() -> str:
 
 
 def conf_folder() -> Path:
-    """Where the YAML files lie: in the clone, or in the installed package."""
+    """Returns the folder of the YAML files, in the clone or in the installed package."""
     import gpipe_cli.conf
 
     return Path(next(iter(gpipe_cli.conf.__path__)))

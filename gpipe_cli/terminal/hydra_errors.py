@@ -1,4 +1,4 @@
-"""What Hydra and OmegaConf refuse, in words that say what to type instead."""
+"""Rewrites errors of Hydra and OmegaConf as messages that say what to type instead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, Omega
 from gpipe_cli.config import FREE_FORM, known_keys
 from gpipe_cli.typed_section import nearest, unknown_key
 
-KNOWN = (HydraException, OmegaConfBaseException, yaml.YAMLError)  # errors that `explain` puts into words
+KNOWN = (HydraException, OmegaConfBaseException, yaml.YAMLError)  # errors that `explain` rewrites
 NO_KEY = re.compile(r"Could not override '([^'=]+)")
 NOTHING_TO_DELETE = re.compile(r"Could not delete from config\. '([^'=]+)")
 NO_GROUP = re.compile(r"Could not override '([^']+)'\.\s*No match in the defaults list")
@@ -23,12 +23,12 @@ SWEEP_WITHOUT_M = re.compile(r"Ambiguous value for argument '([^']+)'")
 
 
 def explain(error: Exception, words: Sequence[str], own_keys: Sequence[str] = ()) -> str:
-    """The message for the console.
+    """Returns the message for the console.
 
     Args:
         error: one of `KNOWN`.
         words: the command line.
-        own_keys: dotted; those that the command has beside gpipe-train's.
+        own_keys: dotted keys of the command beside those of gpipe-train.
     """
     text = str(error)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
@@ -77,30 +77,30 @@ def _unknown(key: str, words: Sequence[str], own_keys: Sequence[str]) -> str:
 
 
 def _nothing_to_delete(key: str, words: Sequence[str], own_keys: Sequence[str]) -> str:
-    """To Hydra a key that is null is not there."""
+    """Returns the message for ~key; Hydra treats a key that is null as missing."""
     keys = _keys_beside(key, words, own_keys)
     return f"{key} is null, and so cannot be deleted: leave out ~{key}" if key in keys else unknown_key(key, keys)
 
 
 def _is_passed_on(key: str) -> bool:
-    """Whether it is the `_target_` of its section that judges it."""
+    """Returns whether the `_target_` of its section receives the key, so that no list of keys exists."""
     return "." in key and key.partition(".")[0] in FREE_FORM
 
 
 def _keys_beside(key: str, words: Sequence[str], own_keys: Sequence[str]) -> list[str]:
-    """All keys that there are in its place, dotted."""
+    """Returns all dotted keys that could be meant."""
     return _keys_of_chosen_groups(words) if _is_passed_on(key) else [*known_keys(), *own_keys]
 
 
 def _keys_of_chosen_groups(words: Sequence[str]) -> list[str]:
-    """Dotted keys of the sections whose keys are not ours to list, for the groups chosen on the command line."""
+    """Returns the dotted keys of sections that a `_target_` receives, for the groups chosen on the command line."""
     chosen = [word for word in words if re.fullmatch(r"[\w/]+=[\w/]+", word)]
     for overrides in (chosen, []):
         try:
             with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
                 return list(_dotted(compose("train", overrides)))
         except KNOWN:
-            continue  # with a wrong group among them: the default ones will do for a suggestion
+            continue  # a group is wrong: suggest from the default groups
     return []
 
 
@@ -117,6 +117,6 @@ def _first_line(text: str) -> str:
 
 
 def _first_lines(error: Exception) -> str:
-    """Hydra's own words without its blank lines and object types."""
+    """Returns Hydra's own message without blank lines and object types."""
     lines = [line.strip() for line in str(error).splitlines()]
     return "\n".join(line for line in lines if line and not line.startswith(("object_type", "full_key")))

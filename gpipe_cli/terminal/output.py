@@ -1,4 +1,4 @@
-"""Standard output and error, which may have nobody behind them any more. Imports nothing slow."""
+"""Writes to standard output and error, also after their reader has gone. No slow imports."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import IO
 log = logging.getLogger("gpipe_cli")
 
 
-class Output:
-    """Standard output or error of a run, which goes on when it can no longer be written to.
+class OutputStream:
+    """Wraps standard output or error so that a run continues when the stream can no longer be written to.
 
-    The reader of a pipe may have died, the terminal been closed, the disk behind a `>` be full. From the first failure
-    on, everything that is written there goes to /dev/null: also what Python still holds back and would fail to write at
-    its end, and what the user's own code prints.
+    The reader of a pipe may have ended, the terminal may be closed, the disk behind a `>` may be full. After the first
+    failure everything written to the stream goes to /dev/null, including Python's own buffer at exit and what the
+    user's code prints.
     """
 
     def __init__(self, stream: IO[str] | None) -> None:
-        self._stream = stream  # None: Python was started with this one closed
+        self._stream = stream  # None: Python was started with this stream closed
 
     def write(self, text: str) -> int:
         self._guard(lambda stream: _write(stream, text))
@@ -47,11 +47,11 @@ class Output:
             return
         try:
             action(self._stream)
-        except (OSError, ValueError) as error:  # the latter: somebody has closed it in this process
+        except (OSError, ValueError) as error:  # ValueError: it was closed in this process
             failed, self._stream = self._stream, None
             with suppress(OSError, ValueError):
                 _redirect_to_nothing(failed)
-            # No warning, which would come back to the console: this may be rich's thread, with rich's lock held.
+            # Not a warning, which would return to the console: this may be rich's thread, with rich's lock held.
             name = getattr(failed, "name", "the output")
             log.info("%s cannot be written to (%s): nothing more is shown there, the run goes on", name, error)
 
@@ -59,7 +59,7 @@ class Output:
 def _write(stream: IO[str], text: str) -> None:
     try:
         stream.write(text)
-    except UnicodeEncodeError:  # a terminal that is told to be Latin-1, or ASCII
+    except UnicodeEncodeError:  # the terminal's encoding is Latin-1 or ASCII
         known = getattr(stream, "encoding", None) or "ascii"
         stream.write(text.encode(known, errors="replace").decode(known))
 
@@ -73,10 +73,10 @@ def _redirect_to_nothing(stream: IO[str]) -> None:
 
 
 def show(text: str) -> None:
-    """Prints ``text``. A reader that has seen enough, as `head` does, is no error; a full disk is.
+    """Prints ``text``. A closed pipe, as with `head`, is no error.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the text cannot be written, for example to a full disk.
     """
     try:
         _write(sys.stdout, f"{text}\n")

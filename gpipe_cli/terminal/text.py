@@ -1,4 +1,4 @@
-"""Numbers and tables as text, the same on the console, in train.log and in sweep.md."""
+"""Formats numbers and tables as text for the console, train.log and sweep.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def number(value: object, digits: int = 4) -> str:
-    """A number in few characters: 12,345, 3.2146, 2.1e-04; other values as they are, "-" for none."""
+    """Formats a number in few characters: 12,345, 3.2146, 2.1e-04; other values as they are, None as "-"."""
     if value is None:
         return "-"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -24,12 +24,12 @@ def number(value: object, digits: int = 4) -> str:
 
 
 def percent(share: object) -> str:
-    """A share of 1 as "21.3 %"."""
+    """Formats a share of 1 as "21.3 %"."""
     return f"{100 * share:.1f} %" if isinstance(share, (int, float)) and math.isfinite(share) else "-"
 
 
 def duration(seconds: float) -> str:
-    """0:07, 4:12, 1:02:03; fractions below ten seconds: 3.2 s."""
+    """Formats seconds as 3.2 s, 0:17, 4:12 or 1:02:03."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -38,7 +38,7 @@ def duration(seconds: float) -> str:
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Aligned columns under their names; numbers to the right."""
+    """Formats rows as aligned columns under their names, numbers to the right."""
     cells = [[number(value) for value in row] for row in rows]
     widths = [max(len(name), *(len(row[i]) for row in cells), 0) for i, name in enumerate(columns)]
     right = [all(_is_number(row[i]) for row in rows) for i in range(len(columns))]
@@ -58,11 +58,11 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> 
 
 
 def _is_number(value: object) -> bool:
-    """Also of what is already written as one, such as "21.3 %"."""
+    """Returns whether the value is a number or begins like one, such as "21.3 %"."""
     return value is None or isinstance(value, (int, float)) or str(value)[:1].isdigit() or value == "-"
 
 
 def command_name() -> str:
-    """The command that the person typed, for messages: several share one way of running."""
+    """Returns the name of the command that was typed, for messages of code that several commands share."""
     stem = Path(sys.argv[0]).stem
     return stem if stem.startswith("gpipe-") else "gpipe-train"
