@@ -13,8 +13,8 @@ Everything printed also goes to train.log, as plain text. An event is a JSON obj
     samples        rows: [{label: text}]                     outputs beside their references
     end            text                                      the last line of the run
 
-and events of the launcher, with "event": stopping (signal, grace_seconds), killed (message), warning (message). Any other
-event goes to train.log alone. Numbers may be null (not finite, or unknown).
+and events of the launcher, with "event": stopping (signal, grace_seconds), killed (message), warning (message). Any
+other event goes to train.log alone. Numbers may be null (not finite, or unknown).
 
 A run continues when its output can no longer be written: see `OutputStream`.
 """
