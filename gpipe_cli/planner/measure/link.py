@@ -1,4 +1,4 @@
-"""What a message between two workers costs, measured with the transport that the engine uses."""
+"""Measures what a message between two workers costs, with the transport that the engine uses."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _PATIENCE = 60.0  # seconds for two processes that load torch and exchange 80 me
 
 
 class LinkTimes(NamedTuple):
-    """Seconds, and bytes per second.
+    """Describes the connection between two workers, in seconds and bytes per second.
 
     Attributes:
-        host: what a send or a receive keeps its own worker from computing (mean of both).
-        latency: from the end of the sender's call to the moment at which the receiver has a small message.
+        host: seconds for which a send or a receive keeps its own worker from computing (mean of both).
+        latency: seconds from the end of the sender's call until the receiver has a small message.
         rate: bytes per second of a large one.
     """
 
@@ -41,14 +41,14 @@ class LinkTimes(NamedTuple):
 
 
 def link_between_processes(shared_memory: bool = True) -> LinkTimes | None:
-    """Between two processes of this machine that are started for it; None where they cannot be connected.
+    """Measures between two new processes of this machine; returns None where they cannot be connected.
 
     Args:
         shared_memory: as of `connect_workers`; otherwise over gloo.
     """
     with tempfile.TemporaryDirectory(prefix="gpipe-link-") as directory:
         command = [sys.executable, "-m", __name__, directory, str(int(shared_memory))]
-        # In a session of their own: Ctrl-C is the command's to answer.
+        # In a session of their own: Ctrl-C is for the command to handle.
         how: dict[str, Any] = {
             "stderr": subprocess.DEVNULL,
             "start_new_session": True,
@@ -73,27 +73,27 @@ def _answer(directory: str) -> Path:
 
 
 def measure_link(transport: Transport, rank: int) -> LinkTimes:
-    """Worker 0 sends to worker 1; every worker of the process group calls this and gets the same answer."""
+    """Measures messages from worker 0 to worker 1; all workers of the process group call it and get the same result."""
     for _ in range(2):  # the first time warms up
         sending, receiving, arrival = _messages(transport, rank, 1)
         whole = _messages(transport, rank, _LARGE)[2]
     times = torch.tensor([sending, receiving, arrival, whole], dtype=torch.float64)
-    dist.all_reduce(times)  # each was found by one worker, the others add 0
+    dist.all_reduce(times)  # each was measured by one worker, the others add 0
     sending, receiving, arrival, whole = times.tolist()
     latency = max(0.0, arrival - sending)
     return LinkTimes((sending + receiving) / 2, latency, 8 * _LARGE / max(whole - arrival, 1e-9))
 
 
 def _messages(transport: Transport, rank: int, numbers: int) -> tuple[float, float, float]:
-    """Median seconds of a send's call, of a receive's when its message is there, and from a send's begin to arrival."""
-    # As the engine's: activations, and the micro-batch's targets behind them.
+    """Returns the median seconds of a send, of a receive whose message is there, and from a send's start to arrival."""
+    # As in the engine: activations, followed by the targets of the micro-batch.
     spec = BoundarySpec((TensorSpec((numbers,), torch.float64, False), TensorSpec((8,), torch.int64, False)))
     content, targets = torch.zeros(numbers, dtype=torch.float64), torch.zeros(8, dtype=torch.int64)
     sending: list[float] = []
     receiving: list[float] = []
     arrival: list[float] = []
     for number in range(2 * MESSAGES):
-        awaited = number % 2 == 0  # else it is there before it is asked for
+        awaited = number % 2 == 0  # otherwise the message arrives before the receiver waits for it
         dist.barrier()  # nothing else is on its way
         if rank == 0:
             time.sleep(_PAUSE)
@@ -119,12 +119,12 @@ def _messages(transport: Transport, rank: int, numbers: int) -> tuple[float, flo
 
 
 def _typical(seconds: list[float]) -> float:
-    """Their median; 0 on a worker that did nothing of the kind."""
+    """Returns the median; 0 on a worker that measured nothing of the kind."""
     return median(seconds) if seconds else 0.0
 
 
 def main(directory: str, shared_memory: bool, rank: int) -> None:
-    """One of the two processes."""
+    """Runs one of the two processes."""
     cpu = torch.device("cpu")
     dist.init_process_group("gloo", store=dist.FileStore(str(Path(directory) / "store"), 2), rank=rank, world_size=2)
     world = dist.group.WORLD

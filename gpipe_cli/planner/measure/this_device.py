@@ -1,4 +1,4 @@
-"""The present machine as a `Device`: its rates from a short measurement, its memory as it stands."""
+"""Describes the present machine as a `Device`: measures its rates and reads its memory."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ from ..devices import Device
 from .link import LinkTimes, link_between_processes
 
 _SECONDS = 0.15  # of each measurement
-_QUEUED = 100  # operations that a GPU is given before it is waited for: fewer than the driver takes at once
+_QUEUED = 100  # operations started before the GPU is waited for: fewer than the driver's queue holds
 _GPU_LINK = LinkTimes(host=0.0, latency=1e-5, rate=12e9)  # to a neighbour, assumed: PCIe 3.0 ×16
-_CPU_LINK = LinkTimes(host=1.5e-4, latency=1e-4, rate=0.6e9)  # where it cannot be measured; as found on two cores
+_CPU_LINK = LinkTimes(
+    host=1.5e-4, latency=1e-4, rate=0.6e9
+)  # assumed where it cannot be measured; as measured on two cores
 
 
 def present_device(pipeline: PipelineConfig) -> torch.device:
-    """Where a run on this machine would compute."""
+    """Returns the device on which a run on this machine would compute."""
     return torch.device("cuda" if pipeline.device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def workers_on_a_gpu(pipeline: PipelineConfig) -> int:
-    """How many workers share a GPU of this machine; 1 where each has its own, and on CPUs.
+    """Returns how many workers share a GPU of this machine; 1 where each has its own, and on CPUs.
 
-    torchrun says how many of a job's workers are on this machine. Any other launcher may have hidden the GPUs of the
-    others from this process, so there each worker is taken to have one.
+    Under torchrun the environment holds how many of a job's workers are on this machine. Another launcher may hide
+    the GPUs of other workers from this process, so there each worker is assumed to have its own.
     """
     if present_device(pipeline).type == "cpu":
         return 1
@@ -42,9 +44,9 @@ def workers_on_a_gpu(pipeline: PipelineConfig) -> int:
 
 
 def measure_device(pipeline: PipelineConfig) -> Device:
-    """Rates of products and of memory, what starting an operation costs, and what messages between workers cost.
+    """Returns rates, memory and the cost of operations and messages, as one worker has them.
 
-    As a worker finds them: with its threads, or its part of a GPU. A link between GPUs is assumed, not measured.
+    A worker has its threads, or its part of a GPU. A link between GPUs is assumed, not measured.
     """
     rates, workers = measure_rates(pipeline), pipeline.planned_workers * pipeline.replicas
     if present_device(pipeline).type == "cuda":
@@ -65,13 +67,13 @@ def measure_device(pipeline: PipelineConfig) -> Device:
 
 
 def measure_rates(pipeline: PipelineConfig) -> Device:
-    """Likewise, without what messages cost, and of the machine's whole memory, or all that is free on a GPU.
+    """Returns the rates and the whole memory of the machine, or what is free on a GPU; takes less than a second.
 
-    That takes less than a second.
+    The cost of messages is assumed.
     """
     device = present_device(pipeline)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what this process itself no longer needs is free
+        torch.cuda.empty_cache()  # memory that this process no longer needs counts as free
         return _measure(device, float(torch.cuda.mem_get_info()[0]), _GPU_LINK)
     memory = usable_memory()
     with as_worker(pipeline.threads):
@@ -100,11 +102,11 @@ def _measure(device: torch.device, memory: float, link: LinkTimes) -> Device:
 
 
 def _seconds(run: Callable[[], object], is_gpu: bool, calls: int = 1) -> float:
-    """The median time of one call.
+    """Returns the median seconds of one call.
 
     Args:
-        calls: made one after the other and timed together: waiting for a GPU takes longer than what starting a small
-            operation costs, and a run waits rarely.
+        calls: number of calls timed together. On a GPU several: waiting for it takes longer than starting a small
+            operation, and a run waits rarely.
     """
     run()
     times: list[float] = []

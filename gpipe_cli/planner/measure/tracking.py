@@ -1,4 +1,4 @@
-"""Watches operations on fake tensors: what they compute, what they move, and how many bytes are alive meanwhile."""
+"""Records operations on tensors: their FLOPs, the bytes that they move, and the bytes alive meanwhile."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _CPU_ATTENTION: dict[Any, Callable[..., float]] = {  # not every release of torc
 
 
 def _flops(operation: Any, args: Any, kwargs: Any, out: Any) -> float:
-    """Of one call of an operation; zero of one that neither torch nor the table above counts."""
+    """Returns the FLOPs of one call; 0 for an operation that neither torch nor the table above counts."""
     if (count := flop_registry.get(operation)) is not None:
         return float(count(*args, **kwargs, out_val=out))
     return _CPU_ATTENTION[operation](*args, **kwargs) if operation in _CPU_ATTENTION else 0.0
 
 
 class Operation(NamedTuple):
-    """One kernel: its FLOPs (a multiply-add is two), the bytes it reads and writes, whether it computes in half."""
+    """Describes one kernel: its FLOPs (a multiply-add is two), bytes read and written, and True for half precision."""
 
     flops: float
     bytes: float
@@ -50,12 +50,12 @@ class Operation(NamedTuple):
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Lists the operations that run inside it and counts the bytes of the storages that they make.
 
-    Storages that exist already, such as weights, are named by `ignore`; they never count.
+    Storages that exist already, such as weights, are passed to `ignore` and do not count.
 
     Attributes:
-        operations: since the last `begin`.
-        now: bytes alive of storages made here.
-        peak: the most since the last `begin`.
+        operations: operations since the last `begin`.
+        now: bytes alive now.
+        peak: most bytes alive since the last `begin`.
     """
 
     def __init__(self) -> None:
@@ -66,11 +66,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ow
         self._ignored: set[int] = set()
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
-        """Their storages do not count. The caller keeps them alive for as long as the tracker is used."""
+        """Leaves out the storages of tensors, which the caller keeps alive for as long as the tracker is used."""
         self._ignored |= {storage_key(tensor) for tensor in tensors}
 
     def begin(self) -> None:
-        """Starts a new list and a new peak."""
+        """Starts a new list of operations and a new peak."""
         self.operations, self.peak = [], self.now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,7 +91,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ow
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._alive or key in self._ignored or not storage.resizable():
-            return  # memory that torch has not allocated is no tensor's: a slot that two workers share
+            return  # torch has not allocated it: a slot of memory that two workers share
         size = storage.nbytes()
         self.now += size
         self.peak = max(self.peak, self.now)
@@ -104,18 +104,18 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ow
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Equal for tensors that share memory, while one of them lives."""
+    """Returns a number that is equal for tensors that share memory, while one of them lives."""
     return int(tensor.untyped_storage()._cdata)
 
 
 class Saved:
-    """What autograd saves for backward: the storages and their sizes, in bytes."""
+    """Records the storages that autograd saves for backward, with their bytes."""
 
     def __init__(self) -> None:
         self.sizes: dict[int, int] = {}
 
     def watch(self) -> AbstractContextManager[Any]:
-        """The context in which saved tensors are noted."""
+        """Returns the context in which saved tensors are recorded."""
         return torch.autograd.graph.saved_tensors_hooks(self._save, lambda kept: kept)
 
     def _save(self, tensor: Tensor) -> Tensor:
