@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from statistics import median
 
@@ -19,9 +19,8 @@ from .link import LinkTimes, link_between_processes
 _SECONDS = 0.15  # of each measurement
 _QUEUED = 100  # operations started before the GPU is waited for: fewer than the driver's queue holds
 _GPU_LINK = LinkTimes(host=0.0, latency=1e-5, rate=12e9)  # to a neighbour, assumed: PCIe 3.0 ×16
-_CPU_LINK = LinkTimes(
-    host=1.5e-4, latency=1e-4, rate=0.6e9
-)  # assumed where it cannot be measured; as measured on two cores
+# Assumed where it cannot be measured; as measured on two cores.
+_CPU_LINK = LinkTimes(host=1.5e-4, latency=1e-4, rate=0.6e9)
 
 
 def present_device(pipeline: PipelineConfig) -> torch.device:
@@ -30,16 +29,20 @@ def present_device(pipeline: PipelineConfig) -> torch.device:
 
 
 def workers_on_a_gpu(pipeline: PipelineConfig) -> int:
-    """Returns how many workers share a GPU of this machine; 1 where each has its own, and on CPUs.
+    """Returns how many workers share a GPU of this machine; 1 where each has its own, and on CPUs."""
+    if present_device(pipeline).type == "cpu":
+        return 1
+    return workers_per_gpu(pipeline.planned_workers * pipeline.replicas, torch.cuda.device_count(), os.environ)
+
+
+def workers_per_gpu(workers: int, gpus: int, environment: Mapping[str, str]) -> int:
+    """Returns the same for a job of so many workers on a machine with so many GPUs.
 
     Under torchrun the environment holds how many of a job's workers are on this machine. Another launcher may hide
     the GPUs of other workers from this process, so there each worker is assumed to have its own.
     """
-    if present_device(pipeline).type == "cpu":
-        return 1
-    workers, gpus = pipeline.planned_workers * pipeline.replicas, torch.cuda.device_count()
-    if "WORLD_SIZE" in os.environ:
-        workers = min(workers, int(os.environ.get("LOCAL_WORLD_SIZE") or gpus))
+    if "WORLD_SIZE" in environment:
+        workers = min(workers, int(environment.get("LOCAL_WORLD_SIZE") or gpus))
     return math.ceil(workers / gpus)
 
 
@@ -49,15 +52,10 @@ def measure_device(pipeline: PipelineConfig) -> Device:
     A worker has its threads, or its part of a GPU. A link between GPUs is assumed, not measured.
     """
     rates, workers = measure_rates(pipeline), pipeline.planned_workers * pipeline.replicas
-    if present_device(pipeline).type == "cuda":
+    if rates.kernels == "accelerator":
         sharing = workers_on_a_gpu(pipeline)
-        rates = replace(
-            rates,
-            flops=rates.flops / sharing,
-            half_flops=rates.half_flops / sharing,
-            bandwidth=rates.bandwidth / sharing,
-            memory=rates.memory / sharing,
-        )
+        shared = ("flops", "half_flops", "bandwidth", "memory")
+        rates = replace(rates, **{name: getattr(rates, name) / sharing for name in shared})
         if sharing == 1 and pipeline.backend != "gloo":
             return rates
     else:
