@@ -1,11 +1,11 @@
-"""How opening and reading a store of parallel text grows with the corpus: time, memory, batches per second.
+"""Measures how opening and reading a store of parallel text grows with the corpus: time, memory, batches per second.
 
 Writes corpora of token ids in the tool's own format (random ids, lengths as of real sentences, 102 languages of sizes
 100,000 : 1), opens each in a new process with cold files, and reads mini-batches of `--tokens` target tokens in 16
-micro-batches. `anonymous` is the memory of the process' own, `mapped` are pages of files, which the kernel takes back
-when it needs them, both less those of importing torch. `micro-batches` counts those that were read, `shapes` their
-different shapes; `imbalance` is the largest micro-batch's padded tokens over its mini-batch's mean. Needs 110
-bytes of disk a pair, in `--folder`, and removes them.
+micro-batches. Columns: `anonymous` is the process's own memory, `mapped` are pages of files, which the kernel reclaims
+when it needs them; the memory that importing torch takes is subtracted from both. `micro_batches` is the number of
+micro-batches read, `shapes` the number of different shapes among them, `imbalance` by how much the padded tokens of a
+mini-batch's largest micro-batch exceed its mean. Needs 110 bytes of disk per pair in `--folder`, and removes the files.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def read(folder: Path, tokens: int, batches: int) -> None:
     imbalance = float(np.mean([max(of) / np.mean(of) for of in loads]) - 1)
     rows = {"open, s": opened, "open, MB": own - before, "first batch, s": first}
     rows |= {"tokens/s": target / seconds, "anonymous, MB": own_after - before, "mapped, MB": mapped - libraries}
-    rows |= {"micro-batches": shapes.total(), "shapes": len(shapes), "imbalance": imbalance}
+    rows |= {"micro_batches": shapes.total(), "shapes": len(shapes), "imbalance": imbalance}
     print(json.dumps(rows))
 
 
@@ -123,7 +123,7 @@ def main() -> None:
         read(Path(arguments.read), arguments.tokens, arguments.batches)
         return
     columns = {"open, s": ".2f", "open, MB": ".0f", "first batch, s": ".2f", "tokens/s": ",.0f"}
-    counted = {"micro-batches": ",d", "shapes": "d", "imbalance": ".1%"}
+    counted = {"micro_batches": ",d", "shapes": "d", "imbalance": ".1%"}
     report = Report({"pairs": ",d", "GB": ".2f", **columns, "anonymous, MB": ".0f", "mapped, MB": ".0f", **counted})
     report.begin()
     for pairs in [100_000] if arguments.quick else arguments.pairs:

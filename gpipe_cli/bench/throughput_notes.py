@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 from gpipe_cli.gpus import count_gpus
 
 from .options import BenchOptions
 from .paper import ideal_throughput
-from .throughput_settings import TORCHGPIPE, Protocol, serial_seconds
-
-if TYPE_CHECKING:
-    from .throughput_tables import Result
+from .throughput_settings import TORCHGPIPE, Protocol, Result, serial_seconds
 
 TORCH_NOTE = (
     "torch: torch.distributed.pipelining with the same layers in the same processes, torch.utils.checkpoint in its "

@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from gpipe_cli.launch.report import WorkerOutOfMemory
 
 from .options import BenchOptions
 from .tables import Say
-from .throughput_settings import Setting
+from .throughput_settings import Measured, Setting
 from .workers import run_workers
 
 EMULATED, REAL = "gpipe_cli.bench.throughput:worker", "gpipe_cli.bench.real_throughput:worker"
 PRELOAD = ("torch.distributed.pipelining",)
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What the workers found in one setting.
-
-    Attributes:
-        seconds: of a step, by contender; None where one refuses the setting, or was too large.
-        link: measured seconds of a message in front of cell 1 (``carry``) and of a free one (``host``); None without.
-        too_large: contenders that found no room in a device's memory.
-    """
-
-    seconds: dict[str, float | None]
-    link: dict[str, float] | None = None
-    too_large: tuple[str, ...] = ()
 
 
 def measure(settings: Sequence[Setting], options: BenchOptions, say: Say) -> list[Measured]:

@@ -157,6 +157,93 @@ class Setting:
         }
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What the workers found in one setting.
+
+    Attributes:
+        seconds: of a step, by contender; None where one refuses the setting, or was too large.
+        link: measured seconds of a message in front of cell 1 (``carry``) and of a free one (``host``); None without.
+        too_large: contenders that found no room in a device's memory.
+    """
+
+    seconds: dict[str, float | None]
+    link: dict[str, float] | None = None
+    too_large: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row.
+
+    Attributes:
+        kind: our schedule in it.
+        reference: K and M of the setting whose throughput is the unit.
+        unit: throughput of the reference, in mini-batches of one second's work a second; None: nothing was measured.
+        limit: shortest possible seconds of the step; of the reference ``limit_unit``, as a throughput; None where our
+            schedule refuses the setting.
+    """
+
+    setting: Setting
+    kind: str
+    measured: Measured
+    reference: tuple[int, int]
+    unit: float | None
+    limit: float | None
+    limit_unit: float | None
+    paper: float | None
+    ideal: float
+
+    def normalised(self, name: str) -> float | None:
+        seconds = self.measured.seconds.get(name)
+        return None if seconds is None or self.unit is None else self.setting.serial_seconds / seconds / self.unit
+
+    @property
+    def ours(self) -> float | None:
+        return self.normalised(self.kind)
+
+    @property
+    def simulated(self) -> float | None:
+        if self.limit is None or self.limit_unit is None:
+            return None
+        return self.setting.serial_seconds / self.limit / self.limit_unit
+
+    @property
+    def of_limit(self) -> float | None:
+        seconds = self.measured.seconds.get(self.kind)
+        return None if self.limit is None or seconds is None or self.setting.real else self.limit / seconds
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Bytes a second of the emulated device's link, as measured."""
+        link = self.measured.link
+        return None if link is None else self.setting.message_bytes[1] / link["carry"] * self.setting.scale
+
+    def facts(self) -> dict[str, Any]:
+        """For programs."""
+        setting = self.setting
+        return {
+            "model": setting.profile.model.name,
+            "family": setting.profile.model.family,
+            "K": setting.K,
+            "M": setting.M,
+            "paper": self.paper,
+            "ours": self.ours,
+            "ideal": self.ideal,
+            "simulated": self.simulated,
+            "limit_seconds": self.limit,
+            "serial_seconds": setting.serial_seconds,
+            "reference": self.reference,
+            "seconds": self.measured.seconds,
+            "normalised": {name: self.normalised(name) for name in self.measured.seconds},
+            "too_large": self.measured.too_large,
+            "cell_shares": setting.profile.cell_shares(setting.K),
+            "message_bytes": setting.message_bytes[1:],
+            "link": self.measured.link,
+            "link_bytes_per_second": self.bandwidth,
+        }
+
+
 def serial_seconds(M: int, options: BenchOptions) -> float:
     """Forward and backward of an emulated mini-batch."""
     if options.seconds is not None:
