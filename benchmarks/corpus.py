@@ -17,13 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections import Counter
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import Report, parser
+from benchmarks.common import Row, parser, report
 from gpipe_cli.data.source import Report as Progress
 from gpipe_cli.data.source import no_report
 from gpipe_cli.data.store import Sizes, Store, Trained, add_widths, target_widths, write_description, write_shard
@@ -34,8 +35,8 @@ LANGUAGES = 102
 SMALLEST_SHARE = 1e-5  # pairs of the least resourced language over those of the best
 
 
-class Generated(PairSource):
-    """Reads a store that is there."""
+class StoredPairs(PairSource):
+    """Reads an existing store."""
 
     def __init__(self, folder: Path, tokens: int) -> None:
         super().__init__(None, tokens, 5.0, 512, 3, 0)
@@ -46,7 +47,7 @@ class Generated(PairSource):
 
 
 def generate(folder: Path, pairs: int) -> None:
-    """A corpus of about so many pairs."""
+    """Writes a corpus of about so many pairs."""
     draw = np.random.default_rng(0)
     noise = draw.integers(4, 32_000, 2**24, np.uint16)
     shares = SMALLEST_SHARE ** (np.arange(LANGUAGES) / (LANGUAGES - 1))
@@ -71,7 +72,7 @@ def generate(folder: Path, pairs: int) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Takes the files out of the kernel's cache."""
+    """Removes the files from the kernel's cache."""
     os.sync()
     for path in (folder / "train").iterdir():
         file = os.open(path, os.O_RDONLY)
@@ -80,20 +81,20 @@ def forget(folder: Path) -> None:
 
 
 def memory() -> tuple[float, float]:
-    """MB of this process' own and of mapped files."""
+    """Returns the MB of this process's own memory and of mapped files."""
     lines = Path("/proc/self/status").read_text().splitlines()
     said = {name: value for name, _, value in (line.partition(":") for line in lines)}
     return tuple(int(said[key].split()[0]) / 1024 for key in ("RssAnon", "RssFile"))  # type: ignore[return-value]
 
 
 def read(folder: Path, tokens: int, batches: int) -> None:
-    """Prints what opening and reading took, as JSON."""
+    """Prints the figures of opening and reading, as JSON."""
     before, libraries = memory()
     began = time.perf_counter()
-    source = Generated(folder, tokens)
+    source = StoredPairs(folder, tokens)
     source.prepare(no_report)
     opened, (own, _) = time.perf_counter() - began, memory()
-    stream = source._train(0, 0, 16, 0, 1)  # without the thread that reads ahead: its work shall show
+    stream = source._train(0, 0, 16, 0, 1)  # without the thread that reads ahead, so that its work is timed
     began = time.perf_counter()
     next(stream)
     first = time.perf_counter() - began
@@ -117,28 +118,31 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=260_000, help="target tokens of a mini-batch (default: 260,000)")
     options.add_argument("--batches", type=int, default=100, help="mini-batches that are timed (default: 100)")
     options.add_argument("--folder", default=None, help="where to write (default: the folder for temporary files)")
-    options.add_argument("--read", default=None, help="a corpus to read: what this calls itself for")
+    options.add_argument("--read", default=None, help="a corpus to read: for processes that this command starts")
     arguments = options.parse_args()
     if arguments.read:
         read(Path(arguments.read), arguments.tokens, arguments.batches)
         return
-    columns = {"open, s": ".2f", "open, MB": ".0f", "first batch, s": ".2f", "tokens/s": ",.0f"}
-    counted = {"micro_batches": ",d", "shapes": "d", "imbalance": ".1%"}
-    report = Report({"pairs": ",d", "GB": ".2f", **columns, "anonymous, MB": ".0f", "mapped, MB": ".0f", **counted})
-    report.begin()
-    for pairs in [100_000] if arguments.quick else arguments.pairs:
-        with tempfile.TemporaryDirectory(prefix="corpus-", dir=arguments.folder) as directory:
-            folder = Path(directory) / "store"
-            needed, free = 110 * pairs, shutil.disk_usage(directory).free
-            if needed > free / 2:
-                raise SystemExit(f"{pairs:,} pairs need {needed / 1e9:.0f} GB of {free / 1e9:.0f} GB: use --folder")
-            generate(folder, pairs)
-            forget(folder)
-            words = ["--read", str(folder), "--tokens", str(arguments.tokens), "--batches", str(arguments.batches)]
-            done = subprocess.run([sys.executable, "-m", "benchmarks.corpus", *words], check=True, capture_output=True)
-            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-            report.add({"pairs": pairs, "GB": size / 1e9, **json.loads(done.stdout)})
-    report.end(arguments.output)
+    sizes = [100_000] if arguments.quick else arguments.pairs
+    columns = {"pairs": ",d", "GB": ".2f", "open, s": ".2f", "open, MB": ".0f", "first batch, s": ".2f"}
+    columns |= {"tokens/s": ",.0f", "anonymous, MB": ".0f", "mapped, MB": ".0f"}
+    columns |= {"micro_batches": ",d", "shapes": "d", "imbalance": ".1%"}
+    report(columns, (measure(pairs, arguments) for pairs in sizes), arguments.output)
+
+
+def measure(pairs: int, arguments: Namespace) -> Row:
+    """Writes a corpus and reads it in a new process."""
+    with tempfile.TemporaryDirectory(prefix="corpus-", dir=arguments.folder) as directory:
+        folder = Path(directory) / "store"
+        needed, free = 110 * pairs, shutil.disk_usage(directory).free
+        if needed > free / 2:
+            raise SystemExit(f"{pairs:,} pairs need {needed / 1e9:.0f} GB of {free / 1e9:.0f} GB: use --folder")
+        generate(folder, pairs)
+        forget(folder)
+        words = ["--read", str(folder), "--tokens", str(arguments.tokens), "--batches", str(arguments.batches)]
+        done = subprocess.run([sys.executable, "-m", "benchmarks.corpus", *words], check=True, capture_output=True)
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        return {"pairs": pairs, "GB": size / 1e9, **json.loads(done.stdout)}
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     gpipe-train -m experiment=nmt_small/very_deep model.depth_scaled_init=true,false task.logit_clip=null,5
     python -m benchmarks.deep sweeps/NAME output=deep.png
 
-Any runs will do in place of a sweep's folder: `python -m benchmarks.deep RUN1 RUN2`. A curve is named by what the run's
-configuration says of depth_scaled_init and logit_clip. docs/translation.md says what it shows.
+Takes run directories in place of a sweep's folder, too: `python -m benchmarks.deep RUN1 RUN2`. A curve is named by
+depth_scaled_init and logit_clip of the run's configuration. docs/translation.md describes the result.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
+from gpipe_cli.bench.table import markdown
+
 COLOURS = {True: "#2f6db3", False: "#d9822b"}  # with depth-scaled initialisation, and without
-STYLES = ("-", "--", ":")  # of logit clipping, in the order in which its values are met
+STYLES = ("-", "--", ":")  # by value of logit clipping, in the order of the runs
 SMOOTH = 20  # steps behind a curve's point; mini-batches differ much in length
 LAST = 50  # steps that the table averages over
-COLUMNS = (
-    *("run", "first gradient norm", "largest", f"mean of the last {LAST}", f"loss, mean of the last {LAST}"),
-    *("largest share of logits clipped", "skipped updates"),
-)
+COLUMNS = {"run": "", "first gradient norm": ".2f", "largest": ".2f", f"mean of the last {LAST}": ".2f"}
+COLUMNS |= {f"loss, mean of the last {LAST}": ".3f", "largest share of logits clipped": "", "skipped updates": ""}
 
 
 @dataclass(frozen=True)
-class Run:
-    """One run.
+class DeepRun:
+    """Holds one run.
 
     Attributes:
-        scaled: whether feed-forward weights began smaller. clip: where logits were clipped; None: nowhere.
-        rows: of metrics.jsonl.
+        scaled: feed-forward weights began smaller.
+        clip: the value at which logits were clipped; None: not clipped.
+        rows: lines of metrics.jsonl.
     """
 
     scaled: bool
@@ -48,15 +49,17 @@ class Run:
         return f"{'depth-scaled' if self.scaled else 'plain'} initialisation, {clip}"
 
 
-def read(folder: Path) -> Run:
-    """A run directory."""
+def read(folder: Path) -> DeepRun:
+    """Reads a run directory."""
     config = yaml.safe_load((folder / ".hydra" / "config.yaml").read_text(encoding="utf-8"))
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return Run(config["model"]["depth_scaled_init"], config["task"]["logit_clip"], [json.loads(line) for line in lines])
+    return DeepRun(
+        config["model"]["depth_scaled_init"], config["task"]["logit_clip"], [json.loads(line) for line in lines]
+    )
 
 
-def draw(runs: Sequence[Run], path: Path) -> None:
-    """Loss and gradient norm of every step, faint, and their means over the last `SMOOTH` steps."""
+def draw(runs: Sequence[DeepRun], path: Path) -> None:
+    """Draws loss and gradient norm of every step, faint, and their means over the last `SMOOTH` steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -80,16 +83,13 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def table(runs: Sequence[Run]) -> str:
-    """What the curves end with, as Markdown."""
-    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-    for run in runs:
-        norms = [row["grad_norm"] for row in run.rows if row["grad_norm"] is not None]
-        losses = [row["loss"] for row in run.rows[-LAST:] if row["loss"] is not None]
-        clipped = max(row.get("clipped_logits_share", 0.0) for row in run.rows)
-        figures = f"{norms[0]:.2f} | {max(norms):.2f} | {fmean(norms[-LAST:]):.2f} | {fmean(losses):.3f}"
-        lines.append(f"| {run.name} | {figures} | {100 * clipped:.2g} % | {run.rows[-1]['skipped_updates']} |")
-    return "\n".join(lines)
+def row(run: DeepRun) -> dict[str, Any]:
+    """Returns the figures of one run's curves."""
+    norms = [row["grad_norm"] for row in run.rows if row["grad_norm"] is not None]
+    losses = [row["loss"] for row in run.rows[-LAST:] if row["loss"] is not None]
+    clipped = max(row.get("clipped_logits_share", 0.0) for row in run.rows)
+    figures = (run.name, norms[0], max(norms), fmean(norms[-LAST:]), fmean(losses), f"{100 * clipped:.2g} %")
+    return dict(zip(COLUMNS, (*figures, run.rows[-1]["skipped_updates"]), strict=True))
 
 
 def main(words: Sequence[str]) -> int:
@@ -100,7 +100,7 @@ def main(words: Sequence[str]) -> int:
         print(f"{' '.join(map(str, given)) or 'no folder'}: no run in it; use python -m benchmarks.deep sweeps/NAME")
         return 2
     runs = sorted(map(read, folders), key=lambda run: (not run.scaled, run.clip or 0.0))
-    print(table(runs))
+    print(markdown(COLUMNS, [row(run) for run in runs]))
     draw(runs, output)
     print(f"picture: {output}")
     return 0

@@ -1,19 +1,19 @@
-"""The trainer's exchange, which ends every step, against gloo's all-reduce of the same 500 float64 numbers.
+"""Times the trainer's exchange, which ends every step, and gloo's all-reduce of the same 500 float64 numbers.
 
-All workers are processes of this machine. Each round begins together; it counts until the last worker has its answer.
-The median over the rounds is shown.
+All workers are processes of this machine. Each round begins together and ends when the last worker has its result;
+the median over the rounds is shown.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import Report, parser
+from benchmarks.common import Row, parser, report
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.distributed.exchange import Exchange
 from gpipe_cli.launch.context import Context
@@ -21,19 +21,22 @@ from gpipe_cli.launch.context import Context
 NUMBERS = 500
 
 
-def worker(context: Context, config: dict[str, Any]) -> dict[str, float]:
-    """Entry point: median milliseconds of a round of each kind."""
+def worker(context: Context, config: dict[str, Any]) -> Row:
+    """Entry point: returns the median milliseconds of a round of each kind."""
     context.init_process_group("gloo")
     exchange = Exchange({"numbers": NUMBERS}, dist.group.WORLD)
     vector = torch.zeros(NUMBERS, dtype=torch.float64)
     return {
-        "all_reduce": median_ms(lambda: dist.all_reduce(vector), config["rounds"]),
-        "exchange": median_ms(exchange.run, config["rounds"]),
+        "all_reduce, ms": median_ms(lambda: dist.all_reduce(vector), config["rounds"]),
+        "exchange, ms": median_ms(exchange.run, config["rounds"]),
     }
 
 
 def median_ms(run: Callable[[], object], rounds: int) -> float:
-    """Of the rounds' slowest workers."""
+    """Times each round's slowest worker from a barrier on.
+
+    `StopWatch` sleeps until its start, and waking up takes too long for rounds as short as these.
+    """
     taken = torch.zeros(rounds)
     for number in range(rounds):
         dist.barrier()
@@ -49,14 +52,13 @@ def main() -> None:
     options.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8, 16], help="default: 2 4 8 16")
     options.add_argument("--rounds", type=int, default=100, help="default: 100")
     arguments = options.parse_args()
-    if arguments.quick:
-        arguments.rounds = min(arguments.rounds, 20)
-    report = Report({"workers": "d", "all_reduce, ms": ".2f", "exchange, ms": ".2f"})
-    report.begin()
-    for workers in arguments.workers:
-        ms = run_workers("benchmarks.exchange:worker", workers, {"rounds": arguments.rounds})
-        report.add({"workers": workers, "all_reduce, ms": ms["all_reduce"], "exchange, ms": ms["exchange"]})
-    report.end(arguments.output)
+    rounds = min(arguments.rounds, 20) if arguments.quick else arguments.rounds
+
+    def rows() -> Iterator[Row]:
+        for workers in arguments.workers:
+            yield {"workers": workers, **run_workers("benchmarks.exchange:worker", workers, {"rounds": rounds})}
+
+    report({"workers": "d", "all_reduce, ms": ".2f", "exchange, ms": ".2f"}, rows(), arguments.output)
 
 
 if __name__ == "__main__":

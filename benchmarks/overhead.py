@@ -1,29 +1,32 @@
-"""What the engine costs when there is nothing to pipeline: K=1, one process, against a plain loop.
+"""Measures what the engine costs when there is nothing to pipeline: K=1, one process, against a plain loop.
 
 The model is T(L,H,A) with dropout, once at the sizes of conf/model/transformer.yaml and once larger; data are random
-tokens. Engine and loops use the same modules, the task's own loss and M micro-batches; nothing is re-materialized. They
-take turns. Seconds are the processor's: one thread that never waits, so on an idle machine they are the wall clock's,
-and on a busy one they still hold. The median of the pairs' ratios is shown, with their quartiles.
+tokens. Engine and loops use the same modules, the task's own loss and M micro-batches; nothing is recomputed. They take
+turns. Seconds are the processor's: one thread that never waits, so on an idle machine they equal wall time, and on a
+busy one they are still right. The median of the pairs' ratios is shown, with their quartiles.
 
-plain: the loop that anyone would write, F0 B0 F1 B1 …, with one graph at a time. With schedule 1f1b a single worker
-does the same. With gpipe it does F0 F1 … B1 B0: the graphs of all M micro-batches are alive before the first backward,
-so the backwards find in memory what the plain loop's find in the cache. That is the price of the order, not of the
-engine. To tell the two apart, `same order` is a plain loop in the schedule's order (for 1f1b the plain loop itself):
-`slower by` is the engine against the plain loop, `than same order` against that one, each with its quartiles.
+plain: the usual loop, F0 B0 F1 B1 …, with one graph at a time. With schedule 1f1b a single worker does the same. With
+gpipe it does F0 F1 … B1 B0: the graphs of all M micro-batches are alive before the first backward, so the backwards
+read from memory what the plain loop's read from the cache. That is the price of the order, not of the engine. To
+separate the two, `same order` is a plain loop in the schedule's order (for 1f1b the plain loop itself): `slower by`
+compares the engine with the plain loop, `than same order` with that one, each with its quartiles.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from argparse import Namespace
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.common import Report, parser, seconds_in_turns, slower_by
-from gpipe_cli.bench.driver import CPU, Step, engine_step, plain_step
+from benchmarks.common import WARM_UP, Row, parser, report, slower_by
+from gpipe_cli.bench.steps import CPU, Step, engine_step, make_cell, plain_step
+from gpipe_cli.bench.timing import take_turns
 from gpipe_cli.cpu import keep_freed_memory
 from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.models.transformer import transformer
@@ -45,8 +48,8 @@ def build_modules(sizes: dict[str, int]) -> list[nn.Module]:
     return [build_layer(builder, index, 0, CPU) for index, builder in enumerate(builders)]
 
 
-def random_parts(vocabulary: int, examples: int, tokens: int, M: int) -> list[MicroBatch]:
-    """Micro-batches of source, target input and target ids, without padding."""
+def random_micro_batches(vocabulary: int, examples: int, tokens: int, M: int) -> list[MicroBatch]:
+    """Returns micro-batches of source, target input and target ids, without padding."""
     ids = torch.randint(1, vocabulary, (3, examples, tokens))
     return [
         ((source, before), (after,)) for source, before, after in zip(*(x.tensor_split(M) for x in ids), strict=True)
@@ -61,16 +64,17 @@ def timed(step: Step, modules: list[nn.Module]) -> float:
     return time.process_time() - began
 
 
-def measure(sizes: dict[str, int], arguments: Any) -> dict[str, list[float]]:
-    """Seconds of every repetition, of the plain loops and of the engine with each kind of schedule."""
+def measure(sizes: dict[str, int], arguments: Namespace) -> dict[str, list[float]]:
+    """Returns the seconds of every repetition, of the plain loops and of the engine with each kind of schedule."""
     modules = build_modules(sizes)
-    micro_batches = random_parts(sizes["vocabulary"], arguments.examples, arguments.tokens, arguments.M)
+    micro_batches = random_micro_batches(sizes["vocabulary"], arguments.examples, arguments.tokens, arguments.M)
     loss = TranslationTask().loss
     steps: dict[str, Step] = {name: plain_step(modules, micro_batches, loss, kind) for kind, name in SAME_ORDER.items()}
-    steps |= {kind: engine_step(modules, 0, 1, micro_batches, kind, loss=loss) for kind in SAME_ORDER}
-    return seconds_in_turns(
-        {name: partial(timed, step, modules) for name, step in steps.items()}, arguments.repetitions
-    )
+    steps |= {
+        kind: engine_step([make_cell(0, modules)], (0,), 0, None, micro_batches, kind, loss=loss) for kind in SAME_ORDER
+    }
+    turns = {name: partial(timed, step, modules) for name, step in steps.items()}
+    return take_turns(turns, arguments.repetitions, WARM_UP)
 
 
 def row(kind: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
@@ -102,16 +106,17 @@ def main() -> None:
         arguments.repetitions = min(arguments.repetitions, 7)
     torch.set_num_threads(1)
     keep_freed_memory()
+
+    def rows() -> Iterator[Row]:
+        for name in arguments.sizes:
+            seconds = measure(SIZES[name], arguments)
+            parameters = sum(p.numel() for module in build_modules(SIZES[name]) for p in module.parameters())
+            for kind in SAME_ORDER:
+                yield {"model": name, "parameters": parameters, **row(kind, seconds)}
+
     columns = {"model": "", "parameters": ",d", "schedule": "", "plain, s": ".4f", "same order, s": ".4f"}
-    columns |= {"engine, s": ".4f", "slower by": "+.2%", "quartiles": ""}
-    report = Report({**columns, "than same order": "+.2%", "its quartiles": ""})
-    report.begin()
-    for name in arguments.sizes:
-        seconds = measure(SIZES[name], arguments)
-        parameters = sum(p.numel() for module in build_modules(SIZES[name]) for p in module.parameters())
-        for kind in SAME_ORDER:
-            report.add({"model": name, "parameters": parameters, **row(kind, seconds)})
-    report.end(arguments.output)
+    columns |= {"engine, s": ".4f", "slower by": "+.2%", "quartiles": "", "than same order": "+.2%"}
+    report({**columns, "its quartiles": ""}, rows(), arguments.output)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Seconds from the start of gpipe-train to the end of its first training step, with K cells on K processes.
+"""Measures the seconds from the start of gpipe-train to the end of its first training step, with K cells.
 
-Runs the installed command for one step, with the data prepared beforehand, and reads `first_step_seconds` from its
-summary.json. `command` is the whole life of the command as seen from outside, its one evaluation, checkpoint and the
-end of all processes included. Further arguments go to gpipe-train: `python -m benchmarks.startup debug=tiny`.
+Runs the installed command for one step with K cells on K processes, with the data prepared beforehand, and reads
+`first_step_seconds` from its summary.json. `command` is the time of the whole command, with its one evaluation, its
+checkpoint and the end of all processes. Further arguments go to gpipe-train: `python -m benchmarks.startup debug=tiny`.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.common import Report, parser
+from benchmarks.common import Row, parser, report
 
 OVERRIDES = ("trainer.steps=1", "trainer.evaluate_first=false", "trainer.evaluate_every=null", "trainer.samples=0")
 
 
 def start_once(K: int, overrides: list[str]) -> tuple[float, float]:
-    """Seconds to the end of the first step and of the command.
+    """Returns the seconds to the end of the first step and of the command.
 
     Raises:
-        SystemExit: the command failed; its output is shown.
+        SystemExit: the command failed; its output is the message.
     """
     command = Path(sys.executable).with_name("gpipe-train")
     with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
@@ -46,15 +47,18 @@ def main() -> None:
     arguments = options.parse_args()
     repetitions = 1 if arguments.quick else arguments.repetitions
     start_once(1, arguments.overrides)  # prepares the data
-    report = Report({"K": "d", "first step, s": ".2f", "more than the first K, s": "+.2f", "command, s": ".2f"})
-    report.begin()
-    for K in arguments.K:
-        starts = [start_once(K, arguments.overrides) for _ in range(repetitions)]
-        first, whole = (statistics.median(column) for column in zip(*starts, strict=True))
-        reference = report.rows[0]["first step, s"] if report.rows else first
-        more = {"more than the first K, s": first - reference}
-        report.add({"K": K, "first step, s": first, **more, "command, s": whole, "starts": starts})
-    report.end(arguments.output)
+
+    def rows() -> Iterator[Row]:
+        reference = None
+        for K in arguments.K:
+            starts = [start_once(K, arguments.overrides) for _ in range(repetitions)]
+            first, whole = (statistics.median(column) for column in zip(*starts, strict=True))
+            reference = first if reference is None else reference
+            more = {"more than the first K, s": first - reference}
+            yield {"K": K, "first step, s": first, **more, "command, s": whole, "starts": starts}
+
+    columns = {"K": "d", "first step, s": ".2f", "more than the first K, s": "+.2f", "command, s": ".2f"}
+    report(columns, rows(), arguments.output)
 
 
 if __name__ == "__main__":

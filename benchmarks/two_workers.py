@@ -1,10 +1,10 @@
-"""Real compute: two workers with one thread each against a plain loop of one process with the same micro-batches.
+"""Measures real compute: two workers with one thread each against a plain loop of one process, same micro-batches.
 
-The layers are equal residual feed-forward blocks, half of them on each worker; nothing is re-materialized, on either
-side. The best that a pipeline of two cells can do is 2M/(M+1) times the plain loop, on a machine with two whole cores.
-A virtual machine, or a busy one, has them at some moments and at others not, so the contenders take turns in short
-rounds, and each round says how much of two cores there was: both workers run a plain loop over their own half, one
-after the other and then together, without messages. `cores` is the first time over the second, of 2 at most.
+The layers are equal residual feed-forward blocks, half of them on each worker; nothing is recomputed on either side.
+A pipeline of two cells is at best 2M/(M+1) times as fast as the plain loop, on a machine with two whole cores. A
+virtual machine, or a busy one, has them at some moments and not at others, so the contenders take turns in short
+rounds, and each round measures how much of two cores there was: both workers run a plain loop over their own half, one
+after the other and then together, without messages. `cores` is the first time over the second, at most 2.
 
 share: speed-up over 2M/(M+1), the median of all rounds. whole: how many rounds had two whole cores right before and
 right after the pipeline's step (together no more than 3 % slower than alone). share, whole: the median of those.
@@ -13,34 +13,33 @@ right after the pipeline's step (together no more than 3 % slower than alone). s
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from benchmarks.common import Report, parser, seconds_in_turns
-from gpipe_cli.bench.driver import Block, Step, engine_step, plain_step
+from benchmarks.common import WARM_UP, Block, Row, parser, report
+from gpipe_cli.bench.steps import Step, cpu_transport, engine_step, make_cell, plain_step, split
+from gpipe_cli.bench.timing import StopWatch, take_turns
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.launch.context import Context
 
 TOKENS = 32  # of an example
 KINDS = ("gpipe", "1f1b")
-WHOLE = 0.97  # of two cores
+WHOLE = 0.97  # share of two cores from which on they count as whole
 
 
 def worker(context: Context, config: dict[str, Any]) -> dict[str, list[float]]:
-    """Entry point: seconds of every round by contender."""
+    """Entry point: returns the seconds of every round by contender."""
     context.init_process_group("gloo")
     rank, width, M = context.rank, config["width"], config["M"]
     torch.manual_seed(0)
     blocks = [Block(width) for _ in range(config["layers"])]
     half = blocks[rank * len(blocks) // 2 : (rank + 1) * len(blocks) // 2]
     batch = torch.randn(M * config["examples"], TOKENS, width)
-    micro_batches = [((rows,), (rows,)) for rows in batch.tensor_split(M)]
-    hidden = [((rows.clone().requires_grad_(rank > 0),), (rows,)) for rows in batch.tensor_split(M)]
+    micro_batches = split((batch, batch), M)
+    hidden = [((rows.clone().requires_grad_(rank > 0),), (rows,)) for (rows,), _ in micro_batches]
     own_half = plain_step(half, hidden)
 
     def alone(turn: int) -> Step:
@@ -49,28 +48,23 @@ def worker(context: Context, config: dict[str, Any]) -> dict[str, list[float]]:
     steps: dict[str, Step] = {"plain": plain_step(blocks, micro_batches) if rank == 0 else idle}
     steps |= {"alone 0": alone(0), "alone 1": alone(1), "together 0": own_half}
     for number, kind in enumerate(KINDS, start=1):
-        steps |= {kind: engine_step(half, rank, 2, micro_batches, kind), f"together {number}": own_half}
-    return seconds_in_turns({name: partial(timed, step, blocks) for name, step in steps.items()}, config["rounds"])
+        step = engine_step([make_cell(rank, half)], (0, 1), rank, cpu_transport((0, 1)), micro_batches, kind)
+        steps |= {kind: step, f"together {number}": own_half}
+
+    def clear_gradients() -> None:
+        for block in blocks:
+            block.zero_grad()
+
+    watch = StopWatch(rank, 2, clear_gradients)
+    return take_turns({name: partial(watch.time, step) for name, step in steps.items()}, config["rounds"], WARM_UP)
 
 
 def idle() -> None:
-    """The other worker's turn."""
-
-
-def timed(step: Step, blocks: list[Block]) -> float:
-    """Seconds until the slower worker has ended; both begin together."""
-    for block in blocks:
-        block.zero_grad()
-    dist.barrier()
-    began = time.perf_counter()
-    step()
-    taken = torch.tensor([time.perf_counter() - began])
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return float(taken)
+    """Does nothing, while the other worker has its turn."""
 
 
 def row(kind: str, M: int, seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Of one schedule; every list in ``seconds`` has the rounds in the same order."""
+    """Makes the row of one schedule; every list in ``seconds`` has the rounds in the same order."""
     ideal = 2 * M / (M + 1)
     one_by_one = [first + second for first, second in zip(seconds["alone 0"], seconds["alone 1"], strict=True)]
     number = KINDS.index(kind)
@@ -104,20 +98,20 @@ def main() -> None:
     arguments = options.parse_args()
     if arguments.quick:
         arguments.M, arguments.rounds = [4], 5
+    sizes = {name: getattr(arguments, name) for name in ("layers", "width", "examples", "rounds")}
+
+    def rows() -> Iterator[Row]:
+        for M in arguments.M:
+            seconds = run_workers("benchmarks.two_workers:worker", 2, {**sizes, "M": M})
+            yield from (row(kind, M, seconds) for kind in KINDS)
+
     columns = {"M": "d", "schedule": "", "plain, s": ".3f", "step, s": ".3f", "speed-up": ".3f", "2M/(M+1)": ".3f"}
-    report = Report({**columns, "share": ".3f", "cores": ".2f", "whole": "d", "share, whole": ".3f"})
-    report.begin()
-    sizes = {"layers": arguments.layers, "width": arguments.width, "examples": arguments.examples}
-    for M in arguments.M:
-        config = {**sizes, "M": M, "rounds": arguments.rounds}
-        seconds = run_workers("benchmarks.two_workers:worker", 2, config)
-        for kind in KINDS:
-            report.add(row(kind, M, seconds))
-    report.end(arguments.output, [lowest(report.rows, "share"), lowest(report.rows, "share, whole")])
+    columns |= {"share": ".3f", "cores": ".2f", "whole": "d", "share, whole": ".3f"}
+    report(columns, rows(), arguments.output, lambda rows: [lowest(rows, "share"), lowest(rows, "share, whole")])
 
 
-def lowest(rows: Sequence[dict[str, Any]], column: str) -> str:
-    """A note."""
+def lowest(rows: Sequence[Row], column: str) -> str:
+    """Makes a note of the lowest figure in a column."""
     known = [row for row in rows if row[column] is not None]
     if not known:
         return f"{column}: no round had two whole cores"

@@ -1,1 +1,1 @@
-"""Measuring: emulated accelerators, peers, and the paper's tables."""
+"""Measures the paper's tables, with emulated accelerators where there are too few devices."""

@@ -1,4 +1,4 @@
-"""Table 4: where a training step goes, on emulated accelerators and in a real run of gpipe-train, beside the paper."""
+"""Makes table 4: where a training step goes, on emulated accelerators and in a real run of gpipe-train."""
 
 from __future__ import annotations
 
@@ -18,77 +18,75 @@ from gpipe_cli.schedule.simulate import ideal_bubble
 
 from .options import BenchOptions
 from .paper import TABLE_4
-from .profiles import Model, profile_models
-from .tables import Say, Table
-from .throughput_settings import TABLES, Setting, serial_seconds
-from .throughput_tables import check
-from .workers import run_workers
+from .table import Say, Table
+from .throughput import TABLES
+from .throughput_table import check, make_settings, measure_emulated
 
 K_OF_PAPER, M_OF_PAPER = 2, 16  # K: of its load imbalance; M: its bubble of 4.1 % lies a little under (K-1)/(M+K-1)
-WORKER = "gpipe_cli.bench.emulated_breakdown:worker"
 STEPS, QUICK_STEPS = 40, 8  # of the real run
 BATCH = 128  # of the real run: 8 examples in each of 16 micro-batches
 
 
 class RunFailed(RuntimeError):
-    """The run of gpipe-train ended with an error; the message has its last lines."""
+    """Raised when the run of gpipe-train ends with an error; the message has its last lines."""
 
 
 def breakdown_table(number: int, options: BenchOptions, say: Say) -> Table:
-    """Shares of a step: a column for the paper, for each emulated model, and for the real run.
+    """Measures shares of a step: a column for the paper, for each emulated model, and for the real run.
 
     Raises:
         ConfigurationError: several K or M, or an unknown schedule.
         RunFailed: the real run failed.
     """
     K, M = one(options.K, "K", K_OF_PAPER), one(options.M, "M", M_OF_PAPER)
-    options = replace(options, K=[K], M=[M])
+    options = replace(options, K=[K], M=[M], schedules=options.schedules[:1], peers=False)
     check(options, TABLES[2])
     columns: dict[str, Mapping[str, float]] = {"paper": TABLE_4}
-    facts: dict[str, Any] = {"K": K, "M": M}
-    for name, shares in emulated(K, M, options, say).items():
-        columns[f"{name}, emulated"] = shares
+    columns |= {f"{name}, emulated": shares for name, shares in emulated(K, M, options, say).items()}
     summary = real_run(K, M, options, say)
     columns["gpipe-train here"] = summary["breakdown"]
-    facts["real_run"] = {key: summary[key] for key in ("bubble", "bubble_predicted", "examples_per_second", "device")}
-    facts["columns"] = columns
-    rows: list[list[object]] = [
-        [name.replace("_", " "), *(f"{100 * column[name]:.1f} %" for column in columns.values())] for name in TABLE_4
+    run = {key: summary[key] for key in ("bubble", "bubble_predicted", "examples_per_second", "device")}
+    rows = [
+        {"share of a step": name.replace("_", " "), **{title: column[name] for title, column in columns.items()}}
+        for name in TABLE_4
     ]
-    title = f"Table {number}: where a training step goes (K={K}, M={M})"
-    return Table("table4", title, ["share of a step", *columns], rows, notes(K, M, options), facts, bars=columns)
+    return Table(
+        "table4",
+        f"Table {number}: where a training step goes (K={K}, M={M})",
+        {"share of a step": "", **dict.fromkeys(columns, ".1%")},
+        rows,
+        notes(K, M, options),
+        {"K": K, "M": M, "real_run": run, "columns": columns},
+        bars=columns,
+    )
 
 
 def one(values: list[int] | None, key: str, default: int) -> int:
-    """The single value that table 4 wants."""
+    """Returns the single value that table 4 needs."""
     if values is not None and len(values) != 1:
         raise ConfigurationError(f"{key}={','.join(map(str, values))}: table 4 is about one step; give one {key}")
     return values[0] if values else default
 
 
 def emulated(K: int, M: int, options: BenchOptions, say: Say) -> dict[str, Mapping[str, float]]:
-    """By the name of the model."""
-    say("counting the models' FLOPs on fake tensors")
-    profiles = profile_models([Model(family, TABLES[2].sizes[family], options.small) for family in options.models])
-    settings = [Setting(profile, K, M, serial_seconds(M, options), options, False) for profile in profiles]
-    say(f"emulated accelerators, K={K}, M={M}")
-    config = {
-        "settings": [setting.config() for setting in settings],
-        "repetitions": options.timed_steps,
-        "realtime": options.realtime,
+    """Returns the shares by the name of the model."""
+    kind, placement = options.schedules[0], tuple(range(K))
+    settings = make_settings(TABLES[2], options, [(K, M)], say)
+    measured = measure_emulated(settings, options, say)
+    lists = schedule(kind, placement, M, options.remat)
+    return {
+        setting.costs.model.name: mean_breakdown(
+            lists, placement, found.cells, [0.0] * K, found.seconds[kind] or 0.0
+        ).shares()
+        for setting, found in zip(settings, measured, strict=True)
     }
-    found = run_workers(WORKER, K, config)
-    placement = tuple(range(K))
-    lists = schedule(options.schedules[0], placement, M, options.remat)
-    shares = [mean_breakdown(lists, placement, f["cells"], [0.0] * K, f["step_seconds"]).shares() for f in found]
-    return {setting.profile.model.name: share for setting, share in zip(settings, shares, strict=True)}
 
 
 def real_run(K: int, M: int, options: BenchOptions, say: Say) -> dict[str, Any]:
-    """The summary of a short run of gpipe-train on this machine's devices.
+    """Returns the summary of a short run of gpipe-train on this machine's devices.
 
     Raises:
-        RunFailed: it ended with an error.
+        RunFailed: the run ended with an error.
     """
     words = [
         *(f"pipeline.K={K}", f"pipeline.workers={K}", f"pipeline.M={M}", f"data.batch_size={BATCH}"),

@@ -1,4 +1,4 @@
-"""One worker's part of table 1: a real training step on a device that holds only so many bytes."""
+"""Runs one worker's part of table 1: a real training step on a device that holds only so many bytes."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ from gpipe_cli.partition.cost import layer_costs
 from gpipe_cli.partition.partition import partition
 from gpipe_cli.planner.measure.tracking import Tracker
 
-from .real import parameters_of, real_step
+from .models import workload_of
+from .steps import workload_step
 
 VOCABULARY = 1000
 TENSORS = 0.8  # of a CPU's free memory; the rest is for the processes themselves
 
 
 class OverBudget(MemoryError):
-    """A tensor more than the budget holds."""
+    """Raised when a tensor is more than the budget holds."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One training step of a Transformer-L, with an update by RMSProp.
+    """Describes one training step of a Transformer-L, with an update by RMSProp.
 
     Attributes:
         L, width: its depth and d_model.
-        tokens: of each text.
-        texts: of the mini-batch.
+        tokens: tokens per text.
+        texts: texts per mini-batch.
         budget: bytes that a worker's device holds.
     """
 
@@ -51,16 +52,16 @@ class Trial:
 
 
 def device_memory(context: Context, config: dict[str, Any]) -> dict[str, Any]:
-    """Entry point: what each of the workers of table 1 finds on the present machine.
+    """Entry point: measures the memory that this machine has for each worker of table 1.
 
     Args:
-        config: ``workers``, the most of them.
+        config: ``workers``: the largest number of workers.
 
     Returns:
-        ``budget``: bytes of a worker, its part where several share a device; ``kind``: cpu or cuda.
+        ``budget``: bytes of one worker, its share where several use one device; ``kind``: cpu or cuda.
 
     Raises:
-        ConfigurationError: nobody says how much memory there is.
+        ConfigurationError: the system does not report its memory.
     """
     device = join_world(context, context.world_size, 1, "auto", "auto").device
     if device.type == "cuda":
@@ -68,28 +69,27 @@ def device_memory(context: Context, config: dict[str, Any]) -> dict[str, Any]:
         return {"budget": torch.cuda.mem_get_info(device)[0] // sharing, "kind": device.type}
     memory = free_memory()
     if memory is None:
-        raise ConfigurationError("memory=device: this system does not tell how much there is; give a size, as 4GB")
+        raise ConfigurationError("memory=device: this system does not report its memory; give a size, as 4GB")
     return {"budget": int(TENSORS * memory / config["workers"]), "kind": device.type}
 
 
 def worker(context: Context, config: dict[str, Any]) -> dict[str, int]:
-    """Entry point: one trial.
+    """Entry point: runs one trial.
 
     Args:
         config: the fields of `Trial`.
 
     Returns:
-        ``peak``, the most bytes of tensors alive on any worker (weights, gradients, optimizer, activations, messages);
-        ``parameters``, of the whole model.
+        ``peak``: the most bytes of tensors alive on any worker (weights, gradients, optimizer, activations, messages);
+        ``parameters``: of the whole model.
 
     Raises:
-        OverBudget, torch.OutOfMemoryError: it does not fit on this worker; the others then wait for it.
+        OverBudget, torch.OutOfMemoryError: the step does not fit on this worker; the others then wait for it.
     """
     return attempt(Trial(**config), join_world(context, context.world_size, 1, "auto", "auto"))
 
 
 def attempt(trial: Trial, world: World) -> dict[str, int]:
-    """See `worker`."""
     torch.manual_seed(0)
     tokens = torch.randint(VOCABULARY, (trial.texts, trial.tokens + 1))
     examples = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -97,8 +97,9 @@ def attempt(trial: Trial, world: World) -> dict[str, int]:
     costs = layer_costs(builders, (examples[0][:1],), "flops")
     sizes = partition([layer.cost for layer in costs], world.workers, "min_max")
     with _held_to(trial.budget, world.device) as memory:
-        step = real_step(builders, sizes, world, examples, trial.M, "gpipe", trial.remat)
-        optimizer = torch.optim.RMSprop(parameters_of(step), lr=1e-6, momentum=0.9)
+        work = workload_of(builders, {world.workers: sizes}, trial.M, trial.remat, examples, world)
+        step = workload_step(work, "gpipe", world.workers)
+        optimizer = torch.optim.RMSprop(work.parameters, lr=1e-6, momentum=0.9)
         step()
         optimizer.step()
         peak = torch.tensor([memory.peak])
@@ -108,18 +109,17 @@ def attempt(trial: Trial, world: World) -> dict[str, int]:
 
 
 @contextmanager
-def _held_to(budget: int, device: torch.device) -> Iterator[_Allocator | _Counted]:
-    """A device of so many bytes: a GPU's own allocator refuses more, a CPU's tensors are counted one by one."""
+def _held_to(budget: int, device: torch.device) -> Iterator[_Allocator | _CountedTensors]:
+    """Limits a device to so many bytes: by a GPU's own allocator, or by counting the tensors of a CPU."""
     if device.type == "cuda":
         yield _Allocator(budget, device)
         return
-    counted = _Counted(budget)
-    with counted:
+    with _CountedTensors(budget) as counted:
         yield counted
 
 
 class _Allocator:
-    """A GPU's, which takes no more than ``budget`` from the device."""
+    """Limits a GPU's allocator to ``budget`` bytes."""
 
     def __init__(self, budget: int, device: torch.device) -> None:
         self._device = device
@@ -132,8 +132,8 @@ class _Allocator:
         return int(torch.cuda.max_memory_allocated(self._device))
 
 
-class _Counted(Tracker):  # type: ignore[no-untyped-call]  # torch's own
-    """Counts as the planner's tracker does, and refuses what a device of ``budget`` bytes would."""
+class _CountedTensors(Tracker):  # type: ignore[no-untyped-call]  # torch's own
+    """Counts bytes as the planner's tracker does, and refuses a tensor that a device of ``budget`` bytes would."""
 
     def __init__(self, budget: int) -> None:
         super().__init__()

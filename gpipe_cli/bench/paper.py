@@ -1,4 +1,4 @@
-"""What the paper printed in its tables 1 to 4 (NeurIPS 2019), and the ideal that its throughput can be held against."""
+"""Holds the figures of the paper's tables 1 to 4 (NeurIPS 2019), and the ideal throughput to compare them with."""
 
 from __future__ import annotations
 

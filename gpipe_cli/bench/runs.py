@@ -1,4 +1,4 @@
-"""Reads what finished, stopped and broken runs of gpipe-train have left, to set them beside each other. No torch."""
+"""Reads the files of finished, stopped and broken runs of gpipe-train, to compare them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ MEASURED_STEPS = 200  # of an unfinished run: the last ones, as summary.json of 
 
 
 @dataclass(frozen=True)
-class Run:
-    """One run as it lies in its directory.
+class FinishedRun:
+    """Holds the figures of one run, as its directory has them.
 
     Attributes:
-        status: "done", "stopped", "not finished" or "failed"; with what went wrong.
+        status: "done", "stopped", "not finished" or "failed", with the error.
         settings: the whole configuration, flat: "pipeline.K" to value.
         loss: of the last step.
         evaluation: the last evaluation's numbers.
@@ -40,15 +40,15 @@ class Run:
 
     @property
     def measured(self) -> bool:
-        """Can stand in a comparison of speed."""
+        """Reports whether the run can be compared in speed."""
         return self.K is not None and self.M is not None and bool(self.examples_per_second)
 
 
-def find_runs(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
-    """The runs that files and directories name; a sweep's directory names all its jobs.
+def find_runs(paths: Sequence[Path]) -> tuple[list[FinishedRun], list[str]]:
+    """Finds the runs in files and directories; a sweep's directory stands for all its jobs.
 
     Returns:
-        The runs, each once, in the order of the paths, a sweep's jobs by their number; and a sentence for each path
+        The runs, each once, in the order of the paths, a sweep's jobs by their number; and a message for each path
         that holds none.
     """
     folders: dict[Path, None] = {}
@@ -56,10 +56,8 @@ def find_runs(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
     for path in paths:
         found = list(_folders(path))
         if not found:
-            what = (
-                "holds no run of gpipe-train (no summary.json, no metrics.jsonl)" if path.exists() else "is not there"
-            )
-            problems.append(f"{path} {what}")
+            empty = "holds no run of gpipe-train (no summary.json, no metrics.jsonl)"
+            problems.append(f"{path} {empty if path.exists() else 'is not there'}")
         folders |= dict.fromkeys(found)
     return [read_run(folder) for folder in folders], problems
 
@@ -74,13 +72,13 @@ def _folders(path: Path) -> Iterator[Path]:
 
 
 def _number(folder: Path) -> tuple[float, str]:
-    """Jobs of a sweep are called ``12_overrides``."""
+    """Returns a sort key: jobs of a sweep are called ``12_overrides``."""
     number = folder.name.partition("_")[0]
     return (int(number) if number.isdigit() else float("inf"), folder.name)
 
 
-def read_run(folder: Path) -> Run:
-    """Everything that can be read; what cannot be is said in `status`."""
+def read_run(folder: Path) -> FinishedRun:
+    """Reads a run directory; files that cannot be read are named in `status`."""
     broken: list[str] = []
     settings = dict(_flat(_read(folder / ".hydra" / "config.yaml", yaml.safe_load, broken) or {}))
     summary = _read(folder / "summary.json", json.loads, broken)
@@ -90,22 +88,16 @@ def read_run(folder: Path) -> Run:
         speeds = [row["examples_per_second"] for row in rows[-MEASURED_STEPS:] if row.get("examples_per_second")]
         summary = {"loss": rows[-1].get("loss") if rows else None}
         summary["examples_per_second"] = median(speeds) if speeds else None
-    return Run(
+    scores = (summary.get("evaluation") or {}).items()
+    names = ("workers", "loss", "examples_per_second", "bubble", "bubble_predicted")
+    return FinishedRun(
         folder=folder,
         status="; ".join([status, *broken]),
         settings=settings,
         K=summary.get("K", settings.get("pipeline.K")),
         M=summary.get("M", settings.get("pipeline.M")),
-        workers=summary.get("workers"),
-        loss=summary.get("loss"),
-        examples_per_second=summary.get("examples_per_second"),
-        bubble=summary.get("bubble"),
-        bubble_predicted=summary.get("bubble_predicted"),
-        evaluation={
-            name: value
-            for name, value in (summary.get("evaluation") or {}).items()
-            if "/" not in name and isinstance(value, (int, float))
-        },
+        **{name: summary.get(name) for name in names},
+        evaluation={name: score for name, score in scores if "/" not in name and isinstance(score, (int, float))},
     )
 
 
@@ -134,7 +126,7 @@ def _read(path: Path, parse: Any, broken: list[str]) -> dict[str, Any] | None:
 
 
 def _rows(path: Path, broken: list[str]) -> list[dict[str, Any]]:
-    """The steps; the last line of a killed run may be cut off."""
+    """Returns the steps; the last line of a killed run may be cut off."""
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         try:

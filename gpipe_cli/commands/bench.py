@@ -14,15 +14,14 @@ import yaml  # type: ignore[import-untyped]  # its stubs are a package of their 
 
 from gpipe_cli.bench.breakdown_table import RunFailed
 from gpipe_cli.bench.capacity_table import PlanFailed
-from gpipe_cli.bench.machine import machine, machine_line
 from gpipe_cli.bench.options import BenchOptions
-from gpipe_cli.bench.table_files import write_table
-from gpipe_cli.bench.tables import Table
+from gpipe_cli.bench.table import Table
+from gpipe_cli.bench.workers import machine, machine_line
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.terminal.frame import FAILED, answer, exit_code, to_stderr
 from gpipe_cli.terminal.help import conf_folder
 from gpipe_cli.terminal.output import show
-from gpipe_cli.terminal.text import duration, markdown_table, text_table
+from gpipe_cli.terminal.text import duration
 from gpipe_cli.typed_section import read_section, unknown_key
 
 HELP = """\
@@ -39,8 +38,8 @@ Prints a table and writes it, its figures and its plot: OUTPUT/tableN.md, .json,
 """
 MAKERS = {
     1: "gpipe_cli.bench.capacity_table:capacity_table",
-    2: "gpipe_cli.bench.throughput_tables:throughput_table",
-    3: "gpipe_cli.bench.throughput_tables:throughput_table",
+    2: "gpipe_cli.bench.throughput_table:throughput_table",
+    3: "gpipe_cli.bench.throughput_table:throughput_table",
     4: "gpipe_cli.bench.breakdown_table:breakdown_table",
 }
 
@@ -111,7 +110,7 @@ def run(options: BenchOptions) -> int:
         to_stderr(f"gpipe-bench: {error}")
         return FAILED
     seconds = time.monotonic() - began
-    show(f"\n{table.title}\n\n{text_table(table.columns, table.rows)}\n")
+    show(f"\n{table.title}\n\n{table.text()}\n")
     for note in table.notes:
         show(f"* {note}")
     about = {
@@ -120,7 +119,7 @@ def run(options: BenchOptions) -> int:
         "machine": machine(),
         "seconds": round(seconds, 1),
     }
-    paths = write_table(table, markdown_table(table.columns, table.rows), folder, where, about)
+    paths = table.write(folder, where, about)
     show(f"\n{duration(seconds)}; written: {', '.join(str(path) for path in paths)}")
     return 0
 

@@ -9,11 +9,9 @@ from pathlib import Path
 
 from gpipe_cli.bench.run_table import run_table
 from gpipe_cli.bench.runs import find_runs
-from gpipe_cli.bench.table_files import write_table
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.terminal.frame import FAILED, answer, exit_code, to_stderr
 from gpipe_cli.terminal.output import show
-from gpipe_cli.terminal.text import markdown_table, text_table
 from gpipe_cli.typed_section import unknown_key
 
 HELP = """\
@@ -45,11 +43,11 @@ def _run(words: Sequence[str]) -> int:
     if not runs:
         return FAILED
     table = run_table(runs)
-    show(text_table(table.columns, table.rows) + "\n")
+    show(table.text() + "\n")
     for note in table.notes:
         show(f"* {note}")
     try:
-        written = write_table(table, markdown_table(table.columns, table.rows), folder)
+        written = table.write(folder)
     except OSError as error:
         raise ConfigurationError(f"output={folder}: {error.strerror}; name a directory that can be written") from error
     show(f"\nwritten: {', '.join(str(path) for path in written)}")

@@ -12,12 +12,10 @@ import pytest
 import torch
 
 from gpipe_cli.bench.capacity import TENSORS, OverBudget, Trial, attempt
-from gpipe_cli.bench.capacity_search import SHORT, device_budget, largest, search
-from gpipe_cli.bench.capacity_table import curves_of, measured_row
+from gpipe_cli.bench.capacity_table import SHORT, curves_of, device_budget, largest, measured_row, search
 from gpipe_cli.bench.options import BenchOptions
 from gpipe_cli.bench.paper import TABLE_2, ideal_throughput
-from gpipe_cli.bench.profiles import Model, Profile
-from gpipe_cli.bench.throughput_settings import Setting
+from gpipe_cli.bench.throughput import ModelCosts, PaperModel, Setting
 from gpipe_cli.commands.bench import main, parse
 from gpipe_cli.cpu import usable_memory
 from gpipe_cli.distributed.world import World
@@ -38,9 +36,9 @@ def bench(folder: Path, *words: str) -> dict[str, Any]:
 
 
 def setting(K: int, M: int, *words: str, linked: bool = False) -> Setting:
-    """Of a model of 8 equal layers, 1 FLOP and 1,000 bytes each."""
-    profile = Profile(Model("transformer", (3,)), (1.0,) * 8, (1000,) * 8, 8)
-    return Setting(profile, K, M, 3.0, parse(["table=3", *words]), linked)
+    """Returns a setting of a model of 8 equal layers, 1 FLOP and 1,000 bytes each."""
+    costs = ModelCosts(PaperModel("transformer", (3,)), (1.0,) * 8, (1000,) * 8)
+    return Setting(costs, K, M, 3.0, parse(["table=3", *words]), linked)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_cli.bench import real_throughput, throughput_notes, throughput_processes
-from gpipe_cli.bench.peers import RealStage
-from gpipe_cli.bench.throughput_settings import PEERS, PLAIN
+from gpipe_cli.bench import contenders, throughput_table
+from gpipe_cli.bench.contenders import RealStage
+from gpipe_cli.bench.steps import Workload
+from gpipe_cli.bench.throughput import PEERS, PLAIN
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.commands.bench import main, parse
 from gpipe_cli.launch.report import WorkerFailed, WorkerOutOfMemory
@@ -34,7 +36,7 @@ def test_all_contenders_compute_the_same_gradients(remat: str) -> None:
     """The boundaries of AmoebaNet are pairs of tensors, the inputs of the Transformer are integers."""
     settings = [("transformer", 1), ("transformer", 2), ("amoebanet", 2)]
     config = {"settings": settings, "remat": remat, "contenders": [*OURS, *PEERS, PLAIN]}
-    found = run_workers("bench_jobs:gradients", 2, config, throughput_processes.PRELOAD)
+    found = run_workers("bench_jobs:gradients", 2, config, throughput_table.PRELOAD)
     assert found[0]["torch 1f1b"] is None and found[0]["torch interleaved"] is None, "torch refuses M < K"
     for (family, M), norms in zip(settings, found, strict=True):
         for name in ["1f1b", *PEERS, PLAIN]:
@@ -45,18 +47,18 @@ def test_all_contenders_compute_the_same_gradients(remat: str) -> None:
 def test_uneven_micro_batches_are_refused_by_torch_and_no_error() -> None:
     """4 examples make micro-batches of 2, 1 and 1."""
     config = {"settings": [("transformer", 3)], "remat": "never", "contenders": ["gpipe", "torch gpipe"]}
-    (norms,) = run_workers("bench_jobs:gradients", 2, config, throughput_processes.PRELOAD)
+    (norms,) = run_workers("bench_jobs:gradients", 2, config, throughput_table.PRELOAD)
     assert norms["gpipe"] and norms["torch gpipe"] is None
 
 
 def test_every_contender_s_step_ends_in_an_update() -> None:
     weight = nn.Parameter(torch.ones(1))
-    step = real_throughput.whole_step(
-        real_throughput.Contender(lambda: (1e3 * weight).sum().backward(), [weight]), torch.device("cpu")
-    )
-    step()
+    layer = nn.Module()
+    layer.register_parameter("weight", weight)
+    work = Workload(lambda i, divisible: layer, {}, 1, "never", 0, 1, (weight, weight), built=[layer])
+    contenders.with_update(lambda: (1e3 * weight).sum().backward(), work)()
     assert float(weight.detach()) < 1.0 and weight.grad is not None and not weight.grad.any()
-    real_throughput.whole_step(real_throughput.Contender(lambda: None, []), torch.device("cpu"))()
+    contenders.with_update(lambda: None, replace(work, built=[]))()
 
 
 def test_a_peer_s_recompute_draws_the_same_noise_again() -> None:
@@ -100,7 +102,7 @@ def test_real_layers_have_the_peers_and_a_plain_loop_beside_them(tmp_path: Path)
 @pytest.mark.slow
 def test_what_does_not_fit_costs_its_own_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices with room for two examples: M=2 fits, M=1 does not, of any contender."""
-    monkeypatch.setattr(throughput_processes, "REAL", "bench_jobs:hungry")
+    monkeypatch.setattr(throughput_table, "WORKER", "bench_jobs:hungry")
     figures = bench(tmp_path, "M=1,2", "quick=true", "schedules=gpipe")
     rows = {row["M"]: row for row in figures["rows"]}
     everyone = ["gpipe", "torch gpipe", "plain"]
@@ -115,7 +117,7 @@ def test_what_does_not_fit_costs_its_own_cells(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.slow
 def test_a_model_of_which_nothing_fits_has_dashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throughput_processes, "REAL", "bench_jobs:starving")
+    monkeypatch.setattr(throughput_table, "WORKER", "bench_jobs:starving")
     figures = bench(tmp_path, "M=2", "peers=false", "schedules=gpipe")
     (row,) = figures["rows"]
     assert row["ours"] is None and row["too_large"] == ["gpipe"]
@@ -127,7 +129,7 @@ def test_a_model_of_which_nothing_fits_has_dashes(tmp_path: Path, monkeypatch: p
 def test_another_failure_ends_the_command_with_its_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(throughput_processes, "REAL", "bench_jobs:broken")
+    monkeypatch.setattr(throughput_table, "WORKER", "bench_jobs:broken")
     assert main([*REAL, "M=2", "peers=false", "schedules=gpipe", f"output={tmp_path}"]) == 1
     told = capsys.readouterr().err
     assert "ValueError: broken in another way" in told and "Traceback" in told
@@ -138,7 +140,7 @@ def test_too_little_memory_is_known_from_other_failures() -> None:
     """It really asks for more than any machine has, on the CPU; the other worker waits for it."""
     with pytest.raises(WorkerOutOfMemory, match="wrapped") as failure:
         run_workers("bench_jobs:greedy", 2, {})
-    assert throughput_processes.last_line(failure.value) == "RuntimeError: wrapped, as torch's pipelining does"
+    assert throughput_table.last_line(failure.value) == "RuntimeError: wrapped, as torch's pipelining does"
     with pytest.raises(WorkerFailed) as failure:
         run_workers("bench_jobs:crash", 1, {})
     assert not isinstance(failure.value, WorkerOutOfMemory)
@@ -156,7 +158,7 @@ def test_too_little_memory_is_known_from_other_failures() -> None:
 def test_a_machine_with_too_few_gpus_for_all_K_is_told_what_it_can_measure(
     gpus: int, told: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(throughput_notes, "count_gpus", lambda: gpus)
-    said = throughput_notes.machine_notes(parse(["table=2"]))
+    monkeypatch.setattr(throughput_table, "count_gpus", lambda: gpus)
+    said = throughput_table.gpu_notes(parse(["table=2"]))
     assert not said if told is None else said[0].endswith(told)
-    assert throughput_notes.machine_notes(parse(["table=2", "layers=emulated"])) == []
+    assert throughput_table.gpu_notes(parse(["table=2", "layers=emulated"])) == []

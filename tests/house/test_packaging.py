@@ -60,7 +60,7 @@ ROOMS: dict[str, set[str]] = {
     "planner": {
         *("conf", "data", "distributed", "factory", "optim", "partition", "pipeline", "schedule", "tasks"),
     },
-    "bench": {"distributed", "launch", "metrics", "models", "partition", "pipeline", "planner", "schedule"},
+    "bench": {"distributed", "launch", "metrics", "models", "partition", "pipeline", "planner", "schedule", "terminal"},
     "jobs": {"checkpoint", "launch", "terminal"},
     "commands": {
         *("bench", "checkpoint", "data", "jobs", "launch", "metrics", "planner", "schedule", "tasks", "terminal"),

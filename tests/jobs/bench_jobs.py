@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.bench import real_throughput
-from gpipe_cli.bench.profiles import Model
-from gpipe_cli.bench.turns import of_all_workers
+from gpipe_cli.bench import contenders, models
+from gpipe_cli.bench.contenders import bare_step
+from gpipe_cli.bench.throughput import PaperModel
+from gpipe_cli.bench.timing import of_all_workers
 from gpipe_cli.distributed.world import join_world
 from gpipe_cli.launch.context import Context
 from gpipe_cli.layers import LayerBuilder
@@ -21,7 +22,7 @@ WORKERS = 2
 EXAMPLES = 4
 
 
-def quiet_layers(model: Model) -> list[LayerBuilder]:
+def quiet_layers(model: PaperModel) -> list[LayerBuilder]:
     """Without noise, so that all contenders compute the same."""
     if model.family == "amoebanet":
         return amoebanet(3, 16, 10, 64, dropout=0.0, drop_path_keep=1.0, auxiliary_head=False)
@@ -29,24 +30,24 @@ def quiet_layers(model: Model) -> list[LayerBuilder]:
 
 
 def gradients(context: Context, config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Entry point: for each model and M the gradients' norms by contender, smallest first; None of one that refuses."""
+    """Entry point: returns for each model and M the gradients' norms by contender, sorted; None where it refuses."""
     world = join_world(context, context.world_size, 1, "cpu", "auto")
     found = []
     for family, M in config["settings"]:
-        model = Model(family, (), small=True)
+        model = PaperModel(family, (), small=True)
         torch.manual_seed(0)
-        builders, examples = quiet_layers(model), real_throughput.random_examples(model, EXAMPLES)
+        builders, examples = quiet_layers(model), models.random_examples(model, EXAMPLES)
         cuts = {cells: even_cut(len(builders), cells) for cells in (WORKERS, 2 * WORKERS)}
-        setting = real_throughput.RealSetting(builders, cuts, M, config["remat"], examples, world)
         norms: dict[str, list[float] | None] = {}
         for name in config["contenders"]:
-            contender = real_throughput.contender(name, setting)
-            if contender is None:
+            work = models.workload_of(builders, cuts, M, config["remat"], examples, world)
+            step = bare_step(name, work)
+            if step is None:
                 norms[name] = None
                 continue
-            contender.step()
-            contender.step()  # gradients add up: a step leaves the next one as it found it
-            mine = [float(p.grad.norm()) for p in contender.parameters if p.grad is not None]
+            step()
+            step()  # gradients add up: a step leaves the next one as it found it
+            mine = [float(p.grad.norm()) for p in work.parameters if p.grad is not None]
             norms[name] = sorted(norm for worker in of_all_workers(mine, WORKERS) for norm in worker)
         found.append(norms)
     return found
@@ -77,34 +78,33 @@ class Broken(nn.Module):
 def layers_behind(layer: type[nn.Module], *arguments: object) -> Any:
     """A narrow Transformer whose last worker ends with such a layer."""
 
-    def build(model: Model) -> list[LayerBuilder]:
+    def build(model: PaperModel) -> list[LayerBuilder]:
         layers = transformer_lm(2, H=64, A=1, vocabulary=100, d_model=32)
         return [*layers[:-1], LayerBuilder("extra", partial(layer, *arguments)), layers[-1]]
 
     return build
 
 
-def hungry(context: Context, config: dict[str, Any]) -> float | None:
-    """Entry point: `real_throughput.worker`, on devices with room for two examples."""
-    real_throughput.build_layers = layers_behind(Hungry, 2)
-    return cut_anew(context, config)
+def hungry(context: Context, config: dict[str, Any]) -> Any:
+    """Entry point: runs `contenders.worker` on devices with room for two examples."""
+    return run_with(layers_behind(Hungry, 2), context, config)
 
 
-def starving(context: Context, config: dict[str, Any]) -> float | None:
+def starving(context: Context, config: dict[str, Any]) -> Any:
     """Entry point: the same without room for one."""
-    real_throughput.build_layers = layers_behind(Hungry, 0)
-    return cut_anew(context, config)
+    return run_with(layers_behind(Hungry, 0), context, config)
 
 
-def broken(context: Context, config: dict[str, Any]) -> float | None:
-    real_throughput.build_layers = layers_behind(Broken)
-    return cut_anew(context, config)
+def broken(context: Context, config: dict[str, Any]) -> Any:
+    return run_with(layers_behind(Broken), context, config)
 
 
-def cut_anew(context: Context, config: dict[str, Any]) -> float | None:
-    """With the cuts that this model has."""
-    cuts = {cells: even_cut(7, int(cells)) for cells in config["setting"]["cuts"]}
-    return real_throughput.worker(context, {**config, "setting": {**config["setting"], "cuts": cuts}})
+def run_with(build: Any, context: Context, config: dict[str, Any]) -> Any:
+    """Runs `contenders.worker` with these 7 layers."""
+    models.build_layers = build
+    (setting,) = config["settings"]
+    cuts = {cells: even_cut(7, int(cells)) for cells in setting["cuts"]}
+    return contenders.worker(context, {**config, "settings": [{**setting, "cuts": cuts}]})
 
 
 def greedy(context: Context, config: dict[str, Any]) -> None:

@@ -1,0 +1,274 @@
+"""Emulates accelerators and slow links: layers and messages that take as long as they would on a real device.
+
+A layer sleeps as long as a device would compute, so K workers need no K devices. A sleep ends late by tens of
+microseconds, and later when the processor is busy; after it even a small addition is slow, on a cold cache. That
+belongs to the emulation, so whatever a layer took too long is subtracted from the next sleep: in forward from the first
+line of the module to its last, in backward from the first line of its node until its weight has its gradient. Time
+between two layers (the module's call, autograd's way from node to node, the engine, messages) is not subtracted; the
+plain loop's own efficiency measures the first two of these.
+
+A message travels at once and is handed over when it would arrive: the sender stamps it with that moment, sent +
+latency + bytes / bandwidth, where a link carries one message after another in each direction. All processes of a
+machine share one monotonic clock, so the receiver waits for that moment, if it has not passed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gpipe_cli.launch.context import Context
+from gpipe_cli.micro_batch import Tensors
+from gpipe_cli.pipeline.boundary import BoundarySpec, TensorSpec
+from gpipe_cli.pipeline.transport import PendingReceive
+from gpipe_cli.schedule.instruction import Message
+
+from .steps import Step, Workload, cpu_transport
+from .throughput import BACKWARD
+from .timing import StopWatch
+
+WIDTH = 8  # of the boundary: small, because its real size costs no time here
+EXAMPLES = 64  # rows of the emulated mini-batch, unrelated to the model's
+PRIORITY = 10  # of a real-time process
+STAMP = TensorSpec((1,), torch.float64, False)
+LINK_MESSAGES = 20  # in a row, to measure a link
+LINK_SECONDS = 0.005  # of each of them at least: sending itself takes too much of a shorter one
+
+
+class Accelerator:
+    """Describes the emulated device of this process.
+
+    Attributes:
+        speed: factor of every duration; 0 makes a warm-up step that takes no time.
+    """
+
+    def __init__(self) -> None:
+        self.speed = 1.0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the time that is still to be subtracted from a sleep."""
+        self._overshoot = 0.0
+        self._due = 0.0
+
+    def begin(self, seconds: float) -> None:
+        """Sleeps for most of ``seconds``; the first line of a computation that takes as long."""
+        now = time.perf_counter()
+        self._due = now + seconds * self.speed - self._overshoot
+        if self._due > now:
+            time.sleep(self._due - now)
+
+    def end(self) -> None:
+        """Measures by how much the computation was late; its last line."""
+        self._overshoot = time.perf_counter() - self._due
+
+
+ACCELERATOR = Accelerator()
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
+        ctx.save_for_backward(x)  # torch.utils.checkpoint recomputes only for a graph that has saved something
+        ctx.seconds = seconds
+        return x + weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        ACCELERATOR.begin(ctx.seconds * BACKWARD)
+        ACCELERATOR.end()
+        _ = ctx.saved_tensors  # here torch.utils.checkpoint runs forward again: layers that take their own time
+        ACCELERATOR.begin(0.0)
+        return gradients[0], gradients[0].sum(), None  # ends when the weight has its gradient
+
+
+class _Half(torch.autograd.Function):
+    """Returns its input at once, and the gradient after half the time of a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ACCELERATOR.begin(ctx.seconds * BACKWARD / 2)
+        ACCELERATOR.end()
+        return gradients[0], None
+
+
+class SleepingLayer(nn.Module):
+    """Maps x [b, WIDTH] to x + weight in ``seconds``; its backward takes twice as long.
+
+    Args:
+        divisible: the gradients of x and of the weight are two nodes of autograd that take half a backward each, for a
+            schedule that computes them apart. For other schedules one node is nearer to what a layer costs beside its
+            sleep.
+    """
+
+    def __init__(self, seconds: float, divisible: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.seconds, self.divisible = seconds, divisible
+        if not divisible:
+            hook = self.weight.register_post_accumulate_grad_hook
+            hook(lambda weight: ACCELERATOR.end())  # type: ignore[no-untyped-call]  # torch's own
+
+    def forward(self, x: Tensor) -> Tensor:
+        ACCELERATOR.begin(self.seconds)
+        try:  # torch.utils.checkpoint leaves the last layer that it runs again by an exception
+            y: Tensor
+            if self.divisible:
+                y = _Half.apply(x, self.seconds) + _Half.apply(self.weight, self.seconds)
+            else:
+                y = _Sleep.apply(x, self.weight, self.seconds)
+        finally:
+            ACCELERATOR.end()
+        return y
+
+
+@dataclass(frozen=True)
+class Link:
+    """Describes what a message costs, in seconds of the emulation.
+
+    Attributes:
+        carry: seconds that the message in front of each cell occupies the link, in either direction.
+        latency: seconds from the end of sending to the arrival.
+    """
+
+    carry: tuple[float, ...]
+    latency: float
+
+
+class LinkTransport:
+    """Delays the messages of another transport as long as `Link` requires.
+
+    Attributes:
+        due: when the message handed over last was to arrive.
+    """
+
+    blocks_device = False
+
+    def __init__(self, link: Link, placement: tuple[int, ...]) -> None:
+        transport = cpu_transport(placement)
+        assert transport is not None
+        self.due = 0.0
+        self._link, self._transport = link, transport
+        self._free: dict[tuple[str, int], float] = {}  # when each direction of each link will have sent its messages
+        self.send_spec, self.receive_spec, self.drain = transport.send_spec, transport.receive_spec, transport.drain
+
+    @property
+    def bytes_shared(self) -> int:
+        return self._transport.bytes_shared
+
+    def send(self, message: Message, tensors: Tensors, spec: BoundarySpec) -> None:
+        """Stamps the message with its time of arrival."""
+        way = message.direction, message.boundary
+        begins = max(time.perf_counter(), self._free.get(way, 0.0))
+        self._free[way] = begins + self._link.carry[message.boundary + 1] * ACCELERATOR.speed
+        arrives = self._free[way] + self._link.latency * ACCELERATOR.speed
+        stamp = torch.tensor([arrives], dtype=torch.float64)
+        self._transport.send(message, (*tensors, stamp), _stamped(spec))
+
+    def post(self, message: Message, spec: BoundarySpec) -> DelayedReceive:
+        return DelayedReceive(self, self._transport.post(message, _stamped(spec)))
+
+
+@dataclass
+class DelayedReceive:
+    """Hands a message over when it would have arrived."""
+
+    link: LinkTransport
+    pending: PendingReceive
+
+    def wait(self, separate: int = 0) -> Tensors:
+        *tensors, stamp = self.pending.wait(separate + 1)
+        self.link.due = float(stamp)
+        time.sleep(max(0.0, self.link.due - time.perf_counter()))
+        return tuple(tensors)
+
+
+@lru_cache
+def _stamped(spec: BoundarySpec) -> BoundarySpec:
+    return replace(spec, tensors=(*spec.tensors, STAMP))
+
+
+def link_seconds(link: Link, rank: int, K: int) -> dict[str, float]:
+    """Measures the seconds of one message in front of cell 1 (``carry``) and of one that costs nothing (``host``)."""
+    times = max(1.0, LINK_SECONDS / link.carry[1])
+    slow = Link(tuple(times * seconds for seconds in link.carry), times * link.latency)
+    free = Link((0.0,) * K, 0.0)
+    found = [_seconds_per_message(slow, rank, K) / times, _seconds_per_message(free, rank, K)]
+    seconds = torch.tensor(found, dtype=torch.float64)
+    dist.all_reduce(seconds)
+    return {"carry": float(seconds[0]), "host": float(seconds[1])}
+
+
+def _seconds_per_message(link: Link, rank: int, K: int) -> float:
+    """Sends messages in a row from worker 0 to 1; returns the seconds of one on worker 1, and 0 on the others."""
+    transport = LinkTransport(link, tuple(range(K)))
+    spec = BoundarySpec((TensorSpec((8,), torch.float32, False),))
+    begin = end = 0.0
+    for number in range(LINK_MESSAGES):
+        if rank == 0:
+            transport.send(Message("activation", 0, number), (torch.zeros(8),), spec)
+        elif rank == 1:
+            transport.post(Message("activation", 0, number), spec).wait()
+            end = time.perf_counter()
+            if number == 0:
+                begin = transport.due  # not when it was received: that can be late, and the link would seem too fast
+    transport.drain()
+    return (end - begin) / (LINK_MESSAGES - 1)
+
+
+def join_emulation(context: Context, realtime: bool) -> StopWatch:
+    """Makes this process one of the emulated workers, and returns what times their steps; all of them call it.
+
+    Args:
+        realtime: the process goes before the machine's other processes (Linux, as root).
+    """
+    if realtime:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(PRIORITY))
+    context.init_process_group("gloo")
+    return StopWatch(context.rank, context.world_size, ACCELERATOR.reset)
+
+
+def warm_up(steps: Iterable[Step], watch: StopWatch) -> None:
+    """Runs each step once, without sleeping."""
+    ACCELERATOR.speed = 0.0
+    for step in steps:
+        watch.time(step)
+    ACCELERATOR.speed = 1.0
+
+
+def emulated_workload(
+    seconds: Sequence[float],
+    cuts: Mapping[int, Sequence[int]],
+    M: int,
+    remat: str,
+    rank: int,
+    K: int,
+    link: Link | None = None,
+    shared_memory: bool = True,
+) -> Workload:
+    """Returns a model of layers that sleep.
+
+    Args:
+        seconds: of each layer's forward of one micro-batch.
+        link: None: messages as fast as this machine has them.
+    """
+    batch = torch.zeros(EXAMPLES, WIDTH)
+    transport = partial(cpu_transport, shared_memory=shared_memory) if link is None else partial(LinkTransport, link)
+
+    def build(i: int, divisible: bool) -> nn.Module:
+        return SleepingLayer(seconds[i], divisible)
+
+    return Workload(build, cuts, M, remat, rank, K, (batch, batch), transport=transport)

@@ -1,0 +1,190 @@
+"""Builds training steps to be measured, without a trainer: by the engine, and by a plain loop over the same layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gpipe_cli.micro_batch import MicroBatch, Tensors
+from gpipe_cli.partition.partition import cell_layers
+from gpipe_cli.pipeline.boundary import as_argument, as_tensors
+from gpipe_cli.pipeline.cell import BuiltLayer, Cell
+from gpipe_cli.pipeline.engine import Loss, Pipeline, StepInput
+from gpipe_cli.pipeline.randomness import NoiseSource
+from gpipe_cli.pipeline.transport import Transport, connect_workers
+from gpipe_cli.schedule.instruction import Instruction
+from gpipe_cli.schedule.schedule import schedule
+
+CPU = torch.device("cpu")
+Step = Callable[[], None]
+SumLoss = Callable[[Tensor, Tensor], Tensor]  # outputs and targets of a micro-batch to the sum of its examples' losses
+
+
+def squared_sum(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.mse_loss(outputs, targets, reduction="sum")
+
+
+def as_loss(loss: SumLoss) -> Loss:
+    """Returns the loss as the engine takes it: of tuples of tensors, and with empty statistics."""
+    return lambda outputs, targets: (loss(outputs[0], targets[0]), torch.zeros(0, dtype=torch.float64))
+
+
+squared_loss = as_loss(squared_sum)
+
+
+def cpu_transport(placement: tuple[int, ...], shared_memory: bool = True) -> Transport | None:
+    """Connects this worker to the others of the process group; returns None when there are none."""
+    world = dist.group.WORLD
+    if world is None or world.size() == 1:
+        return None
+    return connect_workers(placement, CPU, CPU, (world, world), world, shared_memory)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Holds one model at one K and M, as every contender runs it on this worker.
+
+    Attributes:
+        build: makes layer ``i`` anew. With ``divisible`` an emulated layer's backward comes in two halves.
+        cuts: number of cells to the number of layers of each cell.
+        examples: inputs and targets of the mini-batch, on the CPU; every step moves them to ``device``.
+        scale: factor of every loss: 1 / weight of the mini-batch.
+        real: layers compute; they may draw random numbers and return tuples or tensors that are not contiguous.
+        shares_gpu: several workers compute on one GPU, so that messages travel through the CPU.
+        transport: connects this worker, given the worker of every cell.
+        built: all layers made so far on this worker.
+    """
+
+    build: Callable[[int, bool], nn.Module]
+    cuts: Mapping[int, Sequence[int]]
+    M: int
+    remat: str
+    rank: int
+    K: int
+    examples: tuple[Tensor, Tensor]
+    loss: SumLoss = squared_sum
+    scale: float = 1.0
+    device: torch.device = CPU
+    real: bool = False
+    shares_gpu: bool = False
+    transport: Callable[[tuple[int, ...]], Transport | None] = cpu_transport
+    built: list[nn.Module] = field(default_factory=list)
+
+    def layers(self, cells: int, cell: int, divisible: bool = False) -> list[nn.Module]:
+        """Makes the layers of one cell, where the model is cut into so many cells."""
+        made = [self.build(i, divisible) for i in cell_layers(self.cuts[cells])[cell]]
+        self.built.extend(made)
+        return made
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters of all layers made so far."""
+        return [parameter for layer in self.built for parameter in layer.parameters()]
+
+    def scaled_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.scale * self.loss(outputs, targets)
+
+    @property
+    def micro_batches(self) -> list[MicroBatch]:
+        return split(self.examples, self.M)
+
+
+def split(examples: tuple[Tensor, Tensor], M: int) -> list[MicroBatch]:
+    """Divides a mini-batch into M micro-batches."""
+    return [((x,), (y,)) for x, y in zip(*(tensor.tensor_split(M) for tensor in examples), strict=True)]
+
+
+@dataclass(frozen=True)
+class EngineStep:
+    """Runs one training step of this worker whenever it is called; ``engine.meter`` has its times."""
+
+    engine: Pipeline
+    instructions: Sequence[Instruction]
+    step_input: StepInput
+    micro_batches: Sequence[MicroBatch] | None
+
+    def __call__(self) -> None:
+        self.engine.meter.begin_step()
+        self.engine.train_step(self.instructions, self.step_input, self.micro_batches)
+        self.engine.meter.end_step()
+
+
+def workload_step(work: Workload, kind: str, cells: int) -> EngineStep:
+    """Builds the engine's step of a workload that is cut into so many cells."""
+    placement = tuple(cell % work.K for cell in range(cells))
+    ranges, transport = cell_layers(work.cuts[cells]), work.transport(placement)
+    mine = [
+        make_cell(cell, work.layers(cells, cell, kind == "zero_bubble"), ranges[cell].start, work.device)
+        for cell in range(work.rank, cells, work.K)
+    ]
+    loss, micro_batches = as_loss(work.loss), work.micro_batches
+    return engine_step(
+        mine, placement, work.rank, transport, micro_batches, kind, work.remat, loss, work.scale, work.device
+    )
+
+
+def make_cell(number: int, modules: Sequence[nn.Module], first: int = 0, device: torch.device = CPU) -> Cell:
+    """Makes a cell of these layers; ``first`` is the place of its first layer in the model."""
+    layers = [BuiltLayer(i, f"layer.{i}", module) for i, module in enumerate(modules, start=first)]
+    return Cell(number, layers, NoiseSource(1, 0, device))
+
+
+def engine_step(
+    cells: Sequence[Cell],
+    placement: tuple[int, ...],
+    rank: int,
+    transport: Transport | None,
+    micro_batches: Sequence[MicroBatch],
+    kind: str = "gpipe",
+    remat: str = "never",
+    loss: Loss = squared_loss,
+    scale: float = 1.0,
+    device: torch.device = CPU,
+) -> EngineStep:
+    """Builds the engine's step from this worker's cells.
+
+    Args:
+        placement: worker of every cell.
+        micro_batches: every worker passes the same shapes; only the first worker's values count.
+        scale: as in `Workload`.
+    """
+    engine = Pipeline(cells, placement, transport, loss, len(micro_batches[0][1]), device)
+    instructions = schedule(kind, placement, len(micro_batches), remat)[rank]
+    shapes = tuple(tuple(tensor.shape for tensor in inputs + targets) for inputs, targets in micro_batches)
+    return EngineStep(engine, instructions, StepInput(0, 1, shapes, scale), micro_batches if rank == 0 else None)
+
+
+def plain_step(
+    modules: Sequence[nn.Module], micro_batches: Sequence[MicroBatch], loss: Loss = squared_loss, kind: str = "1f1b"
+) -> Step:
+    """Builds a training step without an engine, in the order that a schedule has on a single worker.
+
+    Args:
+        kind: "1f1b": forward and backward of each micro-batch in turn, with one graph at a time; "gpipe": all forwards,
+            then all backwards, the last micro-batch first.
+    """
+
+    def step() -> None:
+        if kind == "gpipe":
+            losses = [forward(modules, micro_batch, loss) for micro_batch in micro_batches]
+            while losses:
+                losses.pop().backward()  # type: ignore[no-untyped-call]  # torch's own annotation
+            return
+        for micro_batch in micro_batches:
+            forward(modules, micro_batch, loss).backward()  # type: ignore[no-untyped-call]  # torch's own annotation
+
+    return step
+
+
+def forward(modules: Sequence[nn.Module], micro_batch: MicroBatch, loss: Loss = squared_loss) -> Tensor:
+    """Returns the loss of one micro-batch."""
+    inputs, targets = micro_batch
+    values: Tensor | Tensors = as_argument(inputs)
+    for module in modules:
+        values = module(values)
+    return loss(as_tensors(values), targets)[0]
