@@ -23,15 +23,16 @@ from gpipe_cli.bench.steps import CPU, EngineStep, engine_step
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.config import Settings
+from gpipe_cli.distributed.runtime import make_transport
 from gpipe_cli.distributed.world import join_world
-from gpipe_cli.factory.build import build_autocast, build_cells, build_model, build_task, cut_model
+from gpipe_cli.factory.build import build_autocast, build_model, build_task
+from gpipe_cli.factory.cut import build_cells, cut_model
 from gpipe_cli.launch.context import Context
 from gpipe_cli.micro_batch import Tensors
 from gpipe_cli.partition.layer_times import LayerTimes, cell_total
 from gpipe_cli.partition.profile import ModelProfile, profile_layers
 from gpipe_cli.planner.measure.background_load import background_load
 from gpipe_cli.planner.measure.example import example_micro_batch
-from gpipe_cli.trainer.assembly import make_transport
 
 
 def worker(context: Context, config: Mapping[str, Any]) -> list[list[list[Row]]]:
@@ -48,7 +49,7 @@ def worker(context: Context, config: Mapping[str, Any]) -> list[list[list[Row]]]
     (mine,) = cells
     mine.train(True)
     micro_batches = [(inputs, targets)] * pipeline.M
-    transport, how = make_transport(world, cut), (pipeline.schedule, pipeline.remat)
+    transport, how = make_transport(world, cut.placement), (pipeline.schedule, pipeline.remat)
     step = engine_step(cells, cut.placement, world.worker, transport, micro_batches, *how, task.loss)
     autocast = build_autocast(settings.precision, CPU)
 

@@ -1,4 +1,4 @@
-"""Held-out sentences translated when a model is evaluated: their scores, and some to look at."""
+"""Translates held-out sentences in an evaluation: returns their scores and a few translations to show."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .decoding import Decoder
 
 
 class Sentence(Protocol):
-    """One sentence to translate."""
+    """Describes one sentence to translate."""
 
     language: str
     source: str
@@ -20,15 +20,12 @@ class Sentence(Protocol):
     source_ids: Sequence[int]
 
 
-class TextSource(Protocol):
-    """What generation needs of a data source, beside batches."""
+class HeldOutSource(Protocol):
+    """Defines what generation reads of a data source, beside batches.
 
-    pad_id: int
-    bos_id: int
-    eos_id: int
-
-    # Optional: `sizes`, training pairs of each language, and `scripts`, of each language, for averages over languages.
-    # Optional: `evaluation_split`, the held-out sentences that are translated; "dev" where there is none.
+    Optional attributes: `sizes` and `scripts`, training pairs and script of each language, for averages over languages;
+    `evaluation_split`, the held-out sentences to translate ("dev" where there is none).
+    """
 
     def held_out(self, split: str, per_language: int) -> Sequence[Sentence]: ...
 
@@ -36,7 +33,7 @@ class TextSource(Protocol):
 
 
 class ScoringTask(Protocol):
-    """What generation needs of a task, beside the probabilities that decoding takes from it."""
+    """Defines how a task scores translations."""
 
     def score(
         self, hypotheses: Sequence[str], references: Sequence[str], groups: Sequence[str] | None = None
@@ -48,46 +45,41 @@ class Generator:
 
     Args:
         source: on the first worker of each replica, None elsewhere.
-        samples: how many outputs are shown.
-        speaks: whether this is the worker that reports: rank 0.
+        samples: how many translations are shown.
+        reports: whether this worker returns the results: rank 0.
     """
 
     def __init__(
         self,
         decoder: Decoder,
-        source: TextSource | None,
+        source: HeldOutSource | None,
         task: ScoringTask,
         settings: GenerationSettings,
         samples: int,
-        speaks: bool,
+        reports: bool,
     ) -> None:
         self._decoder, self._source, self._task, self._settings = decoder, source, task, settings
-        self._samples, self._speaks = samples, speaks
+        self._samples, self._reports = samples, reports
 
     def evaluate(self, final: bool) -> tuple[dict[str, float], list[Sample]]:
-        """(scores, samples) on rank 0, nothing elsewhere."""
+        """Returns (scores, samples) on rank 0, nothing elsewhere; ``final``: with the effort of the last evaluation."""
         effort = self._settings.effort(final)
         split = getattr(self._source, "evaluation_split", "dev")
         sentences: list[Sentence] = []
         if self._source is not None:
             sentences = list(self._source.held_out(split, effort["sentences_per_language"]))
         found = self._decoder.decode([sentence.source_ids for sentence in sentences], effort["beam"])
-        if self._source is None or not self._speaks or not sentences:  # a corpus may have no dev set
+        if self._source is None or not self._reports or not sentences:  # a corpus may have no dev set
             return {}, []
         texts = [self._source.decode(hypothesis.tokens) for hypothesis in found]
-        shown = _spread(len(sentences), self._samples)
-        samples = [Sample(sentences[i].language, sentences[i].source, sentences[i].reference, texts[i]) for i in shown]
+        pairs = list(zip(sentences, texts, strict=True))
+        shown = min(len(pairs), self._samples)
+        spread = [pairs[number * len(pairs) // shown] for number in range(shown)]
+        samples = [Sample(sentence.language, sentence.source, sentence.reference, text) for sentence, text in spread]
         return self._scores(texts, sentences), samples
 
     def _scores(self, texts: Sequence[str], sentences: Sequence[Sentence]) -> dict[str, float]:
-        """The task's, for all sentences and for each language, with averages over languages."""
+        """Returns the task's scores of all sentences and of each language, with averages over languages."""
         references, languages = [s.reference for s in sentences], [s.language for s in sentences]
         scores = self._task.score(texts, references, languages)
-        sizes, scripts = getattr(self._source, "sizes", {}), getattr(self._source, "scripts", {})
-        return with_averages(scores, sizes, scripts)
-
-
-def _spread(count: int, wanted: int) -> list[int]:
-    """``wanted`` numbers below ``count``, evenly spread."""
-    wanted = min(count, wanted)
-    return [i * count // wanted for i in range(wanted)]
+        return with_averages(scores, getattr(self._source, "sizes", {}), getattr(self._source, "scripts", {}))

@@ -13,7 +13,8 @@ from itertools import repeat
 
 from ..config import PipelineConfig, Settings
 from ..errors import ConfigurationError
-from ..factory.build import Cut, build_model, build_optimizer, build_task, cut_by_costs
+from ..factory.build import build_model, build_optimizer, build_task
+from ..factory.cut import Cut, cut_by_costs
 from ..partition.partition import cell_costs, partition
 from ..partition.sharing import Sharing, find_sharing
 from ..schedule.instruction import Instruction, ScheduleError

@@ -1,29 +1,39 @@
-"""The mini-batches of a data source, each held to what was asked for: the other workers have room for no more."""
+"""Reads a source's mini-batches, checks their numbers of micro-batches, and reads one ahead of the training step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, cast
 
+from ..config import TrainerConfig
 from ..data.source import Batch, Source
+from ..distributed.batch_plan import BatchPlan, BatchPlanCodec
+from ..distributed.exchange import Exchange
+from ..distributed.world import World
 from ..errors import ConfigurationError
+from ..micro_batch import MicroBatch
+from ..position import Position
+from ..tasks.base import Task
+
+# -- of a source, checked ----------------------------------------------------------------------------------------------
 
 
 def training_batches(source: Source, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
-    """`source.train`.
+    """Returns the batches of `source.train`.
 
     Raises:
-        ConfigurationError: while they are read: a mini-batch has another number of micro-batches.
+        ConfigurationError: while they are read: a mini-batch has not M micro-batches.
     """
-    return _held_to(M, source.train(position, M, replica, replicas), source, "train", may_be_fewer=False)
+    return _checked(M, source.train(position, M, replica, replicas), source, "train", may_be_fewer=False)
 
 
 def first_batch(source: Source, M: int, replicas: int) -> Batch:
-    """What replica 0 begins with.
+    """Returns the first training batch of replica 0.
 
     Raises:
-        ConfigurationError: there is none, or it has another number of micro-batches.
+        ConfigurationError: there is none, or it has not M micro-batches.
     """
     batches = training_batches(source, None, M, 0, replicas)
     try:
@@ -37,24 +47,24 @@ def first_batch(source: Source, M: int, replicas: int) -> Batch:
 
 
 def evaluation_batches(source: Source, M: int, replica: int, replicas: int) -> Iterator[Batch]:
-    """This replica's mini-batches of the evaluation set; the last ones may have fewer micro-batches.
+    """Returns this replica's mini-batches of the evaluation set; the last ones may have fewer micro-batches.
 
     Raises:
-        ConfigurationError: while they are read: a mini-batch has more micro-batches.
+        ConfigurationError: while they are read: a mini-batch has more than M micro-batches.
     """
     share = getattr(source, "evaluation_share", None)
     if share is not None:
-        return _held_to(M, share(M, replica, replicas), source, "evaluation_share", may_be_fewer=True)
+        return _checked(M, share(M, replica, replicas), source, "evaluation_share", may_be_fewer=True)
     batches = islice(source.evaluation(M), replica, None, replicas)
-    return _held_to(M, batches, source, "evaluation", may_be_fewer=True)
+    return _checked(M, batches, source, "evaluation", may_be_fewer=True)
 
 
-def _held_to(asked: int, batches: Iterator[Batch], source: Source, method: str, may_be_fewer: bool) -> Iterator[Batch]:
+def _checked(M: int, batches: Iterator[Batch], source: Source, method: str, may_be_fewer: bool) -> Iterator[Batch]:
     for batch in batches:
         given = len(batch.micro_batches)
-        if given > asked or (given < asked and not may_be_fewer):
+        if given > M or (given < M and not may_be_fewer):
             raise ConfigurationError(
-                f"the data source {_name(source)} gave {given} micro-batches in a mini-batch, {asked} were asked for: "
+                f"the data source {_name(source)} gave {given} micro-batches in a mini-batch, {M} were asked for: "
                 f"the batches of its {method}() must have {'at most' if may_be_fewer else 'exactly'} M micro-batches"
             )
         yield batch
@@ -62,3 +72,123 @@ def _held_to(asked: int, batches: Iterator[Batch], source: Source, method: str, 
 
 def _name(source: Source) -> str:
     return f"{type(source).__module__}.{type(source).__qualname__}"
+
+
+# -- on the first worker of a replica ----------------------------------------------------------------------------------
+
+
+class BatchReader:
+    """Reads one stream of mini-batches and announces each in the exchange.
+
+    Attributes:
+        micro_batches: of the current mini-batch; none when the data has ended.
+        position: of the current mini-batch; None before the first.
+        seconds_waited: for the current mini-batch.
+    """
+
+    def __init__(self, batches: Iterator[Batch], task: Task, codec: BatchPlanCodec) -> None:
+        self._batches, self._task, self._codec = batches, task, codec
+        self.micro_batches: list[MicroBatch] = []
+        self.position: Any = None
+        self.seconds_waited = 0.0
+
+    def advance(self, exchange: Exchange) -> None:
+        """Reads the next mini-batch and writes its plan."""
+        began = time.perf_counter()
+        batch = next(self._batches, None)
+        self.seconds_waited = time.perf_counter() - began
+        self.micro_batches = [] if batch is None else list(batch.micro_batches)
+        if batch is not None:
+            self.position = batch.position
+        weights = [self._task.weight(targets) for _, targets in self.micro_batches]
+        self._codec.write(exchange, self.micro_batches, weights)
+
+
+# -- on every worker ---------------------------------------------------------------------------------------------------
+
+STOP_REASONS = ("", "request", "time limit", "epochs")  # rank 0 sends the index
+
+
+class TrainingBatches:
+    """Announces each training batch one step ahead, and the end of the run; every worker has one.
+
+    Args:
+        source: on the first worker of each replica, None elsewhere.
+        codec: of the run's batch plans.
+        position: of the last mini-batch trained on; None at the beginning.
+        stop_requested: whether this worker was asked to stop; rank 0's decides.
+        where: shown with an error.
+    """
+
+    def __init__(
+        self,
+        settings: TrainerConfig,
+        world: World,
+        source: Source | None,
+        task: Task,
+        codec: BatchPlanCodec,
+        position: Any,
+        stop_requested: Callable[[], bool],
+        where: Position,
+    ) -> None:
+        self._settings, self._world, self._source, self._task, self._codec = settings, world, source, task, codec
+        self._stop_requested, self._where = stop_requested, where
+        self._reader: BatchReader | None = None
+        self._began = time.monotonic()
+        self.position, self.seconds_waited = position, 0.0  # of the mini-batch trained on
+
+    def open(self) -> None:
+        """Begins to read behind `position`."""
+        if self._source is not None:
+            world, M = self._world, self._codec.M
+            batches = training_batches(self._source, self.position, M, world.replica, world.replicas)
+            self._reader = BatchReader(batches, self._task, self._codec)
+
+    def take(self) -> list[MicroBatch] | None:
+        """Returns the announced mini-batch, to be trained on now; None on workers that do not read data."""
+        if self._reader is None:
+            return None
+        self.position, self.seconds_waited = self._reader.position, self._reader.seconds_waited
+        return self._reader.micro_batches
+
+    def announce(self, exchange: Exchange) -> None:
+        """Writes the plan of the next mini-batch; rank 0 adds whether the run ends before it."""
+        if self._reader is not None:
+            self._where.instruction = "reading the next mini-batch"
+            self._reader.advance(exchange)
+            self._where.instruction = None
+        if self._world.rank == 0:
+            exchange.own["stop"][0] = STOP_REASONS.index(self._stop_reason())
+
+    def _stop_reason(self) -> str:
+        limit = self._settings.seconds
+        if self._stop_requested():
+            return "request"
+        if limit is not None and time.monotonic() - self._began >= limit:
+            return "time limit"
+        return "epochs" if (self._share_of_epochs() or 0.0) >= 1 else ""
+
+    def read_plan(self, exchange: Exchange) -> tuple[BatchPlan, str]:
+        """Returns the plan of the next mini-batch, and why the run ends before it; "" where it does not."""
+        plan = self._codec.read(exchange, "train")
+        return plan, STOP_REASONS[int(exchange.total["stop"].item())] or ("end of data" if plan.ended else "")
+
+    def share_done(self, step: int) -> float | None:
+        """Returns the share of the run before ``step`` by the limit that comes first; None where none is known here."""
+        settings, shares = self._settings, [self._share_of_epochs()]
+        if settings.steps is not None:
+            shares.append(step / settings.steps)
+        if settings.seconds is not None:
+            shares.append((time.monotonic() - self._began) / settings.seconds)
+        return max((share for share in shares if share is not None), default=None)
+
+    def _share_of_epochs(self) -> float | None:
+        epochs, source = self._settings.epochs, self._source
+        if epochs is None or source is None or self.position is None:
+            return None
+        return float(cast(Any, source).epoch(self.position)) / epochs
+
+    def epochs_of_languages(self) -> dict[str, float]:
+        """Returns how often the pairs of each language were read; empty where the source does not count them."""
+        source = cast(Any, self._source)
+        return dict(source.epochs(self.position)) if hasattr(source, "epochs") else {}

@@ -1,4 +1,4 @@
-"""What every worker of gpipe-eval runs: one evaluation of a checkpoint through the pipeline, and what it leaves."""
+"""Defines what every worker of gpipe-eval runs: one evaluation of a checkpoint through the pipeline."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ..metrics.language_pictures import ModelScores, draw_languages
 from ..metrics.records import Evaluation
 from ..metrics.translation_scores import languages_of
 from ..metrics.whole_file import write_whole
-from .assembly import Assembly, assemble_evaluator, evaluation_fields
-from .from_checkpoint import assemble_from_checkpoint
+from .assembly import Assembly, assemble_evaluator, assemble_from_checkpoint, generation_settings
+from .evaluator import evaluation_fields
 
 REPORT = "evaluation.json"
 
 
 def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
-    """One worker's life.
+    """Evaluates; the entry point of a worker.
 
     Args:
-        context: its place among the workers; its run directory is the evaluation's own.
-        config: as in `assemble_from_checkpoint`, and "about": what the report repeats of the command.
+        context: this worker's place in the job; its run directory is the evaluation's own.
+        config: as in `assemble_from_checkpoint`, and "about": facts of the command that the report repeats.
 
     Returns:
         On rank 0 the report, as in evaluation.json; None elsewhere.
@@ -35,7 +35,8 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
         LayerFailed: an exception in a layer.
     """
     assembly = assemble_from_checkpoint(context, config)
-    exchange = Exchange({**assembly.codec.fields(), **evaluation_fields(assembly)}, assembly.world.all_ranks)
+    fields = evaluation_fields(assembly.world.replicas, assembly.task)
+    exchange = Exchange({**assembly.runtime.codec.fields(), **fields}, assembly.world.all_ranks)
     result = assemble_evaluator(assembly, exchange).evaluate(final=True)
     if assembly.world.rank != 0:
         return None
@@ -48,14 +49,14 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def report(assembly: Assembly, result: Evaluation) -> dict[str, Any]:
-    """What the evaluation found, and what has to be known to compare it with another."""
-    generation = getattr(assembly.task, "generation", None)
-    how = {} if generation is None else {**result.effort, "length_exponent": generation.length_exponent}
+    """Returns the results of the evaluation, and what is needed to compare it with another."""
+    generation = generation_settings(assembly.task)
+    search = {} if generation is None else {**result.effort, "length_exponent": generation.length_exponent}
     return {
-        "parameters": assembly.cut.parameters,
+        "parameters": assembly.layout.cut.parameters,
         "K": assembly.settings.pipeline.K,
         "averaged_weights": assembly.settings.trainer.average is not None,
-        **how,
+        **search,
         "signature": result.signature,
         "numbers": {name: value if math.isfinite(value) else None for name, value in result.numbers.items()},
         "sizes": dict(result.sizes),
@@ -64,7 +65,7 @@ def report(assembly: Assembly, result: Evaluation) -> dict[str, Any]:
 
 
 def draw(result: Evaluation, name: str, folder: Path) -> None:
-    """languages.png of translations from several languages; of a classification, its predictions."""
+    """Draws languages.png of translations from several languages, and the predictions of a classification."""
     languages = languages_of(result.numbers)
     if len(languages) > 1 and result.sizes:
         draw_languages([ModelScores(name, 0, languages)], result.sizes, folder / "languages.png")

@@ -1,4 +1,4 @@
-"""What every worker of `gpipe-train` runs: puts the parts together, trains, and leaves a summary."""
+"""Defines what every worker of `gpipe-train` runs: assembles, trains, and leaves a summary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # every optimizer imports it when it is made; here it is imported once, before workers are forked
+import torch._dynamo  # every optimizer imports it when it is made; imported here once, before workers are forked
 
 from .. import __version__
 from ..checkpoint.choose import open_checkpoint
@@ -20,19 +20,18 @@ from ..config import Settings
 from ..factory.build import build_lr_schedule, build_optimizer, build_task
 from ..launch.context import Context
 from ..metrics.journal import Journal
-from .assembly import Assembly, assemble_model
-from .data_notices import count_defects
+from .assembly import Assembly, assemble_model, start_worker
+from .data_source import count_defects
 from .loop import Trainer
-from .start import start_worker
 from .training import assemble_training
 
 
 def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
-    """One worker's life.
+    """Trains; the entry point of a worker.
 
     Args:
-        context: its place among the workers.
-        config: the resolved configuration, plain values.
+        context: this worker's place in the job.
+        config: "settings", the resolved configuration as plain values; optionally "started_at", `time.time()`.
 
     Returns:
         The summary, as in summary.json.
@@ -64,11 +63,13 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
         cell.guard_buffers()
     if resumed is not None and world.rank == 0:
         require_same_data(resumed, assembly.source, settings.checkpoint.allow_changes)
-    keep_vocabularies(assembly, context.run_dir)
+    keep_vocabularies = getattr(assembly.source, "keep_vocabularies", None)
+    if keep_vocabularies is not None and world.rank == 0:
+        keep_vocabularies(vocabulary_folder(context.run_dir))  # so that the run translates without its data
     trainer = assemble_training(context, config, assembly, journal, resumed)
     journal.open(0 if resumed is None else resumed.step)
     trainer.run()
-    summary = summarize(trainer, config)
+    summary = summarize(trainer, assembly, config)
     journal.summary(summary)
     trainer.draw()
     journal.cell_times(summary["cells"])
@@ -76,17 +77,10 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     return summary
 
 
-def keep_vocabularies(assembly: Assembly, run_dir: Path) -> None:
-    """vocabulary/: what texts are written in, so that the run can translate where its data is not. Rank 0 writes it."""
-    keep = getattr(assembly.source, "keep_vocabularies", None)
-    if keep is not None and assembly.world.rank == 0:
-        keep(vocabulary_folder(run_dir))
-
-
-def summarize(trainer: Trainer, config: Mapping[str, Any]) -> dict[str, Any]:
-    """summary.json: final figures, times, the cells, versions."""
-    progress, totals, assembly = trainer.progress, trainer.totals, trainer.parts.assembly
-    settings, cut = assembly.settings, assembly.cut
+def summarize(trainer: Trainer, assembly: Assembly, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the content of summary.json; every worker calls it at the same time."""
+    progress, totals, pipeline = trainer.progress, trainer.totals, assembly.settings.pipeline
+    world, cut, schedules = assembly.world, assembly.layout.cut, assembly.runtime.schedules
     now = time.time()
     started = float(config.get("started_at", now))
     return {
@@ -99,16 +93,16 @@ def summarize(trainer: Trainer, config: Mapping[str, Any]) -> dict[str, Any]:
         "first_step_seconds": totals.first_step_at - started if totals.first_step_at else None,
         "examples_per_second": totals.examples_per_second,
         "bubble": totals.bubble,
-        "bubble_predicted": totals.predicted_bubble(assembly.schedules),
-        "breakdown": None if (breakdown := totals.breakdown(assembly.schedules)) is None else breakdown.shares(),
-        "K": settings.pipeline.K,
-        "M": settings.pipeline.M,
-        "workers": assembly.world.workers,
-        "replicas": assembly.world.replicas,
+        "bubble_predicted": totals.predicted_bubble(schedules),
+        "breakdown": None if (breakdown := totals.breakdown(schedules)) is None else breakdown.shares(),
+        "K": pipeline.K,
+        "M": pipeline.M,
+        "workers": world.workers,
+        "replicas": world.replicas,
         "cells": totals.with_times(cut.table),
         "parameters": cut.parameters,
         "peak_memory_bytes": totals.peak_memory,
-        "data_defects": count_defects(assembly.world, assembly.source),
-        "device": str(assembly.world.device.type),
+        "data_defects": count_defects(world, assembly.source),
+        "device": str(world.device.type),
         "versions": {"gpipe_cli": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }

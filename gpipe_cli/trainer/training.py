@@ -1,4 +1,4 @@
-"""Puts together what learns: optimizer, schedule, checkpoints and the loop, on top of the assembled pipeline."""
+"""Assembles the trainer on top of the pipeline: optimizer, learning rate schedule, checkpoints, reports, loop."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from ..checkpoint.choose import open_checkpoint
 from ..checkpoint.commit import prepare_directory
 from ..checkpoint.compatibility import fingerprint, require_same_steps
-from ..checkpoint.files import CheckpointInfo, Json, shorten
-from ..checkpoint.layer_state import load_layer, restore_layer
-from ..checkpoint.lr_schedule_state import LRScheduleState
+from ..checkpoint.files import CheckpointInfo, shorten
 from ..checkpoint.transfer import load_weights, patterns_without_effect, require_same_model
-from ..config import Settings
+from ..checkpoint.writer import CheckpointWriter
+from ..config import CheckpointConfig, Settings
 from ..distributed.exchange import Exchange
 from ..distributed.world import World
 from ..errors import ConfigurationError
@@ -27,10 +24,13 @@ from ..metrics.records import Progress
 from ..metrics.step_report import StepReporter
 from ..optim.average import WeightAverage
 from ..pipeline.cell import Cell
-from .assembly import Assembly, assemble_evaluator, evaluation_fields
-from .loop import Parts, Trainer
+from .assembly import Assembly, assemble_evaluator
+from .batches import TrainingBatches
+from .evaluator import evaluation_fields
+from .loop import Trainer
+from .notices import batchnorm_notice
 from .saving import Saver
-from .start_messages import batchnorm_notice
+from .update import Updater
 
 
 def assemble_training(
@@ -40,7 +40,7 @@ def assemble_training(
     journal: Journal,
     resumed: CheckpointInfo | None,
 ) -> Trainer:
-    """The trainer, at its beginning or where ``resumed`` left off; every worker calls it at the same time.
+    """Makes the trainer, at its beginning or where ``resumed`` left off; every worker calls it at the same time.
 
     Args:
         config: with the resolved configuration under "settings", for the checkpoints.
@@ -48,8 +48,46 @@ def assemble_training(
     Raises:
         ConfigurationError: something in the configuration that shows only now.
     """
-    settings, world, cells = assembly.settings, assembly.world, assembly.cells
-    names = layers_that_count_on_steps(world, cells)
+    settings, world, cells, task = assembly.settings, assembly.world, assembly.cells, assembly.task
+    _check_steps(config, assembly, resumed)
+    if resumed is None and settings.checkpoint.init_from is not None:
+        transfer(settings.checkpoint, world, cells, assembly.layout.layers, journal)
+    updater = make_updater(settings, world, cells)
+    saver = make_saver(context, config, assembly, updater, journal)
+    reporter = make_reporter(assembly)
+    codec = assembly.runtime.codec
+    fields = {**codec.fields(), **reporter.fields(), **saver.fields(), **evaluation_fields(world.replicas, task)}
+    exchange = Exchange(fields, world.all_ranks)
+    if world.rank == 0:
+        for warning in prepare_directory(context.run_dir, resumed):
+            journal.warn(warning)
+    progress, position = Progress(), None
+    if resumed is not None:
+        updater.restore(resumed, config["settings"])
+        scalars: dict[str, Any] = {key: value for key, value in resumed.state.scalars.items() if value is not None}
+        progress, position = Progress(step=resumed.step, **scalars), resumed.state.data_position
+        journal.message(f"going on from {resumed.path}, step {resumed.step}")
+    report_batchnorm(journal, world, cells, settings, assembly.first.examples)
+    stop, where = context.stop_requested, context.where
+    return Trainer(
+        settings=settings,
+        runtime=assembly.runtime,
+        layout=assembly.layout,
+        exchange=exchange,
+        batches=TrainingBatches(settings.trainer, world, assembly.source, task, codec, position, stop, where),
+        updater=updater,
+        evaluator=assemble_evaluator(assembly, exchange, stop),
+        saver=saver,
+        reporter=reporter,
+        journal=journal,
+        progress=progress,
+        where=where,
+    )
+
+
+def _check_steps(config: Mapping[str, Any], assembly: Assembly, resumed: CheckpointInfo | None) -> None:
+    """Refuses an unknown or, in a resumed run, another number of steps where layers depend on it."""
+    settings, names = assembly.settings, layers_that_depend_on_steps(assembly.world, assembly.cells)
     if names and settings.trainer.steps is None:
         raise ConfigurationError(
             f"trainer.steps=null, but their number decides what these layers do (begin_step): {shorten(names)}: set "
@@ -57,134 +95,72 @@ def assemble_training(
         )
     if resumed is not None:
         require_same_steps(resumed, config["settings"], settings.checkpoint.allow_changes, names)
-    elif settings.checkpoint.init_from is not None:
-        transfer(settings, world, cells, assembly.layers, journal)
-    average = None if settings.trainer.average is None else WeightAverage(cells, settings.trainer.average)
-    optimizer = build_optimizer(settings.optimizer, [parameter for cell in cells for _, parameter in cell.parameters()])
-    lr_schedule = build_lr_schedule(settings.lr_schedule, optimizer)
-    schedule = LRScheduleState(lr_schedule, optimizer)
-    # The schedule counts steps, also one whose update is skipped; torch warns when that happens to the very first.
-    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-    saver = Saver(
-        context.run_dir,
-        world,
-        cells,
-        assembly.layers,
-        settings.checkpoint.keep,
-        config["settings"],
-        fingerprint(assembly.source),
-        optimizer,
-        schedule,
-        average,
-        journal.warn,
-    )
-    reporter = make_reporter(assembly)
-    fields = {**assembly.codec.fields(), **reporter.fields(), **saver.fields(), **evaluation_fields(assembly)}
-    exchange = Exchange(fields, world.all_ranks)
-    parts = Parts(
-        assembly=assembly,
-        exchange=exchange,
-        reporter=reporter,
-        optimizer=optimizer,
-        average=average,
-        lr_schedule=lr_schedule,
-        evaluator=assemble_evaluator(assembly, exchange, context.stop_requested),
-        saver=saver,
-        journal=journal,
-        stop_requested=context.stop_requested,
-        where=context.where,
-    )
-    progress, position = Progress(), None
-    if world.rank == 0:
-        for warning in prepare_directory(context.run_dir, resumed):
-            journal.warn(warning)
-    if resumed is not None:
-        progress, position = restore(resumed, cells, optimizer, average)
-        journal.message(f"going on from {resumed.path}, step {resumed.step}")
-        restore_schedule(resumed, schedule, config["settings"])
-    say_batchnorm(journal, world, cells, settings, assembly.survey.examples)
-    return Trainer(parts, progress, position)
 
 
-def layers_that_count_on_steps(world: World, cells: Sequence[Cell]) -> list[str]:
-    """Names of the model's layers that are told the number of steps, but for those that say they make nothing of it."""
-    mine = [
+def layers_that_depend_on_steps(world: World, cells: Sequence[Cell]) -> list[str]:
+    """Returns the names of the model's layers with a `begin_step`, except those whose `depends_on_steps` is False."""
+    own = [
         layer.name
         for cell in cells
         for layer in cell.layers
         if any(hasattr(m, "begin_step") and getattr(m, "depends_on_steps", True) for m in layer.module.modules())
     ]
-    everyone = world.all_gather(mine)
-    return [name for worker in everyone[: world.workers] for name in worker]
-
-
-def make_reporter(assembly: Assembly) -> StepReporter:
-    """Writes and reads the report that ends each step."""
-    pipeline, world = assembly.settings.pipeline, assembly.world
-    return StepReporter(
-        assembly.losses,
-        pipeline.K,
-        pipeline.M,
-        world.replicas,
-        world.size,
-        len(assembly.parameter_names),
-        len(assembly.task.statistics),
-    )
+    return [name for worker in world.all_gather(own)[: world.workers] for name in worker]
 
 
 def transfer(
-    settings: Settings, world: World, cells: Sequence[Cell], model: Mapping[str, Sequence[str]], journal: Journal
+    config: CheckpointConfig, world: World, cells: Sequence[Cell], model: Mapping[str, Sequence[str]], journal: Journal
 ) -> None:
-    """Weights and buffers from `checkpoint.init_from`, on every worker those of its layers; says what begins anew."""
-    wanted = settings.checkpoint
-    info = open_checkpoint(Path(cast(str, wanted.init_from)))
-    require_same_model(info, model, wanted.init_except)
-    for pattern in patterns_without_effect(info, model, wanted.init_except):
+    """Loads weights and buffers from `checkpoint.init_from`, and reports what begins anew."""
+    info = open_checkpoint(Path(cast(str, config.init_from)))
+    require_same_model(info, model, config.init_except)
+    for pattern in patterns_without_effect(info, model, config.init_except):
         journal.warn(f"checkpoint.init_except: {pattern} is no layer or parameter of this model or of {info.path}")
-    new = world.all_gather(load_weights(info, cells, wanted.init_except, wanted.init_average))
+    new = world.all_gather(load_weights(info, cells, config.init_except, config.init_average))
     names = [name for worker in new[: world.workers] for name in worker]
     journal.message(f"weights from {info.path}; begun anew: {', '.join(sorted(names)) or 'nothing'}")
 
 
-def restore(
-    info: CheckpointInfo,
-    cells: Sequence[Cell],
-    optimizer: torch.optim.Optimizer,
-    average: WeightAverage | None,
-) -> tuple[Progress, Any]:
-    """Weights and their average, optimizer and progress from a checkpoint.
+def make_updater(settings: Settings, world: World, cells: Sequence[Cell]) -> Updater:
+    """Makes optimizer, learning rate schedule and weight average of this worker's cells."""
+    average = None if settings.trainer.average is None else WeightAverage(cells, settings.trainer.average)
+    optimizer = build_optimizer(settings.optimizer, [parameter for cell in cells for _, parameter in cell.parameters()])
+    lr_schedule = build_lr_schedule(settings.lr_schedule, optimizer)
+    # The schedule also counts a step whose update is skipped; torch warns when that is the very first.
+    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+    return Updater(cells, optimizer, lr_schedule, average, world.replica_group, settings.trainer.gradient_clip)
 
-    Returns:
-        Progress and data position.
+
+def make_saver(
+    context: Context, config: Mapping[str, Any], assembly: Assembly, updater: Updater, journal: Journal
+) -> Saver:
+    """Makes what saves checkpoints; replica 0 writes, the others hold the same weights."""
+    world, keep = assembly.world, assembly.settings.checkpoint.keep
+    layers, run_dir, data = assembly.layout.layers, context.run_dir, fingerprint(assembly.source)
+    writer = CheckpointWriter(run_dir, world.worker, layers, keep) if world.replica == 0 else None
+    return Saver(run_dir, world, writer, updater, config["settings"], data, journal.warn)
+
+
+def make_reporter(assembly: Assembly) -> StepReporter:
+    """Makes what writes and reads the report that ends each step."""
+    pipeline, world, layout = assembly.settings.pipeline, assembly.world, assembly.layout
+    counts = (pipeline.K, pipeline.M, world.replicas, world.size, len(layout.parameter_names))
+    return StepReporter(layout.losses, *counts, len(assembly.task.statistics))
+
+
+def report_batchnorm(journal: Journal, world: World, cells: Sequence[Cell], settings: Settings, examples: int) -> None:
+    """Reports the examples over which BatchNorm normalises; every worker calls it at the same time.
+
+    Args:
+        examples: of replica 0's first mini-batch; the size of a mini-batch where `data.batch_size` does not give it.
     """
-    for cell in cells:
-        for layer in cell.layers:
-            state = load_layer(info, layer.name)
-            restore_layer(layer.name, layer.module, optimizer, state)
-            if average is not None:
-                average.restore(layer.name, state.averages)
-    scalars: dict[str, Any] = {key: value for key, value in info.state.scalars.items() if value is not None}
-    return Progress(step=info.step, **scalars), info.state.data_position
-
-
-def restore_schedule(info: CheckpointInfo, schedule: LRScheduleState, settings: Mapping[str, Json]) -> None:
-    """As the checkpoint has it, or, where `checkpoint.allow_changes` let it be changed, as the configuration has it."""
-    saved = info.state.configuration
-    if all(saved.get(section) == settings.get(section) for section in ("optimizer", "lr_schedule")):
-        schedule.restore(cast("Mapping[str, Json]", info.state.schedule))
-    else:
-        schedule.replay(info.step)
-
-
-def say_batchnorm(journal: Journal, world: World, cells: Sequence[Cell], settings: Settings, examples: int) -> None:
-    """``examples`` are those of replica 0; the mini-batch is `data.batch_size` where examples are counted."""
-    everyone = world.all_gather(sum(len(cell.batchnorms) for cell in cells))
+    layers = sum(world.all_gather(sum(len(cell.batchnorms) for cell in cells))[: world.workers])
     size, by_tokens = settings.data.get("batch_size"), settings.data.get("batch_tokens") is not None
     mini_batch = size if isinstance(size, int) and not by_tokens else examples * world.replicas
     pipeline = settings.pipeline
-    layers, together = sum(everyone[: world.workers]), pipeline.sync_batchnorm
-    notice = batchnorm_notice(layers, mini_batch, pipeline.M, pipeline.replicas, together)
+    notice = batchnorm_notice(layers, mini_batch, pipeline.M, pipeline.replicas, pipeline.sync_batchnorm)
     if notice is not None:
-        journal.message(notice.text)
-    if notice is not None and notice.warning is not None:
-        journal.warn(notice.warning)
+        text, warning = notice
+        journal.message(text)
+        if warning is not None:
+            journal.warn(warning)

@@ -1,6 +1,6 @@
-"""What every worker of `gpipe-translate` runs: lines in from a pipe, translations out as events, in order.
+"""Defines what every worker of `gpipe-translate` runs: reads lines from a pipe and emits their translations, in order.
 
-Only rank 0 reads and speaks; the others learn from an exchange whether more is to come.
+Only rank 0 reads and emits; an exchange passes on to the others whether there are more lines.
 """
 
 from __future__ import annotations
@@ -16,29 +16,27 @@ from ..decoding.decoding import Decoder
 from ..distributed.exchange import Exchange
 from ..errors import ConfigurationError
 from ..launch.context import Context
-from ..tasks.base import GenerationSettings
-from .assembly import Assembly, assemble_decoder, generation_settings
-from .from_checkpoint import assemble_from_checkpoint
+from .assembly import Assembly, assemble_decoder, assemble_from_checkpoint, generation_settings
 
-TICK_SECONDS = 0.2  # between looks at whether to stop
-LINGER_SECONDS = 0.05  # for more lines behind the first: a larger batch is faster
-PATIENCE_SECONDS = 60.0  # without a line; then all workers meet, so that none gives up waiting for rank 0
+TICK_SECONDS = 0.2  # between two checks whether to stop
+LINGER_SECONDS = 0.05  # waits for more lines after the first: a larger batch is faster
+IDLE_SECONDS = 60.0  # without a line; then all workers run an exchange, so that none times out waiting for rank 0
 
 
-class TextSource(Protocol):
-    """What translating needs of a data source."""
+class TextCodec(Protocol):
+    """Defines what translating calls of a data source."""
 
     def encode(self, texts: list[str]) -> list[list[int]]: ...
 
     def decode(self, ids: list[int]) -> str: ...
 
 
-class LineReader:
-    """Lines from a pipe, as many as have arrived.
+class PipeReader:
+    """Reads lines from a pipe, as many as have arrived.
 
     Args:
         path: of the pipe; opening waits for its writer.
-        stopped: whether reading shall end.
+        stopped: whether to end reading.
         idle: called while nothing arrives, about every `TICK_SECONDS`.
     """
 
@@ -50,8 +48,8 @@ class LineReader:
         self._ended = False
 
     def read(self, most: int) -> list[str] | None:
-        """At most ``most`` lines; an empty list if none came for long; None at the end, or when told to stop."""
-        until = time.monotonic() + PATIENCE_SECONDS
+        """Returns at most ``most`` lines; an empty list after `IDLE_SECONDS` without one; None at the end."""
+        until = time.monotonic() + IDLE_SECONDS
         while not self._lines and not self._ended:
             if self._stopped():
                 return None
@@ -65,7 +63,7 @@ class LineReader:
         return lines or None
 
     def _receive(self, seconds: float) -> bool:
-        """Whether anything came within ``seconds``, its end included."""
+        """Returns whether anything came within ``seconds``, the end included."""
         ready, _, _ = select.select([self._pipe], [], [], seconds)
         if not ready:
             return False
@@ -79,26 +77,23 @@ class LineReader:
 
 
 def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
-    """One worker's life.
+    """Translates; the entry point of a worker.
 
     Args:
-        config: as `assemble_from_checkpoint` wants it, and "input", the path of a pipe with UTF-8 lines.
+        config: as in `assemble_from_checkpoint`, and "input", the path of a pipe with UTF-8 lines; optionally
+            "longest", tokens of the longest source of the training.
 
     Returns:
-        On rank 0 the number of lines, and of those with more tokens than any of the training ("longer").
+        On rank 0 the number of lines, and of those longer than any of the training ("longer").
 
     Raises:
         ConfigurationError: the run's task or data cannot translate, or as `assemble_from_checkpoint`.
     """
     assembly = assemble_from_checkpoint(context, config)
-    generation = generation_settings(assembly.task)
-    if generation is None:
-        raise ConfigurationError(f"task._target_={assembly.settings.task['_target_']} of this run generates no text")
-    refuse_source_without_text(assembly)
-    translator = Translator(assembly, generation, context.emit, config.get("longest"))
+    translator = Translator(assembly, context.emit, config.get("longest"))
     reader = None
     if assembly.world.rank == 0:
-        reader = LineReader(config["input"], context.stop_requested, lambda: context.emit({"kind": "idle"}))
+        reader = PipeReader(config["input"], context.stop_requested, lambda: context.emit({"kind": "idle"}))
     more = Exchange({"more": 1}, assembly.world.all_ranks)
     while True:
         lines = reader.read(translator.at_once) if reader is not None else None
@@ -109,49 +104,43 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
         translator.translate(lines or [])
 
 
-def refuse_source_without_text(assembly: Assembly) -> None:
-    """Raises ConfigurationError for a data source of the user's that knows no texts."""
-    source = assembly.source
-    lacking = [name for name in ("encode", "decode") if source is not None and not hasattr(source, name)]
-    if lacking:
-        raise ConfigurationError(
-            f"data._target_={assembly.settings.data['_target_']} of this run has no method {lacking[0]}: translating "
-            "needs encode(texts), token ids with their end mark, and decode(ids)"
-        )
-
-
 class Translator:
-    """Lines to translations; every worker calls `translate` at the same time.
+    """Translates lines; every worker calls `translate` at the same time.
 
     Args:
-        emit: where translations go, on rank 0.
-        longest: tokens of the longest source of the training, end mark included; None: not known.
+        emit: receives the translations, on rank 0.
+        longest: tokens of the longest source of the training, end-of-sentence token included; None: not known.
+
+    Raises:
+        ConfigurationError: the task generates no text, or the data source has no `encode` and `decode`.
     """
 
-    def __init__(
-        self,
-        assembly: Assembly,
-        generation: GenerationSettings,
-        emit: Callable[[dict[str, Any]], None],
-        longest: int | None,
-    ) -> None:
-        self._source = cast("TextSource | None", assembly.source)
+    def __init__(self, assembly: Assembly, emit: Callable[[dict[str, Any]], None], longest: int | None) -> None:
+        generation, settings, source = generation_settings(assembly.task), assembly.settings, assembly.source
+        if generation is None:
+            raise ConfigurationError(f"task._target_={settings.task['_target_']} of this run generates no text")
+        lacking = [name for name in ("encode", "decode") if source is not None and not hasattr(source, name)]
+        if lacking:
+            raise ConfigurationError(
+                f"data._target_={settings.data['_target_']} of this run has no method {lacking[0]}: translating needs "
+                "encode(texts), token ids with their end-of-sentence token, and decode(ids)"
+            )
+        self._codec = cast("TextCodec | None", source)
         self._decoder: Decoder = assemble_decoder(assembly, generation)
         self._beam, self._emit, self._longest = generation.beam, emit, longest
-        self.at_once = generation.group * assembly.settings.pipeline.M
+        self.at_once = generation.group * settings.pipeline.M
         self.lines = self.longer = 0
 
     def translate(self, lines: list[str]) -> None:
         """Emits {"kind": "translations", "texts", "log_probabilities"}; an empty line has an empty translation."""
-        said = [number for number, line in enumerate(lines) if line.strip()]
-        sources = self._source.encode([lines[number] for number in said]) if self._source is not None else []
-        found = dict(zip(said, self._decoder.decode(sources, self._beam), strict=True))
-        if self._source is None or not lines:
+        filled = [number for number, line in enumerate(lines) if line.strip()]
+        sources = self._codec.encode([lines[number] for number in filled]) if self._codec is not None else []
+        found = dict(zip(filled, self._decoder.decode(sources, self._beam), strict=True))
+        if self._codec is None or not lines:
             return
         self.lines += len(lines)
         self.longer += sum(self._longest is not None and len(ids) > self._longest for ids in sources)
-        nothing = Hypothesis([], 0.0)
-        hypotheses = [found.get(number, nothing) for number in range(len(lines))]
-        texts = [" ".join(self._source.decode(hypothesis.tokens).split("\n")) for hypothesis in hypotheses]
-        totals = [hypothesis.log_probability for hypothesis in hypotheses]
-        self._emit({"kind": "translations", "texts": texts, "log_probabilities": totals})
+        hypotheses = [found.get(number, Hypothesis([], 0.0)) for number in range(len(lines))]
+        texts = [" ".join(self._codec.decode(hypothesis.tokens).split("\n")) for hypothesis in hypotheses]
+        log_probabilities = [hypothesis.log_probability for hypothesis in hypotheses]
+        self._emit({"kind": "translations", "texts": texts, "log_probabilities": log_probabilities})

@@ -19,9 +19,8 @@ from ..launch.context import Context
 from ..metrics.journal import Notices
 from ..micro_batch import MicroBatch
 from ..schedule.instruction import Op
-from ..trainer.assembly import Assembly, assemble_model
+from ..trainer.assembly import Assembly, assemble_model, start_worker
 from ..trainer.batches import training_batches
-from ..trainer.start import start_worker
 from ..trainer.training import assemble_training
 from .batchnorm import BatchNormNote, batchnorm_note
 from .compare import compare, compare_beginnings, gradients_agree
@@ -30,7 +29,7 @@ from .limits import refuse_what_cannot_be_verified, require_memory
 from .plain import PlainTraining, Together
 from .record import StepState
 from .report import Report
-from .watch import WatchedTrainer
+from .watch import StepWatch
 
 TOLERANCES = {"float64": 1e-6, "bfloat16": 0.05, "configured": 1e-4}
 
@@ -53,11 +52,12 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
         choose_repeatable_kernels()
     journal = Notices(context.run_dir, context.emit, world.rank == 0)
     assembly = assemble_model(context, settings, world, build_task(settings.task), journal)
-    world.broadcast(lambda: require_memory(assembly.cut.parameters, 8 if settings.verify.dtype == "float64" else 4))
-    trainer = WatchedTrainer(assemble_training(context, config, assembly, journal, None))
-    start = trainer.held()
-    trainer.run_steps(settings.verify.steps)
-    begun, *steps = _gather(world, [start, *trainer.states])
+    parameters, bytes_each = assembly.layout.cut.parameters, 8 if settings.verify.dtype == "float64" else 4
+    world.broadcast(lambda: require_memory(parameters, bytes_each))
+    watch = StepWatch(assemble_training(context, config, assembly, journal, None), assembly)
+    start = watch.held()
+    watch.run_steps(settings.verify.steps)
+    begun, *steps = _gather(world, [start, *watch.states])
     if world.rank != 0:
         return None
     with suppress(OSError):  # made by the trainer's assembly, and empty: nothing is saved here
@@ -85,7 +85,7 @@ def compare_with_plain(assembly: Assembly, begun: StepState, steps: Sequence[Ste
         steps: what each step of the pipeline left.
     """
     settings, replicas = assembly.settings, assembly.world.replicas
-    tolerance, names = tolerance_of(settings), list(assembly.layers)
+    tolerance, names = tolerance_of(settings), list(assembly.layout.layers)
     plain = PlainTraining(build_model(settings.model), settings, assembly.task, assembly.world.device)
     if settings.checkpoint.init_from is not None:
         plain.load(begun)
@@ -107,7 +107,7 @@ def compare_with_plain(assembly: Assembly, begun: StepState, steps: Sequence[Ste
         if number == 0:
             found = found.after(compare_beginnings(begun, before, tolerance))
         compared.append(Compared(number + 1, ours, theirs, before, found))
-    cells = [cell for cell, layers in enumerate(assembly.cut.layers) for _ in layers]
+    cells = [cell for cell, layers in enumerate(assembly.layout.cut.layers) for _ in layers]
     clip = settings.trainer.gradient_clip
     model = Model(names, cells, frozenset(plain.draws_noise), settings.pipeline.M, replicas, clip)
     findings = diagnose(compared, model, tolerance)
@@ -127,8 +127,8 @@ def _mini_batches(assembly: Assembly) -> Iterator[list[list[MicroBatch]]]:
 
 def backward_order(assembly: Assembly, micro_batches: int) -> list[int]:
     """In which order the schedule adds up the gradients of micro-batches: as the worker of the last cell does."""
-    last = len(assembly.cut.placement) - 1
-    instructions = assembly.schedules.training_lists(micro_batches)[assembly.cut.placement[last]]
+    last = len(assembly.layout.cut.placement) - 1
+    instructions = assembly.runtime.schedules.training_lists(micro_batches)[assembly.layout.cut.placement[last]]
     adds = (Op.BACKWARD, Op.WEIGHT_GRADIENT)
     return [i.micro_batch for i in instructions if i.op in adds and i.cell == last]
 

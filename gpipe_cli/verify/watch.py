@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 from torch import nn
@@ -13,6 +14,7 @@ from ..pipeline.batchnorm import DeferredBatchNorm
 from ..pipeline.boundary import as_tensors
 from ..pipeline.cell import Cell
 from ..position import Position
+from ..trainer.assembly import Assembly
 from ..trainer.loop import Trainer
 from .record import (
     OUTPUT,
@@ -60,12 +62,12 @@ class LayerWatch:
         self._seen.outputs(kind, self._replica, self._micro_batch, layer, as_tensors(outputs), _flat(inputs))
 
     @property
-    def _micro_batch(self) -> int:
-        return cast(int, self._where.micro_batch)
-
-    @property
     def _again(self) -> bool:
         return self._where.instruction == "recompute"
+
+    @property
+    def _micro_batch(self) -> int:
+        return cast(int, self._where.micro_batch)
 
 
 class _Before:
@@ -100,32 +102,30 @@ def _flat(inputs: Any) -> Tensors:
     return as_tensors(argument)
 
 
-class WatchedTrainer(Trainer):
-    """The trainer, keeping what each of its first steps left behind on this worker."""
+class StepWatch:
+    """Keeps what each of the trainer's first steps leaves on this worker."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        super().__init__(trainer.parts, trainer.progress, None)
-        assembly = trainer.parts.assembly
+    def __init__(self, trainer: Trainer, assembly: Assembly) -> None:
+        self._trainer = trainer
         self.states: list[StepState] = []
         self._layers = [(layer.index, layer.name, layer.module) for cell in assembly.cells for layer in cell.layers]
         self._named = dict(named(self._layers))
-        self._watch = LayerWatch(assembly.cells, assembly.world.replica, trainer.parts.where)
+        self._watch = LayerWatch(assembly.cells, assembly.world.replica, trainer.where)
+        trainer.around_update = self._around_update
 
     def run_steps(self, count: int) -> None:
-        """At most ``count`` mini-batches, without evaluation or checkpoint; fewer where the data or the run ends."""
-        self._open_feed()
-        self._announce_next()
-        self.parts.exchange.run()
-        plan = self._read_plan(self.progress.step)
-        while plan is not None and len(self.states) < count:
-            plan = self._step(plan)
+        """Takes at most ``count`` steps, without evaluation or checkpoint; fewer where the data or the run ends."""
+        for _ in self._trainer.steps():
+            if len(self.states) >= count:
+                break
 
     def held(self) -> StepState:
-        """Weights and buffers of this worker as they are now."""
+        """Returns copies of this worker's weights and buffers."""
         return StepState(weights=copied(self._named), buffers=copied(named_buffers(self._layers)))
 
-    def _update(self, report: StepReport) -> None:
-        """Looks before the update, where gradients are whole and not yet clipped, and behind it."""
+    @contextmanager
+    def _around_update(self, report: StepReport) -> Iterator[None]:
+        """Copies the gradients before the update, whole and not yet clipped, and the weights after it."""
         gradients = {key: parameter.grad for key, parameter in self._named.items() if parameter.grad is not None}
         state = StepState(
             loss=report.loss,
@@ -135,13 +135,13 @@ class WatchedTrainer(Trainer):
             counted=self._counted(),
             trace=self._watch.take().trace,
         )
-        super()._update(report)
+        yield
         after = self.held()
         state.weights, state.buffers = after.weights, after.buffers
-        state.optimizer = copied(optimizer_state(self.parts.optimizer, self._named))
+        state.optimizer = copied(optimizer_state(self._trainer.updater.optimizer, self._named))
         self.states.append(state)
 
     def _counted(self) -> dict[Key, float]:
-        """How many values a channel each BatchNorm of this worker has gathered in the step."""
+        """Returns how many values a channel each BatchNorm of this worker has gathered in the step."""
         found = modules_of(DeferredBatchNorm, self._layers)
         return {key: batchnorm.gathered_count for key, batchnorm in found.items()}

@@ -131,7 +131,7 @@ def test_a_checkpoint_with_the_schedule_s_own_state_alone_is_still_read() -> Non
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("torch.optim.lr_scheduler.ReduceLROnPlateau", "ReduceLROnPlateau wants metrics at every step"),
+        ("torch.optim.lr_scheduler.ReduceLROnPlateau", "ReduceLROnPlateau needs metrics at every step"),
         ("test_lr_schedule_state.Forgetful", "Forgetful.rule is of type function, which a checkpoint cannot hold"),
         ("builtins.str", "lr_schedule._target_=builtins.str has no method step, get_last_lr"),
     ],

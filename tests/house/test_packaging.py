@@ -45,7 +45,7 @@ ROOMS: dict[str, set[str]] = {
     "schedule": set(),
     "terminal": {"conf", "launch"},
     "pipeline": {"schedule"},
-    "distributed": {"launch"},
+    "distributed": {"launch", "pipeline", "schedule"},
     "partition": {"pipeline", "schedule"},
     "checkpoint": {"data", "pipeline"},
     "optim": {"checkpoint", "pipeline"},

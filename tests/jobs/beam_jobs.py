@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.decoding.beam import Hypothesis
-from gpipe_cli.decoding.decoding import Decoder, DecoderRuntime, SpecialTokens
+from gpipe_cli.decoding.decoding import Decoder, SpecialTokens
 from gpipe_cli.distributed.batch_plan import BatchPlanCodec, BatchShape
+from gpipe_cli.distributed.runtime import PipelineRuntime, make_transport
 from gpipe_cli.distributed.world import World, join_world
 from gpipe_cli.launch.context import Context
 from gpipe_cli.models.transformer import transformer
@@ -18,7 +19,6 @@ from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell, build_layer
 from gpipe_cli.pipeline.engine import Pipeline
 from gpipe_cli.pipeline.randomness import NoiseSource
-from gpipe_cli.pipeline.transport import connect_workers
 from gpipe_cli.schedule.run_schedules import RunSchedules
 from gpipe_cli.tasks.base import GenerationSettings
 from gpipe_cli.tasks.translation import TranslationTask
@@ -66,15 +66,12 @@ def through_pipeline(
     ]
     for cell in cells:
         cell.train(False)
-    transport = None
-    if world.message_groups is not None and world.all_ranks is not None:
-        ranks = tuple(world.rank_of(worker) for worker in placement)
-        transport = connect_workers(ranks, CPU, CPU, world.message_groups, world.all_ranks)
+    transport = make_transport(world, placement)
     task = TranslationTask(pad_id=PAD)
     engine = Pipeline(cells, placement, transport, task.loss, 1, CPU)
     codec = BatchPlanCodec(BatchShape((2, 2), (2,)), 3, world.replica, world.replicas)
-    machinery = DecoderRuntime(world, engine, RunSchedules("gpipe", placement, "never"), codec, 3)
-    return Decoder(machinery, task, chosen, SpecialTokens(BOS, EOS, PAD)).decode(
+    runtime = PipelineRuntime(world, engine, RunSchedules("gpipe", placement, "never"), codec)
+    return Decoder(runtime, task, chosen, SpecialTokens(BOS, EOS, PAD)).decode(
         sources if world.reads_data else [], beam
     )
 

@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpipe_cli.config import Settings
+from gpipe_cli.distributed.runtime import make_transport
 from gpipe_cli.distributed.world import World, join_world
-from gpipe_cli.factory.build import build_autocast, build_cells, build_model, build_optimizer, build_task, cut_model
+from gpipe_cli.factory.build import build_autocast, build_model, build_optimizer, build_task
+from gpipe_cli.factory.cut import build_cells, cut_model
 from gpipe_cli.launch.context import Context
 from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.optim.average import WeightAverage
@@ -23,7 +25,6 @@ from gpipe_cli.planner.measure.example import example_micro_batch
 from gpipe_cli.planner.measure.tracking import Tracker
 from gpipe_cli.schedule.instruction import Instruction
 from gpipe_cli.schedule.run_schedules import RunSchedules
-from gpipe_cli.trainer.assembly import make_transport
 
 CPU = torch.device("cpu")
 
@@ -47,7 +48,7 @@ def one_run(settings: Settings, world: World) -> dict[str, Any]:
     cells = build_cells(builders, cut, world, 1, False)
     for cell in cells:
         cell.train(True)
-    transport, autocast = make_transport(world, cut), build_autocast(settings.precision, CPU)
+    transport, autocast = make_transport(world, cut.placement), build_autocast(settings.precision, CPU)
     engine = Pipeline(cells, cut.placement, transport, task.loss, len(part[1]), CPU, autocast)
     instructions = RunSchedules(pipeline.schedule, cut.placement, pipeline.remat).training_lists(pipeline.M)[
         world.worker

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from gpipe_cli.commands.train import main
 from gpipe_cli.commands.verify import conclude
 from gpipe_cli.data.source import Batch
+from gpipe_cli.distributed import runtime
 from gpipe_cli.jobs.job import EntryPoint
 from gpipe_cli.launch.context import Context
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.pipeline.cell import Cell
 from gpipe_cli.pipeline.engine import Pipeline, StepInput
-from gpipe_cli.trainer import loop
+from gpipe_cli.trainer import update as weight_update
 from gpipe_cli.trainer.loop import Trainer
 from gpipe_cli.verify import run as verify
 
@@ -133,7 +134,7 @@ def scaled_by_m() -> AbstractContextManager[Any]:
     def scaled(step: int, steps: int, signatures: Any, scale: float) -> StepInput:
         return StepInput(step, steps, signatures, scale * 4)
 
-    return mock.patch.object(loop, "StepInput", scaled)
+    return mock.patch.object(runtime, "StepInput", scaled)
 
 
 def _run_training(change: Callable[..., Any]) -> AbstractContextManager[Any]:
@@ -204,7 +205,8 @@ def _before_update(change: Callable[[Trainer], None]) -> AbstractContextManager[
 
 
 def _parameters(trainer: Trainer, cell: int) -> list[nn.Parameter]:
-    return [p for c in trainer.parts.assembly.cells if c.number == cell for _, p in c.parameters()]
+    cells = trainer.runtime.engine.cells
+    return [p for _, p in cells[cell].parameters()] if cell in cells else []
 
 
 def optimizer_state_lost() -> AbstractContextManager[Any]:
@@ -212,7 +214,7 @@ def optimizer_state_lost() -> AbstractContextManager[Any]:
 
     def forget(trainer: Trainer) -> None:
         for parameter in _parameters(trainer, 3):
-            trainer.parts.optimizer.state.pop(parameter, None)
+            trainer.updater.optimizer.state.pop(parameter, None)
 
     return _before_update(forget)
 
@@ -226,23 +228,25 @@ def cell_not_updated() -> AbstractContextManager[Any]:
 
 
 def clipping_forgotten() -> AbstractContextManager[Any]:
-    return mock.patch.object(loop, "scale_gradients", lambda parameters, factor: None)
+    return mock.patch.object(weight_update, "scale_gradients", lambda parameters, factor: None)
 
 
 def averages_never_updated() -> AbstractContextManager[Any]:
-    return mock.patch.object(loop, "finish_batchnorm", lambda layers, replicas: [x.take_pooled() for x in layers])
+    return mock.patch.object(
+        weight_update, "finish_batchnorm", lambda layers, replicas: [x.take_pooled() for x in layers]
+    )
 
 
 def replicas_not_added_up() -> AbstractContextManager[Any]:
-    return mock.patch.object(loop, "reduce_over_replicas", lambda parameters, group: None)
+    return mock.patch.object(weight_update, "reduce_over_replicas", lambda parameters, group: None)
 
 
 def other_weights_in_one_layer() -> AbstractContextManager[Any]:
     """Layer 5 begins with the weights of another seed."""
-    from gpipe_cli.factory import build
+    from gpipe_cli.factory import cut
 
-    make = build.build_layer
-    return mock.patch.object(build, "build_layer", lambda b, i, seed, device: make(b, i, seed + (i == 5), device))
+    make = cut.build_layer
+    return mock.patch.object(cut, "build_layer", lambda b, i, seed, device: make(b, i, seed + (i == 5), device))
 
 
 @contextmanager

@@ -65,7 +65,7 @@ def test_rmsprop_names_a_wrong_value(key: str, value: float) -> None:
 
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
 def test_an_optimizer_that_wants_more_than_gradients_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"torch.optim.{name} wants to compute the loss again"):
+    with pytest.raises(ConfigurationError, match=f"torch.optim.{name} needs the loss computed again"):
         build_optimizer({"_target_": f"torch.optim.{name}", "lr": 0.1}, [nn.Parameter(torch.ones(2, 2))])
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.factory.build import Cut, cut_model
+from gpipe_cli.factory.cut import Cut, cut_model
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.partition.profile import profile_layers
 from gpipe_cli.partition.sharing import find_sharing

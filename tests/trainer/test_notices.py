@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpipe_cli.launch.context import torchrun_grace_seconds
-from gpipe_cli.trainer.start_messages import batchnorm_notice, grace_warning
+from gpipe_cli.trainer.notices import batchnorm_notice, grace_warning
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_the_notice_counts_the_examples_that_each_layer_sees(
     arguments: tuple[int, int, int, int, bool], text: str
 ) -> None:
     notice = batchnorm_notice(*arguments)
-    assert notice is not None and notice.text == text and notice.warning is None
+    assert notice == (text, None)
 
 
 def test_a_model_without_batchnorm_has_no_notice() -> None:
@@ -48,14 +48,14 @@ def test_a_model_without_batchnorm_has_no_notice() -> None:
 )
 def test_a_single_example_is_warned_of(arguments: tuple[int, int, int, int, bool], advice: str) -> None:
     notice = batchnorm_notice(*arguments)
-    assert notice is not None and notice.warning is not None
-    assert "a single example" in notice.warning and notice.warning.endswith(advice)
+    assert notice is not None and notice[1] is not None
+    assert "a single example" in notice[1] and notice[1].endswith(advice)
 
 
 def test_two_replicas_together_see_what_one_with_both_halves_would() -> None:
     together, alone = batchnorm_notice(62, 16, 4, 2, True), batchnorm_notice(62, 16, 4, 1, False)
     assert together is not None and alone is not None
-    assert together.text.split(":")[0] == alone.text.split(":")[0]
+    assert together[0].split(":")[0] == alone[0].split(":")[0]
 
 
 def test_steps_too_long_for_the_time_that_a_request_to_stop_leaves() -> None:

@@ -1,58 +1,52 @@
-"""What a run says at its beginning about things that a person could not see otherwise."""
+"""Makes two notices of a run: the examples that BatchNorm sees, and too little time to save when asked to stop."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+
+from ..data.source import split_evenly
 
 
-@dataclass(frozen=True)
-class BatchNormNotice:
-    """What there is to say of BatchNorm.
-
-    Attributes:
-        text: how many examples each layer normalises over: the one thing in a model that M changes.
-        warning: None, or that they are too few.
-    """
-
-    text: str
-    warning: str | None
-
-
-def batchnorm_notice(layers: int, mini_batch: int, M: int, replicas: int, together: bool) -> BatchNormNotice | None:
-    """For a model with so many BatchNorm layers; None for one without.
+def batchnorm_notice(
+    layers: int, mini_batch: int, M: int, replicas: int, together: bool
+) -> tuple[str, str | None] | None:
+    """Returns over how many examples BatchNorm layers normalise: the one thing in a model that M changes.
 
     Args:
-        mini_batch: examples, over all replicas; divided into M · replicas parts, the larger ones first.
-        together: whether replicas share the statistics of training.
+        layers: number of BatchNorm layers.
+        mini_batch: examples over all replicas, divided into M · replicas micro-batches, the larger ones first.
+        together: replicas share the statistics of training.
+
+    Returns:
+        A message, and a warning or None; None for a model without BatchNorm.
     """
     if not layers:
         return None
-    size, larger = divmod(mini_batch, M * replicas)
-    parts = [[size + (replica * M + m < larger) for m in range(M)] for replica in range(replicas)]
+    sizes = [part.stop - part.start for part in split_evenly(mini_batch, M * replicas)]
     shared = together and replicas > 1
-    seen = [sum(column) for column in zip(*parts, strict=True)] if shared else [part for row in parts for part in row]
+    seen = [sum(sizes[m::M]) for m in range(M)] if shared else sizes
     over = f"{min(seen)}" if min(seen) == max(seen) else f"{min(seen)} or {max(seen)}"
     words = f"{layers} BatchNorm layers normalise" if layers > 1 else "1 BatchNorm layer normalises"
     text = f"{words} over {over} example{'s' if over != '1' else ''}: mini-batch {mini_batch}, M={M}"
     if replicas > 1:
         text += f", {replicas} replicas {'together' if shared else 'each by itself'}"
     if min(seen) > 1:
-        return BatchNormNotice(text, None)
+        return text, None
     replica_advice = " or pipeline.sync_batchnorm=true" if replicas > 1 and not shared else ""
-    return BatchNormNotice(
+    return (
         text,
-        f"a micro-batch has a single example, so BatchNorm tells the model only how the places of one example differ, "
+        f"a micro-batch has a single example, so in training BatchNorm normalises over the places of one example only, "
         f"and evaluation will look different: use pipeline.M<={max(1, mini_batch // (2 * replicas))}, "
         f"data.batch_size>={2 * M * replicas}{replica_advice}",
     )
 
 
 def grace_warning(step_seconds: float, grace_seconds: float, torchrun_seconds: float | None = None) -> str | None:
-    """Of a request to stop that leaves no time to end a step and save it; None where there is enough for two.
+    """Returns a warning where a request to stop leaves less time than two steps; None where it leaves enough.
 
     Args:
-        torchrun_seconds: after which torchrun kills what it has asked to stop; None without torchrun.
+        grace_seconds: `launch.grace_seconds`.
+        torchrun_seconds: from torchrun's request to stop until it kills its processes; None without torchrun.
     """
     patience = math.inf if torchrun_seconds is None else torchrun_seconds
     if 2 * step_seconds <= min(grace_seconds, patience):

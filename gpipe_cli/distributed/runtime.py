@@ -1,0 +1,69 @@
+"""Defines `PipelineRuntime`: what runs mini-batches through the workers of a replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..micro_batch import MicroBatch, Tensors
+from ..pipeline.engine import Pipeline, StepInput, StepRecord
+from ..pipeline.transport import Transport, connect_workers
+from ..schedule.run_schedules import RunSchedules
+from .batch_plan import BatchPlan, BatchPlanCodec
+from .world import World
+
+Caches = dict[tuple[int, int], list[dict[str, Any]]]
+"""What layers keep between the rounds of generation: by (cell, micro-batch), one dict a layer."""
+
+
+@dataclass(frozen=True)
+class PipelineRuntime:
+    """Holds what runs mini-batches on this worker, in training, evaluation and generation.
+
+    Attributes:
+        engine: with this worker's cells.
+        schedules: the instruction lists of the run.
+        codec: of batch plans; its M is the most micro-batches in flight.
+    """
+
+    world: World
+    engine: Pipeline
+    schedules: RunSchedules
+    codec: BatchPlanCodec
+
+    def train_step(
+        self, plan: BatchPlan, step: int, steps: int, micro_batches: Sequence[MicroBatch] | None
+    ) -> StepRecord:
+        """Runs forward and backward of one mini-batch.
+
+        Args:
+            step, steps: number of the training step, from 0, and of all steps; 0 where the latter is not known.
+            micro_batches: on the worker of cell 0; None elsewhere.
+        """
+        instructions = self.schedules.training_lists(len(plan.signatures))[self.world.worker]
+        scale = 1 / plan.total_weight if plan.total_weight else 0.0
+        return self.engine.train_step(instructions, StepInput(step, steps, plan.signatures, scale), micro_batches)
+
+    def run_forward(
+        self,
+        signatures: Sequence[tuple[object, ...]],
+        micro_batches: Sequence[MicroBatch] | None,
+        sink: Callable[[int, Tensors, Tensors], None],
+        caches: Caches | None = None,
+    ) -> None:
+        """Runs micro-batches forward only; the arguments are those of `Pipeline.run_forward`."""
+        instructions = self.schedules.forward_lists(len(signatures))[self.world.worker]
+        self.engine.run_forward(instructions, signatures, micro_batches, sink, caches)
+
+
+def make_transport(world: World, placement: Sequence[int]) -> Transport | None:
+    """Returns the transport between this replica's workers; None where all cells live on one worker.
+
+    Args:
+        placement: worker of each cell.
+    """
+    if world.workers == 1 or world.message_groups is None or world.all_ranks is None:
+        return None
+    ranks = tuple(world.rank_of(worker) for worker in placement)
+    return connect_workers(ranks, world.device, world.wire, world.message_groups, world.all_ranks, world.shared_memory)

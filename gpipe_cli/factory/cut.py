@@ -1,0 +1,142 @@
+"""Cuts the model into cells, places them on workers and builds those of this worker (paper, section 2.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import PipelineConfig
+from ..distributed.world import World
+from ..errors import ConfigurationError
+from ..layers import LayerBuilder
+from ..micro_batch import MicroBatch
+from ..partition.cost import LayerCost, layer_costs
+from ..partition.fake_layers import CostError, TooFewExamples
+from ..partition.partition import PartitionError, cell_costs, cell_layers, partition, placement
+from ..partition.sharing import Sharing, find_sharing
+from ..pipeline.cell import BuiltLayer, Cell, build_layer
+from ..pipeline.randomness import NoiseSource
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Describes the model's cells and the worker of each.
+
+    Attributes:
+        sizes: layers of each cell.
+        placement: worker of each cell.
+        table: one row a cell: cell, worker, layers (first, last, count), parameters, cost, share of the whole cost.
+        parameters: of the whole model.
+    """
+
+    sizes: list[int]
+    placement: tuple[int, ...]
+    table: list[dict[str, Any]]
+    parameters: int
+
+    @property
+    def layers(self) -> list[range]:
+        """Returns the indices of each cell's layers."""
+        return cell_layers(self.sizes)
+
+
+def cut_model(
+    builders: Sequence[LayerBuilder],
+    config: PipelineConfig,
+    workers: int,
+    example: MicroBatch,
+    profile: Callable[[], list[LayerCost]] | None = None,
+) -> Cut:
+    """Computes costs, partition and placement.
+
+    Args:
+        example: a micro-batch; only its shapes matter.
+        profile: returns the costs for `pipeline.cost=profile`; None: they are measured now and not kept.
+
+    Raises:
+        ConfigurationError: more cells than layers, sizes that do not add up, or weights shared across a cut.
+    """
+    refuse_more_cells_than_layers(len(builders), config)  # before costs are counted
+    try:
+        if config.cost == "profile" and profile is not None:
+            costs = profile()
+        else:
+            costs = layer_costs(builders, example[0], config.cost)
+    except TooFewExamples as error:
+        raise ConfigurationError(error.with_way_out(config.M)) from error
+    except (PartitionError, CostError) as error:
+        raise ConfigurationError(str(error)) from error
+    return cut_by_costs(builders, costs, config, workers, find_sharing(builders))
+
+
+def refuse_more_cells_than_layers(layers: int, config: PipelineConfig) -> None:
+    """Raises ConfigurationError for a `K` or `partition` that does not fit the number of layers, whatever they cost."""
+    try:
+        partition([1.0] * layers, config.K, config.partition)
+    except PartitionError as error:
+        raise ConfigurationError(str(error)) from error
+
+
+def cut_by_costs(
+    builders: Sequence[LayerBuilder],
+    costs: Sequence[LayerCost],
+    config: PipelineConfig,
+    workers: int,
+    sharing: Sharing,
+) -> Cut:
+    """Computes partition and placement from the layers' costs.
+
+    Raises:
+        ConfigurationError: more cells than layers, sizes that do not add up, more workers than cells, or weights shared
+            across a cut.
+    """
+    try:
+        sizes = partition([layer.cost for layer in costs], config.K, config.partition)
+        totals = cell_costs([layer.cost for layer in costs], sizes)
+        worker_of = placement(config.schedule, totals, workers)
+    except PartitionError as error:
+        raise ConfigurationError(str(error)) from error
+    cells = cell_layers(sizes)
+    _refuse_sharing_across_cells(sharing, {builders[i].name: cell for cell, layers in enumerate(cells) for i in layers})
+    again = [sum(repeated.values()) for repeated in sharing.repeated]
+    parameters = [cost.parameters - repeated for cost, repeated in zip(costs, again, strict=True)]
+    whole = sum(totals) or 1.0
+    table = [
+        {
+            "cell": cell,
+            "worker": worker_of[cell],
+            "first": builders[layers[0]].name,
+            "last": builders[layers[-1]].name,
+            "layers": len(layers),
+            "parameters": sum(parameters[i] for i in layers),
+            "cost": totals[cell],
+            "share": totals[cell] / whole,
+        }
+        for cell, layers in enumerate(cells)
+    ]
+    return Cut(list(sizes), tuple(worker_of), table, sum(parameters))
+
+
+def _refuse_sharing_across_cells(sharing: Sharing, cell_of: Mapping[str, int]) -> None:
+    for shared in sharing.pairs:
+        if cell_of[shared.layers[0]] != cell_of[shared.layers[1]]:
+            raise ConfigurationError(
+                f"layers {shared.layers[0]!r} and {shared.layers[1]!r} share the weight {shared.parameters[0]!r} but "
+                "lie in different cells, where each would train its own copy: untie them, or choose "
+                "pipeline.partition sizes that put both in one cell"
+            )
+
+
+def build_cells(
+    builders: Sequence[LayerBuilder], cut: Cut, world: World, seed: int, sync_batchnorm: bool
+) -> list[Cell]:
+    """Builds this worker's cells on its device, and no others."""
+    noise = NoiseSource(seed, world.replica, world.device)
+    group = world.replica_group if sync_batchnorm else None
+    cells = []
+    for cell, layers in enumerate(cut.layers):
+        if cut.placement[cell] == world.worker:
+            built = [BuiltLayer(i, builders[i].name, build_layer(builders[i], i, seed, world.device)) for i in layers]
+            cells.append(Cell(cell, built, noise, group))
+    return cells

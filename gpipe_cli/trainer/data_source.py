@@ -1,0 +1,120 @@
+"""Opens the data source on the workers that read it: prepares it in turn, forwards its warnings, counts its defects."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..config import Settings
+from ..data.source import Report, Source, no_report
+from ..distributed.world import World
+from ..errors import ConfigurationError, PlainError
+from ..factory.build import build_source
+from ..metrics.journal import Journal
+
+PREPARATION_TIMEOUT = timedelta(days=365)
+ARRIVED, CONTINUE = (1 << 30) + 2, (1 << 30) + 3  # message tags, beyond those of the exchange
+
+
+def open_source(
+    settings: Settings, world: World, journal: Journal, stop_requested: Callable[[], bool]
+) -> Source | None:
+    """Makes and prepares the data source; every worker calls it at the same time.
+
+    Returns:
+        The source on the first worker of each replica, None elsewhere.
+
+    Raises:
+        ConfigurationError: it cannot be made, or does not count the epochs that `trainer.epochs` limits.
+        PlainError: the run was asked to stop. The next run continues with what is prepared.
+    """
+    source = build_source(settings.data) if world.reads_data else None
+    if source is not None and settings.trainer.epochs is not None and not hasattr(source, "epoch"):
+        raise ConfigurationError(
+            f"trainer.epochs={settings.trainer.epochs} but data._target_={settings.data['_target_']} has no method "
+            "epoch(position), which counts them: use trainer.steps"
+        )
+
+    def report(text: str, done: int, total: int) -> None:
+        if stop_requested():
+            raise PlainError("ended while the data were prepared: what is finished is kept for the next run")
+        journal.preparation(text, done, total)
+
+    prepare_in_turn(source, world, report)
+    return source
+
+
+def prepare_in_turn(source: Source | None, world: World, report: Report) -> None:
+    """Prepares the source on rank 0, then on the other workers that read data; every worker calls it.
+
+    The others find it prepared, unless their machine shares no disk with rank 0's.
+
+    Args:
+        source: None on workers that do not read data.
+        report: receives rank 0's progress.
+    """
+    prepare = getattr(source, "prepare", None)
+    if prepare is not None and world.rank == 0:
+        prepare(report)
+    wait_for_all(world)
+    if prepare is not None and world.rank != 0:
+        prepare(no_report)
+    wait_for_all(world)
+
+
+def wait_for_all(world: World) -> None:
+    """Returns when every worker has called it, even hours later: a large corpus takes longer than a message may.
+
+    Uses point-to-point messages through rank 0, because gloo's collectives take only the group's timeout
+    (`GROUP_TIMEOUT_SECONDS`). A worker that dies is still noticed at once, by its closed connections.
+    """
+    if world.all_ranks is None:
+        return
+    if world.rank == 0:
+        others = range(1, world.size)
+        _wait([dist.irecv(torch.empty(1), other, group=world.all_ranks, tag=ARRIVED) for other in others])
+        _wait([dist.isend(torch.zeros(1), other, group=world.all_ranks, tag=CONTINUE) for other in others])
+    else:
+        answer = dist.irecv(torch.empty(1), 0, group=world.all_ranks, tag=CONTINUE)
+        _wait([dist.isend(torch.zeros(1), 0, group=world.all_ranks, tag=ARRIVED), answer])
+
+
+def _wait(works: list[dist.Work | None]) -> None:
+    for work in works:
+        assert work is not None  # torch returns None to ranks outside the group; here every rank is inside
+        work.wait(PREPARATION_TIMEOUT)
+
+
+class _ToConsole(logging.Handler):
+    def __init__(self, emit: Callable[[dict[str, Any]], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._emit = emit
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._emit({"kind": "warning", "text": record.getMessage()})
+
+
+def forward_warnings(source: Source, emit: Callable[[dict[str, Any]], None]) -> None:
+    """Shows the warnings that the source's package logs, from any thread, on the console."""
+    package = type(source).__module__.rpartition(".")[0] or type(source).__module__
+    logger = logging.getLogger("gpipe_cli.data" if package.startswith("gpipe_cli.data") else package)
+    for handler in [handler for handler in logger.handlers if isinstance(handler, _ToConsole)]:
+        logger.removeHandler(handler)  # of an earlier run in this process
+    logger.addHandler(_ToConsole(emit))
+
+
+def count_defects(world: World, source: Source | None) -> dict[str, int]:
+    """Returns the sources' optional ``defects`` (broken, left out or replaced examples), summed over the replicas.
+
+    Every worker calls it at the same time.
+    """
+    total: Counter[str] = Counter()
+    for defects in world.all_gather(dict(getattr(source, "defects", {}))):
+        total.update(defects)
+    return dict(total)

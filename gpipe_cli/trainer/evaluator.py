@@ -1,0 +1,117 @@
+"""Evaluates through the pipeline, forward only, with the cells, messages and instruction lists of training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+
+from ..data.source import Source
+from ..decoding.generation import Generator
+from ..distributed.exchange import Exchange, run_unless_stopped
+from ..distributed.runtime import PipelineRuntime
+from ..metrics.predictions import PredictionKeeper
+from ..metrics.records import Evaluation, Sample
+from ..micro_batch import Tensors
+from ..tasks.base import Task
+from .batches import BatchReader, evaluation_batches
+
+
+class Evaluator:
+    """Runs evaluations; every worker calls `evaluate` at the same step.
+
+    Args:
+        source: on the first worker of each replica, None elsewhere.
+        exchange: with the fields of the runtime's codec and of `evaluation_fields`.
+        stop_requested: whether this worker was asked to stop.
+        generator: for tasks that generate; None otherwise.
+        keeper: for tasks whose predictions are shown; None otherwise.
+    """
+
+    def __init__(
+        self,
+        runtime: PipelineRuntime,
+        source: Source | None,
+        task: Task,
+        exchange: Exchange,
+        stop_requested: Callable[[], bool],
+        generator: Generator | None,
+        keeper: PredictionKeeper | None,
+    ) -> None:
+        self._runtime, self._source, self._task, self._exchange = runtime, source, task, exchange
+        self._stop_requested, self._generator, self._keeper = stop_requested, generator, keeper
+
+    def effort(self, final: bool) -> dict[str, int]:
+        """Returns how much is generated after the last step (``final``) or before; empty where nothing is."""
+        generation = getattr(self._task, "generation", None)
+        return {} if generation is None else cast("dict[str, int]", generation.effort(final))
+
+    def evaluate(self, final: bool) -> Evaluation:
+        """Evaluates each example of the evaluation set once, whatever the replicas.
+
+        Args:
+            final: generate as much as after the last step.
+
+        Raises:
+            StopRequested: a worker was asked to stop; raised on all workers at the same place.
+        """
+        cells = self._runtime.engine.cells.values()
+        for cell in cells:
+            cell.train(False)
+        try:
+            return self._evaluate(final)
+        finally:
+            for cell in cells:
+                cell.train(True)
+
+    def _evaluate(self, final: bool) -> Evaluation:
+        numbers = self._score()
+        loss = next(iter(numbers.values()), None)
+        samples: list[Sample] = []
+        signature = None
+        if self._generator is not None:
+            scores, samples = self._generator.evaluate(final)
+            numbers |= scores
+            signature = getattr(self._task, "signature", None) if scores else None
+        predictions = self._keeper.finish() if self._keeper is not None else None
+        sizes = dict(getattr(self._source, "sizes", {})) if signature is not None else {}
+        return Evaluation(numbers, loss, samples, predictions, sizes, signature, self.effort(final))
+
+    def _score(self) -> dict[str, float]:
+        """Returns the task's numbers over the evaluation set; nothing where it is empty."""
+        runtime, world, codec = self._runtime, self._runtime.world, self._runtime.codec
+        exchange, task, keeper = self._exchange, self._task, self._keeper
+        reader = None
+        if self._source is not None:
+            batches = evaluation_batches(self._source, codec.M, world.replica, world.replicas)
+            reader = BatchReader(batches, task, codec)
+        sums = torch.zeros(len(task.metrics), dtype=torch.float64)
+        weight = 0.0
+
+        def add(micro_batch: int, outputs: Tensors, targets: Tensors) -> None:
+            sums.add_(task.evaluate(outputs, targets).cpu())
+            if keeper is not None:
+                keeper.judged(outputs, targets)
+
+        while True:
+            if reader is not None:
+                reader.advance(exchange)
+                if keeper is not None:
+                    keeper.read(reader.micro_batches)
+            run_unless_stopped(exchange, self._stop_requested)
+            plan = codec.read(exchange, "evaluate")
+            if plan.total_micro_batches == 0:
+                break
+            weight += plan.total_weight
+            if plan.signatures:
+                runtime.run_forward(plan.signatures, None if reader is None else reader.micro_batches, add)
+        exchange.own["metrics"].view(world.replicas, -1)[world.replica] += sums
+        exchange.run()
+        totals = exchange.total["metrics"].view(world.replicas, -1).sum(0).tolist()
+        return task.summarize(dict(zip(task.metrics, totals, strict=True)), weight) if weight else {}
+
+
+def evaluation_fields(replicas: int, task: Task) -> dict[str, int]:
+    """Returns the exchange's fields of an evaluation, beside those of the batch plan."""
+    return {"metrics": replicas * len(task.metrics), "stop": 1}

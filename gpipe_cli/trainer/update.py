@@ -1,0 +1,121 @@
+"""Updates the weights of this worker's cells: gradients, optimizer, learning rate, weight average, BatchNorm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..checkpoint.files import CheckpointInfo, Json
+from ..checkpoint.layer_state import LayerState, layer_state, load_layer, restore_layer
+from ..checkpoint.lr_schedule_state import LRScheduleState
+from ..metrics.step_report import StepReport
+from ..optim.average import WeightAverage
+from ..pipeline.batchnorm import finish_batchnorm
+from ..pipeline.cell import Cell
+from ..pipeline.gradients import clip_factor, fill_gradients, reduce_over_replicas, scale_gradients, squared_norms
+
+
+class Updater:
+    """Turns the gradients of a mini-batch into an update, and saves and restores the state of all that takes part.
+
+    Args:
+        cells: of this worker.
+        optimizer: over the cells' parameters.
+        lr_schedule: of the optimizer, before its first step.
+        average: of the cells' weights; None: the run keeps none.
+        replica_group: the ranks that hold the same layers; None without replicas.
+        clip: the largest norm of the whole gradient; None: no limit.
+    """
+
+    def __init__(
+        self,
+        cells: Sequence[Cell],
+        optimizer: torch.optim.Optimizer,
+        lr_schedule: LRScheduler,
+        average: WeightAverage | None,
+        replica_group: dist.ProcessGroup | None,
+        clip: float | None,
+    ) -> None:
+        self.optimizer = optimizer
+        self._lr_schedule, self._average, self._replica_group, self._clip = lr_schedule, average, replica_group, clip
+        self._schedule_state = LRScheduleState(lr_schedule, optimizer)
+        self._layers = [layer for cell in cells for layer in cell.layers]
+        self._parameters = [parameter for cell in cells for _, parameter in cell.parameters()]
+        self._batchnorms = [batchnorm for cell in cells for batchnorm in cell.batchnorms]
+
+    @property
+    def learning_rate(self) -> float:
+        """Returns the learning rate of the optimizer's first group."""
+        return float(self._lr_schedule.get_last_lr()[0])
+
+    def reduce_gradients(self) -> None:
+        """Sums the gradients over the replicas; parameters that nothing used get a gradient of zero."""
+        fill_gradients(self._parameters)
+        if self._replica_group is not None:
+            reduce_over_replicas(self._parameters, self._replica_group)
+
+    def squared_norms(self) -> Tensor:
+        """Returns the squared norm of each parameter's gradient."""
+        return squared_norms(self._parameters)
+
+    def update(self, report: StepReport, updates_before: int) -> None:
+        """Applies the gradients and clears them; only the learning rate moves on where something is not finite.
+
+        Args:
+            updates_before: number of updates so far, skipped ones not counted.
+        """
+        if report.finite:
+            scale_gradients(self._parameters, clip_factor(report.gradient_norm, self._clip))
+            self.optimizer.step()
+            finish_batchnorm(self._batchnorms, self._replica_group)
+            if self._average is not None:
+                self._average.update(updates_before)
+        else:
+            for batchnorm in self._batchnorms:
+                batchnorm.take_pooled()
+        self._lr_schedule.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Returns a context in which the layers hold their averages, where the run keeps them."""
+        return nullcontext() if self._average is None else self._average.in_place_of_weights()
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def layer_states(self) -> dict[str, LayerState]:
+        """Returns weights, buffers, optimizer state and averages of this worker's layers by name."""
+        average = self._average
+        return {
+            layer.name: layer_state(layer.module, self.optimizer, None if average is None else average.of(layer.name))
+            for layer in self._layers
+        }
+
+    def lr_state(self) -> dict[str, Json]:
+        """Returns the state of the learning rate schedule."""
+        return self._schedule_state.save()
+
+    def restore(self, info: CheckpointInfo, settings: Mapping[str, Json]) -> None:
+        """Puts the state of a checkpoint back.
+
+        Where `checkpoint.allow_changes` permitted another optimizer or lr_schedule section, the learning rate becomes
+        what it would be now if the run had had it from its first step.
+
+        Args:
+            settings: the resolved configuration.
+        """
+        for layer in self._layers:
+            state = load_layer(info, layer.name)
+            restore_layer(layer.name, layer.module, self.optimizer, state)
+            if self._average is not None:
+                self._average.restore(layer.name, state.averages)
+        saved = info.state.configuration
+        if all(saved.get(section) == settings.get(section) for section in ("optimizer", "lr_schedule")):
+            self._schedule_state.restore(cast("Mapping[str, Json]", info.state.schedule))
+        else:
+            self._schedule_state.replay(info.step)
