@@ -166,5 +166,5 @@ def test_export_writes_the_averages_when_asked(whole: Path, tmp_path: Path) -> N
 
 def test_export_says_when_there_are_no_averages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train_inline(tmp_path / "run", *TINY, "trainer.average=null", "trainer.steps=1", "trainer.evaluate_every=null")
-    assert export.main([f"checkpoint={tmp_path / 'run'}", f"output={tmp_path / 'out.pt'}", "average=true"]) == 1
+    assert export.main([f"checkpoint={tmp_path / 'run'}", f"output={tmp_path / 'out.pt'}", "average=true"]) == 2
     assert "trainer.average=null" in capsys.readouterr().err
