@@ -18,7 +18,7 @@ from ..launch.context import GROUP_TIMEOUT_SECONDS, Context
 
 Value = TypeVar("Value")
 
-_CPU = "cpu"  # the identity of a device that is not a GPU
+CPU = "cpu"  # the identity of a device that is not a GPU
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -100,8 +100,8 @@ def join_world(context: Context, workers: int, replicas: int, device: str, backe
     """
     if context.world_size != workers * replicas:
         raise ValueError(f"{context.world_size} workers were started for {workers} × {replicas} replicas")
-    chosen = _choose_device(context, device)
-    name = _choose_backend(context, chosen, backend)
+    chosen = choose_device(context, device)
+    name = choose_backend(context, device_identity(chosen), backend)
     wire = chosen if name == "nccl" else torch.device("cpu")
     if context.world_size == 1:
         return World(0, 1, 1, chosen, wire, None, None, None)
@@ -124,7 +124,7 @@ def _new_group(ranks: list[int] | None) -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, dist.new_group(ranks))
 
 
-def _choose_device(context: Context, device: str) -> torch.device:
+def choose_device(context: Context, device: str) -> torch.device:
     if device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -155,17 +155,20 @@ def _refuse_to_do_without_gpu(device: str) -> None:
         )
 
 
-def _choose_backend(context: Context, device: torch.device, backend: str) -> str:
+def choose_backend(context: Context, identity: str, backend: str) -> str:
     """Returns gloo or nccl: the same on every rank, because each looks at the devices of all ranks.
+
+    Args:
+        identity: of this rank's device, see `device_identity`.
 
     Raises:
         ConfigurationError: `pipeline.backend=nccl` without a GPU for each worker.
     """
     if context.world_size == 1:  # no messages
-        return "nccl" if device.type == "cuda" and backend != "gloo" else "gloo"
+        return "nccl" if identity != CPU and backend != "gloo" else "gloo"
     if backend == "gloo":
         return backend
-    devices = _devices_of_all(context, device)
+    devices = _identities_of_all(context, identity)
     problems = _reasons_against_nccl(devices)
     if not problems:
         return "nccl"
@@ -174,7 +177,7 @@ def _choose_backend(context: Context, device: torch.device, backend: str) -> str
             f"pipeline.backend=nccl needs a GPU of its own for every worker, but {'; '.join(problems)}: "
             "use pipeline.backend=auto, or as many workers on each machine as it has GPUs"
         )
-    if context.rank == 0 and any(each != _CPU for each in devices):
+    if context.rank == 0 and any(each != CPU for each in devices):
         text = f"messages go through the CPU, slower than from GPU to GPU: {'; '.join(problems)}"
         context.emit({"kind": "warning", "text": text})
     return "gloo"
@@ -185,29 +188,29 @@ def _reasons_against_nccl(devices: Sequence[str]) -> list[str]:
     ranks: dict[str, list[int]] = {}
     for rank, device in enumerate(devices):
         ranks.setdefault(device, []).append(rank)
-    without = ranks.pop(_CPU, [])
+    without = ranks.pop(CPU, [])
     named = {device: ", ".join(map(str, users)) for device, users in ranks.items() if len(users) > 1}
     alone = [f"{'ranks' if len(without) > 1 else 'rank'} {', '.join(map(str, without))} on the CPU"] if without else []
     return [*alone, *(f"ranks {users} on one GPU" for users in named.values())]
 
 
-def _devices_of_all(context: Context, device: torch.device) -> list[str]:
+def _identities_of_all(context: Context, identity: str) -> list[str]:
     """Returns the identity of every rank's device, in rank order; waits for the other ranks."""
     store = dist.PrefixStore("devices", context.store)
-    store.set(str(context.rank), _identity(device))
+    store.set(str(context.rank), identity)
     keys = [str(rank) for rank in range(context.world_size)]
     store.wait(keys, timedelta(seconds=GROUP_TIMEOUT_SECONDS))
     return [store.get(key).decode() for key in keys]
 
 
-def _identity(device: torch.device) -> str:
+def device_identity(device: torch.device) -> str:
     """Returns a text that no other device of the job has.
 
     For a GPU: its machine and PCI address, by which NCCL distinguishes GPUs. Slices of one GPU (MIG) have different
     uuids, but NCCL refuses them as one GPU.
     """
     if device.type == "cpu":
-        return _CPU
+        return CPU
     properties: Any = torch.cuda.get_device_properties(device)
     place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     return f"{machine_id()} {properties.uuid if None in place else ':'.join(map(str, place))}"

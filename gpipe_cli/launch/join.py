@@ -68,7 +68,7 @@ def join(
     context = Context(
         rank=rank,
         world_size=world_size,
-        local_rank=_local_rank(),
+        local_rank=local_rank(),
         run_dir=run_dir.absolute(),
         open_store=open_store,
         emit=lambda event: on_event({"rank": rank, **event}),
@@ -86,7 +86,7 @@ def join(
     return value
 
 
-def _local_rank() -> int:
+def local_rank() -> int:
     """Returns the number of this process on its machine; 0 if no launcher sets it.
 
     Slurm's comes last: a batch script has one too, which all processes of an mpirun in it inherit.

@@ -88,7 +88,7 @@ def test_a_checkpoint_that_knows_nothing_of_its_data_is_gone_on_from(tmp_path: P
 def test_a_run_whose_text_was_edited_does_not_go_on(tmp_path: Path) -> None:
     root, run_dir = parallel_folder.plain(tmp_path / "text"), tmp_path / "run"
     data = ("data=parallel_text", f"data.root={root}", f"data.cache_dir={tmp_path}")
-    words = ("debug=tiny", *data, "trainer.evaluate_every=null", "trainer.evaluate_first=false")
+    words = ("debug=tiny", *data, "trainer.evaluate_every=null", "trainer.evaluate_first=false", "task.generation=null")
     train_inline(run_dir, *words, "trainer.steps=1")
     kept = (run_dir / "vocabulary" / "source.model").read_bytes()
     edit(root / "train.de")
@@ -98,7 +98,7 @@ def test_a_run_whose_text_was_edited_does_not_go_on(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_with_the_fingerprint_that_its_checkpoint_has(tmp_path: Path) -> None:
-    words = ("debug=tiny", "trainer.evaluate_every=null", "trainer.evaluate_first=false")
+    words = ("debug=tiny", "trainer.evaluate_every=null", "trainer.evaluate_first=false", "task.generation=null")
     train_inline(tmp_path, *words, "trainer.steps=1")
     info = find(tmp_path)[0]
     assert info.state.data_fingerprint

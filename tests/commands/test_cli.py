@@ -128,7 +128,9 @@ def test_a_run_whose_terminal_is_closed_goes_on(tmp_path: Path) -> None:
     ends_in_order(tmp_path, process, "Input/output error")
 
 
-@pytest.mark.parametrize("words", [["plan", "--help"], ["plan", "plan.format=json"], ["train", "--help"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [["plan", "--help"], ["plan", "debug=tiny", "plan.format=json"], ["train", "--help"]], ids=" ".join
+)
 def test_a_reader_that_has_seen_enough_is_no_error(words: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)

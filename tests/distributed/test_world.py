@@ -1,212 +1,148 @@
-"""Which device a worker takes and how workers send: the same decision on every rank, or a refusal that says what to do.
-
-There is no GPU here: each rank is a thread that torch.cuda answers as on the machine that the test gives it.
-"""
+"""Which device a rank takes and how ranks send: the same decision on every rank, or a refusal that says what to do."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore, Store
 
 from gpipe_cli.distributed import world
+from gpipe_cli.distributed.world import CPU, choose_backend, choose_device, device_identity
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch import join
 from gpipe_cli.launch.context import Context
 
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank is started.
-
-    Attributes:
-        machine: its name.
-        local_rank: among the ranks there.
-        gpus: that the rank sees, by their place on the machine's bus; their slices (MIG) have letters.
-    """
-
-    machine: str
-    local_rank: int
-    gpus: Sequence[str]
+ONE_GPU_EACH = ["a 0", "a 1", "a 2", "a 3"]
+TWO_MACHINES = ["a 0", "a 1", "b 0", "b 1"]
+UNEQUAL_MACHINES = ["a 0", "a 1", "a 2", "a 3", "b 0", "b 1", "b 0", "b 1"]
+ONE_ON_A_CPU = ["a 0", "a 1", CPU]
 
 
-class Cluster:
-    """Every rank's `join_world`, as far as the process group that it would join."""
+class Ranks:
+    """Ranks of one job, each a thread; they share a store and collect their events."""
 
     def __init__(self) -> None:
-        self.rank = threading.local()
-        self.devices: list[torch.device] = []
         self.events: list[dict[str, Any]] = []
 
-    @property
-    def place(self) -> Place:
-        place: Place = self.rank.place
-        return place
+    def context(self, rank: int, size: int, store: Store, local_rank: int = 0) -> Context:
+        return Context(rank, size, local_rank, Path(), lambda: store, self.events.append, lambda: False)
 
-    def properties(self, device: torch.device) -> Any:
-        name = self.place.gpus[device.index]
-        bus = int(name.rstrip("ab"))
-        return SimpleNamespace(
-            uuid=f"{self.place.machine} {name}", pci_domain_id=0, pci_bus_id=bus, pci_device_id=0, name="H100"
-        )
-
-    def backends(self, places: Sequence[Place], device: str = "auto", backend: str = "auto") -> list[Any]:
-        """What each rank's process group is made of; the error where it refuses."""
+    def backends(self, devices: Sequence[str], backend: str = "auto") -> list[Any]:
+        """Returns each rank's backend, or the error where it refuses; ``devices``: each rank's identity."""
         store = HashStore()
 
-        def join_as(rank: int) -> Any:
-            self.rank.place = places[rank]
-            context = Context(
-                *(rank, len(places), places[rank].local_rank, Path(), lambda: store),
-                emit=self.events.append,
-                stop_requested=lambda: False,
-            )
+        def choose(rank: int) -> Any:
             try:
-                world.join_world(context, len(places), 1, device, backend)
-            except (Joined, ConfigurationError) as answer:
-                return answer if isinstance(answer, ConfigurationError) else str(answer)
+                return choose_backend(self.context(rank, len(devices), store), devices[rank], backend)
+            except ConfigurationError as error:
+                return error
 
-        with ThreadPoolExecutor(len(places)) as ranks:
-            return list(ranks.map(join_as, range(len(places))))
-
-
-class Joined(Exception):
-    """A rank has come as far as its process group."""
+        with ThreadPoolExecutor(len(devices)) as threads:
+            return list(threads.map(choose, range(len(devices))))
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    made = Cluster()
-
-    def init_process_group(self: Context, backend: str) -> None:
-        raise Joined("nccl" if "nccl" in backend else backend)
-
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(Context, "init_process_group", init_process_group)
-    monkeypatch.setattr(world, "machine_id", lambda: made.place.machine)
-    monkeypatch.setattr(world, "count_gpus", lambda: len(made.place.gpus))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(made.place.gpus))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(made.place.gpus))
-    monkeypatch.setattr(torch.cuda, "set_device", made.devices.append)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", made.properties)
-    return made
-
-
-def machine(name: str, ranks: int, gpus: Sequence[str]) -> list[Place]:
-    return [Place(name, local_rank, gpus) for local_rank in range(ranks)]
-
-
-EIGHT = [str(number) for number in range(8)]
-TWO_MACHINES = [*machine("a", 8, EIGHT), *machine("b", 8, EIGHT)]
-ONE_VISIBLE_EACH = [Place("a", number, [str(number)]) for number in range(4)]
-UNEQUAL_MACHINES = [*machine("a", 4, EIGHT[:4]), *machine("b", 4, EIGHT[:2])]
-WITHOUT_LOCAL_RANK = [Place("a", 0, EIGHT)] * 4
-SLICES = [Place("a", 0, ["3a"]), Place("a", 0, ["3b"])]
-ONE_ON_A_CPU = [*machine("a", 2, EIGHT), *machine("b", 1, [])]
+def ranks() -> Ranks:
+    return Ranks()
 
 
 @pytest.mark.parametrize(
-    ("places", "backend"),
+    ("devices", "backend"),
     [
-        pytest.param(machine("a", 4, EIGHT), "nccl", id="one machine"),
-        pytest.param(TWO_MACHINES, "nccl", id="two machines, and nobody says how many ranks each has"),
-        pytest.param(ONE_VISIBLE_EACH, "nccl", id="each rank sees one GPU"),
+        pytest.param(ONE_GPU_EACH, "nccl", id="one machine"),
+        pytest.param(TWO_MACHINES, "nccl", id="two machines"),
         pytest.param(UNEQUAL_MACHINES, "gloo", id="enough GPUs on one machine, not on the other"),
-        pytest.param(WITHOUT_LOCAL_RANK, "gloo", id="all take the first GPU"),
-        pytest.param(SLICES, "gloo", id="slices of one GPU"),
+        pytest.param(["a 0"] * 4, "gloo", id="all on the first GPU"),
         pytest.param(ONE_ON_A_CPU, "gloo", id="a machine without GPUs"),
-        pytest.param(machine("a", 2, []), "gloo", id="CPUs"),
+        pytest.param([CPU, CPU], "gloo", id="CPUs"),
     ],
 )
-def test_all_ranks_decide_alike(cluster: Cluster, places: list[Place], backend: str) -> None:
-    assert cluster.backends(places) == [backend] * len(places)
+def test_all_ranks_decide_alike(ranks: Ranks, devices: list[str], backend: str) -> None:
+    assert ranks.backends(devices) == [backend] * len(devices)
 
 
 @pytest.mark.parametrize(
-    ("places", "reason"),
+    ("devices", "reason"),
     [
         (UNEQUAL_MACHINES, "ranks 4, 6 on one GPU; ranks 5, 7 on one GPU"),
         (ONE_ON_A_CPU, "rank 2 on the CPU"),
     ],
 )
-def test_nccl_without_a_gpu_for_each_is_refused_on_every_rank(
-    cluster: Cluster, places: list[Place], reason: str
-) -> None:
-    answers = cluster.backends(places, backend="nccl")
-    assert all(isinstance(answer, ConfigurationError) for answer in answers), answers
-    assert all(
-        f"pipeline.backend=nccl needs a GPU of its own for every worker, but {reason}" in str(a) for a in answers
-    )
+def test_nccl_without_a_gpu_for_each_is_refused_on_every_rank(ranks: Ranks, devices: list[str], reason: str) -> None:
+    answers = ranks.backends(devices, backend="nccl")
+    expected = f"pipeline.backend=nccl needs a GPU of its own for every worker, but {reason}"
+    assert all(isinstance(answer, ConfigurationError) and expected in str(answer) for answer in answers), answers
 
 
-def test_nccl_with_a_gpu_for_each_is_taken(cluster: Cluster) -> None:
-    assert cluster.backends(machine("a", 2, EIGHT), backend="nccl") == ["nccl", "nccl"]
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_a_named_backend_is_taken_where_every_rank_has_a_gpu(ranks: Ranks, backend: str) -> None:
+    assert ranks.backends(ONE_GPU_EACH, backend) == [backend] * 4
 
 
-def test_gloo_may_be_asked_for(cluster: Cluster) -> None:
-    assert cluster.backends(machine("a", 2, EIGHT), backend="gloo") == ["gloo", "gloo"]
+def test_one_rank_waits_for_no_other(ranks: Ranks) -> None:
+    assert choose_backend(ranks.context(0, 1, HashStore()), "a 3", "auto") == "nccl"
 
 
-def test_gpus_that_do_not_talk_to_each_other_are_told_of_once(cluster: Cluster) -> None:
-    cluster.backends(WITHOUT_LOCAL_RANK)
-    [event] = cluster.events
+def test_gpus_that_cannot_send_to_each_other_are_one_warning(ranks: Ranks) -> None:
+    ranks.backends(["a 0"] * 4)
+    [event] = ranks.events
     assert event["kind"] == "warning"
     assert event["text"].endswith("ranks 0, 1, 2, 3 on one GPU")
 
 
-def test_cpus_are_no_reason_for_a_warning(cluster: Cluster) -> None:
-    cluster.backends(machine("a", 2, []))
-    assert cluster.events == []
+def test_cpus_are_no_reason_for_a_warning(ranks: Ranks) -> None:
+    ranks.backends([CPU, CPU])
+    assert ranks.events == []
 
 
-def test_one_rank_waits_for_nobody(cluster: Cluster) -> None:
-    cluster.rank.place = Place("a", 0, EIGHT)
-    context = Context(0, 1, 3, Path(), HashStore, lambda event: None, lambda: False)
-    alone = world.join_world(context, 1, 1, "auto", "auto")
-    assert (alone.device, alone.wire, alone.all_ranks) == (torch.device("cuda", 3), torch.device("cuda", 3), None)
+def test_slices_of_one_gpu_have_one_identity_and_unknown_places_their_uuids(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"pci_domain_id": 0, "pci_bus_id": 3, "pci_device_id": 0}
+    properties = [
+        SimpleNamespace(uuid="MIG-a", **place),
+        SimpleNamespace(uuid="MIG-b", **place),
+        SimpleNamespace(uuid="GPU-c"),
+        SimpleNamespace(uuid="GPU-d"),
+    ]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties[device.index])
+    first, second, third, fourth = (device_identity(torch.device("cuda", index)) for index in range(4))
+    assert first == second
+    assert len({first, third, fourth, device_identity(torch.device("cpu"))}) == 4
 
 
-def test_cuda_without_a_gpu_is_refused(cluster: Cluster) -> None:
-    [answer] = cluster.backends(machine("a", 1, []), device="cuda")
-    assert isinstance(answer, ConfigurationError)
-    assert "pipeline.device=cuda: there is no GPU" in str(answer)
-    assert "use pipeline.device=cpu" in str(answer)
+def gpus(monkeypatch: pytest.MonkeyPatch, installed: int, usable: int) -> None:
+    monkeypatch.setattr(world, "count_gpus", lambda: installed)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: usable > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: usable)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
 
 
-@pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_gpus_that_torch_cannot_use_are_not_passed_over(
-    cluster: Cluster, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    [answer] = cluster.backends(machine("a", 1, EIGHT), device=device)
-    assert isinstance(answer, ConfigurationError)
-    assert f"pipeline.device={device}: there are 8 GPUs" in str(answer)
-    assert "update the NVIDIA driver" in str(answer) and "use pipeline.device=cpu" in str(answer)
+def test_ranks_of_a_machine_take_its_gpus_in_turn(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, installed=2, usable=2)
+    contexts = [ranks.context(rank, 3, HashStore(), local_rank=rank) for rank in range(3)]
+    assert [choose_device(context, "auto").index for context in contexts] == [0, 1, 0]
 
 
-def test_the_cpu_may_be_asked_for_beside_gpus_that_torch_cannot_use(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cluster.backends(machine("a", 2, EIGHT), device="cpu") == ["gloo", "gloo"]
+def test_cuda_without_a_gpu_is_refused(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, installed=0, usable=0)
+    context = ranks.context(0, 1, HashStore())
+    assert choose_device(context, "auto") == torch.device("cpu")
+    with pytest.raises(ConfigurationError, match=r"pipeline\.device=cuda: there is no GPU.*use pipeline\.device=cpu"):
+        choose_device(context, "cuda")
 
 
-def test_a_gpu_of_which_torch_does_not_know_the_place_goes_by_its_uuid(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=cluster.place.gpus[device.index])
-    )
-    assert cluster.backends(ONE_VISIBLE_EACH) == ["nccl"] * 4
+def test_gpus_that_torch_cannot_use_are_not_passed_over(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, installed=8, usable=0)
+    context = ranks.context(0, 1, HashStore())
+    for device in ("auto", "cuda"):
+        with pytest.raises(ConfigurationError, match=f"pipeline.device={device}: there are 8 GPUs.*NVIDIA driver"):
+            choose_device(context, device)
+    assert choose_device(context, "cpu") == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -219,13 +155,11 @@ def test_a_gpu_of_which_torch_does_not_know_the_place_goes_by_its_uuid(
         ({"MPI_LOCALRANKID": "4"}, 4),
     ],
 )
-def test_a_ranks_number_on_its_machine_is_what_its_launcher_says(
-    environment: dict[str, str], local_rank: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_ranks_number_on_its_machine_is_the_one_its_launcher_sets(
+    environment: dict[str, str], local_rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID", "TORCHELASTIC_RUN_ID"):
+    for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in {"RANK": "5", "WORLD_SIZE": "8", **environment}.items():
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(join, "_base_store", HashStore)
-    monkeypatch.setattr(join, "call_entry", lambda entry, context, *_, **__: context.local_rank)
-    assert join.join("module:main", {}, tmp_path, lambda event: None) == local_rank
+    assert join.local_rank() == local_rank

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 def profile(cache: Path, *words: str, batch: int = 2) -> tuple[list[LayerCost], str]:
     """The costs of a tiny language model's layers, and what was said of them."""
-    common = ["model=transformer_lm_small", "debug=tiny", "model.vocabulary=50", "launch.inline=true"]
+    common = ["model=transformer_lm_small", "debug=tiny", "model.vocabulary=50", "model.L=1", "launch.inline=true"]
     with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
         composed = compose("train", overrides=[*common, *words])
     settings = Settings.from_config(prepare(composed, list(words)).config)
@@ -85,7 +85,7 @@ def test_a_run_says_that_its_layers_were_timed(tmp_path: Path) -> None:
     assert any("profile of" in event["text"] for event in events if event["kind"] == "message")
 
 
-PLANNED = ("model=transformer_lm_small", "debug=tiny", "pipeline.cost=profile")
+PLANNED = ("model=transformer_lm_small", "debug=tiny", "model.L=1", "pipeline.cost=profile")
 
 
 def notes_of_a_plan(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[list[str], str]:

@@ -1,10 +1,12 @@
-"""A training run inside the test's own process: quick, because torch is imported only once."""
+"""Trains inside the test's own process: quick, because torch is imported only once."""
 
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from hydra import compose, initialize_config_module
 
@@ -12,12 +14,17 @@ from gpipe_cli.jobs.job import prepare
 from gpipe_cli.launch.supervisor import Job, launch_inline
 
 
-def train_inline(run_dir: Path, *overrides: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(the summary, all events) of a run of one worker with these overrides."""
+def train_inline(run_dir: Path, *overrides: str, pictures: bool = False) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Trains with one worker and these overrides; returns the summary and all events.
+
+    Args:
+        pictures: draw the pictures of the run's end, which takes a quarter of a small run's time.
+    """
     with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
         composed = compose("train", overrides=["launch.inline=true", "logging.tensorboard=false", *overrides])
     config = prepare(composed, list(overrides)).config
     run_dir.mkdir(parents=True, exist_ok=True)
     events: list[dict[str, Any]] = []
     job = Job(run_dir, 1, "gpipe_cli.trainer.run:main", {"settings": config, "started_at": time.time()})
-    return launch_inline(job, events.append), events
+    with nullcontext() if pictures else patch("gpipe_cli.metrics.journal.Journal._draw"):
+        return launch_inline(job, events.append), events

@@ -304,7 +304,13 @@ def test_grow_ends_at_the_last_value_that_fits_and_passes_over_those_that_the_mo
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize(
+    "experiment",
+    [
+        pytest.param(name, marks=() if name in ("nmt_small/narrow", "nmt_t_64_16384_32") else pytest.mark.slow)
+        for name in EXPERIMENTS
+    ],
+)
 def test_every_experiment_can_be_planned_without_its_data(experiment: str) -> None:
     extra = ["checkpoint.init_from=nowhere"] if "transfer" in experiment else []
     made = planned(f"experiment={experiment}", *extra)
