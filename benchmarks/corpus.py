@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks.common import Row, parser, report
 from gpipe_cli.data.source import Report as Progress
 from gpipe_cli.data.source import no_report
-from gpipe_cli.data.store import Sizes, Store, Trained, add_widths, target_widths, write_description, write_shard
+from gpipe_cli.data.store import LanguageSummary, Sizes, Store, write_description, write_shard
 from gpipe_cli.data.translation import PairSource
 from gpipe_cli.data.vocabulary import train_vocabulary
 
@@ -52,11 +52,10 @@ def generate(folder: Path, pairs: int) -> None:
     noise = draw.integers(4, 32_000, 2**24, np.uint16)
     shares = SMALLEST_SHARE ** (np.arange(LANGUAGES) / (LANGUAGES - 1))
     folder.mkdir()
-    trained = {}
+    languages = {}
     for number, count in enumerate(np.maximum(20, pairs * shares / shares.sum()).astype(int).tolist()):
         code = f"x{number}"
-        shards: list[int] = []
-        widths: list[dict[int, tuple[int, int]]] = []
+        shards: list[LanguageSummary] = []
         for first in range(0, count, Sizes().shard):
             size = min(Sizes().shard, count - first)
             target = np.clip(draw.lognormal(3.1, 0.6, size), 1, 200)
@@ -64,11 +63,10 @@ def generate(folder: Path, pairs: int) -> None:
             lengths = np.stack([source, target], 1).astype(np.uint16)
             tokens = np.resize(noise, int(lengths.sum(dtype=np.int64)))
             write_shard(folder, code, len(shards), tokens, lengths, Sizes().block)
-            shards.append(size)
-            widths.append(target_widths(lengths))
-        trained[code] = Trained(shards, add_widths(widths))
+            shards.append(LanguageSummary.of_shard(lengths))
+        languages[code] = LanguageSummary.of_shards(shards)
     (folder / "source.model").write_bytes(train_vocabulary([f"{n} a b c" for n in range(100)], 19))
-    write_description(folder, trained, Sizes().block, {})
+    write_description(folder, languages, Sizes().block, {})
 
 
 def forget(folder: Path) -> None:

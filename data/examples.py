@@ -1,4 +1,4 @@
-"""A source made of a user's own PyTorch data sets, with nothing to write but the data sets."""
+"""Makes a source of two PyTorch data sets."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ if TYPE_CHECKING:
     from ..micro_batch import MicroBatch
 
 Key = tuple[int, int]
-"""(epoch, index): what a data set is asked for, so that loader processes can seed augmentation by it."""
+"""(epoch, index): by both, loader processes seed the augmentation of an example."""
 
 
 class ExampleSource:
-    """Mini-batches of two map-style data sets of `(input, target)`.
+    """Yields mini-batches of two map-style data sets of `(input, target)`.
 
-    Input and target are each what `default_collate` can stack, or a tuple of such: a part's inputs and targets are the
-    stacked tuples. The order of an epoch is a function of (seed, epoch), and while an example is read the generators
-    of `random`, numpy and torch are seeded by (seed, epoch, index). So random augmentation is the same wherever a
-    run resumes and however many loader processes it has.
+    Input and target are each something that `default_collate` can stack, or a tuple of such; a micro-batch holds the
+    stacked tuples. The order of an epoch depends on (seed, epoch) alone. While an example is read, the generators of
+    `random`, numpy and torch are seeded by (seed, epoch, index). So random augmentation does not depend on where a run
+    resumes or on the number of loader processes.
 
     Args:
         train: examples to train on.
-        evaluation: examples of an evaluation, read in their own order with epoch 0's seeds; may be empty.
+        evaluation: examples of an evaluation, read in their own order with the seeds of epoch 0; may be empty.
         batch_size: examples of a mini-batch, over all micro-batches and replicas.
-        drop_last: leave out an epoch's last examples where they do not fill a mini-batch.
-        collate: makes `(inputs, targets)`, two tuples of tensors, of a list of examples; None for the above.
+        drop_last: leave out an epoch's last examples if they do not fill a mini-batch.
+        collate: makes `(inputs, targets)`, two tuples of tensors, of a list of examples; None: `stack_examples`.
         workers: loader processes; 0 reads in the training process, just before the batch is needed.
         seed: decides the order and the augmentation.
 
     Raises:
-        ValueError: a value out of its limits, or fewer examples than a mini-batch takes.
+        ValueError: a value is outside its limits, or there are fewer examples than in a mini-batch.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class ExampleSource:
         self._collate, self._workers = collate or stack_examples, workers
 
     def prepare(self, report: Report) -> None:
-        """The data sets are ready as they come."""
+        """Does nothing: the data sets are ready."""
 
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
-        """Mini-batches without end; a position is `{"epoch": e, "batch": b}`, the next one to read."""
+        """Yields mini-batches without end; a position is `{"epoch": e, "batch": b}`, the next one to read."""
         remainder = 0 if self._drop_last else self._count % self._batch_size
         for size in (self._batch_size, remainder or self._batch_size):
             slices_of_replica(size, M, replica, replicas, "data.batch_size (or set data.drop_last)")
@@ -76,43 +76,43 @@ class ExampleSource:
         return _grouped(loaded, M, _positions(start["epoch"], start["batch"], self._batches))
 
     def evaluation(self, M: int) -> Iterator[Batch]:
-        """All examples once, in order; the last batch may have fewer micro-batches.
+        """Returns all examples once, in order; the last batch may have fewer micro-batches.
 
-        Loader processes start here, in the calling thread, not at the first batch: one forked by a thread that reads
-        ahead fails as it ends ("cannot join current thread"), and the training thread would take that for a crash.
+        Loader processes start here, in the calling thread, and not at the first batch: one forked by a thread that
+        reads ahead fails when it ends ("cannot join current thread"), which would look like a crash.
         """
         total = _length(self._evaluation_set)
         sizes = {first: min(self._batch_size, total - first) for first in range(0, total, self._batch_size)}
         slices = {first: split_evenly(size, min(M, size)) for first, size in sizes.items()}
-        keys = [[(0, first + i) for i in range(sizes[first])[part]] for first in slices for part in slices[first]]
+        keys = [[(0, first + i) for i in range(sizes[first])[some]] for first in slices for some in slices[first]]
         loaded = self._load(self._evaluation_set, iter(keys))
         return (Batch(list(islice(loaded, len(of_batch))), first) for first, of_batch in slices.items())
 
     def epoch(self, position: Any) -> float:
-        """How often all examples were read up to `position`."""
+        """Returns how often all examples were read up to `position`."""
         start = position or {"epoch": 0, "batch": 0}
         return float(start["epoch"] + start["batch"] / self._batches)
 
     @property
     def _batches(self) -> int:
-        """Mini-batches of an epoch."""
+        """Returns the number of mini-batches of an epoch."""
         return self._count // self._batch_size + bool(not self._drop_last and self._count % self._batch_size)
 
     def _keys(self, epoch: int, batch: int, M: int, replica: int, replicas: int) -> Iterator[list[Key]]:
-        """The keys of each part of this replica, epoch after epoch."""
+        """Yields the keys of each micro-batch of this replica, epoch after epoch."""
         for current in count(epoch):
             order = permutation(self._count, self._seed, current).tolist()
             stop = self._count - self._batch_size + 1 if self._drop_last else self._count
             for first in range(batch * self._batch_size, stop, self._batch_size):
                 indices = order[first : first + self._batch_size]
-                for part in slices_of_replica(len(indices), M, replica, replicas, "data.batch_size"):
-                    yield [(current, index) for index in indices[part]]
+                for mine in slices_of_replica(len(indices), M, replica, replicas, "data.batch_size"):
+                    yield [(current, index) for index in indices[mine]]
             batch = 0
 
     def _load(self, examples: Dataset[Any], keys: Iterator[list[Key]]) -> Iterator[MicroBatch]:
         seeded = _Seeded(examples, self._seed)
         if not self._workers:
-            return (self._collate([seeded[key] for key in part]) for part in keys)
+            return (self._collate([seeded[key] for key in of_one]) for of_one in keys)
         return iter(
             DataLoader(
                 seeded,
@@ -125,7 +125,7 @@ class ExampleSource:
 
 
 class _Seeded(Dataset[Any]):
-    """A data set asked for (epoch, index); persistent loader processes would not see an epoch set from outside."""
+    """Reads examples by (epoch, index): persistent loader processes would not see an epoch set from outside."""
 
     def __init__(self, examples: Dataset[Any], seed: int) -> None:
         self._examples, self._seed = examples, seed
@@ -136,7 +136,7 @@ class _Seeded(Dataset[Any]):
 
 
 def stack_examples(examples: list[Any]) -> MicroBatch:
-    """`(inputs, targets)` of a list of `(input, target)`, both as tuples of stacked tensors.
+    """Returns `(inputs, targets)` of a list of `(input, target)`, both as tuples of stacked tensors.
 
     Raises:
         ConfigurationError: an example is not a pair.
@@ -153,7 +153,7 @@ def stack_examples(examples: list[Any]) -> MicroBatch:
 
 @contextmanager
 def _seeded(*key: int) -> Iterator[None]:
-    """Seed the global generators by `key`, and leave them as they were."""
+    """Seeds the global generators by `key` and restores them afterwards."""
     seed = int(np.random.SeedSequence(key).generate_state(1, np.uint32)[0])
     python, numpy, tensors = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
@@ -173,7 +173,7 @@ def _grouped(loaded: Iterator[MicroBatch], M: int, positions: Iterator[Any]) -> 
 
 
 def _positions(epoch: int, batch: int, batches: int) -> Iterator[dict[str, int]]:
-    """The position after each batch, counted from `epoch` and `batch`."""
+    """Yields the position after each batch, counted from `epoch` and `batch`."""
     for number in count(epoch * batches + batch + 1):
         yield {"epoch": number // batches, "batch": number % batches}
 

@@ -1,4 +1,4 @@
-"""Which sentence comes when: temperature sampling (paper, section 5) that can start anywhere without a history."""
+"""Draws the order of sentences: temperature sampling (paper, section 5) that can start at any place."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from .source import permutation
 
 
 def temperature_shares(sizes: Sequence[int], temperature: float) -> npt.NDArray[np.float64]:
-    """p ∝ size^(1/T). T = 1 keeps the corpus' own shares, infinity gives every language the same."""
+    """Returns p ∝ size^(1/T). T = 1 keeps the corpus' own shares, infinity makes all shares equal."""
     weights = np.asarray(sizes, np.float64) ** (1 / temperature)
     return np.asarray(weights / weights.sum())
 
 
 class TemperatureSampler:
-    """An endless stream of items of many collections, in chunks, each a pure function of its number.
+    """Draws an endless stream of items of several collections, in chunks that depend on their number alone.
 
-    Collection l yields its items in one random order after another: every item once per epoch. Before stream place x,
-    exactly floor(P_l·x) − floor(P_{l−1}·x) items of collection l were taken, with P the cumulative shares; so shares
-    are met to within one item at any time, and chunk c is known without chunks 0 … c − 1.
+    Each collection yields its items in random order, every item once per epoch. Before place x of the stream, exactly
+    floor(P_l·x) − floor(P_{l−1}·x) items of collection l were taken, with P the cumulative shares. So every share is
+    exact to within one item at any time, and chunk c is known without chunks 0 … c − 1.
 
     The random order goes block by block: the blocks of an epoch in random order, and the items of a block in random
-    order. What is read in one stretch of time then lies in one place on the disk, and memory holds one block's order a
+    order. Items read at one time then lie at one place on the disk, and memory holds the order of one block of each
     collection, however large the collection is.
 
     Args:
-        blocks: of each collection, how many items each of its blocks has; none empty.
+        blocks: for each collection, the number of items in each of its blocks; none is empty.
         temperature: see `temperature_shares`.
         chunk: items per chunk.
         seed: decides the order.
@@ -44,7 +44,7 @@ class TemperatureSampler:
         self._cumulative = np.cumsum([0, *weights]).tolist()
 
     def items(self, number: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Chunk `number`, shuffled: (collection, index within the collection) of each of its `chunk` items."""
+        """Returns chunk `number`, shuffled: (collection, index within the collection) of each of its items."""
         first, last = self.taken(number * self.chunk), self.taken((number + 1) * self.chunk)
         indices = [order.items(first[of], last[of]) for of, order in enumerate(self._orders)]
         collections = np.repeat(np.arange(len(indices)), [len(of) for of in indices])
@@ -52,13 +52,13 @@ class TemperatureSampler:
         return collections[order], np.concatenate(indices)[order]
 
     def taken(self, place: int) -> list[int]:
-        """How many items of each collection stand before stream place `place`."""
+        """Returns how many items of each collection come before `place` of the stream."""
         floors = [bound * place // self._cumulative[-1] for bound in self._cumulative]
         return [high - low for low, high in pairwise(floors)]
 
 
 class _EpochOrder:
-    """One collection's endless sequence of items: every epoch all of them, in another order."""
+    """Yields one collection's items without end: all of them in every epoch, each epoch in another order."""
 
     def __init__(self, blocks: Sequence[int], key: tuple[int, int]) -> None:
         self._starts = np.cumsum([0, *blocks])
@@ -70,7 +70,7 @@ class _EpochOrder:
         self._within = np.empty(0, np.int32)
 
     def items(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Items number `first` … `last` − 1 of the sequence."""
+        """Returns items number `first` … `last` − 1 of the endless sequence."""
         pieces = []
         while first < last:
             epoch, place = divmod(first, self.size)

@@ -1,4 +1,4 @@
-"""Vocabularies alone, as a run keeps them beside its checkpoints: enough to translate, with no corpus at hand."""
+"""Translates without a corpus: keeps a run's vocabularies beside its checkpoints and makes a source of them."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from pathlib import Path
 from typing import Any
 
 from .source import Batch, Report
+from .store import whole_file
 from .vocabulary import BOS, EOS, PAD, Vocabulary
 
 SOURCE, TARGET = "source.model", "target.model"
-EXAMPLE = (8, 16)  # sentences and tokens of the one batch, by which the model's costs are counted
+EXAMPLE = (8, 16)  # sentences and tokens of the only batch, by which the model's costs are counted
 
 
 def keep_vocabularies(store: Path, folder: Path) -> None:
-    """Copies a store's vocabularies, each whole or not at all; none for the target where both sides share one."""
+    """Copies a store's vocabularies; the target's is removed if both sides share one."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in (SOURCE, TARGET):
         if (store / name).exists():
-            draft = folder / f".{name}"
-            shutil.copyfile(store / name, draft)
-            draft.replace(folder / name)
+            with whole_file(folder / name) as draft:
+                shutil.copyfile(store / name, draft)
         else:
             (folder / name).unlink(missing_ok=True)
 
 
 def are_kept(folder: Path) -> bool:
-    """Whether the folder holds what `SentenceSource` reads."""
+    """Returns whether the folder holds what `SentenceSource` reads."""
     return (folder / SOURCE).is_file()
 
 
 class SentenceSource:
-    """Encodes and decodes sentences; of batches it has one, of padding, to show their form.
+    """Encodes and decodes sentences; its only batch is of padding, to show the shapes.
 
     Args:
         vocabularies: a folder made by `keep_vocabularies`.
@@ -47,23 +47,23 @@ class SentenceSource:
         self._target = Vocabulary(own.read_bytes()) if own.exists() else self._source
 
     def prepare(self, report: Report) -> None:
-        """Nothing is to be prepared."""
+        """Does nothing: the vocabularies are ready."""
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each source text, with the end mark, as the model reads it."""
+        """Returns the source ids of each text with the end token, as the model reads them."""
         return [[*ids, EOS] for ids in self._source.encode(texts)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of target ids, up to the first end mark."""
+        """Returns the text of target ids, up to the first end token."""
         return self._target.decode(ids)
 
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
-        """One mini-batch of padding."""
-        import torch  # here, because the command that looks for kept vocabularies has no use for it
+        """Yields one mini-batch of padding."""
+        import torch  # imported late: `are_kept` does not need it
 
         tokens = torch.full(EXAMPLE, PAD)
         yield Batch([((tokens, tokens), (tokens,))] * M, None)
 
     def evaluation(self, M: int) -> Iterator[Batch]:
-        """Nothing."""
+        """Yields nothing."""
         yield from ()

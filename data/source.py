@@ -1,4 +1,4 @@
-"""What a data source is, and the small helpers that every source of ours shares.
+"""Defines the interface of a data source, and the helpers that the sources share.
 
 A source is any class with the three methods of `Source`; nothing has to be inherited. Only the first worker of a
 replica reads it.
@@ -7,11 +7,13 @@ replica reads it.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -21,14 +23,14 @@ from ..errors import ConfigurationError
 from ..micro_batch import MicroBatch
 
 Report = Callable[[str, int, int], None]
-"""`report(text, done, total)`: what is being prepared, and how far it has come."""
+"""`report(text, done, total)`: what is being prepared, and how much of it is done."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One mini-batch, divided into its micro-batches.
+    """Holds one mini-batch, divided into its micro-batches.
 
     Attributes:
         micro_batches: `(inputs, targets)` of each: two tuples of CPU tensors whose first dimension counts examples.
@@ -41,40 +43,48 @@ class Batch:
 
 
 class Source(Protocol):
-    """Where mini-batches come from. `data._target_` names a class with these methods."""
+    """Yields mini-batches. `data._target_` names a class with these methods."""
 
     def prepare(self, report: Report) -> None:
-        """Build or open whatever the batches need; called once, before the first batch."""
+        """Builds or opens what the batches need; called once, before the first batch."""
 
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
-        """Mini-batches without end, from just after `position` (None: from the start); one that ends ends the run.
+        """Yields mini-batches from just after `position` (None: from the start), without end; an end would end the run.
 
-        With D replicas a mini-batch has D·M micro-batches, and replica r reads r·M … (r+1)·M − 1.
-        Same seed and position: same batches.
+        With D replicas a mini-batch has D·M micro-batches, and replica r reads those numbered r·M … (r+1)·M − 1. The
+        same seed and position give the same batches.
         """
 
     def evaluation(self, M: int) -> Iterator[Batch]:
-        """The whole evaluation set once; the last batches may have fewer micro-batches."""
+        """Yields the whole evaluation set once; the last batches may have fewer micro-batches."""
 
-    # Optional: `typical_micro_batch` (data/typical.py), for plans made without data.
-    # Optional: `epoch(position) -> float`, how often the data was read up to `position`; trainer.epochs needs it.
-    # Optional: `evaluation_share(M, replica, replicas)`, of the mini-batches of `evaluation` the numbers replica,
-    # replica + replicas, …: where reading is dear, so that replicas do not all read everything.
-    # Optional: `defects`, a dict of counts (broken files, left-out lines) that goes into summary.json.
-    # Optional: `fingerprint() -> str`, of the prepared training data: a run is not resumed with another one. The same
-    # data have the same one on another machine and under another path.
-    # Optional: `keep_vocabularies(folder)`, writes what ids stand for: files that a resume compares byte for byte.
+    # Optional methods and attributes:
+    # `typical_micro_batch(micro_batches, longest) -> (micro_batch, examples)`, for plans made without data: the largest
+    #     micro-batch, on the meta device, of a typical mini-batch of `examples` examples that is divided into
+    #     `micro_batches` (of all replicas). With `longest`, sequences are as long as the source's limits allow.
+    # `epoch(position) -> float`, how often the data was read up to `position`; `trainer.epochs` needs it.
+    # `evaluation_share(M, replica, replicas)`, the mini-batches number replica, replica + replicas, … of `evaluation`;
+    #     where reading is slow, so that not every replica reads everything.
+    # `defects`, a dict of counts (broken files, lines left out) for summary.json.
+    # `fingerprint() -> str`, of the prepared training data. A run is not resumed with data of another fingerprint.
+    #     Equal data have an equal one on every machine and under every path.
+    # `keep_vocabularies(folder)`, writes what ids stand for, as files that a resume compares byte for byte.
 
 
 def no_report(text: str, done: int, total: int) -> None:
-    """A `Report` that says nothing, for use outside a training run."""
+    """Discards the report; for use outside a training run."""
+
+
+def cache_folder(cache_dir: str | None) -> Path:
+    """Returns `cache_dir`, or `$GPIPE_CACHE`, or `~/.cache/gpipe`."""
+    return Path(cache_dir or os.environ.get("GPIPE_CACHE") or "~/.cache/gpipe").expanduser()
 
 
 def check_limits(**values: tuple[float | None, float, float | None]) -> None:
-    """Check `key=(value, least, most)` of the keys under `data`; None as value is not checked, as limit is none.
+    """Checks `key=(value, least, most)` of keys under `data`; a value or limit of None is not checked.
 
     Raises:
-        ValueError: naming the key, the value and the limit.
+        ValueError: a value is outside its limits; the message names the key.
     """
     for key, (value, least, most) in values.items():
         if value is not None and not (value >= least and (most is None or value <= most)):
@@ -83,7 +93,7 @@ def check_limits(**values: tuple[float | None, float, float | None]) -> None:
 
 
 def fingerprint_of(*pieces: bytes) -> str:
-    """Returns a short digest of all pieces, with their lengths."""
+    """Returns a short digest of all pieces and their lengths."""
     digest = hashlib.blake2b(digest_size=16)
     for piece in pieces:
         digest.update(len(piece).to_bytes(8, "little"))
@@ -112,18 +122,22 @@ def slices_of_replica(count: int, M: int, replica: int, replicas: int, key: str)
     return split_evenly(count, M * replicas)[replica * M : (replica + 1) * M]
 
 
-def permutation(count: int, *key: object) -> npt.NDArray[np.int64]:
-    """A shuffled `range(count)` that is a pure function of `key`, on every platform and numpy version.
-
-    Sorting raw Philox words uses only what numpy promises never to change; `Generator.permutation` is not promised.
-    """
+def random_words(count: int, *key: object) -> npt.NDArray[np.uint64]:
+    """Returns `count` random 64-bit words that depend on `key` alone, on every platform and numpy version."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
-    words = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(count)
-    return np.argsort(words, kind="stable")
+    return np.asarray(np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(count), np.uint64)
+
+
+def permutation(count: int, *key: object) -> npt.NDArray[np.int64]:
+    """Returns a shuffled `range(count)` that depends on `key` alone, on every platform and numpy version.
+
+    It sorts raw Philox words: numpy promises never to change these, but not the results of `Generator.permutation`.
+    """
+    return np.argsort(random_words(count, *key), kind="stable")
 
 
 def read_ahead(items: Iterator[T], depth: int = 2) -> Iterator[T]:
-    """The same items in the same order, made up to `depth` early by one background thread."""
+    """Yields the same items in the same order; a background thread makes up to `depth` of them early."""
     end = object()
     with_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
     waiting: deque[Future[Any]] = deque()

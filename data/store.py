@@ -1,21 +1,23 @@
-"""A corpus of sentence pairs on disk, whoever made it: token ids in memory-mapped shards, vocabularies, held-out texts.
+"""Reads and writes a corpus of sentence pairs on disk: token ids in memory-mapped shards, vocabularies, held-out texts.
 
-    store.json                      languages, their shards, how long their sentences are; written last
-    source.model, target.model      SentencePiece; no target.model where both sides share one vocabulary
-    dev.jsonl, test.jsonl           [language, item, source, target] a line
-    train/<language>-<n>.tokens.npy      uint16 or uint32: source ids, target ids of one pair after the other
+    store.json                      languages, their shards, the lengths of their sentences; written last
+    source.model, target.model      SentencePiece; no target.model if both sides share one vocabulary
+    dev.jsonl, test.jsonl           [language, item, source, target] in each line
+    train/<language>-<n>.tokens.npy      uint16 or uint32: source ids, then target ids, of one pair after the other
     train/<language>-<n>.lengths.npy     uint16 (pairs, 2)
     train/<language>-<n>.starts.npy      int64: where each block of pairs begins in tokens, and where the last one ends
 
-The arrays are numpy's own format: nothing to depend on, mapped in a tenth of a millisecond. Opening a store reads
-store.json and the vocabularies, so neither time nor memory grows with the corpus. Lengths stand apart from the ids:
-batches are formed without reading a sentence.
+The arrays are in numpy's own format, which is mapped in a tenth of a millisecond. Opening a store reads store.json and
+the vocabularies only, so neither time nor memory grows with the corpus. Lengths are kept apart from the ids, so
+that batches are formed without reading a sentence.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -32,12 +34,14 @@ FORMAT = 2  # raised when the same parameters would give other bytes
 LONGEST = 65_535  # tokens of a sentence: lengths are stored in two bytes
 
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
-Ragged = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+Lengths = npt.NDArray[np.uint16]
+Numbers = npt.NDArray[np.int64]
+Ragged = tuple[Numbers, Numbers]
 """Token ids of several sequences, one after the other, and the length of each sequence."""
 
 
 class HeldOutPair(NamedTuple):
-    """A held-out sentence; `item` is its number, which languages that translate the same English share."""
+    """Holds a held-out sentence; `item` is its number, equal for languages that translate the same English."""
 
     language: str
     item: int
@@ -47,11 +51,11 @@ class HeldOutPair(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """How pairs are laid out.
+    """Describes the layout of the pairs.
 
     Attributes:
-        block: pairs that are read together, in random order; the largest block's order is held in memory.
-        shard: pairs of a file, a multiple of `block`; about 50 tokens a pair make files of 100 MB.
+        block: pairs that are read together, in random order; the order of the largest block is held in memory.
+        shard: pairs of a file, a multiple of `block`; about 50 tokens per pair make files of 100 MB.
     """
 
     block: int = 65_536
@@ -59,16 +63,39 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What store.json says of a language.
+class LanguageSummary:
+    """Describes a language's training pairs in store.json.
 
     Attributes:
         shards: pairs of each file.
-        widths: by padded target length with its mark, the number of pairs and of their target tokens, marks counted.
+        widths: for each padded target length: the number of pairs, and of their target tokens with end tokens.
     """
 
     shards: list[int]
     widths: dict[int, tuple[int, int]]
+
+    @classmethod
+    def of_shard(cls, lengths: Lengths) -> LanguageSummary:
+        """Returns the summary of one shard of pairs with these lengths."""
+        targets = lengths[:, 1].astype(np.int64) + 1
+        widths = width_of(targets)
+        chosen = {int(width): targets[widths == width] for width in np.unique(widths)}
+        return cls([len(lengths)], {width: (len(of), int(of.sum())) for width, of in chosen.items()})
+
+    @classmethod
+    def of_shards(cls, shards: Iterable[LanguageSummary]) -> LanguageSummary:
+        """Returns the summary of several shards together."""
+        sizes, pairs, tokens = [], Counter[int](), Counter[int]()
+        for shard in shards:
+            sizes += shard.shards
+            pairs.update({width: count for width, (count, _) in shard.widths.items()})
+            tokens.update({width: count for width, (_, count) in shard.widths.items()})
+        return cls(sizes, {width: (pairs[width], tokens[width]) for width in sorted(pairs)})
+
+    @classmethod
+    def from_json(cls, summary: Mapping[str, Any]) -> LanguageSummary:
+        widths = {int(width): (pairs, tokens) for width, (pairs, tokens) in summary["widths"].items()}
+        return cls(summary["shards"], widths)
 
     @property
     def pairs(self) -> int:
@@ -77,20 +104,20 @@ class Trained:
 
 @dataclass(frozen=True)
 class Rows:
-    """Where pairs lie: arrays with one entry a pair.
+    """Holds where pairs lie: arrays with one entry per pair.
 
     Attributes:
         shard: number of the file, counted over all languages.
         offset: of the first source token in it.
-        source, target: tokens of each side, without marks.
+        source, target: tokens of each side, without beginning and end tokens.
     """
 
     shard: npt.NDArray[np.int32]
-    offset: npt.NDArray[np.int64]
-    source: npt.NDArray[np.int64]
-    target: npt.NDArray[np.int64]
+    offset: Numbers
+    source: Numbers
+    target: Numbers
 
-    def take(self, numbers: npt.NDArray[np.int64] | slice) -> Rows:
+    def take(self, numbers: Numbers | slice) -> Rows:
         return Rows(self.shard[numbers], self.offset[numbers], self.source[numbers], self.target[numbers])
 
     def __len__(self) -> int:
@@ -98,21 +125,19 @@ class Rows:
 
 
 class Store:
-    """An opened corpus.
+    """Reads a corpus.
 
     Attributes:
-        languages: what store.json says of each, in its order.
-        source_vocabulary, target_vocabulary: the same object where the sides share one.
+        languages: the summary of each language, in the order of store.json.
+        source_vocabulary, target_vocabulary: the same object if the sides share one.
         block: pairs of a block.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        said = json.loads((folder / "store.json").read_text(encoding="utf-8"))
-        self.block: int = said["block"]
-        self.languages = {
-            code: Trained(of["shards"], as_widths(of["widths"])) for code, of in said["languages"].items()
-        }
+        self._description = json.loads((folder / "store.json").read_text(encoding="utf-8"))
+        self.block: int = self._description["block"]
+        self.languages = {c: LanguageSummary.from_json(of) for c, of in self._description["languages"].items()}
         self.source_vocabulary = Vocabulary((folder / "source.model").read_bytes())
         own = folder / "target.model"
         self.target_vocabulary = Vocabulary(own.read_bytes()) if own.exists() else self.source_vocabulary
@@ -121,27 +146,28 @@ class Store:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Training pairs of each language."""
+        """Returns the number of training pairs of each language."""
         return {code: of.pairs for code, of in self.languages.items()}
 
     def fingerprint(self) -> str:
-        """Of what a run sees: vocabularies, and of each language the numbers of pairs and tokens of each length.
+        """Returns a digest of the vocabularies and of each language's numbers of pairs and tokens of each length.
 
-        The shards are not read, which may be of any size: a change that leaves all of these alike is not seen.
+        The shards themselves are not read, because they may be of any size; a change that keeps all these numbers is
+        not noticed.
         """
-        said = json.loads((self.folder / "store.json").read_text(encoding="utf-8"))
         vocabularies = [path.read_bytes() for path in sorted(self.folder.glob("*.model"))]
-        return fingerprint_of(json.dumps([said["block"], said["languages"]]).encode(), *vocabularies)
+        numbers = json.dumps([self.block, self._description["languages"]]).encode()
+        return fingerprint_of(numbers, *vocabularies)
 
     def blocks(self) -> list[list[int]]:
-        """Of each language, the pairs of each of its blocks."""
+        """Returns, for each language, the number of pairs in each of its blocks."""
         return [
             [min(self.block, pairs - first) for pairs in of.shards for first in range(0, pairs, self.block)]
             for of in self.languages.values()
         ]
 
-    def locate(self, languages: npt.NDArray[np.int64], indices: npt.NDArray[np.int64]) -> Rows:
-        """Where the pairs stand: pair `indices[i]` of language number `languages[i]`. Reads lengths only."""
+    def locate(self, languages: Numbers, indices: Numbers) -> Rows:
+        """Returns where pair `indices[i]` of language number `languages[i]` lies, for every i. Reads lengths only."""
         count = len(indices)
         rows = Rows(np.empty(count, np.int32), *(np.empty(count, np.int64) for _ in range(3)))
         for number, of in enumerate(self.languages.values()):
@@ -154,9 +180,7 @@ class Store:
                 self._locate_in_shard(self._first_shard[number] + shard, places, within, rows)
         return rows
 
-    def _locate_in_shard(
-        self, shard: int, places: npt.NDArray[np.int64], within: npt.NDArray[np.int64], rows: Rows
-    ) -> None:
+    def _locate_in_shard(self, shard: int, places: Numbers, within: Numbers, rows: Rows) -> None:
         lengths, starts = self._map(shard, "lengths"), self._map(shard, "starts")
         rows.shard[places] = shard
         for block in np.unique(within // self.block).tolist():
@@ -170,10 +194,10 @@ class Store:
             rows.source[chosen], rows.target[chosen] = of_block[in_block].T
 
     def gather(self, rows: Rows, opened: dict[int, Tokens] | None = None) -> tuple[Ragged, Ragged]:
-        """The ids of the pairs' sources and targets.
+        """Returns the ids of the pairs' sources and targets.
 
         Args:
-            opened: files that stay mapped between calls; a dictionary that the caller keeps and drops.
+            opened: files that stay mapped between calls; the caller keeps the dictionary and drops it.
         """
         opened = {} if opened is None else opened
         return (
@@ -182,11 +206,7 @@ class Store:
         )
 
     def _gather(
-        self,
-        shard: npt.NDArray[np.int32],
-        offset: npt.NDArray[np.int64],
-        lengths: npt.NDArray[np.int64],
-        opened: dict[int, Tokens],
+        self, shard: npt.NDArray[np.int32], offset: Numbers, lengths: Numbers, opened: dict[int, Tokens]
     ) -> Ragged:
         ids = np.empty(int(lengths.sum()), np.int64)
         begins = np.cumsum(lengths) - lengths
@@ -205,72 +225,64 @@ class Store:
         return array
 
     def held_out(self, split: str) -> Iterator[HeldOutPair]:
-        """All held-out sentences of "dev" or "test", language after language."""
+        """Yields all held-out sentences of "dev" or "test", language after language."""
         with (self.folder / f"{split}.jsonl").open(encoding="utf-8") as lines:
             for line in lines:
                 yield HeldOutPair(*json.loads(line))
 
 
 def shard_path(folder: Path, code: str, number: int, kind: str) -> Path:
-    """Of "tokens", "lengths" or "starts"."""
+    """Returns the file of "tokens", "lengths" or "starts"."""
     return folder / "train" / f"{code}-{number:05}.{kind}.npy"
 
 
 def interleave(
     sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], wide: bool
-) -> tuple[Tokens, npt.NDArray[np.uint16]]:
-    """(tokens, lengths) as a shard holds them; `wide`: ids over 65,535 need four bytes."""
+) -> tuple[Tokens, Lengths]:
+    """Returns (tokens, lengths) as a shard holds them; `wide`: ids above 65,535 need four bytes."""
     lengths = np.array([(len(s), len(t)) for s, t in zip(sources, targets, strict=True)], np.uint16).reshape(-1, 2)
     ids = chain.from_iterable(chain.from_iterable(zip(sources, targets, strict=True)))
     return np.fromiter(ids, np.uint32 if wide else np.uint16, int(lengths.sum(dtype=np.int64))), lengths
 
 
-def write_shard(
-    folder: Path, code: str, number: int, tokens: Tokens, lengths: npt.NDArray[np.uint16], block: int
-) -> None:
-    """One file of a language's pairs, in the order given."""
+def pair_ends(lengths: Lengths) -> Numbers:
+    """Returns 0 and, for each pair, where it ends in tokens."""
+    return np.concatenate([[0], np.cumsum(lengths.sum(1, dtype=np.int64))])
+
+
+def write_shard(folder: Path, code: str, number: int, tokens: Tokens, lengths: Lengths, block: int) -> None:
+    """Writes one shard of a language, its pairs in the order given."""
     (folder / "train").mkdir(exist_ok=True)
-    ends = np.concatenate([[0], np.cumsum(lengths.sum(1, dtype=np.int64))])
+    ends = pair_ends(lengths)
     starts = np.append(ends[:-1:block], ends[-1]) if len(lengths) else ends
     for kind, array in (("tokens", tokens), ("lengths", lengths), ("starts", starts)):
-        save_whole(shard_path(folder, code, number, kind), array)
+        with whole_file(shard_path(folder, code, number, kind)) as draft:
+            np.save(draft, array)
 
 
-def save_whole(path: Path, array: npt.NDArray[np.generic]) -> None:
-    """The array's file, there whole or not at all."""
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yields a draft's path; the draft becomes `path` when the block has ended, so that no reader sees half a file."""
     draft = path.with_name(f".{path.name}")
-    with draft.open("wb") as file:
-        np.save(file, array)
+    yield draft
     draft.replace(path)
 
 
-def target_widths(lengths: npt.NDArray[np.uint16]) -> dict[int, tuple[int, int]]:
-    """`Trained.widths` of pairs with these lengths."""
-    targets = lengths[:, 1].astype(np.int64) + 1
-    widths = width_of(targets)
-    return {
-        int(width): (int((widths == width).sum()), int(targets[widths == width].sum())) for width in np.unique(widths)
-    }
+def write_description(
+    folder: Path, languages: Mapping[str, LanguageSummary], block: int, made_of: Mapping[str, object]
+) -> None:
+    """Writes store.json, which makes the folder a store."""
+    summaries = {code: asdict(summary) for code, summary in languages.items()}
+    description = {"format": FORMAT, "block": block, "languages": summaries, "made_of": made_of}
+    with whole_file(folder / "store.json") as draft:
+        draft.write_text(json.dumps(description, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
-def as_widths(said: Mapping[str, Sequence[int]]) -> dict[int, tuple[int, int]]:
-    """`Trained.widths` as JSON has them."""
-    return {int(width): (pairs, tokens) for width, (pairs, tokens) in said.items()}
-
-
-def add_widths(several: Sequence[dict[int, tuple[int, int]]]) -> dict[int, tuple[int, int]]:
-    """The widths of several shards together."""
-    total: dict[int, tuple[int, int]] = {}
-    for part in several:
-        for width, (pairs, tokens) in part.items():
-            before = total.get(width, (0, 0))
-            total[width] = (before[0] + pairs, before[1] + tokens)
-    return dict(sorted(total.items()))
-
-
-def write_description(folder: Path, languages: dict[str, Trained], block: int, made_of: dict[str, object]) -> None:
-    """store.json, which makes a folder a store."""
-    said = {"format": FORMAT, "block": block, "languages": {code: asdict(of) for code, of in languages.items()}}
-    draft = folder / ".store.json"
-    draft.write_text(json.dumps({**said, "made_of": made_of}, indent=1, ensure_ascii=False), encoding="utf-8")
-    draft.replace(folder / "store.json")
+def publish(draft: Path, folder: Path) -> None:
+    """Moves a finished store to its place."""
+    draft.chmod(0o755)
+    try:
+        draft.rename(folder)
+    except OSError:  # another process was first: a folder with files in it is never replaced
+        if not folder.is_dir():
+            raise

@@ -1,4 +1,4 @@
-"""Text for a language model: both sides of the translation corpus as one stream of tokens, cut into equal blocks."""
+"""Makes text for a language model: both sides of the CLDR corpus as one stream of tokens, in equal blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 
 from ..errors import ConfigurationError
-from . import typical
 from .cldr.corpus import CorpusParameters, open_store
 from .cldr.pairs import HELD_OUT_ITEMS
 from .source import Batch, Report, check_limits, permutation, read_ahead, slices_of_replica, split_evenly
@@ -25,20 +24,20 @@ PACKED_AT_ONCE = 20_000  # pairs
 
 
 class TextSource:
-    """Blocks of `sequence_length` tokens from "sentence end English end sentence end English end …".
+    """Yields blocks of `sequence_length` tokens from "sentence end English end sentence end English end …".
 
-    A part is `((ids [b, T],), (next_ids [b, T],))`, int64. The corpus is shuffled once; every epoch reads all blocks
-    in another order. There is no padding but in the last block of an evaluation.
+    A micro-batch is `((ids [b, T],), (next_ids [b, T],))`, int64. The corpus is shuffled once; every epoch reads all
+    blocks in another order. Only the last block of an evaluation has padding.
 
     Args:
         sequence_length: T, tokens of a block.
         batch_size: blocks of a mini-batch, over all micro-batches and replicas.
-        languages, largest, smallest, vocabulary, corpus_seed, cache_dir: as of `TranslationSource`, whose corpus it is.
+        languages, largest, smallest, vocabulary, corpus_seed, cache_dir: see `TranslationSource`, of the same corpus.
         evaluation_per_language: dev pairs of each language in `evaluation`.
         seed: decides the order of the pairs in the stream and of the blocks.
 
     Raises:
-        ValueError: a value out of its limits, a language that is not in the table.
+        ValueError: a value is outside its limits, or a language is not in the table.
     """
 
     pad_id, bos_id, eos_id = PAD, BOS, EOS
@@ -68,7 +67,7 @@ class TextSource:
         self._stream = np.empty(0, np.uint16)
 
     def prepare(self, report: Report) -> None:
-        """Build the corpus unless it is cached, and lay its tokens in one row (2 bytes each, in memory).
+        """Builds the corpus unless it is cached, and reads all tokens into memory (2 bytes each).
 
         Raises:
             ConfigurationError: the corpus is shorter than one block.
@@ -88,17 +87,18 @@ class TextSource:
                 "lower data.sequence_length or raise data.largest"
             )
 
-    def typical_micro_batch(self, M: int, longest: bool) -> tuple[MicroBatch, int]:
-        """Shapes of a micro-batch, without data: see `typical`."""
-        return typical.blocks(M, self._batch_size, self._length)
+    def typical_micro_batch(self, micro_batches: int, longest: bool) -> tuple[MicroBatch, int]:
+        """Returns a micro-batch on the meta device, without data, and the examples of a mini-batch."""
+        ids = torch.empty(-(-self._batch_size // micro_batches), self._length, dtype=torch.int64, device="meta")
+        return ((ids,), (ids.clone(),)), self._batch_size
 
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
-        """Mini-batches without end; a position is `{"batch": n}`, the number of the next one."""
+        """Yields mini-batches without end; a position is `{"batch": n}`, the number of the next one."""
         slices = slices_of_replica(self._batch_size, M, replica, replicas, "data.batch_size")
         return read_ahead(self._train((position or {"batch": 0})["batch"], slices))
 
     def evaluation(self, M: int) -> Iterator[Batch]:
-        """The dev pairs, packed without a break; the last block is filled up with padding."""
+        """Yields the dev pairs as one stream; the last block is filled up with padding."""
         stream = self._held_out_stream()
         inputs, targets = stream[:-1], stream[1:]
         blocks = -(-len(inputs) // self._length)
@@ -107,19 +107,19 @@ class TextSource:
         next_ids.reshape(-1)[: len(targets)] = targets
         for first in range(0, blocks, self._batch_size):
             slices = split_evenly(min(self._batch_size, blocks - first), min(M, blocks - first, self._batch_size))
-            rows = [slice(first + part.start, first + part.stop) for part in slices]
-            yield Batch([_part(ids[part], next_ids[part]) for part in rows], first)
+            rows = [slice(first + cut.start, first + cut.stop) for cut in slices]
+            yield Batch([_micro_batch(ids[cut], next_ids[cut]) for cut in rows], first)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids up to the first end mark."""
+        """Returns the text of the ids up to the first end token."""
         return self._opened.source_vocabulary.decode(ids)
 
     def fingerprint(self) -> str:
-        """Of the corpus, not of the order in which it is read."""
+        """Returns that of the corpus, which the order of reading does not change."""
         return self._opened.fingerprint()
 
     def epoch(self, position: Any) -> float:
-        """How often the whole text was read up to `position`."""
+        """Returns how often the whole text was read up to `position`."""
         return float((position or {"batch": 0})["batch"] * self._batch_size / self._blocks)
 
     @property
@@ -143,7 +143,7 @@ class TextSource:
                 places.append(int(order[place]))
             rows = np.array(places)[:, None] * self._length + np.arange(self._length)
             ids, next_ids = self._stream[rows].astype(np.int64), self._stream[rows + 1].astype(np.int64)
-            yield Batch([_part(ids[part], next_ids[part]) for part in slices], {"batch": number + 1})
+            yield Batch([_micro_batch(ids[cut], next_ids[cut]) for cut in slices], {"batch": number + 1})
 
     def _held_out_stream(self) -> npt.NDArray[np.int64]:
         store, taken = self._opened, dict.fromkeys(self.parameters.languages, 0)
@@ -156,7 +156,7 @@ class TextSource:
 
 
 def _packed(store: Store, rows: Rows) -> npt.NDArray[np.uint16]:
-    """Source, end mark, target, end mark of each pair."""
+    """Returns source, end token, target, end token of each pair."""
     sides = store.gather(rows)
     lengths = np.stack([side[1] + 1 for side in sides], axis=1).reshape(-1)
     starts = (np.cumsum(lengths) - lengths).reshape(-1, 2)
@@ -167,5 +167,5 @@ def _packed(store: Store, rows: Rows) -> npt.NDArray[np.uint16]:
     return row
 
 
-def _part(ids: npt.NDArray[np.int64], next_ids: npt.NDArray[np.int64]) -> MicroBatch:
+def _micro_batch(ids: npt.NDArray[np.int64], next_ids: npt.NDArray[np.int64]) -> MicroBatch:
     return (torch.from_numpy(ids),), (torch.from_numpy(next_ids),)

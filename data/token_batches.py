@@ -1,7 +1,7 @@
-"""How sentences become mini-batches of alike lengths, and mini-batches become micro-batches that cost alike.
+"""Groups sentences of similar length into mini-batches, and divides these into micro-batches of equal cost.
 
 Lengths are padded to few widths, and with `batch_tokens` a mini-batch of one width always has the same number of
-sentences, so that there are few shapes: few to allocate, to describe to other workers, to compile for.
+sentences. So there are few shapes to allocate, to send to other workers, and to compile for.
 """
 
 from __future__ import annotations
@@ -16,32 +16,30 @@ from .source import split_evenly
 Numbers = npt.NDArray[np.int64]
 
 PAD_MULTIPLE = 8
-NEARLY_EQUAL = (
-    1.06  # the largest part over the mean: micro-batches of equal numbers of pairs are kept so far, for few shapes
-)
-FINE_WIDTHS = 128  # up to here every multiple of 8 is a width, from here on four to the octave
+NEARLY_EQUAL = 1.06  # largest load over the mean: up to here all micro-batches keep the same number of pairs
+FINE_WIDTHS = 128  # up to here every multiple of 8 is a width, from here on there are four between n and 2n
 
 
 def width_of(lengths: Numbers) -> Numbers:
-    """The width that sequences of these lengths, marks included, are padded to: 8, 16 … 128, 160 … 256, 320 …"""
+    """Returns the widths that sequences of these lengths are padded to: 8, 16 … 128, 160 … 256, 320 …"""
     octaves = np.ceil(np.log2(np.maximum(lengths, FINE_WIDTHS) / FINE_WIDTHS)).astype(np.int64)
     step = np.where(octaves > 0, FINE_WIDTHS // 8 << np.maximum(octaves, 1), PAD_MULTIPLE)
     return np.asarray(-(-lengths // step) * step)
 
 
 def by_count(source: Numbers, target: Numbers, pairs: int) -> list[Numbers]:
-    """The pairs' numbers cut into mini-batches of `pairs` pairs, alike in length within.
+    """Returns the pairs' numbers in mini-batches of `pairs` pairs of similar length.
 
     Args:
-        source, target: lengths with their marks.
+        source, target: lengths with the end token.
     """
-    # By padded target length, then by source: padding is then a fifth. Equal lengths stay as they were drawn.
+    # Sorted by padded target length, then by source, a fifth of all tokens is padding. Equal lengths keep their order.
     order = np.lexsort((source, width_of(target)))
     return np.split(order, np.arange(pairs, len(order), pairs))
 
 
 def pairs_by_width(widths: Mapping[int, tuple[float, float]], tokens: int) -> dict[int, int]:
-    """How many pairs of each target width make a mini-batch of about `tokens` target tokens, padding not counted.
+    """Returns how many pairs of each target width make a mini-batch of about `tokens` target tokens without padding.
 
     Args:
         widths: pairs and target tokens of each width in the corpus.
@@ -50,28 +48,28 @@ def pairs_by_width(widths: Mapping[int, tuple[float, float]], tokens: int) -> di
 
 
 def _rounded(pairs: float) -> int:
-    """To a thirty-second of itself or better: a multiple of a power of two, so that micro-batches are even."""
+    """Returns a multiple of a power of two, at most 1/32 away, so that micro-batches can be equal."""
     step = _step(pairs)
     return max(1, round(pairs / step) * step)
 
 
 def _step(pairs: float) -> int:
-    """The power of two in (pairs/64, pairs/32], at least 1."""
+    """Returns the power of two in (pairs/64, pairs/32], at least 1."""
     step: int = 1 << max(0, int(pairs // 32).bit_length() - 1)
     return step
 
 
 def by_tokens(source: Numbers, target: Numbers, pairs_of: Mapping[int, int]) -> list[Numbers]:
-    """The pairs' numbers cut into mini-batches of as many pairs as `pairs_of` says for their target width.
+    """Returns the pairs' numbers in mini-batches of `pairs_of[width]` pairs of that target width.
 
-    A mini-batch that spans widths takes of each the share that is missing. What is left at the end joins the last
-    mini-batch, or is one of its own if it is half of one.
+    A mini-batch that spans widths is filled up with the missing share of the next width. The rest at the end joins the
+    last mini-batch, or is one of its own if it is at least half of one.
 
     Args:
-        source, target: lengths with their marks.
+        source, target: lengths with the end token.
     """
     width = width_of(target)
-    # Sources rise in one width and fall in the next: the sentences of a mini-batch that spans two are still alike.
+    # Source lengths rise in one width and fall in the next, so that a mini-batch that spans two has similar sources.
     _, bucket = np.unique(width, return_inverse=True)
     padded = width_of(source)
     order = np.lexsort((np.where(bucket % 2, -padded, padded), width))
@@ -90,31 +88,31 @@ def by_tokens(source: Numbers, target: Numbers, pairs_of: Mapping[int, int]) -> 
 
 
 def _shares(widths: Numbers, pairs_of: Mapping[int, int]) -> npt.NDArray[np.float64]:
-    """What share of a mini-batch a pair of each width is."""
+    """Returns the share of a mini-batch that one pair of each width takes."""
     known = np.array(sorted(pairs_of))
     return np.asarray(1 / np.array([pairs_of[int(w)] for w in known])[np.searchsorted(known, widths)])
 
 
-def balanced(source: Numbers, target: Numbers, M: int) -> list[slice]:
-    """Cuts a mini-batch into consecutive micro-batches whose padded tokens, source and target, are nearly equal.
+def balanced(source: Numbers, target: Numbers, count: int) -> list[slice]:
+    """Divides a mini-batch into consecutive micro-batches with nearly equal padded tokens, source and target together.
 
-    Cut at multiples of a power of two where there are pairs enough, for few shapes.
+    It cuts at multiples of a power of two if there are enough pairs, for few shapes.
 
     Args:
-        source, target: lengths with their marks, of at least `M` pairs, in the mini-batch's order.
-        M: micro-batches of all replicas.
+        source, target: lengths with the end token, of at least `count` pairs, in the mini-batch's order.
+        count: micro-batches of all replicas.
     """
-    count = len(source)
-    step = _step(count / M)
+    pairs = len(source)
+    step = _step(pairs / count)
     widths = width_of(source), width_of(target)
-    best = [slice(cut.start * step, min(count, cut.stop * step)) for cut in split_evenly(-(-count // step), M)]
-    loads = [padded_tokens(source[part], target[part]) for part in best]
-    if max(loads) <= NEARLY_EQUAL * sum(loads) / M:
+    best = [slice(cut.start * step, min(pairs, cut.stop * step)) for cut in split_evenly(-(-pairs // step), count)]
+    loads = [padded_tokens(source[cut], target[cut]) for cut in best]
+    if max(loads) <= NEARLY_EQUAL * sum(loads) / count:
         return best
-    least, most = -(-int((widths[0] + widths[1]).sum()) // M), max(loads) - 1
-    while least <= most:  # the smallest load of a part with which `M` of them take all pairs
+    least, most = -(-int((widths[0] + widths[1]).sum()) // count), max(loads) - 1
+    while least <= most:  # bisects for the smallest largest load with which `count` micro-batches hold all pairs
         load = (least + most) // 2
-        cuts = _filled(widths, M, load, step)
+        cuts = _filled(widths, count, load, step)
         if cuts is None:
             least = load + 1
         else:
@@ -122,16 +120,16 @@ def balanced(source: Numbers, target: Numbers, M: int) -> list[slice]:
     return best
 
 
-def _filled(widths: tuple[Numbers, Numbers], M: int, load: int, step: int) -> list[slice] | None:
-    """Parts filled one after the other up to `load` padded tokens, each leaving enough for the others; or None."""
-    count, cuts, start = len(widths[0]), [], 0
-    for left in range(M - 1, -1, -1):
-        most = min(count - start - left, load // (2 * PAD_MULTIPLE))
+def _filled(widths: tuple[Numbers, Numbers], count: int, load: int, step: int) -> list[slice] | None:
+    """Fills micro-batches one after the other up to `load` padded tokens; returns None if not all pairs fit."""
+    pairs, cuts, start = len(widths[0]), [], 0
+    for left in range(count - 1, -1, -1):
+        most = min(pairs - start - left, load // (2 * PAD_MULTIPLE))
         source, target = (np.maximum.accumulate(width[start : start + most]) for width in widths)
         fitting = int(np.searchsorted(np.arange(1, most + 1) * (source + target), load, side="right"))
         if left and fitting > step:
             fitting -= fitting % step
-        if fitting < 1 or (not left and fitting < count - start):
+        if fitting < 1 or (not left and fitting < pairs - start):
             return None
         cuts.append(slice(start, start + fitting))
         start += fitting
@@ -139,5 +137,5 @@ def _filled(widths: tuple[Numbers, Numbers], M: int, load: int, step: int) -> li
 
 
 def padded_tokens(source: Numbers, target: Numbers) -> int:
-    """Source and target tokens of a part, padding included."""
+    """Returns the source and target tokens of these pairs, padding included."""
     return len(source) * int(width_of(source.max()) + width_of(target.max()))

@@ -1,6 +1,6 @@
-"""Translation (paper, section 5): mini-batches of sentence pairs from a store, whoever made it.
+"""Yields mini-batches of sentence pairs for translation (paper, section 5), from a store of either corpus.
 
-`TranslationSource` makes its store from CLDR, the default; `parallel_text.ParallelTextSource` from a folder.
+`TranslationSource` makes its store from CLDR, the default; `parallel.source.ParallelTextSource` from a folder.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import numpy.typing as npt
 import torch
 
 from ..errors import ConfigurationError
-from . import typical
 from .cldr.corpus import CorpusParameters, open_store
 from .cldr.languages import RANK, SCRIPTS
 from .cldr.pairs import HELD_OUT_ITEMS
@@ -31,12 +30,13 @@ if TYPE_CHECKING:
 
 CHUNK_BATCHES = 64  # mini-batches that are sorted by length together
 CHUNK_PAIRS = 2**22  # ... but no more pairs than this: they are held in memory, 40 bytes each
-EVALUATION_BATCH = 64
-SPLITS = ("dev", "test")  # held-out sentences: to look at while training, and to compare by
+EVALUATION_BATCH = 64  # sentences of a micro-batch
+TOKENS_OF_WIDTH = 0.8  # share of a padded target that is not padding, in CLDR batches
+SPLITS = ("dev", "test")  # held-out sentences: dev for evaluations during training, test for the final comparison
 
 
 class HeldOutSample(NamedTuple):
-    """A sentence to translate; `source_ids` ends with the end mark, as the model reads it."""
+    """Holds a sentence to translate; `source_ids` ends with the end token, as the model reads it."""
 
     language: str
     source: str
@@ -45,27 +45,27 @@ class HeldOutSample(NamedTuple):
 
 
 class PairSource:
-    """Temperature-sampled mini-batches of translation pairs whose lengths are alike. A base: `_open` gives the store.
+    """Yields temperature-sampled mini-batches of pairs of similar length. Subclasses open the store.
 
-    A part is `((source [b, S], target_in [b, T]), (target_out [b, T],))`, int64: the source ends with the end mark,
-    `target_in` begins with the beginning mark, `target_out` ends with the end mark, and padding follows.
+    A micro-batch is `((source [b, S], target_in [b, T]), (target_out [b, T],))`, int64: the source ends with the end
+    token, `target_in` begins with the beginning token, `target_out` ends with the end token, and padding follows.
 
     Args:
-        batch_size: sentence pairs of a mini-batch, over all micro-batches and replicas; each part gets as many.
-        batch_tokens: if given, a mini-batch has about this many target tokens instead, padding not counted, and its
-            micro-batches are balanced in padded tokens.
+        batch_size: sentence pairs of a mini-batch, over all micro-batches and replicas, which get equal numbers.
+        batch_tokens: if given, a mini-batch has about this many target tokens instead, without padding, and its
+            micro-batches have nearly equal numbers of padded tokens.
         temperature: languages are drawn with p ∝ pairs^(1/temperature).
-        max_length: the longest sequence of a batch, marks included.
+        max_length: tokens of the longest sequence, with its end token.
         evaluation_per_language: held-out sentences of each language in `evaluation`.
         seed: decides the order of the batches.
         evaluation_split: which held-out sentences: "dev" or "test".
 
     Raises:
-        ValueError: a value out of its limits.
+        ValueError: a value is outside its limits.
     """
 
     pad_id, bos_id, eos_id = PAD, BOS, EOS
-    typical_lengths = (24, 16)  # padded, of source and target: the medians of CLDR batches with 4,000 pieces
+    typical_lengths = (24, 16)  # padded source and target tokens: the medians of CLDR batches with 4,000 pieces
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class PairSource:
             temperature=(temperature, 1, None),
             evaluation_per_language=(evaluation_per_language, 1, None),
         )
-        self._pairs = batch_size or 1  # of a mini-batch; with batch_tokens, on average: prepare() counts
+        self._pairs = batch_size or 1  # of a mini-batch; with batch_tokens the mean, which prepare() counts
         self._batch_tokens = batch_tokens
         self._temperature, self._max_length, self._seed = temperature, max_length, seed
         self._evaluation_per_language = evaluation_per_language
@@ -99,11 +99,11 @@ class PairSource:
         raise NotImplementedError
 
     def _first_held_out(self, language: str, wanted: int) -> int:
-        """Where a choice of `wanted` of the language's held-out sentences begins."""
+        """Returns where a choice of `wanted` of the language's held-out sentences begins."""
         return 0
 
     def prepare(self, report: Report) -> None:
-        """Build the corpus unless it is there, and open it.
+        """Builds the corpus unless it is there, and opens it.
 
         Raises:
             ConfigurationError: the vocabulary does not suit the corpus, or `max_length` leaves a language no pair.
@@ -115,26 +115,31 @@ class PairSource:
             share = sum(pairs / self._pairs_by_width[width] for width, (pairs, _) in widths.items())
             self._pairs = max(1, round(sum(pairs for pairs, _ in widths.values()) / share))
 
-    def typical_micro_batch(self, M: int, longest: bool) -> tuple[MicroBatch, int]:
-        """Shapes of a micro-batch, without data: see `typical`."""
+    def typical_micro_batch(self, micro_batches: int, longest: bool) -> tuple[MicroBatch, int]:
+        """Returns a micro-batch on the meta device, without data, and the examples of a mini-batch."""
         lengths = (self._max_length,) * 2 if longest else self.typical_lengths
         source, target = (min(length, self._max_length) for length in lengths)
-        return typical.pairs(M, self._pairs, self._batch_tokens, source, target)
+        examples = self._pairs
+        if self._batch_tokens is not None:
+            examples = max(micro_batches, round(self._batch_tokens / (TOKENS_OF_WIDTH * target)))
+        shapes = [(-(-examples // micro_batches), length) for length in (source, target, target)]
+        ids, target_in, target_out = (torch.empty(shape, dtype=torch.int64, device="meta") for shape in shapes)
+        return ((ids, target_in), (target_out,)), examples
 
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
-        """Mini-batches without end; a position is `{"chunk": c, "batch": b, "pairs": n}`, the next one to make.
+        """Yields mini-batches without end; a position is `{"chunk": c, "batch": b, "pairs": n}`, the next one to make.
 
-        `pairs` is how many of the chunk's pairs were read; the order of the data does not need it, `epochs` does.
+        `pairs` counts the pairs of the chunk that were read; only `epochs` needs it.
         """
         start = position or {"chunk": 0, "batch": 0, "pairs": 0}
         if self._batch_tokens is None:
             slices_of_replica(self._pairs, M, replica, replicas, "data.batch_size")
         else:
-            self._check_parts(M * replicas)
+            self._check_tokens(M * replicas)
         return read_ahead(self._train(start["chunk"], start["batch"], M, replica, replicas))
 
     def evaluation(self, M: int) -> Iterator[Batch]:
-        """`evaluation_per_language` dev sentences of each language, shortest first."""
+        """Yields `evaluation_per_language` held-out sentences of each language, shortest first."""
         samples = self.held_out(self.evaluation_split, self._evaluation_per_language)
         targets = self._opened.target_vocabulary.encode([sample.reference for sample in samples])
         fitting = [i for i, ids in enumerate(targets) if len(ids) < self._max_length]
@@ -143,16 +148,19 @@ class PairSource:
             group = order[first : first + EVALUATION_BATCH * M]
             yield Batch(
                 [
-                    _part([samples[i].source_ids[:-1] for i in group[part]], [targets[i] for i in group[part]])
-                    for part in split_evenly(len(group), min(M, len(group)))
+                    _micro_batch(
+                        _ragged([samples[i].source_ids[:-1] for i in group[cut]]),
+                        _ragged([targets[i] for i in group[cut]]),
+                    )
+                    for cut in split_evenly(len(group), min(M, len(group)))
                 ],
                 first,
             )
 
     def held_out(self, split: str = "dev", per_language: int | None = None) -> list[HeldOutSample]:
-        """Held-out sentences ("dev" or "test") as texts and ids, `per_language` of each language (None: all).
+        """Returns held-out sentences ("dev" or "test") as texts and ids, `per_language` of each language (None: all).
 
-        Which ones depends on nothing but the language. Sources longer than `max_length` are left out.
+        The choice depends on the language alone. Sources longer than `max_length` are left out.
         """
         if split not in SPLITS:
             raise ValueError(f"no held-out split '{split}': use 'dev' or 'test'")
@@ -173,11 +181,11 @@ class PairSource:
         return [pairs[(start + i) % len(pairs)] for i in range(wanted)]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Source ids of each text, with the end mark, as the model reads them."""
+        """Returns the source ids of each text with the end token, as the model reads them."""
         return [[*ids, EOS] for ids in self._opened.source_vocabulary.encode(texts)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of target ids, up to the first end mark."""
+        """Returns the text of target ids, up to the first end token."""
         return self._opened.target_vocabulary.decode(ids)
 
     def keep_vocabularies(self, folder: Path) -> None:
@@ -186,31 +194,31 @@ class PairSource:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Training pairs of each language."""
+        """Returns the number of training pairs of each language."""
         return self._opened.sizes
 
     @property
     def scripts(self) -> dict[str, str]:
-        """The script of each language, as far as it is known."""
+        """Returns the script of each language that is in the table of CLDR languages."""
         return {code: SCRIPTS[code] for code in self.sizes if code in SCRIPTS}
 
     def fingerprint(self) -> str:
-        """Of the corpus, not of the order in which it is read."""
+        """Returns that of the corpus, which the order of reading does not change."""
         return self._opened.fingerprint()
 
     def epoch(self, position: Any) -> float:
-        """Pairs read up to `position`, in sizes of the corpus (of which small languages come round more often)."""
+        """Returns the pairs read up to `position` over the size of the corpus; small languages repeat more often."""
         chunk, read = self._place(position)
         return float((chunk * self._chunk + read) / sum(self._opened.sizes.values()))
 
     def epochs(self, position: Any) -> dict[str, float]:
-        """How often each language's pairs have been read up to `position`."""
+        """Returns how often each language's pairs have been read up to `position`."""
         chunk, read = self._place(position)
         taken = self._sampler().taken(chunk * self._chunk + read)
         return {code: count / size for (code, size), count in zip(self._opened.sizes.items(), taken, strict=True)}
 
     def _place(self, position: Any) -> tuple[int, int]:
-        """The chunk, and how many of its pairs have been read."""
+        """Returns the chunk, and how many of its pairs have been read."""
         start = position or {"chunk": 0, "batch": 0}
         return start["chunk"], start.get("pairs", start["batch"] * self._pairs)
 
@@ -222,11 +230,11 @@ class PairSource:
 
     @property
     def _chunk(self) -> int:
-        """Pairs of a chunk: whole mini-batches."""
+        """Returns the pairs of a chunk: whole mini-batches."""
         return self._pairs * max(1, min(CHUNK_BATCHES, CHUNK_PAIRS // self._pairs))
 
     def _sampler(self) -> TemperatureSampler:
-        """A new one for each stream of batches: it remembers where it is."""
+        """Returns a new sampler: each stream of batches needs its own."""
         return TemperatureSampler(self._opened.blocks(), self._temperature, self._chunk, self._seed)
 
     def _train(self, chunk: int, batch: int, M: int, replica: int, replicas: int) -> Iterator[Batch]:
@@ -235,32 +243,33 @@ class PairSource:
         for number in count(chunk):
             rows = self._opened.locate(*sampler.items(number))
             batches = self._mini_batches(rows, number)
-            opened: dict[int, Tokens] = {}  # files stay mapped for a chunk, not for ever
+            opened: dict[int, Tokens] = {}  # files stay mapped for one chunk
             read = sum(map(len, batches[:batch]))
             for place in range(batch, len(batches)):
                 of_batch = rows.take(batches[place])
                 read += len(of_batch)
                 cuts = self._cuts(of_batch, M * replicas)[mine]
-                made = [_tensors(*self._opened.gather(of_batch.take(cut), opened)) for cut in cuts]
+                made = [_micro_batch(*self._opened.gather(of_batch.take(cut), opened)) for cut in cuts]
                 yield Batch(made, {"chunk": number, "batch": place + 1, "pairs": read})
             batch = 0
 
-    def _check_parts(self, M: int) -> None:
-        """A chunk's last mini-batch, of its longest sentences, may be half of one."""
+    def _check_tokens(self, count: int) -> None:
+        """Refuses too few `batch_tokens` for `count` micro-batches: a chunk's last mini-batch may be half of one."""
         width, pairs = min(self._pairs_by_width.items(), key=lambda item: item[1])
-        if pairs < 2 * M:
+        if pairs < 2 * count:
             raise ConfigurationError(
                 f"data.batch_tokens={self._batch_tokens}: a mini-batch of the longest sentences has {pairs} pairs or "
-                f"half, too few for {M} micro-batches: use data.batch_tokens={2 * M * width} or a lower pipeline.M"
+                f"half, too few for {count} micro-batches: use data.batch_tokens={2 * count * width} or a lower "
+                "pipeline.M"
             )
 
-    def _cuts(self, rows: Rows, M: int) -> list[slice]:
+    def _cuts(self, rows: Rows, count: int) -> list[slice]:
         if self._batch_tokens is None:
-            return split_evenly(len(rows), M)
-        return balanced(rows.source + 1, rows.target + 1, M)
+            return split_evenly(len(rows), count)
+        return balanced(rows.source + 1, rows.target + 1, count)
 
     def _mini_batches(self, rows: Rows, chunk: int) -> list[npt.NDArray[np.int64]]:
-        """The places of each mini-batch's pairs in the chunk: alike in length within, in random order among them."""
+        """Returns the places of each mini-batch's pairs in the chunk; the mini-batches are in random order."""
         if self._batch_tokens is None:
             batches = by_count(rows.source + 1, rows.target + 1, self._pairs)
         else:
@@ -269,20 +278,20 @@ class PairSource:
 
 
 class TranslationSource(PairSource):
-    """Translation from 102 languages into English, from the CLDR corpus.
+    """Reads the CLDR corpus: translation from 102 languages into English.
 
     Args:
-        batch_size, batch_tokens, temperature, evaluation_per_language, seed, evaluation_split: as of `PairSource`.
-        languages: CLDR codes; None for all 102. A language's pairs do not depend on the others chosen.
-        pair: one code, in place of `languages`: a bilingual run.
-        largest, smallest: training pairs of the best and the least resourced language of the whole table.
+        batch_size, batch_tokens, temperature, evaluation_per_language, seed, evaluation_split: see `PairSource`.
+        languages: CLDR codes; None: all 102. A language's pairs do not depend on the others chosen.
+        pair: one code instead of `languages`, for a bilingual run.
+        largest, smallest: training pairs of the first and the last language of the whole table.
         vocabulary: pieces of the joint vocabulary.
-        max_length: pairs with more tokens on a side, marks included, are left out.
-        corpus_seed: decides the sentences of the corpus, held-out ones too; the same for every run that is compared.
-        cache_dir: where corpora are kept; None for `$GPIPE_CACHE` or `~/.cache/gpipe`.
+        max_length: pairs with more tokens on a side, with its end token, are left out.
+        corpus_seed: decides the sentences of the corpus, also held-out ones; runs to be compared need the same.
+        cache_dir: folder of the corpora; None: `$GPIPE_CACHE` or `~/.cache/gpipe`.
 
     Raises:
-        ValueError: a value out of its limits, a language that is not in the table.
+        ValueError: a value is outside its limits, or a language is not in the table.
     """
 
     def __init__(
@@ -314,12 +323,12 @@ class TranslationSource(PairSource):
         return open_store(self.parameters, self._cache_dir, report)
 
     def _first_held_out(self, language: str, wanted: int) -> int:
-        """Languages share their English items: each starts at another, so that few sentences differ in English."""
+        """Returns another start for each language, because all share the same English items."""
         return RANK[language] * wanted
 
 
 def chosen_languages(languages: Sequence[str] | None, pair: str | None) -> Sequence[str] | None:
-    """The languages that `data.languages` and `data.pair` ask for.
+    """Returns the languages chosen by `data.languages` and `data.pair`.
 
     Raises:
         ValueError: both are given.
@@ -335,7 +344,7 @@ def chosen_languages(languages: Sequence[str] | None, pair: str | None) -> Seque
 
 
 def _drawn_widths(store: Store, temperature: float) -> dict[int, tuple[float, float]]:
-    """Share of the pairs, and target tokens, of each target width, as temperature sampling draws them."""
+    """Returns the share of the pairs, and the target tokens, of each target width after temperature sampling."""
     drawn: dict[int, tuple[float, float]] = {}
     shares = temperature_shares(list(store.sizes.values()), temperature)
     for share, of in zip(shares, store.languages.values(), strict=True):
@@ -345,10 +354,6 @@ def _drawn_widths(store: Store, temperature: float) -> dict[int, tuple[float, fl
     return dict(sorted(drawn.items()))
 
 
-def _part(sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> MicroBatch:
-    return _tensors(_ragged(sources), _ragged(targets))
-
-
 def _ragged(sequences: Sequence[Sequence[int]]) -> Ragged:
     return (
         np.array([token for ids in sequences for token in ids], np.int64),
@@ -356,7 +361,7 @@ def _ragged(sequences: Sequence[Sequence[int]]) -> Ragged:
     )
 
 
-def _tensors(source: Ragged, target: Ragged) -> MicroBatch:
+def _micro_batch(source: Ragged, target: Ragged) -> MicroBatch:
     ends, begins = _grid(source, 0), _grid(target, 1)
     outs = _grid(target, 0)
     rows = np.arange(len(ends))
@@ -367,7 +372,7 @@ def _tensors(source: Ragged, target: Ragged) -> MicroBatch:
 
 
 def _grid(ragged: Ragged, shift: int) -> npt.NDArray[np.int64]:
-    """Sequences as rows, `shift` places to the right, padded to one of the widths with room for one mark."""
+    """Returns the sequences as rows, moved right by `shift`, padded to a width with room for one more token."""
     ids, lengths = ragged
     width = int(width_of(lengths.max() + 1))
     grid = np.full((len(lengths), width), PAD, np.int64)

@@ -1,4 +1,4 @@
-"""Subword pieces shared by all languages: a SentencePiece unigram model (Kudo & Richardson, 2018)."""
+"""Trains and reads vocabularies of subword pieces: a SentencePiece unigram model (Kudo & Richardson, 2018)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ PAD, UNKNOWN, BOS, EOS = 0, 1, 2, 3
 def train_vocabulary(
     sentences: Iterable[str], size: int, character_coverage: float = 1.0, key: str = "vocabulary"
 ) -> bytes:
-    """Train exactly `size` pieces; the same sentences in the same order give the same bytes.
+    """Trains exactly `size` pieces and returns the model; equal sentences in equal order give equal bytes.
 
-    Digits stand alone, since languages group them differently: 6.629.945 is 6,629,945.
+    Digits are pieces of their own, because languages group them differently: 6.629.945 is 6,629,945.
 
     Args:
-        character_coverage: share of the text's characters that get pieces; the rest, the rarest, read as unknown.
-        key: under `data`, which says the size; for messages.
+        character_coverage: share of the text's characters that get pieces; the rest, the rarest, become unknown.
+        key: the key under `data` that holds the size; for messages.
 
     Raises:
         ConfigurationError: the sentences support fewer pieces than `size`, or need more for their characters alone.
@@ -45,11 +45,12 @@ def train_vocabulary(
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise ConfigurationError(_limit(size, str(error), key)) from error
+        raise ConfigurationError(_explained(size, str(error), key)) from error
     return model.getvalue()
 
 
-def _limit(size: int, message: str, key: str) -> str:
+def _explained(size: int, message: str, key: str) -> str:
+    """Returns SentencePiece's message with the key and a size that works."""
     if largest := re.search(r"set it to a value <= (\d+)", message):
         return f"data.{key}={size}, but this corpus supports {largest[1]} pieces: use data.{key}={largest[1]}"
     if smallest := re.search(r"\d+ vs (\d+)", message):
@@ -61,7 +62,7 @@ def _limit(size: int, message: str, key: str) -> str:
 
 
 class Vocabulary:
-    """A trained model: texts to ids and back."""
+    """Turns texts into ids and back with a trained model."""
 
     def __init__(self, model: bytes) -> None:
         self._pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -70,12 +71,12 @@ class Vocabulary:
         return int(self._pieces.get_piece_size())
 
     def encode(self, texts: Sequence[str], threads: int = 2) -> list[list[int]]:
-        """The ids of each text, with no beginning or end mark."""
+        """Returns the ids of each text, without beginning and end tokens."""
         ids: list[list[int]] = self._pieces.encode(list(texts), out_type=int, num_threads=threads)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text up to the first end mark; padding and marks leave no trace."""
+        """Returns the text up to the first end token, without padding and beginning tokens."""
         kept = list(ids)[: list(ids).index(EOS)] if EOS in ids else list(ids)
         text: str = self._pieces.decode([int(piece) for piece in kept if piece not in (PAD, BOS)])
         return text

@@ -1,4 +1,4 @@
-"""Processes that prepare text: jobs in, results out in the jobs' order, few of them in memory."""
+"""Runs jobs that prepare text in several processes; results come in the jobs' order, with few of them in memory."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ WATCH_SECONDS = 1.0
 
 
 class Workers:
-    """Runs a function in `count` processes; with one, in this process.
+    """Runs a function in `count` processes, or in this one if `count` is 1.
 
-    New interpreters, not forks: whoever prepares data may hold a GPU or threads. They end with this process.
+    They are new interpreters, not forks, because the caller may hold a GPU or threads. They end with this process.
     """
 
     def __init__(self, count: int) -> None:
@@ -40,7 +40,7 @@ class Workers:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def map(self, function: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[Result]:
-        """`function` of each job, in order; at most two jobs a process are under way or waiting to be taken."""
+        """Yields `function` of each job, in order; at most two jobs per process are running or not yet taken."""
         if self.count == 1:
             yield from map(function, jobs)
             return
@@ -48,7 +48,7 @@ class Workers:
             self._pool = ProcessPoolExecutor(self.count, get_context("spawn"), _end_with, (os.getpid(),))
         waiting: deque[Future[Result]] = deque()
         for job in jobs:
-            with _no_script():
+            with _without_script():
                 waiting.append(self._pool.submit(function, job))
             if len(waiting) >= 2 * self.count:
                 yield waiting.popleft().result()
@@ -57,8 +57,8 @@ class Workers:
 
 
 @contextmanager
-def _no_script() -> Iterator[None]:
-    """New interpreters import the program's script, and one without `if __name__ == "__main__"` would run again."""
+def _without_script() -> Iterator[None]:
+    """Hides the running script, which new interpreters import: a script without a `__main__` guard would run again."""
     script = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -68,7 +68,7 @@ def _no_script() -> Iterator[None]:
 
 
 def _end_with(parent: int) -> None:
-    """A killed parent cannot tell its pool to end: each process looks for it."""
+    """Ends this process when its parent is gone; a killed parent cannot end its pool."""
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -1,12 +1,14 @@
-"""The 102 languages of the default corpus, from the best to the least resourced."""
+"""Lists the 102 languages of the CLDR corpus, from the best to the least resourced, and their sizes."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
 class Language(NamedTuple):
-    """One row of `LANGUAGES`; its place in the table is its rank, which decides how many pairs it gets."""
+    """Describes a language; its place in `LANGUAGES` is its rank, which decides how many pairs it gets."""
 
     code: str
     name: str
@@ -15,9 +17,9 @@ class Language(NamedTuple):
 
 
 # Languages with at least 250 territory, 150 language, 150 currency and 250 time-zone names, 75 units, all relative
-# times and their own months, weekdays and lists in CLDR 47, less copies (ht is French, nb is no, trw is mostly Urdu).
-# The order follows how well a language is resourced; the last 26 are mostly relatives of better resourced ones,
-# so that transfer can show, with a few that have no relatives here (qu, kab, chr, yrl).
+# times and their own months, weekdays and lists in CLDR 47; copies are left out (ht is French, nb no, trw mostly Urdu).
+# The order follows how well a language is resourced. Most of the last 26 are relatives of better resourced ones, to
+# show transfer; a few have no relatives here (qu, kab, chr, yrl).
 LANGUAGES: tuple[Language, ...] = (
     Language("es", "Spanish", "Latin", "Romance"),
     Language("fr", "French", "Latin", "Romance"),
@@ -125,3 +127,38 @@ LANGUAGES: tuple[Language, ...] = (
 
 RANK: dict[str, int] = {language.code: rank for rank, language in enumerate(LANGUAGES)}
 SCRIPTS: dict[str, str] = {language.code: language.script for language in LANGUAGES}
+
+
+def check_languages(codes: Sequence[str] | None) -> list[str]:
+    """Returns the chosen codes in the table's order; None: all 102.
+
+    Raises:
+        ValueError: a code is not in the table; the message names the nearest ones.
+    """
+    if codes is None:
+        return [language.code for language in LANGUAGES]
+    for code in codes:
+        if code not in RANK:
+            raise ValueError(f"data.languages: no language '{code}' in the corpus{_nearest(code)}")
+    if not codes:
+        raise ValueError("data.languages is empty: give codes such as [de,fr], or null for all 102")
+    return sorted(set(codes), key=RANK.__getitem__)
+
+
+def _nearest(code: object) -> str:
+    if code is False:
+        return ": YAML reads the bare word no as false, so write Norwegian as 'no'"
+    by_name = {language.name.lower(): language.code for language in LANGUAGES}
+    words = difflib.get_close_matches(str(code).lower(), [*by_name, *RANK], n=4, cutoff=0.5)
+    near = dict.fromkeys(by_name.get(word, word) for word in words)
+    return f"; near: {', '.join(near)}" if near else "; docs/data.md lists all 102"
+
+
+def corpus_size(code: str, largest: int, smallest: int) -> int:
+    """Returns the training pairs of a language: a straight line on a logarithmic scale over the ranks.
+
+    The paper's sizes fall in the same way (section 5). A size does not depend on the languages chosen, so that a
+    bilingual baseline trains on the same pairs as the multilingual run.
+    """
+    share: float = (smallest / largest) ** (RANK[code] / (len(LANGUAGES) - 1))
+    return round(largest * share)

@@ -1,4 +1,4 @@
-"""An item, told in no language, becomes a text in any one: lists, amounts, dates and times by CLDR's own patterns."""
+"""Renders an item as a text of any language: lists, amounts, dates and times by CLDR's own patterns."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from .strings import LocaleStrings
 
 Item = tuple[Any, ...]
-"""What is said, in no language: ("list", "or", (item, item)), ("unit", "3.5", "length-meter"), ("date", "full", day)…
+"""A language-free content: ("list", "or", (item, item)), ("unit", "3.5", "length-meter"), ("date", "full", day) …
 
 Numbers are decimal strings, days are `date.toordinal()`, times are seconds after midnight."""
 
 
 def render(item: Item, strings: LocaleStrings) -> str | None:
-    """The text of `item`, or None where the language has no string of its own for a part of it."""
+    """Returns the text of `item`, or None if the language lacks a string of its own for it."""
     try:
         return _RENDER[item[0]](strings, *item[1:])
     except (KeyError, _Missing):
@@ -25,7 +25,7 @@ def render(item: Item, strings: LocaleStrings) -> str | None:
 
 
 class _Missing(Exception):
-    """The language has a string, but not one that fits."""
+    """Raised when the language has a string, but none that fits."""
 
 
 def _name(strings: LocaleStrings, kind: str, key: str) -> str:
@@ -44,7 +44,7 @@ def _list(strings: LocaleStrings, style: str, items: tuple[Item, ...]) -> str:
 
 
 def _money(strings: LocaleStrings, number: str, currency: str) -> str:
-    # CLDR's rule: without plural names a currency goes by its plain name, in every number.
+    # CLDR's rule: a currency without plural names has its plain name for every number.
     names = strings.currencies.get(currency) or {"other": strings.names["currency", currency]}
     form = strings.plural(Decimal(number))
     pattern = strings.amount.get(form, strings.amount["other"])
@@ -64,7 +64,7 @@ def _language_in_territory(strings: LocaleStrings, language: str, territory: str
 
 
 def _compact(strings: LocaleStrings, number: str) -> str:
-    """`number` has at most two significant digits: lakh and million then both tell it exactly."""
+    """Returns a text such as "5 million"; `number` has two significant digits at most, exact in lakh and million."""
     magnitude = "1" + "0" * (len(number) - 1)
     pattern = strings.compact["other"][magnitude]
     zeros = pattern.count("0")
@@ -103,7 +103,7 @@ _RENDER: dict[str, Callable[..., str]] = {
 
 
 class _Fields(Mapping[str, str]):
-    """The fields of a DateTimePattern; one that has no own word in the language is missing."""
+    """Looks up the fields of a DateTimePattern; a field without a word of the language is missing."""
 
     def __init__(self, strings: LocaleStrings, day: int = 1, seconds: int = 0, zone: str = "") -> None:
         self._strings, self._date, self._zone = strings, date.fromordinal(day), zone
@@ -125,14 +125,14 @@ class _Fields(Mapping[str, str]):
         return str(numbers[field[0]]).zfill(len(field))
 
     def __iter__(self) -> Iterator[str]:
-        raise TypeError("the fields of a pattern are looked up, never listed")
+        raise TypeError("fields can be looked up but not listed")
 
     def __len__(self) -> int:
         return 0
 
 
 def _fill(pattern: str, *values: str) -> str:
-    """Replace {0} and {1}; `str.format` would stumble over other braces."""
+    """Replaces {0} and {1}; `str.format` would fail on other braces."""
     for place, value in enumerate(values):
         pattern = pattern.replace(f"{{{place}}}", value)
     return pattern
@@ -140,14 +140,14 @@ def _fill(pattern: str, *values: str) -> str:
 
 def _plural(strings: LocaleStrings, forms: dict[str, str], number: str) -> str:
     pattern = forms.get(strings.plural(Decimal(number)), forms["other"])
-    # "A meter" is right for 1, but in some languages the same form covers 0 and 1.5.
+    # "A meter" is right for 1, but some languages use this form for 0 and 1.5 too.
     if "{0}" not in pattern and number not in ("1", "2"):
         raise _Missing
     return pattern
 
 
 def format_number(number: str, strings: LocaleStrings) -> str:
-    """ASCII digits with the language's decimal and grouping signs (Indian languages group 12,34,567)."""
+    """Returns ASCII digits with the language's decimal and grouping signs (Indian languages group 12,34,567)."""
     whole, point, fraction = number.partition(".")
     first, others = strings.grouping
     groups = [whole[-first:]]

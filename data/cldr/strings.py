@@ -1,8 +1,8 @@
-"""One language's own strings out of Babel's copy of CLDR: the only file that knows Babel's private data.
+"""Reads one language's own strings from Babel's copy of CLDR; the only file that uses Babel's private data.
 
-Babel's formatters fall back without a word where a language lacks a string: a currency becomes its code, "3 days ago"
-becomes "-3 d", "or" becomes English. A corpus of such pairs would teach copying, so nothing here formats through
-Babel. The strings are read from `Locale._data`, held against CLDR's root, and what is not the language's own is absent.
+If a language lacks a string, Babel's formatters fall back silently: a currency becomes its code, "3 days ago" becomes
+"-3 d", "or" becomes English. Such pairs would teach copying, so nothing is formatted with Babel. The strings are read
+from `Locale._data` and compared with CLDR's root; those that are not the language's own are left out.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CLEAN = str.maketrans(
 
 @dataclass(frozen=True)
 class LocaleStrings:
-    """What one language says; every field holds only what is its own in CLDR.
+    """Holds the strings of one language, only those that are its own in CLDR.
 
     Attributes:
         names: territory, language, script, currency and zone names.
@@ -41,11 +41,11 @@ class LocaleStrings:
         relative: plural patterns of (field, "past" or "future"), "{0} days ago".
         lists: the patterns "2", "start", "middle", "end" of the styles "standard" and "or".
         fields: months, weekdays, day periods and eras by DateTimePattern field ("MMMM", "cccc", "a", "G").
-        patterns: date "full" and "long", "time", "zone time" (printf style) and "date and time" ("{1}, {0}").
-        amount: plural patterns that join number and currency, "{0} {1}".
+        patterns: of dates, "full" and "long"; "time", "zone time" (printf style) and "date and time" ("{1}, {0}").
+        amount: plural patterns of number and currency, "{0} {1}".
         compact: by plural form and magnitude, "00 million".
-        decimal, group, grouping: signs of a number, and the digits of its last and of its other groups.
-        plural: the plural form of a number.
+        decimal, group, grouping: signs of a number, and the digits of its last group and of its other groups.
+        plural: returns the plural form of a number.
     """
 
     code: str
@@ -65,14 +65,14 @@ class LocaleStrings:
 
 
 def cldr_version() -> str:
-    """CLDR's version, or Babel's own where Babel does not tell (before 2.18). The corpus depends on it."""
+    """Returns CLDR's version, or Babel's if Babel does not give it (before 2.18). The corpus depends on it."""
     version = getattr(babel.core, "get_cldr_version", None)
     return f"cldr{version()}" if version else f"babel{babel.__version__}"
 
 
 @cache
 def locale_strings(code: str) -> LocaleStrings:
-    """Read the strings of the language `code` (0.01 s; kept, since every language is needed more than once)."""
+    """Returns the strings of the language `code` (0.01 s; cached, because every language is needed more than once)."""
     locale = Locale(code)
     data = _plain(locale._data)
     root = _root()
@@ -99,7 +99,7 @@ def locale_strings(code: str) -> LocaleStrings:
 
 
 def clean(text: str) -> str:
-    """Ordinary spaces for no-break and thin ones, no direction marks, no space at either end."""
+    """Returns the text with ordinary spaces, no direction marks, and no space at either end."""
     return text.translate(_CLEAN).strip()
 
 
@@ -111,7 +111,7 @@ def _root() -> dict[Any, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Nested ordinary dicts, Babel's aliases followed."""
+    """Returns nested ordinary dicts with Babel's aliases resolved."""
     return {key: _plain(value[key]) for key in value} if isinstance(value, Mapping) else value
 
 
@@ -133,7 +133,7 @@ def _names(data: dict[str, Any]) -> dict[Name, str]:
 
 
 def _forms(table: dict[str, dict[str, str]], root: dict[str, Any]) -> dict[str, Forms]:
-    """Plural patterns that are complete (have "other") and are not root's; "per" is no plural form."""
+    """Returns the plural patterns that are complete (have "other") and are not root's; "per" is no plural form."""
     found = {}
     for key, patterns in sorted(table.items()):
         forms = {form: clean(pattern) for form, pattern in patterns.items() if form != "per" and pattern}
@@ -153,7 +153,7 @@ def _relative(fields: dict[str, Any], root: dict[str, Any]) -> dict[tuple[str, s
 
 
 def _lists(lists: dict[str, Any], root: dict[str, Any], is_english: bool) -> dict[str, Forms]:
-    # Root joins with an English "or", which languages without a word of their own inherit; its comma is nobody's word.
+    # Languages without a word for "or" inherit root's English "or"; root's comma is no word of any language.
     return {
         style: {place: pattern.translate(_CLEAN) for place, pattern in lists[style].items()}
         for style in ("standard", "or")
@@ -162,14 +162,14 @@ def _lists(lists: dict[str, Any], root: dict[str, Any], is_english: bool) -> dic
 
 
 def _fields(data: dict[str, Any], root: dict[str, Any], is_english: bool) -> dict[str, dict[Any, str]]:
-    """The words that date and time patterns ask for by field letter."""
+    """Returns the words of date and time patterns by field letter."""
     places = (
         ("MMMM", "months", "format", "wide"),
         ("LLLL", "months", "stand-alone", "wide"),
         ("EEEE", "days", "format", "wide"),
         ("cccc", "days", "stand-alone", "wide"),
         ("a", "day_periods", "format", "wide"),
-        ("a", "day_periods", "format", "abbreviated"),  # the later one wins: Korean has own words for "wide" only
+        ("a", "day_periods", "format", "abbreviated"),  # the later one wins; Korean has its own words only for "wide"
     )
     found: dict[str, dict[Any, str]] = {}
     for field, table, context, width in places:
@@ -197,5 +197,5 @@ def _values(widths: dict[str, dict[Any, str]], key: Any) -> set[str]:
 
 
 def _unquote(pattern: str) -> str:
-    """CLDR quotes letters that are no fields: "0 Mio'.'"."""
+    """Removes the quotes around letters that are not fields, as in "0 Mio'.'"."""
     return pattern.replace("'", "")

@@ -1,4 +1,4 @@
-"""The paper's image data sets (section 4) as they are on disk, and what to say when they are not."""
+"""Opens the paper's image data sets (section 4) on disk, and explains what is missing."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import torch
 from ...errors import ConfigurationError
 from ..source import Report
 from .files import ImageArray, ImageFiles, Images
-from .folders import read_folder
+from .folders import read_folder, some_of
 
 
 @dataclass(frozen=True)
-class Known:
-    """What there is to know about a data set.
+class ImageDataset:
+    """Describes a data set.
 
     Attributes:
         title: its name in messages.
         layout: what `data.root` must hold.
         origin: where to get it.
-        torchvision: the class of torchvision.datasets that reads it; None for an image folder.
+        torchvision: the class of torchvision.datasets that lists its files; None for an image folder.
         train, evaluation: that class's arguments for the two splits.
-        download: size of what `data.download=true` would fetch; None where it cannot be fetched by program.
+        download: size of what `data.download=true` fetches; None if a program cannot fetch it.
     """
 
     title: str
@@ -39,31 +39,31 @@ class Known:
     download: str | None = None
 
 
-KNOWN = {
-    "image_folder": Known(
+DATASETS = {
+    "image_folder": ImageDataset(
         title="an image folder",
         layout="a folder for each of data.folders, in each of them a folder of images for each class",
         origin="arrange your images so",
     ),
-    "imagenet": Known(
+    "imagenet": ImageDataset(
         title="ImageNet",
         layout="train/<wnid>/*.JPEG and val/<wnid>/*.JPEG, 1,000 folders n01440764 … n15075141 in each",
         origin="ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar from https://image-net.org/download-images "
         "(an account is needed); unpack the 1,000 tar files of train, and sort val into class folders",
     ),
-    "cifar10": Known(
+    "cifar10": ImageDataset(
         title="CIFAR-10",
         layout="cifar-10-batches-py/ with data_batch_1 … data_batch_5, test_batch and batches.meta, as published",
         origin="https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
         torchvision="CIFAR10", train={"train": True}, evaluation={"train": False}, download="170 MB",
     ),
-    "cifar100": Known(
+    "cifar100": ImageDataset(
         title="CIFAR-100",
         layout="cifar-100-python/ with train, test and meta, as published",
         origin="https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
         torchvision="CIFAR100", train={"train": True}, evaluation={"train": False}, download="170 MB",
     ),
-    "stanford_cars": Known(
+    "stanford_cars": ImageDataset(
         title="Stanford Cars",
         layout="stanford_cars/ with cars_train/*.jpg, cars_test/*.jpg, devkit/cars_meta.mat, "
         "devkit/cars_train_annos.mat and cars_test_annos_withlabels.mat",
@@ -71,19 +71,19 @@ KNOWN = {
         "cars_test_annos_withlabels.mat at https://github.com/pytorch/vision/issues/7545",
         torchvision="StanfordCars", train={"split": "train"}, evaluation={"split": "test"},
     ),
-    "oxford_pets": Known(
+    "oxford_pets": ImageDataset(
         title="Oxford-IIIT Pets",
         layout="oxford-iiit-pet/ with images/*.jpg, annotations/trainval.txt and annotations/test.txt",
         origin="https://www.robots.ox.ac.uk/~vgg/data/pets/ (images.tar.gz and annotations.tar.gz)",
         torchvision="OxfordIIITPet", train={"split": "trainval"}, evaluation={"split": "test"}, download="800 MB",
     ),
-    "food101": Known(
+    "food101": ImageDataset(
         title="Food-101",
         layout="food-101/ with images/<class>/*.jpg, meta/train.json and meta/test.json",
         origin="http://data.vision.ee.ethz.ch/cvl/food-101.tar.gz",
         torchvision="Food101", train={"split": "train"}, evaluation={"split": "test"}, download="5 GB",
     ),
-    "fgvc_aircraft": Known(
+    "fgvc_aircraft": ImageDataset(
         title="FGVC Aircraft",
         layout="fgvc-aircraft-2013b/data/ with images/*.jpg, variants.txt, images_variant_trainval.txt and "
         "images_variant_test.txt",
@@ -96,19 +96,19 @@ KNOWN = {
 def open_images(
     dataset: str, root: str | None, folders: Sequence[str], download: bool, cache: Path, report: Report
 ) -> tuple[Images, Images]:
-    """The training and the evaluation images of a data set.
+    """Returns the training and the evaluation images of a data set.
 
     Args:
-        dataset: a key of `KNOWN`.
+        dataset: a key of `DATASETS`.
         root: the folder that holds it.
-        folders: of an image folder, the two splits.
-        download: whether torchvision may fetch what is not there.
-        cache: folder where lists of files are kept.
+        folders: the two splits of an image folder.
+        download: whether torchvision may fetch what is missing.
+        cache: folder of the lists of files.
 
     Raises:
-        ConfigurationError: something is not as it should be: what, what was expected where, and where to get it.
+        ConfigurationError: something is missing; the message says what belongs where and where to get it.
     """
-    known = KNOWN[dataset]
+    known = DATASETS[dataset]
     try:
         if root is None:
             raise ConfigurationError("data.root is not set")
@@ -121,26 +121,23 @@ def open_images(
 
 
 def help_for(dataset: str) -> str:
-    """What `data.root` must hold, and how it gets there."""
-    known = KNOWN[dataset]
+    """Returns what `data.root` must hold and where to get it."""
+    known = DATASETS[dataset]
     fetch = f"; or data.download=true ({known.download})" if known.download else ""
     return f"For {known.title}, data.root must hold {known.layout}. Where from: {known.origin}{fetch}"
 
 
 def _relabelled(evaluation: ImageFiles, train: ImageFiles) -> ImageFiles:
-    """The evaluation images with the training split's class numbers."""
+    """Returns the evaluation images with the training split's class numbers."""
     number = {name: label for label, name in enumerate(train.class_names)}
     strange = [name for name in evaluation.class_names if name not in number]
     if strange:
-        raise ConfigurationError(
-            f"{evaluation.root} has class folders that {train.root} has not: {', '.join(strange[:4])}"
-            + (f", … ({len(strange)} in all)" if len(strange) > 4 else "")
-        )
+        raise ConfigurationError(f"{evaluation.root} has class folders that {train.root} has not: {some_of(strange)}")
     labels = np.array([number[name] for name in evaluation.class_names])[evaluation.labels]
     return evaluation.relabelled(labels, train.class_names)
 
 
-def _from_torchvision(known: Known, root: Path, download: bool, report: Report) -> tuple[Images, Images]:
+def _from_torchvision(known: ImageDataset, root: Path, download: bool, report: Report) -> tuple[Images, Images]:
     from torchvision import datasets  # type: ignore[import-untyped] # two seconds to import
 
     if download and known.download is None:
@@ -159,7 +156,7 @@ def _from_torchvision(known: Known, root: Path, download: bool, report: Report) 
     return train, evaluation
 
 
-DOWNLOAD_ADVICE = "You can use download=True to download it"  # torchvision's, where ours names the key
+DOWNLOAD_ADVICE = "You can use download=True to download it"  # torchvision's words; ours name the key
 
 
 def _array(dataset: Any, root: Path, classes: Sequence[str]) -> Images:
@@ -167,7 +164,7 @@ def _array(dataset: Any, root: Path, classes: Sequence[str]) -> Images:
 
 
 def _files(paths: Sequence[str | Path], labels: Sequence[int], root: Path, classes: Sequence[str]) -> Images:
-    """The listed files, once it is sure that all are there: torchvision would find out when it comes to the file."""
+    """Returns the listed files after checking that all exist; torchvision would only notice when it reads one."""
     there = {path for folder in {Path(path).parent for path in paths} if folder.is_dir() for path in folder.iterdir()}
     missing = [path for path in map(Path, paths) if path not in there]
     if missing:
@@ -179,7 +176,7 @@ def _files(paths: Sequence[str | Path], labels: Sequence[int], root: Path, class
 
 
 FILES_OF: dict[str, Callable[[Any, Path, Sequence[str]], Images]] = {
-    # Only the lists are torchvision's; every file is decoded in our one way, which names a broken image.
+    # torchvision gives only the lists; all files are decoded by `files.decode`, which names a broken image.
     "CIFAR10": _array,
     "CIFAR100": _array,
     "StanfordCars": lambda of, root, classes: _files(

@@ -1,6 +1,6 @@
-"""1,797 real handwritten digits inside the package (data/digits.NOTICE): images with nothing to download.
+"""Yields mini-batches of 1,797 real handwritten digits inside the package (digits.NOTICE), with nothing to download.
 
-A check that a model learns, not a benchmark: 360 test images cannot tell a good model from a better one.
+They show that a model learns; they are no benchmark, because 360 test images cannot separate two good models.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,34 +16,32 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import typical
+from ...micro_batch import MicroBatch
 from ..source import Batch, Report, check_limits, permutation, read_ahead, slices_of_replica, split_evenly
-
-if TYPE_CHECKING:
-    from ...micro_batch import MicroBatch
+from .loading import typical_images
 
 CLASSES = 10
-TEST_IMAGES = 360  # the last in order: mostly writers that the others do not have, so that no handwriting leaks
+TEST_IMAGES = 360  # the last ones: mostly of writers who are not in the training set
 WHITE = 16  # the brightest value of the stored images
 
 
 class DigitsSource:
-    """Mini-batches of digits, enlarged and slightly rotated, moved and scaled in training.
+    """Yields mini-batches of digits, enlarged, and in training slightly rotated, moved and scaled.
 
-    A part is `((images uint8 [b, 3, S, S],), (labels int64 [b],))`. All images are kept in memory, enlarged; order and
-    augmentation are functions of (seed, epoch, index).
+    A micro-batch is `((images uint8 [b, 3, S, S],), (labels int64 [b],))`. All images are kept in memory, enlarged;
+    order and augmentation depend on (seed, epoch, index) alone.
 
     Args:
         batch_size: images of a mini-batch, over all micro-batches and replicas.
-        classes: 10; stands in the configuration for models to read.
+        classes: 10; models read it from the configuration.
         image_size: side S that the 8×8 pixels are enlarged to (bilinear).
         rotate: largest rotation in degrees, either way.
         shift: largest shift, as a share of the side, in each direction.
-        scale: largest change of size; 0.1 is between 0.9 and 1.1 times.
+        scale: largest change of size; 0.1 means 0.9 to 1.1 times.
         seed: decides order and augmentation.
 
     Raises:
-        ValueError: a value out of its limits.
+        ValueError: a value is outside its limits.
     """
 
     class_names = tuple(str(digit) for digit in range(CLASSES))
@@ -71,7 +69,7 @@ class DigitsSource:
         self._images, self._labels = torch.empty(0), torch.empty(0, dtype=torch.int64)
 
     def prepare(self, report: Report) -> None:
-        """Read and enlarge all images: a few hundredths of a second.
+        """Reads and enlarges all images, in a few hundredths of a second.
 
         Raises:
             ValueError: a mini-batch is larger than the training set.
@@ -83,26 +81,26 @@ class DigitsSource:
         self._images = F.interpolate(images[:, None] * (255 / WHITE), side, mode="bilinear", align_corners=False)
         self._labels = labels.to(torch.int64)
 
-    def typical_micro_batch(self, M: int, longest: bool) -> tuple[MicroBatch, int]:
-        """Shapes of a micro-batch, without data: see `typical`."""
-        return typical.images(M, self._batch_size, self._image_size)
+    def typical_micro_batch(self, micro_batches: int, longest: bool) -> tuple[MicroBatch, int]:
+        """Returns a micro-batch on the meta device, without data, and the examples of a mini-batch."""
+        return typical_images(micro_batches, self._batch_size, self._image_size)
 
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
-        """Mini-batches without end; a position is `{"epoch": e, "batch": b}`, the next one to make."""
+        """Yields mini-batches without end; a position is `{"epoch": e, "batch": b}`, the next one to make."""
         start = position or {"epoch": 0, "batch": 0}
         slices = slices_of_replica(self._batch_size, M, replica, replicas, "data.batch_size")
         return read_ahead(self._train(start["epoch"], start["batch"], slices))
 
     def evaluation(self, M: int) -> Iterator[Batch]:
-        """The test images in order, unchanged; the last mini-batch may have fewer micro-batches."""
+        """Yields the test images in order, unchanged; the last mini-batch may have fewer micro-batches."""
         first_test = self._training_images
         for first in range(first_test, len(self._images), self._batch_size):
             numbers = np.arange(first, min(first + self._batch_size, len(self._images)))
             slices = split_evenly(len(numbers), min(M, len(numbers)))
-            yield Batch(self._parts(self._images[numbers], numbers, slices), first - first_test)
+            yield Batch(self._micro_batches(self._images[numbers], numbers, slices), first - first_test)
 
     def epoch(self, position: Any) -> float:
-        """How often the training images were read up to `position`."""
+        """Returns how often the training images were read up to `position`."""
         start = position or {"epoch": 0, "batch": 0}
         return float(start["epoch"] + start["batch"] / self._batches)
 
@@ -114,7 +112,7 @@ class DigitsSource:
 
     @property
     def _batches(self) -> int:
-        """Mini-batches of an epoch; a last one that would not be full is left out."""
+        """Returns the number of mini-batches of an epoch; one that would not be full is left out."""
         return self._training_images // self._batch_size
 
     def _train(self, epoch: int, batch: int, slices: list[slice]) -> Iterator[Batch]:
@@ -123,27 +121,27 @@ class DigitsSource:
             matrices = self._matrices(current)
             for place in range(batch, self._batches):
                 numbers = order[place * self._batch_size : (place + 1) * self._batch_size]
-                # The whole mini-batch at once, so that the way it is divided cannot change a rounding.
+                # The whole mini-batch at once, so that its division into micro-batches changes no rounding.
                 images = _resample(self._images[numbers], matrices[numbers])
                 following = {"epoch": current + (place + 1) // self._batches, "batch": (place + 1) % self._batches}
-                yield Batch(self._parts(images, numbers, slices), following)
+                yield Batch(self._micro_batches(images, numbers, slices), following)
             batch = 0
 
     def _matrices(self, epoch: int) -> Tensor:
-        """Where each training image of an epoch reads its pixels: inverse affine maps [n, 2, 3]."""
+        """Returns the inverse affine maps [n, 2, 3] of the training images in an epoch."""
         words = np.random.Philox(np.random.SeedSequence((self._seed, epoch))).random_raw(4 * self._training_images)
         uniform = (words >> np.uint64(11)).astype(np.float64).reshape(-1, 4) * 2.0**-52 - 1
         angle, size, across, down = (uniform * np.array(self._affine)).T
         cos, sin = np.cos(angle) / (1 + size), np.sin(angle) / (1 + size)
         return torch.from_numpy(np.stack([cos, -sin, across, sin, cos, down], axis=1).reshape(-1, 2, 3)).float()
 
-    def _parts(self, images: Tensor, numbers: npt.NDArray[np.int64], slices: list[slice]) -> list[MicroBatch]:
+    def _micro_batches(self, images: Tensor, numbers: npt.NDArray[np.int64], slices: list[slice]) -> list[MicroBatch]:
         grey = images.round().to(torch.uint8)
         labels = self._labels[numbers]
-        return [((grey[part].repeat(1, 3, 1, 1),), (labels[part],)) for part in slices]
+        return [((grey[cut].repeat(1, 3, 1, 1),), (labels[cut],)) for cut in slices]
 
 
 def _resample(images: Tensor, matrices: Tensor) -> Tensor:
-    """Images [n, 1, S, S], each through its own inverse affine map; black comes in from outside."""
+    """Returns images [n, 1, S, S], each through its own inverse affine map; outside is black."""
     grid = F.affine_grid(matrices, list(images.shape), align_corners=False)
     return F.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=False)

@@ -1,4 +1,4 @@
-"""Labelled images that are decoded when they are asked for: files on disk, or an array in memory."""
+"""Reads labelled images one at a time, from files on disk or from an array in memory."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ..source import fingerprint_of
 
 
 class BrokenImage(NamedTuple):
-    """An image that could not be read, and what the decoder said."""
+    """Holds the name of an image that could not be read, and the decoder's message."""
 
     name: str
     reason: str
 
 
 class BrokenImageError(Exception):
-    """Raised by `read`; carries the `BrokenImage`."""
+    """Raised when an image cannot be decoded; holds the `BrokenImage`."""
 
     def __init__(self, broken: BrokenImage) -> None:
         super().__init__(f"{broken.name}: {broken.reason}")
@@ -33,10 +33,10 @@ class BrokenImageError(Exception):
 
 
 class Images(Protocol):
-    """One split of a data set.
+    """Reads one split of a data set.
 
     Attributes:
-        labels: of each image, numbers of `class_names`; int64 [n].
+        labels: int64 [n], numbers of `class_names`.
     """
 
     labels: npt.NDArray[np.int64]
@@ -45,10 +45,10 @@ class Images(Protocol):
     def __len__(self) -> int: ...
 
     def fingerprint(self) -> str:
-        """Of which images there are, in their order; their contents are not read."""
+        """Returns a digest of the names and order of the images; their contents are not read."""
 
     def read(self, index: int) -> Tensor:
-        """Image `index` as uint8 [3, H, W].
+        """Returns image `index` as uint8 [3, H, W].
 
         Raises:
             BrokenImageError: it cannot be decoded.
@@ -56,14 +56,14 @@ class Images(Protocol):
 
 
 class ImageFiles:
-    """Image files under one folder.
+    """Reads image files under one folder.
 
     Args:
         root: the folder.
-        names: paths from `root`, with "/" between folders. They are kept as bytes in one array, not as a million
-            strings: loader processes would copy the memory of every string that they touch.
+        names: paths from `root`, with "/" between folders. They are kept as bytes in one array and not as a million
+            strings, because loader processes would copy the memory of every string they touch.
         labels: of each file.
-        class_names: what the labels stand for.
+        class_names: the names of the classes, by label.
     """
 
     def __init__(self, root: Path, names: Sequence[str], labels: Sequence[int], class_names: Sequence[str]) -> None:
@@ -77,7 +77,7 @@ class ImageFiles:
         return len(self.labels)
 
     def relabelled(self, labels: npt.NDArray[np.int64], class_names: Sequence[str]) -> ImageFiles:
-        """The same files under other class numbers."""
+        """Returns the same files with other class numbers."""
         changed = copy.copy(self)
         changed.labels, changed.class_names = labels, tuple(class_names)
         return changed
@@ -93,12 +93,12 @@ class ImageFiles:
         path = self.path(index)
         try:
             return decode(path.read_bytes())
-        except Exception as error:  # a decoder that meets garbage raises whatever the garbage leads it to
+        except Exception as error:  # a decoder may raise anything on a broken file
             raise BrokenImageError(BrokenImage(str(path), _reason(error))) from error
 
 
 class ImageArray:
-    """Images of one size in memory: uint8 [n, 3, H, W]."""
+    """Reads images of one size from memory: uint8 [n, 3, H, W]."""
 
     def __init__(self, images: Tensor, labels: Sequence[int], class_names: Sequence[str]) -> None:
         self._images, self.class_names = images, tuple(class_names)
@@ -115,10 +115,10 @@ class ImageArray:
 
 
 def decode(encoded: bytes) -> Tensor:
-    """An encoded image to uint8 [3, H, W], whatever its format and colours.
+    """Decodes an image of any format and colours to uint8 [3, H, W].
 
-    Pillow does it: torchvision's own decoder, a little faster, is deprecated. The channels stay last in memory, the
-    order in which torchvision resizes bytes fastest.
+    It uses Pillow: torchvision's own decoder, a little faster, is deprecated. The channels stay last in memory, because
+    torchvision then resizes bytes fastest.
     """
     from PIL import Image
 

@@ -1,7 +1,7 @@
-"""Image folders: one folder for each split, in it one folder for each class, in that the images, however deep.
+"""Lists image folders: one folder for each split, in it one for each class, with the images at any depth.
 
-ImageNet is used in this form, as is any data set of one's own. Listing a million files on a network disk takes
-minutes, so the list is kept in the cache until a folder changes.
+ImageNet has this form, and so has a user's own data set. Listing a million files on a network disk takes minutes, so
+the list is kept in the cache until a folder changes.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from ..source import Report
 from .files import ImageFiles
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
-JUST_CHANGED_SECONDS = 2.0  # a folder that changed so lately may change again within its time stamp's tick
+JUST_CHANGED_SECONDS = 2.0  # a folder changed more recently may change again with the same time stamp
 
 
 class Listing(NamedTuple):
-    """What stands under a split's folder; all paths are from there, with "/" between folders.
+    """Lists what is under a split's folder; paths are relative to it, with "/" between folders.
 
     Attributes:
-        folders: every folder that was looked into, itself (".") included.
+        folders: every folder that was listed, also the split's own (".").
         changed: when each of them last changed, in nanoseconds.
         classes: the class folders, sorted.
         names: the images, class after class, sorted.
-        labels: of each image, its class's number.
+        labels: class number of each image.
     """
 
     folders: list[str]
@@ -44,15 +44,15 @@ class Listing(NamedTuple):
 
 
 def read_folder(split: Path, cache: Path, report: Report) -> ImageFiles:
-    """The images of one split.
+    """Returns the images of one split.
 
     Args:
         split: folder with a folder for each class.
-        cache: folder where lists of files are kept.
+        cache: folder of the lists of files.
 
     Raises:
-        ConfigurationError: there is no such folder, or no class folders, or a class without images; the message says
-            what was found.
+        ConfigurationError: the folder, class folders or the images of a class are missing; the message says what was
+            found.
     """
     _check_split(split)
     kept = cache / "image-lists" / f"{hashlib.blake2b(str(split.resolve()).encode(), digest_size=16).hexdigest()}.npz"
@@ -69,24 +69,24 @@ def _check_split(split: Path) -> None:
     if not root.is_dir():
         raise ConfigurationError(f"data.root={root}: there is no such folder")
     if not split.is_dir():
-        raise ConfigurationError(f"data.root={root} has no folder '{split.name}', only {_some(_names(root))}")
+        raise ConfigurationError(f"data.root={root} has no folder '{split.name}', only {some_of(_names(root))}")
     with os.scandir(split) as entries:
         files = [entry.name for entry in entries if not entry.is_dir() and not entry.name.startswith(".")]
     archives = [name for name in files if name.endswith((".tar", ".gz", ".zip"))]
     if archives:
-        raise ConfigurationError(f"{split} holds archives that are not unpacked: {_some(archives)}")
+        raise ConfigurationError(f"{split} holds archives that are not unpacked: {some_of(archives)}")
 
 
 def _check_classes(split: Path, listing: Listing) -> None:
     if not listing.classes:
         raise ConfigurationError(
-            f"{split} has no class folders, only {_some(_names(split))}: sort its images into one folder a class"
+            f"{split} has no class folders, only {some_of(_names(split))}: sort its images into one folder a class"
         )
     filled = set(listing.labels)
     empty = [name for number, name in enumerate(listing.classes) if number not in filled]
     if empty:
         raise ConfigurationError(
-            f"{split} has {len(empty)} class folders without an image ({', '.join(SUFFIXES)}): {_some(empty)}"
+            f"{split} has {len(empty)} class folders without an image ({', '.join(SUFFIXES)}): {some_of(empty)}"
         )
 
 
@@ -94,8 +94,8 @@ def _names(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir()]
 
 
-def _some(names: Sequence[str]) -> str:
-    """The first names, and how many there are."""
+def some_of(names: Sequence[str]) -> str:
+    """Returns the first names, and how many there are, as text."""
     shown = ", ".join(sorted(names)[:4])
     return f"{shown}, … ({len(names)} in all)" if len(names) > 4 else shown or "nothing"
 
@@ -118,7 +118,7 @@ def _scan_folder(split: Path, folder: str, listing: Listing) -> None:
     listing.changed.append((split / folder).stat().st_mtime_ns)
     with os.scandir(split / folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
-            if entry.name.startswith("."):  # what an archiver on a Mac leaves: ._n01440764_18.JPEG
+            if entry.name.startswith("."):  # such as ._n01440764_18.JPEG, which archivers on a Mac leave
                 continue
             if entry.name.lower().endswith(SUFFIXES):
                 listing.names.append(f"{folder}/{entry.name}")
@@ -127,18 +127,18 @@ def _scan_folder(split: Path, folder: str, listing: Listing) -> None:
 
 
 def _load(kept: Path, split: Path) -> Listing | None:
-    """The list in the cache, unless a folder has changed since, or there is none."""
+    """Returns the list from the cache, or None if there is none or a folder has changed since."""
     try:
         with np.load(kept, allow_pickle=False) as stored:
             listing = Listing(*(_unpacked(stored[field]) for field in Listing._fields))
         changed = [(split / folder).stat().st_mtime_ns for folder in listing.folders]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):  # absent, torn or of another form: scan
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):  # missing, torn or in another format
         return None
     return listing if changed == listing.changed else None
 
 
 def _keep(kept: Path, listing: Listing) -> None:
-    """Write the list whole or not at all. A cache that cannot be written costs the next run a scan, not this one."""
+    """Writes the list, whole or not at all. A cache that cannot be written is no error: the next run scans again."""
     if time.time() - max(listing.changed) / 1e9 < JUST_CHANGED_SECONDS:
         return
     arrays: dict[str, Any] = {field: _packed(values) for field, values in listing._asdict().items()}
@@ -153,7 +153,7 @@ def _keep(kept: Path, listing: Listing) -> None:
 
 
 def _packed(values: list[Any]) -> np.ndarray[Any, Any]:
-    """Numbers as int64; texts one after the other, a zero byte after each."""
+    """Returns numbers as int64, and texts as bytes with a zero byte after each."""
     if values and isinstance(values[0], str):
         return np.frombuffer(b"".join(os.fsencode(text) + b"\0" for text in values), np.uint8)
     return np.asarray(values, np.int64)

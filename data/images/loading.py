@@ -1,4 +1,4 @@
-"""What loader processes do with images: read, transform, stack; and how many of them there are."""
+"""Does the work of loader processes: reads, transforms and stacks images; decides how many of them there are."""
 
 from __future__ import annotations
 
@@ -11,35 +11,40 @@ from torch.utils.data import Dataset, default_collate
 
 from ...cpu import usable_cores
 from ...errors import ConfigurationError
+from ...micro_batch import MicroBatch
 from .files import BrokenImage, BrokenImageError, Images
 from .transforms import Transform
 
-MOST_WORKERS = 16  # when sized to the machine: more only fill the memory with mini-batches
+MOST_WORKERS = 16  # chosen by "auto": more would only fill the memory with mini-batches
 
 
 class Example(NamedTuple):
-    """One transformed image, uint8 [3, S, S] (None: none could be read), and the broken ones met on the way."""
+    """Holds one transformed image, uint8 [3, S, S], or None if none could be read, and the broken images tried."""
 
     image: Tensor | None
     label: int
     broken: tuple[BrokenImage, ...]
 
 
-class LoadedPart(NamedTuple):
-    """A part as a loader process hands it over: uint8 [b, 3, S, S], int64 [b], and the broken images met."""
+class LoadedMicroBatch(NamedTuple):
+    """Holds what a loader process returns: uint8 [b, 3, S, S], int64 [b], and the broken images that were tried."""
 
     images: Tensor
     labels: Tensor
     broken: tuple[BrokenImage, ...]
 
+    @property
+    def tensors(self) -> MicroBatch:
+        return (self.images,), (self.labels,)
+
 
 class TransformedImages(Dataset[Example]):
-    """Images, transformed.
+    """Reads and transforms images.
 
     Args:
         images: to read.
         transform: bytes to bytes; draws from torch's global generator.
-        attempts: how many images are tried for an example: the one asked for, then those that follow it.
+        attempts: how many images are tried for an example: the given one, then the next ones.
     """
 
     def __init__(self, images: Images, transform: Transform, attempts: int) -> None:
@@ -64,21 +69,18 @@ class TransformedImages(Dataset[Example]):
         return Example(None, -1, tuple(broken))
 
 
-def collate(examples: list[Example]) -> LoadedPart:
-    """A part of those examples that have an image."""
+def collate(examples: list[Example]) -> LoadedMicroBatch:
+    """Returns a micro-batch of the examples that have an image."""
     images = [example.image for example in examples if example.image is not None]
     labels = [example.label for example in examples if example.image is not None]
-    # default_collate stacks right into the memory that the training process shares.
+    # default_collate stacks directly into memory shared with the training process.
     stacked: Tensor = default_collate(images) if images else torch.empty(0, dtype=torch.uint8)
     broken = tuple(image for example in examples for image in example.broken)
-    return LoadedPart(stacked, torch.tensor(labels, dtype=torch.int64), broken)
+    return LoadedMicroBatch(stacked, torch.tensor(labels, dtype=torch.int64), broken)
 
 
 def check_workers(workers: Any) -> None:
-    """
-    Raises:
-        ConfigurationError: neither "auto" nor a whole number from 0 on.
-    """
+    """Raises ConfigurationError if `workers` is neither "auto" nor a whole number from 0 on."""
     if workers != "auto" and not (isinstance(workers, int) and not isinstance(workers, bool) and workers >= 0):
         raise ConfigurationError(
             f"data.workers={workers}: give auto, or how many loader processes a replica has (0: none)"
@@ -86,9 +88,16 @@ def check_workers(workers: Any) -> None:
 
 
 def loader_workers(workers: int | str, replicas: int) -> int:
-    """Loader processes of one replica; "auto" shares the cores among the replicas that this machine has."""
+    """Returns the loader processes of one replica; "auto" divides the cores among the replicas on this machine."""
     if workers != "auto":
         return int(workers)
     everywhere, here = (int(os.environ.get(name) or 1) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     replicas_here = -(-replicas * min(here, everywhere) // everywhere)
     return max(1, min(MOST_WORKERS, usable_cores() // replicas_here))
+
+
+def typical_images(micro_batches: int, batch_size: int, image_size: int) -> tuple[MicroBatch, int]:
+    """Returns a micro-batch on the meta device, without data, and the examples of a mini-batch."""
+    count = -(-batch_size // micro_batches)
+    images = torch.empty((count, 3, image_size, image_size), dtype=torch.uint8, device="meta")
+    return ((images,), (torch.empty(count, dtype=torch.int64, device="meta"),)), batch_size

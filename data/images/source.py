@@ -1,23 +1,27 @@
-"""Image classification from files: ImageNet and the transfer data sets of the paper's section 4, or one's own."""
+"""Yields mini-batches of images from files: ImageNet, the paper's transfer data sets (section 4), or a user's own."""
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils.data import Dataset, Subset
 
 from ...errors import ConfigurationError
-from .. import typical
 from ..examples import ExampleSource
-from ..source import Batch, Report, check_limits, read_ahead, split_evenly
-from .datasets import KNOWN, help_for, open_images
+from ..source import Batch, Report, cache_folder, check_limits, read_ahead, split_evenly
+from .datasets import DATASETS, help_for, open_images
 from .files import BrokenImage, Images
-from .loading import LoadedPart, TransformedImages, check_workers, collate, loader_workers
+from .loading import (
+    LoadedMicroBatch,
+    TransformedImages,
+    check_workers,
+    collate,
+    loader_workers,
+    typical_images,
+)
 from .transforms import evaluation_transform, training_transform
 
 if TYPE_CHECKING:
@@ -27,38 +31,38 @@ log = logging.getLogger(__name__)
 
 
 class ImageSource:
-    """Mini-batches of images that loader processes read and transform.
+    """Yields mini-batches of images that loader processes read and transform.
 
-    A part is `((images uint8 [b, 3, S, S],), (labels int64 [b],))`: bytes, which the model's first layer normalises
-    on its device. Order and augmentation are functions of (seed, epoch, index), so they are the same wherever a run
-    resumes and however many loader processes it has.
+    A micro-batch is `((images uint8 [b, 3, S, S],), (labels int64 [b],))`: bytes, which the model's first layer scales
+    on its device. Order and augmentation depend on (seed, epoch, index) alone, not on where a run resumes or on the
+    number of loader processes.
 
     A training image that cannot be decoded is replaced by the next good one of the data set, an evaluation image is
-    left out. Each is logged and stands in `broken_images`, until there are more than `broken_images_limit`.
+    left out. Each is logged and listed in `broken_images`; more than `broken_images_limit` of them end the run.
 
     Args:
-        dataset: one of `image_datasets.KNOWN`.
-        classes: how many the data set has; checked against what is found.
+        dataset: one of `datasets.DATASETS`.
+        classes: number of classes; checked.
         root: the folder that holds the data set.
         download: fetch the data set if it is not there.
-        folders: the training and the evaluation folder, where the data set is an image folder.
-        images: training and evaluation images that there must be, to notice half-unpacked folders; None: any number.
+        folders: the training and the evaluation folder of an image folder.
+        images: expected numbers of training and evaluation images, to notice half-unpacked folders; None: any.
         image_size: side S in pixels.
         batch_size: images of a mini-batch, over all micro-batches and replicas.
-        drop_last: leave out an epoch's last images where they do not fill a mini-batch.
+        drop_last: leave out an epoch's last images if they do not fill a mini-batch.
         crop_area, flip, brightness, chroma, cutout: see `transforms.training_transform`.
-        evaluation_crop: share of height and width that the central crop of evaluation keeps.
+        evaluation_crop: share of height and width that evaluation keeps.
         workers: loader processes of a replica; "auto": as many as its share of the machine's cores, at most 16.
-        broken_images_limit: give up at more broken images than this, counted from the start of the process.
-        cache_dir: where lists of files are kept; None for `$GPIPE_CACHE` or `~/.cache/gpipe`.
+        broken_images_limit: most broken images, counted from the start of the process.
+        cache_dir: folder of the lists of files; None: `$GPIPE_CACHE` or `~/.cache/gpipe`.
         seed: decides order and augmentation.
 
     Attributes:
         class_names: in the order of the labels, from `prepare` on.
-        broken_images: the broken images met so far: file and reason.
+        broken_images: reason by file, of the broken images so far.
 
     Raises:
-        ValueError: a value out of its limits.
+        ValueError: a value is outside its limits.
     """
 
     class_names: tuple[str, ...] = ()
@@ -85,8 +89,8 @@ class ImageSource:
         cache_dir: str | None = None,
         seed: int = 0,
     ) -> None:
-        if dataset not in KNOWN:
-            raise ConfigurationError(f"data.dataset={dataset}: choose one of {', '.join(KNOWN)}")
+        if dataset not in DATASETS:
+            raise ConfigurationError(f"data.dataset={dataset}: choose one of {', '.join(DATASETS)}")
         _check_pairs(folders, images, crop_area)
         check_workers(workers)
         check_limits(
@@ -109,12 +113,12 @@ class ImageSource:
         self.broken_images: dict[str, str] = {}
 
     def prepare(self, report: Report) -> None:
-        """Find the images (download them if that is wanted and needed), and check that all are there.
+        """Finds the images (downloads them if `download` is set) and checks that all are there.
 
         Raises:
-            ConfigurationError: what is wrong with `data.root`, what it must hold, and where to get that.
+            ConfigurationError: images are missing; the message says what `data.root` must hold and where to get it.
         """
-        cache = Path(self._cache_dir or os.environ.get("GPIPE_CACHE") or "~/.cache/gpipe").expanduser()
+        cache = cache_folder(self._cache_dir)
         train, evaluation = open_images(self._dataset, self._root, self._folders, self._download, cache, report)
         self._check_counts(train, evaluation)
         self.class_names = train.class_names
@@ -124,43 +128,43 @@ class ImageSource:
             TransformedImages(evaluation, evaluation_transform(self._image_size, self._evaluation_crop), 1),
         )
 
-    def typical_micro_batch(self, M: int, longest: bool) -> tuple[MicroBatch, int]:
-        """Shapes of a micro-batch, without data: see `typical`."""
-        return typical.images(M, self._batch_size, self._image_size)
+    def typical_micro_batch(self, micro_batches: int, longest: bool) -> tuple[MicroBatch, int]:
+        """Returns a micro-batch on the meta device, without data, and the examples of a mini-batch."""
+        return typical_images(micro_batches, self._batch_size, self._image_size)
 
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
-        """Mini-batches without end; a position is `{"epoch": e, "batch": b}`, the next one to read."""
+        """Yields mini-batches without end; a position is `{"epoch": e, "batch": b}`, the next one to read."""
         self._replicas = replicas
         batches = self._ahead(self._examples().train(position, M, replica, replicas))
-        return (Batch([_part(loaded) for loaded in self._loaded(batch)], batch.position) for batch in batches)
+        return (Batch([one.tensors for one in self._loaded(batch)], batch.position) for batch in batches)
 
     def evaluation(self, M: int) -> Iterator[Batch]:
-        """Every evaluation image once, in order; the last mini-batch may have fewer micro-batches."""
+        """Yields every evaluation image once, in order; the last mini-batch may have fewer micro-batches."""
         return self.evaluation_share(M, 0, 1)
 
     def evaluation_share(self, M: int, replica: int, replicas: int) -> Iterator[Batch]:
-        """Of the mini-batches of `evaluation` the numbers replica, replica + replicas, …: no image is decoded twice."""
+        """Yields the mini-batches number replica, replica + replicas, … of `evaluation`; no image is decoded twice."""
         count, size = len(self._prepared[1]), self._batch_size
         firsts = range(replica * size, count, replicas * size)
         mine = Subset(self._prepared[1], [i for first in firsts for i in range(first, min(first + size, count))])
         for batch in self._ahead(self._examples(mine).evaluation(M)):
-            loaded = [part for part in self._loaded(batch) if len(part.labels)]
-            if any(part.broken for part in loaded):
+            loaded = [one for one in self._loaded(batch) if len(one.labels)]
+            if any(one.broken for one in loaded):
                 loaded = _divided_again(loaded, M)
             if loaded:
-                yield Batch([_part(part) for part in loaded], batch.position)
+                yield Batch([one.tensors for one in loaded], batch.position)
 
     @property
     def defects(self) -> dict[str, int]:
-        """How many images were met that could not be read."""
+        """Returns the number of images that could not be read."""
         return {"broken_images": len(self.broken_images)}
 
     def fingerprint(self) -> str:
-        """Of the names and labels of the training images."""
+        """Returns a digest of the names and labels of the training images."""
         return self._prepared[0].fingerprint()
 
     def epoch(self, position: Any) -> float:
-        """How often the training images were read up to `position`."""
+        """Returns how often the training images were read up to `position`."""
         return self._examples().epoch(position)
 
     @property
@@ -175,31 +179,27 @@ class ImageSource:
             evaluation or self._prepared[1],
             self._batch_size,
             self._drop_last,
-            cast(Any, collate),  # its micro-batches also tell of broken images; _loaded takes them out
-            self._loader_workers,
+            cast(Any, collate),  # its micro-batches also hold broken images; `_loaded` counts them
+            loader_workers(self._workers, self._replicas),
             self._seed,
         )
 
-    @property
-    def _loader_workers(self) -> int:
-        return loader_workers(self._workers, self._replicas)
-
     def _ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same mini-batches, the next ones being put together while one is trained on.
+        """Yields the same mini-batches; with loader processes the next ones are made while one is trained on.
 
-        Loader processes are two micro-batches ahead each, which can be less than a mini-batch. Without them they
-        are read in this process, where only the training thread may seed the generators.
+        Loader processes are two micro-batches ahead each, which can be less than a mini-batch. Without them,
+        examples are read in this process, where only the training thread may seed the generators.
         """
-        return read_ahead(batches) if self._loader_workers else batches
+        return read_ahead(batches) if loader_workers(self._workers, self._replicas) else batches
 
-    def _loaded(self, batch: Batch) -> list[LoadedPart]:
-        """The batch's micro-batches, once their broken images are counted.
+    def _loaded(self, batch: Batch) -> list[LoadedMicroBatch]:
+        """Returns the batch's micro-batches after counting their broken images.
 
         Raises:
-            ConfigurationError: too many of them.
+            ConfigurationError: there are too many of them.
         """
-        loaded = cast("list[LoadedPart]", batch.micro_batches)
-        for broken in (broken for part in loaded for broken in part.broken):
+        loaded = cast("list[LoadedMicroBatch]", batch.micro_batches)
+        for broken in (broken for one in loaded for broken in one.broken):
             if broken.name not in self.broken_images:
                 self._count(broken)
         return loaded
@@ -247,12 +247,8 @@ def _check_pairs(folders: Sequence[str], images: Sequence[int] | None, crop_area
         raise ConfigurationError(f"data.crop_area={list(crop_area)}: must be 0 < least ≤ largest ≤ 1")
 
 
-def _part(loaded: LoadedPart) -> MicroBatch:
-    return (loaded.images,), (loaded.labels,)
-
-
-def _divided_again(loaded: list[LoadedPart], M: int) -> list[LoadedPart]:
-    """Parts of even size of a mini-batch in which images are missing."""
-    images, labels = torch.cat([part.images for part in loaded]), torch.cat([part.labels for part in loaded])
+def _divided_again(loaded: list[LoadedMicroBatch], M: int) -> list[LoadedMicroBatch]:
+    """Divides a mini-batch in which images are missing into micro-batches of equal size."""
+    images, labels = torch.cat([one.images for one in loaded]), torch.cat([one.labels for one in loaded])
     slices = split_evenly(len(labels), min(M, len(labels)))
-    return [LoadedPart(images[part], labels[part], ()) for part in slices]
+    return [LoadedMicroBatch(images[cut], labels[cut], ()) for cut in slices]

@@ -1,4 +1,4 @@
-"""What is done to an image before a model sees it, bytes in and bytes out (paper, section 4).
+"""Transforms images, from bytes to bytes, before a model reads them (paper, section 4).
 
 The ImageNet transforms are those of Google's public AmoebaNet code: a crop of random area and shape, flip, shifts of
 brightness and chroma; for evaluation the central 87.5 %. Transfer resizes the whole image, flips and cuts out a square.
@@ -15,9 +15,9 @@ from torch import Tensor
 Transform = Callable[[Tensor], Tensor]
 """uint8 [3, H, W] to uint8 [3, S, S]."""
 
-CROP_SHAPES = (3 / 4, 4 / 3)  # width by height of a random crop
-GREY = 128  # what a cut-out square is filled with: about zero once normalised
-RED, GREEN, BLUE = (0.0, 1.402), (-0.344136, -0.714136), (1.772, 0.0)  # what Cb and Cr add (ITU-R BT.601)
+CROP_SHAPES = (3 / 4, 4 / 3)  # width over height of a random crop
+GREY = 128  # fills a cut-out square: about zero once the model has scaled it
+RED, GREEN, BLUE = (0.0, 1.402), (-0.344136, -0.714136), (1.772, 0.0)  # shares of Cb and Cr (ITU-R BT.601)
 
 
 def training_transform(
@@ -28,7 +28,7 @@ def training_transform(
     chroma: float,
     cutout: float,
 ) -> Transform:
-    """The random transform of training.
+    """Returns the random transform of training.
 
     Args:
         image_size: side S of the result, in pixels.
@@ -55,7 +55,7 @@ def training_transform(
 
 
 def evaluation_transform(image_size: int, crop: float) -> Transform:
-    """One central crop of `crop` times the image's height and width, resized to a square whatever its shape."""
+    """Returns the transform of evaluation: the central `crop` of height and width, resized to a square."""
     from torchvision.transforms import v2
 
     return _compose([CentralCrop(crop), v2.Resize((image_size, image_size), antialias=True)])
@@ -69,7 +69,7 @@ def _compose(steps: list[Callable[[Tensor], Tensor]]) -> Transform:
 
 
 class CentralCrop:
-    """Keep the middle, `share` of the height and of the width."""
+    """Keeps the middle, `share` of the height and of the width."""
 
     def __init__(self, share: float) -> None:
         self.share = share
@@ -81,7 +81,7 @@ class CentralCrop:
 
 
 class ColourShift:
-    """Add one random amount to all pixels' brightness and one to each of their two chroma values, Cb and Cr."""
+    """Adds one random amount to the brightness of all pixels, and one to each of their chroma values Cb and Cr."""
 
     def __init__(self, brightness: float, chroma: float) -> None:
         self.brightness, self.chroma = brightness, chroma
@@ -97,7 +97,7 @@ class ColourShift:
 
 
 class Cutout:
-    """Fill a square with grey; its centre is any pixel, so that it may lie partly outside (DeVries & Taylor, 2017).
+    """Fills a square with grey; its centre is any pixel, so that it may lie partly outside (DeVries & Taylor, 2017).
 
     Args:
         share: side of the square as a share of the image's.

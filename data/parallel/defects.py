@@ -1,4 +1,4 @@
-"""What is wrong with a text corpus: each defect named with its file and line, counted, dropped or refused."""
+"""Counts what is wrong with a text corpus: each defect with its file and line, dropped or refused."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ KINDS = {
     "no_dev": "a language without a dev set; dropped: trained on, never evaluated",
 }
 DEFAULTS = {kind: "refuse" if kind == "misaligned" else "drop" for kind in KINDS}
-EXAMPLES = 20  # of each kind and language, named in defects.json
+EXAMPLES = 20  # of each kind and language, listed in defects.json
 
 
 @dataclass(frozen=True)
 class Defect:
-    """One place: file, line (from 1; 0: the whole file), and what was found there."""
+    """Describes one defect: file, line (from 1; 0: the whole file), and what was found there."""
 
     kind: str
     language: str
@@ -37,10 +37,13 @@ class Defect:
 
 
 def check_policy(on_defect: str | Mapping[str, str]) -> dict[str, str]:
-    """What to do with each kind of defect, from the key `data.on_defect`: one word for all, or a word for each.
+    """Returns "drop" or "refuse" for each kind of defect, from the key `data.on_defect`.
+
+    Args:
+        on_defect: one word for all kinds, or a word for each; `DEFAULTS` holds the others.
 
     Raises:
-        ConfigurationError: an unknown kind or word.
+        ConfigurationError: a kind or word is unknown.
     """
     policy = dict.fromkeys(KINDS, on_defect) if isinstance(on_defect, str) else {**DEFAULTS, **on_defect}
     for kind, word in policy.items():
@@ -52,59 +55,74 @@ def check_policy(on_defect: str | Mapping[str, str]) -> dict[str, str]:
 
 
 @dataclass
-class Ledger:
-    """All defects of a corpus: every one counted, the first of each kind and language named."""
+class DefectCount:
+    """Counts the defects of one language by kind and keeps the first ones of each kind."""
 
-    policy: Mapping[str, str]
-    counts: dict[str, Counter[str]] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
     examples: list[Defect] = field(default_factory=list)
 
-    def check(self, defect: Defect) -> None:
-        """Raises:
-        ConfigurationError: the defect is to be refused.
-        """
-        if self.policy[defect.kind] == "refuse":
-            raise refusal(defect)
+    def add(self, defect: Defect) -> None:
+        self.counts[defect.kind] += 1
+        if self.counts[defect.kind] <= EXAMPLES:
+            self.examples.append(defect)
 
-    def add(self, defects: list[Defect], counts: Mapping[str, Mapping[str, int]]) -> None:
-        """Enter the defects of a part of the corpus.
+    def update(self, other: DefectCount) -> None:
+        self.counts.update(other.counts)
+        for defect in other.examples:
+            if sum(known.kind == defect.kind for known in self.examples) < EXAMPLES:
+                self.examples.append(defect)
 
-        Args:
-            defects: the first ones, in the corpus' order.
-            counts: of each language, how many of each kind there are.
+    def as_json(self) -> dict[str, Any]:
+        return {"counts": dict(self.counts), "defects": [vars(defect) for defect in self.examples]}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> DefectCount:
+        return cls(Counter(content["counts"]), [Defect(**defect) for defect in content["defects"]])
+
+
+class Ledger:
+    """Counts all defects of a corpus and refuses those that the policy refuses."""
+
+    def __init__(self, policy: Mapping[str, str]) -> None:
+        self._policy = policy
+        self._languages: dict[str, DefectCount] = {}
+
+    def check(self, found: DefectCount) -> None:
+        """Raises ConfigurationError for the first defect that is to be refused."""
+        refuse(found.examples, self._policy)
+
+    def add(self, language: str, found: DefectCount) -> None:
+        """Enters the defects of a part of the corpus.
 
         Raises:
             ConfigurationError: one of them is to be refused.
         """
-        for defect in defects:
-            self.check(defect)
-        for language, of_language in counts.items():
-            self.counts.setdefault(language, Counter()).update(of_language)
-        for defect in defects:
-            named = sum((other.kind, other.language) == (defect.kind, defect.language) for other in self.examples)
-            if named < EXAMPLES:
-                self.examples.append(defect)
+        self.check(found)
+        self._languages.setdefault(language, DefectCount()).update(found)
 
     def as_json(self) -> dict[str, Any]:
-        """What defects.json says."""
+        """Returns the content of defects.json."""
+        languages = sorted((language, found) for language, found in self._languages.items() if found.counts)
         return {
             "meaning": {kind: KINDS[kind] for kind in sorted(self.total())},
-            "counts": {language: dict(sorted(of.items())) for language, of in sorted(self.counts.items()) if of},
+            "counts": {language: dict(sorted(found.counts.items())) for language, found in languages},
             "named": f"the first {EXAMPLES} of each kind and language",
-            "defects": [vars(defect) for defect in self.examples],
+            "defects": [vars(defect) for _, found in languages for defect in found.examples],
         }
 
     def total(self) -> Counter[str]:
-        return sum(self.counts.values(), Counter[str]())
+        return sum((found.counts for found in self._languages.values()), Counter[str]())
 
     def summary(self) -> str:
-        """In words: "dropped 3 empty, 1 too long"; empty where all was well."""
-        named = [f"{count:,} {kind.replace('_', ' ')}" for kind, count in sorted(self.total().items())]
-        return f"dropped {', '.join(named)}" if named else ""
+        """Returns the counts in words, "dropped 3 empty, 1 too long", or an empty text if there are none."""
+        counts = [f"{count:,} {kind.replace('_', ' ')}" for kind, count in sorted(self.total().items())]
+        return f"dropped {', '.join(counts)}" if counts else ""
 
 
-def refusal(defect: Defect) -> ConfigurationError:
-    """The error for a defect that is not to be dropped."""
-    return ConfigurationError(
-        f"{defect}. Mend the file, or use data.on_defect.{defect.kind}=drop ({KINDS[defect.kind]})"
-    )
+def refuse(defects: list[Defect], policy: Mapping[str, str]) -> None:
+    """Raises ConfigurationError for the first defect that the policy refuses."""
+    for defect in defects:
+        if policy[defect.kind] == "refuse":
+            raise ConfigurationError(
+                f"{defect}. Mend the file, or use data.on_defect.{defect.kind}=drop ({KINDS[defect.kind]})"
+            )

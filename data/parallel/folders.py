@@ -1,10 +1,10 @@
-"""Parallel text as people have it: finds the files of each language and split under a folder.
+"""Finds the files of each language and split of parallel text under a folder.
 
     de-en/opus.de-en-train.de  + …-train.en      OPUS-100 (en-xx folders too)
     train.de + train.en                          pairs of files, in one folder or in one for each language
-    de-en/train.tsv, de/…, train.de-en.tsv       source, tab, target; plain train.tsv where one language is asked for
+    de-en/train.tsv, de/…, train.de-en.tsv       source, tab, target; plain train.tsv if one language is chosen
 
-A language is what stands beside the target language; dev may be called valid or validation. Each file may be
+The language is the name beside the target language. dev may be called valid or validation. Each file may be
 compressed: .gz or .zst.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from ...errors import ConfigurationError
 
 SPLITS = {"train": "train", "dev": "dev", "valid": "dev", "validation": "dev", "test": "test"}
-DEPTH = 4  # folders below the root that are looked into
+DEPTH = 4  # levels of folders below the root that are searched
 LAYOUTS = (
     "xx-en/opus.xx-en-train.xx beside .en (OPUS-100), train.xx beside train.en, or xx-en/train.tsv (source, tab, "
     "target); dev, valid or validation, and test likewise; each may end in .gz or .zst"
@@ -34,7 +34,7 @@ _NAME = re.compile(
 
 @dataclass(frozen=True)
 class PairFiles:
-    """The text of one language and split: two files line by line, or one TSV file (`target` is None)."""
+    """Holds the files of one language and split: two, line by line, or one TSV file (`target` is None)."""
 
     language: str
     split: str
@@ -51,14 +51,14 @@ class PairFiles:
 
 
 def find_pairs(root: str | None, languages: Sequence[str] | None, target: str) -> list[PairFiles]:
-    """What there is under `root`, language after language, train before dev before test.
+    """Returns the files under `root`, language after language, train before dev before test.
 
     Args:
-        languages: the source languages wanted; None for all that are found.
-        target: the language that is translated into.
+        languages: the source languages wanted; None: all that are found.
+        target: the language of the translations.
 
     Raises:
-        ConfigurationError: no such folder, nothing in it, a language that is not there, two sets for one purpose.
+        ConfigurationError: the folder or a language is missing, there is no text, or two sets for one split.
     """
     folder = _checked_root(root)
     found: dict[tuple[str, str], PairFiles] = {}
@@ -97,7 +97,7 @@ def _checked_root(root: str | None) -> Path:
 
 
 def _walk(root: Path, target: str, only: str | None, seen: list[str]) -> Iterator[PairFiles]:
-    """The pairs of each folder; every file's name goes to `seen`. `only`: the language of files that do not tell."""
+    """Yields the pairs of each folder; adds all file names to `seen`. `only`: the language of tables without one."""
     for folder, below, names in os.walk(root):
         depth = len(Path(folder).relative_to(root).parts)
         below[:] = sorted(name for name in below if not name.startswith(".")) if depth < DEPTH else []
@@ -131,9 +131,9 @@ def _pairs_of_tables(
         match = _NAME.match(name)
         if match is None or match["ending"] != "tsv":
             continue
-        told = match["pair"] or ("" if folder == root else folder.name)
-        language = _other(told, target) or (told if re.fullmatch(_LANGUAGE, told) and "-" not in told else only)
-        if language is None and "-" not in told:
+        named = match["pair"] or ("" if folder == root else folder.name)
+        language = _other(named, target) or (named if re.fullmatch(_LANGUAGE, named) and "-" not in named else only)
+        if language is None and "-" not in named:
             raise ConfigurationError(
                 f"{folder / name} does not tell its language: put it into a folder 'xx-{target}', or use data.pair=xx"
             )
@@ -142,7 +142,7 @@ def _pairs_of_tables(
 
 
 def _other(pair: str, target: str) -> str | None:
-    """The other language of "de-en" or "en-de", or None."""
+    """Returns the other language of "de-en" or "en-de", or None."""
     if pair.endswith(f"-{target}"):
         return pair[: -len(target) - 1] or None
     return pair[len(target) + 1 :] or None if pair.startswith(f"{target}-") else None

@@ -1,40 +1,45 @@
-"""What the processes that prepare parallel text do: count lines and take samples, text to ids, pieces to shards.
+"""Does the work of the processes that prepare parallel text: counts and samples lines, encodes pieces, makes shards.
 
-Each function reads files and writes files, and a file stands there whole or not at all; so a preparation that was
-killed goes on where it was, and the bytes are the same for any number of processes.
+Each function reads and writes files, and a file is there whole or not at all. So a preparation that was killed
+continues where it stopped, and the bytes do not depend on the number of processes.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from ..source import permutation
-from ..store import Sizes, Tokens, interleave, save_whole, target_widths, write_shard
+from ..source import permutation, random_words
+from ..store import (
+    LanguageSummary,
+    Lengths,
+    Numbers,
+    Sizes,
+    Tokens,
+    interleave,
+    pair_ends,
+    whole_file,
+    write_shard,
+)
 from ..vocabulary import Vocabulary
-from .defects import EXAMPLES, Defect
+from .defects import DefectCount
 from .folders import PairFiles
-from .text_files import Piece, count_lines, decoded, read_pieces
+from .text_files import Line, Piece, count_lines, read_pieces, readable, texts_of, too_long
 
-LONGEST_PIECE = 16  # characters of a SentencePiece piece: what is longer than so many a token is too long for certain
-AT_ONCE = 65_536  # pairs that a shard is shuffled by: more would cost memory for indices
+AT_ONCE = 65_536  # pairs that are shuffled at once: more would need more memory for indices
 
 
 @dataclass(frozen=True)
 class Scan:
-    """One look through a pair of files.
+    """Holds what was found in a pair of files.
 
     Attributes:
         lines: of each file; of a TSV file, one number.
-        stride: every so manieth pair is in the sample, the first one included.
+        stride: every stride-th pair is in the sample, from the first one on.
     """
 
     lines: list[int]
@@ -47,12 +52,12 @@ class Scan:
 
 @dataclass(frozen=True)
 class ScanJob:
-    """A pair of files to look through.
+    """Describes a pair of files to count and sample.
 
     Attributes:
         wanted: pairs of the sample; up to twice as many are kept.
         piece: lines read at once.
-        out: the sample's file, beside which the scan is written.
+        out: the sample's file; the scan is written beside it.
     """
 
     files: PairFiles
@@ -63,13 +68,13 @@ class ScanJob:
 
 def scan(job: ScanJob) -> Scan:
     """Counts the lines and keeps an even sample of the pairs that can be read."""
-    said = job.out.with_suffix(".json")
-    if not said.exists():
+    result = job.out.with_suffix(".json")
+    if not result.exists():
         kept: list[tuple[int, str, str]] = []
         stride, total = 1, 0
         for piece in read_pieces(job.files, job.piece):
             for place in range(-total % stride, len(piece.sources), stride):
-                pair = _texts(piece, place)
+                pair = texts_of(piece, place)
                 if isinstance(pair, tuple) and all(pair):
                     kept.append((total + place, *pair))
             total += len(piece.sources)
@@ -77,155 +82,80 @@ def scan(job: ScanJob) -> Scan:
                 stride *= 2
                 kept = [entry for entry in kept if entry[0] % stride == 0]
         lines = [total] if job.files.target is None else [count_lines(path) for path in job.files.files]
-        write_whole(job.out, "".join(json.dumps([s, t], ensure_ascii=False) + "\n" for _, s, t in kept))
-        write_whole(said, json.dumps(asdict(Scan(lines, stride))))
-    return Scan(**json.loads(said.read_text()))
-
-
-def _texts(piece: Piece, place: int) -> tuple[str, str] | str:
-    """The two sides, stripped; or the kind of defect that keeps them from being read."""
-    if piece.targets is not None:
-        sides = decoded(piece.sources[place]), decoded(piece.targets[place])
-        return "undecodable" if sides[0] is None or sides[1] is None else (sides[0], sides[1])
-    line = piece.sources[place].rstrip(b"\r\n").split(b"\t")
-    if len(line) != 2:
-        return "malformed" if decoded(piece.sources[place]) is not None else "undecodable"
-    sides = decoded(line[0]), decoded(line[1])
-    return "undecodable" if sides[0] is None or sides[1] is None else (sides[0], sides[1])
+        write_text(job.out, "".join(json.dumps([s, t], ensure_ascii=False) + "\n" for _, s, t in kept))
+        write_text(result, json.dumps(asdict(Scan(lines, stride))))
+    return Scan(**json.loads(result.read_text()))
 
 
 @dataclass(frozen=True)
 class EncodeJob:
-    """One piece of text to encode.
+    """Describes one piece of text to encode.
 
     Attributes:
-        shards: how many files the language's pairs are dealt out to.
-        out: the piece's files, less their endings.
+        models: the files of the source's and the target's vocabulary.
+        shards: number of files among which the language's pairs are divided.
+        out: the piece's files, without their endings.
     """
 
-    files: PairFiles
     piece: Piece
-    source_model: Path
-    target_model: Path
+    models: tuple[Path, Path]
     max_length: int
     shards: int
     seed: int
     out: Path
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """What became of a piece.
-
-    Attributes:
-        bounds: of each shard, where its pairs begin in the piece; and the end.
-        counts: defects of each kind. defects: the first ones.
-    """
-
-    bounds: list[int]
-    counts: dict[str, int]
-    defects: list[dict[str, Any]]
-
-
-def encode(job: EncodeJob) -> Encoded:
-    """Text to ids, the pairs dealt out to shards by a hash of language, seed and line; defects dropped and told."""
-    said = job.out.with_suffix(".json")
-    if not said.exists():
-        usable, defects, counts = readable(job.files, job.piece, job.max_length)
-        places, sources, targets = _ids(job, usable, defects, counts)
-        words = random_words(len(job.piece.sources), job.seed, "shard of", job.files.language, job.piece.number)
-        shard_of = words[places] % np.uint64(job.shards)
+def encode(job: EncodeJob) -> DefectCount:
+    """Writes a piece's ids, its pairs divided among shards by a hash of the line; returns the defects."""
+    result = job.out.with_suffix(".json")
+    if not result.exists():
+        usable, defects = readable(job.piece, job.max_length)
+        lines, sources, targets = _ids(job, usable, defects)
+        words = random_words(len(job.piece.sources), job.seed, "shard of", job.piece.files.language, job.piece.number)
+        shard_of = words[np.array([line.place for line in lines], np.int64)] % np.uint64(job.shards)
         order = np.argsort(shard_of, kind="stable").tolist()
-        wide = is_wide(job.source_model, job.target_model)
+        wide = max(len(_vocabulary(model)) for model in job.models) > 65_536
         tokens, lengths = interleave([sources[i] for i in order], [targets[i] for i in order], wide)
-        save_whole(job.out.with_suffix(".tokens.npy"), tokens)
-        save_whole(job.out.with_suffix(".lengths.npy"), lengths)
+        for kind, array in (("tokens", tokens), ("lengths", lengths)):
+            with whole_file(job.out.with_suffix(f".{kind}.npy")) as draft:
+                np.save(draft, array)
         bounds = np.searchsorted(shard_of[order], np.arange(job.shards + 1, dtype=np.uint64)).tolist()
-        in_order = sorted(defects, key=lambda defect: defect.line)
-        write_whole(said, json.dumps(asdict(Encoded(bounds, dict(counts), [vars(defect) for defect in in_order]))))
-    return Encoded(**json.loads(said.read_text(encoding="utf-8")))
+        defects.examples.sort(key=lambda defect: defect.line)
+        write_text(result, json.dumps({"bounds": bounds, **defects.as_json()}))
+    return DefectCount.from_json(json.loads(result.read_text(encoding="utf-8")))
 
 
 def _ids(
-    job: EncodeJob, usable: list[tuple[int, str, str]], defects: list[Defect], counts: Counter[str]
-) -> tuple[npt.NDArray[np.int64], list[list[int]], list[list[int]]]:
-    """(place in the piece, source ids, target ids) of the pairs that are short enough."""
-    sources = _vocabulary(str(job.source_model)).encode([source for _, source, _ in usable], threads=1)
-    targets = _vocabulary(str(job.target_model)).encode([target for _, _, target in usable], threads=1)
+    job: EncodeJob, usable: list[Line], defects: DefectCount
+) -> tuple[list[Line], list[list[int]], list[list[int]]]:
+    """Returns the lines that are short enough, with their ids; adds the others to `defects`."""
+    sides = [[line.source for line in usable], [line.target for line in usable]]
+    sources, targets = (_vocabulary(m).encode(texts, threads=1) for m, texts in zip(job.models, sides, strict=True))
     kept = []
-    for number, (place, *_) in enumerate(usable):
+    for number, line in enumerate(usable):
         lengths = len(sources[number]), len(targets[number])
         if max(lengths) < job.max_length:
             kept.append(number)
         else:
             side = int(lengths[1] > lengths[0])
-            how_long = f"{lengths[side] + 1:,} tokens"
-            _enter(_too_long(job.files, job.piece, place, side, how_long, job.max_length), defects, counts)
-    places = np.array([usable[number][0] for number in kept], np.int64)
-    return places, [sources[number] for number in kept], [targets[number] for number in kept]
-
-
-def readable(
-    files: PairFiles, piece: Piece, max_length: int
-) -> tuple[list[tuple[int, str, str]], list[Defect], Counter[str]]:
-    """(place in the piece, source, target) of the pairs that can be used, the first defects, and how many of each."""
-    usable: list[tuple[int, str, str]] = []
-    defects: list[Defect] = []
-    counts = Counter[str]()
-    for place in range(len(piece.sources)):
-        pair = _texts(piece, place)
-        if isinstance(pair, str):
-            side = int(piece.targets is not None and decoded(piece.sources[place]) is not None)
-            _enter(_defect(files, piece, place, pair, side, FOUND[pair]), defects, counts)
-        elif not all(pair):
-            _enter(_defect(files, piece, place, "empty", pair.index(""), FOUND["empty"]), defects, counts)
-        elif max(map(len, pair)) > max_length * LONGEST_PIECE:
-            side = int(len(pair[1]) > len(pair[0]))
-            _enter(_too_long(files, piece, place, side, f"{len(pair[side]):,} characters", max_length), defects, counts)
-        else:
-            usable.append((place, *pair))
-    return usable, defects, counts
-
-
-FOUND = {"undecodable": "is not UTF-8", "malformed": "has not exactly one tab", "empty": "is empty"}
-
-
-def _defect(files: PairFiles, piece: Piece, place: int, kind: str, side: int, found: str) -> Defect:
-    file = files.files[min(side, len(files.files) - 1)]
-    of_side = f"{('source', 'target')[side]} {found}" if kind == "empty" else found
-    return Defect(kind, files.language, str(file), piece.first + place, of_side)
-
-
-def _too_long(files: PairFiles, piece: Piece, place: int, side: int, how_long: str, max_length: int) -> Defect:
-    found = f"is too long: {how_long}, data.max_length={max_length} tokens"
-    return _defect(files, piece, place, "too_long", side, found)
-
-
-def _enter(defect: Defect, defects: list[Defect], counts: Counter[str]) -> None:
-    counts[defect.kind] += 1
-    if counts[defect.kind] <= EXAMPLES:
-        defects.append(defect)
-
-
-def random_words(count: int, *key: object) -> npt.NDArray[np.uint64]:
-    """`count` random words, a pure function of `key`."""
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
-    return np.asarray(np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(count), np.uint64)
+            defects.add(too_long(job.piece, line.place, side, f"{lengths[side] + 1:,} tokens", job.max_length))
+    return [usable[n] for n in kept], [sources[n] for n in kept], [targets[n] for n in kept]
 
 
 @lru_cache(maxsize=4)
-def _vocabulary(model: str) -> Vocabulary:
-    return Vocabulary(Path(model).read_bytes())
-
-
-def is_wide(*models: Path) -> bool:
-    """Whether ids need four bytes."""
-    return max(len(_vocabulary(str(model))) for model in models) > 65_536
+def _vocabulary(model: Path) -> Vocabulary:
+    return Vocabulary(model.read_bytes())
 
 
 @dataclass(frozen=True)
 class MergeJob:
-    """One shard of a language: `pieces` are the encoded pieces' files, less their endings, in order."""
+    """Describes one shard of a language.
+
+    Attributes:
+        pieces: the encoded pieces' files, without their endings, in order.
+        folder: of the store.
+        result: the file that is written when the shard is finished.
+    """
 
     language: str
     shard: int
@@ -233,52 +163,46 @@ class MergeJob:
     seed: int
     folder: Path
     sizes: Sizes
+    result: Path
 
 
-@dataclass(frozen=True)
-class Merged:
-    """A finished shard: its pairs, and `Trained.widths` of it."""
-
-    pairs: int
-    widths: dict[str, tuple[int, int]]
-
-
-def merge(job: MergeJob) -> Merged:
-    """A shard's pairs from all pieces, shuffled."""
-    said = job.folder / "work" / "merged" / f"{job.language}-{job.shard:05}.json"
-    if not said.exists():
+def merge(job: MergeJob) -> LanguageSummary:
+    """Collects a shard's pairs from all pieces, shuffles and writes them."""
+    if not job.result.exists():
         tokens, lengths = _collected(job)
-        ends = np.cumsum(lengths.sum(1, dtype=np.int64))
+        ends = pair_ends(lengths)[1:]
         order = permutation(len(lengths), job.seed, "shard", job.language, job.shard)
         shuffled = np.empty_like(tokens)
         filled = 0
         for first in range(0, len(order), AT_ONCE):
             chosen = order[first : first + AT_ONCE]
-            of_chosen = lengths[chosen].sum(1, dtype=np.int64)
-            starts = np.repeat(ends[chosen] - of_chosen - (np.cumsum(of_chosen) - of_chosen), of_chosen)
-            count = int(of_chosen.sum())
-            shuffled[filled : filled + count] = tokens[starts + np.arange(count)]
-            filled += count
+            places = _token_places(ends[chosen], lengths[chosen].sum(1, dtype=np.int64))
+            shuffled[filled : filled + len(places)] = tokens[places]
+            filled += len(places)
         write_shard(job.folder, job.language, job.shard, shuffled, lengths[order], job.sizes.block)
-        widths = {str(width): of for width, of in target_widths(lengths).items()}
-        write_whole(said, json.dumps(asdict(Merged(len(lengths), widths))))
-    return Merged(**json.loads(said.read_text()))
+        write_text(job.result, json.dumps(asdict(LanguageSummary.of_shard(lengths))))
+    return LanguageSummary.from_json(json.loads(job.result.read_text()))
 
 
-def _collected(job: MergeJob) -> tuple[Tokens, npt.NDArray[np.uint16]]:
+def _token_places(ends: Numbers, lengths: Numbers) -> Numbers:
+    """Returns the places of the tokens of pairs that end at `ends`, one pair after the other."""
+    starts = np.repeat(ends - lengths - (np.cumsum(lengths) - lengths), lengths)
+    return np.asarray(starts + np.arange(len(starts)))
+
+
+def _collected(job: MergeJob) -> tuple[Tokens, Lengths]:
     all_tokens, all_lengths = [], []
     for piece in job.pieces:
         bounds = json.loads(piece.with_suffix(".json").read_text(encoding="utf-8"))["bounds"]
         lengths = np.load(piece.with_suffix(".lengths.npy"))
-        ends = np.concatenate([[0], np.cumsum(lengths.sum(1, dtype=np.int64))])
+        ends = pair_ends(lengths)
         first, last = bounds[job.shard], bounds[job.shard + 1]
         all_lengths.append(lengths[first:last])
         all_tokens.append(np.load(piece.with_suffix(".tokens.npy"), mmap_mode="r")[ends[first] : ends[last]])
     return np.concatenate(all_tokens), np.concatenate(all_lengths)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """A file of text, there whole or not at all."""
-    draft = path.with_name(f".{path.name}")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
+def write_text(path: Path, text: str) -> None:
+    """Writes a file of text, whole or not at all."""
+    with whole_file(path) as draft:
+        draft.write_text(text, encoding="utf-8")

@@ -1,7 +1,7 @@
-"""A folder of parallel text becomes a store: once, by several processes, going on where a killed preparation was.
+"""Makes a store of a folder of parallel text, with several processes; continues where a killed preparation stopped.
 
-Lines are counted and sampled; vocabularies are trained; pieces of text become ids, dealt out to shards; the shards
-are shuffled. All of it happens in `<store>.partial` in the cache, which becomes the store at the end.
+Lines are counted and sampled; vocabularies are trained; pieces of text become ids, divided among shards; the shards are
+shuffled. All of this happens in `<store>.partial` in the cache, which becomes the store at the end.
 """
 
 from __future__ import annotations
@@ -9,40 +9,39 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import sentencepiece
 
 from ...errors import ConfigurationError
-from ..cldr.corpus import publish
 from ..sampling import temperature_shares
 from ..source import Report
-from ..store import Sizes, Trained, add_widths, as_widths, write_description
+from ..store import LanguageSummary, Sizes, publish, whole_file, write_description
 from ..vocabulary import train_vocabulary
 from ..workers import Workers
-from .defects import EXAMPLES, Defect, Ledger
+from .defects import Defect, DefectCount, Ledger
 from .folders import PairFiles
-from .pieces import EncodeJob, MergeJob, Scan, ScanJob, encode, merge, readable, scan, write_whole
-from .text_files import read_pieces
+from .pieces import EncodeJob, MergeJob, Scan, ScanJob, encode, merge, scan, write_text
+from .text_files import read_pieces, readable
 
 log = logging.getLogger(__name__)
 
-WORK = "work"  # in a store that is being made: what its making leaves behind
+WORK = "work"  # folder of the intermediate files, in a store that is being made
 
 
 @dataclass(frozen=True)
 class Vocabularies:
-    """What vocabularies are trained.
+    """Describes the vocabularies to train.
 
     Attributes:
         source, target: pieces.
         shared: one vocabulary for both sides, of `source` pieces.
         character_coverage: see `train_vocabulary`.
-        pairs: sentence pairs shown to SentencePiece.
-        temperature: with which they are drawn.
+        pairs: sentence pairs given to SentencePiece.
+        temperature: of the sampling of these pairs.
     """
 
     source: int
@@ -55,11 +54,11 @@ class Vocabularies:
 
 @dataclass(frozen=True)
 class ParallelText:
-    """All that decides the bytes of a store, besides the text.
+    """Holds all that decides the bytes of a store, besides the text.
 
     Attributes:
-        root: the folder. languages: None for all that are found. target: the language translated into.
-        max_length: tokens of a side, its mark included; longer pairs are dropped.
+        root: the folder. languages: None: all that are found. target: the language of the translations.
+        max_length: tokens of a side with its end token; longer pairs are dropped.
         seed: of the shuffling.
         piece: lines that one process takes at a time.
     """
@@ -75,11 +74,13 @@ class ParallelText:
 
 
 class Preparation:
-    """One run of it; each step leaves files behind by which the next run knows that it is done.
+    """Makes one store; each step leaves files from which the next run sees that it is done.
 
     Args:
-        pairs: the files. policy: what to do with each kind of defect.
-        folder: where the store will be. workers: processes.
+        pairs: the files.
+        policy: "drop" or "refuse" for each kind of defect.
+        folder: of the finished store.
+        workers: number of processes.
     """
 
     def __init__(
@@ -98,25 +99,25 @@ class Preparation:
         self._workers = workers
 
     def run(self) -> None:
-        """Everything that is not done yet.
+        """Does all steps that are not done yet.
 
         Raises:
             ConfigurationError: see `open_parallel_store`.
         """
-        for name in ("scan", "pieces", "merged"):
+        for name in ("scan", "pieces", "shards"):
             (self._work / name).mkdir(parents=True, exist_ok=True)
         with Workers(self._workers) as workers:
             scans = self._scan(workers)
             self._train_vocabularies(scans)
-            trained = self._encode(workers, scans)
+            summaries = self._encode(workers, scans)
         for split in ("dev", "test"):
             self._write_held_out(split)
-        self._finish(trained)
+        self._finish(summaries)
 
     def _scan(self, workers: Workers) -> dict[str, Scan]:
-        """Of each language, its training text; misaligned text is dropped or refused."""
+        """Returns the scan of each language's training text; misaligned text is dropped or refused."""
         self._report("parallel text: counting lines", 0, len(self._pairs))
-        scans = {}
+        scans, aligned = {}, []
         results = workers.map(scan, self._scan_jobs())
         for done, (pair, result) in enumerate(zip(self._pairs, results, strict=True)):
             self._report("parallel text: counting lines", done, len(self._pairs))
@@ -124,25 +125,27 @@ class Preparation:
                 counts = f"{result.lines[0]:,} lines, but {result.lines[1]:,} in {pair.target}"
                 longer = pair.files[result.lines.index(max(result.lines))]
                 found = f"has no line beside it: {pair.source} has {counts}"
-                first = Defect("misaligned", pair.language, str(longer), result.pairs + 1, found)
-                self._ledger.add([first], {pair.language: {"misaligned": 1}})
-                self._pairs = [other for other in self._pairs if other != pair]
-            elif pair.split == "train":
+                self._enter(Defect("misaligned", pair.language, str(longer), result.pairs + 1, found))
+                continue
+            aligned.append(pair)
+            if pair.split == "train":
                 scans[pair.language] = result
         if not scans:
             raise ConfigurationError(f"data.root={self._text.root}: no training text is left, all of it is misaligned")
-        self._pairs = [pair for pair in self._pairs if pair.language in scans]
-        for language in scans:
-            if not any((pair.language, pair.split) == (language, "dev") for pair in self._pairs):
-                said = "has no dev set: trained on, not evaluated"
-                self._ledger.add(
-                    [Defect("no_dev", language, str(self._text.root), 0, f"language '{language}' {said}")],
-                    {language: {"no_dev": 1}},
-                )
+        self._pairs = [pair for pair in aligned if pair.language in scans]
+        evaluated = {pair.language for pair in self._pairs if pair.split == "dev"}
+        for language in (language for language in scans if language not in evaluated):
+            found = f"language '{language}' has no dev set: trained on, not evaluated"
+            self._enter(Defect("no_dev", language, str(self._text.root), 0, found))
         return scans
 
+    def _enter(self, defect: Defect) -> None:
+        found = DefectCount()
+        found.add(defect)
+        self._ledger.add(defect.language, found)
+
     def _scan_jobs(self) -> Iterator[ScanJob]:
-        """A language's sample is about twice what it will give: its share is told by the size of its files."""
+        """Yields the jobs; a language's sample is twice its share of the vocabulary's pairs, judged by file size."""
         train = {pair.language: pair.source.stat().st_size + 1 for pair in self._pairs if pair.split == "train"}
         vocabularies = self._text.vocabularies
         shares = dict(zip(train, temperature_shares(list(train.values()), vocabularies.temperature), strict=True))
@@ -153,20 +156,19 @@ class Preparation:
 
     def _train_vocabularies(self, scans: Mapping[str, Scan]) -> None:
         wanted = self._text.vocabularies
-        sides = ("source",) if wanted.shared else ("source", "target")
-        for side in sides:
-            model = self._draft / f"{side}.model"
-            if model.exists():
-                continue
-            self._report(f"parallel text: {side} vocabulary", 0, 0)
-            of_side = (0, 1) if wanted.shared else (sides.index(side),)
-            sentences = [pair[i] for pair in self._vocabulary_pairs(scans) for i in of_side]
-            size = wanted.source if side == "source" else wanted.target
+        sides = [("source", wanted.source, [0, 1] if wanted.shared else [0])]
+        if not wanted.shared:
+            sides.append(("target", wanted.target, [1]))
+        for side, size, columns in sides:
             key = "vocabulary" if wanted.shared else f"{side}_vocabulary"
-            model.write_bytes(self._known_vocabulary(sentences, size, key))
+            model = self._draft / f"{side}.model"
+            if not model.exists():
+                self._report(f"parallel text: {side} vocabulary", 0, 0)
+                sentences = [pair[column] for pair in self._vocabulary_pairs(scans) for column in columns]
+                model.write_bytes(self._cached_vocabulary(sentences, size, key))
 
     def _vocabulary_pairs(self, scans: Mapping[str, Scan]) -> Iterator[list[str]]:
-        """Pairs drawn with temperature from the samples; small languages come round more often."""
+        """Yields pairs drawn with temperature from the samples; pairs of small languages may repeat."""
         wanted = self._text.vocabularies
         counts = [result.pairs for result in scans.values()]
         shares = temperature_shares([max(1, count) for count in counts], wanted.temperature)
@@ -179,8 +181,8 @@ class Preparation:
                 sample[i * len(sample) // count if count < len(sample) else i % len(sample)] for i in range(count)
             )
 
-    def _known_vocabulary(self, sentences: Sequence[str], size: int, key: str) -> bytes:
-        """Trained, or found in the cache: the same sentences and size need no second training."""
+    def _cached_vocabulary(self, sentences: Sequence[str], size: int, key: str) -> bytes:
+        """Returns the model from the cache, or trains it: equal sentences and size need only one training."""
         coverage = self._text.vocabularies.character_coverage
         digest = hashlib.blake2b(json.dumps([size, coverage, sentencepiece.__version__]).encode(), digest_size=8)
         for sentence in sentences:
@@ -194,47 +196,39 @@ class Preparation:
             draft.replace(kept)
         return kept.read_bytes()
 
-    def _encode(self, workers: Workers, scans: Mapping[str, Scan]) -> dict[str, Trained]:
-        trained, total, done = {}, sum(result.pairs for result in scans.values()), 0
+    def _encode(self, workers: Workers, scans: Mapping[str, Scan]) -> dict[str, LanguageSummary]:
+        summaries, total, done = {}, sum(result.pairs for result in scans.values()), 0
         for pair in self._pairs:
-            if pair.split != "train":
-                continue
-            trained[pair.language] = self._encode_language(workers, pair, scans[pair.language].pairs, done, total)
-            done += scans[pair.language].pairs
-        return trained
+            if pair.split == "train":
+                lines = scans[pair.language].pairs
+                summaries[pair.language] = self._encode_language(workers, pair, lines, done, total)
+                done += lines
+        return summaries
 
-    def _encode_language(self, workers: Workers, pair: PairFiles, lines: int, done: int, total: int) -> Trained:
-        """Pieces to ids, then shards from pieces, whose files are removed when all shards are there."""
-        code, said = pair.language, self._work / "merged" / f"{pair.language}.json"
-        shards = max(1, -(-lines // self._text.sizes.shard))
-        if not said.exists():
-            counts: Counter[str] = Counter()
-            defects: list[Defect] = []
-            pieces: list[Path] = []
-            for encoded in workers.map(encode, self._encode_jobs(pair, shards)):
+    def _encode_language(self, workers: Workers, pair: PairFiles, lines: int, done: int, total: int) -> LanguageSummary:
+        """Makes ids of pieces, then shards of pieces; removes the pieces' files when all shards are there."""
+        code, result = pair.language, self._work / "shards" / f"{pair.language}.json"
+        if not result.exists():
+            defects, pieces = DefectCount(), list[Path]()
+            shards = max(1, -(-lines // self._text.sizes.shard))
+            for found in workers.map(encode, self._encode_jobs(pair, shards)):
                 pieces.append(self._piece(code, len(pieces)))
                 self._report("parallel text: token ids", min(total, done + len(pieces) * self._text.piece), total)
-                counts.update(encoded.counts)
-                for defect in (Defect(**told) for told in encoded.defects):
-                    self._ledger.check(defect)
-                    if sum(other.kind == defect.kind for other in defects) < EXAMPLES:
-                        defects.append(defect)
-            jobs = [MergeJob(code, n, pieces, self._text.seed, self._draft, self._text.sizes) for n in range(shards)]
-            merged = list(workers.map(merge, jobs))
-            trained = Trained([m.pairs for m in merged], add_widths([as_widths(m.widths) for m in merged]))
-            named = [vars(defect) for defect in defects]
-            write_whole(said, json.dumps({"trained": asdict(trained), "counts": counts, "defects": named}))
-        summary = json.loads(said.read_text(encoding="utf-8"))
+                self._ledger.check(found)
+                defects.update(found)
+            summary = LanguageSummary.of_shards(workers.map(merge, self._merge_jobs(code, pieces, shards)))
+            write_text(result, json.dumps({"summary": asdict(summary), **defects.as_json()}))
+        content = json.loads(result.read_text(encoding="utf-8"))
         for left in (self._work / "pieces").glob(f"{code}-*"):
             left.unlink()
-        self._ledger.add([Defect(**defect) for defect in summary["defects"]], {code: summary["counts"]})
-        trained = Trained(summary["trained"]["shards"], as_widths(summary["trained"]["widths"]))
-        if not trained.pairs:
+        self._ledger.add(code, DefectCount.from_json(content))
+        summary = LanguageSummary.from_json(content["summary"])
+        if not summary.pairs:
             raise ConfigurationError(f"{pair.named}: no pair of language '{code}' is left ({self._ledger.summary()})")
-        return trained
+        return summary
 
     def _piece(self, code: str, number: int) -> Path:
-        """A piece's files, less their endings."""
+        """Returns the path of a piece's files, without their endings."""
         return self._work / "pieces" / f"{code}-{number:06}"
 
     def _encode_jobs(self, pair: PairFiles, shards: int) -> Iterator[EncodeJob]:
@@ -242,31 +236,35 @@ class Preparation:
         target = source if self._text.vocabularies.shared else self._draft / "target.model"
         for piece in read_pieces(pair, self._text.piece):
             out = self._piece(pair.language, piece.number)
-            yield EncodeJob(pair, piece, source, target, self._text.max_length, shards, self._text.seed, out)
+            yield EncodeJob(piece, (source, target), self._text.max_length, shards, self._text.seed, out)
+
+    def _merge_jobs(self, code: str, pieces: list[Path], shards: int) -> Iterator[MergeJob]:
+        for number in range(shards):
+            result = self._work / "shards" / f"{code}-{number:05}.json"
+            yield MergeJob(code, number, pieces, self._text.seed, self._draft, self._text.sizes, result)
 
     def _write_held_out(self, split: str) -> None:
-        """The texts; a line that cannot be used is dropped or refused like one of the training text."""
-        draft = self._draft / f".{split}.jsonl"
-        with draft.open("w", encoding="utf-8") as lines:
-            for pair in self._pairs:
-                if pair.split != split:
-                    continue
-                for piece in read_pieces(pair, self._text.piece):
-                    usable, defects, counts = readable(pair, piece, self._text.max_length)
-                    self._ledger.add(defects, {pair.language: counts})
-                    for place, source, target in usable:
-                        said = [pair.language, piece.first + place, source, target]
-                        lines.write(json.dumps(said, ensure_ascii=False) + "\n")
-        draft.replace(self._draft / f"{split}.jsonl")
+        """Writes the texts; unusable lines are dropped or refused as in the training text."""
+        with (
+            whole_file(self._draft / f"{split}.jsonl") as draft,
+            draft.open("w", encoding="utf-8") as lines,
+        ):
+            pairs = [pair for pair in self._pairs if pair.split == split]
+            for piece in chain.from_iterable(read_pieces(pair, self._text.piece) for pair in pairs):
+                language = piece.files.language
+                usable, defects = readable(piece, self._text.max_length)
+                self._ledger.add(language, defects)
+                for place, source, target in usable:
+                    content = [language, piece.first + place, source, target]
+                    lines.write(json.dumps(content, ensure_ascii=False) + "\n")
 
-    def _finish(self, trained: dict[str, Trained]) -> None:
-        said = json.dumps(self._ledger.as_json(), indent=1, ensure_ascii=False)
-        (self._draft / "defects.json").write_text(said, encoding="utf-8")
+    def _finish(self, summaries: dict[str, LanguageSummary]) -> None:
+        defects = json.dumps(self._ledger.as_json(), indent=1, ensure_ascii=False)
+        (self._draft / "defects.json").write_text(defects, encoding="utf-8")
         text = {key: value for key, value in asdict(self._text).items() if key != "sizes"}
-        write_description(self._draft, trained, self._text.sizes.block, {"parallel_text": text})
+        write_description(self._draft, summaries, self._text.sizes.block, {"parallel_text": text})
         publish(self._draft, self._folder)
-        pairs = sum(of.pairs for of in trained.values())
-        dropped = self._ledger.summary()
-        if dropped:
+        if dropped := self._ledger.summary():
             log.warning("parallel text: %s; which ones: %s", dropped, self._folder / "defects.json")
-        self._report(f"parallel text: pairs of {len(trained)} languages", pairs, pairs)
+        pairs = sum(summary.pairs for summary in summaries.values())
+        self._report(f"parallel text: pairs of {len(summaries)} languages", pairs, pairs)

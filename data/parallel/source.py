@@ -1,4 +1,4 @@
-"""Translation from a folder of parallel text: `data=parallel_text data.root=FOLDER`."""
+"""Yields mini-batches from a folder of parallel text: `data=parallel_text data.root=FOLDER`."""
 
 from __future__ import annotations
 
@@ -8,33 +8,34 @@ from ...errors import ConfigurationError
 from ..source import Report, check_limits
 from ..store import LONGEST, Store
 from ..translation import PairSource, chosen_languages
+from .corpus import open_parallel_store
 from .defects import check_policy
 from .preparation import ParallelText, Vocabularies
-from .store import open_parallel_store
 
 
 class ParallelTextSource(PairSource):
-    """Mini-batches of the pairs of sentences in a folder, `parallel_folders.LAYOUTS`.
+    """Reads pairs of sentences from a folder in one of the layouts of `folders.LAYOUTS`.
 
     Args:
         root: the folder.
-        languages: source languages; None for all that are found. pair: one of them: a bilingual run.
-        target: the language that is translated into.
+        languages: source languages; None: all that are found.
+        pair: one of them instead of `languages`, for a bilingual run.
+        target: the language of the translations.
         source_vocabulary, target_vocabulary: pieces of each side's vocabulary.
-        vocabulary: pieces of one vocabulary for both sides; the two keys above must then say the same number.
+        vocabulary: pieces of one vocabulary for both sides; the two keys above must then be the same number.
         character_coverage: share of the text's characters that get pieces of their own.
-        vocabulary_pairs, vocabulary_temperature: what the vocabularies are trained on.
-        max_length: pairs with more tokens on a side, marks included, are left out.
-        on_defect: what to do with each kind of defect, `defects.KINDS`: drop or refuse, one word for all or
-            a word for each; None: `defects.DEFAULTS`.
-        preparation_workers: processes that prepare the text; None: one a core.
-        batch_size, batch_tokens, temperature, evaluation_per_language, seed, evaluation_split: as of `PairSource`.
-        corpus_seed: decides the order in which pairs lie on the disk.
-        cache_dir: where the store is kept; None for `$GPIPE_CACHE` or `~/.cache/gpipe`.
+        vocabulary_pairs, vocabulary_temperature: the number and sampling of the pairs that vocabularies are trained on.
+        max_length: pairs with more tokens on a side, with its end token, are left out.
+        on_defect: drop or refuse, one word for all kinds of defect or a word for each (`defects.KINDS`); None:
+            `defects.DEFAULTS`.
+        preparation_workers: processes that prepare the text; None: one per core.
+        batch_size, batch_tokens, temperature, evaluation_per_language, seed, evaluation_split: see `PairSource`.
+        corpus_seed: decides the order of the pairs on the disk.
+        cache_dir: folder of the store; None: `$GPIPE_CACHE` or `~/.cache/gpipe`.
 
     Raises:
-        ValueError: a value out of its limits.
-        ConfigurationError: a kind of defect that there is not, vocabularies that contradict each other.
+        ValueError: a value is outside its limits.
+        ConfigurationError: a kind of defect is unknown, or the sizes of vocabularies contradict each other.
     """
 
     def __init__(

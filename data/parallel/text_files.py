@@ -1,34 +1,50 @@
-"""Lines of plain, gzip- and zstd-compressed files, as bytes: what they mean is found out line by line."""
+"""Reads pairs of lines from plain, gzip- and zstd-compressed files, and finds the lines that cannot be used."""
 
 from __future__ import annotations
 
 import gzip
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, cast
+from typing import BinaryIO, NamedTuple, TypeVar, cast
 
 from ...errors import ConfigurationError
+from .defects import Defect, DefectCount
 from .folders import PairFiles
+
+LONGEST_PIECE = 16  # characters of a SentencePiece piece; with more than this per token a line is certainly too long
+FOUND = {"undecodable": "is not UTF-8", "malformed": "has not exactly one tab", "empty": "is empty"}
+
+_T = TypeVar("_T")
 
 
 class Piece(NamedTuple):
-    """Consecutive lines of a pair of files; of a TSV file, `targets` is None.
+    """Holds consecutive lines of a pair of files, as bytes.
 
     Attributes:
         number: of the piece within its files.
         first: the first line's number, from 1.
+        targets: None for a TSV file.
     """
 
+    files: PairFiles
     number: int
     first: int
     sources: list[bytes]
     targets: list[bytes] | None
 
 
+class Line(NamedTuple):
+    """Holds a pair of texts; `place` counts from the piece's first line."""
+
+    place: int
+    source: str
+    target: str
+
+
 def open_lines(path: Path) -> BinaryIO:
-    """The file's bytes, uncompressed.
+    """Opens a file for reading its uncompressed bytes.
 
     Raises:
         ConfigurationError: it cannot be opened.
@@ -47,9 +63,9 @@ def open_lines(path: Path) -> BinaryIO:
 
 
 def read_pieces(files: PairFiles, size: int) -> Iterator[Piece]:
-    """The lines in pieces of `size`. Only "\\n" ends a line; up to the shorter file's end, see `count_lines`."""
-    for number, piece in enumerate(_read(files, size)):
-        yield Piece(number, number * size + 1, *piece)
+    """Yields the lines in pieces of `size`, up to the end of the shorter file. Only "\\n" ends a line."""
+    for number, lines in enumerate(_read(files, size)):
+        yield Piece(files, number, number * size + 1, *lines)
 
 
 def _read(files: PairFiles, size: int) -> Iterator[tuple[list[bytes], list[bytes] | None]]:
@@ -65,32 +81,70 @@ def _read(files: PairFiles, size: int) -> Iterator[tuple[list[bytes], list[bytes
 
 
 def _take(file: BinaryIO, size: int, path: Path) -> list[bytes]:
+    return _unpacked(path, lambda: list(islice(file, size)))
+
+
+def _unpacked(path: Path, read: Callable[[], _T]) -> _T:
     try:
-        return list(islice(file, size))
-    except Exception as error:  # a torn archive: OSError, EOFError, zlib.error, zstandard.ZstdError
+        return read()
+    except Exception as error:  # a torn archive raises OSError, EOFError, zlib.error or zstandard.ZstdError
         raise ConfigurationError(f"{path}: cannot be unpacked ({error}): the file is torn or no archive") from error
 
 
 def count_lines(path: Path) -> int:
-    """Lines of a file, a last one without an end counted."""
+    """Returns the number of lines of a file; a last one without a line feed counts."""
     count, last = 0, b"\n"
     with open_lines(path) as file:
-        while block := _block(file, path):
+        while block := _unpacked(path, lambda: file.read(1 << 20)):
             count += block.count(b"\n")
             last = block[-1:]
     return count + (last != b"\n")
 
 
-def _block(file: BinaryIO, path: Path) -> bytes:
-    try:
-        return file.read(1 << 20)
-    except Exception as error:
-        raise ConfigurationError(f"{path}: cannot be unpacked ({error}): the file is torn or no archive") from error
+def texts_of(piece: Piece, place: int) -> tuple[str, str] | str:
+    """Returns both sides of a line, without blanks at their ends, or the kind of defect that makes it unreadable."""
+    if piece.targets is not None:
+        lines = [piece.sources[place], piece.targets[place]]
+    else:
+        lines = piece.sources[place].rstrip(b"\r\n").split(b"\t")
+        if len(lines) != 2:
+            return "malformed" if _decoded(piece.sources[place]) is not None else "undecodable"
+    source, target = map(_decoded, lines)
+    return "undecodable" if source is None or target is None else (source, target)
 
 
-def decoded(line: bytes) -> str | None:
-    """The text of a line without its end and outer blanks; None if it is not UTF-8."""
+def _decoded(line: bytes) -> str | None:
     try:
         return line.decode("utf-8").strip()
     except UnicodeDecodeError:
         return None
+
+
+def readable(piece: Piece, max_length: int) -> tuple[list[Line], DefectCount]:
+    """Returns the lines that can be used, and the defects of the others."""
+    usable, defects = [], DefectCount()
+    for place in range(len(piece.sources)):
+        texts = texts_of(piece, place)
+        if isinstance(texts, str):
+            side = int(piece.targets is not None and _decoded(piece.sources[place]) is not None)
+            defects.add(defect_at(piece, place, texts, side, FOUND[texts]))
+        elif not all(texts):
+            side = texts.index("")
+            defects.add(defect_at(piece, place, "empty", side, f"{('source', 'target')[side]} {FOUND['empty']}"))
+        elif max(map(len, texts)) > max_length * LONGEST_PIECE:
+            side = int(len(texts[1]) > len(texts[0]))
+            defects.add(too_long(piece, place, side, f"{len(texts[side]):,} characters", max_length))
+        else:
+            usable.append(Line(place, *texts))
+    return usable, defects
+
+
+def defect_at(piece: Piece, place: int, kind: str, side: int, found: str) -> Defect:
+    """Returns the defect of one line; `side` is 0 for the source, 1 for the target."""
+    files = piece.files.files
+    return Defect(kind, piece.files.language, str(files[min(side, len(files) - 1)]), piece.first + place, found)
+
+
+def too_long(piece: Piece, place: int, side: int, length: str, max_length: int) -> Defect:
+    """Returns the defect of a line that is too long on one side."""
+    return defect_at(piece, place, "too_long", side, f"is too long: {length}, data.max_length={max_length} tokens")

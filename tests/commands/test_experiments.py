@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from gpipe_cli.checkpoint.choose import resolve
 from gpipe_cli.config import Settings
-from gpipe_cli.data.images.datasets import KNOWN
+from gpipe_cli.data.images.datasets import DATASETS
 from gpipe_cli.terminal.help import help_text
 
 CONF = Path(__file__).parents[2] / "conf" / "experiment"
@@ -94,7 +94,7 @@ def test_transfer_steps_are_the_epochs_that_are_told(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in TRANSFER if name != "birdsnap"])
 def test_transfer_experiments_read_their_own_data_set(name: str) -> None:
     assert settings(f"transfer/{name}")["data"]["dataset"] == name
-    assert name in KNOWN
+    assert name in DATASETS
 
 
 def test_imagenet_b_is_the_paper_s_model_and_recipe() -> None:

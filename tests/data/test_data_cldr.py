@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from gpipe_cli.data.cldr import corpus as cldr_corpus
+from gpipe_cli.data.cldr import items
 from gpipe_cli.data.cldr import pairs as cldr
 from gpipe_cli.data.cldr.corpus import CorpusParameters, open_store
-from gpipe_cli.data.cldr.languages import LANGUAGES, RANK
+from gpipe_cli.data.cldr.languages import LANGUAGES, RANK, check_languages, corpus_size
 from gpipe_cli.data.cldr.rendering import format_number, render
 from gpipe_cli.data.cldr.strings import locale_strings
 from gpipe_cli.data.source import no_report
@@ -36,7 +37,7 @@ def test_the_table_has_102_different_languages() -> None:
 
 
 def test_sizes_fall_evenly_on_a_log_scale_from_largest_to_smallest() -> None:
-    sizes = [cldr.corpus_size(language.code, 30_000, 100) for language in LANGUAGES]
+    sizes = [corpus_size(language.code, 30_000, 100) for language in LANGUAGES]
     assert (sizes[0], sizes[17], sizes[-1], sum(sizes)) == (30_000, 11_486, 100, 544_643)
 
 
@@ -82,7 +83,7 @@ def test_a_list_with_a_held_out_part_is_held_out() -> None:
 
 
 def test_names_are_never_held_out() -> None:
-    keys = [("name", "language", key) for key in cldr.unambiguous_inventory("de").names["language"]]
+    keys = [("name", "language", key) for key in items.unambiguous_inventory("de").names["language"]]
     assert {cldr.held_out(item) for item in keys} == {"train"}
 
 
@@ -97,7 +98,7 @@ def test_nothing_is_left_as_it_is_in_english(small: dict[str, list[cldr.Pair]]) 
 def test_no_name_of_an_unambiguous_inventory_has_two_meanings() -> None:
     english, russian = locale_strings("en"), locale_strings("ru")
     meanings: dict[str, set[str]] = {}
-    for kind, keys in cldr.unambiguous_inventory("ru").names.items():
+    for kind, keys in items.unambiguous_inventory("ru").names.items():
         for key in keys:
             meanings.setdefault(russian.names[kind, key], set()).add(english.names[kind, key])
     assert max(map(len, meanings.values())) == 1
@@ -105,14 +106,14 @@ def test_no_name_of_an_unambiguous_inventory_has_two_meanings() -> None:
 
 def test_a_name_that_means_two_things_is_left_out() -> None:
     # Thai writes "Polish" and "Poland" alike.
-    names = cldr.unambiguous_inventory("th").names
+    names = items.unambiguous_inventory("th").names
     assert locale_strings("th").names["language", "pl"] == locale_strings("th").names["territory", "PL"]
     assert "pl" not in names["language"] and "PL" not in names["territory"]
 
 
 def test_a_relative_time_that_reads_like_a_unit_is_left_out() -> None:
     # Somali has one text for "in 3 weeks" and for a form of "3 weeks".
-    strings, inventory = locale_strings("so"), cldr.unambiguous_inventory("so")
+    strings, inventory = locale_strings("so"), items.unambiguous_inventory("so")
     assert strings.relative["week", "future"]["other"] in strings.units["duration-week"].values()
     assert ("week", "future") not in inventory.relative and "duration-week" not in inventory.units
 
@@ -171,11 +172,11 @@ def test_lakh_and_million_tell_the_same_number() -> None:
 )
 def test_a_wrong_language_names_the_near_ones(codes: list[str], hint: str) -> None:
     with pytest.raises(ValueError, match=rf"data\.languages.*{hint}"):
-        cldr.check_languages(codes)
+        check_languages(codes)
 
 
 def test_languages_come_in_the_tables_order_whatever_the_order_given() -> None:
-    assert cldr.check_languages(["yrl", "fr", "es", "fr"]) == ["es", "fr", "yrl"]
+    assert check_languages(["yrl", "fr", "es", "fr"]) == ["es", "fr", "yrl"]
 
 
 def test_the_vocabulary_error_names_a_size_that_works(small: dict[str, list[cldr.Pair]]) -> None:

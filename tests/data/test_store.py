@@ -16,7 +16,7 @@ import preparation_jobs
 import pytest
 
 from gpipe_cli.data.source import no_report
-from gpipe_cli.data.store import Sizes, Store, Trained, interleave, target_widths, write_description, write_shard
+from gpipe_cli.data.store import LanguageSummary, Sizes, Store, interleave, write_description, write_shard
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_ids_over_two_bytes_are_stored_in_four(tmp_path: Path, store: Store) -> 
         [[2, 1], [1, 2]],
     )
     write_shard(tmp_path, "de", 0, tokens, lengths, Sizes().block)
-    write_description(tmp_path, {"de": Trained([2], target_widths(lengths))}, Sizes().block, {})
+    write_description(tmp_path, {"de": LanguageSummary.of_shard(lengths)}, Sizes().block, {})
     (tmp_path / "source.model").write_bytes((store.folder / "source.model").read_bytes())
     wide = Store(tmp_path)
     rows = wide.locate(np.array([0, 0]), np.array([1, 0]))

@@ -1,4 +1,4 @@
-"""The store of a folder of parallel text: found in the cache, or made there first."""
+"""Opens the store of a folder of parallel text, in the cache; makes it first if it is not there."""
 
 from __future__ import annotations
 
@@ -15,33 +15,30 @@ from pathlib import Path
 import sentencepiece
 
 from ...cpu import usable_cores
-from ..cldr.corpus import cache_folder
-from ..source import Report
+from ..source import Report, cache_folder
 from ..store import FORMAT, Store
-from .defects import Defect, refusal
+from .defects import Defect, refuse
 from .folders import PairFiles, find_pairs
 from .preparation import WORK, ParallelText, Preparation
 
 log = logging.getLogger(__name__)
 
-SMALL_BYTES = 4 * 2**20  # text that one process has prepared before others have started
+SMALL_BYTES = 4 * 2**20  # text that one process prepares before others have started
 
 
 def open_parallel_store(
     text: ParallelText, policy: Mapping[str, str], cache_dir: str | None, workers: int | None, report: Report
 ) -> Store:
-    """Open the store of the text, making it first if the cache does not hold it.
+    """Returns the store of the text; makes it first if it is not in the cache.
 
-    A store is found again by the names, sizes and times of change of its files, and by `text`.
+    A store is found again by the names, sizes and modification times of its files, and by `text`.
 
     Args:
-        policy: what to do with each kind of defect, `defects.check_policy`.
-        cache_dir: None for `$GPIPE_CACHE`, or `~/.cache/gpipe` where that is not set.
-        workers: processes; None for one a core. They do not change a byte.
+        policy: see `defects.check_policy`.
+        workers: processes; None: one per core. The number changes no byte.
 
     Raises:
-        ConfigurationError: the text is not as it should be; a defect that is to be refused; a vocabulary size that does
-            not suit the text.
+        ConfigurationError: files are missing, a defect is to be refused, or a vocabulary size does not fit the text.
     """
     pairs = find_pairs(text.root, text.languages, text.target)
     cache = cache_folder(cache_dir)
@@ -62,23 +59,23 @@ def open_parallel_store(
 
 def _digest(text: ParallelText, pairs: Sequence[PairFiles]) -> str:
     stats = [
-        [pair.language, pair.split, *([str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns])]
+        [pair.language, pair.split, str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns]
         for pair in pairs
         for file in pair.files
     ]
-    said = [FORMAT, asdict(text), stats, sentencepiece.__version__]
-    return hashlib.blake2b(json.dumps(said).encode(), digest_size=8).hexdigest()
+    content = [FORMAT, asdict(text), stats, sentencepiece.__version__]
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
 
 
 @contextmanager
 def _locked(file: int, name: str, report: Report) -> Iterator[None]:
-    """One preparation at a time; the lock goes with the process."""
+    """Allows one preparation at a time; the lock ends with the process."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         report(f"parallel text: waiting for another process that prepares {name}", 0, 0)
         fcntl.flock(file, fcntl.LOCK_EX)
-    except OSError:  # a file system without locks: two preparations at once would disturb each other, as ever there
+    except OSError:  # a file system without locks, where two preparations at once would disturb each other
         log.warning("no locks on the file system of %s: prepare one run at a time", name)
     yield
 
@@ -89,8 +86,6 @@ def _worker_count(pairs: Sequence[PairFiles], workers: int | None) -> int:
 
 
 def _check_defects(folder: Path, policy: Mapping[str, str]) -> None:
-    """A store made when defects were dropped is not for one who refuses them."""
-    said = json.loads((folder / "defects.json").read_text(encoding="utf-8"))
-    for defect in said["defects"]:
-        if policy[defect["kind"]] == "refuse":
-            raise refusal(Defect(**defect))
+    """Refuses a store made with defects dropped that are to be refused now."""
+    content = json.loads((folder / "defects.json").read_text(encoding="utf-8"))
+    refuse([Defect(**defect) for defect in content["defects"]], policy)
