@@ -1,4 +1,4 @@
-"""Two ways to have run one training step, side by side: what differs, by how much, and where."""
+"""Compares two ways to run one training step: which quantities differ, by how much, and in which layer."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .record import GRADIENT, OUTPUT, RECOMPUTED, WEIGHTS, WEIGHTS_AGAIN, Fingerprint, Key, Point, StepState
+from .record import GRADIENT, OUTPUT, RECOMPUTED, WEIGHTS, WEIGHTS_AGAIN, Fingerprint, Key, Point, StepState, number_gap
 
 SMALL_SHARE = 0.01  # tensors smaller than this share of all of their kind are measured by this share of all
-NO_LAYER = -1  # of what belongs to the whole model
+NO_LAYER = -1  # for quantities of the whole model
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that two sides have.
+    """Holds the difference of one tensor, fingerprint or number between the two sides.
 
     Attributes:
-        layer: where it belongs, `NO_LAYER` for what belongs to the whole model.
-        where: its name, for the person.
+        layer: its layer, `NO_LAYER` for the whole model.
+        where: its name, for the report.
         absolute: largest difference of two elements (of fingerprints: of the two norms).
-        relative: norm of the difference by the norm that it is measured by (`compare` says which); inf where one side
-            has nothing.
+        relative: norm of the difference divided by the norm that `compare` describes; inf where one side has nothing.
         point: of a fingerprint.
     """
 
@@ -37,13 +36,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class Quantity:
-    """All things of one kind.
+    """Holds the differences of one kind, such as all gradients.
 
     Attributes:
-        name: for the person.
-        compared: how many there are.
-        worst: the one with the largest relative difference; None where there are none.
-        beyond: those beyond the tolerance, in layer order.
+        name: for the report.
+        compared: their number.
+        worst: the largest relative difference; None where there are none.
+        beyond: the differences beyond the tolerance, in layer order.
     """
 
     name: str
@@ -66,25 +65,28 @@ COUNTS, BUFFERS, STATE, UPDATED = "BatchNorm counts", "BatchNorm and other buffe
 USED, BEGIN = "weights used", "weights before"
 
 
-def compare(ours: StepState, plain: StepState, before: StepState, tolerance: float, names: Sequence[str]) -> Step:
-    """Everything that one step left behind.
+def compare(
+    ours: StepState, plain: StepState, before: StepState, tolerance: float, names: Sequence[str]
+) -> StepComparison:
+    """Compares all quantities of one step.
 
-    A relative difference is measured by the norm of the plain side's tensor, but at least by `SMALL_SHARE` of the norm
-    of all tensors of the kind (a gradient that is nothing but rounding may differ by all of itself). Weights and
-    buffers are measured by how far the step has moved them.
+    A difference is divided by the norm of the plain side's tensor, but at least by `SMALL_SHARE` of the norm of all
+    tensors of the kind (a gradient that is nothing but rounding may differ by all of itself). For weights and buffers
+    it is divided by how far the step has moved them.
 
     Args:
-        ours: of the pipeline. plain: of the plain loop.
+        ours: of the pipeline.
+        plain: of the plain loop.
         before: weights and buffers before the step, of the plain loop.
         tolerance: the largest relative difference that counts as rounding.
         names: of the layers.
     """
     rounding = 8 * torch.finfo(_dtype(plain.weights)).eps
-    parts = [
+    differences = [
         _numbers(LOSS, {"mini-batch": (ours.loss, plain.loss)}),
         _numbers(LOSSES, {f"replica {r}, micro-batch {m}": pair for (r, m), pair in _pairs(ours.losses, plain.losses)}),
         _traces(OUTPUTS, ours.trace.get(OUTPUT, {}), plain.trace.get(OUTPUT, {}), names),
-        _recomputed(ours, names),
+        _traces(AGAIN, ours.trace.get(RECOMPUTED, {}), ours.trace.get(OUTPUT, {}), names),
         _traces(PASSED_BACK, ours.trace.get(GRADIENT, {}), plain.trace.get(GRADIENT, {}), names),
         _tensors(GRADIENTS, ours.gradients, plain.gradients, _by_norm(plain.gradients)),
         _numbers(NORM, {"all parameters": (ours.gradient_norm, plain.gradient_norm)}),
@@ -93,38 +95,38 @@ def compare(ours: StepState, plain: StepState, before: StepState, tolerance: flo
         _tensors(STATE, ours.optimizer, plain.optimizer, _by_norm_of_kind(plain.optimizer)),
         _tensors(UPDATED, ours.weights, plain.weights, _by_change(plain.weights, before.weights, rounding / tolerance)),
     ]
-    return Step([_judged(name, found, tolerance) for name, found in parts if found])
+    return StepComparison([_judged(name, found, tolerance) for name, found in differences if found])
 
 
 def compare_beginnings(ours: StepState, plain: StepState, tolerance: float) -> Quantity:
-    """Weights and buffers before the first step."""
+    """Compares weights and buffers before the first step."""
     held = {**plain.weights, **plain.buffers}
     return _judged(*_tensors(BEGIN, {**ours.weights, **ours.buffers}, held, _by_norm(held)), tolerance)
 
 
 def gradients_agree(ours: StepState, plain: StepState, tolerance: float) -> bool:
-    """Whether every gradient is within the tolerance."""
+    """Returns whether every gradient is within the tolerance."""
     measured = _tensors(GRADIENTS, ours.gradients, plain.gradients, _by_norm(plain.gradients))
     return not _judged(*measured, tolerance).beyond
 
 
 @dataclass(frozen=True)
-class Step:
-    """The comparison of one step."""
+class StepComparison:
+    """Holds the comparison of one step."""
 
     quantities: list[Quantity]
 
     def __getitem__(self, name: str) -> Quantity:
-        """The quantity of that name; an empty one where there is none."""
+        """Returns the quantity of that name; an empty one where there is none."""
         return next((q for q in self.quantities if q.name == name), Quantity(name, 0, None))
 
-    def after(self, first: Quantity) -> Step:
-        """The same with one more quantity in front."""
-        return Step([first, *self.quantities])
+    def after(self, first: Quantity) -> StepComparison:
+        """Returns the same with one more quantity in front."""
+        return StepComparison([first, *self.quantities])
 
     @property
     def agrees(self) -> bool:
-        """Whether all results do. Gradients between layers are none: they only help to find the place of an error."""
+        """Returns whether all results agree. Gradients between layers only help to find an error's place."""
         return not any(quantity.beyond for quantity in self.quantities if quantity.name != PASSED_BACK)
 
 
@@ -146,7 +148,7 @@ def _dtype(tensors: Mapping[Key, Tensor]) -> torch.dtype:
 def _pairs(
     ours: Mapping[tuple[int, int], float], plain: Mapping[tuple[int, int], float]
 ) -> list[tuple[tuple[int, int], tuple[float, float]]]:
-    """By the places that the plain side has; the report of a step that is not full has further ones, all zero."""
+    """Pairs the losses by the plain side's places; the report of a step that is not full has more, all zero."""
     return [(key, (ours.get(key, math.nan), value)) for key, value in sorted(plain.items())]
 
 
@@ -155,13 +157,6 @@ def _numbers(name: str, pairs: Mapping[str, tuple[float, float]]) -> Measured:
         Difference(NO_LAYER, where, gap := number_gap(a, b), gap / abs(b) if b and math.isfinite(b) and gap else gap)
         for where, (a, b) in pairs.items()
     ]
-
-
-def number_gap(a: float, b: float) -> float:
-    """Two numbers that are both not finite count as equal."""
-    if not math.isfinite(a) or not math.isfinite(b):
-        return 0.0 if math.isfinite(a) == math.isfinite(b) else math.inf
-    return abs(a - b)
 
 
 def _counts(ours: Mapping[Key, float], plain: Mapping[Key, float]) -> Measured:
@@ -192,7 +187,7 @@ def _by_norm(tensors: Mapping[Key, Tensor]) -> Scale:
 
 
 def _by_norm_of_kind(tensors: Mapping[Key, Tensor]) -> Scale:
-    """Of optimizer state: `exp_avg` beside all `exp_avg`."""
+    """Returns the scale of optimizer state, in which `exp_avg` is compared with all `exp_avg`."""
     kinds: dict[str, dict[Key, float]] = {}
     for key, tensor in tensors.items():
         kinds.setdefault(key[1].rpartition(":")[2], {})[key] = _norm(tensor)
@@ -202,7 +197,7 @@ def _by_norm_of_kind(tensors: Mapping[Key, Tensor]) -> Scale:
 
 
 def _by_change(after: Mapping[Key, Tensor], before: Mapping[Key, Tensor], least_share: float) -> Scale:
-    """By how far the step moved the tensor; ``least_share`` of the tensor itself is what its own rounding needs."""
+    """Returns as scale how far the step moved a tensor, and at least ``least_share`` of its norm, for its rounding."""
     changes = {key: _norm(tensor.double() - before[key].double()) for key, tensor in after.items() if key in before}
     least = SMALL_SHARE * _total(changes)
     return lambda key: max(changes.get(key, 0.0), least, least_share * _norm(after[key]) if key in after else 0.0)
@@ -220,7 +215,10 @@ def _tensors(name: str, ours: Mapping[Key, Tensor], plain: Mapping[Key, Tensor],
 
 
 def _gap(a: Tensor, b: Tensor, scale: float) -> tuple[float, float]:
-    """(largest absolute difference, norm of the difference by ``scale``); elements not finite on both sides agree."""
+    """Returns the largest absolute difference, and the norm of the difference divided by ``scale``.
+
+    Elements that are not finite on both sides agree.
+    """
     if torch.equal(a, b):
         return 0.0, 0.0
     if a.shape != b.shape:
@@ -240,7 +238,7 @@ def _gap(a: Tensor, b: Tensor, scale: float) -> tuple[float, float]:
 def _traces(
     name: str, ours: Mapping[Point, Fingerprint], plain: Mapping[Point, Fingerprint], names: Sequence[str]
 ) -> Measured:
-    """Over the points that both sides have: an unused output has no gradient, and a cut may make it zero."""
+    """Compares the points that both sides have: an unused output has no gradient, or zero where a cut follows."""
     largest: dict[int, float] = {}
     for point, mark in plain.items():
         largest[point.layer] = max(largest.get(point.layer, 0.0), mark.norm)
@@ -256,12 +254,7 @@ def _traces(
     return name, found
 
 
-def _recomputed(ours: StepState, names: Sequence[str]) -> Measured:
-    """The pipeline's second forward against its own first."""
-    return _traces(AGAIN, ours.trace.get(RECOMPUTED, {}), ours.trace.get(OUTPUT, {}), names)
-
-
 def weights_used(ours: StepState, plain: StepState, names: Sequence[str], again: bool) -> list[Difference]:
-    """What layers used as weights in forward (or, ``again``, in recompute), against those of the plain loop."""
+    """Compares the weights that layers used in forward (``again``: in recompute) with those of the plain loop."""
     kind = WEIGHTS_AGAIN if again else WEIGHTS
     return _traces(USED, ours.trace.get(kind, {}), plain.trace.get(WEIGHTS, {}), names)[1]

@@ -1,4 +1,4 @@
-"""Training without the engine: all layers in one process, one after the other, as `nn.Sequential` would run them.
+"""Trains without the engine: all layers in one process, one after the other, as `nn.Sequential` would run them.
 
 It shares with the pipeline what defines the run (the layers, the task, the optimizer, the data, where random numbers
 come from), and nothing of how the pipeline runs it: no cells, no schedule, no recompute, torch's own BatchNorm.
@@ -7,8 +7,8 @@ come from), and nothing of how the pipeline runs it: no cells, no schedule, no r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -26,7 +26,7 @@ from ..pipeline.boundary import as_tensors
 from ..pipeline.cell import build_layer
 from ..pipeline.randomness import NoiseSource, generator_states
 from ..tasks.base import Task
-from .joint_batchnorm import run_together
+from .batchnorm import run_together
 from .record import (
     OUTPUT,
     WEIGHTS,
@@ -43,10 +43,11 @@ from .record import (
 
 @dataclass
 class PooledStatistics:
-    """Of one BatchNorm over a mini-batch, from its inputs, in float64; a value a channel.
+    """Sums up one BatchNorm's inputs over a mini-batch, in float64.
 
     Attributes:
-        count: values of a channel. sums, squares: of them and of their squares.
+        count: values per channel.
+        sums, squares: per channel, of the values and of their squares.
     """
 
     count: int = 0
@@ -54,7 +55,7 @@ class PooledStatistics:
     squares: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
 
     def add(self, x: Tensor) -> None:
-        """Takes in an input of shape (n, C, …)."""
+        """Adds an input of shape (n, C, …)."""
         values = x.detach().double().transpose(0, 1).flatten(1)
         self.count += values.shape[1]
         self.sums = self.sums.to(values.device) + values.sum(1)
@@ -65,14 +66,14 @@ Place = tuple[int, int]  # (replica, micro-batch)
 
 
 class Together(Enum):
-    """Which micro-batches of a mini-batch BatchNorm normalises as one."""
+    """Lists which micro-batches of a mini-batch BatchNorm normalises as one."""
 
     NOTHING = "each micro-batch by itself"
     REPLICAS = "the same micro-batch of all replicas (pipeline.sync_batchnorm)"
     EVERYTHING = "the whole mini-batch, as with M = 1"
 
     def groups(self, replicas: int, order: Sequence[int]) -> list[list[list[Place]]]:
-        """Sums of gradients that are worked out apart and then added; of each, the groups, in their order."""
+        """Returns the sums of gradients that are computed apart and then added: of each, the groups, in order."""
         if self is Together.EVERYTHING:
             return [[[(replica, number) for replica in range(replicas) for number in order]]]
         if self is Together.REPLICAS:
@@ -82,7 +83,7 @@ class Together(Enum):
 
 @dataclass
 class _Run:
-    """One mini-batch under way."""
+    """Holds the state of one mini-batch."""
 
     step: int
     micro_batches: Sequence[Sequence[MicroBatch]]
@@ -92,13 +93,13 @@ class _Run:
 
 
 class PlainTraining:
-    """The plain model and its optimizer.
+    """Holds the plain model and its optimizer, and runs one step at a time.
 
     Args:
         builders: of all layers.
         settings: of the run.
         task: for the loss.
-        device: where all of it runs.
+        device: where it runs.
     """
 
     def __init__(self, builders: Sequence[LayerBuilder], settings: Settings, task: Task, device: torch.device) -> None:
@@ -117,21 +118,21 @@ class PlainTraining:
         self._batchnorms = modules_of(_BatchNorm, self.layers)
         self._statistics: dict[Key, PooledStatistics] = {}
         for key, batchnorm in self._batchnorms.items():
-            batchnorm.register_forward_pre_hook(_GatherInput(self._statistics, key))
+            batchnorm.register_forward_pre_hook(partial(self._gather_input, key))
         self.draws_noise: set[int] = set()  # layers that have drawn random numbers
 
     @property
     def batchnorms(self) -> int:
-        """How many BatchNorm layers there are."""
+        """Returns the number of BatchNorm layers."""
         return len(self._batchnorms)
 
     def held(self) -> StepState:
-        """Weights and buffers as they are now."""
+        """Returns copies of weights and buffers."""
         return StepState(weights=copied(self.parameters), buffers=copied(named_buffers(self.layers)))
 
     @torch.no_grad()
     def load(self, state: StepState) -> None:
-        """Weights and buffers of another way to run the model."""
+        """Loads weights and buffers."""
         buffers = named_buffers(self.layers)
         for key, tensor in {**state.weights, **state.buffers}.items():
             (self.parameters.get(key) if key in self.parameters else buffers[key]).copy_(tensor)  # type: ignore[union-attr]
@@ -145,19 +146,19 @@ class PlainTraining:
         order: Sequence[int],
         together: Together = Together.NOTHING,
     ) -> StepState:
-        """Forward and backward of one mini-batch.
+        """Runs forward and backward of one mini-batch, and returns losses, gradients and traces.
 
         Args:
             step: number of the training step.
             micro_batches: of each replica, its micro-batches.
-            order: in which a replica's micro-batches are added up; the sum is the same but for rounding.
+            order: in which the gradients of a replica's micro-batches are added up; it changes only the rounding.
             together: which micro-batches BatchNorm normalises as one.
         """
         weight = sum(self._task.weight(targets) for replica in micro_batches for _, targets in replica)
         run = _Run(step, micro_batches, 1 / weight if weight else 0.0, LayerTrace())
         self._statistics.clear()
         self._begin_step(step)
-        with _FrozenAverages(self._batchnorms.values()):
+        with _frozen_averages(self._batchnorms.values()):
             totals = [self._add_up(run, group) for group in together.groups(len(micro_batches), order)]
         total = totals[0]
         for other in totals[1:]:
@@ -178,7 +179,7 @@ class PlainTraining:
                 begin_step(step, self._settings.trainer.steps or 0)
 
     def _add_up(self, run: _Run, groups: Sequence[Sequence[Place]]) -> dict[Key, Tensor]:
-        """The sum of the gradients of micro-batches, BatchNorm normalising each of the ``groups`` as one."""
+        """Returns the sum of the gradients of micro-batches, with BatchNorm over each of the ``groups`` as one."""
         for group in groups:
             forwards = [partial(self._forward, run, place) for place in group]
             if len(forwards) == 1:
@@ -192,7 +193,7 @@ class PlainTraining:
         return self._take_gradients()
 
     def _forward(self, run: _Run, place: Place) -> list[Tensor]:
-        """All layers for one micro-batch; returns its unscaled losses, those of layers and last the task's."""
+        """Runs all layers for one micro-batch; returns its unscaled losses, those of layers and last the task's."""
         replica, number = place
         inputs, targets = (
             tuple(tensor.to(self._device) for tensor in side) for side in run.micro_batches[replica][number]
@@ -219,7 +220,7 @@ class PlainTraining:
         return losses
 
     def _take_gradients(self) -> dict[Key, Tensor]:
-        """The gradients so far of what learns, zero where there is none, and begins anew."""
+        """Returns the gradients of trainable parameters, zero where there is none, and resets them."""
         gradients = {}
         for key, parameter in self.parameters.items():
             if parameter.requires_grad:
@@ -228,21 +229,24 @@ class PlainTraining:
             parameter.grad = None
         return gradients
 
+    def _gather_input(self, key: Key, module: nn.Module, inputs: Any) -> None:
+        self._statistics.setdefault(key, PooledStatistics()).add(inputs[0])
+
     # -- update --------------------------------------------------------------------------------------------------------
 
     def update(self, state: StepState, gradients: Mapping[Key, Tensor]) -> None:
-        """Clipping, optimizer, learning rate and BatchNorm's moving averages; what they leave goes into ``state``.
+        """Clips, updates weights, learning rate and BatchNorm's moving averages, and records the result in ``state``.
 
         Args:
             state: of the mini-batch, from `gradients`.
-            gradients: unclipped; those of ``state``, or others that the update is to be worked out from.
+            gradients: for the update, unclipped: those of ``state``, or others.
         """
         norm, limit = _norm(gradients.values()), self._settings.trainer.gradient_clip
         factor = limit / norm if limit is not None and norm > limit else 1.0
         if math.isfinite(state.loss) and math.isfinite(norm):
             for key, parameter in self.parameters.items():
                 if not parameter.requires_grad:
-                    continue  # nor does its weight decay
+                    continue  # without a gradient, weight decay leaves it alone too
                 gradient = gradients[key].to(self._device)
                 parameter.grad = gradient * factor if factor != 1.0 else gradient.clone()
             self._optimizer.step()
@@ -255,7 +259,7 @@ class PlainTraining:
 
     @torch.no_grad()
     def _update_averages(self) -> None:
-        """Once a mini-batch, with the mean and the (population) variance of all its values (paper, section 2.2)."""
+        """Updates moving averages with mean and population variance of the mini-batch (paper, section 2.2)."""
         for key, statistics in self._statistics.items():
             batchnorm = self._batchnorms[key]
             if batchnorm.running_mean is None or batchnorm.running_var is None:
@@ -270,29 +274,16 @@ class PlainTraining:
                 average.copy_(average.double() * (1 - share) + value * share)
 
 
-class _GatherInput:
-    """A hook in front of a BatchNorm in training."""
-
-    def __init__(self, statistics: dict[Key, PooledStatistics], key: Key) -> None:
-        self._statistics, self._key = statistics, key
-
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        self._statistics.setdefault(self._key, PooledStatistics()).add(inputs[0])
-
-
-class _FrozenAverages:
-    """Within it, torch's BatchNorm leaves its moving averages alone: it would update them with every micro-batch."""
-
-    def __init__(self, batchnorms: Iterable[_BatchNorm]) -> None:
-        self._batchnorms = list(batchnorms)
-
-    def __enter__(self) -> None:
-        self._before = [(b.running_mean, b.running_var, b.num_batches_tracked) for b in self._batchnorms]
-        for batchnorm in self._batchnorms:
-            batchnorm.running_mean = batchnorm.running_var = batchnorm.num_batches_tracked = None
-
-    def __exit__(self, *_: object) -> None:
-        for batchnorm, (mean, variance, count) in zip(self._batchnorms, self._before, strict=True):
+@contextmanager
+def _frozen_averages(batchnorms: Iterable[_BatchNorm]) -> Iterator[None]:
+    """Keeps torch's BatchNorm from updating its moving averages, which it does with every micro-batch."""
+    before = [(b, b.running_mean, b.running_var, b.num_batches_tracked) for b in batchnorms]
+    for batchnorm, *_ in before:
+        batchnorm.running_mean = batchnorm.running_var = batchnorm.num_batches_tracked = None
+    try:
+        yield
+    finally:
+        for batchnorm, mean, variance, count in before:
             batchnorm.running_mean, batchnorm.running_var, batchnorm.num_batches_tracked = mean, variance, count
 
 

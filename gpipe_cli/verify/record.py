@@ -1,7 +1,8 @@
-"""What one training step left behind, in a form in which two ways to run it can be compared.
+"""Records one training step so that two ways to run it can be compared.
 
-Of parameters, gradients, buffers and optimizer state the whole tensors are kept. Of what passes between the layers
-(far larger, and once a micro-batch) a fingerprint is kept, so that the first layer that differs can be named.
+Parameters, gradients, buffers and optimizer state are kept as whole tensors. Outputs of layers and the gradients
+between them (far larger, and one for each micro-batch) are kept as fingerprints, so that the first layer that differs
+can be named.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TypeVar
 
 import torch
@@ -21,26 +22,26 @@ from ..micro_batch import Tensors
 M = TypeVar("M", bound=nn.Module)
 Key = tuple[int, str]  # (index of the layer, full name of the tensor)
 
-# Kinds of traces: what a layer gave in its forward and when it was computed again; the gradient that reached its
-# output; the weights that it used in each of the two.
+# Kinds of traces: a layer's output in forward and in recompute; the gradient of its output; the weights that it used in
+# forward and in recompute.
 OUTPUT, RECOMPUTED, GRADIENT, WEIGHTS, WEIGHTS_AGAIN = "output", "recomputed", "gradient", "weights", "weights again"
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Two numbers of a tensor that hardly any error leaves as they are: its norm and a fixed projection."""
+    """Holds a tensor's norm and its projection on a fixed vector; almost any error changes one of them."""
 
     norm: float
     projection: float
 
     def distance(self, other: Fingerprint) -> float:
-        """0 when equal; two numbers that are both not finite count as equal."""
-        return max(_gap(self.norm, other.norm), _gap(self.projection, other.projection))
+        """Returns the larger difference of the two numbers; see `number_gap`."""
+        return max(number_gap(self.norm, other.norm), number_gap(self.projection, other.projection))
 
 
 @dataclass(frozen=True, order=True)
 class Point:
-    """Where a fingerprint was taken: which layer, in which micro-batch, which of its tensors."""
+    """Identifies a fingerprint: replica, micro-batch, layer, and the number of the tensor in the layer."""
 
     replica: int
     micro_batch: int
@@ -53,15 +54,17 @@ Trace = dict[str, dict[Point, Fingerprint]]  # kind, then point
 
 @dataclass
 class StepState:
-    """One training step, of one worker or of the whole model.
+    """Holds the record of one training step, of one worker or of the whole model.
 
     Attributes:
-        loss: of the mini-batch, per unit of weight. losses: unscaled sums by (replica, micro-batch).
+        loss: of the mini-batch, per unit of weight.
+        losses: unscaled sums by (replica, micro-batch).
         gradient_norm: global, before clipping.
         gradients: of the whole mini-batch, before clipping.
-        weights, buffers: after the step. optimizer: its state after the step, named `<parameter>:<state key>`.
-        counted: how many values a channel of each BatchNorm has been averaged over in the mini-batch.
-        trace: of the layers.
+        weights, buffers: after the step.
+        optimizer: its state after the step, named `<parameter>:<state key>`.
+        counted: the number of values per channel over which each BatchNorm has averaged in the mini-batch.
+        trace: fingerprints of the layers.
     """
 
     loss: float = math.nan
@@ -75,7 +78,7 @@ class StepState:
     trace: Trace = field(default_factory=dict)
 
     def take(self, other: StepState) -> None:
-        """Adds what another worker has recorded; one of a further replica brings no tensors, only fingerprints."""
+        """Adds the record of another worker; workers of further replicas add no tensors, only fingerprints."""
         self.gradients |= other.gradients
         self.weights |= other.weights
         self.buffers |= other.buffers
@@ -87,7 +90,7 @@ class StepState:
 
 
 def fingerprint(tensor: Tensor) -> Fingerprint:
-    """Of the values in their logical order, whatever the memory layout; worked out in float64."""
+    """Computes the fingerprint in float64, of the values in logical order, whatever the memory layout."""
     values = tensor.detach().reshape(-1).double()
     if not values.numel():
         return Fingerprint(0.0, 0.0)
@@ -96,11 +99,12 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
 
 @lru_cache(maxsize=32)
 def _direction(size: int, device: torch.device) -> Tensor:
-    """A fixed vector without a pattern that data could have."""
+    """Returns a fixed vector without a pattern that data could have."""
     return torch.arange(1, size + 1, dtype=torch.float64, device=device).mul_(math.sqrt(2)).mul_(math.pi).cos_()
 
 
-def _gap(a: float, b: float) -> float:
+def number_gap(a: float, b: float) -> float:
+    """Returns |a − b|; two numbers that are both not finite count as equal."""
     if not math.isfinite(a) or not math.isfinite(b):
         return 0.0 if math.isfinite(a) == math.isfinite(b) else math.inf
     return abs(a - b)
@@ -119,16 +123,16 @@ class LayerTrace:
     def outputs(
         self, kind: str, replica: int, micro_batch: int, layer: int, outputs: Tensors, inputs: Iterable[Tensor]
     ) -> None:
-        """What a layer returned; and, once backward comes by, the gradient of each new tensor."""
+        """Records what a layer returned and, during backward, the gradient of each new tensor."""
         passed = list(inputs)
         for number, tensor in enumerate(outputs):
             point = Point(replica, micro_batch, layer, number)
             self._put(kind, point, tensor)
             if tensor.requires_grad and not any(tensor is one for one in passed):
-                tensor.register_hook(_Hook(self, point))  # type: ignore[no-untyped-call]  # torch's own
+                tensor.register_hook(partial(self._gradient, point))  # type: ignore[no-untyped-call]  # torch's own
 
-    def gradient(self, point: Point, gradient: Tensor) -> None:
-        """The first one counts: a schedule that divides backward may come by twice."""
+    def _gradient(self, point: Point, gradient: Tensor) -> None:
+        """Records the first gradient only: a schedule that divides backward may call the hook twice."""
         if point not in self.trace.get(GRADIENT, {}):
             self._put(GRADIENT, point, gradient)
 
@@ -136,26 +140,15 @@ class LayerTrace:
         self.trace.setdefault(kind, {})[point] = fingerprint(tensor)
 
 
-@dataclass(frozen=True)
-class _Hook:
-    """Looks at a gradient and leaves it as it is."""
-
-    trace: LayerTrace
-    point: Point
-
-    def __call__(self, gradient: Tensor) -> None:
-        self.trace.gradient(self.point, gradient)
-
-
 def named(layers: Iterable[tuple[int, str, nn.Module]]) -> Iterator[tuple[Key, nn.Parameter]]:
-    """Every parameter of (index, name, module) layers with its key."""
+    """Yields every parameter of (index, name, module) layers with its key."""
     for index, layer, module in layers:
         for name, parameter in module.named_parameters():
             yield (index, f"{layer}.{name}"), parameter
 
 
 def modules_of(kind: type[M], layers: Iterable[tuple[int, str, nn.Module]]) -> dict[Key, M]:
-    """Every module of a kind in (index, name, module) layers, the layers themselves among them."""
+    """Returns every module of a kind in (index, name, module) layers, the layers themselves among them."""
     return {
         (index, f"{layer}.{name}".rstrip(".")): module
         for index, layer, whole in layers
@@ -171,7 +164,7 @@ def named_buffers(layers: Iterable[tuple[int, str, nn.Module]]) -> dict[Key, Ten
 
 
 def optimizer_state(optimizer: Optimizer, parameters: Mapping[Key, nn.Parameter]) -> dict[Key, Tensor]:
-    """The optimizer's state of each parameter; numbers as tensors of one element."""
+    """Returns the optimizer's state of each parameter; numbers as tensors of one element."""
     return {
         (layer, f"{name}:{state}"): torch.as_tensor(value)
         for (layer, name), parameter in parameters.items()
@@ -181,5 +174,5 @@ def optimizer_state(optimizer: Optimizer, parameters: Mapping[Key, nn.Parameter]
 
 
 def copied(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
-    """Snapshots on the CPU."""
+    """Returns copies on the CPU."""
     return {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}

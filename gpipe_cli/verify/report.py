@@ -1,4 +1,4 @@
-"""What gpipe-verify says: a verdict, what differs and why, and a table for each step."""
+"""Defines gpipe-verify's report: a verdict, findings, notes, and a table for each step."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 
 from ..config import Settings
 from .batchnorm import BatchNormNote
-from .compare import PASSED_BACK, Quantity, Step
+from .compare import PASSED_BACK, Quantity, StepComparison
 
 
 @dataclass(frozen=True)
-class Report:
-    """The comparison of some steps.
+class VerifyReport:
+    """Holds the comparison of some steps.
 
     Attributes:
         tolerance: the largest relative difference that counted as rounding.
         findings: what is wrong, as sentences; empty when all agrees.
-        batchnorm: what BatchNorm does to the comparison with M = 1; None where there is none.
+        batchnorm: the effect of M on BatchNorm; None where there is none.
         loss: of the last step.
     """
 
     settings: Settings
     tolerance: float
-    steps: list[Step]
+    steps: list[StepComparison]
     findings: list[str]
     batchnorm: BatchNormNote | None
     loss: float
@@ -35,7 +35,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """One line."""
+        """Returns the verdict in one line."""
         run = self._run()
         if not self.steps:
             return f"nothing was compared: the data ended before the first step ({run})"
@@ -63,7 +63,7 @@ class Report:
 
     @property
     def notes(self) -> list[str]:
-        """What differs without being an error."""
+        """Returns differences that are no errors, as sentences."""
         if not self.agrees or not any(step[PASSED_BACK].beyond for step in self.steps):
             return []
         return [
@@ -77,7 +77,7 @@ class Report:
         return max(found, key=lambda q: q.worst.relative if q.worst else 0.0, default=None)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; numbers that are not finite become null."""
+        """Returns plain values; numbers that are not finite become null."""
         pipeline = self.settings.pipeline
         return {
             "agrees": self.agrees,

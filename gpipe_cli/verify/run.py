@@ -1,8 +1,7 @@
-"""What every worker of gpipe-verify runs: some steps of the real trainer, then on rank 0 the same steps without it."""
+"""Runs some steps of the trainer on every worker of gpipe-verify, then on rank 0 the same steps without it."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -24,25 +23,23 @@ from ..trainer.batches import training_batches
 from ..trainer.training import assemble_training
 from .batchnorm import BatchNormNote, batchnorm_note
 from .compare import compare, compare_beginnings, gradients_agree
-from .diagnose import Compared, Model, diagnose
-from .limits import refuse_what_cannot_be_verified, require_memory
+from .diagnose import ComparedStep, ModelLayout, diagnose
 from .plain import PlainTraining, Together
 from .record import StepState
-from .report import Report
+from .report import VerifyReport
+from .settings import in_wanted_dtype, refuse_what_cannot_be_verified, require_memory, tolerance_of
 from .watch import StepWatch
-
-TOLERANCES = {"float64": 1e-6, "bfloat16": 0.05, "configured": 1e-4}
 
 
 def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
-    """One worker's life.
+    """Runs one worker.
 
     Returns:
-        On rank 0 the report as plain values (`verify_report.Report.as_json`); None elsewhere.
+        On rank 0 the report as plain values (`VerifyReport.as_json`); None elsewhere.
 
     Raises:
-        ConfigurationError: this configuration cannot be verified, or something in it that shows only now.
-        LayerFailed: an exception in a layer.
+        ConfigurationError: this configuration cannot be verified, or is wrong in a way that shows only now.
+        LayerFailed: a layer raised an exception.
     """
     settings = Settings.from_config(config["settings"])
     refuse_what_cannot_be_verified(settings)
@@ -68,21 +65,21 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def choose_repeatable_kernels() -> None:
-    """The same sums in the same order both times, in full precision: cuDNN rounds to 10 bits unless told otherwise."""
+    """Makes both sides sum in the same order and in full precision: by default cuDNN rounds to 10 bits."""
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.deterministic = True
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-def compare_with_plain(assembly: Assembly, begun: StepState, steps: Sequence[StepState]) -> Report:
+def compare_with_plain(assembly: Assembly, begun: StepState, steps: Sequence[StepState]) -> VerifyReport:
     """Runs the steps again without the engine, on rank 0, and compares.
 
-    Where gradients agree within the tolerance, the plain optimizer works from the pipeline's: an optimizer such as Adam
-    turns the rounding of a gradient near zero into a whole step, and that is no error of the pipeline.
+    Where gradients agree within the tolerance, the plain optimizer uses the pipeline's: an optimizer such as Adam turns
+    the rounding of a gradient near zero into a whole step, which is no error of the pipeline.
 
     Args:
         begun: weights and buffers of the pipeline before the first step.
-        steps: what each step of the pipeline left.
+        steps: the state after each step of the pipeline.
     """
     settings, replicas = assembly.settings, assembly.world.replicas
     tolerance, names = tolerance_of(settings), list(assembly.layout.layers)
@@ -90,7 +87,7 @@ def compare_with_plain(assembly: Assembly, begun: StepState, steps: Sequence[Ste
     if settings.checkpoint.init_from is not None:
         plain.load(begun)
     together = Together.REPLICAS if settings.pipeline.sync_batchnorm and replicas > 1 else Together.NOTHING
-    compared: list[Compared] = []
+    compared: list[ComparedStep] = []
     note: BatchNormNote | None = None
     whole: StepState | None = None
     for number, (ours, micro_batches) in enumerate(zip(steps, _mini_batches(assembly), strict=False)):
@@ -106,17 +103,17 @@ def compare_with_plain(assembly: Assembly, begun: StepState, steps: Sequence[Ste
         found = compare(ours, theirs, before, tolerance, names)
         if number == 0:
             found = found.after(compare_beginnings(begun, before, tolerance))
-        compared.append(Compared(number + 1, ours, theirs, before, found))
+        compared.append(ComparedStep(number + 1, ours, theirs, before, found))
     cells = [cell for cell, layers in enumerate(assembly.layout.cut.layers) for _ in layers]
     clip = settings.trainer.gradient_clip
-    model = Model(names, cells, frozenset(plain.draws_noise), settings.pipeline.M, replicas, clip)
+    model = ModelLayout(names, cells, frozenset(plain.draws_noise), settings.pipeline.M, replicas, clip)
     findings = diagnose(compared, model, tolerance)
     loss = steps[-1].loss if steps else math.nan
-    return Report(settings, tolerance, [one.step for one in compared], findings, note, loss)
+    return VerifyReport(settings, tolerance, [one.found for one in compared], findings, note, loss)
 
 
 def _mini_batches(assembly: Assembly) -> Iterator[list[list[MicroBatch]]]:
-    """The data once more: of each mini-batch the micro-batches of every replica."""
+    """Reads the data once more: yields the micro-batches of every replica, mini-batch by mini-batch."""
     source, replicas = assembly.source, assembly.world.replicas
     assert source is not None
     M = assembly.settings.pipeline.M
@@ -126,35 +123,15 @@ def _mini_batches(assembly: Assembly) -> Iterator[list[list[MicroBatch]]]:
 
 
 def backward_order(assembly: Assembly, micro_batches: int) -> list[int]:
-    """In which order the schedule adds up the gradients of micro-batches: as the worker of the last cell does."""
+    """Returns the order in which the schedule adds up the gradients of micro-batches, as in the last cell."""
     last = len(assembly.layout.cut.placement) - 1
     instructions = assembly.runtime.schedules.training_lists(micro_batches)[assembly.layout.cut.placement[last]]
     adds = (Op.BACKWARD, Op.WEIGHT_GRADIENT)
     return [i.micro_batch for i in instructions if i.op in adds and i.cell == last]
 
 
-def tolerance_of(settings: Settings) -> float:
-    wanted = settings.verify.tolerance
-    if wanted != "auto":
-        return wanted
-    return TOLERANCES[settings.precision.autocast or settings.verify.dtype]
-
-
-def in_wanted_dtype(settings: Settings) -> Settings:
-    """With `verify.dtype=float64` layers and data come in float64."""
-    if settings.verify.dtype == "configured":
-        return settings
-    module = "gpipe_cli.verify.float64"
-    data = {"_target_": f"{module}.Float64Source", "source": settings.data}
-    return dataclasses.replace(
-        settings,
-        model={"_target_": f"{module}.float64_layers", "layers": settings.model},
-        data={**data, "batch_size": settings.data.get("batch_size")},
-    )
-
-
 def _gather(world: World, mine: list[StepState]) -> list[StepState]:
-    """On rank 0 the whole model's states: tensors from the workers of replica 0, fingerprints from all."""
+    """Returns on rank 0 the whole model's states: tensors from the workers of replica 0, fingerprints from all."""
     if world.replica > 0:
         mine = [StepState(counted=state.counted, trace=state.trace) for state in mine]
     everyone: list[list[StepState]] = [mine]

@@ -1,15 +1,14 @@
-"""The pipelined side of gpipe-verify: the real trainer, watched while it takes its steps."""
+"""Records the pipelined side of gpipe-verify: the real trainer, with hooks on its layers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
 from torch import nn
 
 from ..metrics.step_report import StepReport
-from ..micro_batch import Tensors
 from ..pipeline.batchnorm import DeferredBatchNorm
 from ..pipeline.boundary import as_tensors
 from ..pipeline.cell import Cell
@@ -33,33 +32,42 @@ from .record import (
 
 
 class LayerWatch:
-    """Looks at what every layer of a worker gets and gives, by hooks on the modules: the engine knows nothing of it.
+    """Records inputs and outputs of every layer of a worker, by hooks on the modules; the engine is unchanged.
 
     Args:
         cells: the worker's.
         replica: of the worker.
-        where: kept up to date by the engine; says which micro-batch runs, and whether it is computed again.
+        where: the micro-batch that runs and its instruction, kept up to date by the engine.
     """
 
     def __init__(self, cells: Iterable[Cell], replica: int, where: Position) -> None:
         self._replica, self._where = replica, where
         self._seen = LayerTrace()
         for layer in (layer for cell in cells for layer in cell.layers):
-            layer.module.register_forward_pre_hook(_Before(self, layer.index))
-            layer.module.register_forward_hook(_After(self, layer.index))
+            # Functions, because a copy of the module then calls the same watch.
+            layer.module.register_forward_pre_hook(self._before(layer.index))
+            layer.module.register_forward_hook(self._after(layer.index))
 
     def take(self) -> LayerTrace:
-        """What was seen since the last call."""
+        """Returns the record since the last call."""
         seen, self._seen = self._seen, LayerTrace()
         return seen
 
-    def before(self, layer: int, module: nn.Module) -> None:
-        kind = WEIGHTS_AGAIN if self._again else WEIGHTS
-        self._seen.weights(kind, self._replica, self._micro_batch, layer, module)
+    def _before(self, layer: int) -> Callable[[nn.Module, Any], None]:
+        def hook(module: nn.Module, inputs: Any) -> None:
+            kind = WEIGHTS_AGAIN if self._again else WEIGHTS
+            self._seen.weights(kind, self._replica, self._micro_batch, layer, module)
 
-    def after(self, layer: int, inputs: Any, outputs: object) -> None:
-        kind = RECOMPUTED if self._again else OUTPUT
-        self._seen.outputs(kind, self._replica, self._micro_batch, layer, as_tensors(outputs), _flat(inputs))
+        return hook
+
+    def _after(self, layer: int) -> Callable[[nn.Module, Any, object], None]:
+        def hook(module: nn.Module, inputs: Any, outputs: object) -> None:
+            kind = RECOMPUTED if self._again else OUTPUT
+            (argument,) = inputs  # a tensor or a tuple of them
+            places = self._replica, self._micro_batch, layer
+            self._seen.outputs(kind, *places, as_tensors(outputs), as_tensors(argument))
+
+        return hook
 
     @property
     def _again(self) -> bool:
@@ -70,40 +78,8 @@ class LayerWatch:
         return cast(int, self._where.micro_batch)
 
 
-class _Before:
-    """A hook in front of a layer; a class, so that a copied module still tells of itself."""
-
-    def __init__(self, watch: LayerWatch, layer: int) -> None:
-        self.watch, self.layer = watch, layer
-
-    def __deepcopy__(self, memo: object) -> _Before:
-        return self
-
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        self.watch.before(self.layer, module)
-
-
-class _After:
-    """A hook behind a layer."""
-
-    def __init__(self, watch: LayerWatch, layer: int) -> None:
-        self.watch, self.layer = watch, layer
-
-    def __deepcopy__(self, memo: object) -> _After:
-        return self
-
-    def __call__(self, module: nn.Module, inputs: Any, outputs: object) -> None:
-        self.watch.after(self.layer, inputs, outputs)
-
-
-def _flat(inputs: Any) -> Tensors:
-    """A layer has one argument: a tensor or a tuple of them."""
-    (argument,) = inputs
-    return as_tensors(argument)
-
-
 class StepWatch:
-    """Keeps what each of the trainer's first steps leaves on this worker."""
+    """Keeps a record of each of the trainer's first steps on this worker."""
 
     def __init__(self, trainer: Trainer, assembly: Assembly) -> None:
         self._trainer = trainer

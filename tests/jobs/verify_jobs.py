@@ -25,7 +25,8 @@ from gpipe_cli.jobs.job import EntryPoint
 from gpipe_cli.launch.context import Context
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.pipeline.cell import Cell
-from gpipe_cli.pipeline.engine import Pipeline, StepInput
+from gpipe_cli.pipeline.engine import StepInput, _TrainingStep
+from gpipe_cli.schedule.instruction import Instruction
 from gpipe_cli.trainer import update as weight_update
 from gpipe_cli.trainer.loop import Trainer
 from gpipe_cli.verify import run as verify
@@ -185,13 +186,13 @@ def stale_weights() -> AbstractContextManager[Any]:
 
 def boundary_gradient_dropped() -> AbstractContextManager[Any]:
     """What comes back to cell 1 of micro-batch 2 is lost."""
-    take = Pipeline._take_output_gradients
+    take = _TrainingStep._take_output_gradients
 
-    def dropping(engine: Pipeline, cell: int, micro_batch: int) -> tuple[Tensor, ...]:
-        gradients = take(engine, cell, micro_batch)
-        return tuple(torch.zeros_like(g) for g in gradients) if (cell, micro_batch) == (1, 2) else gradients
+    def dropping(step: _TrainingStep, i: Instruction) -> tuple[Tensor, ...]:
+        gradients = take(step, i)
+        return tuple(torch.zeros_like(g) for g in gradients) if (i.cell, i.micro_batch) == (1, 2) else gradients
 
-    return mock.patch.object(Pipeline, "_take_output_gradients", dropping)
+    return mock.patch.object(_TrainingStep, "_take_output_gradients", dropping)
 
 
 def _before_update(change: Callable[[Trainer], None]) -> AbstractContextManager[Any]:

@@ -25,11 +25,11 @@ from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import own_target
 from gpipe_cli.jobs.job import prepare
 from gpipe_cli.launch.supervisor import Job, launch_inline
-from gpipe_cli.verify.compare import GRADIENTS, PASSED_BACK, Difference, Quantity, Step
-from gpipe_cli.verify.joint_batchnorm import run_together
-from gpipe_cli.verify.limits import require_memory
+from gpipe_cli.verify.batchnorm import run_together
+from gpipe_cli.verify.compare import GRADIENTS, PASSED_BACK, Difference, Quantity, StepComparison
 from gpipe_cli.verify.plain import PlainTraining, Together
 from gpipe_cli.verify.record import StepState
+from gpipe_cli.verify.settings import require_memory
 
 JOBS = Path(__file__).parents[1] / "jobs"
 
@@ -243,5 +243,5 @@ def test_a_model_too_large_for_one_process_is_refused_with_what_to_type() -> Non
 def test_a_gradient_between_layers_decides_nothing_when_all_gradients_of_weights_agree() -> None:
     tied = Difference(0, "stem, micro-batch 1", 11.0, 6e-4)
     weights = Quantity(GRADIENTS, 597, Difference(0, "stem.weight", 1e-5, 1e-9))
-    assert Step([Quantity(PASSED_BACK, 144, tied, [tied]), weights]).agrees
-    assert not Step([Quantity(GRADIENTS, 597, tied, [tied])]).agrees
+    assert StepComparison([Quantity(PASSED_BACK, 144, tied, [tied]), weights]).agrees
+    assert not StepComparison([Quantity(GRADIENTS, 597, tied, [tied])]).agrees
