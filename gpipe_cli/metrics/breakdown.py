@@ -1,4 +1,4 @@
-"""Where a step goes: the paper's Table 4, from what the bubble meter has measured."""
+"""Computes where the time of a step goes, as the paper's table 4 does, from the meter's measurements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Durations = Mapping[tuple[Op, int], float]  # seconds of one instruction, by kin
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Shares of the workers' time in a step: W workers times the seconds from one step's begin to its update's end.
+    """Holds shares of the workers' time in a step: W workers times the seconds from the begin to the update's end.
 
     The names are Table 4's; the paper does not define them, so these definitions are ours. They add up to 1.
 
@@ -41,11 +41,11 @@ class Breakdown:
     weight_update: float
 
     def shares(self) -> dict[str, float]:
-        """By name, in Table 4's order."""
+        """Returns the shares by name, in the order of table 4."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __str__(self) -> str:
-        """One line: "computation 65.6 %, recomputation 22.5 %, …"."""
+        """Returns one line: "computation 65.6 %, recomputation 22.5 %, …"."""
         return ", ".join(f"{name.replace('_', ' ')} {100 * share:.1f} %" for name, share in self.shares().items())
 
 
@@ -70,12 +70,12 @@ def break_down(
     whole, update = workers * step_seconds, workers * update_seconds
     busy = sum(count * durations[key] for key, count in counts.items())
     again = sum(count * durations[key] for key, count in counts.items() if key[0] is Op.RECOMPUTE)
-    # Measured times vary and the simulation takes their means: no share may be larger than the time that is left.
+    # Measured times vary and the simulation uses their means, so limit each share to the time that is left.
     left = max(0.0, whole - busy - update)
     bubble = min(left, idle_seconds(simulate_with(lists, placement, even_durations(lists, placement, durations))))
     imbalance = min(left - bubble, max(0.0, idle_seconds(simulate_with(lists, placement, durations)) - bubble))
     shares = [busy - again, again, bubble, imbalance, left - bubble - imbalance, update]
-    total = sum(shares)  # larger than `whole` where computation and update together seem longer than the step
+    total = sum(shares)  # more than `whole` if computation and update together seem longer than the step
     return Breakdown(*(share / total for share in shares))
 
 
@@ -141,12 +141,12 @@ def even_durations(
     return even
 
 
-# As in `schedule/picture.py`: blue forward, pale recompute, and warm colours for what is lost.
+# As in `schedule/picture.py`: blue forward, pale recompute; warm colours for lost time.
 _COLOURS = ("#2f6db3", "#a9cdee", "#d9dce1", "#b9412f", "#8a8f99", "#4d9a6a")
 
 
 def draw_breakdown(columns: Mapping[str, Mapping[str, float]], path: Path, title: str = "") -> None:
-    """One horizontal bar per column, such as {"measured": …, "paper": …}; the file's suffix says the format."""
+    """Draws a horizontal bar for each column, such as {"measured": …}; the file's suffix chooses the format."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Pictures of a classification: sample predictions, and the confusion matrix."""
+"""Draws pictures of a classification: sample predictions and the confusion matrix."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 Numbers = Sequence[int] | npt.NDArray[np.int64]
 
 RIGHT, WRONG = "#2a7f3f", "#c0392b"
-MOST_CLASSES = 50  # of a confusion matrix; more are shown as the pairs that are most often confused
+MOST_CLASSES = 50  # in a confusion matrix; with more, the most confused pairs are drawn
 MOST_PAIRS = 25
-MOST_NAMED_CLASSES = 30  # more names than this cannot be read along an axis
-MOST_PRINTED_CLASSES = 15  # nor numbers in the squares
+MOST_NAMED_CLASSES = 30  # more names along an axis are unreadable
+MOST_PRINTED_CLASSES = 15  # likewise numbers in the squares
 LONGEST_NAME = 18
 
 
 def draw_classification(predictions: Predictions, folder: Path) -> list[Path]:
-    """predictions.png (where the data are images) and confusion.png of one evaluation; returns what was drawn."""
+    """Draws confusion.png and, if the data are images, predictions.png of an evaluation; returns their paths."""
     labels, predicted, paths = predictions.labels, predictions.predicted, []
     if predictions.images is not None:
         shown = list(predictions.shown)
@@ -43,7 +43,7 @@ def draw_classification(predictions: Predictions, folder: Path) -> list[Path]:
 
 
 def read_picture(path: Path) -> npt.NDArray[np.uint8]:
-    """The pixels of a PNG file, [height, width, 3]."""
+    """Reads the pixels of a PNG file, [height, width, 3]."""
     from PIL import Image  # matplotlib's own reader and writer
 
     with Image.open(path) as picture:
@@ -59,7 +59,7 @@ def draw_predictions(
     confidences: Sequence[float] | None = None,
     columns: int = 8,
 ) -> None:
-    """A grid of images, each with what the model says; where that is wrong, also with what is right.
+    """Draws a grid of images, each with its predicted class and, if that is wrong, with the true class.
 
     Args:
         images: uint8, or floating point in any range, [n, 3 or 1, H, W].
@@ -68,7 +68,7 @@ def draw_predictions(
         path: of the PNG file.
 
     Raises:
-        ValueError: not as many labels or predictions as images, or none at all.
+        ValueError: the numbers of images, labels and predictions differ, or are 0.
     """
     if not len(images) == len(labels) == len(predictions) or not len(images):
         raise ValueError(
@@ -95,10 +95,10 @@ def draw_predictions(
 
 
 def draw_confusion(labels: Numbers, predictions: Numbers, class_names: Sequence[str], path: Path) -> None:
-    """The confusion matrix: one row a true class, in each square the share of that class so predicted.
+    """Draws the confusion matrix: a row for each true class, a square's colour is the share predicted so.
 
-    Up to 15 classes the squares carry their counts; over 30 the axes carry numbers, not names. Over 50 classes nobody
-    could read a matrix: the most confused pairs take its place.
+    With at most 15 classes the squares show counts; with more than 30 the axes show numbers instead of names. With more
+    than 50 classes a matrix is unreadable, and the most confused pairs are drawn instead.
 
     Args:
         labels, predictions: class numbers of the same examples.
@@ -128,13 +128,13 @@ def draw_confusion(labels: Numbers, predictions: Numbers, class_names: Sequence[
 
 
 def confusion_matrix(labels: Numbers, predictions: Numbers, classes: int) -> npt.NDArray[np.int64]:
-    """Counts [true class, predicted class]."""
+    """Returns the counts [true class, predicted class]."""
     pairs = np.asarray(labels, np.int64) * classes + np.asarray(predictions, np.int64)
     return np.bincount(pairs, minlength=classes * classes).reshape(classes, classes)
 
 
 def most_confused(counts: npt.NDArray[np.int64], limit: int) -> list[tuple[int, int, int]]:
-    """(true class, predicted class, count) of at most ``limit`` pairs, the most frequent confusion first."""
+    """Returns (true class, predicted class, count) of at most ``limit`` pairs, most frequent first."""
     wrong = counts.copy()
     np.fill_diagonal(wrong, 0)
     order = np.argsort(wrong, axis=None, kind="stable")[::-1][:limit]
@@ -177,7 +177,7 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _pixels(images: Tensor) -> npt.NDArray[np.uint8]:
-    """uint8 [n, H, W, 3]; floating-point images are stretched to the full range, all of them alike."""
+    """Returns uint8 [n, H, W, 3]; floating-point images are scaled to the full range, all by the same factor."""
     if images.is_floating_point():
         images = images.float()
         low, high = images.min(), images.max()

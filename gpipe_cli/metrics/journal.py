@@ -1,7 +1,4 @@
-"""What a run leaves to be read: metrics.jsonl, evaluations.jsonl, TensorBoard, summary.json, lines for the console.
-
-Rank 0 writes it.
-"""
+"""Writes the record of a run: metrics.jsonl, evaluations.jsonl, TensorBoard, summary.json, console events."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from .image_pictures import draw_classification, read_picture
 from .language_pictures import ModelScores, draw_languages
 from .metrics_file import MetricsFile, json_safe
 from .pictures import draw_loss, draw_step, draw_traced_step
-from .step_report import PART_OF, PHASES, StepReport
+from .step_report import PHASES, TIME_OF, StepReport
 from .trace import Recording, measured_timeline, trace, write_trace
 from .translation_scores import languages_of
 from .whole_file import write_whole
@@ -32,17 +29,17 @@ if TYPE_CHECKING:
 
 
 class Journal:
-    """Writes on rank 0; on the other ranks every method does nothing. Files are touched from `open` on.
+    """Writes the record on rank 0; on other ranks every method does nothing. Writes no file before `open`.
 
     Args:
         run_dir: of the run.
-        emit: events for the console (`terminal/console.py` says which).
-        active: rank 0.
-        every: TensorBoard scalars are written every so many steps.
-        tensorboard: whether to write them at all.
+        emit: passes an event to the console (`terminal/console.py` lists them).
+        active: whether this is rank 0.
+        every: number of steps between TensorBoard scalars.
+        tensorboard: whether to write them.
         statistics: names of the task's training statistics.
-        unit: what a weight of 1 is: examples or tokens.
-        steps: of the whole run, None when something else ends it.
+        unit: of weights: examples or tokens.
+        steps: of the whole run; None if something else ends it.
     """
 
     def __init__(
@@ -66,7 +63,7 @@ class Journal:
         self._predicted_bubble: float | None = None  # at the last logging interval
 
     def open(self, resumed_step: int) -> None:
-        """Begins the record, when nothing can refuse the run any more.
+        """Opens the files; called when nothing can refuse the run any more.
 
         Args:
             resumed_step: lines of later steps, from a run that was killed after its last checkpoint, are removed.
@@ -90,18 +87,18 @@ class Journal:
         self._emit({"kind": "preparation", "text": text, "done": done, "total": total})
 
     def cells(self, table: Sequence[Mapping[str, Any]]) -> None:
-        """The table of the K cells."""
+        """Reports the table of the K cells."""
         self._emit({"kind": "cells", "rows": [dict(row) for row in table]})
 
     def cell_times(self, table: Sequence[Mapping[str, Any]]) -> None:
-        """The table of the K cells once more, with what each took: milliseconds of a step, means of the latest.
+        """Reports the table of the K cells with the time of each: milliseconds per step, means of the latest steps.
 
         Args:
-            table: with `seconds` by part of a step; None where no step was taken.
+            table: with `seconds` by kind of time; None where no step was taken.
         """
         timed = [row for row in table if row["seconds"]]
-        told = *(PART_OF[op] for op in COMPUTE), "waiting", "sending"
-        parts = [part for part in told if any(row["seconds"][part] for row in timed)]
+        shown = *(TIME_OF[op] for op in COMPUTE), "waiting", "sending"
+        parts = [part for part in shown if any(row["seconds"][part] for row in timed)]
         if not timed or not self._active:
             return
         columns = ["cell", "worker", "layers", "parameters", *(f"{part.replace('_', ' ')}, ms" for part in parts)]
@@ -121,12 +118,12 @@ class Journal:
         schedules: RunSchedules,
         done: float | None,
     ) -> None:
-        """One training step: a line in metrics.jsonl, a tick on the console; now and then its times, and TensorBoard.
+        """Records one training step in metrics.jsonl and on the console; at the logging interval also its times.
 
         Args:
             seconds: of the whole step, its update included.
             schedules: of the run; simulated with the measured times at the logging interval only.
-            done: share of the run that lies behind; None where nobody knows its end.
+            done: share of the run that is done; None if its end is unknown.
         """
         if not self._active:
             return
@@ -159,7 +156,7 @@ class Journal:
             self._write_scalars(progress.step, row, report, shares)
 
     def _shares(self, statistics: Sequence[float]) -> dict[str, float]:
-        """Statistics come in pairs (part, whole), as ("accuracy", "examples"): their share is what one reads."""
+        """Returns the quotients of statistics, which come in pairs such as ("accuracy", "examples")."""
         pairs = zip(self._statistics[::2], statistics[::2], statistics[1::2], strict=True)
         return {name: part / whole if whole else 0.0 for name, part, whole in pairs}
 
@@ -181,7 +178,7 @@ class Journal:
                 self._board.add_scalar(f"worker_{rank:02d}/{phase}_seconds", worker[phase], step)
 
     def evaluation(self, progress: Progress, result: Evaluation, epochs: Mapping[str, float]) -> None:
-        """One evaluation: evaluations.jsonl, the step's line in metrics.jsonl, the console, TensorBoard with samples.
+        """Records one evaluation: evaluations.jsonl, the step's line in metrics.jsonl, console, TensorBoard.
 
         Args:
             epochs: how often the training data of each language has been read; for the line.
@@ -191,7 +188,7 @@ class Journal:
         self._evaluations.append(result.numbers)
         numbers = {f"evaluation/{name}": value for name, value in result.numbers.items()}
         counted: dict[str, Any] = {} if result.signature is None else {"signature": result.signature}
-        counted |= result.effort  # a run that stops early may evaluate its last step twice, the second time with more
+        counted |= result.effort  # tells the two evaluations of an early stop's last step apart
         counted |= {"epochs": dict(epochs)} if epochs else {}
         self._evaluations_file.write({"step": progress.step, **result.numbers, **counted})
         self._metrics.join({"evaluation": result.numbers})
@@ -203,7 +200,7 @@ class Journal:
                 self._board.add_scalar(name, value, progress.step)
             for number, sample in enumerate(result.samples):
                 self._board.add_text(f"samples/{number}", sample.as_markdown(), progress.step)
-        if result.predictions is not None and progress.step > 0:  # before the first step there is nothing to see
+        if result.predictions is not None and progress.step > 0:  # the untrained model's are noise
             self._show_predictions(result.predictions, progress.step)
         if len(languages_of(result.numbers)) > 1 and result.sizes and progress.step > 0:
             self._show_languages(result, progress.step)
@@ -211,7 +208,7 @@ class Journal:
             self._board.flush()
 
     def _show_languages(self, result: Evaluation, step: int) -> None:
-        """pictures/languages.png: BLEU from the language with the most data to the one with the least."""
+        """Draws pictures/languages.png: BLEU from the language with the most data to the one with the least."""
         folder = self._run_dir / "pictures"
         folder.mkdir(exist_ok=True)
         path = folder / "languages.png"
@@ -220,7 +217,7 @@ class Journal:
             self._board.add_image("evaluation/languages", read_picture(path), step, dataformats="HWC")
 
     def _show_predictions(self, predictions: Predictions, step: int) -> None:
-        """pictures/: sample predictions and the confusion matrix, those of the last evaluation; TensorBoard has all."""
+        """Draws sample predictions and the confusion matrix; pictures/ keeps the last ones, TensorBoard all."""
         folder = self._run_dir / "pictures"
         folder.mkdir(exist_ok=True)
         for path in draw_classification(predictions, folder):
@@ -230,7 +227,7 @@ class Journal:
     def trace(
         self, step: int, recordings: Sequence[Recording], schedules: RunSchedules, cells: Sequence[Mapping[str, Any]]
     ) -> None:
-        """trace/ and pictures/: one step of all workers, beside its schedule timed with the same durations.
+        """Writes one step of all workers to trace/, and keeps its timeline to be drawn at the end.
 
         Args:
             recordings: of every rank.
@@ -241,14 +238,14 @@ class Journal:
         layers = [f"{row['first']} … {row['last']}" if row["layers"] > 1 else str(row["first"]) for row in cells]
         path = self._run_dir / "trace" / f"step_{step:06d}.trace.json"
         write_trace(path, trace(step, recordings, schedules.placement, layers))
-        # Drawn when the run ends: drawing takes a second, for which the other workers would wait in the next step.
+        # Drawn when the run ends: drawing takes a second, for which the other workers would wait.
         self._traced[step] = measured_timeline(recordings, schedules.placement)
         self.message(f"step {step} recorded: {path} (open it in https://ui.perfetto.dev)")
 
     def pictures(self, recordings: Sequence[Recording], schedules: RunSchedules, breakdown: Breakdown | None) -> None:
-        """pictures/: the pipeline's last step (replica 0) as it was measured, the loss, and where a step goes.
+        """Draws the last step (replica 0) as measured, the loss, and where a step goes, into pictures/.
 
-        What cannot be drawn is a warning: the run has done its work.
+        A failure is a warning only: the run has done its work.
         """
         if not self._active:
             return
@@ -273,19 +270,19 @@ class Journal:
             draw_breakdown({"measured": breakdown.shares()}, folder / "breakdown.png", "Where a step goes")
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """summary.json, whole or not at all."""
+        """Writes summary.json atomically."""
         if not self._active:
             return
         write_whole(self._run_dir / "summary.json", json.dumps(json_safe(values), indent=2) + "\n")
 
     def close(self) -> None:
-        """Ends the console's story with what the run has changed."""
+        """Prints first → last evaluation and closes the files."""
         if self._active:
             self._metrics.close()
             self._evaluations_file.close()
         if len(self._evaluations) > 1:
             first, last = self._evaluations[0], self._evaluations[-1]
-            both = [name for name in last if name in first and "/" not in name]  # each language's would fill the screen
+            both = [name for name in last if name in first and "/" not in name]  # without single languages
             changes = [f"{name} {first[name]:.4g} → {last[name]:.4g}" for name in both]
             self._emit({"kind": "end", "text": f"first evaluation → last: {', '.join(changes)}"})
         if self._board is not None:
@@ -293,7 +290,7 @@ class Journal:
 
 
 class Notices(Journal):
-    """Tells what is said while model and data are made, and keeps no record of steps.
+    """Reports messages to the console and keeps no record of steps.
 
     Args:
         run_dir, emit, active: as in `Journal`.
@@ -305,4 +302,4 @@ class Notices(Journal):
 
 
 def _nowhere(event: dict[str, Any]) -> None:
-    """Where the events of all ranks but 0 go."""
+    """Discards an event; for all ranks but 0."""

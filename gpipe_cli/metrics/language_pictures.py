@@ -1,4 +1,4 @@
-"""Pictures of translation from many languages, as the paper draws them (section 5, figure 3)."""
+"""Draws translation quality over many languages, as the paper does (section 5, figure 3)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#2f6db3", "#d9822b", "#2a7f3f", "#8e44ad", "#c0392b", "#555555")
-MARKERS = ("o", "^", "v", "D", "P", "X")  # of models, where the colour tells the level
-MOST_NAMED_LANGUAGES = 110  # more codes cannot be read along an axis
+MARKERS = ("o", "^", "v", "D", "P", "X")  # of models; the colour shows the level
+MOST_NAMED_LANGUAGES = 110  # more codes along an axis are unreadable
 
 
 @dataclass(frozen=True)
 class ModelScores:
-    """One model's evaluation.
+    """Holds the scores of one model.
 
     Attributes:
-        name: as it shall stand in the picture.
-        parameters: of the model.
+        name: in the picture.
+        parameters: number of the model's parameters.
         languages: BLEU of each language.
     """
 
@@ -40,7 +40,7 @@ def draw_languages(
     path: Path,
     baselines: Mapping[str, float] | None = None,
 ) -> None:
-    """BLEU over languages from the most to the least data, one curve a model, and the averages of the three levels.
+    """Draws BLEU over languages from the most to the least data, a curve for each model, and averages by level.
 
     Dots are languages; the line is the average of a language and those with a little more data (`trailing_average`).
 
@@ -76,7 +76,7 @@ def draw_languages(
 
 
 def draw_capacity(models: Sequence[ModelScores], sizes: Mapping[str, int], path: Path) -> None:
-    """Mean BLEU of high-, middle- and low-resource languages over the number of parameters.
+    """Draws the mean BLEU of high-, middle- and low-resource languages over the number of parameters.
 
     Raises:
         ValueError: no model, or no language that all models have been evaluated on.
@@ -102,7 +102,7 @@ def draw_capacity(models: Sequence[ModelScores], sizes: Mapping[str, int], path:
 
 
 def trailing_average(values: Sequence[float], window: int | None = None) -> list[float]:
-    """The mean of each value and up to ``window`` − 1 values before it; by default over a tenth of them."""
+    """Returns the mean of each value and up to ``window`` − 1 values before it; default: a tenth of the values."""
     width = max(1, round(len(values) / 10)) if window is None else window
     return [fmean(values[max(0, last - width + 1) : last + 1]) for last in range(len(values))]
 
@@ -110,7 +110,7 @@ def trailing_average(values: Sequence[float], window: int | None = None) -> list
 def _common(
     models: Sequence[ModelScores], sizes: Mapping[str, int], baselines: Mapping[str, float] | None
 ) -> list[str]:
-    """Languages that everybody has been evaluated on, most data first."""
+    """Returns the languages that all models and baselines have a score for, most data first."""
     if not models:
         raise ValueError("there is no model to draw")
     known = set(sizes).intersection(*(model.languages for model in models))

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per training step; evaluations.jsonl: one per evaluation."""
+"""Writes metrics.jsonl, one JSON object per training step, and evaluations.jsonl, one per evaluation."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 
 class MetricsFile:
-    """Rows are written when their step ends; an evaluation that follows a step joins that step's row.
+    """Appends a row per step; an evaluation after a step is added to that step's row.
 
-    A row that stands there as the last is not written again: a finished run that is resumed finds the same once more.
+    A row equal to the last one is not written again: a finished run that is resumed evaluates the same step again.
 
     Args:
-        path: of the file; a resumed run goes on in it.
+        path: of the file; a resumed run appends to it.
         resumed_step: rows of later steps, from a run that was killed after its last checkpoint, are removed.
     """
 
@@ -27,14 +27,14 @@ class MetricsFile:
         self._start = 0
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """The row of a step; it has a key "step"."""
+        """Writes the row of a step; it must have a key "step"."""
         line = json.dumps(json_safe(row))
         if line != self._last_line:
             self._start, self._last, self._last_line = self._file.tell(), row, line
             self._file.write(f"{line}\n")
 
     def join(self, more: Mapping[str, Any]) -> None:
-        """Adds to the last row; without one (before the first step of this process) nothing happens."""
+        """Adds keys to the last row; does nothing before the first step of this process."""
         if self._last is None:
             return
         self._file.truncate(self._start)
@@ -47,7 +47,7 @@ class MetricsFile:
 
 
 def json_safe(value: Any) -> Any:
-    """JSON has no NaN or infinity; they become null, and every JSON reader stays happy."""
+    """Replaces NaN and infinity, which JSON does not have, by None."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
@@ -58,12 +58,12 @@ def json_safe(value: Any) -> Any:
 
 
 def _drop_later_rows(path: Path, step: int) -> str | None:
-    """A resumed run writes the steps after its checkpoint again; their first version goes, and a torn last row too.
+    """Truncates the file behind ``step``, because a resumed run writes later steps again; removes a torn last row.
 
-    They are the end of the file, which is cut off there: whoever is killed meanwhile has lost nothing.
+    Truncating is atomic, so a kill meanwhile loses nothing.
 
     Returns:
-        The last row that stays.
+        The last row that is kept.
     """
     if not path.exists():
         return None

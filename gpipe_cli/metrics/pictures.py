@@ -1,4 +1,4 @@
-"""Pictures of a run: the pipeline's last step as it really went, and the loss."""
+"""Draws pictures of a run: the last step as measured, and the loss."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MOST_POINTS = 10_000  # of a curve; a picture has fewer pixels
 
 
 def draw_step(measured: Timeline, kind: str, path: Path) -> None:
-    """The measured timeline of one step, in milliseconds, one row a cell; ``kind`` is the schedule's."""
+    """Draws the measured timeline of one step in milliseconds, a row for each cell; ``kind`` is the schedule's."""
     save_picture(measured, path, f"{kind}, a measured step", "ms")
 
 
 def draw_traced_step(step: int, measured: Timeline, schedules: RunSchedules, paths: Sequence[Path]) -> None:
-    """A measured step above, the simulation of its schedule with the mean measured durations below, in milliseconds.
+    """Draws a measured step above the simulation of its schedule with the mean measured durations, in milliseconds.
 
-    The path that decides how long each takes is marked.
+    The critical path of each is marked.
     """
     durations = mean_durations(measured)
     lists = schedules.training_lists(measured.micro_batches)
@@ -40,7 +40,7 @@ def draw_traced_step(step: int, measured: Timeline, schedules: RunSchedules, pat
 
 
 def draw_loss(run_dir: Path, path: Path) -> None:
-    """Training loss of every step, smoothed, and the loss of every evaluation."""
+    """Draws the training loss of every step, a smoothed curve, and the loss of every evaluation."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -54,7 +54,7 @@ def draw_loss(run_dir: Path, path: Path) -> None:
     axes.plot(steps, losses, color="#a9cdee", linewidth=0.8)
     axes.plot(steps, _smooth(losses), color="#2f6db3", label="training")
     numbers = (name for row in evaluations for name, value in row.items() if isinstance(value, float))
-    metric = next(numbers, None)  # the first of the task's: the loss
+    metric = next(numbers, None)  # the task's first metric is the loss
     points = [(row["step"], row[metric]) for row in evaluations if metric and row.get(metric) is not None]
     if points:
         axes.plot(*zip(*points, strict=True), "o-", color="#d9822b", label=f"evaluation ({metric})")
@@ -66,7 +66,7 @@ def draw_loss(run_dir: Path, path: Path) -> None:
 
 
 def _rows(path: Path, most: int | None = None) -> Iterator[Mapping[str, Any]]:
-    """Of a file that may have millions of lines: at most about so many, evenly spread."""
+    """Reads the rows of a JSON-lines file; of a long one about ``most`` rows, evenly spread."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -76,7 +76,7 @@ def _rows(path: Path, most: int | None = None) -> Iterator[Mapping[str, Any]]:
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Exponential moving average over about a fiftieth of the run."""
+    """Returns the exponential moving average over about a fiftieth of the run."""
     keep = 1 - 1 / max(2.0, len(values) / 50)
     smoothed, total, weight = [], 0.0, 0.0
     for value in values:

@@ -1,8 +1,8 @@
-"""What an evaluation of a classification leaves to look at: every prediction, and a few examples spread over the set.
+"""Collects the predictions of a classification during an evaluation, and some examples to look at.
 
-Images are only on the first worker of a replica, outputs only on the last. So the last workers keep two numbers of each
-example (and how sure the model is) until the evaluation ends, rank 0 keeps some of the images that it reads anyway, and
-everything meets once, at the end. Other tasks pay nothing.
+Images are only on the first worker of a replica, outputs only on the last. So the last workers keep label, prediction
+and confidence of each example, rank 0 keeps some of the images that it reads anyway, and all are gathered once, at the
+end of the evaluation. Other tasks have no extra cost.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ IMAGES = 24  # in the picture; enough to judge, few enough to draw in half a sec
 
 
 class PredictingTask(Protocol):
-    """What this needs of a task; a task without the method has no predictions to show."""
+    """Describes a task whose predictions can be shown; the method is optional for tasks."""
 
     def predictions(self, outputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """All predictions of one evaluation.
+    """Holds all predictions of one evaluation.
 
     Attributes:
         labels, predicted: class numbers of every example, int64 [n]; those of replica 0 come first.
         class_names: by class number.
-        images: examples to look at, [s, 3 or 1, H, W]; None where the data are no images.
-        shown: the place of each of them in `labels`.
-        confidences: the model's probability of its prediction, for each of them.
+        images: some examples, [s, 3 or 1, H, W]; None if the data are no images.
+        shown: index in `labels` of each of these examples.
+        confidences: the model's probability of its prediction, for each of these examples.
     """
 
     labels: npt.NDArray[np.int64]
@@ -49,7 +49,7 @@ class Predictions:
 
 
 class PredictionKeeper:
-    """Collects the predictions of one evaluation after the other; every worker calls `finish` at the same time.
+    """Collects the predictions of one evaluation after another; every worker calls `finish` at the same time.
 
     Args:
         task: whose `predictions` are kept.
@@ -62,17 +62,17 @@ class PredictionKeeper:
         self._images = SpreadExamples(IMAGES)
 
     def read(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """A mini-batch that this worker has read."""
+        """Keeps images of a mini-batch that this worker has read."""
         if self._world.rank == 0:
             for inputs, _ in micro_batches:
                 self._images.add(inputs[0])
 
     def judged(self, outputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> None:
-        """A micro-batch that has come to the last cell; they come in the order in which they were read."""
+        """Keeps the predictions of a micro-batch at the last cell; called in the order of reading."""
         self._rows.append(self._task.predictions(outputs, targets).float().cpu())
 
     def finish(self) -> Predictions | None:
-        """What all workers have seen, on rank 0; None elsewhere and without data. Forgets it for the next time."""
+        """Gathers the predictions of all workers on rank 0 and resets; returns None elsewhere and without data."""
         mine = torch.cat(self._rows).numpy() if self._rows else None
         images, self._rows, self._images = self._images, [], SpreadExamples(IMAGES)
         seen = [rows for rows in self._world.all_gather(mine) if isinstance(rows, np.ndarray)]
@@ -99,7 +99,7 @@ class SpreadExamples:
         self._kept: list[tuple[int, Tensor]] = []
 
     def add(self, images: Tensor) -> None:
-        """The next examples, [b, C, H, W]; anything else but images is passed over."""
+        """Adds the next examples, [b, C, H, W]; ignores tensors that are no images."""
         if images.dim() != 4 or images.shape[1] not in (1, 3):
             return
         for offset in range(-self._count % self._stride, len(images), self._stride):
@@ -113,7 +113,7 @@ class SpreadExamples:
         return [place for place, _ in self._chosen()]
 
     def stacked(self) -> Tensor | None:
-        """The chosen images, [s, C, H, W]; None if there are none, or of several sizes."""
+        """Returns the chosen images, [s, C, H, W]; None if there are none or their sizes differ."""
         images = [image for _, image in self._chosen()]
         return torch.stack(images) if len({image.shape for image in images}) == 1 else None
 

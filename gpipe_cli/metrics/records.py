@@ -11,14 +11,14 @@ from .predictions import Predictions
 
 @dataclass
 class Progress:
-    """How far the run has come; the same on every worker.
+    """Holds the progress of the run; the same on every worker.
 
     Attributes:
-        step: updates done, skipped ones counted in.
-        skipped, skipped_in_a_row: updates left out because something was not finite.
+        step: number of updates, including skipped ones.
+        skipped, skipped_in_a_row: updates left out because a loss or gradient was not finite.
         best: the lowest evaluation loss so far.
         evaluations_since_best: for early stopping.
-        evaluation_due: the evaluation after this step is still to be made, or was broken off: a resumed run begins so.
+        evaluation_due: the evaluation after this step has not been completed; a resumed run begins with it.
         loss: of the last finite step.
         stopped_by: why the loop ended.
     """
@@ -35,7 +35,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Sample:
-    """A sentence, its reference and what the model made of it."""
+    """Holds a sentence, its reference and the model's output."""
 
     language: str
     source: str
@@ -48,16 +48,16 @@ class Sample:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one evaluation found.
+    """Holds the results of one evaluation.
 
     Attributes:
-        numbers: by name, what the task makes of its sums, and scores of generated outputs.
-        loss: the first of the task's numbers: lower is better, it selects the best checkpoint. None without data.
-        samples: generated outputs to look at.
+        numbers: by name, the task's metrics and the scores of generated outputs.
+        loss: the task's first metric; the lowest selects the best checkpoint. None without data.
+        samples: some generated outputs.
         predictions: of a classification, on rank 0.
-        sizes: training pairs of each language, on rank 0, where texts of several languages were scored.
-        signature: how texts were scored, in the words of sacreBLEU.
-        effort: how much was generated (`GenerationSettings.effort`); empty where nothing is.
+        sizes: training pairs of each language, on rank 0, if texts of several languages were scored.
+        signature: of sacreBLEU: how texts were scored.
+        effort: amount of generation (`GenerationSettings.effort`); empty without generation.
     """
 
     numbers: dict[str, float]

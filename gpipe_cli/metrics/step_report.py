@@ -1,4 +1,4 @@
-"""What the workers tell each other at the end of a training step, and what everybody reads out of it."""
+"""Exchanges the results and times of a training step between all workers."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from ..pipeline.engine import StepRecord
 from ..pipeline.meter import Meter, Phase
 from ..schedule.instruction import COMPUTE, Op
 
-# What a cell's seconds are counted as. A cell waits for activations from the cell before it and for gradients from the
-# cell behind it.
-PART_OF = {
+# The kind of time of each operation of a cell. A cell waits for activations from the cell before it and for gradients
+# from the cell behind it.
+TIME_OF = {
     **{op: op.name.lower() for op in COMPUTE},
     Op.RECEIVE_ACTIVATION: "waiting_for_activation",
     Op.RECEIVE_GRADIENT: "waiting_for_gradient",
     Op.SEND_ACTIVATION: "sending",
     Op.SEND_GRADIENT: "sending",
 }
-PARTS_OF_STEP = tuple(dict.fromkeys(PART_OF.values()))  # seconds per cell
-PHASES = ("gradients", "data", "exchange", "update")  # what follows the pipeline's part of a step, in this order
+KINDS_OF_TIME = tuple(dict.fromkeys(TIME_OF.values()))  # seconds per cell
+PHASES = ("gradients", "data", "exchange", "update")  # between the instructions of two steps, in this order
 WORKER_NUMBERS = ("late", "span", "busy", "waited_for_data", "memory_bytes", *PHASES)
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """One training step as every worker sees it.
+    """Holds one training step, the same on every worker.
 
     Attributes:
         loss: of the mini-batch, per unit of weight.
@@ -42,12 +42,11 @@ class StepReport:
         statistics: sums over the mini-batch.
         bubble: share of the workers' time that is not computing, from when the first worker begins the step until the
             last one ends it. What rank 0 does between the steps, such as drawing pictures, lies outside.
-        cells: seconds per cell (mean over replicas) for each of `PARTS_OF_STEP`, and "waiting", for both neighbours.
+        cells: seconds per cell (mean over replicas) for each of `KINDS_OF_TIME`, and "waiting", for both neighbours.
         workers: for each rank the `WORKER_NUMBERS`: seconds from the exchange before the step to its begin on this
-            worker; from there to the end of the pipeline's part of it; and how much of that was computing;
-            seconds for which the first worker was kept waiting for this mini-batch; the memory's high-water mark; and
-            seconds of each of `PHASES` between the step before and this one, because what follows the pipeline's part
-            ends after the report has left.
+            worker; from there to its last instruction; the computing time of that; seconds for which the first worker
+            waited for this mini-batch; the peak memory; and seconds of each of `PHASES` between the step before and
+            this one, because they end after the report has been sent.
     """
 
     loss: float
@@ -64,40 +63,40 @@ class StepReport:
         return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
 
     def first_bad_micro_batch(self) -> tuple[int, int] | None:
-        """(replica, micro-batch) of the first non-finite loss."""
+        """Returns (replica, micro-batch) of the first non-finite loss."""
         bad = [(r, m) for r, row in enumerate(self.losses) for m, loss in enumerate(row) if not math.isfinite(loss)]
         return bad[0] if bad else None
 
     @property
     def waited_for_data(self) -> float:
-        """Seconds that the slowest first worker waited for its mini-batch."""
+        """Returns the seconds that the slowest first worker waited for its mini-batch."""
         return max(worker["waited_for_data"] for worker in self.workers)
 
     @property
     def updates(self) -> list[float]:
-        """Seconds of every worker's weight update before this step."""
+        """Returns the seconds of every worker's weight update before this step."""
         return [worker["update"] for worker in self.workers]
 
     @property
     def update_seconds(self) -> float:
-        """Of the weight update before this step, on the worker that took longest."""
+        """Returns the seconds of the weight update before this step, on the slowest worker."""
         return max(self.updates)
 
     @property
     def exchange_seconds(self) -> float:
-        """Of the exchange before this step, on the worker that came last: the others also waited for that one."""
+        """Returns the seconds of the exchange before this step, on the last worker to arrive: it did not wait."""
         return min(worker["exchange"] for worker in self.workers)
 
 
 class StepReporter:
-    """Writes this worker's share of the report into the exchange, reads everybody's.
+    """Writes this worker's share of the report into the exchange and reads the whole report from it.
 
     Args:
-        losses: whose losses there are: indices of layers with an auxiliary loss, in order, and last `TASK`.
+        losses: indices of the layers with an auxiliary loss, in order, and last `TASK`.
         cells, micro_batches, replicas: K, M, D.
-        ranks: of the whole job.
-        parameters: how many the whole model has.
-        statistics: how many the task has.
+        ranks: number of processes of the job.
+        parameters: number of parameters of the whole model.
+        statistics: number of the task's statistics.
     """
 
     def __init__(
@@ -115,17 +114,17 @@ class StepReporter:
         self._parameters, self._statistics = parameters, statistics
 
     def fields(self) -> dict[str, int]:
-        """The exchange's fields that this needs."""
+        """Returns the fields of the exchange, with their sizes."""
         return {
             "losses": self._replicas * len(self._losses) * self._micro_batches,
             "squared_norms": self._parameters,
             "statistics": self._replicas * self._statistics,
-            "cell_seconds": self._replicas * self._cells * len(PARTS_OF_STEP),
+            "cell_seconds": self._replicas * self._cells * len(KINDS_OF_TIME),
             "workers": self._ranks * len(WORKER_NUMBERS),
         }
 
     def write_record(self, exchange: Exchange, replica: int, record: StepRecord) -> None:
-        """Losses and statistics: each (layer, micro-batch) lies on one worker of the replica."""
+        """Writes losses and statistics; each (layer, micro-batch) is on one worker of the replica."""
         losses = exchange.own["losses"].view(self._replicas, len(self._losses), self._micro_batches)
         for (layer, micro_batch), loss in record.losses.items():
             losses[replica, self._losses.index(layer), micro_batch] = loss.item()
@@ -133,7 +132,7 @@ class StepReporter:
             exchange.own["statistics"].view(self._replicas, -1)[replica] = record.statistics.cpu()
 
     def write_norms(self, exchange: Exchange, first_parameters: Sequence[int], squares: torch.Tensor) -> None:
-        """Squared gradient norms of this worker's parameters, at their places in the whole model."""
+        """Writes the squared gradient norms of this worker's parameters at their places in the whole model."""
         exchange.own["squared_norms"][torch.tensor(first_parameters, dtype=torch.int64)] = squares
 
     def write_times(
@@ -145,18 +144,18 @@ class StepReporter:
         span: float,
         waited_for_data: float,
     ) -> None:
-        """This worker's times and its memory's high-water mark, before the exchange that carries them.
+        """Writes this worker's times and its peak memory, before the exchange that carries them.
 
         Args:
-            phases: that came before the step that ``meter`` has recorded.
-            span: what `Meter.end_step` returned.
+            phases: those before the step that ``meter`` has recorded.
+            span: result of `Meter.end_step`.
         """
-        cells = [[0.0] * len(PARTS_OF_STEP) for _ in range(self._cells)]
+        cells = [[0.0] * len(KINDS_OF_TIME) for _ in range(self._cells)]
         busy = 0.0
         for (op, cell), spent in meter.seconds().items():
             busy += spent if op in COMPUTE else 0.0
-            cells[cell][PARTS_OF_STEP.index(PART_OF[op])] += spent
-        mine = exchange.own["cell_seconds"].view(self._replicas, self._cells, len(PARTS_OF_STEP))
+            cells[cell][KINDS_OF_TIME.index(TIME_OF[op])] += spent
+        mine = exchange.own["cell_seconds"].view(self._replicas, self._cells, len(KINDS_OF_TIME))
         mine[world.replica] = torch.tensor(cells, dtype=torch.float64)
         between = dict.fromkeys(PHASES, 0.0)
         for name, start, end in phases:
@@ -166,7 +165,7 @@ class StepReporter:
         exchange.own["workers"].view(self._ranks, -1)[world.rank] = torch.tensor(row, dtype=torch.float64)
 
     def read(self, exchange: Exchange, total_weight: float) -> StepReport:
-        """The step's report from the last exchange, in the same order of summation for every K."""
+        """Reads the step's report from the last exchange; sums in the same order for every K."""
         by_layer = exchange.total["losses"].view(self._replicas, len(self._losses), self._micro_batches).tolist()
         losses = [[sum(row[m] for row in rows) for m in range(self._micro_batches)] for rows in by_layer]
         squares = exchange.total["squared_norms"].tolist()
@@ -183,7 +182,7 @@ class StepReporter:
             bad_parameter=bad,
             statistics=exchange.total["statistics"].view(self._replicas, self._statistics).sum(0).tolist(),
             bubble=max(0.0, 1 - sum(row["busy"] for row in rows) / span) if span else 0.0,
-            cells=[_with_waiting(dict(zip(PARTS_OF_STEP, cell, strict=True))) for cell in cells],
+            cells=[_with_waiting(dict(zip(KINDS_OF_TIME, cell, strict=True))) for cell in cells],
             workers=rows,
         )
 
@@ -193,7 +192,7 @@ def _with_waiting(cell: dict[str, float]) -> dict[str, float]:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes that this worker has held: allocated on its GPU, or resident in its process."""
+    """Returns the peak memory of this worker in bytes: allocated on its GPU, or resident in its process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,4 +1,4 @@
-"""Figures over a whole run: rates, the measured bubble and the one that the schedule itself predicts."""
+"""Computes figures over a whole run: rates, the measured bubble, and the bubble that the schedule predicts."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ..schedule.run_schedules import RunSchedules
 from .breakdown import Breakdown, mean_breakdown, predicted_bubble
 from .step_report import StepReport
 
-WARM_UP = 2  # steps left out: allocators, kernels and shapes are met for the first time
-RECENT = 200  # steps over which the figures are taken
+WARM_UP = 2  # steps left out, in which allocators, kernels and shapes are used for the first time
+RECENT = 200  # number of steps that the figures are computed over
 
 
 @dataclass
 class Totals:
-    """Collects what the summary tells of the steps.
+    """Collects the figures of steps for the summary.
 
     Attributes:
         first_step_at: time.time() when the first step had ended.
-        peak_memory: the highest of any worker, bytes.
-        steps: that were added.
+        peak_memory: of any worker, in bytes.
+        steps: number of steps added.
     """
 
     first_step_at: float | None = None
@@ -33,7 +33,7 @@ class Totals:
     _recent: deque[tuple[StepReport, BatchPlan, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def add(self, report: StepReport, plan: BatchPlan, seconds: float) -> None:
-        """One training step that took ``seconds``."""
+        """Adds one training step that took ``seconds``."""
         if self.first_step_at is None:
             self.first_step_at = time.time()
         if self.steps == WARM_UP:
@@ -49,18 +49,18 @@ class Totals:
 
     @property
     def bubble(self) -> float | None:
-        """Mean of the measured bubbles."""
+        """Returns the mean of the measured bubbles."""
         return sum(report.bubble for report, _, _ in self._recent) / len(self._recent) if self._recent else None
 
     def predicted_bubble(self, schedules: RunSchedules) -> float | None:
-        """The bubble of the very schedule that ran, simulated with the mean times that its instructions took."""
+        """Returns the bubble of the schedule, simulated with the mean measured times of its instructions."""
         if not self._recent:
             return None
         lists = schedules.training_lists(len(self._recent[-1][1].signatures))
         return predicted_bubble(lists, schedules.placement, self._cell_means())
 
     def breakdown(self, schedules: RunSchedules) -> Breakdown | None:
-        """Where a step went (paper, Table 4), from the mean times."""
+        """Returns the shares of a step (paper, table 4), from the mean times."""
         if not self._recent:
             return None
         reports, _, seconds = zip(*self._recent, strict=True)
@@ -69,7 +69,7 @@ class Totals:
         return mean_breakdown(lists, schedules.placement, self._cell_means(), updates, sum(seconds) / len(seconds))
 
     def with_times(self, table: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The table of the cells with the mean seconds that each spent per step."""
+        """Returns the table of the cells with the mean seconds of each per step."""
         means = self._cell_means()
         return [{**row, "seconds": means[number] if number < len(means) else None} for number, row in enumerate(table)]
 

@@ -1,4 +1,4 @@
-"""What all workers did in one step, on one clock: recorded, and written for trace viewers.
+"""Records what all workers did in one step, on one clock, and writes it for trace viewers.
 
 The file is in the Trace Event Format, which https://ui.perfetto.dev and chrome://tracing open: a process per worker,
 its computation and its messages as threads, an arrow per message, and the critical path as a row of its own.
@@ -20,18 +20,18 @@ from ..schedule.simulate import Span, Timeline
 from .whole_file import write_whole
 
 COMPUTATION, MESSAGES = 0, 1  # threads of a worker
-_ARROW_SECONDS = 1e-6  # an arrow ends so long before its receive does, because it must end inside
+_ARROW_SECONDS = 1e-6  # an arrow ends so long before its receive, because it must end inside it
 
 
 @dataclass(frozen=True)
 class Recording:
-    """One worker's step: seconds of rank 0's clock."""
+    """Holds one worker's step, in seconds of rank 0's clock."""
 
     spans: list[Span]
     phases: list[Phase]
 
     def shifted(self, seconds: float, scale: float = 1.0) -> Recording:
-        """With ``seconds`` added to all times, and then all times in another unit."""
+        """Returns the recording with ``seconds`` added to all times, which are then multiplied by ``scale``."""
         return Recording(
             [Span(s.instruction, (s.start + seconds) * scale, (s.end + seconds) * scale) for s in self.spans],
             [Phase(p.name, (p.start + seconds) * scale, (p.end + seconds) * scale) for p in self.phases],
@@ -58,16 +58,16 @@ def on_one_clock(ranks: Sequence[tuple[str, float, Recording]]) -> list[Recordin
 
 
 def from_zero(recordings: Sequence[Recording], scale: float = 1.0) -> list[Recording]:
-    """So that the step begins at 0."""
+    """Returns the recordings shifted so that the step begins at 0."""
     began = min((span.start for recording in recordings for span in recording.spans), default=0.0)
     return [recording.shifted(-began, scale) for recording in recordings]
 
 
 def measured_timeline(recordings: Sequence[Recording], placement: Sequence[int]) -> Timeline:
-    """The pipeline's part of the step in replica 0, in milliseconds from where the first computation begins."""
+    """Returns the instructions of the step in replica 0, in milliseconds from the first computation."""
     spans = [recording.spans for recording in recordings[: max(placement) + 1]]
     began = min((s.start for worker in spans for s in worker if s.instruction.op in COMPUTE), default=0.0)
-    # Some workers begin earlier and wait for the first message; the schedule knows nothing of that.
+    # Some workers begin earlier and wait for the first message; the schedule does not contain that wait.
     in_step = [
         [Span(s.instruction, 1e3 * max(0.0, s.start - began), 1e3 * max(0.0, s.end - began)) for s in worker]
         for worker in spans
@@ -76,7 +76,7 @@ def measured_timeline(recordings: Sequence[Recording], placement: Sequence[int])
 
 
 def mean_durations(timeline: Timeline) -> dict[tuple[Any, int], float]:
-    """What one instruction took, by kind and cell; computations only."""
+    """Returns the mean duration of one computation, by kind and cell."""
     taken: dict[tuple[Any, int], list[float]] = {}
     for spans in timeline.spans:
         for instruction, start, end in spans:
@@ -88,7 +88,7 @@ def mean_durations(timeline: Timeline) -> dict[tuple[Any, int], float]:
 def trace(
     step: int, recordings: Sequence[Recording], placement: Sequence[int], layers: Sequence[str]
 ) -> dict[str, Any]:
-    """A step in the Trace Event Format.
+    """Returns a step in the Trace Event Format.
 
     Args:
         step: its number, for the file's description.
@@ -119,7 +119,7 @@ def trace(
 
 
 def write_trace(path: Path, content: Mapping[str, Any]) -> None:
-    """Whole or not at all, in a folder of its own."""
+    """Writes the file atomically, in a folder of its own."""
     path.parent.mkdir(exist_ok=True)
     write_whole(path, json.dumps(content) + "\n")
 
@@ -152,7 +152,7 @@ def _slice(pid: int, span: Span, layers: Sequence[str], critical: bool) -> dict[
 
 
 def _arrow(pid: int, span: Span, replica: int) -> Iterator[dict[str, Any]]:
-    """A message, from its send to the end of its receive."""
+    """Returns the arrow of a message, from its send to the end of its receive."""
     sent, awaited = span.instruction.sent_message, span.instruction.awaited_message
     message = sent or awaited
     if message is None:
@@ -180,7 +180,7 @@ def _phase(pid: int, phase: Phase) -> dict[str, Any]:
 
 
 def _chain(pid: int, timeline: Timeline, path: Sequence[Place], layers: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The path in one row; a receive begins where what held it up has ended, so that nothing overlaps."""
+    """Returns the critical path as one row; a receive begins where the span before it ended, so none overlap."""
     free = 0.0
     for worker, number in path:
         instruction, start, end = timeline.spans[worker][number]

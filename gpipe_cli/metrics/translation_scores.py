@@ -1,4 +1,4 @@
-"""What is said of translations from many languages: averages of BLEU by how much data a language has.
+"""Averages BLEU over languages, by the amount of training data of each language.
 
 The paper compares models by language, from the most to the least training data (section 5, figure 3).
 """
@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from statistics import fmean
 
-LEVELS = ("high", "middle", "low")  # resource: thirds of the languages, by their training pairs
-LATIN, OTHER = "Latin", "other"  # scripts, as far as averages tell them apart
+LEVELS = ("high", "middle", "low")  # of resource: thirds of the languages by training pairs
+LATIN, OTHER = "Latin", "other"  # scripts that the averages distinguish
 
 
 def languages_of(scores: Mapping[str, float], metric: str = "bleu") -> dict[str, float]:
-    """The score of each language: what is called `bleu/<language>`."""
+    """Returns the score of each language, from the names `bleu/<language>`."""
     return {name.removeprefix(f"{metric}/"): value for name, value in scores.items() if name.startswith(f"{metric}/")}
 
 
 def resource_levels(sizes: Mapping[str, int]) -> dict[str, str]:
-    """The level of each language: thirds by training pairs, most first; what does not divide goes to the first thirds.
+    """Returns the level of each language: thirds by training pairs, most first; earlier thirds take the remainder.
 
-    Of languages with as many pairs the one that stands first in ``sizes`` counts as the larger.
+    Languages with equal numbers of pairs keep their order in ``sizes``.
     """
     order = sorted(sizes, key=lambda language: -sizes[language])
     first, rest = divmod(len(order), 3)
@@ -32,19 +32,19 @@ def resource_levels(sizes: Mapping[str, int]) -> dict[str, str]:
 def with_averages(
     scores: Mapping[str, float], sizes: Mapping[str, int], scripts: Mapping[str, str], metric: str = "bleu"
 ) -> dict[str, float]:
-    """A task's scores, with averages over languages where there are scores of several languages.
+    """Adds averages over languages to a task's scores, if there are scores of several languages.
 
-    Few sentences of a language make its own score noisy; the averages are over languages, so the noise evens out.
+    With few sentences the score of a single language is noisy; an average over languages is less so.
 
     Args:
         scores: `bleu`, of all sentences as one corpus, and `bleu/<language>`, of each language's sentences.
-        sizes: training pairs of each language; empty where nobody knows, and then there are no levels.
+        sizes: training pairs of each language; empty if unknown: then there are no levels.
         scripts: of each language, such as "Latin"; languages that are not in it are in no average by script.
 
     Returns:
-        What has no slash, then `bleu_average`, the mean over languages; `bleu_high`, `bleu_middle` and `bleu_low`, the
-        means over the levels of `resource_levels`; and for those who want to know more `bleu_high/Latin`,
-        `bleu_high/other` and so on, by script too; then the languages, by falling numbers of training pairs.
+        The scores without a slash; `bleu_average`, the mean over languages; `bleu_high`, `bleu_middle` and `bleu_low`,
+        the means over the levels of `resource_levels`; the same by script, as `bleu_high/Latin` and `bleu_high/other`;
+        the scores of the languages, by falling number of training pairs.
     """
     found = languages_of(scores, metric)
     single = {code: found[code] for code in sorted(found, key=lambda code: -sizes.get(code, 0))}
@@ -59,7 +59,7 @@ def with_averages(
 def _averages(
     single: Mapping[str, float], levels: Mapping[str, str], scripts: Mapping[str, str], metric: str
 ) -> dict[str, float]:
-    """By level, then by level and script."""
+    """Returns the means by level, then by level and script."""
     values: dict[str, list[float]] = {f"{metric}_{level}": [] for level in LEVELS}
     values |= {f"{metric}_{level}/{script}": [] for level in LEVELS for script in (LATIN, OTHER)}
     for code, value in single.items():
@@ -73,7 +73,7 @@ def _averages(
 def by_script_and_level(
     languages: Iterable[str], sizes: Mapping[str, int], scripts: Mapping[str, str]
 ) -> dict[tuple[str, str], int]:
-    """How many of the languages there are of each (script, level): what stands behind an average."""
+    """Counts the languages of each (script, level)."""
     levels = resource_levels({code: sizes[code] for code in languages if code in sizes})
     counts: dict[tuple[str, str], int] = {}
     for code, level in levels.items():
