@@ -13,6 +13,7 @@ from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import sweep, torchrun
 from gpipe_cli.jobs.job import in_words, prepare
 from gpipe_cli.terminal.frame import REFUSED, to_stderr
+from gpipe_cli.terminal.text import relative_paths
 
 
 class CommandCallback(Callback):
@@ -30,7 +31,7 @@ class CommandCallback(Callback):
             prepare(composed, list(config.hydra.overrides.task))
         except ConfigurationError as error:
             if torchrun.is_first():
-                to_stderr(in_words(str(error)))
+                to_stderr(in_words(relative_paths(str(error))))
             raise SystemExit(REFUSED) from None
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:

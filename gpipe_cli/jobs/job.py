@@ -1,11 +1,10 @@
-"""One job: from the composed configuration to workers that train, and to what the person is told of it."""
+"""Runs one job: checks the composed configuration, starts the workers, and reports how the job ended."""
 
 from __future__ import annotations
 
 import copy
 import fcntl
 import math
-import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -31,8 +30,9 @@ from gpipe_cli.launch.join import join, joined
 from gpipe_cli.launch.report import WorkerFailed
 from gpipe_cli.launch.supervisor import Job, OnEvent, launch, launch_inline
 from gpipe_cli.terminal.frame import FAILED, REFUSED
+from gpipe_cli.terminal.help import conf_folder
 from gpipe_cli.terminal.hydra_errors import explain
-from gpipe_cli.terminal.text import command_name
+from gpipe_cli.terminal.text import command_name, relative_paths
 
 if TYPE_CHECKING:
     from gpipe_cli.terminal.console import Console
@@ -60,11 +60,11 @@ class EntryPoint:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A configuration that has passed all checks.
+    """Holds a configuration that has passed all checks.
 
     Attributes:
-        config: plain, with the number of workers in place of "auto".
-        lines: what the person should know before the run begins.
+        config: plain values, with the number of workers in place of "auto".
+        lines: printed before the run begins.
     """
 
     config: dict[str, Any]
@@ -73,14 +73,14 @@ class Prepared:
 
 
 def prepare(composed: DictConfig, overrides: Sequence[str]) -> Prepared:
-    """Resolve and check a composed configuration.
+    """Resolves and checks a composed configuration.
 
     Args:
         composed: without Hydra's own node.
         overrides: as typed.
 
     Raises:
-        ConfigurationError: whatever is wrong with it, in words.
+        ConfigurationError: the configuration is wrong.
     """
     config, lines = resolve(composed, overrides)
     if OmegaConf.select(composed, "pipeline.M") == AUTO:
@@ -97,10 +97,10 @@ def prepare(composed: DictConfig, overrides: Sequence[str]) -> Prepared:
 
 
 def resolve(composed: DictConfig, overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """A composed configuration as plain values, and a line for each `_target_` whose section leaves out keys.
+    """Returns a composed configuration as plain values, and a line for each `_target_` whose section leaves out keys.
 
     Raises:
-        ConfigurationError: a value that is missing or refers to nothing.
+        ConfigurationError: a value is missing or refers to nothing.
     """
     composed, left_out = copy.deepcopy(composed), own_target.keys_left_out(composed, overrides)
     with open_dict(composed):
@@ -116,34 +116,48 @@ def resolve(composed: DictConfig, overrides: Sequence[str]) -> tuple[dict[str, A
     return config, [own_target.describe(section, config[section], keys) for section, keys in left_out.items() if keys]
 
 
+def _not_made_tiny(place: Any) -> list[str]:
+    """Returns a line for a user's own model or data, which debug=tiny cannot make smaller."""
+    tiny, lines = place.runtime.choices.get("debug"), []
+    own = own_target.typed_sections(place.overrides.task)
+    sources = [source.path for source in place.runtime.config_sources if source.schema == "file"]
+    folders = [conf_folder(), *map(Path, sources)]
+    for section in ("model", "data") if tiny else ():
+        option = f"{tiny}/{place.runtime.choices[section]}.yaml"
+        if section in own or not any((folder / "debug" / section / option).is_file() for folder in folders):
+            lines.append(f"debug={tiny} shortens the run but cannot make your own {section} smaller: type its keys")
+    return lines
+
+
 def in_words(problem: str) -> str:
     return f"{command_name()}: {problem}"
 
 
 def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tuple[int, float]:
-    """Run one job to its end.
+    """Runs one job to its end.
 
     Args:
         composed: without Hydra's own node.
-        started_at: when the command was started, in seconds since the epoch; the jobs of a sweep begin at their own.
+        started_at: when the command was started, in seconds since the epoch; each job of a sweep has its own start.
 
     Returns:
-        The exit code, and the loss at the end (for Hydra's sweepers; NaN when the job failed).
+        The exit code, and the final loss for Hydra's sweepers (NaN when the job failed).
 
     Raises:
-        KeyboardInterrupt, SystemExit: the run was asked to stop, and with it a sweep.
+        KeyboardInterrupt, SystemExit: the run was asked to stop, which also ends a sweep.
     """
-    from gpipe_cli.terminal.console import Console  # here, so that a refusal need not wait for rich
+    from gpipe_cli.terminal.console import Console  # imported late: rich is slow, and a refusal needs none of it
 
     place = HydraConfig.get()
     run_dir = Path(place.runtime.output_dir)
     is_sweep = place.mode == RunMode.MULTIRUN
-    with Console(*_console_settings(composed), silent=not torchrun.is_first()) as console:
+    with Console(*_console_settings(composed), silent=not torchrun.is_first(), brief=is_sweep) as console:
         if is_sweep:
             console.say(_job_line(place))
         (run_dir / sweep.ERROR_FILE).unlink(missing_ok=True)
         try:
             prepared = prepare(composed, list(place.overrides.task))
+            prepared.lines.extend(_not_made_tiny(place))
             with _sole_writer(run_dir, console):
                 config = _with_checkpoint(prepared, run_dir, place, console)
                 config = {"settings": config, "started_at": time.time() if is_sweep else started_at}
@@ -155,19 +169,19 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
         except (ConfigurationError, WorkerFailed) as error:
             text = in_words(str(error)) if isinstance(error, ConfigurationError) else str(error)
             (run_dir / sweep.ERROR_FILE).write_text(f"{error}\n")
-            console.error(text)
+            console.error(relative_paths(text))
             return (REFUSED if isinstance(error, ConfigurationError) else FAILED), math.nan
         loss = result.get("loss") if isinstance(result, dict) else None
         return 0, math.nan if loss is None else float(loss)
 
 
 def _with_checkpoint(prepared: Prepared, run_dir: Path, place: Any, console: Console) -> dict[str, Any]:
-    """The configuration with the very checkpoint to go on from, or to begin with, in place of what was typed.
+    """Returns the configuration with the path of the checkpoint to resume from or to begin with.
 
-    A run with `checkpoint.resume=auto` that goes on has its weights; only a new one reads `checkpoint.init_from`.
+    `checkpoint.init_from` is read by a new run only: a resumed one has its own weights.
 
     Raises:
-        CheckpointError: there is none, or it was made with another configuration.
+        CheckpointError: there is no checkpoint, or it was made with another configuration.
     """
     config = prepared.config
     if not torchrun.is_first():
@@ -186,7 +200,7 @@ def _with_checkpoint(prepared: Prepared, run_dir: Path, place: Any, console: Con
 
 
 def _resumed(prepared: Prepared, run_dir: Path, place: Any, console: Console) -> CheckpointInfo | None:
-    """The checkpoint that `checkpoint.resume` means, if any."""
+    """Returns the checkpoint that `checkpoint.resume` stands for, if any."""
     config, checkpoint = prepared.config, prepared.settings.checkpoint
     if checkpoint.resume is None:
         return None
@@ -203,7 +217,7 @@ def _resumed(prepared: Prepared, run_dir: Path, place: Any, console: Console) ->
 
 def _start(prepared: Prepared, config: dict[str, Any], run_dir: Path, program: EntryPoint, console: Console) -> Any:
     for line in prepared.lines:
-        console.say(line)
+        console.detail(line)
     try:
         return _run_program(prepared.settings.launch, config, run_dir, program, console)
     except (KeyboardInterrupt, SystemExit):
@@ -228,17 +242,17 @@ def _run_program(
 
 
 def launch_program(program: EntryPoint, config: dict[str, Any], run_dir: Path, on_event: OnEvent) -> Any:
-    """Run a program in workers of this command's own, or inside it with `launch.inline`.
+    """Runs an entry point in workers of this command, or with `launch.inline` inside it.
 
     Args:
-        config: "settings", the resolved configuration with the number of workers, and what else the program wants.
+        config: "settings", the resolved configuration with the number of workers, and the entry point's other values.
         run_dir: exists; the workers' logs go there.
 
     Returns:
-        What the program returned on rank 0.
+        The entry point's result on rank 0.
 
     Raises:
-        WorkerFailed: a worker raised, died or stalled. Inside this process exceptions come through as they are.
+        WorkerFailed: a worker raised, died or stalled. With `launch.inline`, exceptions arrive unchanged.
         ConfigurationError: a worker refused the configuration.
     """
     settings = Settings.from_config(config["settings"])
@@ -257,7 +271,7 @@ def launch_program(program: EntryPoint, config: dict[str, Any], run_dir: Path, o
 
 @contextmanager
 def _sole_writer(run_dir: Path, console: Console) -> Iterator[None]:
-    """Hold the run directory's lock, which the system lets go of when this process ends, however it ends."""
+    """Holds the run directory's lock, which the system releases when this process ends."""
     if not torchrun.is_first():
         yield
         return
@@ -266,15 +280,15 @@ def _sole_writer(run_dir: Path, console: Console) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigurationError(
-                f"another gpipe-train is writing to {run_dir}: wait for it, or choose another hydra.run.dir"
+                f"another gpipe-train is writing to {run_dir}: wait for it to end, or type another hydra.run.dir"
             ) from None
         except OSError as error:  # a file system without locks
-            console.warn(f"no locks on the file system of {run_dir} ({error}): two runs in it would not be noticed")
+            console.warn(f"the file system of {run_dir} has no locks ({error}): two runs in it would not be noticed")
         yield
 
 
 def _console_settings(composed: DictConfig) -> tuple[int, Any]:
-    """Of a configuration that has not been checked yet: a failure to come must be shown somehow."""
+    """Reads `logging` from a configuration that is not checked yet: its errors must be printed too."""
     every, mode = OmegaConf.select(composed, "logging.every"), OmegaConf.select(composed, "logging.console")
     return (every if isinstance(every, int) and every > 0 else 1), ("plain" if mode == "plain" else "auto")
 
@@ -285,8 +299,7 @@ def _job_line(place: Any) -> str:
 
 
 def where_it_is(folder: Path) -> str:
-    """Where a run or a sweep lies and how to look at it."""
-    shown = os.path.relpath(folder)
-    shown = str(folder) if shown.startswith("..") else shown
+    """Returns the lines that name a run's or a sweep's directory and the command that opens it."""
+    shown = relative_paths(str(folder))
     pictures = f"\npictures: {shown}/pictures" if (folder / "pictures").is_dir() else ""
     return f"run directory: {shown}{pictures}\nto look at it: tensorboard --logdir {shown}"

@@ -50,6 +50,11 @@ def keys_left_out(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
     return {section: [str(key) for key in config[section] if key not in keys] for section, keys in kept.items()}
 
 
+def typed_sections(overrides: Sequence[str]) -> set[str]:
+    """Returns the sections whose `_target_` is typed."""
+    return set(_typed_keys(overrides))
+
+
 def describe(section: str, values: Mapping[str, Any], left_out: Sequence[str]) -> str:
     """Returns a line for the console; ``values`` are those passed on."""
     passed = ", ".join(key for key in values if key != "_target_") or "no keys"

@@ -1,22 +1,21 @@
-"""Shows the events of a run on the console, as lines and, in a terminal, a progress bar.
+"""Prints the events of a run: as a progress bar and lines, or as lines alone.
 
 Everything printed also goes to train.log, as plain text. An event is a JSON object with "kind":
 
     message        text
     warning        text
-    preparation    text, done, total                         preparation of data; total 0: unknown
+    preparation    text, done, total                         progress of preparing data; total 0: unknown
     cells          rows: [{cell, worker, first, last, layers, parameters, cost, share}]
     table          title, columns: [...], rows: [[...]]      any other table
     progress       step, steps (or null), done (share of the run, or null), loss, lr, examples_per_second, bubble,
-                   bubble_predicted, skipped_updates
+                   bubble_predicted, skipped_updates, accuracy (optional)
     evaluation     step, numbers: {name: value}
-    samples        rows: [{label: text}]                     outputs beside their references
+    samples        rows: [{label: text}]                     outputs beside the references
     end            text                                      the last line of the run
 
-and events of the launcher, with "event": stopping (signal, grace_seconds), killed (message), warning (message). Any
-other event goes to train.log alone. Numbers may be null (not finite, or unknown).
-
-A run continues when its output can no longer be written: see `OutputStream`.
+and the launcher's own, with "event": stopping (signal, grace_seconds), killed (message), warning (message). Any other
+event goes only to train.log. Numbers may be null (not finite, or unknown). A run goes on when its output can no longer
+be written: see `OutputStream`.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from gpipe_cli.terminal.output import OutputStream
 from gpipe_cli.terminal.text import duration, number, percent, text_table
 
-PLAIN_SECONDS = 2.0  # shortest time between two progress lines, so that fast steps do not flood a log
-LONGEST_SILENCE_SECONDS = 20.0  # slow steps are reported before `logging.every` steps have passed
+PLAIN_SECONDS = 2.0  # minimum between two progress lines: fast steps must not flood a log
+LONGEST_SILENCE_SECONDS = 20.0  # maximum between two progress lines, whatever `logging.every` is
 PREPARATION_SECONDS = 5.0
 
 log = logging.getLogger("gpipe_cli")
@@ -43,18 +42,19 @@ Event = Mapping[str, Any]
 
 
 class Console:
-    """Shows events. As a context manager it always removes the progress bar at the end.
+    """Prints events; a context manager, so that the progress bar is always removed.
 
     Args:
         every: steps between progress lines.
         mode: "auto" shows a progress bar if standard output is a terminal; "plain" never does.
-        silent: show nothing, because another process of the same job does.
+        silent: prints nothing: another process of the same job does.
+        brief: prints a few lines of each run: its first step, evaluations and end; the rest goes only to train.log.
     """
 
-    def __init__(self, every: int, mode: Literal["auto", "plain"], silent: bool = False) -> None:
-        self._every, self._silent = every, silent
+    def __init__(self, every: int, mode: Literal["auto", "plain"], silent: bool = False, brief: bool = False) -> None:
+        self._every, self._silent, self._brief = every, silent, brief
         self._output = OutputStream(sys.stdout)
-        file = cast("IO[str]", self._output)  # it has all methods that rich uses
+        file = cast("IO[str]", self._output)  # it has every method that rich calls
         self._rich = RichConsole(file=file, highlight=False, markup=False, soft_wrap=True)
         self._bar = _Bar(self._rich) if mode == "auto" and self._rich.is_terminal and not silent else None
         self._pace = _Pace()
@@ -71,7 +71,7 @@ class Console:
             self._bar.close()
 
     def __call__(self, event: Event) -> None:
-        """Shows one event."""
+        """Prints one event."""
         show = self._SHOWN.get(event.get("kind") or event.get("event") or "")
         if show:
             show(self, event)
@@ -79,12 +79,19 @@ class Console:
             log.info("%s", json.dumps(event, default=str))
 
     def say(self, text: str) -> None:
-        """Prints one or more lines to standard output and train.log."""
+        """Prints one or more lines on standard output and in train.log."""
         log.info("%s", text)
         self._print(text)
 
+    def detail(self, text: str) -> None:
+        """Prints lines that a brief console leaves to train.log."""
+        if self._brief:
+            log.info("%s", text)
+        else:
+            self.say(text)
+
     def error(self, text: str) -> None:
-        """Prints a failure to standard error and train.log."""
+        """Prints a failure on standard error and in train.log."""
         log.error("%s", text, extra={"shown": True})
         if self._bar:
             self._bar.close()
@@ -92,6 +99,7 @@ class Console:
             print(text, file=OutputStream(sys.stderr), flush=True)
 
     def warn(self, text: str) -> None:
+        """Prints a warning on standard output and in train.log."""
         log.warning("%s", text, extra={"shown": True})
         self._print(f"warning: {text}", style="yellow")
 
@@ -106,7 +114,7 @@ class Console:
     # -- kinds of events -----------------------------------------------------------------------------------------
 
     def _message(self, event: Event) -> None:
-        self.say(str(event["text"]))
+        self.detail(str(event["text"]))
 
     def _warning(self, event: Event) -> None:
         self.warn(str(event.get("text") or event.get("message")))
@@ -125,7 +133,7 @@ class Console:
         if finished or now - self._last_preparation >= PREPARATION_SECONDS:
             self._last_preparation = now
             line = f"{event['text']}: {number(done)}" + (f" of {number(total)}" if total else "")
-            if self._bar and not finished:
+            if (self._bar and not finished) or self._brief:
                 log.info("%s", line)
             else:
                 self.say(line)
@@ -134,10 +142,10 @@ class Console:
         columns = ["cell", "worker", "layers", "from", "to", "parameters", "cost"]
         keys = ("cell", "worker", "layers", "first", "last", "parameters")
         rows = [[*(row[key] for key in keys), percent(row["share"])] for row in event["rows"]]
-        self.say(text_table(columns, rows))
+        self.detail(text_table(columns, rows))
 
     def _table(self, event: Event) -> None:
-        self.say(f"{event['title']}\n{text_table(event['columns'], event['rows'])}")
+        self.detail(f"{event['title']}\n{text_table(event['columns'], event['rows'])}")
 
     def _progress(self, event: Event) -> None:
         step, steps = event["step"], event["steps"]
@@ -149,7 +157,8 @@ class Console:
         now = time.monotonic()
         silence = now - self._last_line
         due = step % self._every == 0 and silence >= PLAIN_SECONDS
-        if first or step == steps or due or silence >= LONGEST_SILENCE_SECONDS:
+        last = step == steps and not self._brief  # its figures are in the table of the sweep
+        if first or last or (due and not self._brief) or silence >= LONGEST_SILENCE_SECONDS:
             self._last_line = now
             line = _progress_line(event, left)
             text = f"step {number(step)}{f'/{number(steps)}' if steps else ''}  {line}"
@@ -166,7 +175,7 @@ class Console:
     def _samples(self, event: Event) -> None:
         width = max((len(label) for row in event["rows"] for label in row), default=0)
         blocks = ["\n".join(f"    {label:<{width}}  {text}" for label, text in row.items()) for row in event["rows"]]
-        self.say("\n\n".join(blocks))
+        self.detail("\n\n".join(blocks))
 
     def _end(self, event: Event) -> None:
         if self._bar:
@@ -189,7 +198,7 @@ class Console:
 
 
 def _progress_line(event: Event, seconds_left: float | None, short: bool = False) -> str:
-    """Returns a step's figures as text; ``short``: in 80 columns, beside a bar."""
+    """Returns the figures of a step; ``short``: in 80 columns, beside a progress bar."""
     loss = event["loss"]
     parts = [
         f"loss {loss:.4f}" if loss is not None else "loss not finite",
@@ -205,7 +214,7 @@ def _progress_line(event: Event, seconds_left: float | None, short: bool = False
 
 
 def _bubble(measured: float | None, predicted: float | None, short: bool) -> str:
-    """Returns the measured bubble beside the one that the schedule has with the same times of computation."""
+    """Returns the measured bubble, and the one that the schedule itself has with the same times."""
     if measured is None or predicted is None:
         return f"bubble {percent(measured)}"
     if short:
@@ -214,13 +223,13 @@ def _bubble(measured: float | None, predicted: float | None, short: bool) -> str
 
 
 class _Pace:
-    """Estimates the time left from the pace of this process; a resumed run begins with a share done."""
+    """Estimates the remaining time from the pace of this process; a resumed run begins with a share done."""
 
     def __init__(self) -> None:
         self._start: tuple[float | None, float] | None = None
 
     def start(self, done: float | None) -> bool:
-        """Starts the clock at the first step; returns whether this was the first."""
+        """Records the first step; returns True for it."""
         if self._start is not None:
             return False
         self._start = (done, time.monotonic())
@@ -234,7 +243,7 @@ class _Pace:
 
 
 class _Bar:
-    """Draws the progress bar at the bottom of a terminal."""
+    """Shows a progress bar at the bottom of a terminal."""
 
     def __init__(self, console: RichConsole) -> None:
         columns = (BarColumn(bar_width=8), TextColumn("{task.fields[line]}"))
@@ -261,7 +270,7 @@ class _Bar:
 
 
 class _WarningsToConsole(logging.Handler):
-    """Shows warnings that the launcher and libraries log, above the progress bar."""
+    """Prints warnings of the launcher and of libraries, above the progress bar."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from gpipe_cli import __version__
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.terminal.output import show
+from gpipe_cli.terminal.text import relative_paths
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130  # exit codes: failed; wrong configuration; Ctrl-C
 
@@ -95,10 +96,10 @@ def exit_code(name: str, work: Callable[[], int], say: Callable[[str], None] = t
     try:
         return work()
     except ConfigurationError as error:
-        say(f"{name}: {error}")
+        say(f"{name}: {relative_paths(str(error))}")
         return REFUSED
     except WorkerFailed as error:
-        say(str(error))
+        say(relative_paths(str(error)))
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -1,4 +1,4 @@
-"""Makes the page of ``gpipe-train --help`` from the values and options in ``conf/``. Imports no Hydra."""
+"""Makes the page of ``gpipe-train --help``; values and options are read from ``conf/``. Imports no Hydra."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
 from gpipe_cli import __version__
+from gpipe_cli.terminal.text import relative_paths
 from gpipe_cli.typed_section import shown
 
-# key, description
 KEYS = (
     ("pipeline.K", "cells that the model is cut into"),
-    ("pipeline.M", "micro-batches of a mini-batch"),
-    ("pipeline.remat", "recompute forwards in backward: always, except_last, never"),
+    ("pipeline.M", "micro-batches in a mini-batch"),
+    ("pipeline.remat", "recompute each forward before its backward: always, except_last, never"),
     ("pipeline.schedule", "gpipe, 1f1b, interleaved_1f1b, zero_bubble"),
-    ("pipeline.workers", "processes; auto: one a cell, as far as there are devices"),
+    ("pipeline.workers", "processes; auto: one for each cell, up to the number of devices"),
     ("pipeline.replicas", "copies of the whole pipeline"),
-    ("data.batch_size", "examples of a mini-batch, over all replicas"),
+    ("data.batch_size", "examples in a mini-batch, over all replicas"),
     ("trainer.steps", "mini-batches to train on"),
     ("trainer.evaluate_every", "steps between evaluations"),
     ("optimizer.lr", "peak learning rate"),
     ("checkpoint.every", "steps between checkpoints"),
-    ("checkpoint.resume", "auto, or the path of a run to go on from"),
-    ("seed", "of weights, dropout and data order"),
+    ("checkpoint.resume", "auto, or the path of a run to resume"),
+    ("seed", "seed of weights, dropout and data order"),
 )
 GROUPS = (
     *("model", "data", "task", "optimizer", "lr_schedule", "pipeline", "precision"),
     *("checkpoint", "logging", "experiment", "debug"),
 )
 TEXT = """\
-gpipe-train {version}: trains a list of layers, cut into K cells that run on workers of their own, with every
+gpipe-train {version}: trains a list of layers that is cut into K cells, each on a worker of its own, with every
 mini-batch split into M micro-batches (GPipe). The result is the same for every K.
 
     gpipe-train model=transformer pipeline.K=16             the main job: 102 languages into English, embedded data
@@ -53,13 +53,15 @@ Also: gpipe-plan (before a run), gpipe-verify, gpipe-eval, gpipe-translate, gpip
 
 
 def help_text() -> str:
-    """Returns the page of --help."""
+    """Returns the page."""
     conf = conf_folder()
     main = yaml.safe_load((conf / "train.yaml").read_text(encoding="utf-8"))
     chosen = {group: option for entry in main["defaults"] if isinstance(entry, dict) for group, option in entry.items()}
     keys = [f"    {key:<23} {shown(_default(conf, main, chosen, key)):<12} {text}" for key, text in KEYS]
     groups = [_wrapped(f"    {group:<11} ", _options(conf, group, chosen.get(group))) for group in GROUPS]
-    return TEXT.format(version=__version__, keys="\n".join(keys), groups="\n".join(groups), conf=conf).rstrip()
+    return TEXT.format(
+        version=__version__, keys="\n".join(keys), groups="\n".join(groups), conf=relative_paths(str(conf))
+    ).rstrip()
 
 
 def conf_folder() -> Path:

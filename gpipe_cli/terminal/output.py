@@ -1,4 +1,4 @@
-"""Writes to standard output and error, also after their reader has gone. No slow imports."""
+"""Writes to standard output and error, also when their reader is gone. No slow imports."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ log = logging.getLogger("gpipe_cli")
 
 
 class OutputStream:
-    """Wraps standard output or error so that a run continues when the stream can no longer be written to.
+    """Wraps standard output or error so that a run goes on when they can no longer be written.
 
-    The reader of a pipe may have ended, the terminal may be closed, the disk behind a `>` may be full. After the first
-    failure everything written to the stream goes to /dev/null, including Python's own buffer at exit and what the
-    user's code prints.
+    The reader of a pipe may have died, the terminal may be closed, the disk behind a `>` may be full. After the first
+    failure everything goes to /dev/null: also Python's own buffers, which it would fail to flush at its end, and what
+    the user's code prints.
     """
 
     def __init__(self, stream: IO[str] | None) -> None:
@@ -47,13 +47,13 @@ class OutputStream:
             return
         try:
             action(self._stream)
-        except (OSError, ValueError) as error:  # ValueError: it was closed in this process
+        except (OSError, ValueError) as error:  # ValueError: the stream was closed in this process
             failed, self._stream = self._stream, None
             with suppress(OSError, ValueError):
                 _redirect_to_nothing(failed)
-            # Not a warning, which would return to the console: this may be rich's thread, with rich's lock held.
+            # Not a warning, which the console would print: this may be rich's thread, which holds rich's lock.
             name = getattr(failed, "name", "the output")
-            log.info("%s cannot be written to (%s): nothing more is shown there, the run goes on", name, error)
+            log.info("%s cannot be written to (%s): nothing more is printed there, the run goes on", name, error)
 
 
 def _write(stream: IO[str], text: str) -> None:
@@ -73,10 +73,10 @@ def _redirect_to_nothing(stream: IO[str]) -> None:
 
 
 def show(text: str) -> None:
-    """Prints ``text``. A closed pipe, as with `head`, is no error.
+    """Prints ``text``. A reader that stops early, such as `head`, is no error; a full disk is.
 
     Raises:
-        OSError: the text cannot be written, for example to a full disk.
+        OSError: the text cannot be written.
     """
     try:
         _write(sys.stdout, f"{text}\n")

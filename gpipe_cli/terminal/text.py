@@ -1,4 +1,4 @@
-"""Formats numbers and tables as text for the console, train.log and sweep.md."""
+"""Formats numbers, tables and paths as text, the same on the console, in train.log and in sweep.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def number(value: object, digits: int = 4) -> str:
-    """Formats a number in few characters: 12,345, 3.2146, 2.1e-04; other values as they are, None as "-"."""
+    """Returns a number in few characters (12,345, 3.2146, 2.1e-04), another value as it is, None as "-"."""
     if value is None:
         return "-"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -24,12 +24,12 @@ def number(value: object, digits: int = 4) -> str:
 
 
 def percent(share: object) -> str:
-    """Formats a share of 1 as "21.3 %"."""
+    """Returns a share of 1 as "21.3 %"."""
     return f"{100 * share:.1f} %" if isinstance(share, (int, float)) and math.isfinite(share) else "-"
 
 
 def duration(seconds: float) -> str:
-    """Formats seconds as 3.2 s, 0:17, 4:12 or 1:02:03."""
+    """Returns seconds as 3.2 s (below ten), 0:17, 4:12 or 1:02:03."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -38,7 +38,7 @@ def duration(seconds: float) -> str:
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Formats rows as aligned columns under their names, numbers to the right."""
+    """Returns a table with aligned columns; columns of numbers are aligned to the right."""
     cells = [[number(value) for value in row] for row in rows]
     widths = [max(len(name), *(len(row[i]) for row in cells), 0) for i, name in enumerate(columns)]
     right = [all(_is_number(row[i]) for row in rows) for i in range(len(columns))]
@@ -53,16 +53,23 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Returns a table in Markdown."""
     lines = [columns, ["---"] * len(columns), *([number(value) for value in row] for row in rows)]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def _is_number(value: object) -> bool:
-    """Returns whether the value is a number or begins like one, such as "21.3 %"."""
+    """Returns True also for numbers written as text, such as "21.3 %"."""
     return value is None or isinstance(value, (int, float)) or str(value)[:1].isdigit() or value == "-"
 
 
+def relative_paths(text: str) -> str:
+    """Returns the text with paths below the current directory shortened."""
+    here = str(Path.cwd()).rstrip("/")
+    return text.replace(f"{here}/", "") if here else text
+
+
 def command_name() -> str:
-    """Returns the name of the command that was typed, for messages of code that several commands share."""
+    """Returns the command that was typed: several commands share the code that runs them."""
     stem = Path(sys.argv[0]).stem
     return stem if stem.startswith("gpipe-") else "gpipe-train"

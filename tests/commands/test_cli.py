@@ -27,7 +27,7 @@ from gpipe_cli.jobs import devices, own_target, sweep
 from gpipe_cli.jobs.devices import Devices, settle_workers
 from gpipe_cli.terminal.console import Console
 from gpipe_cli.terminal.help import help_text
-from gpipe_cli.terminal.text import text_table
+from gpipe_cli.terminal.text import relative_paths, text_table
 
 JOBS = Path(__file__).parents[1] / "jobs"
 COMMAND = [sys.executable, str(JOBS / "cli_jobs.py")]
@@ -530,9 +530,9 @@ def test_names_that_no_gpu_has_are_none(visible: str, number: int, monkeypatch: 
 # -- what the console shows --------------------------------------------------------------------------------------
 
 
-def shown(*events: dict[str, object], every: int = 1) -> str:
+def shown(*events: dict[str, object], every: int = 1, brief: bool = False) -> str:
     output = io.StringIO()
-    with redirect_stdout(output), Console(every, "plain") as console:
+    with redirect_stdout(output), Console(every, "plain", brief=brief) as console:
         for event in events:
             console(event)
     return output.getvalue()
@@ -557,6 +557,35 @@ def test_plain_progress_tells_the_first_step_the_last_and_not_too_many_between()
     lines = shown(*(cli_jobs.progress(step, 1000) for step in range(1, 1001)), every=10).splitlines()
     assert lines[0].startswith("step 1/1,000") and lines[-1].startswith("step 1,000/1,000")
     assert len(lines) < 5
+
+
+def test_a_run_of_a_sweep_is_a_few_lines() -> None:
+    row = {"cell": 0, "worker": 0, "layers": 3, "first": "a", "last": "b", "parameters": 12345, "cost": 1, "share": 0.5}
+    events: list[dict[str, object]] = [
+        {"kind": "message", "text": "4 cells on 2 workers"},
+        {"kind": "cells", "rows": [row]},
+        *(cli_jobs.progress(step, 100) for step in range(1, 101)),
+        {"kind": "evaluation", "step": 100, "numbers": {"nll": 2.5}},
+        {"kind": "samples", "rows": [{"source": "a", "output": "b"}]},
+        {"kind": "end", "text": "loss 5 -> 0.05"},
+    ]
+    lines = shown(*events, brief=True).splitlines()
+    assert [line.partition("  ")[0] for line in lines] == [
+        "step 1/100",
+        "evaluation after step 100: nll 2.5",
+        "loss 5 -> 0.05",
+    ]
+
+
+def test_paths_are_relative_to_where_the_person_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert relative_paths(f"log: {tmp_path}/runs/x and /elsewhere") == "log: runs/x and /elsewhere"
+
+
+def test_debug_tiny_says_what_it_cannot_make_smaller(tmp_path: Path) -> None:
+    said = run(tmp_path, "debug=tiny", "model._target_=my_module.layers", "trainer.steps=1").stdout
+    assert "cannot make your own model smaller" in said and "your own data" not in said
+    assert "cannot make" not in run(tmp_path, "debug=tiny", "trainer.steps=1").stdout
 
 
 def test_the_time_left_follows_from_the_share_done_whatever_limits_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
