@@ -32,7 +32,7 @@ from gpipe_cli.terminal.text import relative_paths, text_table
 JOBS = Path(__file__).parents[1] / "jobs"
 COMMAND = [sys.executable, str(JOBS / "cli_jobs.py")]
 NO_RANK = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-ENVIRONMENT = {**NO_RANK, "PYTHONPATH": str(JOBS), "COLUMNS": "100"}
+ENVIRONMENT = {**NO_RANK, "PYTHONPATH": os.pathsep.join([str(JOBS), str(JOBS.parents[1])]), "COLUMNS": "100"}
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
