@@ -12,7 +12,6 @@ many workers as there are free cores.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from benchmarks.plan import COLUMNS, KINDS, cell_rows, comparison, configuration
 from gpipe_cli.bench.steps import CPU, EngineStep, engine_step
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.commands.plan import make_request
-from gpipe_cli.config import Settings
 from gpipe_cli.distributed.runtime import make_transport
 from gpipe_cli.distributed.world import join_world
 from gpipe_cli.factory.build import build_autocast, build_model, build_task
@@ -37,7 +35,7 @@ from gpipe_cli.planner.measure.example import example_micro_batch
 
 def worker(context: Context, config: Mapping[str, Any]) -> list[list[list[Row]]]:
     """Entry point: returns for each cell, by round, the rows of the table; there are as many workers as cells."""
-    settings = Settings.from_config(config["settings"])
+    settings = make_request(config["words"]).settings
     pipeline = settings.pipeline
     world = join_world(context, context.world_size, 1, "cpu", pipeline.backend)
     builders, task = build_model(settings.model), build_task(settings.task)
@@ -89,7 +87,7 @@ def main() -> None:
     def rows() -> Iterator[Row]:
         for name, words in configurations(arguments):
             settings = make_request(words).settings
-            config = {"settings": asdict(settings), "steps": arguments.steps, "rounds": arguments.rounds}
+            config = {"words": words, "steps": arguments.steps, "rounds": arguments.rounds}
             for rounds in run_workers("benchmarks.cell_times:worker", settings.pipeline.K, config):
                 yield from ({**name, **row} for row in medians(rounds))
 

@@ -37,7 +37,7 @@ def layers_in_threes(layers: int = 6) -> list[Any]:
 
 
 class OwnData:
-    """A user's own source, which knows nothing of plans."""
+    """A user's own source, without `typical_micro_batch`."""
 
     def __init__(self, batch_size: int = 64, width: int = 64) -> None:
         self.batch_size, self.width = batch_size, width

@@ -1,4 +1,4 @@
-"""What a planned run really allocates: the engine itself, on real workers and real tensors."""
+"""Measures what a planned run really allocates, with the engine on real workers and tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 def measure(context: Context, config: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """Entry point of a worker: for each configuration, and each worker, the bytes of each kind."""
+    """Returns for each configuration and each worker the bytes of each kind; the entry point of a worker."""
     world = join_world(context, context.world_size, 1, "cpu", "auto")
     found = []
     for values in config["settings"]:
@@ -41,21 +41,21 @@ def measure(context: Context, config: dict[str, Any]) -> list[list[dict[str, Any
 
 
 def one_run(settings: Settings, world: World) -> dict[str, Any]:
-    """Two steps: in the first the boundaries are learnt, the second is counted; ``inputs`` are by cell."""
+    """Runs two steps: the first learns the boundaries, the second is counted; ``inputs`` are given by cell."""
     pipeline, builders, task = settings.pipeline, build_model(settings.model), build_task(settings.task)
-    part, _ = example_micro_batch(settings.data, pipeline.M, False)
-    cut = cut_model(builders, pipeline, world.workers, part)
+    micro_batch, _ = example_micro_batch(settings.data, pipeline.M, False)
+    cut = cut_model(builders, pipeline, world.workers, micro_batch)
     cells = build_cells(builders, cut, world, 1, False)
     for cell in cells:
         cell.train(True)
     transport, autocast = make_transport(world, cut.placement), build_autocast(settings.precision, CPU)
-    engine = Pipeline(cells, cut.placement, transport, task.loss, len(part[1]), CPU, autocast)
+    engine = Pipeline(cells, cut.placement, transport, task.loss, len(micro_batch[1]), CPU, autocast)
     instructions = RunSchedules(pipeline.schedule, cut.placement, pipeline.remat).training_lists(pipeline.M)[
         world.worker
     ]
     plan = StepInput(0, 1, (("train",),) * pipeline.M, 1.0)
     first = cut.placement[0] == world.worker
-    engine.train_step(instructions, plan, [real(part) for _ in range(pipeline.M)] if first else None)
+    engine.train_step(instructions, plan, [real(micro_batch) for _ in range(pipeline.M)] if first else None)
     parameters = [p for cell in cells for _, p in cell.parameters()]
     buffers = [b for cell in cells for layer in cell.layers for b in layer.module.buffers()]
     optimizer = build_optimizer(settings.optimizer, parameters)
@@ -66,8 +66,8 @@ def one_run(settings: Settings, world: World) -> dict[str, Any]:
     tracker = Tracker()
     tracker.ignore([*parameters, *buffers, *gradients])
     with tracker:
-        parts = [real(part) for _ in range(pipeline.M)] if first else None
-        inputs = inputs_held(engine, lambda: engine.train_step(instructions, plan, parts))
+        micro_batches = [real(micro_batch) for _ in range(pipeline.M)] if first else None
+        inputs = inputs_held(engine, lambda: engine.train_step(instructions, plan, micro_batches))
     state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
     return {
         "weights": sum(map(size_of, parameters + buffers)),
@@ -80,7 +80,7 @@ def one_run(settings: Settings, world: World) -> dict[str, Any]:
 
 
 def averages_of(cells: Sequence[Cell], decay: float | None) -> list[Tensor]:
-    """What the trainer keeps beside the weights."""
+    """Returns the averages that the trainer keeps beside the weights."""
     if decay is None:
         return []
     average = WeightAverage(cells, decay)
@@ -89,9 +89,9 @@ def averages_of(cells: Sequence[Cell], decay: float | None) -> list[Tensor]:
 
 
 def inputs_held(engine: Pipeline, step: Callable[[], object]) -> dict[str, int]:
-    """By cell, the most bytes of boundary inputs that the engine keeps after any instruction of a step.
+    """Returns for each cell the most bytes of boundary inputs that the engine keeps after any instruction of a step.
 
-    An input stays until its backward is complete: what a first half has put off needs it still.
+    An input stays until its backward is complete: what a first half has put off still needs it.
     """
     most: dict[int, int] = dict.fromkeys(engine.cells, 0)
     sizes: dict[tuple[int, int], int] = {}
@@ -114,9 +114,9 @@ def inputs_held(engine: Pipeline, step: Callable[[], object]) -> dict[str, int]:
     return {str(cell): held for cell, held in most.items()}
 
 
-def real(part: MicroBatch) -> MicroBatch:
-    """Tensors of these shapes; small numbers serve as tokens, labels and pixels."""
-    inputs, targets = ([torch.randint(1, 9, t.shape).to(t.dtype) for t in side] for side in part)
+def real(micro_batch: MicroBatch) -> MicroBatch:
+    """Returns tensors of these shapes; small numbers serve as tokens, labels and pixels."""
+    inputs, targets = ([torch.randint(1, 9, t.shape).to(t.dtype) for t in side] for side in micro_batch)
     return tuple(inputs), tuple(targets)
 
 

@@ -1,4 +1,4 @@
-"""What messages between the workers of this machine cost, for a plan of this machine."""
+"""Tests the measurement of messages between the workers of this machine."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def test_it_is_measured_between_two_processes(shared_memory: bool) -> None:
     assert found.rate > 1e6
 
 
+@pytest.mark.slow
 def test_processes_that_fail_are_told_from_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "GLOO_ON_ONE_MACHINE", {"GLOO_SOCKET_IFNAME": "no-such-interface"})
     assert link_between_processes() is None

@@ -1,4 +1,4 @@
-"""gpipe-plan against what a run allocates, against closed formulas, and against trying everything by hand."""
+"""Compares gpipe-plan with what a run allocates, with closed formulas, and with trying everything by hand."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ PAPER_LM = ("model=transformer_lm",)
 
 
 def settings_json(*overrides: str) -> dict[str, Any]:
-    """The configuration as plain values, as workers get it."""
+    """Returns the configuration as plain values, as workers get it."""
     from dataclasses import asdict
 
-    return asdict(make_request(overrides).settings)
+    return {key: value for key, value in asdict(make_request(overrides).settings).items() if key != "verification"}
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ RUNS = [
 
 @pytest.fixture(scope="module")
 def allocated() -> list[list[dict[str, Any]]]:
-    """What the engine's workers allocate in a real step of each of RUNS."""
+    """Returns what the engine's workers allocate in a real step of each of RUNS."""
     settings = [settings_json(*FAMILIES[family], *how) for family, how in RUNS]
     return run_workers("plan_jobs:measure", 2, {"settings": settings})  # type: ignore[no-any-return]
 
@@ -224,7 +224,7 @@ def test_what_is_sent_counts_both_directions() -> None:
 
 
 def everything(*overrides: str) -> list[Plan]:
-    """All plans of a small space, by hand."""
+    """Makes every plan of a small space."""
     request = make_request(overrides)
     planner = Planner(request.settings, request.options)
     pipeline = request.settings.pipeline
@@ -338,7 +338,7 @@ def test_a_sweep_as_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> No
     assert [made["K"] for made in plans] == [2, 4]
 
 
-def test_more_micro_batches_than_examples_are_planned_with_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_micro_batches_than_examples_are_planned_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["model=transformer_lm_small", "pipeline.M=32"]) == 0
     assert "data.batch_size=16 has no 32 micro-batches: planned with data.batch_size=32" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""What a plan says: the better cut that it recommends, and the memory that counts."""
+"""Tests the better cut that a plan recommends, and the memory that it counts."""
 
 from __future__ import annotations
 

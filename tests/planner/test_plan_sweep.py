@@ -1,4 +1,4 @@
-"""A sweep of gpipe-plan shows for each of its jobs what a plan by itself would."""
+"""Tests that a sweep of gpipe-plan shows for each job what a plan of its own shows."""
 
 from __future__ import annotations
 
