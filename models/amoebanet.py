@@ -160,7 +160,7 @@ def _auxiliary(image_size: int, classes: int, width: float, weight: float, smoot
         least = next(size for size in range(image_size, 1000) if spatial_sizes(size)["stack_2"] >= AUXILIARY_POOL)
         raise ValueError(
             f"model.auxiliary_head=true with model.image_size={image_size}: its {AUXILIARY_POOL}×{AUXILIARY_POOL} "
-            f"pooling does not fit the {side}×{side} map behind stack 2: use model.auxiliary_head=false, or images of "
+            f"pooling does not fit the {side}×{side} map after stack 2: use model.auxiliary_head=false, or images of "
             f"at least {least} pixels a side"
         )
     check_fractions(auxiliary_label_smoothing=smoothing)

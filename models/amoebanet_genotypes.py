@@ -17,6 +17,7 @@ lists them, because they cannot be derived: in B and D, h0 is read by nodes and 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 Input = tuple[str, int]  # (operation, number of the state that it reads)
@@ -43,92 +44,50 @@ class Genotype:
     reduction: CellGenotype
 
 
+def _cell(nodes: str, concatenated: tuple[int, ...]) -> CellGenotype:
+    """Reads nodes such as "avg3(0) + max3(0), sep3(1) + none(1)"."""
+    inputs = [(operation, int(state)) for operation, state in re.findall(r"(\w+)\((\d)\)", nodes)]
+    return CellGenotype(tuple(zip(inputs[::2], inputs[1::2], strict=True)), concatenated)
+
+
 GENOTYPES = {
     "A": Genotype(
-        normal=CellGenotype(
-            nodes=(
-                (("avg3", 0), ("max3", 0)),
-                (("sep3", 1), ("none", 1)),
-                (("none", 0), ("avg3", 1)),
-                (("sep3", 0), ("sep5", 2)),
-                (("avg3", 5), ("sep3", 0)),
-            ),
+        normal=_cell(
+            "avg3(0) + max3(0), sep3(1) + none(1), none(0) + avg3(1), sep3(0) + sep5(2), avg3(5) + sep3(0)",
             concatenated=(1, 3, 4, 6),
         ),
-        reduction=CellGenotype(
-            nodes=(
-                (("sep3", 1), ("avg3", 0)),
-                (("max3", 0), ("sep7", 2)),
-                (("max3", 1), ("max3", 0)),
-                (("sep3", 4), ("1x7_7x1", 0)),
-                (("avg3", 1), ("sep7", 0)),
-            ),
+        reduction=_cell(
+            "sep3(1) + avg3(0), max3(0) + sep7(2), max3(1) + max3(0), sep3(4) + 1x7_7x1(0), avg3(1) + sep7(0)",
             concatenated=(2, 3, 4, 5, 6),
         ),
     ),
     "B": Genotype(
-        normal=CellGenotype(
-            nodes=(
-                (("1x1", 1), ("max3", 1)),
-                (("none", 1), ("sep3", 0)),
-                (("1x1", 1), ("sep3", 0)),
-                (("1x1", 2), ("none", 2)),
-                (("avg3", 1), ("1x1", 5)),
-            ),
+        normal=_cell(
+            "1x1(1) + max3(1), none(1) + sep3(0), 1x1(1) + sep3(0), 1x1(2) + none(2), avg3(1) + 1x1(5)",
             concatenated=(0, 3, 4, 6),
         ),
-        reduction=CellGenotype(
-            nodes=(
-                (("max2", 0), ("max3", 0)),
-                (("none", 2), ("conv3", 1)),
-                (("dil2_sep5", 2), ("max3", 2)),
-                (("none", 3), ("sep3", 1)),
-                (("avg3", 4), ("1x1", 3)),
-            ),
+        reduction=_cell(
+            "max2(0) + max3(0), none(2) + conv3(1), dil2_sep5(2) + max3(2), none(3) + sep3(1), avg3(4) + 1x1(3)",
             concatenated=(5, 6),
         ),
     ),
     "C": Genotype(
-        normal=CellGenotype(
-            nodes=(
-                (("avg3", 0), ("sep3", 0)),
-                (("none", 0), ("sep3", 0)),
-                (("avg3", 2), ("sep3", 1)),
-                (("none", 0), ("sep3", 1)),
-                (("avg3", 3), ("sep3", 0)),
-            ),
+        normal=_cell(
+            "avg3(0) + sep3(0), none(0) + sep3(0), avg3(2) + sep3(1), none(0) + sep3(1), avg3(3) + sep3(0)",
             concatenated=(1, 2, 4, 5, 6),
         ),
-        reduction=CellGenotype(
-            nodes=(
-                (("max3", 0), ("max3", 0)),
-                (("sep7", 2), ("sep3", 0)),
-                (("sep7", 0), ("max3", 1)),
-                (("sep5", 4), ("sep5", 4)),
-                (("max3", 1), ("sep3", 1)),
-            ),
+        reduction=_cell(
+            "max3(0) + max3(0), sep7(2) + sep3(0), sep7(0) + max3(1), sep5(4) + sep5(4), max3(1) + sep3(1)",
             concatenated=(0, 2, 3, 4, 5, 6),
         ),
     ),
     "D": Genotype(
-        normal=CellGenotype(
-            nodes=(
-                (("1x1", 1), ("max3", 1)),
-                (("none", 1), ("1x7_7x1", 0)),
-                (("1x1", 0), ("1x7_7x1", 0)),
-                (("max3", 2), ("none", 2)),
-                (("avg3", 1), ("1x1", 5)),
-            ),
+        normal=_cell(
+            "1x1(1) + max3(1), none(1) + 1x7_7x1(0), 1x1(0) + 1x7_7x1(0), max3(2) + none(2), avg3(1) + 1x1(5)",
             concatenated=(0, 3, 4, 6),
         ),
-        reduction=CellGenotype(
-            nodes=(
-                (("max2", 0), ("max3", 0)),
-                (("none", 2), ("conv3", 1)),
-                (("1x7_7x1", 2), ("max3", 2)),
-                (("none", 3), ("max2", 1)),
-                (("avg3", 2), ("1x1", 3)),
-            ),
+        reduction=_cell(
+            "max2(0) + max3(0), none(2) + conv3(1), 1x7_7x1(2) + max3(2), none(3) + max2(1), avg3(2) + 1x1(3)",
             concatenated=(4, 5, 6),
         ),
     ),

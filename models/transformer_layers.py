@@ -44,7 +44,7 @@ class Projection(nn.Linear):
 
 
 class Sublayer(nn.Module):
-    """Holds what all sub-layers share: the norm in front, dropout and the residual sum behind."""
+    """Holds what all sub-layers share: the norm before, dropout and the residual sum after."""
 
     def __init__(self, d_model: int, dropout: float) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class FeedForward(Sublayer):
 
 
 class Attention(Sublayer):
-    """Holds what the kinds of attention share: heads, scaled dot product, the projection behind it."""
+    """Holds what the kinds of attention share: heads, scaled dot product, the projection after it."""
 
     def __init__(self, d_model: int, A: int, dropout: float, attention_dropout: float) -> None:
         super().__init__(d_model, dropout)

@@ -72,7 +72,7 @@ def used_keys(item: Item) -> list[tuple[str, str]]:
     """Returns the keys, as `inventory_keys` has them, that an item is made of."""
     kind = item[0]
     if kind == "list":
-        return [key for part in item[2] for key in used_keys(part)]
+        return [key for inner in item[2] for key in used_keys(inner)]
     if kind == "language in territory":
         return [("language", item[1]), ("territory", item[2])]
     of_kind = {
@@ -127,10 +127,10 @@ class ItemDraw:
     def _list(self) -> Item:
         style = self._weighted({"standard": 60, "or": 40})
         if self._random() < 0.75:
-            parts = [self._name() for _ in range(self._weighted({2: 40, 3: 35, 4: 25}))]
+            items = [self._name() for _ in range(self._weighted({2: 40, 3: 35, 4: 25}))]
         else:
-            parts = [(self._money if self._random() < 0.5 else self._unit)() for _ in range(2 + self._below(2))]
-        return ("list", style, tuple(dict.fromkeys(parts))) if len(set(parts)) > 1 else self._list()
+            items = [(self._money if self._random() < 0.5 else self._unit)() for _ in range(2 + self._below(2))]
+        return ("list", style, tuple(dict.fromkeys(items))) if len(set(items)) > 1 else self._list()
 
     def _name(self) -> Item:
         kind = self._weighted({"territory": 38, "language": 38, "currency": 16, "script": 8})

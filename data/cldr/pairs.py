@@ -79,7 +79,7 @@ def held_out_items(split: str, seed: int) -> tuple[Item, ...]:
 
 def held_out(item: Item) -> str:
     """Returns the split of which the item, or an item in its list, is part: "dev", "test" or "train"."""
-    splits = [split_of(content_key(part)) for part in (item[2] if item[0] == "list" else ())]
+    splits = [split_of(content_key(inner)) for inner in (item[2] if item[0] == "list" else ())]
     return next((split for split in [split_of(content_key(item)), *splits] if split != "train"), "train")
 
 
@@ -100,5 +100,5 @@ def content_key(item: Item) -> str:
     if kind in ("date", "date and time"):
         return f"day {item[2]}"
     if kind == "list":
-        return "list " + " | ".join(sorted(content_key(part) for part in item[2]))
+        return "list " + " | ".join(sorted(content_key(inner) for inner in item[2]))
     return f"{kind} {render(item, locale_strings('en'))}"

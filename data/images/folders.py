@@ -7,15 +7,13 @@ the list is kept in the cache until a folder changes.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import time
-import zipfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from ...errors import ConfigurationError
 from ..source import Report
@@ -55,7 +53,7 @@ def read_folder(split: Path, cache: Path, report: Report) -> ImageFiles:
             found.
     """
     _check_split(split)
-    kept = cache / "image-lists" / f"{hashlib.blake2b(str(split.resolve()).encode(), digest_size=16).hexdigest()}.npz"
+    kept = cache / "image-lists" / f"{hashlib.blake2b(str(split.resolve()).encode(), digest_size=16).hexdigest()}.json"
     listing = _load(kept, split)
     if listing is None:
         listing = _scan(split, report)
@@ -129,10 +127,9 @@ def _scan_folder(split: Path, folder: str, listing: Listing) -> None:
 def _load(kept: Path, split: Path) -> Listing | None:
     """Returns the list from the cache, or None if there is none or a folder has changed since."""
     try:
-        with np.load(kept, allow_pickle=False) as stored:
-            listing = Listing(*(_unpacked(stored[field]) for field in Listing._fields))
+        listing = Listing(**json.loads(kept.read_text(encoding="ascii")))
         changed = [(split / folder).stat().st_mtime_ns for folder in listing.folders]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):  # missing, torn or in another format
+    except (OSError, ValueError, TypeError):  # missing, torn or in another format
         return None
     return listing if changed == listing.changed else None
 
@@ -141,26 +138,11 @@ def _keep(kept: Path, listing: Listing) -> None:
     """Writes the list, whole or not at all. A cache that cannot be written is no error: the next run scans again."""
     if time.time() - max(listing.changed) / 1e9 < JUST_CHANGED_SECONDS:
         return
-    arrays: dict[str, Any] = {field: _packed(values) for field, values in listing._asdict().items()}
-    draft = kept.with_suffix(f".{os.getpid()}.npz")
+    draft = kept.with_suffix(f".{os.getpid()}.json")
     with suppress(OSError):
         kept.parent.mkdir(parents=True, exist_ok=True)
         try:
-            np.savez(draft, **arrays)
+            draft.write_text(json.dumps(listing._asdict()), encoding="ascii")
             draft.replace(kept)
         finally:
             draft.unlink(missing_ok=True)
-
-
-def _packed(values: list[Any]) -> np.ndarray[Any, Any]:
-    """Returns numbers as int64, and texts as bytes with a zero byte after each."""
-    if values and isinstance(values[0], str):
-        return np.frombuffer(b"".join(os.fsencode(text) + b"\0" for text in values), np.uint8)
-    return np.asarray(values, np.int64)
-
-
-def _unpacked(array: np.ndarray[Any, Any]) -> list[Any]:
-    if array.dtype == np.uint8:
-        return [os.fsdecode(text) for text in array.tobytes().split(b"\0")[:-1]]
-    values: list[Any] = array.tolist()
-    return values

@@ -27,7 +27,7 @@ class Example(NamedTuple):
 
 
 class LoadedMicroBatch(NamedTuple):
-    """Holds what a loader process returns: uint8 [b, 3, S, S], int64 [b], and the broken images that were tried."""
+    """Holds what a loader process returns: uint8 [b, 3, S, S], int64 [b], and the broken images tried."""
 
     images: Tensor
     labels: Tensor

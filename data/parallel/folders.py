@@ -135,7 +135,7 @@ def _pairs_of_tables(
         language = _other(named, target) or (named if re.fullmatch(_LANGUAGE, named) and "-" not in named else only)
         if language is None and "-" not in named:
             raise ConfigurationError(
-                f"{folder / name} does not tell its language: put it into a folder 'xx-{target}', or use data.pair=xx"
+                f"{folder / name} has no language in its name: put it into a folder 'xx-{target}', or use data.pair=xx"
             )
         if language is not None:
             yield PairFiles(language, SPLITS[match["split"]], folder / name, None)

@@ -54,7 +54,7 @@ class Task(Protocol):
 
 
 class GeneratingTask(Task, Protocol):
-    """A task whose model also generates text, token by token.
+    """Adds to a task what is needed if the model generates text, token by token.
 
     Attributes:
         generation: how much an evaluation generates; None: nothing.

@@ -1,4 +1,4 @@
-"""What every source promises: equal batches from any position, parts that partition, shares as in the formula."""
+"""Tests what every source promises: equal batches from any position, equal division, shares as in the formula."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def first(batches: Iterator[Batch], count: int) -> list[Batch]:
 
 
 def rows(batch: Batch, column: int = 0) -> list[list[float]]:
-    """One tensor's rows over all parts, padding removed."""
+    """One tensor's rows over all micro-batches, without padding."""
     tensors = [(*inputs, *targets)[column] for inputs, targets in batch.micro_batches]
     return [[value for value in row.reshape(-1).tolist() if value != 0] for tensor in tensors for row in tensor]
 
@@ -104,13 +104,13 @@ def test_resuming_goes_on_as_if_never_stopped(make: Any, cache: str, stop: int) 
 
 
 @every_source
-def test_parts_are_the_same_examples_in_the_same_order_as_one_part(make: Any, cache: str) -> None:
-    whole, parts = (first(make(cache).train(None, count, 0, 1), 8) for count in (1, 4))
-    assert [rows(batch) for batch in whole] == [rows(batch) for batch in parts]
+def test_micro_batches_are_the_same_examples_in_the_same_order_as_one(make: Any, cache: str) -> None:
+    whole, divided = (first(make(cache).train(None, count, 0, 1), 8) for count in (1, 4))
+    assert [rows(batch) for batch in whole] == [rows(batch) for batch in divided]
 
 
 @every_source
-def test_parts_differ_in_size_by_at_most_one(make: Any, cache: str) -> None:
+def test_micro_batches_differ_in_size_by_at_most_one(make: Any, cache: str) -> None:
     batch = next(make(cache).train(None, 4, 0, 1))
     assert [len(inputs[0]) for inputs, _ in batch.micro_batches] == [3, 3, 2, 2]
 
@@ -124,14 +124,14 @@ def test_replicas_divide_the_mini_batch_of_one(make: Any, cache: str) -> None:
 
 
 @every_source
-def test_too_many_parts_name_the_key_to_raise(make: Any, cache: str) -> None:
+def test_too_many_micro_batches_name_the_key_to_raise(make: Any, cache: str) -> None:
     with pytest.raises(ConfigurationError, match=r"12 micro-batches .*pipeline\.M=6 × 2 replicas.*data\.batch_size"):
         make(cache).train(None, 6, 0, 2)
 
 
 @every_source
-def test_an_evaluation_is_the_same_set_for_any_number_of_parts(make: Any, cache: str) -> None:
-    one, three = ([row for batch in make(cache).evaluation(parts) for row in rows(batch)] for parts in (1, 3))
+def test_an_evaluation_is_the_same_set_for_any_number_of_micro_batches(make: Any, cache: str) -> None:
+    one, three = ([row for batch in make(cache).evaluation(M) for row in rows(batch)] for M in (1, 3))
     assert sorted(one) == sorted(three)
 
 
@@ -152,7 +152,7 @@ def test_a_source_has_the_methods_of_the_protocol(make: Any, cache: str) -> None
 # --- translation
 
 
-def test_a_translation_part_has_marks_where_the_model_expects_them(cache: str) -> None:
+def test_a_micro_batch_of_pairs_has_beginning_and_end_tokens_where_the_model_expects_them(cache: str) -> None:
     source = translation(cache)
     ((source_ids, target_in), (target_out,)) = next(source.train(None, 1, 0, 1)).micro_batches[0]
     lengths = (target_out != source.pad_id).sum(1)
@@ -281,7 +281,7 @@ def test_every_example_comes_once_per_epoch(cache: str) -> None:
     assert sorted(seen) == [*range(47)]
 
 
-def test_a_last_batch_too_small_for_its_parts_is_refused_before_training(cache: str) -> None:
+def test_a_last_batch_too_small_for_its_micro_batches_is_refused_before_training(cache: str) -> None:
     with pytest.raises(ConfigurationError, match=r"7 examples .*8 micro-batches.*data\.drop_last"):
         examples(cache, drop_last=False).train(None, 8, 0, 1)
 
@@ -337,11 +337,11 @@ def test_a_permutation_is_a_pure_function_of_its_key() -> None:
 
 
 def test_split_evenly_covers_everything_in_order() -> None:
-    assert [[*range(11)[part]] for part in split_evenly(11, 3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
+    assert [[*range(11)[cut]] for cut in split_evenly(11, 3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
 
 
 def test_replicas_share_all_slices() -> None:
-    assert [part for r in range(2) for part in slices_of_replica(9, 2, r, 2, "key")] == split_evenly(9, 4)
+    assert [cut for r in range(2) for cut in slices_of_replica(9, 2, r, 2, "key")] == split_evenly(9, 4)
 
 
 def test_reading_ahead_keeps_order_and_passes_errors_on() -> None:

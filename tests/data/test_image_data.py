@@ -68,7 +68,7 @@ def first(batches: Iterator[Batch], count: int) -> list[Batch]:
 
 
 def whole(batch: Batch) -> tuple[Tensor, Tensor]:
-    """All parts of a mini-batch put together: (images, labels)."""
+    """All micro-batches of a mini-batch together: (images, labels)."""
     return torch.cat([inputs[0] for inputs, _ in batch.micro_batches]), torch.cat(
         [targets[0] for _, targets in batch.micro_batches]
     )
@@ -89,7 +89,7 @@ def refusal(root: Path | None, **changes: Any) -> str:
 
 
 @every_source
-def test_a_part_is_bytes_of_three_channels_and_int64_labels(make: Any, folder: Path) -> None:
+def test_a_micro_batch_is_bytes_of_three_channels_and_int64_labels(make: Any, folder: Path) -> None:
     (inputs,), (labels,) = first(make(folder).train(None, 2, 0, 1), 1)[0].micro_batches[0]
     assert (inputs.dtype, inputs.shape[1], labels.dtype) == (torch.uint8, 3, torch.int64)
     assert len(inputs) == len(labels)
@@ -128,16 +128,16 @@ def test_epoch_tells_how_often_the_images_were_read(make: Any, folder: Path) -> 
 
 
 @every_source
-@pytest.mark.parametrize("parts", [1, 2, 4])
-def test_evaluation_has_every_image_once_whatever_the_parts(make: Any, folder: Path, parts: int) -> None:
-    batches = list(make(folder, batch_size=4).evaluation(parts))
+@pytest.mark.parametrize("M", [1, 2, 4])
+def test_evaluation_has_every_image_once_for_any_M(make: Any, folder: Path, M: int) -> None:
+    batches = list(make(folder, batch_size=4).evaluation(M))
     in_one = torch.cat([whole(batch)[0] for batch in make(folder).evaluation(1)])
     assert torch.equal(torch.cat([whole(batch)[0] for batch in batches]), in_one)
     assert len(in_one) == (6 if make is images else 360)
 
 
 @every_source
-def test_parts_differ_by_at_most_one_image(make: Any, folder: Path) -> None:
+def test_micro_batches_differ_by_at_most_one_image(make: Any, folder: Path) -> None:
     source = make(folder)
     for batch in [*first(source.train(None, 2, 0, 1), 3), *source.evaluation(2)]:
         sizes = [len(labels) for _, (labels,) in batch.micro_batches]

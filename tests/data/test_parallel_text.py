@@ -82,7 +82,7 @@ def test_a_plain_pair_of_files_is_one_language(ending: str, tmp_path: Path) -> N
 def test_a_plain_table_needs_its_language_told(tmp_path: Path) -> None:
     pairs = parallel_folder.pairs_of("de", 300)
     parallel_folder.write(tmp_path / "text" / "train.tsv", ["\t".join(pair) for pair in pairs])
-    assert "train.tsv does not tell its language" in refusal(tmp_path / "text")
+    assert "train.tsv has no language in its name" in refusal(tmp_path / "text")
     assert source(tmp_path / "text", pair="de").sizes == {"de": 300}
 
 

@@ -113,8 +113,8 @@ def test_a_resume_in_the_middle_loses_nothing(stop: int, folder: Path) -> None:
 
 def test_the_batches_do_not_depend_on_parts_or_replicas(folder: Path) -> None:
     whole = first(opened(folder, batch_tokens=900).train(None, 1, 0, 1), 50)
-    parts = first(opened(folder, batch_tokens=900).train(None, 4, 0, 1), 50)
-    assert [pairs_in(batch) for batch in parts] == [pairs_in(batch) for batch in whole]
+    divided = first(opened(folder, batch_tokens=900).train(None, 4, 0, 1), 50)
+    assert [pairs_in(batch) for batch in divided] == [pairs_in(batch) for batch in whole]
     replicas = [first(opened(folder, batch_tokens=900).train(None, 2, replica, 2), 50) for replica in (0, 1)]
     assert [pairs_in(a) + pairs_in(b) for a, b in zip(*replicas, strict=True)] == [pairs_in(batch) for batch in whole]
     assert [a.position for a in replicas[0]] == [b.position for b in replicas[1]]
@@ -193,27 +193,27 @@ def test_padding_is_small() -> None:
     assert 1 - (source.sum() + target.sum()) / padded < 0.2
 
 
-@pytest.mark.parametrize("parts", [2, 8])
-def test_parts_are_balanced_in_padded_tokens_and_keep_the_order(parts: int) -> None:
+@pytest.mark.parametrize("count", [2, 8])
+def test_micro_batches_are_balanced_in_padded_tokens_and_keep_the_order(count: int) -> None:
     source, target, batches = cut(20_000)
     for batch in batches:
-        cuts = balanced(source[batch], target[batch], parts)
-        assert [i for part in cuts for i in range(part.start, part.stop)] == list(range(len(batch)))
-        loads = [padded_tokens(source[batch][part], target[batch][part]) for part in cuts]
-        assert len(loads) == parts and max(loads) < 1.12 * np.mean(loads)
+        cuts = balanced(source[batch], target[batch], count)
+        assert [i for cut in cuts for i in range(cut.start, cut.stop)] == list(range(len(batch)))
+        loads = [padded_tokens(source[batch][cut], target[batch][cut]) for cut in cuts]
+        assert len(loads) == count and max(loads) < 1.12 * np.mean(loads)
 
 
-def test_parts_of_few_pairs_all_get_one() -> None:
+def test_micro_batches_of_few_pairs_all_get_one() -> None:
     source, target = np.array([90, 3, 3, 3]), np.array([90, 3, 3, 3])
-    assert [part.stop - part.start for part in balanced(source, target, 4)] == [1, 1, 1, 1]
+    assert [cut.stop - cut.start for cut in balanced(source, target, 4)] == [1, 1, 1, 1]
 
 
 def test_shapes_are_few() -> None:
     source, target, batches = cut(4_000, 200_000)
     shapes = Counter(
-        (part.stop - part.start, int(width_of(source[b][part].max())), int(width_of(target[b][part].max())))
+        (cut.stop - cut.start, int(width_of(source[b][cut].max())), int(width_of(target[b][cut].max())))
         for b in batches
-        for part in balanced(source[b], target[b], 4)
+        for cut in balanced(source[b], target[b], 4)
     )
     assert len(shapes) < sum(shapes.values()) / 20
     assert sum(times for _, times in shapes.most_common(60)) > 0.9 * sum(shapes.values())

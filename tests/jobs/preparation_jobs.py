@@ -1,4 +1,4 @@
-"""Prepares parallel text in a process of its own, and stops for ever at a given place, to be killed there."""
+"""Prepares parallel text in a process of its own and stops at a given place, to be killed there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpipe_cli.data.store import Sizes, Store
 
 
 def prepare(root: Path, cache: Path, workers: int, report: Report) -> Store:
-    """In pieces, blocks and shards so small that there are many."""
+    """Prepares with pieces, blocks and shards so small that there are many."""
     text = ParallelText(str(root), None, "en", Vocabularies(300, 300), 96, 0, piece=20, sizes=Sizes(block=16, shard=64))
     return open_parallel_store(text, check_policy({}), str(cache), workers, report)
 

@@ -107,10 +107,10 @@ def test_sums_do_not_depend_on_the_split_in_micro_batches(task: TranslationTask,
     logits, targets = random_batch()
     pieces = list(zip(logits.split(sizes), targets.split(sizes), strict=True))
 
-    def totals(parts: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        losses = [task.loss((x,), (y,)) for x, y in parts]
-        metrics = [task.evaluate((x,), (y,)) for x, y in parts]
-        weight = sum(task.weight((y,)) for _, y in parts)
+    def totals(micro_batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        losses = [task.loss((x,), (y,)) for x, y in micro_batches]
+        metrics = [task.evaluate((x,), (y,)) for x, y in micro_batches]
+        weight = sum(task.weight((y,)) for _, y in micro_batches)
         return [sum(loss for loss, _ in losses), sum(s for _, s in losses), sum(metrics), torch.tensor(weight)]  # type: ignore[list-item]
 
     torch.testing.assert_close(totals(pieces), totals([(logits, targets)]), rtol=1e-12, atol=1e-12)
