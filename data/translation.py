@@ -1,6 +1,6 @@
-"""Yields mini-batches of sentence pairs for translation (paper, section 5), from a store of either corpus.
+"""Yields mini-batches of sentence pairs for translation (paper, section 5) from a store.
 
-`TranslationSource` makes its store from CLDR, the default; `parallel.source.ParallelTextSource` from a folder.
+`cldr.source.TranslationSource` makes its store from CLDR, `parallel.source.ParallelTextSource` from a folder.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ import numpy.typing as npt
 import torch
 
 from ..errors import ConfigurationError
-from .cldr.corpus import CorpusParameters, open_store
-from .cldr.languages import RANK, SCRIPTS
-from .cldr.pairs import HELD_OUT_ITEMS
+from .cldr.languages import SCRIPTS
 from .sampling import TemperatureSampler, temperature_shares
 from .sentences import keep_vocabularies
 from .source import Batch, Report, check_limits, permutation, read_ahead, slices_of_replica, split_evenly
@@ -253,20 +251,20 @@ class PairSource:
                 yield Batch(made, {"chunk": number, "batch": place + 1, "pairs": read})
             batch = 0
 
-    def _check_tokens(self, count: int) -> None:
-        """Refuses too few `batch_tokens` for `count` micro-batches: a chunk's last mini-batch may be half of one."""
+    def _check_tokens(self, micro_batches: int) -> None:
+        """Refuses too few `batch_tokens`: a chunk's last mini-batch may be half of one."""
         width, pairs = min(self._pairs_by_width.items(), key=lambda item: item[1])
-        if pairs < 2 * count:
+        if pairs < 2 * micro_batches:
             raise ConfigurationError(
                 f"data.batch_tokens={self._batch_tokens}: a mini-batch of the longest sentences has {pairs} pairs or "
-                f"half, too few for {count} micro-batches: use data.batch_tokens={2 * count * width} or a lower "
-                "pipeline.M"
+                f"half, too few for {micro_batches} micro-batches: "
+                f"use data.batch_tokens={2 * micro_batches * width} or a lower pipeline.M"
             )
 
-    def _cuts(self, rows: Rows, count: int) -> list[slice]:
+    def _cuts(self, rows: Rows, micro_batches: int) -> list[slice]:
         if self._batch_tokens is None:
-            return split_evenly(len(rows), count)
-        return balanced(rows.source + 1, rows.target + 1, count)
+            return split_evenly(len(rows), micro_batches)
+        return balanced(rows.source + 1, rows.target + 1, micro_batches)
 
     def _mini_batches(self, rows: Rows, chunk: int) -> list[npt.NDArray[np.int64]]:
         """Returns the places of each mini-batch's pairs in the chunk; the mini-batches are in random order."""
@@ -275,56 +273,6 @@ class PairSource:
         else:
             batches = by_tokens(rows.source + 1, rows.target + 1, self._pairs_by_width)
         return [batches[i] for i in permutation(len(batches), self._seed, "batches", chunk)]
-
-
-class TranslationSource(PairSource):
-    """Reads the CLDR corpus: translation from 102 languages into English.
-
-    Args:
-        batch_size, batch_tokens, temperature, evaluation_per_language, seed, evaluation_split: see `PairSource`.
-        languages: CLDR codes; None: all 102. A language's pairs do not depend on the others chosen.
-        pair: one code instead of `languages`, for a bilingual run.
-        largest, smallest: training pairs of the first and the last language of the whole table.
-        vocabulary: pieces of the joint vocabulary.
-        max_length: pairs with more tokens on a side, with its end token, are left out.
-        corpus_seed: decides the sentences of the corpus, also held-out ones; runs to be compared need the same.
-        cache_dir: folder of the corpora; None: `$GPIPE_CACHE` or `~/.cache/gpipe`.
-
-    Raises:
-        ValueError: a value is outside its limits, or a language is not in the table.
-    """
-
-    def __init__(
-        self,
-        batch_size: int | None = 64,
-        batch_tokens: int | None = None,
-        temperature: float = 5.0,
-        languages: Sequence[str] | None = None,
-        pair: str | None = None,
-        largest: int = 30_000,
-        smallest: int = 100,
-        vocabulary: int = 8_000,
-        max_length: int = 96,
-        evaluation_per_language: int = 3,
-        corpus_seed: int = 0,
-        seed: int = 0,
-        cache_dir: str | None = None,
-        evaluation_split: str = "dev",
-    ) -> None:
-        super().__init__(
-            batch_size, batch_tokens, temperature, max_length, evaluation_per_language, seed, evaluation_split
-        )
-        check_limits(evaluation_per_language=(evaluation_per_language, 1, HELD_OUT_ITEMS))
-        chosen = chosen_languages(languages, pair)
-        self.parameters = CorpusParameters.checked(chosen, largest, smallest, vocabulary, corpus_seed, max_length)
-        self._cache_dir = cache_dir
-
-    def _open(self, report: Report) -> Store:
-        return open_store(self.parameters, self._cache_dir, report)
-
-    def _first_held_out(self, language: str, wanted: int) -> int:
-        """Returns another start for each language, because all share the same English items."""
-        return RANK[language] * wanted
 
 
 def chosen_languages(languages: Sequence[str] | None, pair: str | None) -> Sequence[str] | None:

@@ -13,6 +13,8 @@ REMOVED_FROM_OUR_MODELS = ("average", "sync_batchnorm")
 TARGETS = {
     "gpipe_cli.data.digits.DigitsSource": "gpipe_cli.data.images.digits.DigitsSource",
     "gpipe_cli.data.images.ImageSource": "gpipe_cli.data.images.source.ImageSource",
+    "gpipe_cli.data.text.TextSource": "gpipe_cli.data.cldr.text.TextSource",
+    "gpipe_cli.data.translation.TranslationSource": "gpipe_cli.data.cldr.source.TranslationSource",
     "gpipe_cli.data.parallel_text.ParallelTextSource": "gpipe_cli.data.parallel.source.ParallelTextSource",
     "gpipe_cli.trainer.adafactor.Adafactor": "gpipe_cli.optim.adafactor.Adafactor",
     "gpipe_cli.trainer.optimizers.TFRMSprop": "gpipe_cli.optim.optimizers.TFRMSprop",

@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from gpipe_cli.data.cldr.source import TranslationSource
+from gpipe_cli.data.cldr.text import TextSource
 from gpipe_cli.data.examples import ExampleSource
 from gpipe_cli.data.sampling import TemperatureSampler, temperature_shares
 from gpipe_cli.data.source import (
@@ -25,8 +27,6 @@ from gpipe_cli.data.source import (
     slices_of_replica,
     split_evenly,
 )
-from gpipe_cli.data.text import TextSource
-from gpipe_cli.data.translation import TranslationSource
 from gpipe_cli.errors import ConfigurationError
 
 SMALL: dict[str, Any] = {"languages": ["de", "fi", "yrl"], "largest": 400, "smallest": 100, "vocabulary": 600}

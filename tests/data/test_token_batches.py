@@ -14,11 +14,12 @@ import parallel_folder
 import preparation_jobs
 import pytest
 
+from gpipe_cli.data.cldr.source import TranslationSource
 from gpipe_cli.data.sampling import temperature_shares
 from gpipe_cli.data.source import Batch, Report, no_report
 from gpipe_cli.data.store import Store
 from gpipe_cli.data.token_batches import balanced, by_tokens, padded_tokens, pairs_by_width, width_of
-from gpipe_cli.data.translation import PairSource, TranslationSource
+from gpipe_cli.data.translation import PairSource
 from gpipe_cli.errors import ConfigurationError
 
 Pair = tuple[tuple[int, ...], tuple[int, ...]]

@@ -10,15 +10,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..errors import ConfigurationError
-from .cldr.corpus import CorpusParameters, open_store
-from .cldr.pairs import HELD_OUT_ITEMS
-from .source import Batch, Report, check_limits, permutation, read_ahead, slices_of_replica, split_evenly
-from .store import Rows, Store
-from .vocabulary import BOS, EOS, PAD
+from ...errors import ConfigurationError
+from ..source import Batch, Report, check_limits, permutation, read_ahead, slices_of_replica, split_evenly
+from ..store import Rows, Store
+from ..vocabulary import BOS, EOS, PAD
+from .corpus import CorpusParameters, open_store
+from .pairs import HELD_OUT_ITEMS
 
 if TYPE_CHECKING:
-    from ..micro_batch import MicroBatch
+    from ...micro_batch import MicroBatch
 
 PACKED_AT_ONCE = 20_000  # pairs
 

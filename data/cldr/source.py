@@ -1,0 +1,62 @@
+"""Yields mini-batches of the CLDR corpus, translation from 102 languages into English: `data=cldr`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..source import Report, check_limits
+from ..store import Store
+from ..translation import PairSource, chosen_languages
+from .corpus import CorpusParameters, open_store
+from .languages import RANK
+from .pairs import HELD_OUT_ITEMS
+
+
+class TranslationSource(PairSource):
+    """Reads the CLDR corpus: translation from 102 languages into English.
+
+    Args:
+        batch_size, batch_tokens, temperature, evaluation_per_language, seed, evaluation_split: see `PairSource`.
+        languages: CLDR codes; None: all 102. A language's pairs do not depend on the others chosen.
+        pair: one code instead of `languages`, for a bilingual run.
+        largest, smallest: training pairs of the first and the last language of the whole table.
+        vocabulary: pieces of the joint vocabulary.
+        max_length: pairs with more tokens on a side, with its end token, are left out.
+        corpus_seed: decides the sentences of the corpus, also held-out ones; runs to be compared need the same.
+        cache_dir: folder of the corpora; None: `$GPIPE_CACHE` or `~/.cache/gpipe`.
+
+    Raises:
+        ValueError: a value is outside its limits, or a language is not in the table.
+    """
+
+    def __init__(
+        self,
+        batch_size: int | None = 64,
+        batch_tokens: int | None = None,
+        temperature: float = 5.0,
+        languages: Sequence[str] | None = None,
+        pair: str | None = None,
+        largest: int = 30_000,
+        smallest: int = 100,
+        vocabulary: int = 8_000,
+        max_length: int = 96,
+        evaluation_per_language: int = 3,
+        corpus_seed: int = 0,
+        seed: int = 0,
+        cache_dir: str | None = None,
+        evaluation_split: str = "dev",
+    ) -> None:
+        super().__init__(
+            batch_size, batch_tokens, temperature, max_length, evaluation_per_language, seed, evaluation_split
+        )
+        check_limits(evaluation_per_language=(evaluation_per_language, 1, HELD_OUT_ITEMS))
+        chosen = chosen_languages(languages, pair)
+        self.parameters = CorpusParameters.checked(chosen, largest, smallest, vocabulary, corpus_seed, max_length)
+        self._cache_dir = cache_dir
+
+    def _open(self, report: Report) -> Store:
+        return open_store(self.parameters, self._cache_dir, report)
+
+    def _first_held_out(self, language: str, wanted: int) -> int:
+        """Returns another start for each language, because all share the same English items."""
+        return RANK[language] * wanted
