@@ -1,4 +1,4 @@
-"""Small AmoebaNets through the engine, in this process or as one of several workers, and through the plain module."""
+"""Trains small AmoebaNets with the engine, in one process or several, and as a plain module."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SMALL = {"L": 3, "D": 16, "classes": CLASSES, "dropout": 0.0, "drop_path_keep": 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train a small AmoebaNet for `STEPS` steps."""
+    """Describes one way to train a small AmoebaNet for `STEPS` steps."""
 
     K: int
     M: int
@@ -55,7 +55,7 @@ class Case:
 
 
 def run_engine(case: Case, placement: Sequence[int], worker: int, transport: Transport | None) -> list[dict[str, Any]]:
-    """For each step: losses, and by name gradients and buffers held here; between the steps plain gradient descent."""
+    """Returns the losses of each step and, by name, the gradients and buffers held here; trains by gradient descent."""
     layers = case.layers()
     numbers = cell_layers([len(part) for part in torch.arange(len(layers)).tensor_split(case.K)])
     noise = NoiseSource(1, 0, CPU)
@@ -93,7 +93,7 @@ def descend(parameters: Sequence[torch.nn.Parameter]) -> None:
 
 
 def plain_twin(case: Case) -> tuple[PlainAmoebaNet, list[str]]:
-    """The plain module with the layer list's weights, and the layer list's names in the order of its parameters."""
+    """Returns the plain module with the layer list's weights, and the list's names in the order of its parameters."""
     named = [(f"{x.name}.{name}", value) for x in case.layers() for name, value in x.module.named_parameters()]
     auxiliary_map = (spatial_sizes(case.image_size)["stack_2"] - 5) // 3 + 1 if case.auxiliary else 0
     plain = PlainAmoebaNet(SMALL["L"], SMALL["D"], CLASSES, case.genotype, auxiliary_map)  # type: ignore[arg-type]
@@ -105,7 +105,7 @@ def plain_twin(case: Case) -> tuple[PlainAmoebaNet, list[str]]:
 
 
 def run_plain(case: Case) -> list[dict[str, Any]]:
-    """For each step: the mini-batch's loss, and by the layer list's names the gradients."""
+    """Returns, for each step, the mini-batch's loss and, by the layer list's names, the gradients."""
     plain, names = plain_twin(case)
     seen = []
     for step in range(STEPS):
@@ -125,7 +125,7 @@ def run_plain(case: Case) -> list[dict[str, Any]]:
 
 
 def differences(case: Case, ours: list[dict[str, Any]], plain: list[dict[str, Any]]) -> list[str]:
-    """Names of the parameters whose gradients differ from the plain model's, or are missing."""
+    """Returns the names of the parameters whose gradients differ from the plain model's, or are missing."""
     found = []
     for step, (mine, theirs) in enumerate(zip(ours, plain, strict=True)):
         for name, gradient in mine["gradients"].items():
@@ -137,7 +137,7 @@ def differences(case: Case, ours: list[dict[str, Any]], plain: list[dict[str, An
 
 
 def compare_as_processes(context: Context, config: dict[str, Any]) -> list[str]:
-    """Entry point of a worker: cell k on worker k, float64, against the plain module and against one process."""
+    """Runs cell k on worker k in float64 and compares it with the plain module and with one process."""
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
     context.init_process_group("gloo")

@@ -20,7 +20,7 @@ def pairs_of(code: str, count: int, split: str = "train") -> list[cldr.Pair]:
 
 
 def write(path: Path, lines: Sequence[str]) -> None:
-    """As the name's ending says: plain, .gz or .zst."""
+    """Writes lines, compressed as the ending of the name says: .gz, .zst or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = "".join(f"{line}\n" for line in lines).encode()
     if path.suffix == ".gz":
@@ -31,7 +31,7 @@ def write(path: Path, lines: Sequence[str]) -> None:
 
 
 def opus(root: Path, ending: str = "", sizes: dict[str, int] = SIZES, held_out: int = 20) -> Path:
-    """xx-en/opus.xx-en-train.xx beside .en; Finnish in en-fi."""
+    """Writes xx-en/opus.xx-en-train.xx beside .en; Finnish in en-fi."""
     for code, size in sizes.items():
         name = f"en-{code}" if code == "fi" else f"{code}-en"
         for split in ("train", "dev", "test"):
@@ -43,7 +43,7 @@ def opus(root: Path, ending: str = "", sizes: dict[str, int] = SIZES, held_out: 
 
 
 def plain(root: Path, ending: str = "", code: str = "de", size: int = 300, dev: str = "valid") -> Path:
-    """train.xx beside train.en."""
+    """Writes train.xx beside train.en."""
     for split, name in (("train", "train"), ("dev", dev), ("test", "test")):
         pairs = pairs_of(code, size if split == "train" else 20, split)
         write(root / f"{name}.{code}{ending}", [pair.source for pair in pairs])
@@ -52,14 +52,14 @@ def plain(root: Path, ending: str = "", code: str = "de", size: int = 300, dev: 
 
 
 def folders(root: Path, ending: str = "", sizes: dict[str, int] = SIZES) -> Path:
-    """xx/train.xx beside xx/train.en."""
+    """Writes xx/train.xx beside xx/train.en."""
     for code, size in sizes.items():
         plain(root / code, ending, code, size, dev="dev")
     return root
 
 
 def tables(root: Path, ending: str = "", sizes: dict[str, int] = SIZES) -> Path:
-    """xx-en/train.tsv."""
+    """Writes xx-en/train.tsv."""
     for code, size in sizes.items():
         for split in ("train", "dev", "test"):
             pairs = pairs_of(code, size if split == "train" else 20, split)

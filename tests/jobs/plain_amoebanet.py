@@ -1,4 +1,4 @@
-"""AmoebaNet written down a second time, as one ordinary module: what the layer list and the engine are compared with.
+"""Defines AmoebaNet a second time, as one ordinary module, to compare the layer list and the engine with it.
 
 Nothing here comes from gpipe_cli. Cells are strings as in the papers' figures, padding is written out pixel by pixel,
 and the network is a loop that carries the last two outputs. Parameters are made in the order in which an example meets
@@ -29,7 +29,7 @@ REDUCTION = {
 
 
 def pad_as_tensorflow(x: Tensor, kernel: tuple[int, int], stride: tuple[int, int], value: float = 0.0) -> Tensor:
-    """With ceil(n / stride) windows to come; the odd row and column behind."""
+    """Returns x padded for ceil(n / stride) windows, with the odd row and column at the end."""
     for dim, k, s in ((2, kernel[0], stride[0]), (3, kernel[1], stride[1])):
         windows = math.ceil(x.shape[dim] / s)
         missing = max((windows - 1) * s + k - x.shape[dim], 0)
@@ -42,7 +42,7 @@ def pad_as_tensorflow(x: Tensor, kernel: tuple[int, int], stride: tuple[int, int
 
 
 class Conv(nn.Module):
-    """SAME convolution and BatchNorm."""
+    """Applies a SAME convolution and BatchNorm."""
 
     def __init__(self, i: int, o: int, kernel: tuple[int, int] = (1, 1), stride: tuple[int, int] = (1, 1)) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Pool(nn.Module):
 
 
 class Halve(nn.Module):
-    """Factorised reduction."""
+    """Applies a factorised reduction."""
 
     def __init__(self, i: int, o: int) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Halve(nn.Module):
 
 
 def operation(name: str, i: int, f: int, s: int) -> nn.Module:
-    """From the table of operations."""
+    """Returns an operation from the table."""
     if name == "none":
         return nn.Identity() if s == 1 and i == f else operation("1x1", i, f, s)
     if name == "1x1":
@@ -141,7 +141,7 @@ class Cell(nn.Module):
 
 
 class PlainAmoebaNet(nn.Module):
-    """Logits, and those of the auxiliary head (None without one).
+    """Computes logits, and those of the auxiliary head (None without one).
 
     Args:
         auxiliary_map: side of the auxiliary head's map; 0: no such head.
@@ -173,7 +173,7 @@ class PlainAmoebaNet(nn.Module):
         self.fc = nn.Linear(outputs[-1], classes)
 
     def in_order(self) -> list[nn.Parameter]:
-        """The parameters in the order in which an example meets them; the auxiliary head stands behind its cell."""
+        """Returns the parameters in the order of the forward pass; the auxiliary head comes after its cell."""
         modules = [self.stem, *self.cells, self.fc]
         if self.judged is not None:
             modules.insert(1 + self.judged, self.aux)

@@ -1,4 +1,4 @@
-"""The image data sets of the paper in miniature, each in the very folder layout of the real one.
+"""Writes the paper's image data sets in miniature, each in the folder layout of the real one.
 
 Every image is of one colour that tells its class (`COLOURS`), so that a test can see whether image and label belong
 together after any transform.
@@ -23,7 +23,7 @@ SPLITS = (TRAIN, EVALUATION)
 
 
 def save_image(path: Path, label: int, number: int = 0) -> None:
-    """A JPEG or PNG of the class's colour; sizes differ."""
+    """Writes a JPEG or PNG of the class's colour; sizes differ."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", (24 + 2 * number, 20 + label), COLOURS[label]).save(path)
 
@@ -118,7 +118,7 @@ DATASETS: list[Callable[[Path], dict[str, Any]]] = [
 
 
 def accept_any_cifar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchvision refuses files that are not the published ones, by checksum; without one it only looks for them."""
+    """Removes the checksums by which torchvision refuses files that are not the published ones."""
     from torchvision import datasets
 
     for cifar in (datasets.CIFAR10, datasets.CIFAR100):
@@ -128,7 +128,7 @@ def accept_any_cifar(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _rows() -> np.ndarray[Any, Any]:
-    """One image of each class as CIFAR has it: all red values, all green, all blue."""
+    """Returns one image of each class in CIFAR's layout: all red values, all green, all blue."""
     return np.array([np.repeat(colour, 32 * 32) for colour in COLOURS], dtype=np.uint8)
 
 
