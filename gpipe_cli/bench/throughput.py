@@ -86,7 +86,7 @@ def count_models(models: Sequence[PaperModel]) -> list[ModelCosts]:
 
 
 @dataclass(frozen=True)
-class Protocol:
+class TableProtocol:
     """Describes how tables 2 and 3 differ.
 
     Attributes:
@@ -104,8 +104,10 @@ class Protocol:
 
 
 TABLES = {
-    2: Protocol(2, "normalised throughput", {"amoebanet": (18, 256), "transformer": (48,)}, TABLE_2, (1, 4, 32), False),
-    3: Protocol(
+    2: TableProtocol(
+        2, "normalised throughput", {"amoebanet": (18, 256), "transformer": (48,)}, TABLE_2, (1, 4, 32), False
+    ),
+    3: TableProtocol(
         *(3, "normalised throughput without fast links", {"amoebanet": (18, 128), "transformer": (24,)}),
         *(TABLE_3, (32,), True),
     ),
@@ -231,7 +233,7 @@ class Measured:
     too_large: tuple[str, ...] = ()
 
 
-def make_rows(settings: Sequence[Setting], measured: Sequence[Measured], protocol: Protocol) -> list[Row]:
+def make_rows(settings: Sequence[Setting], measured: Sequence[Measured], protocol: TableProtocol) -> list[Row]:
     """Returns one row per setting, with throughput in units of the reference of each model.
 
     The reference is the setting with the smallest K, then M, in which our first schedule was measured; where none was,
