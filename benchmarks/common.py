@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import statistics
+import subprocess
+import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -61,6 +63,19 @@ def report(
     print("\n".join(["", *said]))
     if output is not None:
         output.write_text(json.dumps({"machine": machine(), "rows": kept, "notes": said}, indent=1) + "\n")
+
+
+def run_command(command: str, words: Sequence[str]) -> str:
+    """Runs an installed command and returns its output.
+
+    Raises:
+        SystemExit: the command failed; its output is the message.
+    """
+    path = Path(sys.executable).with_name(command)
+    done = subprocess.run([path, *words], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{command} {' '.join(words)} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout
 
 
 def stolen() -> tuple[int, int] | None:

@@ -15,13 +15,10 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import torch
-
 from benchmarks.common import WARM_UP, Row, parser, report, slower_by
-from benchmarks.overhead import SIZES, build_modules, random_micro_batches
+from benchmarks.overhead import SIZES, build_modules, prepare, random_micro_batches
 from gpipe_cli.bench.steps import CPU, engine_step, make_cell
 from gpipe_cli.bench.timing import take_turns
-from gpipe_cli.cpu import keep_freed_memory
 from gpipe_cli.distributed.exchange import Exchange
 from gpipe_cli.distributed.world import World
 from gpipe_cli.metrics.step_report import StepReporter
@@ -105,14 +102,7 @@ def direct(action: Callable[[], None]) -> float:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--shapes", nargs="+", metavar="K,M", default=["1,4", "4,4", "8,32"])
-    options.add_argument("--examples", type=int, default=64, help="in a mini-batch (default: 64)")
-    options.add_argument("--tokens", type=int, default=24, help="on each side of an example (default: 24)")
-    options.add_argument("--repetitions", type=int, default=31, help="pairs of steps (default: 31)")
-    arguments = options.parse_args()
-    if arguments.quick:
-        arguments.repetitions = min(arguments.repetitions, 7)
-    torch.set_num_threads(1)
-    keep_freed_memory()
+    arguments = prepare(options)
 
     def rows() -> Iterator[Row]:
         for K, M in (map(int, shape.split(",")) for shape in arguments.shapes):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -94,10 +94,8 @@ def row(kind: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--sizes", nargs="+", choices=SIZES, default=["default", "larger"])
-    options.add_argument("--M", type=int, default=4, help="default: 4")
+def prepare(options: ArgumentParser) -> Namespace:
+    """Parses the command line, with the options of a step, and makes this process compute as a worker does."""
     options.add_argument("--examples", type=int, default=64, help="in a mini-batch (default: 64)")
     options.add_argument("--tokens", type=int, default=24, help="on each side of an example (default: 24)")
     options.add_argument("--repetitions", type=int, default=31, help="pairs of steps (default: 31)")
@@ -106,6 +104,14 @@ def main() -> None:
         arguments.repetitions = min(arguments.repetitions, 7)
     torch.set_num_threads(1)
     keep_freed_memory()
+    return arguments
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--sizes", nargs="+", choices=SIZES, default=["default", "larger"])
+    options.add_argument("--M", type=int, default=4, help="default: 4")
+    arguments = prepare(options)
 
     def rows() -> Iterator[Row]:
         for name in arguments.sizes:

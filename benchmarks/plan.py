@@ -11,8 +11,6 @@ core take turns. Further arguments go to both commands: `python -m benchmarks.pl
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +19,7 @@ from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any
 
-from benchmarks.common import Row, parser, report
+from benchmarks.common import Row, parser, report, run_command
 
 MODELS = {
     "transformer_lm_small": ("model=transformer_lm_small",),
@@ -39,29 +37,16 @@ COLUMNS = {"model": "", "remat": "", "cell": "", "what": ""}
 COLUMNS |= {"planned": ".2f", "measured": ".2f", "planned / measured": ".3f"}
 
 
-def run(command: str, words: Sequence[str]) -> str:
-    """Runs a command and returns its output.
-
-    Raises:
-        SystemExit: the command failed; its output is the message.
-    """
-    path = Path(sys.executable).with_name(command)
-    done = subprocess.run([path, *words], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise SystemExit(f"{command} {' '.join(words)} failed:\n{done.stdout}{done.stderr}")
-    return done.stdout
-
-
 def planned(words: Sequence[str]) -> dict[str, Any]:
     """Returns the plan by the layers' times on this machine."""
-    plan: dict[str, Any] = json.loads(run("gpipe-plan", [*words, "plan.device=this", "plan.format=json"]))
+    plan: dict[str, Any] = json.loads(run_command("gpipe-plan", [*words, "plan.device=this", "plan.format=json"]))
     return plan
 
 
 def measured(words: Sequence[str], steps: int) -> list[Row]:
     """Returns the rows of metrics.jsonl of a run, without the first."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
-        run("gpipe-train", [*words, *RUN, f"trainer.steps={WARM_UP + steps}", f"hydra.run.dir={directory}"])
+        run_command("gpipe-train", [*words, *RUN, f"trainer.steps={WARM_UP + steps}", f"hydra.run.dir={directory}"])
         lines = (Path(directory) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines[WARM_UP:]]
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.common import Row, parser, report
+from benchmarks.common import Row, parser, report, run_command
 
 OVERRIDES = ("trainer.steps=1", "trainer.evaluate_first=false", "trainer.evaluate_every=null", "trainer.samples=0")
 
@@ -27,14 +25,11 @@ def start_once(K: int, overrides: list[str]) -> tuple[float, float]:
     Raises:
         SystemExit: the command failed; its output is the message.
     """
-    command = Path(sys.executable).with_name("gpipe-train")
     with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
-        arguments = [f"pipeline.K={K}", f"pipeline.workers={K}", *OVERRIDES, *overrides, f"hydra.run.dir={directory}"]
+        words = [f"pipeline.K={K}", f"pipeline.workers={K}", *OVERRIDES, *overrides, f"hydra.run.dir={directory}"]
         began = time.perf_counter()
-        done = subprocess.run([command, *arguments], capture_output=True, text=True, check=False)
+        run_command("gpipe-train", words)
         seconds = time.perf_counter() - began
-        if done.returncode != 0:
-            raise SystemExit(f"gpipe-train {' '.join(arguments)} failed:\n{done.stdout}{done.stderr}")
         summary = json.loads((Path(directory) / "summary.json").read_text())
     return float(summary["first_step_seconds"]), seconds
 

@@ -76,7 +76,7 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
 
 def real_workload(setting: dict[str, Any], world: World) -> Workload:
     """Returns one of the paper's models on this machine's devices, from `Setting.config`."""
-    model = PaperModel(setting["family"], tuple(setting["sizes"]), setting["small"])
+    model = PaperModel(**setting["model"])
     torch.manual_seed(EXAMPLES_SEED)
     examples = random_examples(model, setting["examples"])
     cuts = {int(cells): sizes for cells, sizes in setting["cuts"].items()}

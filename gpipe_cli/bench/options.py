@@ -1,4 +1,4 @@
-"""The options of ``gpipe-bench``: types and limits; the defaults stand in ``conf/bench.yaml``."""
+"""Defines the types and limits of ``gpipe-bench``'s options; the defaults stand in ``conf/bench.yaml``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Family = Literal["amoebanet", "transformer"]
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """See ``conf/bench.yaml``."""
+    """Holds the options; ``conf/bench.yaml`` describes each of them."""
 
     table: Literal[1, 2, 3, 4] | None
     quick: bool
@@ -37,10 +37,10 @@ class BenchOptions:
 
     @property
     def timed_steps(self) -> int:
-        """Of each contender."""
+        """Returns the number of timed steps of each contender."""
         return self.repetitions or (1 if self.quick else 3)
 
     @property
     def grid_K(self) -> list[int]:
-        """Of tables 2 and 3."""
+        """Returns the numbers of cells of tables 2 and 3."""
         return self.K or [2, 4, 8]

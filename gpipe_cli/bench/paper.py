@@ -8,7 +8,7 @@ Throughputs = dict[tuple[int, int], float]  # by (K, M)
 
 
 def _throughputs(rows: dict[int, tuple[float, float, float]]) -> Throughputs:
-    """From rows of M with columns K = 2, 4, 8, as they are printed."""
+    """Reads rows of M with columns K = 2, 4, 8, as they are printed."""
     return {(K, M): value for M, row in rows.items() for K, value in zip((2, 4, 8), row, strict=True)}
 
 
@@ -37,7 +37,7 @@ TABLE_4 = {
 
 @dataclass(frozen=True)
 class Capacity:
-    """One column of table 1: the largest model that fits.
+    """Describes one column of table 1: the largest model that fits.
 
     Attributes:
         K: accelerators.
@@ -71,10 +71,10 @@ TABLE_1 = {
 
 
 def ideal_speedup(K: int, M: int) -> float:
-    """K·M / (M+K-1): K equal cells against one device, messages free (the bubble of section 2.3)."""
+    """Returns K·M / (M+K-1): K equal cells against one device, messages free (the bubble of section 2.3)."""
     return K * M / (M + K - 1)
 
 
 def ideal_throughput(K: int, M: int, reference: tuple[int, int] = (2, 1)) -> float:
-    """`ideal_speedup` in units of the reference's (K, M)."""
+    """Returns `ideal_speedup` in units of the reference's (K, M)."""
     return ideal_speedup(K, M) / ideal_speedup(*reference)

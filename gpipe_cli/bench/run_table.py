@@ -33,24 +33,13 @@ def run_table(runs: Sequence[FinishedRun]) -> Table:
     curves: dict[str, list[tuple[float, float, float]]] = {}
     for run, name in zip(runs, short_names(runs), strict=True):
         speed, ideal = _compared(run, references.get(_group(run, keys)))
-        facts.append(_facts(run, [*swept, *NAMED], speed, ideal))
+        found = _facts(run, [*swept, *NAMED], speed, ideal)
+        facts.append(found)
+        shares = {"bubble": percent(run.bubble), "predicted": percent(run.bubble_predicted)}
+        named = {"run": name, "schedule": run.settings.get(NAMED[0]), "remat": run.settings.get(NAMED[1])}
+        speeds = {"examples/s": run.examples_per_second, "×": speed}
         rows.append(
-            {
-                **{key: run.settings.get(key) for key in swept},
-                "run": name,
-                "K": run.K,
-                "M": run.M,
-                "loss": run.loss,
-                "examples/s": run.examples_per_second,
-                "schedule": run.settings.get(NAMED[0]),
-                "remat": run.settings.get(NAMED[1]),
-                "×": speed,
-                "ideal": ideal,
-                "bubble": percent(run.bubble),
-                "predicted": percent(run.bubble_predicted),
-                "status": run.status,
-                **{score: run.evaluation.get(score) for score in scores},
-            }
+            {**found, **found["settings"], **dict.fromkeys(scores), **run.evaluation, **named, **speeds, **shares}
         )
         if speed is not None and ideal is not None:
             others = [str(run.settings.get(key)) for key in [*swept, *NAMED] if key in keys]

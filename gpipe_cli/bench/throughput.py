@@ -86,7 +86,7 @@ def count_models(models: Sequence[PaperModel]) -> list[ModelCosts]:
 
 
 @dataclass(frozen=True)
-class TableProtocol:
+class GridTable:
     """Describes how tables 2 and 3 differ.
 
     Attributes:
@@ -103,14 +103,10 @@ class TableProtocol:
     linked: bool
 
 
+SIZES_2, SIZES_3 = {"amoebanet": (18, 256), "transformer": (48,)}, {"amoebanet": (18, 128), "transformer": (24,)}
 TABLES = {
-    2: TableProtocol(
-        2, "normalised throughput", {"amoebanet": (18, 256), "transformer": (48,)}, TABLE_2, (1, 4, 32), False
-    ),
-    3: TableProtocol(
-        *(3, "normalised throughput without fast links", {"amoebanet": (18, 128), "transformer": (24,)}),
-        *(TABLE_3, (32,), True),
-    ),
+    2: GridTable(2, "normalised throughput", SIZES_2, TABLE_2, (1, 4, 32), False),
+    3: GridTable(3, "normalised throughput without fast links", SIZES_3, TABLE_3, (32,), True),
 }
 
 
@@ -194,7 +190,7 @@ class Setting:
 
     def config(self) -> dict[str, Any]:
         """Returns the setting as worker processes receive it."""
-        costs, model = self.costs.costs, self.costs.model
+        costs = self.costs.costs
         forward = self.serial_seconds / (1 + BACKWARD) / self.M
         return {
             "seconds": [cost / sum(costs) * forward for cost in costs],
@@ -202,9 +198,7 @@ class Setting:
             "M": self.M,
             "remat": self.options.remat,
             "contenders": self.contenders(),
-            "family": model.family,
-            "sizes": model.sizes,
-            "small": model.small,
+            "model": asdict(self.costs.model),
             "examples": self.examples,
             "link": {"carry": self.carry, "latency": self.latency} if self.linked else None,
         }
@@ -233,7 +227,7 @@ class Measured:
     too_large: tuple[str, ...] = ()
 
 
-def make_rows(settings: Sequence[Setting], measured: Sequence[Measured], protocol: TableProtocol) -> list[Row]:
+def make_rows(settings: Sequence[Setting], measured: Sequence[Measured], protocol: GridTable) -> list[Row]:
     """Returns one row per setting, with throughput in units of the reference of each model.
 
     The reference is the setting with the smallest K, then M, in which our first schedule was measured; where none was,

@@ -23,9 +23,9 @@ from .throughput import (
     PLAIN,
     TABLES,
     TORCHGPIPE,
+    GridTable,
     Measured,
     PaperModel,
-    TableProtocol,
     Row,
     Setting,
     count_models,
@@ -75,7 +75,7 @@ def throughput_table(number: int, options: BenchOptions, say: Say) -> Table:
     )
 
 
-def check(options: BenchOptions, protocol: TableProtocol) -> None:
+def check(options: BenchOptions, protocol: GridTable) -> None:
     """Refuses, before anything runs, what cannot be measured."""
     if wrong := [kind for kind in options.schedules if kind not in KINDS]:
         raise ConfigurationError(f"schedules={','.join(wrong)}: use {', '.join(KINDS)}")
@@ -87,7 +87,7 @@ def check(options: BenchOptions, protocol: TableProtocol) -> None:
         raise ConfigurationError(f"K={too_few[0]}: a pipeline to measure has at least 2 cells")
 
 
-def uses_real_layers(protocol: TableProtocol, options: BenchOptions) -> bool:
+def uses_real_layers(protocol: GridTable, options: BenchOptions) -> bool:
     """Reports whether layers compute: with a GPU for each of K workers, or where the options ask for it."""
     if options.layers == "auto":
         return not protocol.linked and count_gpus() >= max(options.grid_K)
@@ -97,7 +97,7 @@ def uses_real_layers(protocol: TableProtocol, options: BenchOptions) -> bool:
 
 
 def make_settings(
-    protocol: TableProtocol, options: BenchOptions, grid: Sequence[tuple[int, int]], say: Say
+    protocol: GridTable, options: BenchOptions, grid: Sequence[tuple[int, int]], say: Say
 ) -> list[Setting]:
     """Counts the models, and returns each of them at each K and M, emulated.
 
@@ -182,9 +182,7 @@ def curves(rows: Sequence[Row], kind: str) -> list[Curve]:
     return found
 
 
-def notes(
-    protocol: TableProtocol, settings: Sequence[Setting], rows: Sequence[Row], options: BenchOptions
-) -> list[str]:
+def notes(protocol: GridTable, settings: Sequence[Setting], rows: Sequence[Row], options: BenchOptions) -> list[str]:
     """Returns the footnotes of the table: the protocol, and what is remarkable, a sentence or two each."""
     real = settings[0].real
     ours = f"ours: schedule {options.schedules[0]}, remat {options.remat}."
@@ -235,12 +233,12 @@ def row_name(row: Row) -> str:
     return f"{row['family']} K={row['K']} M={row['M']}"
 
 
-def papers_unit(protocol: TableProtocol) -> tuple[int, int]:
+def papers_unit(protocol: GridTable) -> tuple[int, int]:
     """Returns K and M of the paper's 1.00."""
     return min(place for figures in protocol.paper.values() for place in figures)
 
 
-def unit_note(protocol: TableProtocol, rows: Sequence[Row]) -> str:
+def unit_note(protocol: GridTable, rows: Sequence[Row]) -> str:
     """Names the run that is 1.00, for each model where they differ."""
     ours = {row["family"]: row["reference"] for row in rows}
     unit, places = papers_unit(protocol), set(ours.values())

@@ -1,4 +1,4 @@
-"""gpipe-bench: what the paper's tables promise, at sizes that say nothing about speed."""
+"""Tests gpipe-bench: the contents of the paper's tables, at sizes too small to measure speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gpipe-bench table=2 with layers that compute: the same work for all contenders, and what does not fit."""
+"""Tests gpipe-bench table=2 layers=real: the same work for all contenders, and models that do not fit."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_peer_s_stage_hands_on_contiguous_tensors_and_gradients() -> None:
 
 
 class Transposed(nn.Module):
-    """Its input, and that transposed."""
+    """Returns its input and the transposed input."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x, x.T

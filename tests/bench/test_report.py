@@ -1,4 +1,4 @@
-"""gpipe-report: runs of gpipe-train, whole and broken, beside each other."""
+"""Tests gpipe-report with whole and broken runs of gpipe-train."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpipe_cli.commands.report import main
 
 
 def make_run(folder: Path, K: int, M: int, speed: float, **changes: Any) -> Path:
-    """What gpipe-train leaves, as far as gpipe-report reads it."""
+    """Writes the files of a run that gpipe-report reads."""
     pipeline = {"K": K, "M": M, "schedule": "gpipe", "remat": "except_last", "workers": "auto"}
     optimizer = {"lr": changes.get("lr", 0.1)}
     config = {"pipeline": pipeline, "optimizer": optimizer, "name": folder.name, "data": {"v": f"${{K{K}}}"}}

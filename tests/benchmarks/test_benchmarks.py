@@ -1,4 +1,4 @@
-"""Every benchmark runs and writes its figures, at sizes that say nothing about speed."""
+"""Tests that every benchmark runs and writes its figures, at sizes too small to measure speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner's simulation says of a step, beside real steps of real workers whose layers sleep."""
+"""Compares the planner's simulation of a step with real steps of real workers whose layers sleep."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ATTEMPTS = 3  # what else the machine does in a second shows in the bubble
 
 
 def rows(output: Path) -> list[dict[str, Any]]:
-    """Of each schedule, two workers and four micro-batches; a forward of one takes some 20 ms."""
+    """Returns the rows of each schedule with two workers and four micro-batches; a forward takes some 20 ms."""
     command = [sys.executable, "-m", "benchmarks.emulated", "--K", "2", "--M", "4", "--seconds", "0.5"]
     subprocess.run([*command, "--output", str(output)], cwd=ROOT, capture_output=True, timeout=200, check=True)
     found: list[dict[str, Any]] = json.loads(output.read_text())["rows"]
@@ -23,7 +23,7 @@ def rows(output: Path) -> list[dict[str, Any]]:
 
 
 def misses(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows whose bubble is two points away from the planned one, or whose cells take 10 % more or less."""
+    """Returns the rows whose bubble is two points away from the planned one, or whose cells take 10 % more or less."""
     return [row for row in rows if abs(row["bubble"] - row["planned"]) > 0.02 or abs(row["cells"] - 1) > 0.1]
 
 

@@ -1,4 +1,4 @@
-"""Entry points for test_bench_real.py: what gpipe-bench's workers run, with layers that tests can judge."""
+"""Defines entry points for test_bench_real.py: gpipe-bench's workers with layers of known behaviour."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXAMPLES = 4
 
 
 def quiet_layers(model: PaperModel) -> list[LayerBuilder]:
-    """Without noise, so that all contenders compute the same."""
+    """Returns layers without noise, so that all contenders compute the same."""
     if model.family == "amoebanet":
         return amoebanet(3, 16, 10, 64, dropout=0.0, drop_path_keep=1.0, auxiliary_head=False)
     return transformer_lm(4, H=64, A=1, vocabulary=100, d_model=32, dropout=0.0, attention_dropout=0.0)
@@ -58,7 +58,7 @@ def even_cut(layers: int, cells: int) -> list[int]:
 
 
 class Hungry(nn.Module):
-    """Finds no room for more than so many examples."""
+    """Runs out of memory with more than so many examples."""
 
     def __init__(self, examples: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Broken(nn.Module):
 
 
 def layers_behind(layer: type[nn.Module], *arguments: object) -> Any:
-    """A narrow Transformer whose last worker ends with such a layer."""
+    """Builds a narrow Transformer with such a layer on its last worker."""
 
     def build(model: PaperModel) -> list[LayerBuilder]:
         layers = transformer_lm(2, H=64, A=1, vocabulary=100, d_model=32)
