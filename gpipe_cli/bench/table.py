@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpipe_cli.metrics.breakdown import draw_breakdown
+from gpipe_cli.metrics.pictures import draw_breakdown
+from gpipe_cli.schedule.picture import new_figure
 from gpipe_cli.terminal.text import markdown_table, text_table
 
 if TYPE_CHECKING:
@@ -116,8 +117,6 @@ def draw(table: Table, folder: Path) -> list[Path]:
     if not table.curves:
         return []
     from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
     panels: dict[str, list[Curve]] = {}
     for curve in table.curves:
@@ -125,8 +124,7 @@ def draw(table: Table, folder: Path) -> list[Path]:
     columns = min(COLUMNS_AT_MOST, len(panels))
     rows = -(-len(panels) // columns)
     with rc_context({"svg.hashsalt": "gpipe", "font.size": 9, "text.parse_math": False}):
-        figure = Figure((3.2 * columns + 0.6, 2.7 * rows + 0.9), layout="constrained")
-        FigureCanvasAgg(figure)
+        figure = new_figure(3.2 * columns + 0.6, 2.7 * rows + 0.9)
         grid = figure.subplots(rows, columns, squeeze=False).flat
         for place, axes in enumerate(grid):
             if place >= len(panels):

@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
 from ..schedule.instruction import COMPUTE, InstructionLists, Op
 from ..schedule.simulate import Timeline, simulate
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 Durations = Mapping[tuple[Op, int], float]  # seconds of one instruction, by kind and cell; kinds in `COMPUTE` only
 
@@ -124,6 +120,16 @@ def durations_of_cells(lists: InstructionLists, cells: Sequence[Mapping[str, flo
     return {(op, cell): cells[cell][op.name.lower()] / n for (op, cell), n in count_computations(lists).items()}
 
 
+def mean_durations(timeline: Timeline) -> dict[tuple[Op, int], float]:
+    """Returns the mean duration of one computation, by kind and cell."""
+    taken: dict[tuple[Op, int], list[float]] = {}
+    for spans in timeline.spans:
+        for instruction, start, end in spans:
+            if instruction.op in COMPUTE:
+                taken.setdefault((instruction.op, instruction.cell), []).append(end - start)
+    return {key: sum(seconds) / len(seconds) for key, seconds in taken.items()}
+
+
 def even_durations(
     lists: InstructionLists, placement: Sequence[int], durations: Durations
 ) -> dict[tuple[Op, int], float]:
@@ -139,39 +145,3 @@ def even_durations(
         each = sum(durations[key] for key in keys) / len(workers) if workers else 0.0
         even |= {(op, cell): each / cells_of_worker[placement[cell]] for _, cell in keys}
     return even
-
-
-# As in `schedule/picture.py`: blue forward, pale recompute; warm colours for lost time.
-_COLOURS = ("#2f6db3", "#a9cdee", "#d9dce1", "#b9412f", "#8a8f99", "#4d9a6a")
-
-
-def draw_breakdown(columns: Mapping[str, Mapping[str, float]], path: Path, title: str = "") -> None:
-    """Draws a horizontal bar for each column, such as {"measured": …}; the file's suffix chooses the format."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 1.5 + 0.55 * len(columns)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    names = list(next(iter(columns.values())))
-    for row, shares in enumerate(columns.values()):
-        left = 0.0
-        for name, colour in zip(names, _COLOURS, strict=True):
-            width = 100 * shares[name]
-            label = name.replace("_", " ") if row == 0 else None
-            axes.barh(row, width, left=left, color=colour, edgecolor="white", label=label)
-            if width >= 3.5:
-                ink = "white" if colour in ("#2f6db3", "#b9412f", "#8a8f99", "#4d9a6a") else "#2b2f36"
-                axes.text(left + width / 2, row, f"{width:.1f}", ha="center", va="center", fontsize=9, color=ink)
-            left += width
-    axes.set_yticks(range(len(columns)), list(columns))
-    axes.invert_yaxis()
-    axes.set_xlim(0, 100)
-    axes.set_xlabel("% of the workers' time")
-    axes.tick_params(length=0)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    if title:
-        axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
-    figure.legend(loc="outside lower center", ncols=6, frameon=False, fontsize=9)
-    figure.savefig(path, dpi=130)

@@ -11,9 +11,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..schedule.picture import new_figure
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
     from .predictions import Predictions
 
@@ -77,7 +78,7 @@ def draw_predictions(
     columns = min(columns, len(images))
     rows = -(-len(images) // columns)
     right = sum(int(label) == int(prediction) for label, prediction in zip(labels, predictions, strict=True))
-    figure = _figure(1.35 * columns + 0.3, 1.75 * rows + 0.5)
+    figure = new_figure(1.35 * columns + 0.3, 1.75 * rows + 0.5)
     figure.suptitle(f"{right} of these {len(images)} right", fontsize=11)
     pixels = _pixels(images)
     for number, axes in enumerate(figure.subplots(rows, columns, squeeze=False).flat):
@@ -110,7 +111,7 @@ def draw_confusion(labels: Numbers, predictions: Numbers, class_names: Sequence[
         return
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     side = min(9.0, 3.5 + 0.35 * len(class_names))
-    figure = _figure(side + 1, side)
+    figure = new_figure(side + 1, side)
     axes = figure.add_subplot()
     picture = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
     figure.colorbar(picture, ax=axes, fraction=0.046, label="share of the true class")
@@ -144,7 +145,7 @@ def most_confused(counts: npt.NDArray[np.int64], limit: int) -> list[tuple[int, 
 
 def _draw_pairs(counts: npt.NDArray[np.int64], class_names: Sequence[str], path: Path) -> None:
     pairs = most_confused(counts, MOST_PAIRS)
-    figure = _figure(8, 2.5 + 0.22 * len(pairs))
+    figure = new_figure(8, 2.5 + 0.22 * len(pairs))
     axes = figure.add_subplot()
     names = [f"{_short(class_names[true])} → {_short(class_names[said])}" for true, said, _ in pairs]
     shares = [count / counts[true].sum() for true, _, count in pairs]
@@ -165,15 +166,6 @@ def _print_counts(axes: Axes, counts: npt.NDArray[np.int64], shares: npt.NDArray
     for true, predicted in zip(*np.nonzero(counts), strict=True):
         colour = "white" if shares[true, predicted] > 0.5 else "#444444"
         axes.text(predicted, true, str(counts[true, predicted]), ha="center", va="center", fontsize=8, color=colour)
-
-
-def _figure(width: float, height: float) -> Figure:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second to import
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
 
 
 def _pixels(images: Tensor) -> npt.NDArray[np.uint8]:

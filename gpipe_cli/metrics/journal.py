@@ -11,15 +11,14 @@ from ..distributed.batch_plan import BatchPlan
 from ..schedule.instruction import COMPUTE
 from ..schedule.run_schedules import RunSchedules
 from ..schedule.simulate import Timeline
-from .breakdown import Breakdown, draw_breakdown, mean_breakdown, predicted_bubble
+from .breakdown import Breakdown, mean_breakdown, predicted_bubble
 from .image_pictures import draw_classification, read_picture
 from .language_pictures import ModelScores, draw_languages
-from .metrics_file import MetricsFile, json_safe
-from .pictures import draw_loss, draw_step, draw_traced_step
+from .metrics_file import MetricsFile, json_safe, write_whole
+from .pictures import draw_breakdown, draw_loss, draw_step, draw_traced_step
 from .step_report import PHASES, TIME_OF, StepReport
 from .trace import Recording, measured_timeline, trace, write_trace
 from .translation_scores import languages_of
-from .whole_file import write_whole
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter

@@ -8,11 +8,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from ..schedule.picture import new_figure
 from .translation_scores import LEVELS, resource_levels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 COLOURS = ("#2f6db3", "#d9822b", "#2a7f3f", "#8e44ad", "#c0392b", "#555555")
 MARKERS = ("o", "^", "v", "D", "P", "X")  # of models; the colour shows the level
@@ -54,7 +54,7 @@ def draw_languages(
     """
     codes = _common(models, sizes, baselines)
     levels = resource_levels({code: sizes[code] for code in _common(models, sizes, None)})
-    figure = _figure(11, 4.6)
+    figure = new_figure(11, 4.6)
     left, right = figure.subplots(1, 2, width_ratios=[3.4, 1])
     for model, colour in zip(models, _colours(len(models)), strict=True):
         values = [model.languages[code] - (baselines[code] if baselines is not None else 0.0) for code in codes]
@@ -83,7 +83,7 @@ def draw_capacity(models: Sequence[ModelScores], sizes: Mapping[str, int], path:
     """
     codes = _common(models, sizes, None)
     levels = resource_levels({code: sizes[code] for code in codes})
-    figure = _figure(6.4, 4.4)
+    figure = new_figure(6.4, 4.4)
     axes = figure.add_subplot()
     for level, colour in zip(LEVELS, COLOURS, strict=False):
         chosen = [code for code in codes if levels[code] == level]
@@ -133,12 +133,3 @@ def _mean(values: Sequence[float]) -> float:
 
 def _colours(count: int) -> list[str]:
     return [COLOURS[number % len(COLOURS)] for number in range(count)]
-
-
-def _figure(width: float, height: float) -> Figure:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure

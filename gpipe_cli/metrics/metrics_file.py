@@ -46,6 +46,17 @@ class MetricsFile:
         self._file.close()
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Replaces the file atomically. Unlike a checkpoint's files it may be lost when the machine crashes.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    temporary = path.with_name(f"{path.name}.partial")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
 def json_safe(value: Any) -> Any:
     """Replaces NaN and infinity, which JSON does not have, by None."""
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,4 +1,4 @@
-"""Draws pictures of a run: the last step as measured, and the loss."""
+"""Draws pictures of a run: a step as measured, the loss, and where the time of a step goes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ..schedule.critical_path import critical_path
-from ..schedule.picture import Panel, save_panels, save_picture
+from ..schedule.picture import Panel, new_figure, save_panels, save_picture
 from ..schedule.run_schedules import RunSchedules
-from ..schedule.simulate import Timeline, simulate
-from .trace import mean_durations
+from ..schedule.simulate import Timeline
+from .breakdown import mean_durations, simulate_with
 
+# As in `schedule/picture.py`: blue forward, pale recompute; warm colours for lost time.
+_COLOURS = ("#2f6db3", "#a9cdee", "#d9dce1", "#b9412f", "#8a8f99", "#4d9a6a")
 MOST_POINTS = 10_000  # of a curve; a picture has fewer pixels
 
 
@@ -28,9 +30,8 @@ def draw_traced_step(step: int, measured: Timeline, schedules: RunSchedules, pat
 
     The critical path of each is marked.
     """
-    durations = mean_durations(measured)
     lists = schedules.training_lists(measured.micro_batches)
-    simulated = simulate(lists, schedules.placement, lambda i: durations[i.op, i.cell])
+    simulated = simulate_with(lists, schedules.placement, mean_durations(measured))
     panels = [
         Panel(measured, f"{schedules.kind}, step {step} as measured", critical_path(measured)),
         Panel(simulated, "the schedule with the same durations", critical_path(simulated)),
@@ -41,15 +42,11 @@ def draw_traced_step(step: int, measured: Timeline, schedules: RunSchedules, pat
 
 def draw_loss(run_dir: Path, path: Path) -> None:
     """Draws the training loss of every step, a smoothed curve, and the loss of every evaluation."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     known = ((row["step"], row["loss"]) for row in _rows(run_dir / "metrics.jsonl", MOST_POINTS))
     trained = [(step, loss) for step, loss in known if loss is not None]
     steps, losses = [step for step, _ in trained], [loss for _, loss in trained]
     evaluations = list(_rows(run_dir / "evaluations.jsonl"))
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(7, 4)
     axes = figure.add_subplot()
     axes.plot(steps, losses, color="#a9cdee", linewidth=0.8)
     axes.plot(steps, _smooth(losses), color="#2f6db3", label="training")
@@ -62,6 +59,34 @@ def draw_loss(run_dir: Path, path: Path) -> None:
     axes.set_ylabel("loss")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+def draw_breakdown(columns: Mapping[str, Mapping[str, float]], path: Path, title: str = "") -> None:
+    """Draws a horizontal bar for each column, such as {"measured": …}; the file's suffix chooses the format."""
+    figure = new_figure(9, 1.5 + 0.55 * len(columns))
+    axes = figure.add_subplot()
+    names = list(next(iter(columns.values())))
+    for row, shares in enumerate(columns.values()):
+        left = 0.0
+        for name, colour in zip(names, _COLOURS, strict=True):
+            width = 100 * shares[name]
+            label = name.replace("_", " ") if row == 0 else None
+            axes.barh(row, width, left=left, color=colour, edgecolor="white", label=label)
+            if width >= 3.5:
+                ink = "white" if colour in ("#2f6db3", "#b9412f", "#8a8f99", "#4d9a6a") else "#2b2f36"
+                axes.text(left + width / 2, row, f"{width:.1f}", ha="center", va="center", fontsize=9, color=ink)
+            left += width
+    axes.set_yticks(range(len(columns)), list(columns))
+    axes.invert_yaxis()
+    axes.set_xlim(0, 100)
+    axes.set_xlabel("% of the workers' time")
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    if title:
+        axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    figure.legend(loc="outside lower center", ncols=6, frameon=False, fontsize=9)
     figure.savefig(path, dpi=130)
 
 

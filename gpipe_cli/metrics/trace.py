@@ -17,7 +17,7 @@ from ..pipeline.meter import Meter, Phase
 from ..schedule.critical_path import Place, critical_path
 from ..schedule.instruction import COMPUTE
 from ..schedule.simulate import Span, Timeline
-from .whole_file import write_whole
+from .metrics_file import write_whole
 
 COMPUTATION, MESSAGES = 0, 1  # threads of a worker
 _ARROW_SECONDS = 1e-6  # an arrow ends so long before its receive, because it must end inside it
@@ -73,16 +73,6 @@ def measured_timeline(recordings: Sequence[Recording], placement: Sequence[int])
         for worker in spans
     ]
     return Timeline(in_step, tuple(placement))
-
-
-def mean_durations(timeline: Timeline) -> dict[tuple[Any, int], float]:
-    """Returns the mean duration of one computation, by kind and cell."""
-    taken: dict[tuple[Any, int], list[float]] = {}
-    for spans in timeline.spans:
-        for instruction, start, end in spans:
-            if instruction.op in COMPUTE:
-                taken.setdefault((instruction.op, instruction.cell), []).append(end - start)
-    return {key: sum(seconds) / len(seconds) for key, seconds in taken.items()}
 
 
 def trace(

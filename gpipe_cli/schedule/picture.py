@@ -43,6 +43,16 @@ _CHARACTERS = 0.64  # width of a digit as a share of the font's size
 _SMALLEST = 5.0  # points; smaller numbers are left out
 
 
+def new_figure(width: float, height: float) -> Figure:
+    """Returns an empty figure, in inches, that is drawn without a display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second to import
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
 def draw_text(timeline: Timeline, slot: float = 1.0) -> str:
     """Returns the timeline as a grid of characters: a row per worker, a column per slot of time.
 
@@ -105,16 +115,13 @@ def save_picture(timeline: Timeline, path: str | Path, title: str = "", unit: st
 
 def save_panels(panels: Sequence[Panel], path: str | Path, unit: str = "") -> None:
     """Draws timelines below each other, on one scale of time, into a file as `save_picture` does."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
     tables = [_rows(panel.timeline) for panel in panels]
     # The width follows the numbers on the bars, the height the rows, within the limits of a page.
     bars = max(sum(s.instruction.op in COMPUTE for s in max(p.timeline.spans, key=len)) for p in panels)
     width = min(24.0, max(7.0, 1.6 + (0.1 + 0.06 * len(str(panels[0].timeline.micro_batches))) * bars))
     heights = [0.95 + max(0.12, min(0.42, 8 / len(rows))) * len(rows) for rows in tables]
-    figure = Figure(figsize=(width, min(16.0 * len(panels), 0.4 + sum(heights))), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(width, min(16.0 * len(panels), 0.4 + sum(heights)))
     column = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, panel, rows in zip(column, panels, tables, strict=True):
         axes.set_xlim(0, max(p.timeline.span for p in panels) or 1)

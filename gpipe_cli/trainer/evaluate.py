@@ -11,9 +11,9 @@ from ..distributed.exchange import Exchange
 from ..launch.context import Context
 from ..metrics.image_pictures import draw_classification
 from ..metrics.language_pictures import ModelScores, draw_languages
+from ..metrics.metrics_file import write_whole
 from ..metrics.records import Evaluation
 from ..metrics.translation_scores import languages_of
-from ..metrics.whole_file import write_whole
 from .assembly import Assembly, assemble_evaluator, assemble_from_checkpoint, generation_settings
 from .evaluator import evaluation_fields
 

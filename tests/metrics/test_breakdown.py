@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_cli.metrics.breakdown import break_down, count_computations, draw_breakdown, even_durations, simulate_with
+from gpipe_cli.metrics.breakdown import break_down, count_computations, even_durations, simulate_with
+from gpipe_cli.metrics.pictures import draw_breakdown
 from gpipe_cli.schedule.critical_path import critical_path
 from gpipe_cli.schedule.instruction import COMPUTE, Instruction, InstructionLists, Op
 from gpipe_cli.schedule.schedule import schedule
