@@ -170,7 +170,7 @@ def require_same_data(info: CheckpointInfo, source: Source | None, allow_changes
     `data` in ``allow_changes`` allows other data. Other vocabularies are never allowed: the model has learnt their ids.
 
     Raises:
-        CheckpointError: the data differ; it says what to do.
+        CheckpointError: the data differ; the message says what to do.
     """
     _require_same_vocabularies(info, source)
     saved, now = info.state.data_fingerprint, fingerprint(source)

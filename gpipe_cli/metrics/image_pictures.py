@@ -86,12 +86,12 @@ def draw_predictions(
         if number < len(images):
             axes.imshow(pixels[number], interpolation="nearest")
             label, prediction = int(labels[number]), int(predictions[number])
-            says = _short(class_names[prediction])
+            caption = _short(class_names[prediction])
             if confidences is not None:
-                says += f" {confidences[number]:.0%}"
+                caption += f" {confidences[number]:.0%}"
             if label != prediction:
-                says += f"\nis {_short(class_names[label])}"
-            axes.set_title(says, fontsize=8, color=RIGHT if label == prediction else WRONG)
+                caption += f"\nis {_short(class_names[label])}"
+            axes.set_title(caption, fontsize=8, color=RIGHT if label == prediction else WRONG)
     figure.savefig(path, dpi=130)
 
 

@@ -97,12 +97,12 @@ class Journal:
         """
         timed = [row for row in table if row["seconds"]]
         shown = *(TIME_OF[op] for op in COMPUTE), "waiting", "sending"
-        parts = [part for part in shown if any(row["seconds"][part] for row in timed)]
+        kinds = [kind for kind in shown if any(row["seconds"][kind] for row in timed)]
         if not timed or not self._active:
             return
-        columns = ["cell", "worker", "layers", "parameters", *(f"{part.replace('_', ' ')}, ms" for part in parts)]
+        columns = ["cell", "worker", "layers", "parameters", *(f"{kind.replace('_', ' ')}, ms" for kind in kinds)]
         rows = [
-            [*(row[name] for name in columns[:4]), *(f"{1e3 * row['seconds'][part]:.1f}" for part in parts)]
+            [*(row[name] for name in columns[:4]), *(f"{1e3 * row['seconds'][kind]:.1f}" for kind in kinds)]
             for row in timed
         ]
         self._emit({"kind": "table", "title": "what a step takes, cell by cell:", "columns": columns, "rows": rows})
@@ -169,8 +169,8 @@ class Journal:
             if name != "step":
                 self._board.add_scalar(f"train/{name}", value, step)
         for cell, seconds in enumerate(report.cells):
-            for part, value in seconds.items():
-                self._board.add_scalar(f"cell_{cell:02d}/{part}_seconds", value, step)
+            for kind, value in seconds.items():
+                self._board.add_scalar(f"cell_{cell:02d}/{kind}_seconds", value, step)
         for rank, worker in enumerate(report.workers):
             self._board.add_scalar(f"memory/worker_{rank}_bytes", worker["memory_bytes"], step)
             for phase in PHASES:
@@ -187,7 +187,7 @@ class Journal:
         self._evaluations.append(result.numbers)
         numbers = {f"evaluation/{name}": value for name, value in result.numbers.items()}
         counted: dict[str, Any] = {} if result.signature is None else {"signature": result.signature}
-        counted |= result.effort  # tells the two evaluations of an early stop's last step apart
+        counted |= result.effort  # differs between the two evaluations of an early stop's last step
         counted |= {"epochs": dict(epochs)} if epochs else {}
         self._evaluations_file.write({"step": progress.step, **result.numbers, **counted})
         self._metrics.join({"evaluation": result.numbers})

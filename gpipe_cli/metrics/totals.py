@@ -78,6 +78,6 @@ class Totals:
             return []
         steps = [report.cells for report, _, _ in self._recent]
         return [
-            {part: sum(step[cell][part] for step in steps) / len(steps) for part in steps[0][cell]}
+            {kind: sum(step[cell][kind] for step in steps) / len(steps) for kind in steps[0][cell]}
             for cell in range(len(steps[0]))
         ]

@@ -124,21 +124,20 @@ def _process(pid: int, name: str, *threads: str) -> Iterator[dict[str, Any]]:
 
 def _slice(pid: int, span: Span, layers: Sequence[str], critical: bool) -> dict[str, Any]:
     instruction, start, end = span
-    return {
-        "ph": "X",
-        "name": str(instruction),
-        "cat": instruction.op.name.lower(),
-        "pid": pid,
-        "tid": COMPUTATION if instruction.op in COMPUTE else MESSAGES,
-        "ts": start,
-        "dur": end - start,
-        "args": {
-            "cell": instruction.cell,
-            "micro_batch": instruction.micro_batch,
-            "layers": layers[instruction.cell],
-            "critical": critical,
-        },
-    }
+    tid = COMPUTATION if instruction.op in COMPUTE else MESSAGES
+    place = {"cell": instruction.cell, "micro_batch": instruction.micro_batch, "layers": layers[instruction.cell]}
+    event = _event(pid, tid, str(instruction), instruction.op.name.lower(), start, end)
+    return {**event, "args": {**place, "critical": critical}}
+
+
+def _phase(pid: int, phase: Phase) -> dict[str, Any]:
+    return _event(
+        pid, MESSAGES if phase.name == "exchange" else COMPUTATION, phase.name, "phase", phase.start, phase.end
+    )
+
+
+def _event(pid: int, tid: int, name: str, category: str, start: float, end: float) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, "ts": start, "dur": end - start}
 
 
 def _arrow(pid: int, span: Span, replica: int) -> Iterator[dict[str, Any]]:
@@ -153,20 +152,6 @@ def _arrow(pid: int, span: Span, replica: int) -> Iterator[dict[str, Any]]:
         yield {"ph": "s", **common, "id": identity, "ts": span.start}
     else:
         yield {"ph": "f", **common, "bp": "e", "id": identity, "ts": max(span.start, span.end - 1e6 * _ARROW_SECONDS)}
-
-
-def _phase(pid: int, phase: Phase) -> dict[str, Any]:
-    thread = MESSAGES if phase.name == "exchange" else COMPUTATION
-    duration = phase.end - phase.start
-    return {
-        "ph": "X",
-        "name": phase.name,
-        "cat": "phase",
-        "pid": pid,
-        "tid": thread,
-        "ts": phase.start,
-        "dur": duration,
-    }
 
 
 def _chain(pid: int, timeline: Timeline, path: Sequence[Place], layers: Sequence[str]) -> Iterator[dict[str, Any]]:

@@ -54,12 +54,12 @@ class LayerTimes:
 
     def slower(self, factor: float) -> LayerTimes:
         """Returns all times multiplied by ``factor``."""
-        return LayerTimes(*(getattr(self, part.name) * factor for part in fields(LayerTimes)))
+        return LayerTimes(*(getattr(self, phase.name) * factor for phase in fields(LayerTimes)))
 
 
 def total_times(times: Sequence[LayerTimes]) -> LayerTimes:
     """Returns the times of layers that run one after the other."""
-    return LayerTimes(*(sum(getattr(each, part.name) for each in times) for part in fields(LayerTimes)))
+    return LayerTimes(*(sum(getattr(each, phase.name) for each in times) for phase in fields(LayerTimes)))
 
 
 def cell_total(layers: Sequence[LayerTimes], loss: Sequence[LayerTimes]) -> LayerTimes:
