@@ -22,6 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["HOME"] = home.name
     for name in PAST_HOME:
         os.environ.pop(name, None)
+    os.environ["OMP_NUM_THREADS"] = "1"  # two tests at a time on two cores: threads of both would wait for each other
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -124,15 +124,15 @@ def test_a_path_without_a_run_is_refused_before_any_worker_starts(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_five_seeds_from_one_run_give_one_table(digits: Path, birds: list[str], tmp_path: Path) -> None:
+def test_seeds_from_one_run_give_one_table(digits: Path, birds: list[str], tmp_path: Path) -> None:
     run_dir = digits.parent.parent
     words = [f"checkpoint.init_from={run_dir}", "checkpoint.init_except=[head]", "launch.inline=true"]
     done = command(
-        tmp_path, "-m", "seed=range(5)", *birds, *words, "trainer.steps=1", f"hydra.sweep.dir={tmp_path / 's'}"
+        tmp_path, "-m", "seed=range(2)", *birds, *words, "trainer.steps=1", f"hydra.sweep.dir={tmp_path / 's'}"
     )
     assert done.returncode == 0, done.stdout + done.stderr
     results = [json.loads(path.read_text()) for path in sorted((tmp_path / "s").glob("*/summary.json"))]
-    assert len(results) == 5 and all("accuracy" in result["evaluation"] for result in results)
+    assert len(results) == 2 and all("accuracy" in result["evaluation"] for result in results)
     assert "accuracy" in done.stdout
 
 

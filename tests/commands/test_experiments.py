@@ -160,12 +160,14 @@ def test_a_tiny_transfer_on_each_data_set_s_layout(
 
 @pytest.mark.slow
 def test_an_evaluation_leaves_pictures_of_predictions(tmp_path: Path) -> None:
-    train_inline(tmp_path, "debug=tiny", "model=amoebanet", "trainer.steps=1", "trainer.evaluate_first=false")
+    train_inline(
+        tmp_path, "debug=tiny", "model=amoebanet", "trainer.steps=1", "trainer.evaluate_first=false", pictures=True
+    )
     assert {"predictions.png", "confusion.png"} <= {path.name for path in (tmp_path / "pictures").iterdir()}
 
 
 def test_a_translation_leaves_none(tmp_path: Path) -> None:
-    train_inline(tmp_path, "debug=tiny", "trainer.steps=1")
+    train_inline(tmp_path, "debug=tiny", "trainer.steps=1", pictures=True)
     assert not {"predictions.png", "confusion.png"} & {path.name for path in (tmp_path / "pictures").iterdir()}
 
 
@@ -174,7 +176,7 @@ def test_tensorboard_has_the_pictures(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     words = ("debug=tiny", "model=amoebanet", "trainer.steps=1", "logging.tensorboard=true")
-    train_inline(tmp_path, *words)
+    train_inline(tmp_path, *words, pictures=True)
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     assert set(board.Tags()["images"]) == {"evaluation/predictions", "evaluation/confusion"}

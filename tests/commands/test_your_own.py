@@ -95,7 +95,9 @@ def test_a_loss_that_is_not_finite_skips_the_update_and_then_stops_by_name(tmp_p
     [
         ("return x + F.relu", "x += 1\n        return x + F.relu", ["pipeline.K=8"], "in-place operation", 1),
         ("def layers(width: int = 64, depth", "def layers(width: int = 64, deep", [], "model._target_=spirals.la", 2),
-        ('LayerBuilder("last"', 'LayerBuilder("first"', [], "two layers named 'first'", 2),
+        pytest.param(
+            'LayerBuilder("last"', 'LayerBuilder("first"', [], "two layers named 'first'", 2, marks=pytest.mark.slow
+        ),
         ("    def weight(self", "    def wait(self", [], "has no method weight", 2),
         (
             ', reduction="sum"), torch.zeros(0, dtype=torch.float64)',
@@ -104,14 +106,22 @@ def test_a_loss_that_is_not_finite_skips_the_update_and_then_stops_by_name(tmp_p
             "loss() must return two",
             2,
         ),
-        (
+        pytest.param(
             "return torch.stack([nll.double(), correct.double()])",
             "return nll.double()",
             [],
             "evaluate() must return a v",
             2,
+            marks=pytest.mark.slow,
         ),
-        ("Batch(pieces[replica", "Batch(pieces + pieces[replica", [], "gave 8 micro-batches", 2),
+        pytest.param(
+            "Batch(pieces[replica",
+            "Batch(pieces + pieces[replica",
+            [],
+            "gave 8 micro-batches",
+            2,
+            marks=pytest.mark.slow,
+        ),
         ("", "", ["pipeline.K=9"], "pipeline.K=9 but the model has 8 layers", 2),
     ],
 )

@@ -294,12 +294,16 @@ def _targets(store: Store, code: str) -> list[list[int]]:
     return [of.tolist() for of in np.split(ids, np.cumsum(lengths)[:-1])]
 
 
+def test_the_full_corpus_is_102_languages_and_544643_pairs() -> None:
+    sizes = CorpusParameters.checked(None, 30_000, 100, 8_000, 0).sizes
+    assert (len(sizes), sum(sizes.values())) == (102, 544_643)
+
+
 @pytest.mark.slow
-def test_the_full_corpus_has_102_languages_and_544643_pairs(tmp_path: Path) -> None:
-    parameters = CorpusParameters.checked(None, 30_000, 100, 8_000, 0)
+def test_every_language_gets_the_pairs_that_it_is_to_have_and_none_is_held_out(tmp_path: Path) -> None:
+    parameters = CorpusParameters.checked(None, 300, 100, 5_000, 0)
     store = open_store(parameters, str(tmp_path), no_report)
-    assert (len(store.sizes), sum(store.sizes.values())) == (102, 544_643)
-    assert len(store.target_vocabulary) == 8_000
+    assert store.sizes == parameters.sizes
     held_out = store.target_vocabulary.encode(
         sorted({pair.target for split in ("dev", "test") for pair in store.held_out(split)})
     )

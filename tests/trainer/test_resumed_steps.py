@@ -126,6 +126,7 @@ def test_a_run_that_has_lost_patience_trains_no_further_when_it_is_typed_again(t
     assert evaluated(tmp_path) == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_what_is_evaluated_because_time_is_up_does_not_wear_out_patience(tmp_path: Path) -> None:
     words = [*WORDS, "++model.middle=Ending", "optimizer.lr=0", "trainer.patience=2", "trainer.evaluate_every=1000"]
     for _ in range(3):
