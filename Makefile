@@ -43,7 +43,7 @@ deep: $(INSTALLED) ## train very deep models with and without depth-scaled initi
 	$(BIN)/python -m benchmarks.deep sweeps/deep output=sweeps/deep/deep.png
 
 PYTEST := $(BIN)/python -m pytest $(if $(SLOW),--slow)
-test: $(INSTALLED) ## run the tests, on two cores at a time; SLOW=1: the slow ones too
+test: $(INSTALLED) ## run the tests on two cores; SLOW=1: the slow ones too (tests/README.md)
 	$(PYTEST) -m alone
 	$(PYTEST) -m "not alone" -n 2 --dist worksteal
 

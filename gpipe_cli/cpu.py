@@ -1,4 +1,4 @@
-"""How processes use a machine's CPU: cores, memory, torch's threads, how gloo connects them."""
+"""Reports the cores and memory that a process may use, and sets its threads and its memory allocator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# A laptop's own name may not resolve, and processes of one machine need no network.
+# gloo connects processes of one machine by the loopback interface: a laptop's own name may not resolve.
 GLOO_ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -21,14 +21,14 @@ _KEPT = (1 << 31) - 1  # bytes, the most that mallopt takes
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: its affinity, and a container's share of the machine."""
+    """Returns the number of cores that this process may use: of its affinity, within its container's share."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, period = _container_share()
     return cores if quota is None else min(cores, max(1, quota // period))
 
 
 def _container_share() -> tuple[int | None, int]:
-    """Microseconds of processor time, None without a limit, in a period of so many."""
+    """Returns the container's processor time in each period, None without a limit, and the period, in microseconds."""
     words: list[str] = []
     if (limit := CGROUPS / "cpu.max").is_file():  # version 2: "quota period", or "max period"
         words = limit.read_text().split()
@@ -39,13 +39,13 @@ def _container_share() -> tuple[int | None, int]:
 
 
 def usable_memory() -> int | None:
-    """Bytes of memory that this process may use: the machine's, or a container's share; None where nobody says."""
+    """Returns the bytes of memory that this process may use: the machine's or its container's; None if unknown."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
     return _within_container(machine)
 
 
 def free_memory() -> int | None:
-    """Bytes of it that are free, as far as the system tells (Linux); else all of it."""
+    """Returns the free bytes of `usable_memory` (Linux), or all of them where the system does not report it."""
     try:
         with MEMORY_FACTS.open(encoding="ascii") as lines:
             return _within_container(next(int(line.split()[1]) * 1024 for line in lines if "MemAvailable" in line))
@@ -54,7 +54,7 @@ def free_memory() -> int | None:
 
 
 def _within_container(memory: int | None) -> int | None:
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # version 2; 1, where no limit is a very large one
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # version 2; version 1: a huge number is no limit
         file = CGROUPS / name
         if file.is_file() and (limit := file.read_text().strip()).isdigit():
             return int(limit) if memory is None else min(memory, int(limit))
@@ -63,7 +63,7 @@ def _within_container(memory: int | None) -> int | None:
 
 @contextmanager
 def torch_threads(threads: int | None) -> Iterator[None]:
-    """Use this many threads inside operations, if torch is loaded; None leaves torch's own choice."""
+    """Sets torch's threads inside operations for the block, if torch is loaded; None leaves its own choice."""
     if threads is None or "torch" not in sys.modules:
         yield
         return
@@ -79,18 +79,18 @@ def torch_threads(threads: int | None) -> Iterator[None]:
 
 @contextmanager
 def as_worker(threads: int | None) -> Iterator[None]:
-    """Compute as a worker of a pipeline does: with so many threads, and keeping memory from now on."""
+    """Computes as a worker of a pipeline does: with this many threads, and keeping freed memory from now on."""
     keep_freed_memory()
     with torch_threads(threads):
         yield
 
 
 def keep_freed_memory() -> None:
-    """Freed tensors stay with the process for the next micro-batch, where the C library can do that (glibc).
+    """Keeps freed tensors' memory in the process for the next micro-batch, if the C library is glibc.
 
-    Otherwise it returns them to the system and asks again, page by page: with the activations of M micro-batches
-    alive, as in `gpipe`, thousands of page faults in every step (benchmarks/overhead.py). A user's own settings of
-    malloc in the environment are left alone.
+    By default glibc returns it to the system and requests it again page by page: with the activations of M
+    micro-batches alive, as in `gpipe`, that is thousands of page faults in every step (benchmarks/overhead.py). The
+    user's own settings of malloc in the environment are left alone.
     """
     if _MALLOC_SETTINGS & os.environ.keys() or "malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return

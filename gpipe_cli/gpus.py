@@ -1,4 +1,4 @@
-"""How many GPUs a program on this machine would see, found out without torch: commands and workers both ask."""
+"""Counts this machine's GPUs without torch, so that commands can do it before workers start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAMED = re.compile(r"(GPU|MIG)-.+")
 
 
 def count_gpus() -> int:
-    """GPUs that CUDA programs see: CUDA_VISIBLE_DEVICES, as far as the driver has them."""
+    """Returns how many GPUs CUDA programs see: those of CUDA_VISIBLE_DEVICES that the driver has."""
     present = _installed_gpus()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -21,7 +21,7 @@ def count_gpus() -> int:
     seen = 0
     for name in visible.split(","):
         if not _is_valid(name.strip(), present):  # as -1, or the NoDevFiles that Slurm gives to a job without GPUs
-            break  # what stands behind an invalid one is not visible
+            break  # CUDA ignores the entries after an invalid one
         seen += 1
     return min(present, seen)
 
@@ -38,5 +38,5 @@ def _installed_gpus() -> int:
             return 0
         return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
     folder = Path("/proc/driver/nvidia/gpus")
-    # A container sees that folder of its machine even where it was given none of the GPUs.
+    # A container sees its machine's folder even if it was given none of the GPUs.
     return len(list(folder.iterdir())) if folder.is_dir() and Path("/dev/nvidiactl").exists() else 0

@@ -1,4 +1,4 @@
-"""A model is a list of layer builders: the one word that models and the pipeline engine share (paper, section 2.1)."""
+"""Defines LayerBuilder: a model is a list of them (paper, section 2.1)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerBuilder:
-    """How to make one layer, the smallest thing that a cut can separate.
+    """Describes how to make one layer, the smallest thing that a cut can separate.
 
     A worker calls ``build`` only for the layers of its own cells, so a list that describes 84 billion parameters is
     as cheap to hold as a small one. The built module maps a tensor or a tuple of tensors to a tensor or a tuple of
-    tensors; floating-point tensors carry gradient, integer and bool tensors just travel.
+    tensors; floating-point tensors have gradients, integer and bool tensors are passed on as they are.
 
     Attributes:
         name: unique in the list and stable over time; parameters and checkpoints are keyed by it.
