@@ -142,9 +142,9 @@ class TestFlops:
 
     def test_thousands_of_equal_layers_within_seconds(self) -> None:
         layers = [LayerBuilder(str(i), partial(Attention, 1024, 16, True)) for i in range(3326)]
-        start = time.perf_counter()
+        start = time.process_time()
         layer_costs(layers, (torch.empty(32, 1024, 1024, device="meta"),), "flops")
-        assert time.perf_counter() - start < 10, "some 0.3 s on an idle core"
+        assert time.process_time() - start < 10, "some 0.3 s on an idle core"
 
     def test_random_numbers_go_on_as_if_nothing_had_been_built(self) -> None:
         example = floats(BATCH, 8)

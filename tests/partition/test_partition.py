@@ -109,9 +109,9 @@ class TestBothObjectives:
     def test_thousands_of_layers_within_a_second(self, objective: str, last: float) -> None:
         draw = random.Random(0)
         costs = [draw.random() for _ in range(3325)] + [last]
-        start = time.perf_counter()
+        start = time.process_time()
         partition(costs, 128, objective)
-        assert time.perf_counter() - start < 2, "some 0.1 s on an idle core"
+        assert time.process_time() - start < 2, "some 0.1 s on an idle core"
 
     def test_the_unit_of_the_costs_does_not_matter(self, objective: str) -> None:
         costs = [3, 1, 4, 1, 5, 9, 2, 6]
