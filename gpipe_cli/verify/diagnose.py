@@ -34,7 +34,7 @@ from .record import GRADIENT, RECOMPUTED, WEIGHTS, WEIGHTS_AGAIN, Fingerprint, K
 
 
 @dataclass(frozen=True)
-class ModelLayout:
+class VerifiedRun:
     """Describes the model's layers and the run's division into cells, micro-batches and replicas.
 
     Attributes:
@@ -72,7 +72,7 @@ class ComparedStep:
     found: StepComparison
 
 
-def diagnose(steps: Sequence[ComparedStep], layout: ModelLayout, tolerance: float) -> list[str]:
+def diagnose(steps: Sequence[ComparedStep], layout: VerifiedRun, tolerance: float) -> list[str]:
     """Returns findings about the first step that differs, as sentences; empty when no step differs."""
     wrong = next((number for number, compared in enumerate(steps) if not compared.found.agrees), None)
     if wrong is None:
@@ -89,7 +89,7 @@ def diagnose(steps: Sequence[ComparedStep], layout: ModelLayout, tolerance: floa
 # -- forward and recompute ---------------------------------------------------------------------------------------------
 
 
-def _beginning(now: ComparedStep, layout: ModelLayout) -> list[str]:
+def _beginning(now: ComparedStep, layout: VerifiedRun) -> list[str]:
     beyond = now.found[BEGIN].beyond
     if not beyond:
         return []
@@ -97,7 +97,7 @@ def _beginning(now: ComparedStep, layout: ModelLayout) -> list[str]:
     return [f"before any training {layout.place(first.layer)} has other weights ({_measure(first)}, {first.where})"]
 
 
-def _forward(now: ComparedStep, before: ComparedStep | None, layout: ModelLayout, tolerance: float) -> list[str]:
+def _forward(now: ComparedStep, before: ComparedStep | None, layout: VerifiedRun, tolerance: float) -> list[str]:
     beyond = now.found[OUTPUTS].beyond
     if not beyond:
         return _loss(now)
@@ -120,7 +120,7 @@ def _loss(now: ComparedStep) -> list[str]:
     return [f"the outputs of all layers agree, but the loss is {ratio:.6g} times that of the plain loop"]
 
 
-def _recompute(now: ComparedStep, before: ComparedStep | None, layout: ModelLayout, tolerance: float) -> list[str]:
+def _recompute(now: ComparedStep, before: ComparedStep | None, layout: VerifiedRun, tolerance: float) -> list[str]:
     beyond = now.found[AGAIN].beyond
     if not beyond:
         return []
@@ -138,7 +138,7 @@ def _recompute(now: ComparedStep, before: ComparedStep | None, layout: ModelLayo
     return [head, _not_repeatable(first.layer, layout)]
 
 
-def _not_repeatable(layer: int, layout: ModelLayout) -> str:
+def _not_repeatable(layer: int, layout: VerifiedRun) -> str:
     return (
         f"{layout.place(layer)} gives something else when it is computed again, and draws no random numbers from "
         "torch's generator: it depends on something that changes between two calls"
@@ -149,7 +149,7 @@ def _old_weights(
     now: ComparedStep,
     before: ComparedStep | None,
     layers: Sequence[int],
-    layout: ModelLayout,
+    layout: VerifiedRun,
     tolerance: float,
     kind: str,
 ) -> str:
@@ -172,7 +172,7 @@ def _agree(
 # -- backward ----------------------------------------------------------------------------------------------------------
 
 
-def _backward(now: ComparedStep, layout: ModelLayout) -> list[str]:
+def _backward(now: ComparedStep, layout: VerifiedRun) -> list[str]:
     beyond = now.found[GRADIENTS].beyond
     if not beyond:
         norm = now.found[NORM].worst
@@ -187,7 +187,7 @@ def _backward(now: ComparedStep, layout: ModelLayout) -> list[str]:
     return [head, *_factor(now, beyond, layout), *_where_it_comes_in(now, layout)]
 
 
-def _factor(now: ComparedStep, beyond: Sequence[Difference], layout: ModelLayout) -> list[str]:
+def _factor(now: ComparedStep, beyond: Sequence[Difference], layout: VerifiedRun) -> list[str]:
     """Explains gradients that are all those of the plain loop times one number."""
     where = {difference.where for difference in beyond}
     keys = [key for key in now.plain.gradients if key in now.ours.gradients and key[1] in where]
@@ -227,7 +227,7 @@ def _multiple(ours: Tensor, plain: Tensor) -> float | None:
     return factor if rest <= 1e-2 * math.sqrt(square) * max(abs(factor), 1e-3) else None
 
 
-def _where_it_comes_in(now: ComparedStep, layout: ModelLayout) -> list[str]:
+def _where_it_comes_in(now: ComparedStep, layout: VerifiedRun) -> list[str]:
     """Names the gradient between two layers that is the first, from the loss, to differ."""
     beyond = now.found[PASSED_BACK].beyond
     if not beyond:
@@ -248,7 +248,7 @@ def _where_it_comes_in(now: ComparedStep, layout: ModelLayout) -> list[str]:
 # -- what a step leaves ------------------------------------------------------------------------------------------------
 
 
-def _batchnorm(now: ComparedStep, layout: ModelLayout) -> list[str]:
+def _batchnorm(now: ComparedStep, layout: VerifiedRun) -> list[str]:
     counts, buffers = now.found[COUNTS].beyond, now.found[BUFFERS].beyond
     if counts:
         first = counts[0]
@@ -271,7 +271,7 @@ def _batchnorm(now: ComparedStep, layout: ModelLayout) -> list[str]:
     ]
 
 
-def _update(now: ComparedStep, layout: ModelLayout) -> list[str]:
+def _update(now: ComparedStep, layout: VerifiedRun) -> list[str]:
     """Explains an update that differs although the gradients agree: the optimizer, its state, or clipping."""
     updated, state = now.found[UPDATED].beyond, now.found[STATE].beyond
     unmoved = sorted({d.layer for d in updated if _unmoved(now, d.layer)})
@@ -290,7 +290,7 @@ def _update(now: ComparedStep, layout: ModelLayout) -> list[str]:
     return [text + _other_gradients(now, state, layout)]
 
 
-def _other_gradients(now: ComparedStep, state: Sequence[Difference], layout: ModelLayout) -> str:
+def _other_gradients(now: ComparedStep, state: Sequence[Difference], layout: VerifiedRun) -> str:
     """Names the factor if the update is that of gradients multiplied by one number, as without clipping."""
     linear = [(d.layer, d.where) for d in state if d.where.endswith((":exp_avg", ":momentum_buffer"))]
     if linear:

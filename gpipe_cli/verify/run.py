@@ -23,7 +23,7 @@ from ..trainer.batches import training_batches
 from ..trainer.training import assemble_training
 from .batchnorm import BatchNormNote, batchnorm_note
 from .compare import compare, compare_beginnings, gradients_agree
-from .diagnose import ComparedStep, ModelLayout, diagnose
+from .diagnose import ComparedStep, VerifiedRun, diagnose
 from .plain import PlainTraining, Together
 from .record import StepState
 from .report import VerifyReport
@@ -106,7 +106,7 @@ def compare_with_plain(assembly: Assembly, begun: StepState, steps: Sequence[Ste
         compared.append(ComparedStep(number + 1, ours, theirs, before, found))
     cells = [cell for cell, layers in enumerate(assembly.layout.cut.layers) for _ in layers]
     clip = settings.trainer.gradient_clip
-    model = ModelLayout(names, cells, frozenset(plain.draws_noise), settings.pipeline.M, replicas, clip)
+    model = VerifiedRun(names, cells, frozenset(plain.draws_noise), settings.pipeline.M, replicas, clip)
     findings = diagnose(compared, model, tolerance)
     loss = steps[-1].loss if steps else math.nan
     return VerifyReport(settings, tolerance, [one.found for one in compared], findings, note, loss)
