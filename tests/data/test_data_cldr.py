@@ -1,4 +1,4 @@
-"""The CLDR corpus: what is in it, what is kept out of it, and that it is always the same."""
+"""Tests the CLDR corpus: its contents, what is left out, and that it is always the same."""
 
 from __future__ import annotations
 

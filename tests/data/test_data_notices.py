@@ -1,4 +1,4 @@
-"""What a data source has to say reaches the person: warnings on the console, counts in the summary."""
+"""Tests that a data source's warnings are shown on the console and its counts are in the summary."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Numbers(Dataset[Any]):
-    """Example i is (i + noise, i), with noise from every global generator, as augmentation draws it."""
+    """Holds examples (i + noise, i), with noise from every global generator, as in augmentation."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -75,7 +75,7 @@ def first(batches: Iterator[Batch], count: int) -> list[Batch]:
 
 
 def rows(batch: Batch, column: int = 0) -> list[list[float]]:
-    """One tensor's rows over all micro-batches, without padding."""
+    """Returns one tensor's rows over all micro-batches, without padding."""
     tensors = [(*inputs, *targets)[column] for inputs, targets in batch.micro_batches]
     return [[value for value in row.reshape(-1).tolist() if value != 0] for tensor in tensors for row in tensor]
 

@@ -1,4 +1,4 @@
-"""Images: what the sources promise about order, workers, replicas, broken files and half-unpacked folders."""
+"""Tests image sources: order, workers, replicas, broken files and half-unpacked folders."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from gpipe_cli.errors import ConfigurationError
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """12 training and 6 evaluation images in three classes."""
+    """Makes 12 training and 6 evaluation images in three classes."""
     root = tmp_path_factory.mktemp("images")
     tiny_images.image_folder(root)
     return root
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def own_folder(folder: Path, tmp_path: Path) -> Path:
-    """The same for a test to spoil."""
+    """Makes a copy of the folder that a test may change."""
     return Path(shutil.copytree(folder, tmp_path / "images"))
 
 
@@ -68,7 +68,7 @@ def first(batches: Iterator[Batch], count: int) -> list[Batch]:
 
 
 def whole(batch: Batch) -> tuple[Tensor, Tensor]:
-    """All micro-batches of a mini-batch together: (images, labels)."""
+    """Returns (images, labels) of all micro-batches of a mini-batch together."""
     return torch.cat([inputs[0] for inputs, _ in batch.micro_batches]), torch.cat(
         [targets[0] for _, targets in batch.micro_batches]
     )

@@ -1,4 +1,4 @@
-"""What is done to images on the way: transforms, normalisation, and the pictures of predictions."""
+"""Tests the transforms of images and the pictures of predictions."""
 
 from __future__ import annotations
 

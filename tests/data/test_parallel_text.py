@@ -1,4 +1,4 @@
-"""Folders of parallel text: every layout is found, and every defect is named with its file and line."""
+"""Tests folders of parallel text: every layout is found, and every defect is named with its file and line."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def places(made: ParallelTextSource) -> list[tuple[str, str, int]]:
 
 
 def sources_read(made: ParallelTextSource) -> set[str]:
-    """The training sentences of a store, decoded."""
+    """Returns the training sentences of a store, decoded."""
     store = made._opened
     texts: set[str] = set()
     for number, size in enumerate(store.sizes.values()):

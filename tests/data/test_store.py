@@ -1,4 +1,4 @@
-"""The store against the text it was made of, and a preparation that is killed and goes on."""
+"""Tests the store against its text, and a preparation that is killed and continues."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
 
 
 def pairs_of(store: Store, code: str) -> list[tuple[str, str]]:
-    """Decoded, in the order of the disk."""
+    """Returns the decoded pairs, in the order of the disk."""
     count, number = store.sizes[code], [*store.languages].index(code)
     sides = store.gather(store.locate(np.full(count, number), np.arange(count)))
     vocabularies = store.source_vocabulary, store.target_vocabulary
@@ -100,7 +100,7 @@ def test_a_killed_preparation_goes_on_to_the_same_bytes(
 
 
 def _wait_for_the_end_of_group(group: int) -> None:
-    """The killed process' own processes end by themselves."""
+    """Waits until the killed process' own processes have ended."""
     for _ in range(200):
         try:
             os.killpg(group, 0)

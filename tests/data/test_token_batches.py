@@ -1,4 +1,4 @@
-"""Batches of tokens against a plain loop: nothing lost, nothing twice, balanced, and few shapes."""
+"""Tests batches of tokens against a plain loop: nothing is lost or repeated, loads are balanced, shapes are few."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Pair = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class OfStore(PairSource):
-    """A source of a store that is there already, with blocks of 16 and shards of 64 pairs."""
+    """Reads a store that is already there, with blocks of 16 and shards of 64 pairs."""
 
     def __init__(self, folder: Path, **changes: Any) -> None:
         keys = {"batch_size": None, "batch_tokens": 300, "temperature": 1.0, "max_length": 96, "seed": 3}
@@ -60,7 +60,7 @@ def first(batches: Iterator[Batch], count: int) -> list[Batch]:
 
 
 def pairs_in(batch: Batch) -> list[Pair]:
-    """Source and target ids of every pair, padding removed, in order."""
+    """Returns source and target ids of every pair, without padding, in order."""
     found: list[Pair] = []
     for (source, _), (target,) in batch.micro_batches:
         for row, out in zip(source.tolist(), target.tolist(), strict=True):
@@ -69,7 +69,7 @@ def pairs_in(batch: Batch) -> list[Pair]:
 
 
 def pairs_of_text(store: Store, code: str) -> list[Pair]:
-    """A plain loop over the text: what the store's vocabularies make of each line."""
+    """Encodes each line of the text with the store's vocabularies, in a plain loop."""
     text = parallel_folder.pairs_of(code, parallel_folder.SIZES[code])
     sides = [
         [(*ids, 3) for ids in vocabulary.encode([pair[side] for pair in text])]
@@ -79,7 +79,7 @@ def pairs_of_text(store: Store, code: str) -> list[Pair]:
 
 
 def read_until(source: PairSource, pairs: int, position: Any = None) -> list[Pair]:
-    """At least so many pairs from a position on."""
+    """Returns at least so many pairs, from a position on."""
     found: list[Pair] = []
     for batch in source.train(position, 1, 0, 1):
         found += pairs_in(batch)
@@ -163,7 +163,7 @@ def test_epochs_of_each_language_follow_its_share(folder: Path) -> None:
 
 
 def lengths(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Of sentences like the paper's: a few words to the limit."""
+    """Draws lengths from a few words to the limit."""
     draw = np.random.default_rng(seed)
     target = np.clip(draw.lognormal(3.0, 0.6, count), 2, 96).astype(np.int64)
     return np.clip(target * draw.normal(1.2, 0.2, count), 2, 96).astype(np.int64), target

@@ -1,4 +1,4 @@
-"""AmoebaNet: the papers' genotypes, counts and sizes, each operation by hand, gradients against a second version."""
+"""Tests AmoebaNet: published genotypes, counts and sizes, operations by hand, gradients against a second version."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def build(builders: Sequence[LayerBuilder]) -> dict[str, nn.Module]:
 
 
 def run(layers: dict[str, nn.Module], images: Tensor) -> dict[str, Any]:
-    """The boundary behind every layer."""
+    """Returns the boundary after every layer."""
     values: Any = images
     boundaries = {}
     for name, layer in layers.items():
@@ -51,7 +51,7 @@ def run(layers: dict[str, nn.Module], images: Tensor) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """On maps this small a second thread costs more than it brings."""
+    """Uses one thread, which is faster on such small maps."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -397,7 +397,7 @@ def test_only_with_drop_path_does_the_number_of_steps_matter() -> None:
 
 
 def test_drop_path_drops_an_operation_for_whole_examples_and_scales_what_is_left() -> None:
-    """The only node adds a dropped operation to one that never is."""
+    """Checks the only node, which adds a dropped operation to one that is never dropped."""
     cell = cell_of(CellGenotype(((("avg3", 1), ("none", 1)),), (2,)), 0.25)
     x, previous = torch.randn(400, 8, 3, 3), torch.randn(400, 8, 3, 3)
     whole = cell((x, previous))[0] - previous
@@ -434,7 +434,7 @@ def test_the_auxiliary_loss_is_the_weighted_sum_of_smoothed_cross_entropies() ->
 
 
 def test_the_auxiliary_head_of_a_larger_map_reads_all_of_it() -> None:
-    """129 pixels leave 2×2 positions behind the pooling, as 480 leave 9×9."""
+    """Uses 129 pixels, which leave 2×2 positions after the pooling, as 480 leave 9×9."""
     with in_float64():
         case = Case(1, 1, "never", image_size=129, examples=3)
         found = differences(case, run_engine(case, (0,), 0, None)[:1], run_plain(case)[:1])

@@ -1,4 +1,4 @@
-"""The two Transformers: the paper's counts, torch's layers as a second opinion, generation with caches."""
+"""Tests the two Transformers: the paper's counts, equality with torch's layers, generation with caches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TARGET = torch.tensor([[2, 5, 6, 4, 8], [2, 7, 9, PAD, PAD], [2, 4, 4, 4, PAD]])
 
 
 def build(builders: Sequence[LayerBuilder], training: bool = False, seed: int = 0) -> dict[str, nn.Module]:
-    """The modules, in float64 and with random biases and norms, so that none of them hides behind its zero."""
+    """Builds the modules in float64, with random biases and norms, so that none is zero or one."""
     torch.manual_seed(seed)
     layers = {builder.name: builder.build().double().train(training) for builder in builders}
     for layer in layers.values():
@@ -50,7 +50,7 @@ def run(layers: dict[str, nn.Module], *inputs: Tensor) -> Tensor:
 
 
 def decode(layers: dict[str, nn.Module], caches: dict[str, dict[str, Any]], *inputs: Tensor) -> Tensor:
-    """One incremental call, as the engine makes it."""
+    """Makes one incremental call, as the engine does."""
     values: Any = inputs if len(inputs) > 1 else inputs[0]
     for name, layer in layers.items():
         values = layer.decode(values, caches[name]) if hasattr(layer, "decode") else layer(values)

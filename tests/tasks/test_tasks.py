@@ -1,4 +1,4 @@
-"""Losses and metrics by literal numbers, and against torch's and sacreBLEU's own."""
+"""Tests losses and metrics by literal numbers, and against torch's and sacreBLEU's own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONF = Path(inspect.getfile(gpipe_cli.conf)).parent
 
 
 def logits_of(*rows: list[float]) -> Tensor:
-    """One sentence: [1, t, V]."""
+    """Returns the logits of one sentence: [1, t, V]."""
     return torch.tensor([rows], dtype=torch.float64, requires_grad=True)
 
 
