@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from gpipe_cli.launch.context import Context
 from gpipe_cli.micro_batch import Tensors
 from gpipe_cli.pipeline.boundary import BoundarySpec, TensorSpec
-from gpipe_cli.pipeline.transport import PendingReceive
+from gpipe_cli.pipeline.process_group import Wait
 from gpipe_cli.schedule.instruction import Message
 
 from .steps import Step, Workload, cpu_transport
@@ -178,22 +178,17 @@ class LinkTransport:
         stamp = torch.tensor([arrives], dtype=torch.float64)
         self._transport.send(message, (*tensors, stamp), _stamped(spec))
 
-    def post(self, message: Message, spec: BoundarySpec) -> DelayedReceive:
-        return DelayedReceive(self, self._transport.post(message, _stamped(spec)))
+    def post(self, message: Message, spec: BoundarySpec) -> Wait:
+        """Returns a function that waits for the message, and then until it would have arrived."""
+        wait = self._transport.post(message, _stamped(spec))
 
+        def wait_for_arrival(separate: int) -> Tensors:
+            *tensors, stamp = wait(separate + 1)
+            self.due = float(stamp)
+            time.sleep(max(0.0, self.due - time.perf_counter()))
+            return tuple(tensors)
 
-@dataclass
-class DelayedReceive:
-    """Hands a message over when it would have arrived."""
-
-    link: LinkTransport
-    pending: PendingReceive
-
-    def wait(self, separate: int = 0) -> Tensors:
-        *tensors, stamp = self.pending.wait(separate + 1)
-        self.link.due = float(stamp)
-        time.sleep(max(0.0, self.link.due - time.perf_counter()))
-        return tuple(tensors)
+        return wait_for_arrival
 
 
 @lru_cache
@@ -221,7 +216,7 @@ def _seconds_per_message(link: Link, rank: int, K: int) -> float:
         if rank == 0:
             transport.send(Message("activation", 0, number), (torch.zeros(8),), spec)
         elif rank == 1:
-            transport.post(Message("activation", 0, number), spec).wait()
+            transport.post(Message("activation", 0, number), spec)(0)
             end = time.perf_counter()
             if number == 0:
                 begin = transport.due  # not when it was received: that can be late, and the link would seem too fast

@@ -1,8 +1,8 @@
-"""Replaces BatchNorm by a layer that handles micro-batches (paper, section 2.2).
+"""Implements BatchNorm under micro-batches (paper, section 2.2).
 
-In training a layer normalises with the statistics of its micro-batch (over the replicas too, when asked). The moving
-averages that evaluation uses follow the statistics of the whole *mini-batch*: they are gathered while micro-batches go
-forward, never while they are recomputed, and applied once when the step ends.
+In training a layer normalises with the statistics of its micro-batch (with ``pipeline.sync_batchnorm`` over all
+replicas). The moving averages that evaluation uses follow the statistics of the whole *mini-batch*: they are gathered
+in the forwards, never in recomputes, and applied once when the step ends.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class DeferredBatchNorm(nn.Module):
         self._pooled: Tensor | None = None  # float64 (3, C): count, sum, sum of squares about zero
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises ``x`` of shape (n, C, …) over all dimensions but the second."""
+        """Returns ``x`` of shape (n, C, …), normalised over all dimensions but the second."""
         if not self.training and self.running_mean is not None:
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
         count = x.numel() // x.size(1)
         if self.group is not None:
             return self._normalise_over_replicas(x, count)
-        # With momentum 1 the "moving" averages are the statistics of this micro-batch.
+        # With momentum 1 the "moving" averages are just this micro-batch's statistics.
         mean = torch.zeros(x.size(1), device=x.device, dtype=self._statistics_dtype(x))
         variance = torch.zeros_like(mean)
         output = F.batch_norm(x, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
@@ -60,10 +60,10 @@ class DeferredBatchNorm(nn.Module):
         return self.weight.dtype if self.weight is not None else torch.promote_types(x.dtype, torch.float32)
 
     def _normalise_over_replicas(self, x: Tensor, count: int) -> Tensor:
-        """Normalises as SyncBatchNorm does, with one differentiable sum; gathers only this replica's statistics.
+        """Normalises as SyncBatchNorm does, with one differentiable sum; gathers only the local statistics.
 
-        Every replica receives the means of all and the squares about these means, and combines them (Chan et al.,
-        1979): squares about zero would cancel where a mean is large compared with its deviation.
+        All replicas exchange their means and sums of squares about the mean, and combine them (Chan et al., 1979):
+        with squares about zero, digits cancel where a mean is large beside its deviation.
         """
         dims, shape = [0, *range(2, x.dim())], [1, -1, *([1] * (x.dim() - 2))]
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -81,7 +81,7 @@ class DeferredBatchNorm(nn.Module):
         return output.to(x.dtype)
 
     def _from_every_replica(self, local: Tensor) -> Tensor:
-        """Returns ``local`` (3, C) of all replicas: (replicas, 3, C). A sum in which each fills one slot is exact."""
+        """Returns ``local`` (3, C) of all replicas: (replicas, 3, C). The sum is exact: each replica fills one row."""
         replicas, place = dist.get_world_size(self.group), dist.get_rank(self.group)
         slots = F.pad(local[None], (0, 0, 0, 0, place, replicas - 1 - place))
         everyone: Tensor = _SumOverReplicas.apply(slots, self.group)
@@ -91,21 +91,21 @@ class DeferredBatchNorm(nn.Module):
         if self.running_mean is None:
             return
         mean, variance = mean.detach().double(), variance.detach().double()
-        part = torch.stack([torch.full_like(mean, count), mean * count, (variance + mean * mean) * count])
-        self._pooled = part if self._pooled is None else self._pooled + part
+        sums = torch.stack([torch.full_like(mean, count), mean * count, (variance + mean * mean) * count])
+        self._pooled = sums if self._pooled is None else self._pooled + sums
 
     @property
     def gathered_count(self) -> float:
-        """Returns the number of values per channel gathered since the last `take_pooled`."""
+        """Returns how many values of a channel have been gathered since the last `take_pooled`."""
         return 0.0 if self._pooled is None else self._pooled[0, 0].item()
 
     def take_pooled(self) -> Tensor | None:
-        """Returns the sums gathered since the last call, float64 (3, C), or None, and resets them."""
+        """Returns the sums gathered since the last call, float64 (3, C), or None, and clears them."""
         pooled, self._pooled = self._pooled, None
         return pooled
 
     def update_moving_averages(self, pooled: Tensor) -> None:
-        """Updates the moving averages with mean and population variance of a whole mini-batch."""
+        """Updates the moving averages with mean and population variance of all micro-batches of a mini-batch."""
         count, mean = pooled[0], pooled[1] / pooled[0]
         variance = pooled[2] / count - mean * mean
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
@@ -134,7 +134,7 @@ class _SumOverReplicas(torch.autograd.Function):
 
 
 def defer_batchnorm(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
-    """Returns ``module`` with every BatchNorm in it, or itself if it is one, replaced by `DeferredBatchNorm`."""
+    """Replaces every BatchNorm in ``module`` by `DeferredBatchNorm`; returns the new module if it is one itself."""
     if isinstance(module, _BatchNorm):
         return DeferredBatchNorm(module, group)
     for name, child in module.named_children():
@@ -145,14 +145,14 @@ def defer_batchnorm(module: nn.Module, group: dist.ProcessGroup | None = None) -
 
 
 def finish_batchnorm(layers: Iterable[DeferredBatchNorm], replicas: dist.ProcessGroup | None) -> None:
-    """Updates all moving averages at the end of a step; with replicas, from statistics summed over them."""
+    """Applies the gathered statistics to the moving averages; with replicas, pooled over them in one sum."""
     gathered = [(layer, pooled) for layer in layers if (pooled := layer.take_pooled()) is not None]
     if not gathered:
         return
     if replicas is not None:
         flat = torch.cat([pooled.flatten() for _, pooled in gathered])
         sum_over_replicas(flat, replicas)
-        parts = torch.split(flat, [pooled.numel() for _, pooled in gathered])
-        gathered = [(layer, part.view_as(pooled)) for (layer, pooled), part in zip(gathered, parts, strict=True)]
+        sums = torch.split(flat, [pooled.numel() for _, pooled in gathered])
+        gathered = [(layer, total.view_as(pooled)) for (layer, pooled), total in zip(gathered, sums, strict=True)]
     for layer, pooled in gathered:
         layer.update_moving_averages(pooled)

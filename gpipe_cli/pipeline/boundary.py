@@ -1,8 +1,7 @@
-"""Describes and packs what passes from one cell to the next: tuples of tensors as one message."""
+"""Describes and packs boundaries: the tuples of tensors that pass from one cell to the next."""
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ def as_tensors(value: object) -> Tensors:
     """Returns a layer's output as a tuple.
 
     Raises:
-        TypeError: it is neither a tensor nor a tuple or list of tensors.
+        TypeError: the output is neither a tensor nor a tuple or list of tensors.
     """
     if isinstance(value, Tensor):
         return (value,)
@@ -32,7 +31,7 @@ def as_tensors(value: object) -> Tensors:
 
 
 def as_argument(tensors: Sequence[Tensor]) -> Tensor | Tensors:
-    """Returns the argument for a layer: one tensor alone, several as a tuple."""
+    """Returns the argument of a layer: one tensor alone, several as a tuple."""
     return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 
@@ -42,10 +41,10 @@ def is_channels_last(tensor: Tensor) -> bool:
 
 
 def canonical(tensor: Tensor) -> Tensor:
-    """Returns the same values in the layout of boundaries: contiguous, or channels-last.
+    """Returns the same values in the layout that every boundary has: contiguous, or channels-last.
 
-    Kernels choose their order of summation by strides, and a message or a leaf's gradient loses unusual strides. Every
-    tensor between two layers is brought to this layout, whether a cut lies there or not, so that a cut changes no bit.
+    Kernels choose their order of summation by strides, and a message does not keep unusual strides. So that a cut
+    changes no bit, tensors between two layers are brought to this layout whether a cut lies there or not.
     """
     if tensor.is_contiguous():
         return tensor.view(-1).view(tensor.shape) if 1 in tensor.shape and _has_odd_strides(tensor) else tensor
@@ -53,7 +52,7 @@ def canonical(tensor: Tensor) -> Tensor:
 
 
 def _has_odd_strides(tensor: Tensor) -> bool:
-    """Returns whether a stride is not the usual one; a dimension of size 1 may have any, and some kernels read it."""
+    """Returns whether a stride is not the usual one: a dimension of size 1 may have any, and some kernels use it."""
     expected = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if stride != expected:
@@ -70,10 +69,10 @@ def canonical_gradient(gradient: Tensor, of_channels_last: bool) -> Tensor:
 
 
 class GradientLayouts:
-    """Brings each layer's outputs, and the gradients of these outputs, to `canonical` layout.
+    """Brings the outputs of layers, and the gradients that come back to them, to the `canonical` layout.
 
-    A hook on every tensor would cost 2 % of a small model's step. The layouts follow from the shapes, so once the
-    gradients for some shapes have been canonical, later ones of these shapes need no hook.
+    A hook on every tensor would cost 2 % of a small model's step. Layouts follow from shapes, so shapes whose gradient
+    has once been canonical need no hook later.
     """
 
     def __init__(self) -> None:
@@ -81,7 +80,7 @@ class GradientLayouts:
         self._settled: dict[Hashable, set[int]] = defaultdict(set)
 
     def settled(self, signature: Hashable) -> set[int]:
-        """Returns the layers with one output that, like its gradient, is known to be canonical.
+        """Returns the layers whose output is one tensor that, like its gradient, is canonical without any change.
 
         Args:
             signature: of the shapes that entered the pipeline.
@@ -89,9 +88,9 @@ class GradientLayouts:
         return self._settled[signature]
 
     def settle(self, outputs: Tensors, inputs: Tensors, layer: int, signature: Hashable) -> Tensors:
-        """Returns ``outputs`` of ``layer`` in canonical layout; their gradients are converted when they arrive.
+        """Returns ``outputs`` of ``layer`` in canonical layout; their gradients will be brought to it when they come.
 
-        Tensors that the layer passes through from its ``inputs`` are canonical already.
+        Tensors that the layer only passes on from its ``inputs`` are canonical already.
         """
         made = tuple(
             tensor
@@ -118,7 +117,7 @@ class GradientLayouts:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Describes a tensor: shape, dtype, whether it needs a gradient, and whether it is laid out channels-last."""
+    """Describes one tensor of a boundary; ``needs_gradient``: a gradient flows back through it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -130,11 +129,11 @@ class TensorSpec:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, is_channels_last(tensor))
 
     def view_of(self, message: Tensor, start: int) -> Tensor:
-        """Returns a view of the tensor at byte ``start`` of a message that is a storage of its own."""
+        """Returns the tensor that begins at byte ``start`` of a message, as a view; the message has its own storage."""
         return message.view(self.dtype).as_strided(self.shape, self._strides, start // self.dtype.itemsize)
 
     def bytes_of(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """Returns ``tensor`` as flat uint8 for a message: a view if nothing has to change."""
+        """Returns the tensor's bytes in a message: a flat uint8 tensor, a view where nothing has to change."""
         if tensor.requires_grad or tensor.dtype is not self.dtype or tensor.device != device:
             tensor = tensor.detach().to(device, self.dtype)
         if self.channels_last:
@@ -150,13 +149,13 @@ class TensorSpec:
 
     @property
     def size(self) -> int:
-        """Returns the size in bytes."""
+        """Returns the tensor's bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class BoundarySpec:
-    """Describes the tensors of one boundary for one shape of micro-batch."""
+    """Describes the tensors of one boundary, for one shape of micro-batch."""
 
     tensors: tuple[TensorSpec, ...]
 
@@ -166,21 +165,21 @@ class BoundarySpec:
 
     @cached_property
     def gradients(self) -> BoundarySpec:
-        """Returns the specification of what travels back: one gradient for each tensor that needs one."""
+        """Describes the gradients that travel back: one for each tensor that needs one."""
         return BoundarySpec(tuple(replace(t, needs_gradient=False) for t in self.tensors if t.needs_gradient))
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Returns the start of each tensor in a packed message and, last, the message's length, in bytes.
+        """Returns the byte at which each tensor starts in a packed message, and last the message's length in bytes.
 
-        A single tensor is not padded.
+        A single tensor is a message without padding.
         """
         alignment = 1 if len(self.tensors) == 1 else ALIGNMENT
         return tuple(accumulate((-(-t.size // alignment) * alignment for t in self.tensors), initial=0))
 
     @cached_property
     def paddings(self) -> tuple[tuple[int, int], ...]:
-        """Returns (number of a tensor, bytes of padding behind it) where there is padding."""
+        """Returns (number of the tensor, bytes of padding behind it) of each tensor with padding."""
         gaps = [
             end - start - t.size for t, start, end in zip(self.tensors, self.offsets, self.offsets[1:], strict=False)
         ]
@@ -188,7 +187,7 @@ class BoundarySpec:
 
     @property
     def size(self) -> int:
-        """Returns the size of the packed message in bytes."""
+        """Returns the bytes of the packed message."""
         return self.offsets[-1]
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
@@ -196,27 +195,16 @@ class BoundarySpec:
         return all(tensor.shape == described.shape for tensor, described in zip(tensors, self.tensors, strict=True))
 
     def shapes(self) -> str:
-        """Returns the shapes as text for error messages."""
+        """Returns the shapes as text."""
         return ", ".join(str(list(described.shape)) for described in self.tensors)
-
-    def to_bytes(self) -> bytes:
-        rows = [
-            [list(t.shape), str(t.dtype).removeprefix("torch."), t.needs_gradient, t.channels_last]
-            for t in self.tensors
-        ]
-        return json.dumps(rows).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> BoundarySpec:
-        rows = json.loads(data)
-        return cls(tuple(TensorSpec(tuple(shape), getattr(torch, dtype), *flags) for shape, dtype, *flags in rows))
 
 
 def pack(tensors: Sequence[Tensor], spec: BoundarySpec, device: torch.device) -> Tensor:
-    """Packs the tensors into one message on ``device``: a flat uint8 tensor of ``spec.size`` bytes.
+    """Returns the tensors as one message on ``device``: a flat uint8 tensor of ``spec.size`` bytes.
 
-    The message is a view, not a copy, of a single tensor in canonical layout. After a computation the caches are cold
-    and every operation costs about ten times what it costs in a loop, so this and `unpack` use few operations.
+    A single tensor that already has the layout of a message is not copied: the message is a view of it. A worker that
+    has just computed packs with a cold cache, where every operation costs ten times what it costs in a loop; so there
+    are few operations, here and in `unpack`.
     """
     pieces = [described.bytes_of(tensor, device) for tensor, described in zip(tensors, spec.tensors, strict=True)]
     if len(pieces) == 1:
@@ -227,12 +215,12 @@ def pack(tensors: Sequence[Tensor], spec: BoundarySpec, device: torch.device) ->
 
 
 def unpack(message: Tensor, spec: BoundarySpec) -> Tensors:
-    """Returns the tensors of a packed message as views."""
+    """Returns the tensors of a packed message, as views."""
     return tuple(t.view_of(message, start) for t, start in zip(spec.tensors, spec.offsets, strict=False))
 
 
 def fresh_leaves(tensors: Tensors, spec: BoundarySpec) -> Tensors:
-    """Returns the inputs of a cell as new autograd leaves, which collect the gradients to be sent back."""
+    """Returns the boundary in front of a cell: detached, and collecting gradients where they will be sent back."""
     return tuple(
         tensor.detach().requires_grad_(described.needs_gradient)
         for tensor, described in zip(tensors, spec.tensors, strict=True)

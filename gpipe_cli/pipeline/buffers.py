@@ -1,9 +1,9 @@
 """Refuses layers that change their buffers in a training forward.
 
-The forward of a micro-batch may run twice, the second time for its backward, and micro-batches pass one after another.
-With such a layer the result would depend on K, on re-materialization and on the schedule. BatchNorm's statistics are
-the exception: the engine updates them at the end of a step. gpipe-verify does not use this guard, because it shows by
-how much such a layer differs.
+The forward of a micro-batch may run twice, the second time for its backward, and micro-batches pass one after another:
+results of a layer that changes its buffers would depend on K, on re-materialization and on the schedule. Only
+BatchNorm's statistics may change, when a step ends (`batchnorm.py`). gpipe-verify runs without this guard, because it
+shows by how much such a layer differs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class BufferChanged(ConfigurationError):
 
 
 class _Seen(NamedTuple):
-    """Holds a buffer at one moment, with a copy: the kernels of batch_norm write without raising the version."""
+    """Holds a buffer's value at one moment; its version is not enough, as batch_norm's kernels do not count it up."""
 
     tensor: Tensor
     version: int
@@ -34,8 +34,8 @@ class _Seen(NamedTuple):
 class BufferGuard:
     """Calls a layer and compares its buffers before and after.
 
-    If they differ, the layer is called once more on a copy of its input: a buffer that is made at first use, such as a
-    table of positions, does not change again and is allowed.
+    Where they differ the layer is called once more, on a copy of its input: a buffer that is made at first use, such
+    as a table of positions, does not change again, and is allowed.
 
     Args:
         name: of the layer, for the message.
@@ -49,7 +49,7 @@ class BufferGuard:
         """Returns the layer's outputs.
 
         Raises:
-            BufferChanged: a buffer changed.
+            BufferChanged: a buffer has changed.
         """
         outputs, changed = self._changes(argument, self._module)
         if changed:
@@ -64,7 +64,7 @@ class BufferGuard:
         return outputs
 
     def _changes(self, argument: Any, call: Callable[[Any], Any]) -> tuple[Any, str | None]:
-        """Returns the result of ``call`` and the name of the first buffer that is new, replaced or changed."""
+        """Returns the result of ``call``, and the name of the first buffer that it replaces or changes."""
         before = {
             name: _Seen(tensor, tensor._version, tensor.detach().clone())
             for name, tensor in self._module.named_buffers()
@@ -75,7 +75,7 @@ class BufferGuard:
         return outputs, next(names, None)
 
     def _once_more(self, argument: Any) -> None:
-        """Calls the layer again without changing the input, the random generators or BatchNorm's statistics."""
+        """Calls the layer without effect on the input, on later random numbers and on BatchNorm's statistics."""
         gathering = [m for m in self._module.modules() if isinstance(m, DeferredBatchNorm) and m.gathering]
         copies = tuple(tensor.detach().clone() for tensor in as_tensors(argument))
         for batchnorm in gathering:
@@ -93,5 +93,5 @@ def _is_same(before: _Seen | None, after: Tensor | None) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Views the tensor as bytes, so that NaN equals NaN."""
+    """Returns the bytes, so that NaN equals NaN."""
     return tensor.detach().reshape(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""One cell: consecutive layers on one device, run for one micro-batch at a time (paper, section 2.1: F_k)."""
+"""Runs one cell: consecutive layers on one device, for one micro-batch at a time (paper, section 2.1: F_k)."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from .randomness import NoiseSource, weights_of_layer
 
 
 class LayerFailed(RuntimeError):
-    """An exception inside a layer: says which cell, layer and micro-batch; the cause is the layer's own exception."""
+    """Raised when a layer fails; names cell, layer and micro-batch, and has the layer's own exception as its cause."""
 
 
 def cuda_hint(error: Exception) -> str:
-    """What to add to the place where an error of a GPU shows: it may have happened before."""
+    """Returns a hint for CUDA errors, which appear some time after the operation that caused them; else ''."""
     if "CUDA error" not in str(error):
         return ""
-    return ", or before: a GPU tells of errors late. With CUDA_LAUNCH_BLOCKING=1 in the environment it tells at once"
+    return ", or before: a GPU reports errors late. With CUDA_LAUNCH_BLOCKING=1 in the environment it reports at once"
 
 
 @dataclass(frozen=True)
 class BuiltLayer:
-    """A layer that lives on this worker: its place in the model's list, its name and its module."""
+    """Holds a layer of this worker: its index in the model's list, its name and its module."""
 
     index: int
     name: str
@@ -42,10 +42,10 @@ class BuiltLayer:
 
 
 def build_layer(builder: LayerBuilder, index: int, seed: int, device: torch.device) -> nn.Module:
-    """The module of layer number ``index``: weights drawn on the CPU, the same on every kind of device, then moved.
+    """Builds layer number ``index``: weights are drawn on the CPU, equal for every kind of device, then moved.
 
     Raises:
-        ConfigurationError: its builder gives again what it made while costs were counted, on tensors without values.
+        ConfigurationError: the builder returns the module that it made while costs were counted, without values.
     """
     with weights_of_layer(seed, index):
         module = builder.build()
@@ -62,7 +62,7 @@ _Call = tuple[BuiltLayer, Callable[..., Any], Callable[..., Tensor] | None]  # a
 
 
 class Cell:
-    """The layers of one cell and how to run them.
+    """Holds the layers of one cell and runs them.
 
     Args:
         number: which of the K cells.
@@ -94,9 +94,9 @@ class Cell:
         self._guarded_calls: list[_Call] = []  # for the first micro-batch, where buffers are guarded
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """(full name, parameter) of every parameter, in layer order; ``encoder.0.attention.query.weight``.
+        """Returns (full name, parameter) of every parameter in layer order; ``encoder.0.attention.query.weight``.
 
-        One that several layers share stands there once, under its first name: it has one gradient and gets one update.
+        A parameter that several layers share is listed once, under its first name: it has one gradient and one update.
         """
         named = [(f"{layer.name}.{name}", p) for layer in self.layers for name, p in layer.module.named_parameters()]
         first: dict[int, tuple[str, nn.Parameter]] = {}
@@ -109,11 +109,11 @@ class Cell:
             layer.module.train(training)
 
     def guard_buffers(self) -> None:
-        """The next `run_training` refuses a layer whose forward changes its buffers."""
+        """Makes the next `run_training` refuse a layer whose forward changes its buffers."""
         self._guarded_calls = [(layer, BufferGuard(layer.name, layer.module), loss) for layer, _, loss in self._calls]
 
     def begin_step(self, step: int, steps: int) -> None:
-        """Tells the layers that want to know (drop-path schedules) which step of how many begins."""
+        """Calls ``begin_step`` of the layers that have it (drop-path schedules)."""
         for module in self._step_aware:
             module.begin_step(step, steps)
 
@@ -126,20 +126,20 @@ class Cell:
         signature: Hashable,
         first_time: bool,
     ) -> tuple[Tensors, dict[int, Tensor]]:
-        """F_k of one micro-batch, with the noise that belongs to it.
+        """Runs F_k for one micro-batch, with the noise that belongs to it.
 
         Args:
             inputs: the boundary in front of the cell.
             targets: for layers with an ``auxiliary_loss``.
-            step, micro_batch: what the noise is drawn for.
+            step, micro_batch: seed the noise.
             signature: of the shapes that entered the pipeline.
-            first_time: False when this is a recompute: BatchNorm then gathers nothing.
+            first_time: False for a recompute: BatchNorm then gathers nothing.
 
         Returns:
             The boundary behind the cell, and the auxiliary losses by the index of their layer.
 
         Raises:
-            LayerFailed: from the exception of the layer.
+            LayerFailed: an exception in a layer.
             BufferChanged: after `guard_buffers`.
         """
         for batchnorm in self.batchnorms:
@@ -169,7 +169,7 @@ class Cell:
         return as_tensors(argument), auxiliary
 
     def run_inference(self, inputs: Tensors, micro_batch: int, caches: list[dict[str, Any]] | None) -> Tensors:
-        """F_k without noise or graph; with ``caches`` (one dict a layer) one incremental call of generation."""
+        """Runs F_k without noise or graph; with ``caches`` (one dict a layer) one incremental call of generation."""
         values = inputs
         for position, layer in enumerate(self.layers):
             argument = as_argument(values)
@@ -186,7 +186,7 @@ class Cell:
 
     @contextmanager
     def going_backward(self, micro_batch: int) -> Iterator[None]:
-        """Within it an exception of autograd becomes a `LayerFailed` that names the cell's layers."""
+        """Turns an exception of autograd inside the context into a `LayerFailed` that names the cell's layers."""
         try:
             yield
         except Exception as error:
@@ -198,10 +198,10 @@ class Cell:
         return LayerFailed(f"cell {self.number}, layer {layer.name!r}, micro-batch {micro_batch}{cuda_hint(error)}")
 
     def refuse_new_shapes(self, message: Tensors, expected: BoundarySpec, micro_batch: int) -> None:
-        """The next cell's worker has posted a receive for what such inputs gave before.
+        """Checks the shapes of a message: the receiver has posted a receive for the shapes of earlier such inputs.
 
         Raises:
-            LayerFailed: the outputs, and the targets behind them, have other shapes.
+            LayerFailed: the outputs or the targets have other shapes.
         """
         if expected.fits(message):
             return
@@ -213,7 +213,7 @@ class Cell:
         )
 
     def _refuse_changed_inputs(self, inputs: Tensors, versions: list[int], micro_batch: int) -> None:
-        """Recompute starts from the boundary that was kept, so nobody may write into it."""
+        """Refuses in-place changes of a cell's input, from which a recompute starts."""
         if any(tensor._version != version for tensor, version in zip(inputs, versions, strict=True)):
             raise LayerFailed(
                 f"cell {self.number} (first layer {self.layers[0].name!r}), micro-batch {micro_batch}: a layer changes "

@@ -31,8 +31,9 @@ from .boundary import BoundarySpec, canonical_gradient, fresh_leaves, is_channel
 from .cell import Cell, LayerFailed
 from .halves import WeightHalf, backward_of_inputs
 from .meter import Meter
+from .process_group import Wait
 from .receives import ReceivesAhead
-from .transport import PendingReceive, Transport
+from .transport import Transport
 
 TASK = -1  # stands for the task's loss where auxiliary losses have the index of their layer
 
@@ -202,7 +203,7 @@ class Pipeline:
         if self._transport is not None:
             self._transport.drain()
 
-    def post_receive(self, signatures: Sequence[Hashable], instruction: Instruction) -> PendingReceive | None:
+    def post_receive(self, signatures: Sequence[Hashable], instruction: Instruction) -> Wait | None:
         """Posts the receive of an instruction; None when its shapes are not known yet."""
         message = instruction.awaited_message
         assert message is not None
@@ -309,10 +310,10 @@ class _Step:
         self.buffers.targets[i.micro_batch] = tensors[split:]
 
     def _receive(self, i: Instruction, separate: int = 0) -> Tensors:
-        pending = self._receives.take(i) or self._pipeline.post_receive(self._signatures, i)
-        assert pending is not None  # its shapes are known by now
+        wait = self._receives.take(i) or self._pipeline.post_receive(self._signatures, i)
+        assert wait is not None  # its shapes are known by now
         self._receives.post_ahead(i.op)
-        return pending.wait(separate)
+        return wait(separate)
 
 
 class _ForwardStep(_Step):

@@ -1,7 +1,7 @@
-"""Sums, measures and clips the gradients of the whole model, which are spread over workers.
+"""Sums gradients over replicas, computes their norms, clips them.
 
-Each worker computes one norm per parameter of its own. They are summed in layer order in float64, which gives the same
-bits for every K.
+The global norm is made of one number per parameter, computed on the parameter's worker, and summed in layer order in
+float64: the same bits for every K.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ BUCKET_BYTES = 32 << 20  # gradients are reduced in flat buckets of about this s
 
 
 def fill_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Gives every trainable parameter a gradient, zero if nothing used it, so that no update depends on the cut.
+    """Gives every trained parameter without a gradient a gradient of zero, so that updates do not depend on the cut.
 
-    A frozen parameter gets none: with a gradient of zero the optimizer's weight decay would shrink it.
+    A frozen parameter gets none: with a zero gradient, weight decay would shrink it.
     """
     for parameter in parameters:
         if parameter.grad is None and parameter.requires_grad:
@@ -30,8 +30,8 @@ def fill_gradients(parameters: Iterable[nn.Parameter]) -> None:
 def reduce_over_replicas(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Sums the gradients of the D replicas in place, once per mini-batch (paper, section 2.2).
 
-    A sum, not a mean: every replica has already divided by the weight of the whole mini-batch. All replicas pass the
-    same parameters in the same order, each with a gradient (`fill_gradients`).
+    A sum, not a mean: every replica has already divided by the weight of the whole mini-batch. Every replica passes the
+    same parameters, and after `fill_gradients` the same of them have a gradient.
     """
     for bucket in _buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
@@ -55,7 +55,7 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterable[list[Tensor]]:
 
 
 def squared_norms(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Returns the squared norm of each parameter's gradient, 0 without one, as a float64 vector on the CPU."""
+    """Returns the squared norm of each parameter's gradient, 0 where there is none: float64 (P,), on the CPU."""
     norms = [
         torch.zeros((), dtype=torch.float64, device=p.device)
         if p.grad is None
@@ -66,7 +66,7 @@ def squared_norms(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def clip_factor(norm: float, limit: float | None) -> float:
-    """Returns the factor that scales gradients of global norm ``norm`` down to ``limit``; 1 if none is needed."""
+    """Returns the factor that brings gradients of global norm ``norm`` down to ``limit``, at most 1."""
     return 1.0 if limit is None or not norm > limit else limit / norm
 
 

@@ -1,16 +1,16 @@
-"""Splits a backward in two: first the gradient of a cell's input, on which others wait, later those of its weights.
+"""Runs a backward in two halves: first the gradient of a cell's input, later the gradients of its weights.
 
     x --> [ layer a ] --> [ layer b ] --> y        the graph of one micro-batch in one cell
                |               |
               w_a             w_b
 
-The first half goes from y to x and computes nothing for w_a and w_b. At each node where a weight joins that path (the
-node of a matrix product, for example) it stores the gradient that arrives. The second half starts at these *joints* and
-computes only what leads to weights. Every weight's gradient is the same number, from the same kernels in the same
-order, as in a whole backward. After Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.
+The input's half goes from y to x and computes nothing for w_a and w_b. Where a weight joins this path (at the node of
+a matrix product, for example) it keeps the gradient that arrives. The weights' half starts at these *joints* and
+computes only what leads to weights. Every weight's gradient is the same number as in a whole backward, from the same
+kernels in the same order. After Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.
 
-Some weights get their gradient in the first half: a weight that joins in two places, because the sum over the places
-must be complete before it is added to those of other micro-batches, and a weight that enters a custom
+Some weights get their gradient in the first half: a weight that joins in two places, because its two gradients must be
+added up before they are added to those of other micro-batches, and a weight that enters a custom
 `torch.autograd.Function`, which computes all its gradients at once. Both are exact; less is left for the second half.
 """
 
@@ -24,22 +24,22 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-# Re-entrant checkpoints and compiled layers: their backward cannot compute some of its gradients alone, or run twice.
+# Nodes whose backward cannot compute only some gradients, or not twice: re-entrant checkpoints and compiled layers.
 _INDIVISIBLE = ("CheckpointFunctionBackward", "CompiledFunctionBackward")
 
 
 @dataclass
 class _Joint:
-    """Holds a node on the path to the input that weights join, and the gradients stored there."""
+    """Holds a node on the path to the input, the weights that join there, and the gradients that arrived."""
 
     node: Node
     leaves: list[Tensor] = field(default_factory=list)
     noted: list[tuple[Tensor | None, ...]] = field(default_factory=list)
 
     def listen(self) -> None:
-        """Stores the gradients that arrive at the node, and uses them unchanged the second time.
+        """Keeps the gradients that arrive at the node, and uses them again in the second half.
 
-        A hook on the node's output tensor has already been applied to them.
+        There they replace the incoming ones, on which a hook of the node's output tensor has run a second time.
         """
         noted = self.noted  # not self: the node would keep itself alive through its hook
 
@@ -62,18 +62,18 @@ class _Joint:
 
 
 class WeightHalf:
-    """Holds the second half of a backward: the gradients of weights, still to be computed."""
+    """Holds the second half of a backward: the gradients of the weights that could wait."""
 
     def __init__(self, joints: Sequence[_Joint]) -> None:
         self._joints = list(joints)
 
     def __len__(self) -> int:
-        """Returns the number of weights without a gradient yet."""
+        """Returns the number of weights that wait."""
         return sum(len(joint.leaves) for joint in self._joints)
 
     @property
     def noted(self) -> list[Tensor]:
-        """Returns the gradients stored at the joints."""
+        """Returns the gradients that are held for the second half."""
         return [tensor for joint in self._joints for row in joint.noted for tensor in row if tensor is not None]
 
     def run(self) -> None:
@@ -84,12 +84,12 @@ class WeightHalf:
 
 
 def backward_of_inputs(roots: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor]) -> WeightHalf:
-    """Runs the first half of ``torch.autograd.backward(roots, gradients)``; `WeightHalf.run` is the second.
+    """Runs the first half of ``torch.autograd.backward(roots, gradients)``; the second is `WeightHalf.run`.
 
     Args:
         roots: the outputs and losses of a cell, for one micro-batch.
         gradients: of the roots.
-        inputs: leaves whose ``.grad`` is needed now. Without any, the whole backward runs here.
+        inputs: leaves whose ``.grad`` is computed now. If none needs a gradient, the whole backward runs here.
     """
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     starts = [get_gradient_edge(root).node for root in roots] if wanted else []
@@ -108,7 +108,7 @@ def backward_of_inputs(roots: Sequence[Tensor], gradients: Sequence[Tensor], inp
 
 
 def _from_roots(roots: Sequence[Node]) -> list[Node]:
-    """Returns all nodes of the graph, each before those to which it passes gradients."""
+    """Returns all nodes of the graph, each before the nodes that it passes gradients to."""
     seen: set[Node] = set()
     left: list[Node] = []
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
@@ -127,7 +127,7 @@ def _from_roots(roots: Sequence[Node]) -> list[Node]:
 def _sort_weights(
     order: Sequence[Node], starts: Sequence[Node], inputs: Sequence[Tensor]
 ) -> tuple[list[_Joint], list[Tensor]]:
-    """Returns the joints with the leaves that can wait, and the leaves that cannot."""
+    """Returns the joints with the weights that can wait, and the weights that cannot."""
     leads_to_input = _leading_to(order, {id(tensor) for tensor in inputs})
     shared = _Joint(order[0])  # stands for "no single joint"
     owner: dict[Node, _Joint] = {start: shared for start in starts if start not in leads_to_input}
@@ -148,7 +148,7 @@ def _sort_weights(
 
 
 def _leading_to(order: Sequence[Node], inputs: set[int]) -> set[Node]:
-    """Returns the nodes from which a gradient flows to one of the ``inputs`` (ids of leaves)."""
+    """Returns the nodes from which a gradient comes to one of the ``inputs`` (ids of leaves)."""
     found: set[Node] = set()
     for node in reversed(order):
         leaf = _leaf_of(node)
@@ -158,5 +158,5 @@ def _leading_to(order: Sequence[Node], inputs: set[int]) -> set[Node]:
 
 
 def _leaf_of(node: Node) -> Tensor | None:
-    """Returns the tensor to whose ``.grad`` the node adds; None for other nodes."""
+    """Returns the tensor whose ``.grad`` the node adds to; None for other nodes."""
     return node.variable if node.name() == "torch::autograd::AccumulateGrad" else None  # type: ignore[attr-defined]

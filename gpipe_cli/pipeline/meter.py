@@ -1,4 +1,4 @@
-"""Measures the begin and the end of each instruction of a step, by the CPU's clock or by CUDA events."""
+"""Measures when each instruction of a step begins and ends, by the CPU's clock or by CUDA events."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Mark = float | torch.cuda.Event
 
 
 def event_now(device: torch.device) -> torch.cuda.Event:
-    """Records a CUDA event behind all work started so far; the GPU fills in the time when it gets there."""
+    """Returns an event that the GPU records after all work that was started before."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own
     event.record(torch.cuda.current_stream(device))
     return event
 
 
 class Phase(NamedTuple):
-    """Holds the name and time span of work between the pipeline parts of two steps, in seconds of the meter's clock."""
+    """Holds one activity of a worker between the instructions of two steps, in seconds of the meter's clock."""
 
     name: str
     start: float
@@ -34,13 +34,13 @@ class Phase(NamedTuple):
 class Meter:
     """Records the instructions of one step after another, and the phases that follow them.
 
-    On a GPU the instructions run asynchronously, so events are recorded in their stream and read after the step's end;
-    nothing is synchronised in between.
+    On a GPU the instructions run asynchronously, so events are recorded in their stream and read when the step has
+    ended; nothing is synchronised in between.
 
     Attributes:
-        began: begin of the step, by the machine's monotonic clock, which all its processes share.
+        began: begin of the step by the machine's monotonic clock, which all its processes share.
         spans: of the last finished step, in seconds of that clock.
-        phases: those after it that have ended and that `settle` has read.
+        phases: that followed this step and that `settle` has read.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -61,15 +61,15 @@ class Meter:
         self.began = time.perf_counter()
 
     def mark(self) -> Mark:
-        """Returns the present time."""
+        """Returns the present moment."""
         return event_now(self._device) if self._on_gpu else time.perf_counter()
 
     def record(self, instruction: Instruction, started: Mark) -> None:
-        """Records that ``instruction`` ran from ``started`` until now."""
+        """Records that ``instruction`` has run from ``started`` to now."""
         self._marks.append((instruction, started, self.mark()))
 
     def end_step(self) -> float:
-        """Returns the seconds since `begin_step` and fills `spans`; on a GPU waits for its work first."""
+        """Fills `spans` and returns the seconds since `begin_step`; on a GPU waits for its work first."""
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
         seconds = time.perf_counter() - self.began
@@ -80,7 +80,7 @@ class Meter:
 
     @contextmanager
     def phase(self, name: str, on_device: bool = False) -> Iterator[None]:
-        """Records the body's time. ``on_device``: its work runs asynchronously on the device."""
+        """Records the time of the body. ``on_device``: its work runs on the device, asynchronously."""
         device = on_device and self._on_gpu
         started = event_now(self._device) if device else time.perf_counter()
         yield

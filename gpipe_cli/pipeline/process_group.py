@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import defaultdict, deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -15,6 +16,7 @@ from ..micro_batch import Tensors
 from ..schedule.instruction import Message, send_window
 from .boundary import BoundarySpec, pack, unpack
 
+Wait = Callable[[int], Tensors]  # see `Transport.post`
 DIRECTIONS = ("activation", "gradient")
 _FIRST_MESSAGES = (64, 4 << 20)  # bytes; for a large one NCCL connects more channels
 
@@ -90,26 +92,25 @@ class ProcessGroupTransport:
         work = dist.isend(content, receiver, group=group, tag=message_tag(message, len(self._ranks)))
         sending.append((work, content))
 
-    def post(self, message: Message, spec: BoundarySpec) -> PostedReceive:
+    def post(self, message: Message, spec: BoundarySpec) -> Wait:
         content = torch.empty(spec.size, dtype=torch.uint8, device=self._wire)
-        if content.numel() == 0:
-            return PostedReceive(self, spec, content, None)
-        sender = self._ranks[message.sender]
-        group = self._group(message.direction, sender, self._rank)
-        work = dist.irecv(content, sender, group=group, tag=message_tag(message, len(self._ranks)))
-        return PostedReceive(self, spec, content, work)
+        work = None
+        if spec.size:
+            sender = self._ranks[message.sender]
+            group = self._group(message.direction, sender, self._rank)
+            work = dist.irecv(content, sender, group=group, tag=message_tag(message, len(self._ranks)))
+        return partial(self._finish, spec, content, work)
 
-    def finish(self, receive: PostedReceive, separate: int) -> Tensors:
-        """Implements `PostedReceive.wait`."""
-        if receive.work is not None:
-            receive.work.wait()
+    def _finish(self, spec: BoundarySpec, content: Tensor, work: dist.Work | None, separate: int) -> Tensors:
+        if work is not None:
+            work.wait()
         self._forget_sent()
-        tensors = unpack(receive.content.to(self._device), receive.spec)
+        tensors = unpack(content.to(self._device), spec)
         split = len(tensors) - separate
         return (*tensors[:split], *(tensor.clone() for tensor in tensors[split:]))
 
     def send_spec(self, boundary: int, spec: BoundarySpec) -> None:
-        text = torch.tensor(list(spec.to_bytes()), dtype=torch.uint8)
+        text = torch.frombuffer(bytearray(pickle.dumps(spec)), dtype=torch.uint8)
         for content in (torch.tensor([len(text)]), text):
             work = dist.isend(content, self._ranks[boundary + 1], group=self._control, tag=spec_tag(boundary))
             self._sending["spec"].append((work, content))
@@ -120,7 +121,8 @@ class ProcessGroupTransport:
         dist.recv(size, sender, group=self._control, tag=tag)
         text = torch.zeros(int(size), dtype=torch.uint8)
         dist.recv(text, sender, group=self._control, tag=tag)
-        return BoundarySpec.from_bytes(bytes(text.tolist()))
+        spec: BoundarySpec = pickle.loads(bytes(text.tolist()))  # from a worker of this job
+        return spec
 
     def drain(self) -> None:
         for sending in self._sending.values():
@@ -138,19 +140,6 @@ class ProcessGroupTransport:
         for sending in self._sending.values():
             while sending and (sending[0][0] is None or sending[0][0].is_completed()):
                 sending.popleft()
-
-
-@dataclass
-class PostedReceive:
-    """Implements `PendingReceive`."""
-
-    transport: ProcessGroupTransport
-    spec: BoundarySpec
-    content: Tensor
-    work: dist.Work | None
-
-    def wait(self, separate: int = 0) -> Tensors:
-        return self.transport.finish(self, separate)
 
 
 def _finish_oldest(sending: deque[tuple[dist.Work | None, Tensor]]) -> None:

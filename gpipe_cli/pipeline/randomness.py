@@ -1,8 +1,8 @@
-"""Derives the seed of every random number of a run from what the number is used for.
+"""Seeds every random number of a run by its purpose.
 
 Weights come from (seed, layer); dropout and drop path from (seed, step, replica, micro-batch, layer). So they do not
-depend on K, on the worker or on what was drawn before, and recompute (paper, section 2.3) draws the same again without
-any stored generator state.
+depend on K, on the worker or on earlier random numbers, and recompute (paper, section 2.3) draws the same numbers again
+without any stored generator state.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from struct import pack, unpack
 import torch
 from torch import Tensor
 
-WEIGHTS, NOISE = 1, 2  # first number of a seed, so that seeds for weights and for noise never coincide
-_TOGETHER = 8  # number of 8-byte seeds in the longest digest of blake2b
+WEIGHTS, NOISE = 1, 2  # purposes of a seed, so that the two never coincide
+_TOGETHER = 8  # seeds of eight bytes in the longest digest of blake2b
 
 
 def derive_seed(*numbers: int) -> int:
-    """Returns a 63-bit seed made of 64-bit integers; changing any of them gives an unrelated seed."""
+    """Returns a 63-bit seed made of 64-bit integers; any change of any of them gives an unrelated seed."""
     digest = blake2b(pack(f"<{len(numbers)}q", *numbers), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 @contextmanager
 def weights_of_layer(seed: int, layer: int) -> Iterator[None]:
-    """Seeds the CPU's generator for the initial weights of a layer, and restores it at the end."""
+    """Seeds the CPU's generator for the initial weights of layer number ``layer``; restores it afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(derive_seed(WEIGHTS, seed, layer))
         yield
 
 
 def generator_states(device: torch.device) -> tuple[Tensor, ...]:
-    """Returns the states of all generators that a layer on ``device`` may draw from: the CPU's and the device's."""
+    """Returns the states of all generators that a layer on ``device`` may use: the CPU's and the device's."""
     own = (torch.cuda.get_rng_state(device),) if device.type == "cuda" else ()
     return (torch.get_rng_state(), *own)
 
@@ -52,7 +52,8 @@ class NoiseSource:
     Args:
         seed: of the run.
         replica: 0 … D−1.
-        device: where the layers run. They draw from its default generator, or from the CPU's as ``torch.rand(())``.
+        device: where the layers run. They use its default generator, or the CPU's, as a layer does that calls
+            ``torch.rand(())``.
     """
 
     def __init__(self, seed: int, replica: int, device: torch.device) -> None:
@@ -63,9 +64,9 @@ class NoiseSource:
             self._generators.append(torch.cuda.default_generators[device.index or 0])
 
     def seeds(self, step: int, micro_batch: int, layers: Sequence[int]) -> list[int]:
-        """Returns a 63-bit seed for each of ``layers`` (indices in the model's list), from these numbers alone.
+        """Returns the seed of each of ``layers`` (indices in the model's list): 63 bits, made of these numbers only.
 
-        One digest gives the seeds of `_TOGETHER` layers, because a pipeline needs thousands of seeds a second.
+        One digest serves `_TOGETHER` layers: a pipeline needs thousands of seeds per second.
         """
         digests: dict[int, tuple[int, ...]] = {}
         for block in {layer // _TOGETHER for layer in layers}:
@@ -74,10 +75,10 @@ class NoiseSource:
         return [digests[layer // _TOGETHER][layer % _TOGETHER] >> 1 for layer in layers]
 
     def seed(self, seed: int) -> None:
-        """Seeds all generators with ``seed``."""
+        """Seeds the generators."""
         for generator in self._generators:
             generator.manual_seed(seed)
 
     def seed_layer(self, step: int, micro_batch: int, layer: int) -> None:
-        """Seeds all generators for the noise of ``layer``."""
+        """Seeds the generators for one layer."""
         self.seed(self.seeds(step, micro_batch, [layer])[0])

@@ -8,11 +8,11 @@ from torch import Tensor
 
 
 def sum_over_replicas(flat: Tensor, group: dist.ProcessGroup) -> None:
-    """Replaces ``flat`` by the sum over all replicas, added in the order of the replicas.
+    """Replaces ``flat`` by the sum of all replicas' ``flat``, added up in the order of the replicas.
 
-    A ring all-reduce starts each chunk at another replica, so the order in which a number is summed would depend on its
-    position, which depends on the cut. (With two replicas the order makes no difference.) Here every replica sums one
-    chunk and all gather the chunks: as many bytes as with a ring.
+    An all-reduce around a ring starts each chunk of the tensor at another replica, so the order in which a number is
+    added up would depend on its place in the tensor, and so on the cut. (With two replicas the order does not matter.)
+    Here every replica adds up one chunk and all of them gather the chunks: as many bytes as around a ring.
 
     Args:
         flat: one-dimensional and contiguous; of the same size on all replicas.

@@ -18,7 +18,6 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from torch import Tensor
 from ..micro_batch import Tensors
 from ..schedule.instruction import Message, send_window
 from .boundary import BoundarySpec, unpack
-from .process_group import PostedReceive, ProcessGroupTransport, message_tag, routes, spec_tag
+from .process_group import ProcessGroupTransport, Wait, message_tag, routes, spec_tag
 
 _TOKEN = struct.Struct("<qii")  # tag, slot, whether the slot's memory comes behind it
 _BYTE = b"\0"
@@ -81,24 +80,12 @@ class SharedMemoryTransport:
         else:
             channel.send(tensors, spec, message_tag(message, len(self._ranks)))
 
-    def post(self, message: Message, spec: BoundarySpec) -> PostedReceive | AwaitedSlot:
+    def post(self, message: Message, spec: BoundarySpec) -> Wait:
         channel = self._incoming.get((message.direction, self._ranks[message.sender]))
         if channel is None or not spec.size:
             return self._other.post(message, spec)
-        return AwaitedSlot(channel, spec, message_tag(message, len(self._ranks)))
-
-
-@dataclass
-class AwaitedSlot:
-    """Implements `PendingReceive`: there is nothing to do until the message is waited for."""
-
-    channel: Incoming
-    spec: BoundarySpec
-    tag: int
-
-    def wait(self, separate: int = 0) -> Tensors:
-        """As `PendingReceive.wait`; every tensor has memory of its own."""
-        return self.channel.receive(self.spec, self.tag)
+        tag = message_tag(message, len(self._ranks))
+        return lambda separate: channel.receive(spec, tag)  # every tensor gets memory of its own
 
 
 class _Slot:
@@ -120,12 +107,12 @@ class _Slot:
 
 
 class Outgoing:
-    """The sender's end of a channel for one kind of message.
+    """Sends the messages of one direction to one worker.
 
     Args:
-        peer: its connected socket.
+        peer: connected socket.
         receiver: rank, for error messages.
-        window: the most messages on their way; one more waits until the receiver has taken the oldest.
+        window: the most messages on their way; the next one waits until the receiver has taken the oldest.
     """
 
     def __init__(self, peer: socket.socket, receiver: int, window: int) -> None:
@@ -135,14 +122,14 @@ class Outgoing:
 
     @property
     def bytes_shared(self) -> int:
-        """Of all slots."""
+        """Returns the bytes of all slots."""
         return sum(slot.size for slot in (*self._free, *self._on_their_way))
 
     def send(self, tensors: Sequence[Tensor], spec: BoundarySpec, tag: int) -> None:
-        """Copies a message into a slot and tells the receiver.
+        """Copies a message into a slot and announces it to the receiver.
 
         Raises:
-            RuntimeError: the receiver has gone, or the window is full and it takes nothing for too long.
+            RuntimeError: the receiver has ended, or the window is full and the receiver takes nothing for too long.
         """
         slot, new_memory = self._slot_for(spec.size)
         for place, tensor in zip(slot.tensors(spec), tensors, strict=True):
@@ -157,11 +144,11 @@ class Outgoing:
             if new_memory is not None:
                 os.close(new_memory)
         self._on_their_way.append(slot)
-        if not self._free:  # here nobody waits for it; before the next message the receiver would
+        if not self._free:  # now, since before the next message it would delay the receiver
             self._take_back(wait=False)
 
     def _slot_for(self, size: int) -> tuple[_Slot, int | None]:
-        """A free slot that is large enough, with the descriptor of its memory if the receiver does not have it."""
+        """Returns a free slot that is large enough; for new memory also its descriptor, to be sent to the receiver."""
         if not self._free and self._on_their_way:
             self._take_back(wait=len(self._on_their_way) == self._window)
         number = len(self._on_their_way)
@@ -175,11 +162,11 @@ class Outgoing:
         return _Slot(number, descriptor), descriptor
 
     def _take_back(self, wait: bool) -> None:
-        """The slots of the messages that were taken: the oldest, as they are received in the order of sending."""
+        """Frees the slots of messages that were taken: the oldest, as messages are taken in the order of sending."""
         try:
             taken = self._peer.recv(self._window, 0 if wait else socket.MSG_DONTWAIT)
         except OSError as error:
-            if not wait:  # nothing yet; that the receiver has gone shows when it matters
+            if not wait:  # nothing yet; a receiver that has ended is noticed by the next wait
                 return
             raise _lost(self._receiver, error) from None
         if wait and not taken:
@@ -189,10 +176,10 @@ class Outgoing:
 
 
 class Incoming:
-    """The receiver's end.
+    """Receives the messages of one direction from one worker.
 
     Args:
-        peer: its connected socket.
+        peer: connected socket.
         sender: rank, for error messages.
         device: where the tensors are used.
     """
@@ -205,7 +192,7 @@ class Incoming:
         """Waits for the next message and copies it out: tensors on the device, each with memory of its own.
 
         Raises:
-            RuntimeError: the sender has gone, or sends nothing for too long; or it is another message.
+            RuntimeError: the sender has ended, or sends nothing for too long, or sends another message.
         """
         sent, number, is_new = self._next_token()
         if is_new:
@@ -213,7 +200,7 @@ class Incoming:
         if sent != tag:
             raise RuntimeError(f"rank {self._sender} sent message {sent} where {tag} is awaited")
         tensors = tuple(tensor.to(self._device, copy=True) for tensor in self._slots[number].tensors(spec))
-        with suppress(ConnectionError):  # it has all that it wanted from the sender; the next message would tell
+        with suppress(ConnectionError):  # the message is complete; the next receive reports the end of the sender
             self._peer.send(_BYTE)
         return tensors
 
@@ -228,14 +215,14 @@ class Incoming:
         return sent, number, bool(is_new)
 
     def _new_slot(self, number: int) -> _Slot:
-        """Of the memory that comes behind its token."""
+        """Returns a slot of the memory whose descriptor follows the token."""
         try:
             byte, descriptors, _, _ = socket.recv_fds(self._peer, len(_BYTE), 1)
         except OSError as error:
             raise _lost(self._sender, error) from None
         if not byte:
             raise _lost(self._sender)
-        if not descriptors:  # the kernel has dropped it
+        if not descriptors:  # the kernel has dropped the descriptor
             raise OSError(f"no memory can be shared with rank {self._sender}: too many open files (ulimit -n)")
         slot = _Slot(number, descriptors[0])
         os.close(descriptors[0])
@@ -243,19 +230,19 @@ class Incoming:
 
 
 def _lost(peer: int, error: OSError | None = None) -> RuntimeError:
-    """In the words that gloo has for it, by which the launcher knows an echo of another worker's end."""
+    """Returns an error in gloo's words, by which the launcher recognises the consequence of another worker's end."""
     if isinstance(error, BlockingIOError):
         return RuntimeError(f"process group, shared memory: rank {peer} neither sends nor takes a message any more")
     return RuntimeError(f"process group, shared memory: Connection closed by peer, rank {peer} ({error})")
 
 
 def connect_sender(receiver: int, control: dist.ProcessGroup, tag: int, patience: float) -> socket.socket | None:
-    """The sender's part of connecting a channel; None where no memory can be shared, as between two machines.
+    """Connects the sender's end of a channel; None where no memory can be shared, as between two machines.
 
     Args:
         receiver: rank.
-        control: CPU group to talk in meanwhile; ``tag`` marks the talk.
-        patience: seconds that a later wait may take.
+        control: CPU group for connecting, with messages of this ``tag``.
+        patience: the most seconds that a later wait may take.
     """
     name = torch.zeros(_NAME_BYTES, dtype=torch.uint8)
     dist.recv(name, receiver, group=control, tag=tag)
@@ -265,7 +252,7 @@ def connect_sender(receiver: int, control: dist.ProcessGroup, tag: int, patience
 
 
 def connect_receiver(sender: int, control: dist.ProcessGroup, tag: int, patience: float) -> socket.socket | None:
-    """The other part of `connect_sender`."""
+    """Connects the receiver's end of a channel; see `connect_sender`."""
     name = b"gpipe-" + secrets.token_hex(16).encode()
     listener = _listen(name)
     message = torch.tensor(list((name if listener else b"").ljust(_NAME_BYTES, _BYTE)), dtype=torch.uint8)
@@ -279,7 +266,7 @@ def connect_receiver(sender: int, control: dist.ProcessGroup, tag: int, patience
 
 
 def _listen(name: bytes) -> socket.socket | None:
-    """An abstract name: no file, and known on this machine alone. None where there is no such thing."""
+    """Returns a listener under an abstract name (no file, this machine only); None where there are no such names."""
     with ExitStack() as undo:
         try:
             listener = undo.enter_context(socket.socket(socket.AF_UNIX))
@@ -292,8 +279,8 @@ def _listen(name: bytes) -> socket.socket | None:
 
 
 def _reach(name: bytes) -> socket.socket | None:
-    """A socket connected with the listener of that name; None where there is none, or no memory can be shared."""
-    if not name or not hasattr(os, "memfd_create"):  # a Python made for old systems has none
+    """Returns a socket connected to that listener; None where there is none, or no memory can be shared."""
+    if not name or not hasattr(os, "memfd_create"):  # a Python built for old systems has none
         return None
     with ExitStack() as undo:
         try:
@@ -307,7 +294,7 @@ def _reach(name: bytes) -> socket.socket | None:
 
 
 def _patient(peer: socket.socket, seconds: float) -> socket.socket:
-    """Waits in the kernel, at most so long: a timeout of Python's would cost two more system calls a message."""
+    """Sets the longest wait in the kernel: Python's own timeout would cost two more system calls per message."""
     limit = struct.pack("@ll", int(seconds), 0)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

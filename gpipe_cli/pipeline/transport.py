@@ -16,23 +16,8 @@ import torch.distributed as dist
 from ..micro_batch import Tensors
 from ..schedule.instruction import Message
 from .boundary import BoundarySpec
-from .process_group import ProcessGroupTransport
+from .process_group import ProcessGroupTransport, Wait
 from .shared_memory import SharedMemoryTransport
-
-
-class PendingReceive(Protocol):
-    """Describes a receive that has been posted."""
-
-    def wait(self, separate: int = 0) -> Tensors:
-        """Waits until the message is there and returns its tensors, on the device where they are used.
-
-        Args:
-            separate: this many tensors at the end get memory of their own, so that keeping them does not keep the
-                whole message.
-
-        Raises:
-            RuntimeError: the sender has ended, or sends nothing for too long.
-        """
 
 
 class Transport(Protocol):
@@ -60,8 +45,12 @@ class Transport(Protocol):
             RuntimeError: the receiver has ended, or takes nothing for too long.
         """
 
-    def post(self, message: Message, spec: BoundarySpec) -> PendingReceive:
-        """Starts to receive; never waits."""
+    def post(self, message: Message, spec: BoundarySpec) -> Wait:
+        """Starts to receive, without waiting; returns the function that waits and returns the tensors on the device.
+
+        Its argument is how many tensors at the end get memory of their own, so that keeping them does not keep the
+        whole message. It raises RuntimeError when the sender has ended, or sends nothing for too long.
+        """
 
     def send_spec(self, boundary: int, spec: BoundarySpec) -> None:
         """Sends the description of the activations behind cell ``boundary``; never waits."""

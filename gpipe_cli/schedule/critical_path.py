@@ -1,4 +1,4 @@
-"""Finds the critical path of a step: the chain of instructions in which each waited for the one before it."""
+"""Finds the critical path of a step: the chain of instructions in which each had to wait for the one before it."""
 
 from __future__ import annotations
 
@@ -9,35 +9,31 @@ from .simulate import Timeline
 
 
 class Place(NamedTuple):
-    """Identifies a span: ``timeline.spans[worker][number]``."""
+    """Names a span: ``timeline.spans[worker][number]``."""
 
     worker: int
     number: int
 
 
 def critical_path(timeline: Timeline) -> list[Place]:
-    """Returns the chain of spans that leads to the one that ends last.
+    """Returns the spans of the critical path, earliest first; empty for a timeline without spans.
 
-    An instruction depends on the one before it on the same worker; a receive depends on its send, too. The path goes
-    from a receive to its send if the receiver spent more than half of the time since the send waiting. A message
-    that travelled while the receiver was computing delayed nothing.
+    An instruction depends on the one before it on the same worker; a receive depends on its send, too. A receive was
+    delayed by its send if the receiver spent more than half of the time from the send to the receive's end waiting;
+    otherwise the message travelled while the receiver was computing, and delayed nothing.
 
     Args:
         timeline: measured on one clock, or of `simulate`.
-
-    Returns:
-        The spans of the path, earliest first; empty for a timeline without spans.
     """
     ends = [(spans[-1].end, Place(worker, len(spans) - 1)) for worker, spans in enumerate(timeline.spans) if spans]
     if not ends:
         return []
     sends = _sends(timeline)
-    # If several end at the same time, the first worker's is taken.
     here: Place | None = max(ends, key=lambda end: end[0])[1]
     path = []
     while here is not None:
         path.append(here)
-        here = _held_up_by(timeline, here, sends)
+        here = _delayed_by(timeline, here, sends)
     return path[::-1]
 
 
@@ -50,7 +46,7 @@ def _sends(timeline: Timeline) -> dict[Message, Place]:
     }
 
 
-def _held_up_by(timeline: Timeline, place: Place, sends: dict[Message, Place]) -> Place | None:
+def _delayed_by(timeline: Timeline, place: Place, sends: dict[Message, Place]) -> Place | None:
     before = Place(place.worker, place.number - 1) if place.number > 0 else None
     receive = timeline.spans[place.worker][place.number]
     awaited = receive.instruction.awaited_message

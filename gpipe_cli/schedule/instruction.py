@@ -1,18 +1,18 @@
-"""The words of a schedule: what a worker can do, printed as ``F2.0`` or ``sa1.3``, and what follows from it.
+"""Defines the instructions of a schedule, printed as ``F2.0`` or ``sa1.3``.
 
 | code | instruction | meaning for cell k |
 |---|---|---|
 | F | FORWARD | runs F_k |
 | R | RECOMPUTE | runs F_k again from its kept input, now keeping the graph |
 | B | BACKWARD | runs B_k, adding to the gradients of the cell's weights |
-| I | INPUT_GRADIENT | the half of B_k that others wait for: the gradient of k's input |
+| I | INPUT_GRADIENT | the half of B_k that other workers wait for: the gradient of k's input |
 | W | WEIGHT_GRADIENT | the other half: adds to the gradients of the cell's weights |
 | sa | SEND_ACTIVATION | sends k's output to the worker of cell k+1 |
 | ra | RECEIVE_ACTIVATION | waits for k's input |
 | sg | SEND_GRADIENT | sends the gradient of k's input to the worker of cell k-1 |
 | rg | RECEIVE_GRADIENT | waits for the gradient of k's output |
 
-A micro-batch comes back through a cell either by B or by I and, some time later, W.
+The backward of a micro-batch through a cell is either B, or I and later W.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from typing import NamedTuple
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be made, or lists of instructions that break its rules."""
+    """Raised when a schedule cannot be made, or when instruction lists break its rules."""
 
 
 class Op(enum.Enum):
-    """What an instruction does; the value is its code in print."""
+    """Lists the kinds of instruction; the value is the code in print."""
 
     FORWARD = "F"
     RECOMPUTE = "R"
@@ -44,7 +44,7 @@ class Op(enum.Enum):
 
 
 COMPUTE = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT)
-BACK = (Op.BACKWARD, Op.INPUT_GRADIENT)  # what makes the gradient of the cell's input
+BACK = (Op.BACKWARD, Op.INPUT_GRADIENT)  # they make the gradient of the cell's input
 _PRINTED = re.compile(rf"({'|'.join(op.value for op in Op)})(\d+)\.(\d+)")
 
 
@@ -74,7 +74,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Instruction:
-    """One thing that a worker does, for one micro-batch of one cell (both counted from 0)."""
+    """Describes one instruction of a worker, for one micro-batch of one cell (both counted from 0)."""
 
     op: Op
     cell: int
@@ -87,7 +87,7 @@ class Instruction:
 
     @classmethod
     def parse(cls, text: str) -> Instruction:
-        """Reads what ``str`` printed. Raises ScheduleError for any other text."""
+        """Parses what ``str`` prints. Raises ScheduleError for any other text."""
         match = _PRINTED.fullmatch(text)
         if match is None:
             codes = ", ".join(op.value for op in Op)
@@ -96,7 +96,7 @@ class Instruction:
 
     @property
     def sent_message(self) -> Message | None:
-        """The message that this instruction sends, if it is a send."""
+        """Returns the message that this instruction sends, if it is a send."""
         if self.op is Op.SEND_ACTIVATION:
             return Message("activation", self.cell, self.micro_batch)
         if self.op is Op.SEND_GRADIENT:
@@ -105,7 +105,7 @@ class Instruction:
 
     @property
     def awaited_message(self) -> Message | None:
-        """The message that this instruction waits for, if it is a receive."""
+        """Returns the message that this instruction waits for, if it is a receive."""
         if self.op is Op.RECEIVE_ACTIVATION:
             return Message("activation", self.cell - 1, self.micro_batch)
         if self.op is Op.RECEIVE_GRADIENT:
@@ -117,21 +117,20 @@ InstructionLists = Sequence[Sequence[Instruction]]
 
 
 def send_window(workers: int) -> int:
-    """The most messages of one kind, activations or gradients, that a worker keeps while they are on their way.
+    """Returns the most messages of one direction that a worker keeps while they are on their way.
 
-    Enough for every kind of schedule (`validate` sees to it): interleaved ones are ahead by about half the workers.
+    Enough for every kind of schedule (`validate` checks it): an interleaved one sends about W/2 messages ahead.
     """
     return max(4, workers)
 
 
 def execution_order(lists: InstructionLists) -> Iterator[tuple[int, Instruction]]:
-    """Walks the lists as the workers would: a receive waits for its send, a send until `send_window` has room for it.
+    """Yields (worker, instruction) in an order that one process could execute.
 
-    Yields:
-        (worker, instruction), in an order that one process could execute.
+    A receive waits for its send; a send waits while `send_window` earlier messages have not been received.
 
     Raises:
-        ScheduleError: at the end, if some workers wait for ever; it names where each of them stands.
+        ScheduleError: at the end, if some workers wait for ever; names the instruction at which each waits.
     """
     positions, window = [0] * len(lists), send_window(len(lists))
     sent: set[Message] = set()
@@ -152,7 +151,7 @@ def execution_order(lists: InstructionLists) -> Iterator[tuple[int, Instruction]
                 if len(own) == window and own[0] not in received:
                     waiting[own[0]] = worker
                     break
-                own.append(message)  # a full window gives up its oldest
+                own.append(message)  # a full window drops its oldest
             yield worker, instruction
             positions[worker] += 1
             if message is not None:

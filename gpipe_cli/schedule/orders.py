@@ -1,4 +1,4 @@
-"""Defines the kinds of schedule: the order of each worker's units of work, and the placement of cells.
+"""Defines the kinds of schedule: the order of each worker's units of work, and the placements that each kind allows.
 
 | kind | bubble of equal cells, without recompute | micro-batches whose activations a worker keeps, at most |
 |---|---|---|
@@ -21,10 +21,10 @@ from .instruction import Op, ScheduleError
 
 @dataclass(frozen=True)
 class Unit:
-    """Describes the work of one worker between two messages: one direction of a micro-batch through consecutive cells.
+    """Describes a unit of work: one direction of one micro-batch through consecutive cells of a worker.
 
     A kind of schedule is only an order of units; receives, recomputes and sends follow from the placement and the
-    re-materialization policy.
+    re-materialization policy (`schedule.py`).
     """
 
     op: Op  # FORWARD, BACKWARD, INPUT_GRADIENT or WEIGHT_GRADIENT
@@ -33,7 +33,7 @@ class Unit:
 
 
 def gpipe(placement: Sequence[int], M: int) -> list[list[Unit]]:
-    """Returns the paper's order: all forwards, then all backwards, the last micro-batch first (section 2.2)."""
+    """Orders as the paper does: all forwards, then all backwards, the last micro-batch first (section 2.2)."""
     return [
         [Unit(Op.FORWARD, cells, m) for m in range(M)] + [Unit(Op.BACKWARD, cells, m) for m in reversed(range(M))]
         for cells in _one_run_per_worker("gpipe", placement)
@@ -41,7 +41,7 @@ def gpipe(placement: Sequence[int], M: int) -> list[list[Unit]]:
 
 
 def one_forward_one_backward(placement: Sequence[int], M: int) -> list[list[Unit]]:
-    """Returns 1F1B: worker w of W runs W-1-w forwards, then alternates, and keeps at most W-w micro-batches."""
+    """Starts worker w of W with W-1-w forwards, then alternates: at most W-w micro-batches are kept, for any M."""
     runs = _one_run_per_worker("1f1b", placement)
     return [
         _alternate(
@@ -54,7 +54,7 @@ def one_forward_one_backward(placement: Sequence[int], M: int) -> list[list[Unit
 
 
 def interleaved(placement: Sequence[int], M: int) -> list[list[Unit]]:
-    """Returns 1F1B over v cells a worker, cell c on worker c mod W: the pipeline fills in v times smaller steps.
+    """Runs 1F1B over v cells on each worker, cell c on worker c mod W: the pipeline fills in v times smaller steps.
 
     Micro-batches go in groups of at least W: a worker takes a group through its first cell, then through the next;
     backward in the same order, from the last cell. Narayanan et al. 2021 ("Efficient Large-Scale Language Model
@@ -81,7 +81,7 @@ def interleaved(placement: Sequence[int], M: int) -> list[list[Unit]]:
 
 
 def zero_bubble(placement: Sequence[int], M: int) -> list[list[Unit]]:
-    """Returns 1F1B with its backward in two halves; the weights' half, on which no worker waits, fills idle time.
+    """Runs 1F1B with the backward in two halves; the weights' half, which no worker waits for, fills the idle time.
 
     Worker w puts off the weight gradients of w micro-batches, so that every worker keeps at most W micro-batches, as
     many as the first worker does under 1f1b. After ZB-H1 of Qi et al. 2023 ("Zero Bubble Pipeline Parallelism").
@@ -116,7 +116,7 @@ ROUND_ROBIN = ("interleaved_1f1b",)  # kinds whose cell c lies on worker c mod W
 
 
 def runs_of(placement: Sequence[int]) -> list[tuple[int, ...]]:
-    """Groups the cells into the longest runs of consecutive cells on one worker."""
+    """Returns the cells in runs: consecutive cells on one worker form a run."""
     runs: list[tuple[int, ...]] = []
     for cell, worker in enumerate(placement):
         if cell > 0 and placement[cell - 1] == worker:
@@ -146,7 +146,7 @@ def _alternate(forwards: Sequence[Unit], backwards: Sequence[Unit], warm_up: int
 
 
 def _groups(M: int, workers: int) -> list[range]:
-    """Divides 0 … M-1 into groups of at least W, the larger ones first; into one group where M < W."""
+    """Returns 0 … M-1 in groups of W or a little more, the larger groups first; one group where M < W."""
     number = max(1, M // workers)
     size, larger = divmod(M, number)
     starts = [size * i + min(i, larger) for i in range(number + 1)]

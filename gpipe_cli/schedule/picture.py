@@ -56,8 +56,8 @@ def new_figure(width: float, height: float) -> Figure:
 def draw_text(timeline: Timeline, slot: float = 1.0) -> str:
     """Returns the timeline as a grid of characters: a row per worker, a column per slot of time.
 
-    Each column shows the instruction in the middle of the slot: ``F0`` the forward of micro-batch 0, ``R0`` its
-    recompute, ``B0`` its backward, ``I0`` and ``W0`` the halves of the backward, ``.`` idle. A worker with several
+    Each column shows the work in the middle of the slot: ``F0`` the forward of micro-batch 0, ``R0`` its
+    recompute, ``B0`` its backward, ``I0`` and ``W0`` its halves, ``.`` nothing (see `legend`). A worker with several
     cells has a row for each of them.
 
     Args:
@@ -86,7 +86,7 @@ class Panel(NamedTuple):
 
     Attributes:
         timeline: of ``simulate``, or measured.
-        title: the text before "K = …, M = …, bubble … %", such as the kind of schedule.
+        title: text before "K = …, M = …, bubble … %", such as the kind of schedule.
         critical: the spans of its critical path, to be marked.
     """
 
@@ -96,19 +96,19 @@ class Panel(NamedTuple):
 
 
 def legend(timeline: Timeline) -> str:
-    """Returns the meaning of the letters in `draw_text`, as far as they occur."""
+    """Returns the meaning of those letters of `draw_text` that occur."""
     words = ", ".join(f"{op.value} {_NAME[op]}" for op in _used(timeline))
     return f"{words}, with the micro-batch; . idle"
 
 
 def save_picture(timeline: Timeline, path: str | Path, title: str = "", unit: str = "") -> None:
-    """Draws the timeline into a file; its suffix chooses the format (.png, .svg, .pdf).
+    """Draws the timeline into a file, in the format of its suffix (.png, .svg, .pdf).
 
     Args:
         timeline: of ``simulate``, or measured.
         path: the file to write.
         title: as in `Panel`.
-        unit: of time, for the axis, such as "ms"; empty: the axis is labelled "time" alone.
+        unit: of time, for the axis, such as "ms".
     """
     save_panels([Panel(timeline, title)], path, unit)
 
@@ -137,7 +137,7 @@ def save_panels(panels: Sequence[Panel], path: str | Path, unit: str = "") -> No
 
 
 def _rows(timeline: Timeline) -> list[tuple[str, int, int]]:
-    """Returns (label, cell, worker) of each row: workers in order, the cells of a worker below each other."""
+    """Returns (label, cell, worker) of each row, workers in order and their cells beneath them."""
     cells = range(len(timeline.placement))
     several = len(timeline.spans) < len(cells)
     return [
@@ -155,7 +155,7 @@ def _used(timeline: Timeline) -> list[Op]:
 
 
 def _covered(span: Span, slot: float) -> tuple[int, int]:
-    """Returns the range of columns whose middle lies in the span."""
+    """Returns the first and the end column of those whose middle lies in the span."""
     return round(span.start / slot), round(span.end / slot)
 
 
@@ -176,7 +176,7 @@ def _draw_rows(axes: Axes, timeline: Timeline, rows: Sequence[tuple[str, int, in
         for op in COMPUTE:
             spans = (s for s in _compute_spans(timeline, cell, worker) if s.instruction.op is op)
             bars = [(s.start, s.end - s.start) for s in spans]
-            # A white edge separates neighbouring bars; with thousands of bars it must be thinner than they are.
+            # A white edge separates neighbours; with thousands of bars it would cover them.
             edge = min(0.8, 60 / (1 + len(bars)) ** 1.2)
             axes.broken_barh(bars, (row - 0.42, 0.84), facecolor=_FILL[op], edgecolor=_GRID, linewidth=edge)
 
@@ -199,7 +199,7 @@ def _draw_title(axes: Axes, panel: Panel) -> None:
 
 
 def _draw_critical_path(axes: Axes, panel: Panel, rows: Sequence[tuple[str, int, int]]) -> None:
-    """Draws a line along the lower edge of the computations on the critical path."""
+    """Draws a line along the lower edge of the computations that decide how long the step takes."""
     row_of = {(worker, cell): row for row, (_, cell, worker) in enumerate(rows)}
     before: tuple[int, float, float] | None = None
     for worker, number in panel.critical:
@@ -208,7 +208,7 @@ def _draw_critical_path(axes: Axes, panel: Panel, rows: Sequence[tuple[str, int,
             continue
         height = row_of[worker, instruction.cell] + 0.42
         axes.plot([start, end], [height] * 2, color=_CRITICAL, linewidth=2.2, solid_capstyle="butt")
-        if before is not None and before[0] != worker:  # it waited for a message
+        if before is not None and before[0] != worker:  # a message delayed it
             axes.plot([before[1], start], [before[2], height], color=_CRITICAL, linewidth=0.8)
         before = worker, end, height
 
@@ -231,7 +231,7 @@ def _draw_legend(figure: Figure, panels: Sequence[Panel]) -> None:
 
 
 def _draw_numbers(figure: Figure, axes: Axes, timeline: Timeline, rows: Sequence[tuple[str, int, int]]) -> None:
-    """Writes the micro-batches' numbers on the bars, all in one size, except on bars too narrow for them."""
+    """Writes the micro-batches' numbers, in one size; none on bars that are too narrow to read them."""
     figure.draw_without_rendering()
     area, points = axes.get_window_extent(), 72 / figure.dpi
     tallest = min(9.0, 0.6 * area.height * points / len(rows))
@@ -246,7 +246,7 @@ def _draw_numbers(figure: Figure, axes: Axes, timeline: Timeline, rows: Sequence
     size = min(sizes.values(), default=0.0)
     for row, (_, cell, worker) in enumerate(rows):
         for span in _compute_spans(timeline, cell, worker):
-            # Measured bars of one kind differ in width; a number wider than its bar would be unreadable.
+            # Measured bars of one kind differ; a number wider than its bar would be white on white.
             if span.instruction.op in sizes and span.end - span.start >= 0.7 * size * widest:
                 middle, text = (span.start + span.end) / 2, str(span.instruction.micro_batch)
                 ink = _INK[span.instruction.op]

@@ -17,22 +17,19 @@ from .instruction import Instruction, Op, ScheduleError
 from .orders import KINDS, Unit, runs_of
 
 REMAT = ("always", "except_last", "never")
-_CHANGE = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.WEIGHT_GRADIENT: -1}  # of what is kept: the graph waits for its W
+_CHANGE = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.WEIGHT_GRADIENT: -1}  # of what is kept: until W, with halves
 
 
 def schedule(kind: str, placement: Sequence[int], M: int, remat: str) -> list[list[Instruction]]:
-    """The instructions of one training step.
+    """Returns the instructions of one training step: one list per worker, in the order of execution.
 
     Args:
         kind: a key of ``KINDS``.
         placement: ``placement[cell]`` is the cell's worker; workers are counted from 0 and each has a cell.
         M: micro-batches per mini-batch.
         remat: ``always`` recomputes each cell directly before its backward (one cell's internals are kept at a
-            time), ``except_last`` keeps the graph where a micro-batch comes back right after its forward and else
+            time), ``except_last`` keeps the graph where a backward directly follows its forward and otherwise
             recomputes the worker's cells before the gradient arrives, ``never`` keeps every graph.
-
-    Returns:
-        One list per worker, in the order of execution.
 
     Raises:
         ScheduleError: an unknown kind or policy, M < 1, or a placement that the kind cannot serve.
@@ -46,7 +43,7 @@ def schedule(kind: str, placement: Sequence[int], M: int, remat: str) -> list[li
 
 
 def forward_only(placement: Sequence[int], M: int) -> list[list[Instruction]]:
-    """The instructions of one evaluation step, for any placement: forwards, receives and sends only.
+    """Returns the instructions of one evaluation step, for any placement: forwards, receives and sends only.
 
     A worker with several runs of cells takes as many micro-batches through a run as there are workers before it turns
     to the next one, so that its neighbours always have work.
@@ -63,7 +60,7 @@ def forward_only(placement: Sequence[int], M: int) -> list[list[Instruction]]:
 
 @dataclass(frozen=True)
 class Kept:
-    """The most that one worker's list keeps at any moment of a step.
+    """Holds the most that one worker keeps at any moment of a step.
 
     Attributes:
         inputs: cell -> micro-batches whose boundary input is kept, from forward to the end of backward (its
@@ -82,12 +79,12 @@ def most_kept(
     input_bytes: Mapping[int, float] | None = None,
     graph_bytes: Mapping[int, float] | None = None,
 ) -> Kept:
-    """What a worker has to hold in memory, from its training list (paper, section 2.3: N + (L/K)·(N/M)).
+    """Returns what a worker has to keep in memory, by its training list (paper, section 2.3: N + (L/K)·(N/M)).
 
     Args:
         instructions: the list of one worker.
         input_bytes: cell -> size of the boundary input of one micro-batch.
-        graph_bytes: cell -> size of what one micro-batch's graph holds beside it.
+        graph_bytes: cell -> size of what one micro-batch's graph keeps besides.
     """
     recomputed = {(i.cell, i.micro_batch) for i in instructions if i.op is Op.RECOMPUTE}
     cells = {i.cell for i in instructions}
@@ -109,7 +106,7 @@ def most_kept(
 
 
 def _instructions(units: Sequence[Unit], placement: Sequence[int], remat: str) -> list[Instruction]:
-    """One worker's units with their receives, recomputes and sends."""
+    """Returns one worker's units with their receives, recomputes and sends."""
     made: list[Instruction] = []
     before: Unit | None = None
     for unit in units:
@@ -136,7 +133,7 @@ def _forward(unit: Unit, placement: Sequence[int]) -> Iterator[Instruction]:
 
 
 def _backward(unit: Unit, placement: Sequence[int], recompute: bool, early: Sequence[int]) -> Iterator[Instruction]:
-    """``early`` are the cells recomputed before the gradient arrives, while the worker would idle (section 2.3)."""
+    """Yields a backward; ``early`` cells are recomputed before the gradient arrives, in idle time (section 2.3)."""
     for cell in reversed(early):
         yield Instruction(Op.RECOMPUTE, cell, unit.micro_batch)
     for cell in reversed(unit.cells):

@@ -1,4 +1,4 @@
-"""Computes the timeline of a schedule from its instruction lists and the duration of each instruction."""
+"""Simulates a schedule: makes a timeline of instruction lists and the duration of each instruction."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Seconds = float  # or any other unit, the same for durations and latency
 
 
 class Span(NamedTuple):
-    """Holds the begin and the end of one instruction. The span of a receive includes its wait."""
+    """Holds begin and end of one instruction. A receive lasts at least as long as it waits."""
 
     instruction: Instruction
     start: Seconds
@@ -22,7 +22,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Holds the spans of every worker; time starts at 0.
+    """Holds what every worker did when, from time 0.
 
     Attributes:
         spans: one list per worker, in order.
@@ -34,12 +34,12 @@ class Timeline:
 
     @cached_property
     def span(self) -> Seconds:
-        """Returns the time from the first start to the last end."""
+        """Returns the length of the step, from time 0 to the last end."""
         return max((spans[-1].end for spans in self.spans if spans), default=0.0)
 
     @cached_property
     def busy(self) -> list[Seconds]:
-        """Returns each worker's time in forward, recompute and backward or its halves."""
+        """Returns the time that each worker computes."""
         return [sum(s.end - s.start for s in spans if s.instruction.op in COMPUTE) for spans in self.spans]
 
     @property
@@ -61,16 +61,15 @@ def simulate(
     latency: Seconds | Callable[[Instruction], Seconds] = 0.0,
     host: Seconds = 0.0,
 ) -> Timeline:
-    """Times the lists on an ideal machine, where each worker starts an instruction as soon as its inputs are there.
+    """Simulates the lists on an ideal machine, where each worker starts an instruction as soon as possible.
 
     Args:
         lists: one list per worker.
         placement: ``placement[cell]`` is the cell's worker.
-        duration: of an instruction in ``COMPUTE``; called for no other.
-        latency: time from a send to the arrival of its message: one number, or a function of the send. Messages do not
-            delay computation or each other.
-        host: time for which each send and each receive keeps its own worker from computing; for a receive the
-            wait counts towards it.
+        duration: of an instruction; called only for kinds in ``COMPUTE``.
+        latency: from a send to the moment the other worker can go on: one number, or a function of the send. Messages
+            travel while workers compute and while other messages travel.
+        host: time that each send and each receive takes from its own worker; a receive takes it while it waits.
 
     Raises:
         ScheduleError: the workers wait for each other in a circle.
@@ -93,15 +92,15 @@ def simulate(
 
 
 def unit_durations(instruction: Instruction) -> Seconds:
-    """Returns 1 for every instruction, as the paper's figure 2c draws them."""
+    """Returns 1 for every instruction, as in the paper's figure 2c."""
     return 1.0
 
 
 def cost_durations(cell_costs: Sequence[float], backward: float = 2.0) -> Callable[[Instruction], Seconds]:
     """Returns durations in the unit of the costs: C_k for forward and recompute, ``backward`` times C_k for backward.
 
-    A backward computes the gradients of the input and of the weights, each about as expensive as the forward; a half
-    of a backward takes half of its time.
+    A backward computes the gradients of the input and of the weights, each about as expensive as the forward; of a
+    backward in two halves, each takes half the time.
     """
     factors = {Op.BACKWARD: backward, Op.INPUT_GRADIENT: backward / 2, Op.WEIGHT_GRADIENT: backward / 2}
 
@@ -121,9 +120,9 @@ BUBBLE_FORMULAS = {"gpipe": "(W-1)/(M+W-1)", "1f1b": "(W-1)/(M+W-1)", "interleav
 
 
 def bubble_by_formula(kind: str, workers: int, cells: int, M: int) -> float | None:
-    """Returns the bubble of equal cells by `BUBBLE_FORMULAS`; None where no formula holds.
+    """Returns the bubble of equal cells by `BUBBLE_FORMULAS`; None where none of them holds.
 
-    None holds for `zero_bubble`, whose bubble depends on the times of a backward's halves, nor for `interleaved_1f1b`
+    None holds for `zero_bubble`, whose bubble depends on the times of a backward's halves, and for `interleaved_1f1b`
     with fewer micro-batches than workers.
     """
     if kind not in BUBBLE_FORMULAS:

@@ -11,19 +11,23 @@ from collections.abc import Sequence
 from .instruction import BACK, Instruction, InstructionLists, Message, Op, ScheduleError, execution_order
 from .schedule import REMAT
 
-_Key = tuple[Op, int, int]  # an instruction without its class: quicker to hash
+_Key = tuple[Op, int, int]  # an instruction as a tuple, which is faster to hash
+_ENDS = {
+    "activation": (Op.SEND_ACTIVATION, Op.RECEIVE_ACTIVATION),
+    "gradient": (Op.SEND_GRADIENT, Op.RECEIVE_GRADIENT),
+}
 _TOO_LATE = {Op.RECOMPUTE: "recomputes after its backward"} | dict.fromkeys(BACK, "has come back before")
 
 
 def validate(lists: InstructionLists, placement: Sequence[int], M: int, remat: str | None = None) -> None:
     """Checks the lists of one step.
 
-    * Every cell runs every micro-batch forward once and backward once: whole, or the input's half before the weights'.
-    * Every instruction comes after those whose results it needs.
+    * Every cell runs every micro-batch forward once and backward once, either whole or in its two halves, the input's
+      before the weights'. What an instruction needs stands before it.
     * Every message is sent once and received once, on the right workers. Between two workers the messages of one
-      direction are received in the order in which they are sent, as point-to-point queues such as NCCL's require.
-    * No workers wait for each other in a circle, where a receive waits for its send, and a send for the message that
-      was sent `send_window` messages earlier.
+      direction are received in the order in which they are sent (queues such as NCCL's need that).
+    * The workers never wait for each other in a circle, where a receive waits for its send, and a send for the receive
+      of the message that was sent `send_window` messages before it.
 
     Args:
         lists: one list per worker.
@@ -49,7 +53,7 @@ def validate(lists: InstructionLists, placement: Sequence[int], M: int, remat: s
 def _check_worker(
     worker: int, instructions: Sequence[Instruction], placement: Sequence[int], M: int, remat: str | None
 ) -> set[_Key]:
-    """Checks that each instruction is legal and comes after what it needs; returns the set of all of them."""
+    """Checks that each instruction is allowed and stands behind what it needs; returns all that the worker does."""
     done: set[_Key] = set()
     requirements: dict[tuple[Op, int], tuple[tuple[Op, int], ...]] = {}
     for position, instruction in enumerate(instructions):
@@ -83,7 +87,7 @@ def _error(worker: int, position: int, instruction: Instruction, problem: str) -
 
 
 def _misplaced(worker: int, op: Op, cell: int, placement: Sequence[int], remat: str | None) -> str | None:
-    """Returns why the worker can never run this operation on this cell; None if it can."""
+    """Returns why the worker can never run this instruction for this cell; None if it can."""
     if not 0 <= cell < len(placement):
         return f"cells are counted from 0 to K-1={len(placement) - 1}"
     if placement[cell] != worker:
@@ -112,7 +116,7 @@ def _neighbour(op: Op, cell: int) -> int | None:
 
 
 def _needs(op: Op, cell: int, placement: Sequence[int], remat: str | None) -> tuple[tuple[Op, int], ...]:
-    """Returns what must come earlier in the same list, for the same micro-batch; half of a BACKWARD suffices."""
+    """Returns what must stand before it, for the same micro-batch; in place of BACKWARD its first half is enough."""
     if op is Op.FORWARD and cell > 0:
         local = placement[cell - 1] == placement[cell]
         return ((Op.FORWARD, cell - 1) if local else (Op.RECEIVE_ACTIVATION, cell),)
@@ -144,21 +148,17 @@ def _check_complete(worker: int, done: set[_Key], placement: Sequence[int], M: i
 
 
 def _check_messages(lists: InstructionLists, placement: Sequence[int]) -> None:
-    """Checks that the messages received are those sent, in the same order.
+    """Checks that every awaited message is sent, and in the order in which it is awaited.
 
-    That every message sent is received follows from what forwards and backwards need.
+    That every sent message is awaited follows from what forwards and backwards need.
     """
     sent: dict[tuple[int, int, str], list[Message]] = defaultdict(list)
     received: dict[tuple[int, int, str], list[Message]] = defaultdict(list)
-    for worker, instructions in enumerate(lists):
-        for instruction in instructions:
-            neighbour = _neighbour(instruction.op, instruction.cell)
-            if neighbour is None:
-                continue
-            if (message := instruction.sent_message) is not None:
-                sent[worker, placement[neighbour], message[0]].append(message)
-            elif (message := instruction.awaited_message) is not None:
-                received[placement[neighbour], worker, message[0]].append(message)
+    for instruction in (i for instructions in lists for i in instructions):
+        for message, listed in ((instruction.sent_message, sent), (instruction.awaited_message, received)):
+            if message is not None:
+                channel = placement[message.sender], placement[message.receiver], message.direction
+                listed[channel].append(message)
     for channel in sorted(sent.keys() | received.keys()):
         if sent[channel] != received[channel]:
             raise ScheduleError(_difference(channel, sent[channel], received[channel]))
@@ -179,7 +179,6 @@ def _difference(channel: tuple[int, int, str], sent: Sequence[Message], received
 
 def _ends(message: Message) -> tuple[Instruction, Instruction]:
     """Returns the send and the receive of a message."""
-    direction, boundary, m = message
-    if direction == "activation":
-        return Instruction(Op.SEND_ACTIVATION, boundary, m), Instruction(Op.RECEIVE_ACTIVATION, boundary + 1, m)
-    return Instruction(Op.SEND_GRADIENT, boundary + 1, m), Instruction(Op.RECEIVE_GRADIENT, boundary, m)
+    send, receive = _ENDS[message.direction]
+    m = message.micro_batch
+    return Instruction(send, message.sender, m), Instruction(receive, message.receiver, m)

@@ -32,7 +32,7 @@ def join(context: Context, shared: bool = True) -> Transport:
 
 
 def take(channel: Transport, spec: BoundarySpec, number: int, direction: str = "activation") -> Tensors:
-    return channel.post(Message(direction, 0, number), spec).wait()
+    return channel.post(Message(direction, 0, number), spec)(0)
 
 
 def messages() -> list[Tensors]:

@@ -43,11 +43,6 @@ def test_what_is_packed_comes_out_with_its_values_and_its_layout(tensors: tuple[
         assert taken.is_contiguous() or is_channels_last(given)
 
 
-def test_the_other_side_learns_the_same_description(tensors: tuple[Tensor, ...]) -> None:
-    spec = BoundarySpec.of(tensors)
-    assert BoundarySpec.from_bytes(spec.to_bytes()) == spec
-
-
 def test_every_tensor_of_several_starts_at_a_multiple_of_the_alignment(tensors: tuple[Tensor, ...]) -> None:
     spec = BoundarySpec.of(tensors)
     assert all(offset % ALIGNMENT == 0 for offset in spec.offsets[: len(tensors)])
