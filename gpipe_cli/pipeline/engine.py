@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -170,7 +170,9 @@ class Pipeline:
         """
         for cell in self.cells.values():
             cell.begin_step(step_input.step, step_input.steps)
-        step = _TrainingStep(self, instructions, step_input, micro_batches)
+        step = _TrainingStep(
+            self, instructions, step_input.signatures, micro_batches, step_input.step, step_input.scale
+        )
         step.run(self.meter)
         return step.record
 
@@ -214,6 +216,7 @@ class Pipeline:
         return self.transport.post(message, spec if is_activation else spec.gradients)
 
 
+@dataclass
 class _Step:
     """Interprets the instruction list of one step: what training and forward-only steps share.
 
@@ -226,26 +229,24 @@ class _Step:
 
     HANDLERS: ClassVar[Handlers]
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        instructions: Sequence[Instruction],
-        signatures: Sequence[Hashable],
-        micro_batches: Sequence[MicroBatch] | None,
-    ) -> None:
-        self._pipeline, self._instructions, self._signatures = pipeline, instructions, signatures
-        self.buffers = StepBuffers()
+    pipeline: Pipeline
+    instructions: Sequence[Instruction]
+    signatures: Sequence[Hashable]
+    micro_batches: InitVar[Sequence[MicroBatch] | None]
+    buffers: StepBuffers = field(default_factory=StepBuffers, init=False)
+
+    def __post_init__(self, micro_batches: Sequence[MicroBatch] | None) -> None:
         for number, (inputs, targets) in enumerate(micro_batches or ()):
             self.buffers.inputs[0, number] = self._to_device(inputs)
             self.buffers.targets[number] = self._to_device(targets)
-        post = partial(pipeline.post_receive, signatures)
-        self._receives = ReceivesAhead(instructions, post, pipeline.waits_for_sends())
+        post = partial(self.pipeline.post_receive, self.signatures)
+        self._receives = ReceivesAhead(self.instructions, post, self.pipeline.waits_for_sends())
 
     def run(self, meter: Meter | None) -> None:
         """Executes the list, with a time for every instruction where there is a meter."""
-        where, handlers = self._pipeline.where, self.HANDLERS
+        where, handlers = self.pipeline.where, self.HANDLERS
         self._receives.post_ahead(Op.RECEIVE_ACTIVATION)
-        for instruction in self._instructions:
+        for instruction in self.instructions:
             op, where.cell, where.micro_batch = instruction.op, instruction.cell, instruction.micro_batch
             where.instruction = op.name.lower()
             if meter is None:
@@ -255,25 +256,25 @@ class _Step:
             handlers[op](self, instruction)
             meter.record(instruction, started)
         where.cell = where.micro_batch = where.instruction = None  # later errors belong to no instruction
-        self._pipeline.drain()
+        self.pipeline.drain()
         left_over = self.buffers.left_over() + (["receives"] if self._receives else [])
         if left_over:
             raise RuntimeError(f"the schedule is incomplete: the step has not used up {', '.join(left_over)}")
 
     def _to_device(self, tensors: Iterable[Tensor]) -> Tensors:
-        return tuple(tensor.to(self._pipeline.device, non_blocking=True) for tensor in tensors)
+        return tuple(tensor.to(self.pipeline.device, non_blocking=True) for tensor in tensors)
 
     def _is_local(self, cell: int) -> bool:
         """Returns whether the boundary behind the cell lies inside this worker."""
-        placement = self._pipeline.placement
+        placement = self.pipeline.placement
         return placement[cell] == placement[cell + 1]
 
     def _pass_on(self, i: Instruction, outputs: Tensors) -> None:
         """Gives a cell's outputs to the next cell: at once inside a worker, else with the send that follows."""
-        key = i.cell, self._signatures[i.micro_batch]
-        spec = self._pipeline.boundaries.get(key)
+        key = i.cell, self.signatures[i.micro_batch]
+        spec = self.pipeline.boundaries.get(key)
         if spec is None:
-            spec = self._pipeline.boundaries[key] = BoundarySpec.of(outputs)
+            spec = self.pipeline.boundaries[key] = BoundarySpec.of(outputs)
         if self._is_local(i.cell):
             self.buffers.inputs[i.cell + 1, i.micro_batch] = fresh_leaves(outputs, spec)
         else:
@@ -281,7 +282,7 @@ class _Step:
 
     def _send_activation(self, i: Instruction) -> None:
         """Sends activations and, behind them, the micro-batch's targets, which travel on to the last cell."""
-        pipeline, key = self._pipeline, (i.cell, self._signatures[i.micro_batch])
+        pipeline, key = self.pipeline, (i.cell, self.signatures[i.micro_batch])
         targets = self.buffers.targets[i.micro_batch]
         spec = pipeline.messages.get(key)
         if spec is None:
@@ -294,11 +295,11 @@ class _Step:
 
     def _send(self, i: Instruction, tensors: Tensors, spec: BoundarySpec) -> None:
         assert i.sent_message is not None
-        self._pipeline.transport.send(i.sent_message, tensors, spec)
+        self.pipeline.transport.send(i.sent_message, tensors, spec)
         self._receives.has_sent()
 
     def _receive_activation(self, i: Instruction) -> None:
-        pipeline, key = self._pipeline, (i.cell - 1, self._signatures[i.micro_batch])
+        pipeline, key = self.pipeline, (i.cell - 1, self.signatures[i.micro_batch])
         if key not in pipeline.messages:
             pipeline.messages[key] = pipeline.transport.receive_spec(i.cell - 1)
         tensors = self._receive(i, separate=pipeline.n_targets)  # targets stay until the step ends
@@ -310,34 +311,26 @@ class _Step:
         self.buffers.targets[i.micro_batch] = tensors[split:]
 
     def _receive(self, i: Instruction, separate: int = 0) -> Tensors:
-        wait = self._receives.take(i) or self._pipeline.post_receive(self._signatures, i)
+        wait = self._receives.take(i) or self.pipeline.post_receive(self.signatures, i)
         assert wait is not None  # its shapes are known by now
         self._receives.post_ahead(i.op)
         return wait(separate)
 
 
+@dataclass
 class _ForwardStep(_Step):
     """Interprets a forward-only list; ``sink`` and ``caches`` as in `Pipeline.run_forward`."""
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        instructions: Sequence[Instruction],
-        signatures: Sequence[Hashable],
-        micro_batches: Sequence[MicroBatch] | None,
-        sink: Sink,
-        caches: Caches | None,
-    ) -> None:
-        super().__init__(pipeline, instructions, signatures, micro_batches)
-        self._sink, self._caches = sink, caches
+    sink: Sink
+    caches: Caches | None
 
     def _forward(self, i: Instruction) -> None:
-        place, cell = (i.cell, i.micro_batch), self._pipeline.cells[i.cell]
-        caches = None if self._caches is None else self._caches.setdefault(place, [{} for _ in cell.layers])
-        with self._pipeline.autocast():
+        place, cell = (i.cell, i.micro_batch), self.pipeline.cells[i.cell]
+        caches = None if self.caches is None else self.caches.setdefault(place, [{} for _ in cell.layers])
+        with self.pipeline.autocast():
             outputs = cell.run_inference(self.buffers.inputs.pop(place), i.micro_batch, caches)
-        if i.cell == self._pipeline.last:
-            self._sink(i.micro_batch, outputs, self.buffers.targets[i.micro_batch])
+        if i.cell == self.pipeline.last:
+            self.sink(i.micro_batch, outputs, self.buffers.targets[i.micro_batch])
         else:
             self._pass_on(i, outputs)
 
@@ -348,6 +341,7 @@ class _ForwardStep(_Step):
     }
 
 
+@dataclass
 class _TrainingStep(_Step):
     """Interprets a training list.
 
@@ -355,27 +349,23 @@ class _TrainingStep(_Step):
         record: the results of the step.
     """
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        instructions: Sequence[Instruction],
-        step_input: StepInput,
-        micro_batches: Sequence[MicroBatch] | None,
-    ) -> None:
-        super().__init__(pipeline, instructions, step_input.signatures, micro_batches)
-        self.record = StepRecord()
-        self._step, self._scale = step_input.step, step_input.scale
-        self._recomputed = {(i.cell, i.micro_batch) for i in instructions if i.op is Op.RECOMPUTE}
+    step: int
+    scale: float
+    record: StepRecord = field(default_factory=StepRecord, init=False)
+
+    def __post_init__(self, micro_batches: Sequence[MicroBatch] | None) -> None:
+        super().__post_init__(micro_batches)
+        self._recomputed = {(i.cell, i.micro_batch) for i in self.instructions if i.op is Op.RECOMPUTE}
 
     def _forward(self, i: Instruction) -> None:
         keeps_graph = (i.cell, i.micro_batch) not in self._recomputed
-        is_last = i.cell == self._pipeline.last
-        is_known = is_last or (i.cell, self._signatures[i.micro_batch]) in self._pipeline.boundaries
+        is_last = i.cell == self.pipeline.last
+        is_known = is_last or (i.cell, self.signatures[i.micro_batch]) in self.pipeline.boundaries
         # Only a graph shows which outputs need a gradient, so the first run with new shapes builds one.
         if keeps_graph or not is_known:
             outputs = self._run_with_graph(i, first_time=True, counts=keeps_graph)  # [2]
         else:
-            with torch.no_grad(), self._pipeline.autocast():
+            with torch.no_grad(), self.pipeline.autocast():
                 outputs, _ = self._run(i, first_time=True)  # [1]
         if not is_last:
             self._pass_on(i, outputs)
@@ -389,8 +379,8 @@ class _TrainingStep(_Step):
         Args:
             counts: this is the run that backward will use: its graph is kept and its losses are recorded.
         """
-        is_last = i.cell == self._pipeline.last
-        with torch.enable_grad(), self._pipeline.autocast():
+        is_last = i.cell == self.pipeline.last
+        with torch.enable_grad(), self.pipeline.autocast():
             outputs, losses = self._run(i, first_time)
             if is_last and counts:
                 losses[TASK] = self._score(outputs, i.micro_batch)
@@ -401,22 +391,22 @@ class _TrainingStep(_Step):
         return outputs
 
     def _run(self, i: Instruction, first_time: bool) -> tuple[Tensors, dict[int, Tensor]]:
-        return self._pipeline.cells[i.cell].run_training(
+        return self.pipeline.cells[i.cell].run_training(
             self.buffers.inputs[i.cell, i.micro_batch],
             self.buffers.targets[i.micro_batch],
-            self._step,
+            self.step,
             i.micro_batch,
-            self._signatures[i.micro_batch],
+            self.signatures[i.micro_batch],
             first_time,
         )
 
     def _score(self, outputs: Tensors, micro_batch: int) -> Tensor:
         try:
-            loss, statistics = self._pipeline.loss(outputs, self.buffers.targets[micro_batch])
+            loss, statistics = self.pipeline.loss(outputs, self.buffers.targets[micro_batch])
         except ConfigurationError:
             raise
         except Exception as error:
-            raise LayerFailed(f"cell {self._pipeline.last}, the task's loss, micro-batch {micro_batch}") from error
+            raise LayerFailed(f"cell {self.pipeline.last}, the task's loss, micro-batch {micro_batch}") from error
         seen = self.record.statistics
         self.record.statistics = statistics if seen is None else seen + statistics
         return loss
@@ -427,9 +417,9 @@ class _TrainingStep(_Step):
         graph, inputs = self.buffers.graphs.pop(place), self.buffers.inputs.pop(place)  # [4]
         arrived = iter(self._take_output_gradients(i))
         roots = [(tensor, next(arrived)) for tensor in graph.outputs if tensor.requires_grad]
-        roots += [(loss, torch.full_like(loss, self._scale)) for loss in graph.losses if loss.requires_grad]
+        roots += [(loss, torch.full_like(loss, self.scale)) for loss in graph.losses if loss.requires_grad]
         outputs, gradients = [root for root, _ in roots], [gradient for _, gradient in roots]
-        with self._pipeline.cells[i.cell].going_backward(i.micro_batch):
+        with self.pipeline.cells[i.cell].going_backward(i.micro_batch):
             if i.op is Op.INPUT_GRADIENT:
                 self.buffers.weight_halves[place] = backward_of_inputs(outputs, gradients, inputs)
             elif roots:
@@ -444,18 +434,18 @@ class _TrainingStep(_Step):
             )
 
     def _weight_gradient(self, i: Instruction) -> None:
-        with self._pipeline.cells[i.cell].going_backward(i.micro_batch):
+        with self.pipeline.cells[i.cell].going_backward(i.micro_batch):
             self.buffers.weight_halves.pop((i.cell, i.micro_batch)).run()
 
     def _take_output_gradients(self, i: Instruction) -> Tensors:
-        if i.cell == self._pipeline.last:
+        if i.cell == self.pipeline.last:
             return ()
         if self._is_local(i.cell):
             return self.buffers.input_gradients.pop((i.cell + 1, i.micro_batch))
         return self.buffers.output_gradients.pop((i.cell, i.micro_batch))
 
     def _send_gradient(self, i: Instruction) -> None:
-        spec = self._pipeline.messages[i.cell - 1, self._signatures[i.micro_batch]]  # the activation's, on its way here
+        spec = self.pipeline.messages[i.cell - 1, self.signatures[i.micro_batch]]  # the activation's, on its way here
         self._send(i, self.buffers.input_gradients.pop((i.cell, i.micro_batch)), spec.gradients)
 
     def _receive_gradient(self, i: Instruction) -> None:

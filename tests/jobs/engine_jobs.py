@@ -30,7 +30,7 @@ WIRES = ("shared memory", "gloo", "like NCCL")  # the last: groups, first messag
 
 @dataclass(frozen=True)
 class Case:
-    """One setting of the engine."""
+    """Describes one setting of the engine."""
 
     K: int
     M: int
@@ -42,7 +42,7 @@ class Case:
 
 
 def all_cases(K: int) -> list[Case]:
-    """The schedules, the re-materialization policies, even and uneven batches, with and without BatchNorm."""
+    """Returns all schedules and policies, even and uneven batches, with and without BatchNorm."""
     return [
         Case(K, M, kind, remat, examples, batchnorm, dropout)
         for M in (1, 3, 4)
@@ -54,7 +54,7 @@ def all_cases(K: int) -> list[Case]:
 
 
 def round_robin_cases(K: int) -> list[Case]:
-    """Several cells on each worker, with micro-batches that fill no group of W, one, or one and a bit."""
+    """Returns cases with several cells on each worker, and M below, at and above a multiple of W."""
     return [Case(K, M, "interleaved_1f1b", remat, 11, True, 0.2) for M in (1, 3, 4, 5) for remat in REMAT]
 
 
@@ -63,7 +63,7 @@ def sizes_of(K: int) -> list[int]:
 
 
 def run_case(case: Case, placement: Sequence[int], worker: int, transport: Transport | None) -> list[dict[str, Any]]:
-    """A few steps of plain gradient descent; for each: losses, and by name gradients, weights and buffers held here."""
+    """Runs some steps of gradient descent; returns the losses, gradients and buffers of each, as far as held here."""
     layers = build_all(small_model(case.batchnorm, case.dropout))
     noise = NoiseSource(1, 0, CPU)
     cells = [
@@ -75,10 +75,10 @@ def run_case(case: Case, placement: Sequence[int], worker: int, transport: Trans
     instructions = schedule(case.kind, placement, case.M, case.remat)[worker]
     seen = []
     for step in range(STEPS):
-        parts = mini_batch(step, case.examples, case.M)
-        signatures = tuple(tuple(inputs[0].shape) for inputs, _ in parts)
-        plan = StepInput(step, STEPS, signatures, 1 / weight_of(parts))
-        record = engine.train_step(instructions, plan, parts if placement[0] == worker else None)
+        micro_batches = mini_batch(step, case.examples, case.M)
+        signatures = tuple(tuple(inputs[0].shape) for inputs, _ in micro_batches)
+        step_input = StepInput(step, STEPS, signatures, 1 / weight_of(micro_batches))
+        record = engine.train_step(instructions, step_input, micro_batches if placement[0] == worker else None)
         finish_batchnorm([b for cell in cells for b in cell.batchnorms], None)
         if transport is not None:
             dist.barrier()  # in the trainer the exchange separates the steps
@@ -101,12 +101,12 @@ def run_case(case: Case, placement: Sequence[int], worker: int, transport: Trans
 
 
 def run_plain(case: Case) -> list[dict[str, Any]]:
-    """The same steps without the engine; BatchNorm's moving averages are worked out from the whole mini-batch."""
+    """Runs the same steps without the engine."""
     layers = build_all(small_model(case.batchnorm, case.dropout))
     seen = []
     for step in range(STEPS):
-        parts = mini_batch(step, case.examples, case.M)
-        loss = plain_step(layers, parts, step)
+        micro_batches = mini_batch(step, case.examples, case.M)
+        loss = plain_step(layers, micro_batches, step)
         held = {f"{layer.name}.{name}": p for layer in layers for name, p in layer.module.named_parameters()}
         gradients = {name: p.grad.clone() for name, p in held.items() if p.grad is not None}
         seen.append({"loss": loss, "gradients": gradients})
@@ -119,7 +119,7 @@ def run_plain(case: Case) -> list[dict[str, Any]]:
 
 
 def differences(case: Case, ours: list[dict[str, Any]], plain: list[dict[str, Any]]) -> list[str]:
-    """Names of the parameters whose gradients differ from the plain model's."""
+    """Lists the parameters whose gradients differ from the plain model's."""
     return [
         f"{case}, step {step}: gradient of {name} differs by {(gradient - expected).abs().max().item():.2e}"
         for step, (mine, theirs) in enumerate(zip(ours, plain, strict=True))
@@ -192,9 +192,11 @@ def compare_with_torch_pipelining(context: Context, config: dict[str, Any]) -> l
             theirs = nn.Sequential(*(layer.module for layer in build_all(builders)[2 * rank : 2 * rank + 2]))
             transport = connect_workers(tuple(range(K)), CPU, CPU, (world, world), world)
             engine = Pipeline([Cell(rank, mine, NoiseSource(1, 0, CPU))], range(K), transport, sum_of_losses, 1, CPU)
-            parts = [((a,), (b,)) for a, b in zip(x.chunk(M), wanted.chunk(M), strict=True)]
-            plan = StepInput(0, 1, tuple(tuple(inputs[0].shape) for inputs, _ in parts), 1 / 12)
-            engine.train_step(schedule(kind, range(K), M, "always")[rank], plan, parts if rank == 0 else None)
+            micro_batches = [((a,), (b,)) for a, b in zip(x.chunk(M), wanted.chunk(M), strict=True)]
+            step_input = StepInput(0, 1, tuple(tuple(inputs[0].shape) for inputs, _ in micro_batches), 1 / 12)
+            engine.train_step(
+                schedule(kind, range(K), M, "always")[rank], step_input, micro_batches if rank == 0 else None
+            )
             dist.barrier()
             stage = PipelineStage(theirs, rank, K, CPU)
             runner = peer(stage, M, loss_fn=lambda y, t: sum_of_losses((y,), (t,))[0] / 12, scale_grads=False)

@@ -1,4 +1,4 @@
-"""Three replicas that add up numbers."""
+"""Sums numbers over replicas, for test_replicas.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZES = (1, 2, 3, 7, 4096, 4099)
 
 
 def sums(context: Context, config: dict[str, Any]) -> list[int]:
-    """Entry point: the sizes of which a sum has other bits than one replica after the other gives."""
+    """Entry point: returns the sizes whose sum has other bits than the sum in the order of the replicas."""
     context.init_process_group("gloo")
     world = dist.group.WORLD
     assert world is not None

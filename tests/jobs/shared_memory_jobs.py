@@ -1,4 +1,4 @@
-"""Jobs for test_shared_memory.py: two workers that talk through a channel of shared memory."""
+"""Runs two workers that send messages through shared memory, for test_shared_memory.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WINDOW = send_window(2)
 
 
 def join(context: Context, shared: bool = True) -> Transport:
-    """Worker 0 sends activations, worker 1 gradients."""
+    """Connects worker 0, which sends activations, with worker 1, which sends gradients."""
     context.init_process_group("gloo")
     world = dist.group.WORLD
     assert world is not None
@@ -36,7 +36,7 @@ def take(channel: Transport, spec: BoundarySpec, number: int, direction: str = "
 
 
 def messages() -> list[Tensors]:
-    """Of every sort that a boundary has; each larger than the one before, then small again."""
+    """Returns messages with every sort of tensor; each larger than the one before, then small again."""
     random = torch.Generator().manual_seed(1)
 
     def noise(*shape: int) -> Tensor:
@@ -53,7 +53,7 @@ def messages() -> list[Tensors]:
 
 
 def both_ways(context: Context, config: dict[str, Any]) -> list[bool]:
-    """Every message arrives as it was, twice, and stays so when its slot is used again."""
+    """Checks that every message arrives unchanged, twice, and does not change when its slot is used again."""
     channel = join(context)
     same = []
     for step in range(2):
@@ -73,7 +73,7 @@ def both_ways(context: Context, config: dict[str, Any]) -> list[bool]:
 
 
 def slots(context: Context, config: dict[str, Any]) -> list[int]:
-    """Bytes that worker 0 shares: after three messages in a row, and after five more that were each taken first."""
+    """Returns worker 0's shared bytes after three messages in a row, and after each of five that were taken at once."""
     channel, found = join(context), []
     message = (torch.zeros(1000),)
     spec, number = BoundarySpec.of(message), 0
@@ -92,7 +92,7 @@ def slots(context: Context, config: dict[str, Any]) -> list[int]:
 
 
 def full_window(context: Context, config: dict[str, Any]) -> dict[str, float]:
-    """When worker 0 had sent what the window has room for, and one more, and when worker 1 began to take them."""
+    """Returns when worker 0 had sent a window of messages, and one more, and when worker 1 began to take them."""
     channel = join(context)
     message = (torch.zeros(10),)
     spec = BoundarySpec.of(message)
@@ -115,20 +115,20 @@ def full_window(context: Context, config: dict[str, Any]) -> dict[str, float]:
 
 
 def far_apart(context: Context, config: dict[str, Any]) -> tuple[int, bool]:
-    """On two machines, as one cannot reach the other's sockets: the process group carries the message."""
+    """Imitates two machines, where sockets do not connect: the process group carries the message."""
     shared_memory._reach = lambda name: None
     channel = join(context)
     return _one_message(channel, context.rank)
 
 
 def old_python(context: Context, config: dict[str, Any]) -> tuple[int, bool]:
-    """One that cannot make memory without a name."""
+    """Imitates a Python that cannot make memory without a name."""
     del os.memfd_create
     return _one_message(join(context), context.rank)
 
 
 def no_sockets(context: Context, config: dict[str, Any]) -> tuple[int, bool]:
-    """The second worker may not have any of the kind."""
+    """Imitates a second worker without sockets of the kind."""
     if context.rank == 1:
         shared_memory._listen = lambda name: None
     return _one_message(join(context), context.rank)
@@ -152,7 +152,7 @@ def _one_message(channel: Transport, rank: int) -> tuple[int, bool]:
 
 
 def last_message(context: Context, config: dict[str, Any]) -> bool:
-    """Worker 0 has gone before its message is taken: it arrives all the same."""
+    """Drops worker 0's transport before its message is taken: it arrives all the same."""
     channel = join(context)
     message = (torch.arange(3.0),)
     spec = BoundarySpec.of(message)
@@ -169,7 +169,7 @@ def last_message(context: Context, config: dict[str, Any]) -> bool:
 
 
 def no_descriptors(context: Context, config: dict[str, Any]) -> str:
-    """What worker 1 says whose process may not open another file."""
+    """Returns the error of worker 1, whose process may not open another file."""
     channel = join(context)
     message = (torch.zeros(3),)
     spec = BoundarySpec.of(message)
@@ -216,7 +216,7 @@ def _raise(error: Exception) -> None:
 
 
 def _fail_beside(context: Context, end: Any, send: bool) -> None:
-    """Worker 1 ends while worker 0 waits for its gradient, or for room in the window."""
+    """Ends worker 1 while worker 0 waits for its gradient, or for room in the window."""
     channel = join(context)
     message = (torch.zeros(3),)
     spec = BoundarySpec.of(message)
@@ -232,7 +232,7 @@ def _fail_beside(context: Context, end: Any, send: bool) -> None:
 
 
 def hang(context: Context, config: dict[str, Any]) -> str:
-    """Worker 1 sends nothing, alive as it is."""
+    """Lets worker 1 live and send nothing."""
     shared_memory._PATIENCE = 1.0
     channel = join(context)
     said = ""

@@ -1,4 +1,4 @@
-"""Small models and a plain training loop without the engine, for tests of the engine."""
+"""Defines small models and a training loop without the engine, for tests of the engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 class Embed(nn.Module):
-    """ids [b, t] to (x [b, t, d], mask [b, t] bool, ids, positions [t] float without gradient)."""
+    """Maps ids [b, t] to (x [b, t, d], mask [b, t] bool, ids, positions [b, t] float without gradient)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Embed(nn.Module):
 
 
 class Mix(nn.Module):
-    """A residual branch that uses all that travels."""
+    """Adds a residual branch that uses all tensors of the boundary."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Mix(nn.Module):
 
 
 class Norm(nn.Module):
-    """BatchNorm over the channels; its output is a transposed view, laid out oddly on purpose."""
+    """Normalises the channels; its output is a transposed view, with unusual strides on purpose."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Norm(nn.Module):
 
 
 class Judge(nn.Module):
-    """Passes everything on and adds a loss of its own in the middle of the pipeline."""
+    """Passes everything on and adds an auxiliary loss in the middle of the pipeline."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Head(nn.Module):
 
 
 def small_model(batchnorm: bool = False, dropout: float = 0.0) -> list[LayerBuilder]:
-    """Seven layers with everything that may pass a boundary."""
+    """Returns seven layers with every sort of tensor that may pass a boundary."""
     middle = {"norm": Norm} if batchnorm else {"mix_1": partial(Mix, dropout)}
     layers = {
         "embed": Embed,
@@ -93,32 +93,32 @@ def small_model(batchnorm: bool = False, dropout: float = 0.0) -> list[LayerBuil
 
 
 def token_loss(outputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Sum over the non-padding tokens, and how many tokens it saw."""
+    """Returns the sum over the non-padding tokens, and the number of tokens."""
     (logits,), (wanted,) = outputs, targets
     loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=0, reduction="sum")
     return loss, torch.tensor([float(wanted.numel())], dtype=torch.float64)
 
 
 def mini_batch(step: int, examples: int, M: int) -> list[MicroBatch]:
-    """``examples`` rows in M parts whose sizes differ by at most one; their width changes from step to step."""
+    """Returns ``examples`` rows in M micro-batches of nearly equal size; their width changes from step to step."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(0, WORDS, (examples, 5 + step % 2), generator=generator)
     return [((rows,), (rows.roll(1, 1),)) for rows in ids.tensor_split(M)]
 
 
-def weight_of(parts: Sequence[MicroBatch]) -> float:
-    return float(sum(int((targets[0] != 0).sum()) for _, targets in parts))
+def weight_of(micro_batches: Sequence[MicroBatch]) -> float:
+    return float(sum(int((targets[0] != 0).sum()) for _, targets in micro_batches))
 
 
 def build_all(builders: Sequence[LayerBuilder], seed: int = 5) -> list[BuiltLayer]:
     return [BuiltLayer(i, b.name, build_layer(b, i, seed, CPU)) for i, b in enumerate(builders)]
 
 
-def plain_step(layers: Sequence[BuiltLayer], parts: Sequence[MicroBatch], step: int, seed: int = 1) -> float:
-    """Forward and backward of a mini-batch without engine, cells or schedule; returns its loss."""
+def plain_step(layers: Sequence[BuiltLayer], micro_batches: Sequence[MicroBatch], step: int, seed: int = 1) -> float:
+    """Runs forward and backward of a mini-batch without engine, cells or schedule; returns its loss."""
     noise = NoiseSource(seed, 0, CPU)
-    weight, total = weight_of(parts), 0.0
-    for number, (inputs, targets) in enumerate(parts):
+    weight, total = weight_of(micro_batches), 0.0
+    for number, (inputs, targets) in enumerate(micro_batches):
         values: object = inputs[0]
         loss = torch.zeros(())
         for layer in layers:

@@ -1,4 +1,4 @@
-"""Two replicas whose BatchNorm layers share the statistics of training, beside one with the joined micro-batches."""
+"""Trains two replicas with shared BatchNorm statistics, and one model with the joined micro-batches."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.schedule.schedule import schedule
 from gpipe_cli.tasks.classification import ClassificationTask
 
-M, EXAMPLES, STEPS = 2, 11, 2  # parts of 3, 3, 3 and 2 images
+M, EXAMPLES, STEPS = 2, 11, 2  # micro-batches of 3, 3, 3 and 2 images
 
 
-def parts(step: int) -> list[MicroBatch]:
-    """The mini-batch in the parts of both replicas: the first M are replica 0's."""
+def micro_batches(step: int) -> list[MicroBatch]:
+    """Returns the micro-batches of both replicas: the first M are replica 0's."""
     generator = torch.Generator().manual_seed(step)
     images = torch.randn(EXAMPLES, 3, 32, 32, generator=generator)
     labels = torch.randint(0, CLASSES, (EXAMPLES,), generator=generator)
@@ -34,8 +34,8 @@ def parts(step: int) -> list[MicroBatch]:
 
 
 def joined(step: int) -> list[MicroBatch]:
-    """Micro-batch m of one replica beside micro-batch m of the other."""
-    every = parts(step)
+    """Returns micro-batch m of both replicas, joined."""
+    every = micro_batches(step)
     both = [zip(every[m], every[M + m], strict=True) for m in range(M)]
     return [
         tuple(tuple(torch.cat(pair) for pair in zip(one, other, strict=True)) for one, other in halves)  # type: ignore[misc]
@@ -44,16 +44,16 @@ def joined(step: int) -> list[MicroBatch]:
 
 
 def train(replica: int, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-    """Gradients and buffers by step and name; without a group of the joined micro-batches."""
+    """Returns gradients and buffers by step and name; without a group those of the joined micro-batches."""
     layers = build_all(amoebanet(**SMALL, image_size=32, auxiliary_head=False))  # type: ignore[arg-type]
     cell = Cell(0, layers, NoiseSource(1, replica, CPU), group)
     engine = Pipeline([cell], (0,), None, ClassificationTask(0.1).loss, 1, CPU)
     held = dict(cell.parameters())
     seen = {}
     for step in range(STEPS):
-        mine = joined(step) if group is None else parts(step)[replica * M : (replica + 1) * M]
-        plan = StepInput(step, STEPS, tuple(len(inputs[0]) for inputs, _ in mine), 1 / EXAMPLES)
-        engine.train_step(schedule("gpipe", (0,), M, "always")[0], plan, mine)
+        mine = joined(step) if group is None else micro_batches(step)[replica * M : (replica + 1) * M]
+        step_input = StepInput(step, STEPS, tuple(len(inputs[0]) for inputs, _ in mine), 1 / EXAMPLES)
+        engine.train_step(schedule("gpipe", (0,), M, "always")[0], step_input, mine)
         if group is not None:
             reduce_over_replicas(held.values(), group)
         finish_batchnorm(cell.batchnorms, group)
@@ -68,7 +68,7 @@ def train(replica: int, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
 
 
 def compare(context: Context, config: dict[str, Any]) -> list[str]:
-    """Entry point of a worker: what differs from the joined mini-batch, in float64."""
+    """Entry point of a worker: lists what differs from the joined mini-batch, in float64."""
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
     context.init_process_group("gloo")

@@ -1,4 +1,4 @@
-"""BatchNorm's moving averages follow the whole mini-batch, whatever M, K and remat policy (paper, section 2.2)."""
+"""BatchNorm's moving averages follow the whole mini-batch, for every M, K and remat policy (paper, section 2.2)."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def test_moving_averages_take_the_pooled_statistics_once_per_mini_batch(M: int, 
     for cell in cells:
         cell.train(True)
     engine = Pipeline(cells, (0,) * K, None, squares, 1, CPU)
-    parts = [((x,), (torch.zeros(len(x), 4),)) for x in EXAMPLES.tensor_split(M)]
-    plan = StepInput(0, 1, tuple(len(inputs[0]) for inputs, _ in parts), 1 / 11)
-    engine.train_step(schedule("gpipe", (0,) * K, M, remat)[0], plan, parts)
+    micro_batches = [((x,), (torch.zeros(len(x), 4),)) for x in EXAMPLES.tensor_split(M)]
+    step_input = StepInput(0, 1, tuple(len(inputs[0]) for inputs, _ in micro_batches), 1 / 11)
+    engine.train_step(schedule("gpipe", (0,) * K, M, remat)[0], step_input, micro_batches)
     finish_batchnorm([norm for cell in cells for norm in cell.batchnorms], None)
     (norm,) = cells[0].batchnorms
     torch.testing.assert_close(norm.running_mean, 0.3 * EXAMPLES.mean(0), rtol=1e-5, atol=1e-6)

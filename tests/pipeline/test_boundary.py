@@ -1,4 +1,4 @@
-"""What passes between cells: described, packed into one message, and taken out of it again."""
+"""Boundaries are described, packed into one message, and unpacked again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tensors(request: pytest.FixtureRequest) -> tuple[Tensor, ...]:
     return BOUNDARIES[request.param]
 
 
-def test_what_is_packed_comes_out_with_its_values_and_its_layout(tensors: tuple[Tensor, ...]) -> None:
+def test_packed_tensors_are_unpacked_with_their_values_and_layouts(tensors: tuple[Tensor, ...]) -> None:
     spec = BoundarySpec.of(tensors)
     message = pack(tensors, spec, CPU)
     assert message.dtype == torch.uint8 and message.shape == (spec.size,)
@@ -53,7 +53,7 @@ def test_a_contiguous_tensor_alone_is_sent_without_a_copy() -> None:
     assert pack((tensor,), BoundarySpec.of((tensor,)), CPU).data_ptr() == tensor.data_ptr()
 
 
-def test_what_is_taken_out_of_a_message_is_not_copied() -> None:
+def test_unpacked_tensors_are_views_of_the_message() -> None:
     tensors = (torch.randn(3, 5), torch.arange(4))
     spec = BoundarySpec.of(tensors)
     message = pack(tensors, spec, CPU)
@@ -65,7 +65,7 @@ def test_packing_builds_no_graph() -> None:
     assert not pack(tensors, BoundarySpec.of(tensors), CPU).requires_grad
 
 
-def test_leaves_collect_gradients_where_the_boundary_says_so() -> None:
+def test_leaves_collect_gradients_where_the_boundary_needs_them() -> None:
     spec = BoundarySpec.of((torch.randn(3, requires_grad=True), torch.arange(3)))
     values, ids = fresh_leaves((torch.randn(3) * 2, torch.arange(3)), spec)
     assert values.requires_grad and values.is_leaf

@@ -1,4 +1,4 @@
-"""A layer that remembers something of each forward is refused in the first step: it would break exactness silently."""
+"""A layer that changes its buffers in a training forward is refused in the first step: it would not be exact."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INPUTS = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(1))
 
 
 class Counter(nn.Module):
-    """Counts its calls; `anew` puts another tensor in the place of the buffer."""
+    """Counts its calls; `anew` replaces the buffer by another tensor."""
 
     def __init__(self, anew: bool) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Counter(nn.Module):
 
 
 class OwnBatchNorm(nn.Module):
-    """Calls the kernel by itself, so that nobody knows it for a BatchNorm."""
+    """Calls the kernel itself, so that it is not recognised as a BatchNorm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class OwnBatchNorm(nn.Module):
 
 
 class Positions(nn.Module):
-    """Makes its table at first use, and a larger one when it needs it; NaN stands for what is never read."""
+    """Makes its table at first use, and a larger one when needed; NaN stands for values that are never read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Positions(nn.Module):
 
 
 class Constant(nn.Module):
-    """The same, with the table from the beginning."""
+    """Computes the same, with the table from the beginning."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def test_a_layer_that_changes_its_buffers_is_refused_by_name(
     assert "nn.BatchNorm" in str(error.value)
 
 
-def test_a_table_made_at_first_use_is_no_harm_and_looking_at_it_changes_no_bit() -> None:
+def test_a_table_made_at_first_use_is_allowed_and_the_comparison_changes_no_bit() -> None:
     late, ready = cell_of(Positions()), cell_of(Constant())
     for _ in range(2):
         (one,), losses = run(late)
@@ -128,12 +128,12 @@ def test_a_run_with_such_a_layer_ends_in_its_first_step(tmp_path: Path) -> None:
     assert not (tmp_path / "checkpoints" / "step_00000001").exists()
 
 
-def test_the_look_is_taken_once() -> None:
+def test_buffers_are_compared_only_once() -> None:
     calls = []
     layer = Constant()
     layer.register_forward_hook(lambda *_: calls.append(1))
     cell = cell_of(layer)
     run(cell)
-    layer.table += 1  # by somebody else, between two steps
+    layer.table += 1  # from outside, between two steps
     run(cell)
     assert len(calls) == 2

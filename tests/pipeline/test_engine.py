@@ -91,8 +91,8 @@ def test_cells_and_rematerialization_change_no_bit(kind: str, batchnorm: bool) -
 def test_without_dropout_or_batchnorm_the_number_of_micro_batches_does_not_matter() -> None:
     whole = run_case(Case(3, 1, "gpipe", "never", 11), (0,) * 3, 0, None)
     for M in (2, 3, 5, 11):
-        parts = run_case(Case(3, M, "gpipe", "except_last", 11), (0,) * 3, 0, None)
-        for step, (now, then) in enumerate(zip(parts, whole, strict=True)):
+        divided = run_case(Case(3, M, "gpipe", "except_last", 11), (0,) * 3, 0, None)
+        for step, (now, then) in enumerate(zip(divided, whole, strict=True)):
             for name, gradient in then["gradients"].items():
                 torch.testing.assert_close(
                     now["gradients"][name], gradient, rtol=1e-9, atol=1e-12, msg=f"{M} {step} {name}"
@@ -117,17 +117,17 @@ def test_nothing_is_left_in_the_engine_after_a_step_and_no_graph_is_alive(kind: 
     assert not alive
 
 
-def test_an_evaluation_leaves_no_times_behind_however_long_it_goes_on() -> None:
+def test_an_evaluation_records_no_times() -> None:
     layers = build_all(small_model())
     engine = Pipeline([Cell(0, layers, NoiseSource(1, 0, CPU))], (0,), None, token_loss, 1, CPU)
-    parts = mini_batch(0, 8, 2)
+    micro_batches = mini_batch(0, 8, 2)
     engine.meter.begin_step()
-    engine.run_forward(forward_only((0,), 2)[0], ("a", "b"), parts, lambda *_: None)
+    engine.run_forward(forward_only((0,), 2)[0], ("a", "b"), micro_batches, lambda *_: None)
     engine.meter.end_step()
     assert engine.meter.spans == []
 
 
-def test_an_error_of_a_gpu_is_told_with_a_doubt_about_its_place() -> None:
+def test_a_cuda_error_may_come_from_an_earlier_operation() -> None:
     class Asserting(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("CUDA error: device-side assert triggered")

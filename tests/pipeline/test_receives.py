@@ -1,4 +1,4 @@
-"""Receives posted ahead: how many, and that a device which waits for all of them never waits for ever."""
+"""Receives are posted ahead, and a device that waits for all of them never waits for ever."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Event = tuple[str, object]  # ("post" or "send", message), or ("compute", instru
 
 
 def events(instructions: Sequence[Instruction], after_sends: bool) -> list[Event]:
-    """What the worker starts, in order, as the engine goes through its list."""
+    """Returns what the worker starts, in order, as the engine executes its list."""
     found: list[Event] = []
 
     def post(instruction: Instruction) -> bool:
@@ -39,9 +39,9 @@ def events(instructions: Sequence[Instruction], after_sends: bool) -> list[Event
 
 
 def gets_stuck(workers: Sequence[Sequence[Event]], sends_too: bool = False) -> bool:
-    """Whether some worker waits for ever, if every computation first waits for all that is under way on its device.
+    """Returns whether some worker waits for ever, if every computation first waits for all transfers of its device.
 
-    A receive is under way until its message was sent; with ``sends_too`` a send until its receive was posted, as with
+    A receive lasts until its message was sent; with ``sends_too`` a send lasts until its receive was posted, as with
     NCCL and messages too large for its buffers.
     """
     places, under_way = [0] * len(workers), [set[Event]() for _ in workers]
@@ -66,7 +66,7 @@ def gets_stuck(workers: Sequence[Sequence[Event]], sends_too: bool = False) -> b
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("W", [2, 3, 4, 8])
-def test_a_device_that_waits_for_all_that_is_under_way_goes_on(kind: str, W: int) -> None:
+def test_a_device_that_waits_for_all_its_transfers_goes_on(kind: str, W: int) -> None:
     placement = tuple(range(W)) * (2 if kind == "interleaved_1f1b" else 1)
     for M in (1, 2, 3, 5, 8, 16):
         for remat in ("never", "always", "except_last"):
@@ -76,17 +76,17 @@ def test_a_device_that_waits_for_all_that_is_under_way_goes_on(kind: str, W: int
 
 
 @pytest.mark.parametrize("placement", [(0, 1), (0, 1, 2, 3), (0, 1, 0, 1)])
-def test_so_does_one_that_only_runs_forward(placement: tuple[int, ...]) -> None:
+def test_a_device_that_waits_in_a_forward_only_step_goes_on(placement: tuple[int, ...]) -> None:
     for M in (1, 2, 5, 8):
         assert not gets_stuck([events(instructions, after_sends=True) for instructions in forward_only(placement, M)])
 
 
-def test_without_that_rule_it_would_not() -> None:
+def test_receives_posted_before_earlier_sends_block_such_a_device() -> None:
     lists = schedule("gpipe", (0, 1), 4, "never")
     assert gets_stuck([events(instructions, after_sends=False) for instructions in lists])
 
 
-def test_as_many_of_each_kind_are_posted_ahead_as_may_be() -> None:
+def test_two_receives_of_each_kind_are_posted_ahead() -> None:
     middle = schedule("gpipe", (0, 1, 2), 4, "never")[1]
     kinds = [
         f"{what} {message[0]} {message[2]}" if isinstance(message, tuple) else str(message)

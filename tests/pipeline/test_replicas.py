@@ -1,4 +1,4 @@
-"""Sums over replicas, whose bits must not depend on where a number lies."""
+"""The bits of a sum over replicas do not depend on a number's place in the tensor."""
 
 from __future__ import annotations
 

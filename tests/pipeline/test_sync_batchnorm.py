@@ -19,7 +19,7 @@ def test_two_replicas_have_the_gradients_and_statistics_of_the_joined_mini_batch
 
 
 def train(folder: Path, name: str, *words: str) -> tuple[list[float], str]:
-    """The losses of a run of `gpipe-train`, and what it said."""
+    """Returns the losses of a run of `gpipe-train`, and its output."""
     command = [sys.executable, "-m", "gpipe_cli.commands.train", *words, f"hydra.run.dir={folder / name}"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -28,7 +28,7 @@ def train(folder: Path, name: str, *words: str) -> tuple[list[float], str]:
 
 
 @pytest.mark.slow
-def test_the_command_trains_two_replicas_as_one_when_told_to(tmp_path: Path) -> None:
+def test_the_command_trains_two_replicas_as_one_with_sync_batchnorm(tmp_path: Path) -> None:
     words = ["debug=tiny", "model=amoebanet", "model.L=3", "trainer.steps=2", "trainer.evaluate_every=null"]
     words += ["optimizer.lr=1e-4", "pipeline.K=1", "pipeline.M=1", "logging.tensorboard=false"]
     one, _ = train(tmp_path, "one", *words)

@@ -138,7 +138,7 @@ class TestTime:
         first = 3 if kind == "gpipe" else 0
         assert start_of(line, f"R0.{first}") < start_of(line, f"sg1.{first}")
 
-    def test_a_deadlock_is_an_error_and_no_endless_loop(self) -> None:
+    def test_a_deadlock_is_an_error(self) -> None:
         lists = [[Instruction.parse("rg0.0")], [Instruction.parse("ra1.0")]]
         with pytest.raises(ScheduleError, match=r"deadlock: worker 0 waits at rg0\.0"):
             simulate(lists, (0, 1), unit_durations)
