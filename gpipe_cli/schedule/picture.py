@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
@@ -159,23 +159,16 @@ def _covered(span: Span, slot: float) -> tuple[int, int]:
     return round(span.start / slot), round(span.end / slot)
 
 
-def _compute_spans(timeline: Timeline, cell: int, worker: int) -> Iterator[Span]:
-    return (s for s in timeline.spans[worker] if s.instruction.cell == cell and s.instruction.op in COMPUTE)
-
-
-def _other_cells(timeline: Timeline, cell: int, worker: int) -> Iterator[Span]:
-    return (s for s in timeline.spans[worker] if s.instruction.cell != cell and s.instruction.op in COMPUTE)
-
-
 def _draw_rows(axes: Axes, timeline: Timeline, rows: Sequence[tuple[str, int, int]]) -> None:
     for row, (_, cell, worker) in enumerate(rows):
         # Where the worker runs another of its cells, this cell's row is empty, but the worker is not idle.
-        others = [(s.start, s.end - s.start) for s in _other_cells(timeline, cell, worker)]
+        computed = [s for s in timeline.spans[worker] if s.instruction.op in COMPUTE]
+        others = [(s.start, s.end - s.start) for s in computed if s.instruction.cell != cell]
         axes.broken_barh([(0, timeline.span)], (row - 0.42, 0.84), facecolor=_IDLE, linewidth=0)
         axes.broken_barh(others, (row - 0.42, 0.84), facecolor=_GRID, linewidth=0)
         for op in COMPUTE:
-            spans = (s for s in _compute_spans(timeline, cell, worker) if s.instruction.op is op)
-            bars = [(s.start, s.end - s.start) for s in spans]
+            own = (s for s in computed if s.instruction.cell == cell and s.instruction.op is op)
+            bars = [(s.start, s.end - s.start) for s in own]
             # A white edge separates neighbours; with thousands of bars it would cover them.
             edge = min(0.8, 60 / (1 + len(bars)) ** 1.2)
             axes.broken_barh(bars, (row - 0.42, 0.84), facecolor=_FILL[op], edgecolor=_GRID, linewidth=edge)
@@ -245,9 +238,10 @@ def _draw_numbers(figure: Figure, axes: Axes, timeline: Timeline, rows: Sequence
             sizes[op] = size
     size = min(sizes.values(), default=0.0)
     for row, (_, cell, worker) in enumerate(rows):
-        for span in _compute_spans(timeline, cell, worker):
+        for span in timeline.spans[worker]:
             # Measured bars of one kind differ; a number wider than its bar would be white on white.
-            if span.instruction.op in sizes and span.end - span.start >= 0.7 * size * widest:
+            is_shown = span.instruction.cell == cell and span.instruction.op in sizes
+            if is_shown and span.end - span.start >= 0.7 * size * widest:
                 middle, text = (span.start + span.end) / 2, str(span.instruction.micro_batch)
                 ink = _INK[span.instruction.op]
                 axes.text(middle, row, text, ha="center", va="center_baseline", fontsize=size, color=ink)

@@ -15,7 +15,7 @@ from torch import nn
 from gpipe_cli.launch.supervisor import Job, launch
 from gpipe_cli.pipeline import engine as engine_module
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell, LayerFailed
-from gpipe_cli.pipeline.engine import Pipeline
+from gpipe_cli.pipeline.engine import Pipeline, StepInput
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.schedule.orders import KINDS
 from gpipe_cli.schedule.picture import draw_text
@@ -115,6 +115,15 @@ def test_nothing_is_left_in_the_engine_after_a_step_and_no_graph_is_alive(kind: 
     gc.collect()
     alive = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor) and thing.grad_fn is not None]
     assert not alive
+
+
+def test_an_incomplete_list_is_an_error_and_the_next_step_starts_afresh() -> None:
+    engine = Pipeline([Cell(0, build_all(small_model()), NoiseSource(1, 0, CPU))], (0,), None, token_loss, 1, CPU)
+    micro_batches, instructions = mini_batch(0, 8, 2), schedule("gpipe", (0,), 2, "never")[0]
+    step_input = StepInput(0, 1, ("a", "b"), 1.0)
+    with pytest.raises(RuntimeError, match="incomplete: the step has not used up inputs, graphs"):
+        engine.train_step(instructions[:-1], step_input, micro_batches)
+    assert len(engine.train_step(instructions, step_input, micro_batches).losses) == 4
 
 
 def test_an_evaluation_records_no_times() -> None:
