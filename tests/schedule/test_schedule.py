@@ -233,11 +233,8 @@ class TestValidatorAccepts:
         )
         validate(lists, (0, 1, 0, 1), 1, "never")
 
-    @pytest.mark.slow
-    def test_a_large_step_within_seconds_of_processor_time(self) -> None:
-        start = time.process_time()
-        validate(schedule("1f1b", range(128), 512, "always"), range(128), 512, "always")
-        assert time.process_time() - start < 20, "some 2 s on an idle core"
+    def test_a_step_of_many_cells_and_micro_batches(self) -> None:
+        validate(schedule("1f1b", range(32), 128, "always"), range(32), 128, "always")
 
 
 FAULTS = {
