@@ -76,7 +76,7 @@ class ProcessGroupTransport:
                     dist.recv(content, sender, group=group)
 
     def send(self, message: Message, tensors: Tensors, spec: BoundarySpec) -> None:
-        """As `Transport.send`. With gloo it waits for the oldest message once `send_window` messages are kept.
+        """Implements `Transport.send`; with gloo it waits for the oldest message once `send_window` messages are kept.
 
         As a rule the oldest has long arrived; `schedule/validate.py` checks that this wait always ends.
         """
