@@ -1,8 +1,8 @@
-"""The configuration, typed: one dataclass per component says which keys there are, their types and their limits.
+"""Defines the configuration: one dataclass per section, with the types and limits of its keys.
 
-YAML (``conf/``) holds the values, all of them: the dataclasses have no defaults, so no value stands in two places.
-What is chosen by name (model, data, task, optimizer, lr_schedule) keeps its keys as they are; whatever ``_target_``
-names judges them. No torch here: the command process refuses a wrong value within half a second.
+The values are in YAML (``conf/``) alone: the dataclasses have no defaults. Sections with a ``_target_`` (model, data,
+task, optimizer, lr_schedule) keep their keys as they are; the named function checks them. No torch is imported here, so
+that the command refuses a wrong value within half a second.
 """
 
 from __future__ import annotations
@@ -17,16 +17,20 @@ from gpipe_cli.typed_section import Count, CountOrZero, Positive, Share, read_se
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """How the model is cut and run (paper, section 2).
+    """Describes how the model is cut and run (paper, section 2).
 
     Attributes:
-        K: cells. M: micro-batches of a mini-batch, per replica.
-        remat: which forwards are computed again in backward. schedule: the order of a worker's instructions.
+        K: number of cells.
+        M: micro-batches in a mini-batch, per replica.
+        remat: which forwards are recomputed before their backward.
+        schedule: the order of a worker's instructions.
         partition: the objective of the cut, or the number of layers of each cell.
-        cost: what the partitioner takes a layer to cost.
-        workers: processes of one replica; "auto" is settled by the command before any worker starts.
-        replicas: copies of the pipeline. threads: per worker; the same number gives the same bits.
-        backend, device: what workers talk by, and where they compute.
+        cost: how the cost of a layer is determined.
+        workers: processes of one replica; the command replaces "auto" by a number before workers start.
+        replicas: copies of the pipeline.
+        threads: of each worker; another number may change the last bits of results.
+        backend: how workers exchange tensors.
+        device: where workers compute.
         sync_batchnorm: whether replicas share BatchNorm's training statistics (paper, section 2.2).
     """
 
@@ -45,16 +49,16 @@ class PipelineConfig:
 
     @property
     def planned_workers(self) -> int:
-        """`workers`; where it is still "auto", one a cell."""
+        """Returns `workers`; "auto" stands for one worker per cell."""
         return self.workers_in(self.K)
 
     def workers_in(self, room: int) -> int:
-        """`workers`; where it is still "auto", one a cell as far as there is room.
+        """Returns `workers`; "auto" stands for one worker per cell, at most ``room``.
 
-        A schedule that goes round takes so many that each has as many cells.
+        interleaved_1f1b gets a number of workers that divides K, so that all have the same number of cells.
 
         Args:
-            room: for so many workers of one replica, at least 1.
+            room: the largest number of workers of one replica, at least 1.
         """
         if self.workers != "auto":
             return self.workers
@@ -65,29 +69,30 @@ class PipelineConfig:
 
     @property
     def worker_count(self) -> int:
-        """`workers`, once it is a number.
+        """Returns `workers` as a number.
 
         Raises:
             ValueError: it is still "auto".
         """
         if self.workers == "auto":
-            raise ValueError("pipeline.workers=auto: the command settles it before workers start")
+            raise ValueError("pipeline.workers=auto: the command must replace it before workers start")
         return self.workers
 
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """The training loop.
+    """Describes the training loop.
 
     Attributes:
-        steps, epochs, seconds: the run ends at the first of them; null: does not count.
-        evaluate_every: steps between evaluations; null: only at the end. evaluate_first: also before the first step.
+        steps, epochs, seconds: the run ends at the first of these limits; null: no limit.
+        evaluate_every: steps between evaluations; null: only at the end.
+        evaluate_first: evaluates before the first step, too.
         gradient_clip: largest global gradient norm; null: no clipping.
-        nonfinite_limit: the run fails after so many updates in a row that were skipped as not finite.
-        patience: the run ends after so many evaluations in a row without a better loss; null: never.
-        samples: outputs shown after an evaluation.
+        nonfinite_limit: the run fails after this number of skipped (not finite) updates in a row.
+        patience: the run ends after this number of evaluations in a row without a better loss; null: never.
+        samples: number of outputs printed after an evaluation.
         average: decay of the moving average of weights and BatchNorm statistics that evaluation uses; null: none.
-        trace_steps: the number of a step, or several, that are recorded for a trace viewer; null: none.
+        trace_steps: one or several steps that are recorded for a trace viewer; null: none.
     """
 
     steps: Count | None
@@ -104,15 +109,17 @@ class TrainerConfig:
 
     @property
     def traced_steps(self) -> list[int]:
-        """`trace_steps` as a list."""
+        """Returns `trace_steps` as a list."""
         steps = self.trace_steps
         return steps if isinstance(steps, list) else [] if steps is None else [steps]
 
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Attributes:
-    autocast: the type that matrix products run in; null: that of the weights, float32.
+    """Describes the number types.
+
+    Attributes:
+        autocast: the type of matrix products; null: that of the weights, float32.
     """
 
     autocast: Literal["bfloat16"] | None
@@ -120,16 +127,17 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What is saved and where a run goes on from.
+    """Describes what is saved and how a run begins.
 
     Attributes:
-        every: steps between checkpoints; null: only at the end. keep: how many of them stay, beside the best.
-        resume: null, "auto" (the newest checkpoint of this run directory, or, of one that nobody named, of the run
-            beside it that saved last; the beginning where there is none), or a run or checkpoint.
+        every: steps between checkpoints; null: only at the end.
+        keep: number of newest checkpoints that are kept, beside the best one.
+        resume: null, "auto", or the path of a run or a checkpoint. "auto" is the newest checkpoint of this run
+            directory; without hydra.run.dir, of the run beside it that saved last; a new run if there is none.
         allow_changes: keys that may differ from the checkpoint's configuration.
         init_from: null, or a run or checkpoint whose weights and buffers a new run begins with (transfer).
-        init_except: patterns of layers ("head") and of what is in them ("*.auxiliary_head.*") that begin anew.
-        init_average: take the averaged weights, where that run kept them.
+        init_except: patterns of layers ("head") and of tensors in them ("*.auxiliary_head.*") that begin anew.
+        init_average: uses the averaged weights if that run kept them.
     """
 
     every: Count | None
@@ -143,9 +151,12 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """Attributes:
-    every: steps between console lines (where there is no progress bar) and between TensorBoard scalars.
-    tensorboard: whether to write them. console: a progress bar in a terminal and lines elsewhere, or lines always.
+    """Describes what a run prints and writes.
+
+    Attributes:
+        every: steps between console lines (without a progress bar) and between TensorBoard scalars.
+        tensorboard: writes TensorBoard files.
+        console: "auto": a progress bar in a terminal, lines elsewhere; "plain": always lines.
     """
 
     every: Count
@@ -155,12 +166,12 @@ class LoggingConfig:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Worker processes.
+    """Describes the worker processes.
 
     Attributes:
-        grace_seconds: from the request to stop until workers are killed.
-        stall_seconds: without a sign of progress for so long the run fails; null: never. Not under torchrun.
-        inline: run everything inside the command's own process, for a debugger.
+        grace_seconds: time from the request to stop until workers are killed.
+        stall_seconds: the run fails after this time without progress; null: never. Not under torchrun.
+        inline: runs everything inside the command's own process, for a debugger.
     """
 
     grace_seconds: Positive
@@ -170,10 +181,10 @@ class LaunchConfig:
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    """What `gpipe-verify` does.
+    """Describes what gpipe-verify compares.
 
     Attributes:
-        steps: mini-batches that are compared.
+        steps: number of mini-batches.
         dtype: of weights and activations: as configured, or float64.
         tolerance: the largest relative difference that counts as rounding; "auto" follows the precision.
         format: of the report on the console.
@@ -187,7 +198,7 @@ class VerifyConfig:
 
 @dataclass(frozen=True)
 class Settings:
-    """The whole configuration. `model`, `data`, `task`, `optimizer` and `lr_schedule` stay plain: see `FREE_FORM`."""
+    """Holds the whole configuration; the sections of `FREE_FORM` are plain dictionaries."""
 
     name: str | None
     seed: CountOrZero
@@ -217,10 +228,10 @@ class Settings:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Settings:
-        """Check a resolved configuration and give its values their types.
+        """Checks a resolved configuration and converts its values.
 
         Raises:
-            ConfigurationError: with one line for each wrong key or value: its name, the limit, what to type instead.
+            ConfigurationError: it has one line for each wrong key or value: name, limit, what to type instead.
         """
         problems = [unknown_key(key, SECTIONS) for key in config if key not in (*SECTIONS, "verify")]
         problems += [f"{key} is missing from the configuration" for key in SECTIONS if key not in config]
@@ -242,7 +253,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class _TopLevel:
-    """The keys outside all sections."""
+    """Holds the keys outside all sections."""
 
     name: str | None
     seed: CountOrZero
@@ -270,7 +281,7 @@ def keys_of(section: str, kind: type) -> list[str]:
 
 
 def _top_level_reader(name: str) -> Callable[[Any], Any]:
-    other = {"name": None, "seed": 0}  # values that pass, for the key that is not being read
+    other = {"name": None, "seed": 0}  # valid values for the other key
     return lambda value: getattr(read_section(_TopLevel, {**other, name: value}, ""), name)
 
 
@@ -302,7 +313,7 @@ SECTIONS: dict[str, Callable[[Any], Any]] = {
 def _enough_examples(settings: Settings) -> str | None:
     size, parts = settings.data.get("batch_size"), settings.pipeline.M * settings.pipeline.replicas
     if size is None or settings.data.get("batch_tokens") is not None:
-        return None  # counted in tokens: only the data can tell
+        return None  # counted in tokens: the data source checks it
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         return f"data.batch_size={shown(size)}: use a whole number, at least 1"
     if size >= parts:
@@ -400,8 +411,8 @@ def _begins_in_one_way(settings: Settings) -> str | None:
     if checkpoint.init_from is None or checkpoint.resume in (None, "auto"):
         return None
     return (
-        f"checkpoint.init_from={checkpoint.init_from} begins a new run, checkpoint.resume={checkpoint.resume} goes on "
-        "with one, whose weights it has already: leave out one of them"
+        f"checkpoint.init_from={checkpoint.init_from} begins a new run, checkpoint.resume={checkpoint.resume} resumes "
+        "one, which has its own weights: leave out one of them"
     )
 
 

@@ -1,14 +1,14 @@
-"""Errors whose message is written for the person at the console."""
+"""Defines the errors whose message is all that the user needs, so that no traceback is printed."""
 
 from __future__ import annotations
 
 
 class PlainError(Exception):
-    """What the message says is all there is to know: it is shown without a traceback, wherever it was raised."""
+    """Raised when the message alone explains the failure; it is printed without a traceback."""
 
 
 class ConfigurationError(PlainError, ValueError):
-    """What the user asked for cannot be done; the message names the key, the value, and what to type instead.
+    """Raised when a request cannot be fulfilled; the message names the key, the value, and what to type instead.
 
-    A command ends with exit code 2 upon it, in a worker too.
+    The command ends with exit code 2, also when a worker raises it.
     """

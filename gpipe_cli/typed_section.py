@@ -1,6 +1,6 @@
-"""Reads one section of the configuration into its dataclass: types, limits and unknown keys, named for the person.
+"""Reads one section of the configuration into its dataclass, and reports wrong types, limits and unknown keys.
 
-The dataclass's annotations say everything that is checked: ``int``, ``float``, ``bool``, ``str``, ``Literal[...]``,
+The dataclass's annotations define all checks: ``int``, ``float``, ``bool``, ``str``, ``Literal[...]``,
 ``list[int]``, ``list[str]``, unions of these with ``None``, and `Limit` inside ``Annotated``.
 """
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Limit:
-    """What a number must satisfy, beyond its type."""
+    """Describes the range of a number."""
 
     at_least: float = -math.inf
     above: float = -math.inf
@@ -41,19 +41,19 @@ Share = Annotated[float, Limit(above=0, below=1)]
 
 
 class _Misfit(ValueError):
-    """A value that a type does not take."""
+    """Raised when a value does not fit a type."""
 
 
 def read_section(kind: type[T], values: object, prefix: str) -> T:
-    """Make ``kind`` from a mapping that must have exactly its fields as keys.
+    """Makes a ``kind`` from a mapping that must have exactly its fields as keys.
 
     Args:
         kind: a dataclass.
-        values: what stands under ``prefix`` in the configuration.
+        values: the section of the configuration.
         prefix: the section's name, empty for the top level.
 
     Raises:
-        ConfigurationError: one line for each key that is unknown, missing or has a value that does not fit.
+        ConfigurationError: it has one line for each key that is unknown, missing or has a wrong value.
     """
     if not isinstance(values, Mapping):
         raise ConfigurationError(f"{prefix} must be a section with keys, not {shown(values)}")
@@ -75,7 +75,7 @@ def read_section(kind: type[T], values: object, prefix: str) -> T:
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
-    """The sentence that refuses a key and says what to type instead."""
+    """Returns the message that refuses a key and names what to type instead."""
     names = list(dict.fromkeys(known))
     if near := nearest(key, names):
         return f"there is no key {key}; did you mean {' or '.join(near)}?"
@@ -105,7 +105,7 @@ def nearest(word: str, known: Iterable[str]) -> list[str]:
 
 
 def shown(value: object) -> str:
-    """A value as the command line writes it."""
+    """Returns a value as it is typed on the command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -116,7 +116,7 @@ def shown(value: object) -> str:
 
 
 def _fit(value: object, hint: Any) -> Any:
-    """``value`` as the type wants it; whole floats such as 1e5 are whole numbers, whole numbers are floats."""
+    """Returns the value converted to the type: 1e5 fits a whole number, and a whole number fits a float."""
     origin = get_origin(hint)
     if origin is Annotated:
         base, limit = get_args(hint)
@@ -161,7 +161,7 @@ def _fit_plain(value: object, kind: type) -> Any:
 
 
 def _wanted(hint: Any) -> str:
-    """The type in words: "a whole number, at least 1"."""
+    """Returns the type in words: "a whole number, at least 1"."""
     origin = get_origin(hint)
     if origin is Annotated:
         base, limit = get_args(hint)

@@ -1,7 +1,7 @@
-"""``gpipe-plan``: what a run would need and how long its steps would take, without running it.
+"""``gpipe-plan``: computes the memory and the step time of a run, without running it.
 
-The configuration is gpipe-train's, with one more section, `plan`. Nothing is written but the picture that is asked for,
-and with `pipeline.cost=profile` the profile that a run would write.
+The configuration is gpipe-train's, with one more section, `plan`. It writes only the requested picture, and with
+`pipeline.cost=profile` the profile that a run would write.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from gpipe_cli.planner.plan import Plan
 
 HELP = """\
-gpipe-plan: how a run would be cut, what each device would hold, how large the bubble is, how long a step takes.
-No hardware, no data, no weights: seconds for any size of model.
+gpipe-plan: shows how a run would be cut, what each device would hold, the bubble, and the time of a step.
+It needs no hardware, data or weights, and takes seconds for any size of model.
 
     gpipe-plan model=transformer_lm model.L=1663 pipeline.K=128 pipeline.M=32
     gpipe-plan -m pipeline.K=2,4,8 pipeline.M=8,32          one table
@@ -40,7 +40,7 @@ Every key of gpipe-train (gpipe-train --help), and:
                             this (measured now), or {{flops: 1e13, memory: 16GB, bandwidth: 5e11, link: 1e10}}
     plan.efficiency=0.5     share of the device's FLOP/s that is reached; plan.bandwidth_efficiency likewise
     plan.memory=16GB        most bytes a device may hold; as given, or that of the device
-    plan.longest=true       sequences as long as the data allows, for memory at its worst
+    plan.longest=true       sequences as long as the data allows: the largest memory
     plan.format=json        one JSON object on standard output
     plan.picture=FILE       the schedule of one plan drawn: .svg, .png, .pdf
 
@@ -50,12 +50,12 @@ Every key of gpipe-train (gpipe-train --help), and:
 
 @dataclass(frozen=True)
 class Request:
-    """One configuration to plan.
+    """Holds one configuration to plan.
 
     Attributes:
-        overrides: as typed; with a sweep, those of this job.
-        lines: what the person should know.
-        notes: what was changed in it, so that it can be planned.
+        overrides: as typed; in a sweep, those of this job.
+        lines: printed before the plan.
+        notes: changes that were necessary to plan it.
     """
 
     overrides: list[str]
@@ -76,12 +76,12 @@ class Request:
         return replace(plan, notes=[*self.notes, *plan.notes])
 
     def value_of(self, key: str) -> str:
-        """As typed."""
+        """Returns the value of a key as typed."""
         return next(word.partition("=")[2] for word in self.overrides if word.partition("=")[0] == key)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns 0, or 2 for a wrong call, which one that fits nothing is too."""
+    """Runs the command; returns the exit code: 0, or 2 for a wrong call or when nothing fits."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     code = answer(words, _help_text, "gpipe-plan")
     return exit_code("gpipe-plan", partial(_run, words)) if code is None else code
@@ -99,12 +99,12 @@ def _run(words: Sequence[str]) -> int:
     requests = [make_request(job, folder) for job in jobs]
     for request in requests:
         _check_picture(request.options.picture, is_sweep)
-    # Only now: whatever is wrong with the configuration was refused before torch was imported.
+    # Only now, so that a wrong configuration is refused before torch is imported.
     return _plan_all(requests, swept) if is_sweep else _plan_one(requests[0])
 
 
 def _plan_all(requests: Sequence[Request], swept: Sequence[str]) -> int:
-    """A job that is refused, or that fits nothing, keeps its row, and the others are planned all the same."""
+    """Plans every job of a sweep; one that is refused, or that does not fit, keeps its row."""
     outcomes = [_outcome(request) for request in requests]
     code = REFUSED if any(isinstance(outcome, ConfigurationError) for outcome in outcomes) else 0
     if requests[0].options.format == "json":
@@ -147,10 +147,10 @@ def _plan_one(request: Request) -> int:
 
 
 def _check_picture(picture: str | None, is_sweep: bool) -> None:
-    """Before all the work.
+    """Checks, before the work begins, that the picture can be written.
 
     Raises:
-        ConfigurationError: it cannot be drawn, or not there.
+        ConfigurationError: it cannot.
     """
     if picture is None:
         return
@@ -181,10 +181,10 @@ def _not_writable(picture: str, error: OSError) -> ConfigurationError:
 
 
 def read_words(words: Sequence[str]) -> tuple[list[str], str | None, bool]:
-    """The overrides, the folder of `--config-dir`, and whether `-m` asks for a sweep.
+    """Returns the overrides, the folder of `--config-dir`, and whether `-m` asks for a sweep.
 
     Raises:
-        ConfigurationError: any other word with a dash.
+        ConfigurationError: there is another word with a dash.
     """
     overrides: list[str] = []
     folder, is_sweep, rest = None, False, list(words)
@@ -228,14 +228,14 @@ def expand(overrides: Sequence[str]) -> tuple[list[list[str]], list[str]]:
 
 
 def make_request(overrides: Sequence[str], folder: str | None = None) -> Request:
-    """The configuration of one job, checked.
+    """Composes and checks the configuration of one job.
 
     Args:
-        overrides: as typed, without any sweep.
+        overrides: as typed, without a sweep.
         folder: of `--config-dir`.
 
     Raises:
-        ConfigurationError: whatever is wrong with it.
+        ConfigurationError: the configuration is wrong.
     """
     from hydra import compose, initialize_config_module
     from hydra.core.global_hydra import GlobalHydra

@@ -1,4 +1,4 @@
-"""A plan in words and tables, for a terminal."""
+"""Formats plans as text and tables for a terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def found_line(plan: Plan) -> list[str]:
 
 
 def describe(plan: Plan) -> str:
-    """Everything worth reading of one plan."""
+    """Returns the report of one plan: cells, memory, time, schedule, notes."""
     return "\n".join([*_head(plan), "", cells_table(plan), "", *_facts(plan), *_picture(plan), *_notes(plan)])
 
 
@@ -38,7 +38,7 @@ def _head(plan: Plan) -> list[str]:
 
 
 def cells_table(plan: Plan) -> str:
-    """One row a cell, with the bytes of each kind."""
+    """Returns a table with one row per cell and the bytes of each kind."""
     average = any(cell.average for cell in plan.cells)
     columns = ["cell", "device", "layers", "from", "to", "parameters", "GFLOP", "time"]
     columns += ["weights", "gradients", "optimizer", *(["average"] if average else []), "inputs", "working", "total"]
@@ -81,7 +81,7 @@ def _by_formula(plan: Plan) -> str:
 
 
 def _picture(plan: Plan) -> list[str]:
-    """The order of work, each instruction one column wide, where a terminal can show it."""
+    """Returns the schedule drawn with one column per instruction, if it fits a terminal."""
     timeline = simulate(plan.lists, plan.timeline.placement, unit_durations)
     text = draw_text(timeline)
     lines = text.splitlines()
@@ -95,11 +95,11 @@ def _notes(plan: Plan) -> list[str]:
 
 
 def sweep_table(typed: Sequence[Mapping[str, str]], outcomes: Sequence[Plan | ConfigurationError]) -> str:
-    """One row a plan: the keys that differ, those that were looked for, and what comes of them.
+    """Returns a table with one row per plan: the swept keys, the keys that were searched, and the figures.
 
     Args:
-        typed: of each job, the values of the keys that are swept over.
-        outcomes: of each job; the row of one that was refused has dashes.
+        typed: for each job, the values of the swept keys.
+        outcomes: for each job; the row of a refused one has dashes.
     """
     found = [{} if isinstance(outcome, ConfigurationError) else outcome.found for outcome in outcomes]
     keys = list(dict.fromkeys(key for given in (*typed, *found) for key in given))
@@ -114,7 +114,7 @@ def sweep_table(typed: Sequence[Mapping[str, str]], outcomes: Sequence[Plan | Co
 
 
 def _value(key: str, typed: Mapping[str, str], plan: Plan) -> object:
-    """What was found; else what was typed; else, where only other jobs looked for it, the plan's."""
+    """Returns the value that was found, else the typed one, else the plan's."""
     if key in plan.found:
         return plan.found[key]
     return typed.get(key, getattr(plan, key.removeprefix("pipeline."), None))
@@ -131,7 +131,7 @@ def _figures(plan: Plan) -> list[object]:
 
 
 def sweep_notes(typed: Sequence[Mapping[str, str]], outcomes: Sequence[Plan | ConfigurationError]) -> list[str]:
-    """The notes of all plans and why some were refused, each once; with its jobs, unless these are all."""
+    """Returns each note and refusal once, with the jobs it holds for unless it holds for all."""
     jobs: dict[tuple[str, str], list[str]] = {}
     for given, outcome in zip(typed, outcomes, strict=True):
         for line in _said(outcome):
@@ -149,7 +149,7 @@ def _said(outcome: Plan | ConfigurationError) -> list[tuple[str, str]]:
 
 
 def size_text(size: float) -> str:
-    """Bytes in units of a thousand: 12.3 GB."""
+    """Returns bytes in units of a thousand: 12.3 GB."""
     for unit in ("B", "KB", "MB", "GB", "TB"):
         if size < 999.5 or unit == "TB":
             return f"{size:.3g} {unit}" if unit != "B" else f"{size:.0f} B"
@@ -158,5 +158,5 @@ def size_text(size: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """12.3 ms, 4.56 s."""
+    """Returns seconds as 12.3 ms or 4.56 s."""
     return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:,.3g} s"

@@ -1,6 +1,6 @@
-"""``gpipe-train``: compose the configuration, start the workers, show what they tell. Never imports torch itself.
+"""``gpipe-train``: composes the configuration, starts the workers, prints their events. It never imports torch itself.
 
-What can be answered without Hydra (--help, --version, a flag that does not exist) is answered before it is imported.
+--help, --version and unknown options are answered before Hydra is imported.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ FLAGS = ("--help", "-h", "--version", *HYDRA_FLAGS)
 
 
 def main(arguments: Sequence[str] | None = None, program: EntryPoint | None = None) -> int:
-    """Run the command.
+    """Runs the command.
 
     Args:
         arguments: the words of the command line; None: those of this process.
-        program: what workers run; None: the trainer.
+        program: the entry point of the workers; None: the trainer.
 
     Returns:
         The exit code: 0; 1 when a run failed; 2 when its configuration was refused; 130 after Ctrl-C.
@@ -64,10 +64,10 @@ def _say(text: str) -> None:
 
 
 def refuse_unknown_flags(words: Sequence[str]) -> None:
-    """Before Hydra's parser answers with a page of its own options.
+    """Refuses unknown options, before Hydra's parser would print all of its own.
 
     Raises:
-        ConfigurationError: a word begins with a dash and is no flag.
+        ConfigurationError: a word begins with a dash and is no option.
     """
     for word in words:
         flag = word.partition("=")[0]
@@ -88,7 +88,7 @@ def _run(words: Sequence[str], program: EntryPoint | None) -> int:
     from gpipe_cli.jobs.job import EntryPoint, run_job
     from gpipe_cli.terminal.hydra_errors import KNOWN, explain
 
-    started_at = time.time() - time.process_time()  # Python's own start, and the imports so far, are all CPU time
+    started_at = time.time() - time.process_time()  # Python's start and the imports so far are CPU time
     codes: list[int] = []
 
     chosen = program or EntryPoint()
@@ -98,7 +98,7 @@ def _run(words: Sequence[str], program: EntryPoint | None) -> int:
         codes.append(code)
         return loss
 
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then lets exceptions through, instead of printing and exiting
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises exceptions instead of printing them and exiting
     sweep.current = None
     try:
         with _command_line(own_target.complete(words)):
@@ -113,7 +113,7 @@ def _run(words: Sequence[str], program: EntryPoint | None) -> int:
 
 @contextmanager
 def _command_line(words: Sequence[str]) -> Iterator[None]:
-    """Hydra reads `sys.argv`. Under torchrun only rank 0 lets it write."""
+    """Sets `sys.argv`, which Hydra reads. Under torchrun, Hydra writes files on rank 0 only."""
     from hydra._internal.hydra import Hydra
 
     from gpipe_cli.jobs import torchrun
@@ -135,15 +135,15 @@ def _command_line(words: Sequence[str]) -> Iterator[None]:
 
 
 def _may_set_mode(words: Sequence[str]) -> bool:
-    """Whether `hydra.mode` may be set, in the words or in a YAML of the user's.
+    """Returns whether `hydra.mode` may be set, in the words or in a YAML of the user's.
 
-    To find out, Hydra composes the configuration once more than it needs to: a third of the time that a refusal takes.
+    Hydra composes the configuration once more to read the mode: a third of the time of a refusal.
     """
     return any("hydra" in word or word.startswith(("--config", "-c")) for word in words)
 
 
 def _end_sweep(finished: Sweep) -> int:
-    """Show the table over all jobs, also when Ctrl-C has ended the sweep; returns the exit code."""
+    """Prints the table of all jobs, also after Ctrl-C; returns the exit code."""
     from gpipe_cli.jobs import sweep
     from gpipe_cli.jobs.job import where_it_is
     from gpipe_cli.jobs.torchrun import is_first

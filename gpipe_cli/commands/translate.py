@@ -1,4 +1,4 @@
-"""``gpipe-translate``: lines in, translations out, by the model of a run. Never imports torch itself."""
+"""``gpipe-translate``: translates lines with the model of a run. It never imports torch itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.terminal.frame import FAILED, answer, exit_code, is_true, split_words
-from gpipe_cli.terminal.frame import to_stderr as say  # standard output holds nothing but translations
+from gpipe_cli.terminal.frame import to_stderr as say  # standard output holds translations only
 
 if TYPE_CHECKING:
     from gpipe_cli.jobs.checkpointed import Checkpointed
@@ -23,42 +23,44 @@ if TYPE_CHECKING:
 EXAMPLE = "gpipe-translate checkpoint=RUN < sentences.txt"
 KEYS = ("checkpoint", "step", "input", "output", "scores", "references", "trust")
 HELP = """\
-gpipe-translate: translates lines with the model of a run, cut into cells and run by workers as in training.
+gpipe-translate: translates lines with the model of a run, in cells on workers as in training.
 
     gpipe-translate checkpoint=RUN < sentences.txt > translations.txt
     echo 'viernes, 4 de mayo' | gpipe-translate checkpoint=RUN
     gpipe-translate checkpoint=RUN input=sentences.txt output=translations.txt references=correct.txt
 
 checkpoint=PATH   a run directory, or one checkpoint: RUN/checkpoints/step_00000100
-step=N            of a run: the checkpoint of step N; step=best takes the best one, step=last (default) the newest
+step=N            of a run: the checkpoint of step N; step=best: the one with the lowest loss; step=last (default)
 input=FILE        UTF-8 text, one sentence a line; default: standard input
 output=FILE       default: standard output. Translations come in the order of the lines, an empty one for an empty line
 scores=true       before each translation its log-probability and a tab
 references=FILE   correct translations: BLEU (sacreBLEU, with its signature) on standard error at the end
-trust=[NAMES]     code of your own that the checkpoint may have called, such as trust=[my_module.layers]
+trust=[NAMES]     code of your own that the checkpoint may call, such as trust=[my_module.layers]
 
 Any key of the run can be typed too, for example
 
 pipeline.K=4                  cells; any number fits any checkpoint. pipeline.workers, pipeline.M likewise
-task.generation.beam=8        hypotheses of each sentence that are kept; 1: greedy
-task.generation.length_exponent=0.5   what longer translations gain: scores are divided by ((tokens + 5) / 5)^exponent
+task.generation.beam=8        hypotheses kept for each sentence; 1: greedy
+task.generation.length_exponent=0.5   favours longer translations: scores are divided by ((tokens + 5) / 5)^exponent
 task.generation.group=64      sentences that are translated together
 """
-# Lines on their way, at most: what workers have said and nobody has read is kept for them up to 16 MiB.
+# Lines in flight, at most: unread events of the workers are kept up to 16 MiB.
 LINES_AHEAD = 4096
 PREPARATION_SECONDS = 5.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code: 0, 1 when it failed, 2 when it was refused, 130 after Ctrl-C."""
+    """Runs the command; returns the exit code: 0, 1 when it failed, 2 when it was refused, 130 after Ctrl-C."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     code = answer(words, HELP, "gpipe-translate", needs_words=True)
     if code is not None:
         return code
     try:
         return exit_code("gpipe-translate", partial(_translate, words))
-    except BrokenPipeError:  # who reads our translations has enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's own end would fail to flush
+    except BrokenPipeError:  # the reader stopped early, as `head` does
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # otherwise Python would fail to flush at its end
         return FAILED
 
 
@@ -81,22 +83,22 @@ def _translate(words: Sequence[str]) -> int:
         output = sys.stdout
         if "output" in chosen:
             output = stack.enter_context(Path(chosen["output"]).expanduser().open("w", encoding="utf-8"))
-        feed = Feed(lines)
-        writer = Writer(output, scores, feed, keep=references is not None)
+        pipe = LinePipe(lines)
+        writer = Writer(output, scores, pipe, keep=references is not None)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpipe-translate-")))
         program = EntryPoint("gpipe_cli.trainer.translate:main")
-        result = launch_program(program, {**config, "input": str(feed.start(folder))}, folder, writer)
-    _tell_end(result, config["longest"], writer)
+        result = launch_program(program, {**config, "input": str(pipe.start(folder))}, folder, writer)
+    _print_end(result, config["longest"], writer)
     return _show_bleu(writer.texts, references)
 
 
 def worker_config(run: Checkpointed) -> dict[str, Any]:
-    """What the workers need: the run's configuration, but its own vocabularies in place of its corpus.
+    """Returns the workers' configuration: the run's, with its saved vocabularies in place of its corpus.
 
-    A run that kept none, as one with a data source of the user's, opens its data.
+    A run that saved none, such as one with a user's own data source, opens its data.
 
     Raises:
-        ConfigurationError: the run's model does not translate, or more than one replica is wanted.
+        ConfigurationError: the run's model does not translate, or there is more than one replica.
     """
     from gpipe_cli.checkpoint.files import vocabulary_folder
     from gpipe_cli.data.sentences import are_kept
@@ -104,17 +106,17 @@ def worker_config(run: Checkpointed) -> dict[str, Any]:
     config = dict(run.config)
     if run.prepared.settings.pipeline.replicas != 1:
         raise ConfigurationError(
-            "pipeline.replicas is 1 here: start one gpipe-translate for each part of the input instead"
+            "pipeline.replicas is 1 here: start several gpipe-translate, each on a share of the input"
         )
     if not config["task"].get("generation"):
         raise ConfigurationError(
-            f"{run.run_dir}: its task has no section generation, so its model is not known to generate text; if it is "
+            f"{run.run_dir}: its task has no section generation, so it does not generate text; if its model is "
             "a translation, type +task.generation='{per_language:1,per_language_at_end:1,group:64,max_length:64}'"
         )
     longest, vocabularies = config["data"].get("max_length"), vocabulary_folder(run.run_dir)
     if are_kept(vocabularies):
         config["data"] = {"_target_": "gpipe_cli.data.sentences.SentenceSource", "vocabularies": str(vocabularies)}
-    config["launch"] = {**config["launch"], "stall_seconds": None}  # a person who types is no stall
+    config["launch"] = {**config["launch"], "stall_seconds": None}  # waiting for typed input is no stall
     return {
         "settings": config,
         "checkpoint": str(run.info.path.absolute()),
@@ -125,8 +127,8 @@ def worker_config(run: Checkpointed) -> dict[str, Any]:
 @contextmanager
 def _opened(path: str | None) -> Iterator[BinaryIO]:
     if path is None:
-        # Not sys.stdin: a thread may still be reading when Python ends, which wants to have that one for itself.
-        yield open(sys.stdin.fileno(), "rb", closefd=False)  # noqa: SIM115  # a descriptor; nothing to close
+        # Not sys.stdin: a thread may still be reading it when Python ends and closes it.
+        yield open(sys.stdin.fileno(), "rb", closefd=False)  # noqa: SIM115  # nothing to close
         return
     try:
         file = Path(path).expanduser().open("rb")
@@ -146,10 +148,10 @@ def _read_references(path: str | None) -> list[str] | None:
     return [line.rstrip("\r") for line in (lines if lines[-1] else lines[:-1])]
 
 
-class Feed:
-    """Hands lines to rank 0 through a named pipe, from a thread of its own: never more than `LINES_AHEAD` unanswered.
+class LinePipe:
+    """Passes lines to rank 0 through a named pipe, from its own thread, at most `LINES_AHEAD` before their translations.
 
-    Bytes that are no UTF-8 become U+FFFD, and the line is named.
+    Bytes that are not UTF-8 become U+FFFD, with a warning that names the line.
     """
 
     def __init__(self, lines: BinaryIO) -> None:
@@ -157,14 +159,14 @@ class Feed:
         self._room = threading.Semaphore(LINES_AHEAD)
 
     def start(self, folder: Path) -> Path:
-        """Returns the pipe's path. The thread ends with the input, with its reader, or with this process."""
+        """Starts the thread and returns the pipe's path. The thread ends with the input, its reader or this process."""
         path = folder / "lines"
         os.mkfifo(path)
         threading.Thread(target=self._pump, args=(path,), daemon=True).start()
         return path
 
     def answered(self, count: int) -> None:
-        """So many lines have been written as translations."""
+        """Makes room for as many new lines as have been translated."""
         self._room.release(count)
 
     def _pump(self, path: Path) -> None:
@@ -174,22 +176,22 @@ class Feed:
                     self._room.acquire()
                     text = line.rstrip(b"\r\n").decode(errors="replace")
                     if "\ufffd" in text:
-                        say(f"warning: line {number} is no valid UTF-8; what could not be read became \ufffd")
+                        say(f"warning: line {number} is no valid UTF-8; unreadable bytes became \ufffd")
                     pipe.write(text.replace("\r", " ").encode() + b"\n")
         except (BrokenPipeError, FileNotFoundError):
-            return  # the workers have ended; the command says why
+            return  # the workers have ended; the command prints the reason
 
 
 class Writer:
-    """Shows the workers' events: translations go to the output, everything else to standard error.
+    """Prints the workers' events: translations on the output, everything else on standard error.
 
     Attributes:
-        texts: all translations, if they are to be kept.
-        lines: how many translations there were.
+        texts: all translations, if they are kept.
+        lines: the number of translations.
     """
 
-    def __init__(self, output: TextIO, scores: bool, feed: Feed, keep: bool) -> None:
-        self._output, self._scores, self._feed, self._keep = output, scores, feed, keep
+    def __init__(self, output: TextIO, scores: bool, pipe: LinePipe, keep: bool) -> None:
+        self._output, self._scores, self._pipe, self._keep = output, scores, pipe, keep
         self._last_preparation = -PREPARATION_SECONDS
         self._began = time.monotonic()
         self.texts: list[str] = []
@@ -206,7 +208,7 @@ class Writer:
 
     @property
     def seconds(self) -> float:
-        """Since the workers were started."""
+        """Returns the seconds since the workers were started."""
         return time.monotonic() - self._began
 
     def _write(self, texts: Sequence[str], log_probabilities: Sequence[float]) -> None:
@@ -214,7 +216,7 @@ class Writer:
             self._output.write(f"{total:.4f}\t{text}\n" if self._scores else f"{text}\n")
         self._output.flush()
         self.lines += len(texts)
-        self._feed.answered(len(texts))
+        self._pipe.answered(len(texts))
         if self._keep:
             self.texts += texts
         if sys.stderr.isatty() and not self._output.isatty():
@@ -227,17 +229,23 @@ class Writer:
             say(f"{event['text']}: {done:,}" + (f" of {total:,}" if total else ""))
 
 
-def _tell_end(result: dict[str, Any], longest: int | None, writer: Writer) -> None:
+def _print_end(result: dict[str, Any], longest: int | None, writer: Writer) -> None:
     from gpipe_cli.terminal.text import duration
 
     start = "\r" if sys.stderr.isatty() else ""
     say(f"{start}{writer.lines:,} lines in {duration(writer.seconds)}, the start of the workers included")
     if result["longer"]:
-        say(f"warning: {result['longer']:,} lines have more than {longest} tokens, which the training never saw")
+        say(
+            f"warning: {result['longer']:,} lines have more than {longest} tokens, longer than any sentence of the training"
+        )
 
 
 def refuse_other_count(lines: int, references: Sequence[str]) -> None:
-    """Raises ConfigurationError if there is not one reference for each line of the input."""
+    """Refuses references that are not one for each line of the input.
+
+    Raises:
+        ConfigurationError: the counts differ.
+    """
     if lines != len(references):
         raise ConfigurationError(f"references= has {len(references):,} lines, the input {lines:,}: give one for each")
 

@@ -1,4 +1,4 @@
-"""``gpipe-verify``: is the pipelined run the plain one? The same configuration as gpipe-train. Never imports torch."""
+"""``gpipe-verify``: compares a pipelined run with a plain loop. This process never imports torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ gradient norm, BatchNorm statistics, optimizer state, weights after each step.
 It takes every key of gpipe-train, and
 
     verify.steps=2          how many mini-batches
-    verify.dtype=float64    both sides in float64: tells rounding from error
+    verify.dtype=float64    both sides in float64: separates rounding from errors
     verify.tolerance=1e-6   the largest relative difference that counts as rounding
     verify.format=json      one JSON object on standard output; everything else goes to standard error
 
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def conclude(report: Any, run_dir: Path, console: Console) -> int:
-    """Show the report of rank 0, and leave what the table of a sweep is made of; other ranks (torchrun) have none."""
+    """Prints the report and writes the files of a sweep's table; returns the exit code. Only rank 0 has a report."""
     from gpipe_cli.jobs.sweep import ERROR_FILE
 
     if report is None:
@@ -74,13 +74,13 @@ def conclude(report: Any, run_dir: Path, console: Console) -> int:
 
 
 def largest(report: dict[str, Any], name: str) -> float | None:
-    """The largest relative difference of a quantity over the steps; None: there is none, or it is not finite."""
+    """Returns the largest relative difference of a quantity over the steps; None if there is none or it is not finite."""
     found = [q["relative"] for step in report["steps"] for q in step["quantities"] if q["name"] == name]
     return None if None in found else max(found, default=None)
 
 
 def as_text(report: dict[str, Any]) -> list[str]:
-    """A table for each step, what was found, and the verdict last."""
+    """Returns a table for each step, the findings, and the verdict."""
     from gpipe_cli.terminal.text import text_table
 
     columns = ["", "compared", "largest difference", "relative", "where", "verdict"]

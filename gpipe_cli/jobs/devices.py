@@ -1,4 +1,4 @@
-"""How many workers the machine has room for, found out without torch."""
+"""Finds the devices of this machine and chooses the number of workers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpipe_cli.gpus import count_gpus
 
 @dataclass(frozen=True)
 class Devices:
-    """`number` devices; `word` says of what: "GPU" or "core"."""
+    """Holds a number of devices and their kind, "GPU" or "core"."""
 
     number: int
     word: str
@@ -26,27 +26,27 @@ def plural(number: int, word: str) -> str:
 
 
 def find_devices(device: str) -> Devices:
-    """The devices of this machine: its GPUs, or the CPU cores that this process may use (`pipeline.device`)."""
+    """Returns the machine's GPUs, or the CPU cores that this process may use (`pipeline.device`)."""
     gpus = 0 if device == "cpu" else count_gpus()
     return Devices(gpus, "GPU") if gpus else Devices(usable_cores(), "core")
 
 
 def room_for_workers(pipeline: PipelineConfig) -> tuple[int, Devices]:
-    """How many workers of one replica this machine has devices for, at least one; and its devices."""
+    """Returns the number of workers of one replica that fit this machine, at least one, and its devices."""
     devices = find_devices(pipeline.device)
     room = devices.number // pipeline.replicas // (pipeline.threads if devices.word == "core" else 1)
     return max(1, room), devices
 
 
 def settle_workers(pipeline: PipelineConfig, inline: bool, world_size: int | None) -> tuple[int, str]:
-    """The number of workers of one replica, and the line that tells the user.
+    """Returns the number of workers of one replica, and a line about it for the console.
 
     Args:
         inline: one worker inside the command's process.
-        world_size: of the job that this process was started in (torchrun), None if the command starts its own workers.
+        world_size: of the torchrun job that started this process; None if the command starts its own workers.
 
     Raises:
-        ConfigurationError: `world_size` is not what the configuration needs, or the workers not what the schedule does.
+        ConfigurationError: `world_size` does not fit the configuration, or the workers do not fit the schedule.
     """
     if world_size is not None:
         workers, why = _workers_of_job(pipeline, world_size), f"WORLD_SIZE={world_size}"

@@ -1,6 +1,6 @@
-"""``pipeline.M=auto``: the planner's answer, before any worker starts.
+"""Replaces ``pipeline.M=auto`` by the planner's answer before any worker starts.
 
-The planner needs torch, which the command processes never import: it runs in a process of its own, for some seconds.
+The planner needs torch, which command processes never import, so it runs for some seconds in a process of its own.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ AUTO = "auto"
 
 
 def settle_micro_batches(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """A configuration with `pipeline.M` as a number, and the line that tells the person.
+    """Returns the configuration with `pipeline.M` as a number, and a line about it for the console.
 
     Raises:
-        ConfigurationError: the configuration is wrong in another way, or no M fits into the device's memory.
+        ConfigurationError: another value is wrong, or no M fits into the device's memory.
     """
     provisional = Settings.from_config({**config, "pipeline": {**config["pipeline"], "M": 1}})
     workers, _ = settle_workers(provisional.pipeline, provisional.launch.inline, torchrun.world_size())
     asked = {**config, "pipeline": {**config["pipeline"], "M": 1, "workers": workers}}
-    # Under torchrun the first process's configuration is everybody's; others asking would only disturb its measuring.
+    # Under torchrun all ranks use the first one's configuration; more planners would disturb its measurement.
     number = _ask_planner(json.dumps(asked, sort_keys=True)) if torchrun.is_first() else 1
     settled = {**config, "pipeline": {**config["pipeline"], "M": number}}
     return settled, f"pipeline.M={number} (auto: the fastest that fits, by `gpipe-plan plan.device=this`)"
 
 
-@lru_cache(maxsize=8)  # a run is checked before its directory is made, and again when it starts
+@lru_cache(maxsize=8)  # a run is checked twice: before its directory is made, and when it starts
 def _ask_planner(config: str) -> int:
     command = [sys.executable, "-m", "gpipe_cli.planner.search.search"]
     done = subprocess.run(command, input=config, capture_output=True, text=True)

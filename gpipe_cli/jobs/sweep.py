@@ -1,4 +1,4 @@
-"""Sweeps: which job is running, and at the end the table over all jobs, from what they left in their folders."""
+"""Counts and names the jobs of a sweep, and makes the table of all jobs from the files they leave."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIGURES = ("loss", "examples_per_second", "bubble", "bubble_predicted", "wall_se
 
 
 def folder_name(*words: str | None) -> str:
-    """The first of the words that is there, as part of a directory's name (`${gpipe_name:...}` in conf/train.yaml)."""
+    """Returns the first word that is not empty, as part of a folder's name (`${gpipe_name:...}` in conf/train.yaml)."""
     word = next((word for word in words if word), "run")
     return re.sub(r"[^\w.,=+\-\[\]]+", "_", str(word))[:LONGEST_NAME]
 
@@ -33,7 +33,7 @@ OmegaConf.register_new_resolver("gpipe_name", folder_name, replace=True)
 
 @dataclass
 class Sweep:
-    """The sweep that this process runs. `jobs` is None where the sweeper decides as it goes."""
+    """Describes the sweep that this process runs; `jobs` is None if the sweeper decides on the way."""
 
     directory: Path
     jobs: int | None
@@ -41,11 +41,11 @@ class Sweep:
 
 @dataclass(frozen=True)
 class JobResult:
-    """One job as it stands in its run directory.
+    """Holds what one job has left in its run directory.
 
     Attributes:
-        K, M: None when the job did not come as far as a configuration.
-        figures: of `FIGURES`, None where unknown.
+        K, M: None when the job failed before it had a configuration.
+        figures: the values of `FIGURES`, None if unknown.
         evaluation: the last evaluation's numbers.
         status: "done", "stopped" (it saved first), "failed" or "not finished".
     """
@@ -63,7 +63,7 @@ class JobResult:
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean and standard deviation (of a sample: n − 1) of one figure over seeds."""
+    """Holds mean and sample standard deviation (n − 1) of one figure over seeds."""
 
     mean: float
     standard_deviation: float
@@ -75,7 +75,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Seeds:
-    """Jobs of a sweep that differ only in `seed`, and are done: at least two.
+    """Holds at least two finished jobs of a sweep that differ only in `seed`.
 
     Attributes:
         overrides: the swept keys that they share.
@@ -91,7 +91,7 @@ class Seeds:
 
     @property
     def evaluation(self) -> dict[str, Spread]:
-        """Of the numbers that every job has."""
+        """Returns the spread of each number that every job has."""
         names = [name for name in self.jobs[0].evaluation if "/" not in name]
         spreads = {name: _spread([job.evaluation.get(name) for job in self.jobs]) for name in names}
         return {name: spread for name, spread in spreads.items() if spread is not None}
@@ -106,10 +106,9 @@ current: Sweep | None = None  # set by hydra_callback.py, read by the command, w
 
 
 def name_by_swept_keys(config: DictConfig) -> None:
-    """Leave the keys that have one value in all jobs out of the jobs' folder names, which are cut when they are long.
+    """Leaves keys with one value in all jobs out of the jobs' folder names, which are cut when they are long.
 
-    Hydra composes each job anew from the sweep's own overrides of `hydra`, so it is there that this has to stand; ahead
-    of what is typed, which wins.
+    Hydra composes each job from the sweep's overrides of `hydra`, so the setting is added there, before what is typed.
     """
     parsed = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
     fixed = [override.key_or_group for override in parsed if not override.is_sweep_override()]
@@ -130,7 +129,7 @@ def count_jobs(overrides: Sequence[str]) -> int | None:
 
 
 def read_jobs(directory: Path) -> list[JobResult]:
-    """The jobs of a sweep, in order."""
+    """Returns the jobs of a sweep, in order."""
     folders = [folder for folder in directory.iterdir() if (folder / ".hydra" / "overrides.yaml").is_file()]
     return sorted((_read_job(folder) for folder in folders), key=lambda job: job.number)
 
@@ -163,7 +162,7 @@ def _read_job(folder: Path) -> JobResult:
 
 
 def first_line_of_error(text: str) -> str:
-    """The line that says what happened: of a traceback the exception, else the first."""
+    """Returns the exception's line of a traceback, or the first line of another text."""
     lines = text.strip().splitlines() or ["(no message)"]
     if any(line.startswith("Traceback ") for line in lines):
         said = [line for line in lines if line and not line[0].isspace() and not line.startswith("log: ")]
@@ -172,7 +171,7 @@ def first_line_of_error(text: str) -> str:
 
 
 def finish(sweep: Sweep) -> tuple[str, bool]:
-    """Write sweep.json and sweep.md; returns the table for the console and whether every job is done."""
+    """Writes sweep.json and sweep.md; returns the table for the console and whether every job is done."""
     jobs = read_jobs(sweep.directory)
     columns, rows = _table(jobs)
     content = {
@@ -194,7 +193,7 @@ def _swept_keys(jobs: Sequence[JobResult]) -> list[str]:
 
 
 def over_seeds(jobs: Sequence[JobResult]) -> list[Seeds]:
-    """The jobs that are done, grouped by all swept keys but `seed`; empty if that is not swept."""
+    """Returns finished jobs, grouped by all swept keys except `seed`; empty if `seed` is not swept."""
     swept = _swept_keys(jobs)
     if "seed" not in swept:
         return []
@@ -226,7 +225,7 @@ def _table(jobs: Sequence[JobResult]) -> tuple[list[str], list[list[object]]]:
 
 
 def _seeds_row(seeds: Seeds, others: Sequence[str], numbers: Sequence[str]) -> list[object]:
-    """Mean ± standard deviation in the columns where a seed makes a difference worth knowing."""
+    """Returns a row with mean ± standard deviation of the loss and of the evaluation's numbers."""
     first, count = seeds.jobs[0], f"{len(seeds.jobs)} seeds"
     swept = [count if key == "seed" else seeds.overrides[key] for key in others]
     figures = [seeds.loss, None, None, None, None, *(seeds.evaluation.get(name) for name in numbers)]

@@ -1,4 +1,4 @@
-"""Being one rank of a job that torchrun has started: rank 0 decides and writes, the others follow it."""
+"""Runs the command as one rank of a torchrun job: rank 0 decides and writes, the others follow."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 ENTRY = "gpipe_cli.jobs.torchrun:enter"
 FIXED = ("pipeline.K", "pipeline.workers", "pipeline.replicas")  # keys that change the number of processes
 KEY = "rank_0_decides"
-HEAD_START = 2.0  # seconds; torchrun ends all ranks as soon as one has failed, and rank 0 has to say why before that
+HEAD_START = 2.0  # seconds; torchrun ends all ranks when one has failed, and rank 0 must print the reason first
 
 
 def is_first() -> bool:
-    """Whether this process writes and speaks: it is alone, or rank 0 of its job."""
+    """Returns whether this process writes and prints: it is alone, or rank 0 of its job."""
     return not joined() or os.environ["RANK"] == "0"
 
 
 def world_size() -> int | None:
-    """Processes of the job that this one was started in; None if the command starts its own workers."""
+    """Returns the number of processes of the torchrun job; None if the command starts its own workers."""
     return int(os.environ["WORLD_SIZE"]) if joined() else None
 
 
 def overrides_elsewhere(folder: str) -> list[str]:
-    """What keeps Hydra from writing into the run directory on the ranks above 0.
+    """Returns the overrides that keep Hydra on ranks above 0 from writing into the run directory.
 
     Args:
-        folder: an empty directory that they may write to instead.
+        folder: an empty directory to write to instead.
     """
     return [
         f"hydra.run.dir={folder}",
@@ -50,7 +50,7 @@ def overrides_elsewhere(folder: str) -> list[str]:
 
 
 def refuse_sweep_over_workers(words: Sequence[str]) -> None:
-    """The number of processes is fixed for the whole torchrun job.
+    """Refuses a sweep over the number of processes, which is fixed for a torchrun job.
 
     Raises:
         ConfigurationError: the command line sweeps over a key that changes it.
@@ -71,14 +71,14 @@ def refuse_sweep_over_workers(words: Sequence[str]) -> None:
 
 
 def wrap(entry: str, config: dict[str, Any]) -> dict[str, Any]:
-    """What `enter` needs to go on to the real entry point."""
+    """Returns the arguments with which `enter` calls the real entry point."""
     return {"entry": entry, "config": config}
 
 
 def enter(context: Context, wrapped: dict[str, Any]) -> Any:
-    """Take over rank 0's run directory and configuration, then call the real entry point (runs in every rank).
+    """Calls the real entry point, on every rank, with the run directory and configuration of rank 0.
 
-    Each rank has composed its own: with another `${now:}`, another environment, or without seeing the checkpoints.
+    Each rank has composed its own, with another `${now:}`, another environment or other checkpoints in sight.
     """
     if context.rank == 0:
         context.store.set(KEY, json.dumps([str(context.run_dir), wrapped["config"]]))

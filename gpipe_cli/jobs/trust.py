@@ -1,9 +1,9 @@
-"""What a checkpoint may have called: gpipe-eval and gpipe-translate make model, data and task by the names in it.
+"""Decides what a checkpoint may call: gpipe-eval and gpipe-translate build model, data and task from names in it.
 
-A `_target_` can be any function that Python can import, and the keys beside it are its arguments. A checkpoint may come
-from anybody, so it has nothing called but what stands in `OURS`, and what the person has typed: `trust=[…]`, or a
-`_target_` among the overrides. The names are compared whole: Hydra goes on from a module to what that imports, so
-`gpipe_cli.data.images.digits.Path.unlink` begins like a name of ours.
+A `_target_` can be any function that Python can import, with the keys beside it as arguments, and a checkpoint may come
+from anywhere. Only names in `OURS` are called, and what was typed: `trust=[…]`, or a `_target_` among the overrides.
+Names are compared as a whole: Hydra resolves attributes of what a module imports, so
+`gpipe_cli.data.images.digits.Path.unlink` begins like a name of gpipe-cli.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hydra.core.override_parser.types import Override
 
 from gpipe_cli.errors import ConfigurationError
 
-SECTIONS = ("model", "data", "task")  # optimizer and schedule are not made where nothing is trained
+SECTIONS = ("model", "data", "task")  # optimizer and lr_schedule are not built without training
 OURS = frozenset(
     {
         "gpipe_cli.models.amoebanet.amoebanet",
@@ -36,21 +36,21 @@ OURS = frozenset(
 
 
 def trusted_names(word: str) -> list[str]:
-    """What `trust=` was given: ``[a.b,c.d]``, or ``a.b``."""
+    """Returns the names in the value of `trust=`: ``[a.b,c.d]``, or ``a.b``."""
     return [name for part in word.strip().removeprefix("[").removesuffix("]").split(",") if (name := part.strip())]
 
 
 def typed_names(overrides: Sequence[Override]) -> list[str]:
-    """The `_target_`s in the overrides, also in a value such as ``data.train={_target_:my_data.Mine}``."""
+    """Returns the `_target_`s in the overrides, also inside values such as ``data.train={_target_:my_data.Mine}``."""
     values = [{override.key_or_group.rpartition(".")[2]: override.value()} for override in overrides]
     return [str(name) for name in _targets(values)]
 
 
 def refuse_interpolations(recorded: Mapping[str, Any], checkpoint: Path) -> None:
-    """A run records values. Whatever still refers to something else could become a `_target_` after they are checked.
+    """Refuses interpolations, which could become a `_target_` after the check; a run records resolved values only.
 
     Raises:
-        ConfigurationError: a text of the recorded configuration has ``${`` in it.
+        ConfigurationError: a text of the recorded configuration contains ``${``.
     """
     if (found := next((text for text in _texts(recorded) if "${" in text), None)) is not None:
         raise ConfigurationError(
@@ -60,36 +60,36 @@ def refuse_interpolations(recorded: Mapping[str, Any], checkpoint: Path) -> None
 
 
 def refuse_foreign(config: Mapping[str, Any], trusted: Sequence[str], checkpoint: Path) -> None:
-    """Refuse to call what is neither ours nor named by the person.
+    """Refuses `_target_`s that are neither gpipe-cli's own nor trusted.
 
     Args:
         config: resolved, as workers will get it.
 
     Raises:
-        ConfigurationError: it names what is foreign, and what to type where that is the person's own.
+        ConfigurationError: it names the foreign `_target_`s, and what to type to trust them.
     """
     wanted = list(dict.fromkeys(map(str, _targets([config[section] for section in SECTIONS]))))
     foreign = [name for name in wanted if name not in OURS and name not in trusted]
     if foreign:
         everything = ",".join([*trusted, *foreign])
         raise ConfigurationError(
-            f"{checkpoint} wants to call {', '.join(foreign)}, which is none of gpipe-cli's own. Other code is "
-            f"only called when you have named it: if you know it and trust it, type trust=[{everything}]"
+            f"{checkpoint} wants to call {', '.join(foreign)}, which is not part of gpipe-cli. Other code is "
+            f"called only when you name it: if you know it and trust it, type trust=[{everything}]"
         )
 
 
 def _targets(value: Any) -> Iterator[Any]:
-    """Every `_target_`, at any depth."""
+    """Yields every `_target_`, at any depth."""
     return (item for key, item in _entries(value) if key == "_target_")
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every text, keys among them, at any depth."""
+    """Yields every text, keys included, at any depth."""
     return (text for entry in _entries(value) for text in entry if isinstance(text, str))
 
 
 def _entries(value: Any, key: Any = None) -> Iterator[tuple[Any, Any]]:
-    """Every value with the key that it has, if it has one: this one, and all that lie in it."""
+    """Yields this value and all values in it, each with its key (None in a list)."""
     yield key, value
     if isinstance(value, Mapping):
         for name, item in value.items():
