@@ -149,7 +149,7 @@ def _read_references(path: str | None) -> list[str] | None:
 
 
 class LinePipe:
-    """Passes lines to rank 0 through a named pipe, from its own thread, at most `LINES_AHEAD` before their translations.
+    """Passes lines to rank 0 through a named pipe, from its own thread, at most `LINES_AHEAD` at a time.
 
     Bytes that are not UTF-8 become U+FFFD, with a warning that names the line.
     """
@@ -235,9 +235,7 @@ def _print_end(result: dict[str, Any], longest: int | None, writer: Writer) -> N
     start = "\r" if sys.stderr.isatty() else ""
     say(f"{start}{writer.lines:,} lines in {duration(writer.seconds)}, the start of the workers included")
     if result["longer"]:
-        say(
-            f"warning: {result['longer']:,} lines have more than {longest} tokens, longer than any sentence of the training"
-        )
+        say(f"warning: {result['longer']:,} lines have more than {longest} tokens, more than any sentence in training")
 
 
 def refuse_other_count(lines: int, references: Sequence[str]) -> None:

@@ -74,7 +74,7 @@ def conclude(report: Any, run_dir: Path, console: Console) -> int:
 
 
 def largest(report: dict[str, Any], name: str) -> float | None:
-    """Returns the largest relative difference of a quantity over the steps; None if there is none or it is not finite."""
+    """Returns the largest relative difference of a quantity over the steps; None if absent or not finite."""
     found = [q["relative"] for step in report["steps"] for q in step["quantities"] if q["name"] == name]
     return None if None in found else max(found, default=None)
 
