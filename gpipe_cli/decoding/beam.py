@@ -1,9 +1,7 @@
-"""Beam search for one group of sentences: which hypotheses live on, which have ended, which is the best.
+"""Defines beam search for one group of sentences, as pure tensor operations on given probabilities.
 
-Pure tensors: nothing here knows where the probabilities come from. Greedy decoding is a beam of one.
-
-A hypothesis y has the score log p(y|x) / ((|y| + 5) / 5)^exponent, |y| counting its end-of-sentence token (Lingvo's
-form of Wu et al., 2016, eq. 14; the paper names no search of its own).
+A hypothesis y has the score log p(y|x) / ((|y| + 5) / 5)^exponent, where |y| counts its end-of-sentence token (Lingvo's
+form of Wu et al., 2016, eq. 14; the paper names no search of its own). Greedy decoding is a beam of one.
 """
 
 from __future__ import annotations
@@ -14,17 +12,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-DEAD = -float("inf")  # the total of a place in the beam that holds no hypothesis
+DEAD = -float("inf")  # log-probability of an empty place in the beam
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A finished translation.
+    """Describes a finished translation.
 
     Attributes:
         tokens: without the end-of-sentence token.
-        log_probability: log p(y|x), that of the end-of-sentence token too; only a translation that reached its longest
-            length without an end has none.
+        log_probability: log p(y|x), the end-of-sentence token included, unless the translation was cut at its longest
+            length.
     """
 
     tokens: list[int]
@@ -32,40 +30,40 @@ class Hypothesis:
 
 
 class Continuation(NamedTuple):
-    """What goes on: for each row of the next round its parent, a row of this round, and its token; both [rows]."""
+    """Holds, for each row of the next round, its parent (a row of this round) and its token; both [rows]."""
 
     parents: Tensor
     tokens: Tensor
 
 
 def length_penalty(length: Tensor, exponent: float) -> Tensor:
-    """((length + 5) / 5)^exponent, float64."""
+    """Returns ((length + 5) / 5)^exponent, float64."""
     penalty: Tensor = ((length.double() + 5) / 5) ** exponent
     return penalty
 
 
 class BeamSearch:
-    """The state of one group; `advance` is called once for each token.
+    """Searches the translations of one group; `advance` is called once for each token.
 
-    In the first round a sentence has one row, its beginning; afterwards it has `beam` rows, until it is done. It is
-    done as soon as `beam` of its hypotheses have ended, no living one can still beat the best of these, or its longest
-    length is reached; then the best living one counts if none has ended. A hypothesis ends when its continuation by
-    the end-of-sentence token is among the best `beam` continuations. Of equal continuations the one with the lower row,
+    In the first round a sentence has one row, its beginning; afterwards it has `beam` rows until it is done. It is
+    done when `beam` of its hypotheses have ended, when no open one can still beat the best of these, or at its longest
+    length; then the best open one counts if none has ended. A hypothesis ends when its continuation by the
+    end-of-sentence token is among the best `beam` continuations. Of equal continuations the one with the lower row,
     then the lower token, comes first.
 
     Args:
         limits: the longest translation of each sentence, in tokens, the end-of-sentence token included; [sentences].
-        beam: hypotheses of a sentence that are kept.
-        exponent: of the length penalty; at least 0, and 0 leaves the length out.
-        eos_id: the token that ends a sentence.
+        beam: hypotheses kept of each sentence.
+        exponent: of the length penalty; at least 0, and 0 ignores the length.
+        eos_id: the end-of-sentence token.
     """
 
     def __init__(self, limits: Tensor, beam: int, exponent: float, eos_id: int) -> None:
         count = len(limits)
         self._beam, self._exponent, self._eos = beam, exponent, eos_id
         self._limits = limits.cpu()
-        self._sentences = torch.arange(count)  # those not done, in the order of their rows
-        self._totals = torch.zeros(count, 1)  # log-probabilities of the living hypotheses, [not done, width]
+        self._sentences = torch.arange(count)  # indices of those not done, in the order of their rows
+        self._totals = torch.zeros(count, 1)  # log-probabilities of the open hypotheses, [not done, width]
         self._history = torch.zeros(count, 1, 0, dtype=torch.int64)  # their tokens, [not done, width, round]
         self._ended = torch.zeros(count, dtype=torch.int64)
         self._best_score = torch.full((count,), DEAD, dtype=torch.float64)
@@ -73,15 +71,15 @@ class BeamSearch:
 
     @property
     def rows(self) -> int:
-        """How many rows the next round's probabilities have."""
+        """Returns the number of rows of the next round's probabilities."""
         return self._totals.numel()
 
     def advance(self, log_probabilities: Tensor) -> Continuation:
-        """Takes the log-probabilities of the next token, [rows, V]; returns what goes on, nothing when all are done."""
+        """Takes the log-probabilities of the next token, [rows, V]; returns the next rows, none when all are done."""
         totals, places, tokens = self._candidates(log_probabilities)
         length = self._history.shape[2] + 1
         self._end_hypotheses(totals, places, tokens, length)
-        parents = self._keep_living(totals, places, tokens)
+        parents = self._keep_open(totals, places, tokens)
         going_on = ~self._done(length)
         for place in (~going_on).nonzero().flatten().tolist():
             self._settle(place)
@@ -90,13 +88,13 @@ class BeamSearch:
         return Continuation(parents[going_on].flatten(), self._history[:, :, -1].flatten())
 
     def best(self) -> list[Hypothesis]:
-        """The translation of each sentence, once all are done."""
+        """Returns the translation of each sentence, once all are done."""
         return [hypothesis for hypothesis in self._best if hypothesis is not None]
 
     def _candidates(self, log_probabilities: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The best 2·beam continuations of each sentence, best first: totals, places in the beam, tokens.
+        """Returns the best 2·beam continuations of each sentence, best first: totals, places in the beam, tokens.
 
-        Each place offers one end of sentence, so at least `beam` of them go on.
+        At most `beam` of them end the sentence, one for each place, so at least `beam` do not.
         """
         count, width = self._totals.shape
         vocabulary = log_probabilities.shape[-1]
@@ -111,7 +109,7 @@ class BeamSearch:
         return totals, order // vocabulary, order % vocabulary
 
     def _end_hypotheses(self, totals: Tensor, places: Tensor, tokens: Tensor, length: int) -> None:
-        """Of each sentence, the ends among its best `beam` continuations."""
+        """Ends the hypotheses whose end of sentence is among the best `beam` continuations."""
         first = slice(0, self._beam)
         ends = (tokens[:, first] == self._eos) & (totals[:, first] > DEAD)
         self._ended[self._sentences] += ends.sum(1)
@@ -125,26 +123,26 @@ class BeamSearch:
             self._best_score[sentence] = values[place]
             self._best[sentence] = Hypothesis(tokens_before, float(totals[place, column]))
 
-    def _keep_living(self, totals: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
-        """The first `beam` continuations that do not end become the living ones; returns their parents, [n, beam]."""
+    def _keep_open(self, totals: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
+        """Keeps the first `beam` continuations that do not end; returns their parents, [not done, beam]."""
         width = self._totals.shape[1]
-        living = (tokens != self._eos) & (totals > DEAD)
-        chosen = torch.sort(living.int(), dim=1, descending=True, stable=True).indices[:, : self._beam]
+        is_open = (tokens != self._eos) & (totals > DEAD)
+        chosen = torch.sort(is_open.int(), dim=1, descending=True, stable=True).indices[:, : self._beam]
         places = places.gather(1, chosen)
-        self._totals = torch.where(living, totals, DEAD).gather(1, chosen)
+        self._totals = torch.where(is_open, totals, DEAD).gather(1, chosen)
         earlier = self._history.gather(1, places[:, :, None].expand(-1, -1, self._history.shape[2]))
         self._history = torch.cat((earlier, tokens.gather(1, chosen)[:, :, None]), dim=2)
         return torch.arange(len(places))[:, None] * width + places
 
     def _done(self, length: int) -> Tensor:
-        """Which of the sentences are done, [not done before]."""
+        """Returns which sentences are done now, [not done before]."""
         limits, best = self._limits[self._sentences], self._best_score[self._sentences]
-        # A living hypothesis only loses probability, and no length is kinder to it than the longest.
-        hope = self._totals.amax(1).double() / length_penalty(limits, self._exponent)
-        return (self._ended[self._sentences] >= self._beam) | (best >= hope) | (length >= limits)
+        # A longer hypothesis is never more probable, and the penalty is largest at the longest length.
+        reachable = self._totals.amax(1).double() / length_penalty(limits, self._exponent)
+        return (self._ended[self._sentences] >= self._beam) | (best >= reachable) | (length >= limits)
 
     def _settle(self, place: int) -> None:
-        """A sentence that is done without an ended hypothesis has the best of the living ones."""
+        """Gives a finished sentence without an ended hypothesis its best open one."""
         sentence = int(self._sentences[place])
         if self._best[sentence] is None:
             first = int(self._totals[place].argmax())
@@ -154,12 +152,14 @@ class BeamSearch:
 
 
 def _first_of_equals(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The largest ``count`` of each row, descending; of equal ones the first. `topk` alone promises no order."""
+    """Returns the largest ``count`` of each row, descending, equal ones in order; `topk` alone promises no order."""
     reach = min(count + 1, values.shape[1])
     found, order = values.topk(reach, dim=1)
     if reach > count and bool((tied := found[:, count - 1] == found[:, count]).any()):
         found, order = found.clone(), order.clone()
-        found[tied], order[tied] = (part[:, :reach] for part in values[tied].sort(dim=1, descending=True, stable=True))
+        found[tied], order[tied] = (
+            sorted_[:, :reach] for sorted_ in values[tied].sort(dim=1, descending=True, stable=True)
+        )
     found, order = found[:, :count], order[:, :count]
     by_place = order.sort(dim=1).indices
     found, order = found.gather(1, by_place), order.gather(1, by_place)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from ..metrics.records import Sample
@@ -40,40 +41,36 @@ class ScoringTask(Protocol):
     ) -> dict[str, float]: ...
 
 
+@dataclass(frozen=True)
 class Generator:
     """Translates held-out sentences; every worker calls `evaluate` at the same step.
 
-    Args:
+    Attributes:
         source: on the first worker of each replica, None elsewhere.
         samples: how many translations are shown.
         reports: whether this worker returns the results: rank 0.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        source: HeldOutSource | None,
-        task: ScoringTask,
-        settings: GenerationSettings,
-        samples: int,
-        reports: bool,
-    ) -> None:
-        self._decoder, self._source, self._task, self._settings = decoder, source, task, settings
-        self._samples, self._reports = samples, reports
+    decoder: Decoder
+    source: HeldOutSource | None
+    task: ScoringTask
+    settings: GenerationSettings
+    samples: int
+    reports: bool
 
     def evaluate(self, final: bool) -> tuple[dict[str, float], list[Sample]]:
         """Returns (scores, samples) on rank 0, nothing elsewhere; ``final``: with the effort of the last evaluation."""
-        effort = self._settings.effort(final)
-        split = getattr(self._source, "evaluation_split", "dev")
+        effort = self.settings.effort(final)
+        split = getattr(self.source, "evaluation_split", "dev")
         sentences: list[Sentence] = []
-        if self._source is not None:
-            sentences = list(self._source.held_out(split, effort["sentences_per_language"]))
-        found = self._decoder.decode([sentence.source_ids for sentence in sentences], effort["beam"])
-        if self._source is None or not self._reports or not sentences:  # a corpus may have no dev set
+        if self.source is not None:
+            sentences = list(self.source.held_out(split, effort["sentences_per_language"]))
+        found = self.decoder.decode([sentence.source_ids for sentence in sentences], effort["beam"])
+        if self.source is None or not self.reports or not sentences:  # a corpus may have no dev set
             return {}, []
-        texts = [self._source.decode(hypothesis.tokens) for hypothesis in found]
+        texts = [self.source.decode(hypothesis.tokens) for hypothesis in found]
         pairs = list(zip(sentences, texts, strict=True))
-        shown = min(len(pairs), self._samples)
+        shown = min(len(pairs), self.samples)
         spread = [pairs[number * len(pairs) // shown] for number in range(shown)]
         samples = [Sample(sentence.language, sentence.source, sentence.reference, text) for sentence, text in spread]
         return self._scores(texts, sentences), samples
@@ -81,5 +78,5 @@ class Generator:
     def _scores(self, texts: Sequence[str], sentences: Sequence[Sentence]) -> dict[str, float]:
         """Returns the task's scores of all sentences and of each language, with averages over languages."""
         references, languages = [s.reference for s in sentences], [s.language for s in sentences]
-        scores = self._task.score(texts, references, languages)
-        return with_averages(scores, getattr(self._source, "sizes", {}), getattr(self._source, "scripts", {}))
+        scores = self.task.score(texts, references, languages)
+        return with_averages(scores, getattr(self.source, "sizes", {}), getattr(self.source, "scripts", {}))

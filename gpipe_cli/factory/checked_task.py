@@ -1,4 +1,4 @@
-"""A task whose answers are looked at as they come, so that a wrong one is told in terms of the task."""
+"""Checks what a task returns at every call, so that an error names the task and its method."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..tasks.base import Task
 
 
 class CheckedTask:
-    """Another task, with all its attributes.
+    """Wraps a task, with all its attributes.
 
     Args:
         task: made from the configuration's section.
@@ -26,10 +26,10 @@ class CheckedTask:
         return getattr(self._task, name)
 
     def loss(self, outputs: Tensors, targets: Tensors) -> tuple[Tensor, Tensor]:
-        """That of the task.
+        """Returns the task's loss and statistics.
 
         Raises:
-            ConfigurationError: it is not one number and a vector of the task's statistics.
+            ConfigurationError: they are not one number and a vector of the task's statistics.
         """
         answer: Any = self._task.loss(outputs, targets)
         count = len(self._task.statistics)
@@ -44,10 +44,10 @@ class CheckedTask:
         )
 
     def evaluate(self, outputs: Tensors, targets: Tensors) -> Tensor:
-        """That of the task.
+        """Returns the task's metrics of a micro-batch.
 
         Raises:
-            ConfigurationError: it is not a vector of the task's metrics.
+            ConfigurationError: they are not a vector with one number for each metric.
         """
         answer: Any = self._task.evaluate(outputs, targets)
         metrics = self._task.metrics
@@ -60,7 +60,7 @@ class CheckedTask:
 
 
 def _is_vector(value: object, count: int) -> bool:
-    """Of so many numbers; a single one may stand without a dimension."""
+    """Returns whether ``value`` has ``count`` numbers in one dimension; a single number may have none."""
     return isinstance(value, Tensor) and value.numel() == count and value.dim() <= 1
 
 

@@ -1,4 +1,4 @@
-"""Adafactor with momentum, which the paper's translation models were trained with. Chosen by `optimizer._target_`."""
+"""Defines Adafactor with momentum, the optimizer of the paper's translation models. Chosen by `optimizer._target_`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.optim.optimizer import ParamsT
 
 from .optimizers import SteppedByGroup, require_not_negative, require_share
 
-LEAST_SCALE = 1e-3  # of a parameter that is all but zero, where updates are scaled by the parameter
+LEAST_SCALE = 1e-3  # smallest scale with parameter_scale, for parameters near zero
 
 
 class Adafactor(SteppedByGroup):
-    """Shazeer and Stern's Adafactor (arXiv 1804.04235) as Tensor2Tensor and Lingvo have it, with a first moment.
+    """Implements Adafactor (Shazeer and Stern, arXiv 1804.04235) as in Tensor2Tensor and Lingvo, with a first moment.
 
     For a weight w with gradient g, in step t = 1, 2, …:
 
@@ -23,14 +23,14 @@ class Adafactor(SteppedByGroup):
         u ← g / √V
         u ← u / max(1, rms(u) / clip)
         u ← lr · u, times max(rms(w), 0.001) with parameter_scale
-        m ← beta1 · m + (1 − beta1) · u      with the learning rate inside, so that m remembers what was moved
+        m ← beta1 · m + (1 − beta1) · u      includes the learning rate
         w ← w − lr · weight_decay · w − m
 
     `torch.optim.Adafactor` has no momentum, always scales by the parameter, and takes the smaller of lr and 1/√t.
-    Nothing is shared between parameters: the result is the same wherever a model is cut.
+    Parameters share no state, so the result does not depend on the cut.
 
-    A matrix is what has two or more dimensions; the last two are factored. Memory: one number for each weight (m, none
-    with beta1 of 0) and one for each row and column, where Adam needs two for each weight.
+    Parameters of two or more dimensions count as matrices; the last two are factored. Memory: one number for each
+    weight (m; none with beta1 = 0) and one for each row and column, where Adam needs two for each weight.
 
     Args:
         params: parameters or groups of them.
@@ -41,7 +41,7 @@ class Adafactor(SteppedByGroup):
         eps: added to the squares.
         clip: the largest root mean square of an update, before the learning rate; None: no limit.
         parameter_scale: multiply updates by the root mean square of the weights, before the step.
-        weight_decay: of the weights themselves, not through the gradient.
+        weight_decay: applied to the weights directly, not through the gradient.
 
     Raises:
         ValueError: a value outside its limits; the message names the key.
@@ -95,10 +95,10 @@ class Adafactor(SteppedByGroup):
 
 
 def _over_root(state: dict[str, Any], gradient: Tensor, squares: Tensor, beta2: float) -> Tensor:
-    """The gradient over √V, where V is the moving average of the squares; of a matrix, of its rows and columns.
+    """Returns the gradient over √V, where V is the moving average of the squares; of a matrix, of its rows and columns.
 
-    Where a whole row and a whole column of zeros meet, R and C are both eps and their product is 0 in float32: the
-    roots are taken apart, and never multiplied with each other.
+    Where a row and a column of zeros meet, R and C are both eps and their product is 0 in float32, so the gradient is
+    divided by the two roots one after the other.
     """
     if squares.dim() < 2:
         average = state.setdefault("square", torch.zeros_like(squares))

@@ -1,4 +1,4 @@
-"""The moving average of weights and BatchNorm statistics, which evaluation uses (paper, section 4: as Real et al.)."""
+"""Defines the moving average of weights and BatchNorm statistics for evaluation (paper, section 4: as Real et al.)."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from ..pipeline.cell import Cell
 
 
 class WeightAverage:
-    """Of the layers of one worker; it lies beside them, on their device.
+    """Averages the weights of one worker's layers, on their device.
 
-    After update t, counted from 0 without the skipped ones, average ← average + (1 − d) · (weight − average) with
-    d = min(decay, (1 + t) / (10 + t)), as TensorFlow ramps it: a young average follows fast. It begins as the weights
-    are when it is made. Parameters and persistent buffers of a floating-point type are averaged; others (BatchNorm's
+    After update t, counted from 0 without skipped ones, average ← average + (1 − d) · (weight − average) with
+    d = min(decay, (1 + t) / (10 + t)), as in TensorFlow: the average follows fast at first. It begins with the weights
+    at its construction. Parameters and persistent buffers of floating-point types are averaged; others (BatchNorm's
     counters) are not.
 
     Args:
         cells: of the worker.
-        decay: at most, below 1.
+        decay: upper limit of d; below 1.
     """
 
     def __init__(self, cells: Sequence[Cell], decay: float) -> None:
         self._decay = decay
         self._live: list[Tensor] = []
         self._averages: list[Tensor] = []
-        self._places: dict[str, dict[str, int]] = {}  # layer, then name: the place in both lists
-        known: dict[int, int] = {}  # a tensor that has two names, in one layer or in two, is averaged once
+        self._places: dict[str, dict[str, int]] = {}  # by layer, then name: the index in both lists
+        known: dict[int, int] = {}  # a tensor with two names, in one layer or in two, is averaged once
         for layer in (layer for cell in cells for layer in cell.layers):
             places = self._places[layer.name] = {}
             for name, tensor in averaged_tensors(layer.module).items():
@@ -40,25 +40,25 @@ class WeightAverage:
                     self._averages.append(tensor.detach().clone())
 
     def of(self, layer: str) -> dict[str, Tensor]:
-        """The averages of one layer, by the names that its weights and buffers have there."""
+        """Returns the averages of one layer, by the names of its weights and buffers."""
         return {name: self._averages[place] for name, place in self._places[layer].items()}
 
     @torch.no_grad()
     def update(self, t: int) -> None:
-        """Takes in the weights as update number ``t`` has left them."""
+        """Averages in the weights after update number ``t``."""
         decay = min(self._decay, (1 + t) / (10 + t))
         if self._live:
             torch._foreach_lerp_(self._averages, [tensor.detach() for tensor in self._live], 1 - decay)
 
     @torch.no_grad()
     def restore(self, layer: str, saved: Mapping[str, Tensor]) -> None:
-        """Goes on from ``saved`` averages; where there are none, from the layer's weights as they now are."""
+        """Continues from ``saved`` averages; where there are none, from the layer's present weights."""
         for name, place in self._places[layer].items():
             self._averages[place].copy_(saved[name] if saved else self._live[place])
 
     @contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
-        """Inside, the layers hold their averages; afterwards the weights are back, bit for bit."""
+        """Exchanges weights and averages while the context lasts; afterwards the weights are back, bit for bit."""
         self._exchange()
         try:
             yield
@@ -66,12 +66,12 @@ class WeightAverage:
             self._exchange()
 
     def _exchange(self) -> None:
-        """Swaps memory, not numbers: exact, quick, and without a third copy of the model."""
+        """Swaps the tensors' memory: exact, quick, and without a third copy of the model."""
         for place, live in enumerate(self._live):
             live.data, self._averages[place] = self._averages[place], live.data
 
 
 def averaged_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and persistent buffers of a floating-point type, under all their names."""
+    """Returns the parameters and persistent buffers of floating-point types, under all their names."""
     parameters, buffers = named_tensors(module)
     return {name: tensor for name, tensor in {**parameters, **buffers}.items() if tensor.is_floating_point()}

@@ -1,6 +1,6 @@
-"""Learning-rate schedules, as torch `LambdaLR`: factors of `optimizer.lr`, the peak. Chosen by `lr_schedule._target_`.
+"""Defines learning rate schedules as torch `LambdaLR`: factors of `optimizer.lr`. Chosen by `lr_schedule._target_`.
 
-Step t counts from 0, so the first update already has a learning rate above zero.
+Step t counts from 0, and the first update has a learning rate above zero.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def inverse_sqrt(optimizer: Optimizer, warmup_steps: int) -> LambdaLR:
 
 
 def transformer(optimizer: Optimizer, d_model: int, factor: float, warmup_steps: int) -> LambdaLR:
-    """`factor` · d_model^-0.5 · min((t+1)^-0.5, (t+1) · warmup_steps^-1.5), times `optimizer.lr` (normally 1)."""
+    """Multiplies `optimizer.lr` (often 1) by `factor` · d_model^-0.5 · min((t+1)^-0.5, (t+1) · warmup_steps^-1.5)."""
     _require("d_model", d_model, 1)
     _require("warmup_steps", warmup_steps, 1)
 
@@ -34,10 +34,10 @@ def transformer(optimizer: Optimizer, d_model: int, factor: float, warmup_steps:
 
 
 def cosine(optimizer: Optimizer, steps: int | None, warmup_steps: int = 0, final: float = 0.0) -> LambdaLR:
-    """Rises linearly to `optimizer.lr`, then half a cosine down to `final` of it after `steps` updates.
+    """Rises linearly to `optimizer.lr`, then falls along half a cosine to `final` of it after `steps` updates.
 
     Raises:
-        ValueError: `steps` is not known, or not more than `warmup_steps`.
+        ValueError: `steps` is None, or not more than `warmup_steps`.
     """
     if steps is None:
         raise ValueError("lr_schedule.steps=null: a cosine must know its end, set trainer.steps or lr_schedule.steps")
@@ -60,13 +60,13 @@ def constant(optimizer: Optimizer, warmup_steps: int = 0) -> LambdaLR:
 def exponential(
     optimizer: Optimizer, rate: float, decay_every: float, warmup_steps: int = 0, floor: float = 0.0
 ) -> LambdaLR:
-    """Falls in stairs: times `rate` after every `decay_every` updates, never below `floor` of `optimizer.lr`.
+    """Falls in steps: times `rate` after every `decay_every` updates, never below `floor` of `optimizer.lr`.
 
-    Over the first `warmup_steps` updates it rises linearly to `optimizer.lr` instead. The stairs count from the first
-    update, so with a long warm-up it ends on a later stair, as in TensorFlow's AmoebaNet.
+    Over the first `warmup_steps` updates it rises linearly to `optimizer.lr` instead. The decay counts from the first
+    update, also during the warm-up, as in TensorFlow's AmoebaNet.
 
     Args:
-        decay_every: updates; need not be whole, as 2.4 epochs seldom are.
+        decay_every: updates; need not be whole, such as 2.4 epochs.
 
     Raises:
         ValueError: a value outside its limits.
@@ -94,7 +94,7 @@ def exponential_epochs(
     examples: int,
     batch_size: int,
 ) -> LambdaLR:
-    """`exponential`, told in epochs of `examples` in mini-batches of `batch_size`.
+    """Is `exponential` with its times in epochs of `examples`, in mini-batches of `batch_size`.
 
     Raises:
         ValueError: a value outside its limits.

@@ -1,4 +1,4 @@
-"""Optimizers that torch does not have, chosen by `optimizer._target_`: what they have in common, and TFRMSprop."""
+"""Defines the base of our optimizers, and TFRMSprop. Chosen by `optimizer._target_`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.optim.optimizer import ParamsT
 
 
 class SteppedByGroup(Optimizer):
-    """An optimizer whose update is worked out for one group of parameters at a time."""
+    """Updates one group of parameters at a time; a subclass defines `_update`."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient; the gradients stay as they are."""
+        """Updates every parameter that has a gradient; the gradients stay unchanged."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -28,37 +28,36 @@ class SteppedByGroup(Optimizer):
         return loss
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        """Changes ``parameters``, those of the group that have a gradient: one or more."""
+        """Updates the ``parameters`` of the group that have a gradient: one or more."""
         raise NotImplementedError
 
 
 def require_not_negative(**values: float) -> None:
-    """Raises ValueError for a value below 0, by the name that it is given under."""
+    """Raises ValueError for a value below 0, with its name."""
     for key, value in values.items():
         if value < 0:
             raise ValueError(f"optimizer.{key}={value}: use 0 or more")
 
 
 def require_share(**values: float) -> None:
-    """Raises ValueError for a value that is not from 0 to below 1, by the name that it is given under."""
+    """Raises ValueError for a value outside [0, 1), with its name."""
     for key, value in values.items():
         if not 0 <= value < 1:
             raise ValueError(f"optimizer.{key}={value}: use a number from 0 to below 1")
 
 
 class TFRMSprop(SteppedByGroup):
-    """RMSProp as TensorFlow defines it, which AmoebaNet was trained with (paper, section 4).
+    """Implements RMSProp as TensorFlow defines it, with which AmoebaNet was trained (paper, section 4).
 
     For a weight w with gradient g, mean square s and momentum m, in this order:
 
         g ← g + weight_decay · w
-        s ← decay · s + (1 − decay) · g²           s is 1 at first
-        m ← momentum · m + lr · g / √(s + eps)     m is 0 at first
+        s ← decay · s + (1 − decay) · g²           s = 1 at first
+        m ← momentum · m + lr · g / √(s + eps)     m = 0 at first
         w ← w − m
 
     `torch.optim.RMSprop` has eps outside the root, s = 0 at first, and multiplies by lr only when it subtracts m. With
-    eps of 0.1 or 1.0, as usual here, that is another optimizer; and a lower lr there also shrinks the updates that m
-    remembers.
+    eps of 0.1 or 1.0, as usual here, that is another optimizer, and a lower lr also shrinks the past updates in m.
 
     Args:
         params: parameters or groups of them.
@@ -66,7 +65,7 @@ class TFRMSprop(SteppedByGroup):
         decay: of the mean square; torch calls it alpha.
         momentum: of the updates.
         eps: under the root.
-        weight_decay: L2, as half its product with w² in the loss.
+        weight_decay: L2; its half times w² is added to the loss.
 
     Raises:
         ValueError: a value outside its limits; the message names the key.
@@ -87,7 +86,7 @@ class TFRMSprop(SteppedByGroup):
         super().__init__(params, defaults)
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        """All parameters of a group at once: a few kernels on a GPU, however many parameters there are."""
+        """Updates all parameters of a group at once: a few GPU kernels, however many parameters there are."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         squares, momenta = self._state_of(parameters)
         if group["weight_decay"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, cast
 
@@ -109,40 +110,37 @@ class BatchReader:
 STOP_REASONS = ("", "request", "time limit", "epochs")  # rank 0 sends the index
 
 
+@dataclass
 class TrainingBatches:
     """Announces each training batch one step ahead, and the end of the run; every worker has one.
 
-    Args:
+    Attributes:
         source: on the first worker of each replica, None elsewhere.
         codec: of the run's batch plans.
         position: of the last mini-batch trained on; None at the beginning.
         stop_requested: whether this worker was asked to stop; rank 0's decides.
         where: shown with an error.
+        seconds_waited: for the mini-batch trained on.
     """
 
-    def __init__(
-        self,
-        settings: TrainerConfig,
-        world: World,
-        source: Source | None,
-        task: Task,
-        codec: BatchPlanCodec,
-        position: Any,
-        stop_requested: Callable[[], bool],
-        where: Position,
-    ) -> None:
-        self._settings, self._world, self._source, self._task, self._codec = settings, world, source, task, codec
-        self._stop_requested, self._where = stop_requested, where
-        self._reader: BatchReader | None = None
-        self._began = time.monotonic()
-        self.position, self.seconds_waited = position, 0.0  # of the mini-batch trained on
+    settings: TrainerConfig
+    world: World
+    source: Source | None
+    task: Task
+    codec: BatchPlanCodec
+    position: Any
+    stop_requested: Callable[[], bool]
+    where: Position
+    seconds_waited: float = 0.0
+    _reader: BatchReader | None = None
+    _began: float = field(default_factory=time.monotonic)
 
     def open(self) -> None:
         """Begins to read behind `position`."""
-        if self._source is not None:
-            world, M = self._world, self._codec.M
-            batches = training_batches(self._source, self.position, M, world.replica, world.replicas)
-            self._reader = BatchReader(batches, self._task, self._codec)
+        if self.source is not None:
+            world, M = self.world, self.codec.M
+            batches = training_batches(self.source, self.position, M, world.replica, world.replicas)
+            self._reader = BatchReader(batches, self.task, self.codec)
 
     def take(self) -> list[MicroBatch] | None:
         """Returns the announced mini-batch, to be trained on now; None on workers that do not read data."""
@@ -154,15 +152,15 @@ class TrainingBatches:
     def announce(self, exchange: Exchange) -> None:
         """Writes the plan of the next mini-batch; rank 0 adds whether the run ends before it."""
         if self._reader is not None:
-            self._where.instruction = "reading the next mini-batch"
+            self.where.instruction = "reading the next mini-batch"
             self._reader.advance(exchange)
-            self._where.instruction = None
-        if self._world.rank == 0:
+            self.where.instruction = None
+        if self.world.rank == 0:
             exchange.own["stop"][0] = STOP_REASONS.index(self._stop_reason())
 
     def _stop_reason(self) -> str:
-        limit = self._settings.seconds
-        if self._stop_requested():
+        limit = self.settings.seconds
+        if self.stop_requested():
             return "request"
         if limit is not None and time.monotonic() - self._began >= limit:
             return "time limit"
@@ -170,12 +168,12 @@ class TrainingBatches:
 
     def read_plan(self, exchange: Exchange) -> tuple[BatchPlan, str]:
         """Returns the plan of the next mini-batch, and why the run ends before it; "" where it does not."""
-        plan = self._codec.read(exchange, "train")
+        plan = self.codec.read(exchange, "train")
         return plan, STOP_REASONS[int(exchange.total["stop"].item())] or ("end of data" if plan.ended else "")
 
     def share_done(self, step: int) -> float | None:
         """Returns the share of the run before ``step`` by the limit that comes first; None where none is known here."""
-        settings, shares = self._settings, [self._share_of_epochs()]
+        settings, shares = self.settings, [self._share_of_epochs()]
         if settings.steps is not None:
             shares.append(step / settings.steps)
         if settings.seconds is not None:
@@ -183,12 +181,12 @@ class TrainingBatches:
         return max((share for share in shares if share is not None), default=None)
 
     def _share_of_epochs(self) -> float | None:
-        epochs, source = self._settings.epochs, self._source
+        epochs, source = self.settings.epochs, self.source
         if epochs is None or source is None or self.position is None:
             return None
         return float(cast(Any, source).epoch(self.position)) / epochs
 
     def epochs_of_languages(self) -> dict[str, float]:
         """Returns how often the pairs of each language were read; empty where the source does not count them."""
-        source = cast(Any, self._source)
+        source = cast(Any, self.source)
         return dict(source.epochs(self.position)) if hasattr(source, "epochs") else {}

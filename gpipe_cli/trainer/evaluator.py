@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -18,10 +19,11 @@ from ..tasks.base import Task
 from .batches import BatchReader, evaluation_batches
 
 
+@dataclass(frozen=True)
 class Evaluator:
     """Runs evaluations; every worker calls `evaluate` at the same step.
 
-    Args:
+    Attributes:
         source: on the first worker of each replica, None elsewhere.
         exchange: with the fields of the runtime's codec and of `evaluation_fields`.
         stop_requested: whether this worker was asked to stop.
@@ -29,22 +31,17 @@ class Evaluator:
         keeper: for tasks whose predictions are shown; None otherwise.
     """
 
-    def __init__(
-        self,
-        runtime: PipelineRuntime,
-        source: Source | None,
-        task: Task,
-        exchange: Exchange,
-        stop_requested: Callable[[], bool],
-        generator: Generator | None,
-        keeper: PredictionKeeper | None,
-    ) -> None:
-        self._runtime, self._source, self._task, self._exchange = runtime, source, task, exchange
-        self._stop_requested, self._generator, self._keeper = stop_requested, generator, keeper
+    runtime: PipelineRuntime
+    source: Source | None
+    task: Task
+    exchange: Exchange
+    stop_requested: Callable[[], bool]
+    generator: Generator | None
+    keeper: PredictionKeeper | None
 
     def effort(self, final: bool) -> dict[str, int]:
         """Returns how much is generated after the last step (``final``) or before; empty where nothing is."""
-        generation = getattr(self._task, "generation", None)
+        generation = getattr(self.task, "generation", None)
         return {} if generation is None else cast("dict[str, int]", generation.effort(final))
 
     def evaluate(self, final: bool) -> Evaluation:
@@ -56,7 +53,7 @@ class Evaluator:
         Raises:
             StopRequested: a worker was asked to stop; raised on all workers at the same place.
         """
-        cells = self._runtime.engine.cells.values()
+        cells = self.runtime.engine.cells.values()
         for cell in cells:
             cell.train(False)
         try:
@@ -70,21 +67,21 @@ class Evaluator:
         loss = next(iter(numbers.values()), None)
         samples: list[Sample] = []
         signature = None
-        if self._generator is not None:
-            scores, samples = self._generator.evaluate(final)
+        if self.generator is not None:
+            scores, samples = self.generator.evaluate(final)
             numbers |= scores
-            signature = getattr(self._task, "signature", None) if scores else None
-        predictions = self._keeper.finish() if self._keeper is not None else None
-        sizes = dict(getattr(self._source, "sizes", {})) if signature is not None else {}
+            signature = getattr(self.task, "signature", None) if scores else None
+        predictions = self.keeper.finish() if self.keeper is not None else None
+        sizes = dict(getattr(self.source, "sizes", {})) if signature is not None else {}
         return Evaluation(numbers, loss, samples, predictions, sizes, signature, self.effort(final))
 
     def _score(self) -> dict[str, float]:
         """Returns the task's numbers over the evaluation set; nothing where it is empty."""
-        runtime, world, codec = self._runtime, self._runtime.world, self._runtime.codec
-        exchange, task, keeper = self._exchange, self._task, self._keeper
+        runtime, world, codec = self.runtime, self.runtime.world, self.runtime.codec
+        exchange, task, keeper = self.exchange, self.task, self.keeper
         reader = None
-        if self._source is not None:
-            batches = evaluation_batches(self._source, codec.M, world.replica, world.replicas)
+        if self.source is not None:
+            batches = evaluation_batches(self.source, codec.M, world.replica, world.replicas)
             reader = BatchReader(batches, task, codec)
         sums = torch.zeros(len(task.metrics), dtype=torch.float64)
         weight = 0.0
@@ -99,7 +96,7 @@ class Evaluator:
                 reader.advance(exchange)
                 if keeper is not None:
                     keeper.read(reader.micro_batches)
-            run_unless_stopped(exchange, self._stop_requested)
+            run_unless_stopped(exchange, self.stop_requested)
             plan = codec.read(exchange, "evaluate")
             if plan.total_micro_batches == 0:
                 break
