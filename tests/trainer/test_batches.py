@@ -12,7 +12,7 @@ from gpipe_cli.data.source import Batch
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.trainer.batches import evaluation_batches, first_batch, training_batches
 
-PART = ((torch.zeros(1),), (torch.zeros(1),))
+MICRO_BATCH = ((torch.zeros(1),), (torch.zeros(1),))
 
 
 class Given:
@@ -24,7 +24,7 @@ class Given:
     def prepare(self, report: Any) -> None: ...
 
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
-        return (Batch([PART] * count, number) for number, count in enumerate(self.counts, start=1))
+        return (Batch([MICRO_BATCH] * count, number) for number, count in enumerate(self.counts, start=1))
 
     def evaluation(self, M: int) -> Iterator[Batch]:
         return self.train(None, M, 0, 1)

@@ -273,7 +273,7 @@ def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Pa
 
 @pytest.mark.slow
 def test_two_replicas_train_as_one_pipeline_on_the_joined_mini_batch(tmp_path: Path) -> None:
-    """The same parts, read by two first workers; only the order of summation differs."""
+    """The same micro-batches, read by two first workers; only the order of summation differs."""
     common = ["model.dropout=0", "model.input_dropout=0", "model.attention_dropout=0"]
     common += ["pipeline.K=2", "data.batch_size=30"]
     one = train(tmp_path / "one", *common, "pipeline.workers=1", "pipeline.M=4")

@@ -1,4 +1,4 @@
-"""What a run says of BatchNorm before its first step."""
+"""The notices about BatchNorm and about the time left to save."""
 
 from __future__ import annotations
 

@@ -80,7 +80,9 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_leaves_what_other_programs_rely_on(tmp_path: Path) -> None:
-    train_inline(tmp_path, "debug=tiny", "pipeline.K=3", pictures=True)
+    _, events = train_inline(tmp_path, "debug=tiny", "pipeline.K=3", pictures=True)
+    shown = [event["kind"] for event in events if event["kind"] in ("evaluation", "samples")]
+    assert shown == ["evaluation", *["evaluation", "samples"] * 2]  # an untrained model's translations show nothing
     steps = rows(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
     assert {"loss", "lr", "grad_norm", "examples_per_second", "tokens_per_second", "bubble"} <= set(steps[0])
