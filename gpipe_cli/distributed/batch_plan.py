@@ -36,7 +36,6 @@ class BatchPlan:
 
     Attributes:
         signatures: of this replica's micro-batches; equal when all shapes are. Empty: nothing to do here.
-        weights: of this replica's micro-batches.
         total_weight: of the whole mini-batch, over all replicas.
         total_micro_batches: micro-batches of all replicas; 0: the data of all has ended.
         ended: the replicas whose data has ended. Training ends with the first of them, because a mini-batch needs all.
@@ -44,7 +43,6 @@ class BatchPlan:
     """
 
     signatures: tuple[tuple[object, ...], ...]
-    weights: tuple[float, ...]
     total_weight: float
     total_micro_batches: int
     ended: tuple[int, ...]
@@ -91,14 +89,11 @@ class BatchPlanCodec:
     def read(self, exchange: Exchange, kind: str) -> BatchPlan:
         """Returns the plan of the last exchange; ``kind`` (train, evaluate, …) becomes part of the signatures."""
         counts = [int(n) for n in exchange.total["plan_micro_batches"].tolist()]
-        weights = exchange.total["plan_weights"].tolist()
         shapes = exchange.total["plan_shapes"].long().view(self._replicas, self.M, -1).tolist()
         used = [rows[:count] for rows, count in zip(shapes, counts, strict=True)]
-        own, start = used[self._replica], self._replica * self.M
         return BatchPlan(
-            signatures=tuple((kind, *row) for row in own),
-            weights=tuple(weights[start : start + len(own)]),
-            total_weight=sum(weights),
+            signatures=tuple((kind, *row) for row in used[self._replica]),
+            total_weight=sum(exchange.total["plan_weights"].tolist()),
             total_micro_batches=sum(counts),
             ended=tuple(replica for replica, count in enumerate(counts) if not count),
             examples=sum(row[0] for rows in used for row in rows if row),
