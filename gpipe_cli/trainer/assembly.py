@@ -58,8 +58,8 @@ class FirstBatch:
 
 
 @dataclass(frozen=True)
-class ModelLayout:
-    """Describes the whole model; the same on every worker except `own_parameters`.
+class CellLayout:
+    """Describes how the whole model lies in cells; the same on every worker except `own_parameters`.
 
     Attributes:
         cut: into cells.
@@ -90,7 +90,7 @@ class Assembly:
     task: Task
     source: Source | None
     first: FirstBatch
-    layout: ModelLayout
+    layout: CellLayout
     cells: list[Cell]
     runtime: PipelineRuntime
 
@@ -153,7 +153,7 @@ def read_and_cut(
     return FirstBatch(BatchShape.of(example), sum(len(inputs[0]) for inputs, _ in micro_batches), tokens), cut
 
 
-def lay_out_model(world: World, cells: Sequence[Cell], cut: Cut) -> ModelLayout:
+def lay_out_model(world: World, cells: Sequence[Cell], cut: Cut) -> CellLayout:
     """Gathers the names of all layers and parameters; every worker calls it at the same time."""
     own = [name for cell in cells for name, _ in cell.parameters()]
     own_layers = [
@@ -169,7 +169,7 @@ def lay_out_model(world: World, cells: Sequence[Cell], cut: Cut) -> ModelLayout:
     names = [name for name in in_order if name in trained]
     index = {name: number for number, name in enumerate(names)}
     losses = [number for number, _, _, has_loss in layers if has_loss] + [TASK]
-    return ModelLayout(cut, model, names, [index[name] for name in own], losses)
+    return CellLayout(cut, model, names, [index[name] for name in own], losses)
 
 
 # -- for evaluation and translation ------------------------------------------------------------------------------------

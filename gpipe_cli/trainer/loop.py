@@ -23,7 +23,7 @@ from ..metrics.step_report import StepReport, StepReporter
 from ..metrics.totals import WARM_UP, Totals
 from ..metrics.trace import Recording, record_everyone
 from ..position import Position
-from .assembly import ModelLayout
+from .assembly import CellLayout
 from .batches import TrainingBatches
 from .evaluator import Evaluator
 from .notices import grace_warning
@@ -48,7 +48,7 @@ class Trainer:
 
     settings: Settings
     runtime: PipelineRuntime
-    layout: ModelLayout
+    layout: CellLayout
     exchange: Exchange
     batches: TrainingBatches
     updater: Updater
