@@ -1,7 +1,7 @@
 """Opens a run again, for the commands that use its weights: gpipe-eval, gpipe-translate. Imports no torch.
 
     run = open_run("runs/NAME", ["pipeline.K=4"])
-    config = {"settings": run.config, "checkpoint": str(run.info.path), …}     # for assemble_from_checkpoint in the workers
+    config = {"settings": run.config, "checkpoint": str(run.info.path), …}  # for assemble_from_checkpoint
     launch_program(EntryPoint("gpipe_cli.trainer.…:main"), config, folder, on_event)
 
 The configuration comes from the checkpoint, so a run directory can be moved. Overrides are typed as for gpipe-train.
