@@ -237,7 +237,7 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 
 
 def _attention(func: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Calls it without dropout: on a CPU that makes it keep the matrix, on an accelerator it does not."""
+    """Calls attention without dropout, which makes a CPU keep the t×s matrix, but not an accelerator."""
     options = dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
     return func(query, key, value, **{**options, "dropout_p": 0.0})
 
@@ -268,7 +268,7 @@ def _measure_layer(
 
 
 def _measure(run: Run, inputs: list[Tensor], module: nn.Module, others: Tensors, autocast: Autocast) -> LayerFacts:
-    """Runs it without a graph, then with one and a backward, then with one and a backward in halves."""
+    """Measures a forward without a graph, one with a graph and its backward, and a backward in halves."""
     parameters, buffers = list(module.named_parameters()), list(module.buffers())
     for _, parameter in parameters:  # as in every micro-batch but the first: gradients are added to what is there
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None

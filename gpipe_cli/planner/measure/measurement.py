@@ -1,4 +1,4 @@
-"""Measures what a plan needs of a model before it is cut: its layers and its task's loss, for one size of micro-batch.
+"""Measures the layers of a model and its task's loss, for one size of micro-batch and any cut.
 
 Both run on tensors without values; under `plan.device=this` they are run and timed on the machine as well.
 """

@@ -36,7 +36,7 @@ def workers_on_a_gpu(pipeline: PipelineConfig) -> int:
 
 
 def workers_per_gpu(workers: int, gpus: int, environment: Mapping[str, str]) -> int:
-    """Returns the same for a job of so many workers on a machine with so many GPUs.
+    """Returns how many workers share a GPU, for a job of so many workers on a machine with so many GPUs.
 
     Under torchrun the environment holds how many of a job's workers are on this machine. Another launcher may hide
     the GPUs of other workers from this process, so there each worker is assumed to have its own.

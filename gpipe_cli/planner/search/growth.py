@@ -50,7 +50,7 @@ def grow(settings: Settings, options: Options, key: str, say: Say) -> Plan:
 
 
 class _Growth:
-    """Plans by the value of one key, and the refusals of those values that cannot be planned."""
+    """Keeps the plans by the value of one key, and the errors of the values that cannot be planned."""
 
     def __init__(self, settings: Settings, options: Options, section: str, name: str, say: Say) -> None:
         self._settings, self._options, self._section, self._name = settings, options, section, name

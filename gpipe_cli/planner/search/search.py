@@ -82,7 +82,7 @@ class _PipelineSearch:
         self.micro_batch_counts = micro_batch_counts(planner.settings, planner.options.longest)
 
     def plan(self, **values: Any) -> Plan | None:
-        """Returns None where model or schedule refuse these values, as BatchNorm does a single number."""
+        """Makes a plan; returns None where model or schedule refuse these values, as BatchNorm does a single number."""
         try:
             plan = self._planner.plan(_changed(self._planner.settings.pipeline, **values))
         except ConfigurationError as error:
@@ -97,9 +97,9 @@ class _PipelineSearch:
         return next((plan for plan in plans if plan is not None and plan.fits), None)
 
     def with_cells(self, K: int) -> Plan | None:
-        """Returns the same after one plan, where weights, gradients and optimizer state alone do not fit.
+        """Returns the same, with a single plan tried where weights, gradients and optimizer state do not fit.
 
-        They depend on neither M nor remat.
+        These depend on neither M nor remat.
         """
         plan = self.plan(K=K, M=1, remat="always")
         return None if plan is None or plan.model_memory > plan.limit else self.any_with_cells(K)
