@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
+from math import nan
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -56,13 +58,12 @@ def draw_languages(
     levels = resource_levels({code: sizes[code] for code in _common(models, sizes, None)})
     figure = new_figure(11, 4.6)
     left, right = figure.subplots(1, 2, width_ratios=[3.4, 1])
-    for model, colour in zip(models, _colours(len(models)), strict=True):
+    for model, colour in zip(models, cycle(COLOURS), strict=False):
         values = [model.languages[code] - (baselines[code] if baselines is not None else 0.0) for code in codes]
         left.plot(range(len(codes)), values, "o", color=colour, markersize=3, alpha=0.45)
         left.plot(range(len(codes)), trailing_average(values), color=colour, linewidth=2, label=model.name)
-        means = [
-            _mean([value for code, value in zip(codes, values, strict=True) if levels[code] == at]) for at in LEVELS
-        ]
+        by_level = [[value for code, value in zip(codes, values, strict=True) if levels[code] == at] for at in LEVELS]
+        means = [fmean(of_level) if of_level else nan for of_level in by_level]
         right.plot(LEVELS, means, "o-", color=colour, linewidth=2)
     _name_languages(left, codes, sizes)
     left.set_ylabel("BLEU" if baselines is None else "BLEU, difference to the bilingual model")
@@ -125,11 +126,3 @@ def _name_languages(axes: Axes, codes: Sequence[str], sizes: Mapping[str, int]) 
     if len(codes) <= MOST_NAMED_LANGUAGES:
         size = 8 if len(codes) <= 40 else 5
         axes.set_xticks(range(len(codes)), codes, rotation=90, fontsize=size)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return fmean(values) if values else float("nan")
-
-
-def _colours(count: int) -> list[str]:
-    return [COLOURS[number % len(COLOURS)] for number in range(count)]

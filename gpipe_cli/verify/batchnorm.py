@@ -8,13 +8,12 @@ dropout is the same as when they run one after the other.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -68,10 +67,6 @@ class BatchNormNote:
         if self.explains:
             return f"{with_all}. The pipeline agrees with that: its BatchNorm normalises over the whole mini-batch"
         return f"{with_all}. That is BatchNorm's doing (paper, section 2.2), and no error"
-
-    def as_json(self) -> dict[str, Any]:
-        finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in vars(self).items()}
-        return {**finite, "text": self.text}
 
 
 def batchnorm_note(

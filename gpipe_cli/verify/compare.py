@@ -84,7 +84,14 @@ def compare(
     rounding = 8 * torch.finfo(_dtype(plain.weights)).eps
     differences = [
         _numbers(LOSS, {"mini-batch": (ours.loss, plain.loss)}),
-        _numbers(LOSSES, {f"replica {r}, micro-batch {m}": pair for (r, m), pair in _pairs(ours.losses, plain.losses)}),
+        # The places are the plain side's: the pipeline's report of a step that is not full has more, all zero.
+        _numbers(
+            LOSSES,
+            {
+                f"replica {r}, micro-batch {m}": (ours.losses.get((r, m), math.nan), loss)
+                for (r, m), loss in sorted(plain.losses.items())
+            },
+        ),
         _traces(OUTPUTS, ours.trace.get(OUTPUT, {}), plain.trace.get(OUTPUT, {}), names),
         _traces(AGAIN, ours.trace.get(RECOMPUTED, {}), ours.trace.get(OUTPUT, {}), names),
         _traces(PASSED_BACK, ours.trace.get(GRADIENT, {}), plain.trace.get(GRADIENT, {}), names),
@@ -143,13 +150,6 @@ def _dtype(tensors: Mapping[Key, Tensor]) -> torch.dtype:
 
 
 # -- numbers ---------------------------------------------------------------------------------------------------------
-
-
-def _pairs(
-    ours: Mapping[tuple[int, int], float], plain: Mapping[tuple[int, int], float]
-) -> list[tuple[tuple[int, int], tuple[float, float]]]:
-    """Pairs the losses by the plain side's places; the report of a step that is not full has more, all zero."""
-    return [(key, (ours.get(key, math.nan), value)) for key, value in sorted(plain.items())]
 
 
 def _numbers(name: str, pairs: Mapping[str, tuple[float, float]]) -> Measured:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 from ..config import Settings
+from ..metrics.metrics_file import json_safe
 from .batchnorm import BatchNormNote
 from .compare import PASSED_BACK, Quantity, StepComparison
 
@@ -79,12 +79,12 @@ class VerifyReport:
     def as_json(self) -> dict[str, Any]:
         """Returns plain values; numbers that are not finite become null."""
         pipeline = self.settings.pipeline
-        return {
+        plain = {
             "agrees": self.agrees,
             "verdict": self.verdict,
             "findings": self.findings,
             "notes": self.notes,
-            "batchnorm": None if self.batchnorm is None else self.batchnorm.as_json(),
+            "batchnorm": None if self.batchnorm is None else {**vars(self.batchnorm), "text": self.batchnorm.text},
             "steps": [
                 {"step": number, "quantities": [_quantity(quantity) for quantity in step.quantities]}
                 for number, step in enumerate(self.steps, start=1)
@@ -98,8 +98,9 @@ class VerifyReport:
             "replicas": pipeline.replicas,
             "schedule": pipeline.schedule,
             "remat": pipeline.remat,
-            "loss": _finite(self.loss),
+            "loss": self.loss,
         }
+        return dict(json_safe(plain))
 
 
 def _quantity(quantity: Quantity) -> dict[str, Any]:
@@ -109,11 +110,7 @@ def _quantity(quantity: Quantity) -> dict[str, Any]:
         "verdict": quantity.verdict,
         "compared": quantity.compared,
         "beyond": len(quantity.beyond),
-        "absolute": None if worst is None else _finite(worst.absolute),
-        "relative": None if worst is None else _finite(worst.relative),
+        "absolute": None if worst is None else worst.absolute,
+        "relative": None if worst is None else worst.relative,
         "where": None if worst is None else worst.where,
     }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -146,7 +146,9 @@ def test_what_cannot_work_is_refused_before_training(target: str, message: str) 
     "words",
     [
         ("OneCycleLR", "++lr_schedule.max_lr=0.5", "++lr_schedule.total_steps=9"),
-        ("MultiStepLR", "++lr_schedule.milestones=[3,5]", "++lr_schedule.gamma=0.5"),
+        pytest.param(
+            ("MultiStepLR", "++lr_schedule.milestones=[3,5]", "++lr_schedule.gamma=0.5"), marks=pytest.mark.slow
+        ),
     ],
     ids=lambda words: words[0],
 )

@@ -97,6 +97,7 @@ def test_a_run_whose_text_was_edited_does_not_go_on(tmp_path: Path) -> None:
     assert (run_dir / "vocabulary" / "source.model").read_bytes() == kept
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_fingerprint_that_its_checkpoint_has(tmp_path: Path) -> None:
     words = ("debug=tiny", "trainer.evaluate_every=null", "trainer.evaluate_first=false", "task.generation=null")
     train_inline(tmp_path, *words, "trainer.steps=1")
