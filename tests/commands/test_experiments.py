@@ -34,14 +34,14 @@ MAKERS: dict[str, Callable[[Path], dict[str, Any]]] = {
     **{make.__name__: make for make in tiny_images.DATASETS},
     "birdsnap": birdsnap,
 }
-PAPER = {  # table 5: training images, test images (Pets corrected, a misprint), classes, accuracy
-    "cifar10": (50_000, 10_000, 10, 99.0),
-    "cifar100": (50_000, 10_000, 100, 91.3),
-    "stanford_cars": (8_144, 8_041, 196, 94.6),
-    "oxford_pets": (3_680, 3_669, 37, 95.9),
-    "food101": (75_750, 25_250, 101, 93.0),
-    "fgvc_aircraft": (6_667, 3_333, 100, 92.7),
-    "birdsnap": (47_386, 2_443, 500, 83.6),
+PAPER = {  # table 5: training images, classes
+    "cifar10": (50_000, 10),
+    "cifar100": (50_000, 100),
+    "stanford_cars": (8_144, 196),
+    "oxford_pets": (3_680, 37),
+    "food101": (75_750, 101),
+    "fgvc_aircraft": (6_667, 100),
+    "birdsnap": (47_386, 500),
 }
 
 
@@ -55,40 +55,19 @@ def settings(experiment: str) -> dict[str, Any]:
     return config
 
 
-def head(experiment: str) -> str:
-    return (CONF / f"{experiment}.yaml").read_text().partition("defaults:")[0]
-
-
-# --- what they say
+# --- what they set
 
 
 def test_there_is_one_for_each_transfer_set_of_the_paper() -> None:
     assert set(TRANSFER) == set(PAPER)
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_each_opens_with_its_command_its_needs_and_the_figure_to_expect(experiment: str) -> None:
-    said = head(experiment)
-    assert f"experiment={experiment} data.root=" in said
-    for word in ("GB", "Disk:", "Time: an estimate", " %"):
-        assert word in said
-
-
 @pytest.mark.parametrize("name", TRANSFER)
-def test_transfer_experiments_give_the_paper_s_numbers(name: str) -> None:
-    train, test, classes, accuracy = PAPER[name]
-    said = head(f"transfer/{name}")
-    assert f"{train:,} training and {test:,} test images, {classes} classes" in said
-    assert f"The paper: {accuracy} %" in said
-    assert settings(f"transfer/{name}")["model"]["classes"] == classes
-
-
-@pytest.mark.parametrize("name", TRANSFER)
-def test_transfer_steps_are_the_epochs_that_are_told(name: str) -> None:
-    text = (CONF / "transfer" / f"{name}.yaml").read_text()
-    epochs, steps_per_epoch = 50 if PAPER[name][0] > 10_000 else 200, PAPER[name][0] // 256
-    assert f"# {epochs} epochs of {steps_per_epoch}\n" in text
-    assert settings(f"transfer/{name}")["trainer"]["steps"] == epochs * steps_per_epoch
+def test_a_transfer_has_the_paper_s_classes_and_whole_epochs(name: str) -> None:
+    images, classes = PAPER[name]
+    config = settings(f"transfer/{name}")
+    assert config["model"]["classes"] == classes
+    assert config["trainer"]["steps"] == (50 if images > 10_000 else 200) * (images // 256)
 
 
 @pytest.mark.parametrize("name", [name for name in TRANSFER if name != "birdsnap"])

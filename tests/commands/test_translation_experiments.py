@@ -1,4 +1,4 @@
-"""The translation experiments: what they say, that they are the paper's models, and that each runs on tiny text."""
+"""The translation experiments: that they are the paper's models, and that each runs on tiny text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from gpipe_cli.config import Settings
 from gpipe_cli.factory.build import build_model
 from gpipe_cli.terminal.help import help_text
 
-CONF = Path(__file__).parents[2] / "conf" / "experiment"
 PAPER = {  # L, H, A, K (section 5), parameters, tokens of a mini-batch
     "nmt_t_6_8192_16": (6, 8192, 16, 1, 408_177_920, 4_000_000),
     "nmt_t_24_8192_16": (24, 8192, 16, 4, 1_239_387_392, 4_000_000),
@@ -68,11 +67,7 @@ def test_each_has_the_paper_s_recipe(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PAPER)
-def test_each_opens_with_its_command_its_needs_and_what_the_paper_found(name: str) -> None:
-    said = (CONF / f"{name}.yaml").read_text().partition("defaults:")[0]
-    assert f"experiment={name} data.root=" in said and f"{PAPER[name][4]:,}" in said
-    for word in ("The paper", "GPU", " GB", "Disk:", "Time: an estimate", "Not repeated yet"):
-        assert word in said, word
+def test_the_help_lists_it(name: str) -> None:
     assert name in help_text()
 
 
