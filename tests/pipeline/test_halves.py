@@ -152,7 +152,7 @@ def models() -> dict[str, tuple[list[LayerBuilder], tuple[Tensor, ...]]]:
             (ids, ids[:, :5]),
         ),
         "amoebanet": (
-            amoebanet(genotype="D", L=3, D=8, classes=5, image_size=79, dropout=0.5, drop_path_keep=0.6),
+            amoebanet(genotype="D", L=3, D=16, classes=5, image_size=79, dropout=0.5, drop_path_keep=0.6),
             (torch.randn(2, 3, 79, 79, generator=torch.Generator().manual_seed(1)),),
         ),
     }
