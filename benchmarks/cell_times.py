@@ -34,7 +34,7 @@ from gpipe_cli.planner.measure.example import example_micro_batch
 
 
 def worker(context: Context, config: Mapping[str, Any]) -> list[list[list[Row]]]:
-    """Entry point: returns for each cell, by round, the rows of the table; there are as many workers as cells."""
+    """Returns for each cell, by round, the rows of the table; there are as many workers as cells."""
     settings = make_request(config["words"]).settings
     pipeline = settings.pipeline
     world = join_world(context, context.world_size, 1, "cpu", pipeline.backend)

@@ -131,7 +131,7 @@ def contenders(setting: Mapping[str, Any], rank: int, K: int, shared_memory: boo
 
 
 def worker(context: Context, config: dict[str, Any]) -> dict[str, Any]:
-    """Entry point: measures messages and all settings.
+    """Measures messages and all settings.
 
     Returns:
         `LinkTimes` as ``link``; for each of ``settings`` the result of `measure`.

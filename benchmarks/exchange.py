@@ -22,7 +22,7 @@ NUMBERS = 500
 
 
 def worker(context: Context, config: dict[str, Any]) -> Row:
-    """Entry point: returns the median milliseconds of a round of each kind."""
+    """Returns the median milliseconds of a round of each kind."""
     context.init_process_group("gloo")
     exchange = Exchange({"numbers": NUMBERS}, dist.group.WORLD)
     vector = torch.zeros(NUMBERS, dtype=torch.float64)

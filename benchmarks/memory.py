@@ -78,7 +78,7 @@ def tensors_of(modules: list[nn.Module], micro_batches: list[MicroBatch]) -> lis
 
 
 def worker(context: Context, config: dict[str, Any]) -> list[int]:
-    """Entry point: returns the highest count of any worker, for each setting."""
+    """Returns the highest count of any worker, for each setting."""
     context.init_process_group("gloo")
     rank, K = context.rank, context.world_size
     highest = []

@@ -22,7 +22,7 @@ WIRES = {"shared memory": True, "gloo": False}
 
 
 def worker(context: Context, config: dict[str, Any]) -> dict[str, list[LinkTimes]]:
-    """Entry point: returns what a message took on each wire, by round; the wires take turns."""
+    """Returns what a message took on each wire, by round; the wires take turns."""
     context.init_process_group("gloo")
     ranks = tuple(range(context.world_size))
     wires = {name: cpu_transport(ranks, shared) for name, shared in WIRES.items()}

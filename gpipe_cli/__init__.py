@@ -1,4 +1,4 @@
-"""GPipe (Huang et al., NeurIPS 2019) as a command-line training tool."""
+"""Trains neural networks with pipeline parallelism, as in GPipe (Huang et al., NeurIPS 2019)."""
 
 from pathlib import Path as _Path
 

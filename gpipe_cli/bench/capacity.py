@@ -52,7 +52,7 @@ class Trial:
 
 
 def device_memory(context: Context, config: dict[str, Any]) -> dict[str, Any]:
-    """Entry point: measures the memory that this machine has for each worker of table 1.
+    """Measures the memory that this machine has for each worker of table 1.
 
     Args:
         config: ``workers``: the largest number of workers.
@@ -74,7 +74,7 @@ def device_memory(context: Context, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def worker(context: Context, config: dict[str, Any]) -> dict[str, int]:
-    """Entry point: runs one trial.
+    """Runs one trial.
 
     Args:
         config: the fields of `Trial`.

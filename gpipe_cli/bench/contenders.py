@@ -30,7 +30,7 @@ LEARNING_RATE = 1e-6  # of plain SGD; small, so that the weights of a measuremen
 
 
 def worker(context: Context, config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Entry point: measures the contenders of some settings.
+    """Measures the contenders of some settings.
 
     Args:
         config: ``repetitions``, ``realtime``, ``real`` and ``settings`` (`Setting.config`).

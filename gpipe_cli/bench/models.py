@@ -53,7 +53,7 @@ def random_examples(model: PaperModel, examples: int) -> tuple[Tensor, Tensor]:
 
 
 def costs_worker(context: Context, config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Entry point: counts FLOPs and bytes behind each layer for one example, on fake tensors.
+    """Counts FLOPs and bytes behind each layer for one example, on fake tensors.
 
     Args:
         config: ``models``: fields of `PaperModel`.

@@ -101,7 +101,7 @@ def as_json(value: object, name: str) -> Json:
 
 
 def from_json(value: Json) -> Any:
-    """Inverse of `as_json`."""
+    """Restores what `as_json` encoded."""
     if isinstance(value, Mapping):
         if KIND in value:
             return KINDS[str(value[KIND])](from_json(value["items"]))

@@ -114,7 +114,7 @@ class CheckpointWriter:
         self._finished_step = step
 
     def _prune(self) -> None:
-        """Never fails: the new checkpoint is safe, and the next one tries again to delete."""
+        """Deletes old checkpoints; a failure is left to the next call, since the new checkpoint is safe."""
         try:
             failed = commit.prune(self._run_dir, self._keep)
         except (OSError, CheckpointError) as error:

@@ -1,4 +1,4 @@
-"""``gpipe-bench``: measures the paper's tables 1 to 4 on this machine. Only its workers import torch."""
+"""Implements ``gpipe-bench``: measures the paper's tables 1 to 4 on this machine. Only its workers import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``gpipe-eval``: evaluates the checkpoint of a run, and compares evaluated runs. This process never imports torch."""
+"""Implements ``gpipe-eval``: evaluates the checkpoint of a run, and compares evaluated runs. No torch."""
 
 from __future__ import annotations
 

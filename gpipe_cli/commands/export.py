@@ -1,4 +1,4 @@
-"""``gpipe-export``: writes the weights of a checkpoint as one plain state_dict. Imports torch only when it writes."""
+"""Implements ``gpipe-export``: writes the weights of a checkpoint as one plain state_dict. Imports torch only to write."""
 
 from __future__ import annotations
 

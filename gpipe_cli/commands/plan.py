@@ -1,4 +1,4 @@
-"""``gpipe-plan``: computes the memory and the step time of a run, without running it.
+"""Implements ``gpipe-plan``: computes the memory and the step time of a run, without running it.
 
 The configuration is gpipe-train's, with one more section, `plan`. It writes only the requested picture, and with
 `pipeline.cost=profile` the profile that a run would write.

@@ -1,4 +1,4 @@
-"""``gpipe-report``: sets runs of gpipe-train beside each other, as in the paper's table 2. Imports no torch."""
+"""Implements ``gpipe-report``: sets runs of gpipe-train beside each other, as in the paper's table 2. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``gpipe-train``: composes the configuration, starts the workers, prints their events. It never imports torch itself.
+"""Implements ``gpipe-train``: composes the configuration, starts the workers, prints their events. No torch.
 
 --help, --version and unknown options are answered before Hydra is imported.
 """

@@ -1,4 +1,4 @@
-"""``gpipe-translate``: translates lines with the model of a run. It never imports torch itself."""
+"""Implements ``gpipe-translate``: translates lines with the model of a run. It never imports torch itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``gpipe-verify``: compares a pipelined run with a plain loop. This process never imports torch."""
+"""Implements ``gpipe-verify``: compares a pipelined run with a plain loop. This process never imports torch."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ OTHER_REQUEST, END = b"\0", b"\xff"  # sent beside the signals' own numbers
 
 
 class StopSignals:
-    """Notes SIGINT, SIGTERM and SIGHUP inside its `with` block, where they no longer interrupt anything.
+    """Records SIGINT, SIGTERM and SIGHUP inside its `with` block, where they no longer interrupt anything.
 
     SIGINT is noted even where it was ignored (`command &` in a script), so that `kill -INT` works; an ignored SIGHUP
     stays ignored, for `nohup`. Outside the main thread Python cannot handle signals, so nothing is noted there. Forked

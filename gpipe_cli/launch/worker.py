@@ -81,7 +81,7 @@ def leave(code: int) -> NoReturn:
 
 
 def die_with_parent(parent: int) -> None:
-    """Has this process killed when process `parent`, which started it, ends for whatever reason.
+    """Makes the kernel kill this process when process `parent`, which started it, ends.
 
     By SIGKILL, because a worker blocked inside gloo or NCCL never gets to run a Python signal handler. The comparison
     catches a parent that died before the request was made. Kernels other than Linux have no such request: there a
@@ -130,7 +130,7 @@ def _keep_running_on_signals() -> None:
 
 
 def _store_opener(job: dict[str, Any], rank: int) -> Callable[[], Store]:
-    """Rank 0 serves the store on the socket that the command already listens on, so no one can take its port."""
+    """Returns how to open the store; rank 0 serves it on the socket that the command already listens on."""
     listener: int = job["listener"]
     os.set_inheritable(listener, False)
     if rank != 0:

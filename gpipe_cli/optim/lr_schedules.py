@@ -94,7 +94,7 @@ def exponential_epochs(
     examples: int,
     batch_size: int,
 ) -> LambdaLR:
-    """Is `exponential` with its times in epochs of `examples`, in mini-batches of `batch_size`.
+    """Decays as `exponential`, with its times in epochs of `examples`, in mini-batches of `batch_size`.
 
     Raises:
         ValueError: a value outside its limits.

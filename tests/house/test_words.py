@@ -10,22 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FILES = [path for room in ("gpipe_cli", "models", "data", "benchmarks") for path in sorted((ROOT / room).rglob("*.py"))]
 TREES = {path.relative_to(ROOT): ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
-NO_VERBS = {
-    "This",
-    "Its",
-    "Always",
-    "Others",
-    "Less",
-    "Was",
-    "Has",
-    "Is",
-    "As",
-    "Tensors",
-    "Weights",
-    "Names",
-    "Seconds",
-    "Bytes",
-}
+NO_VERBS = {"This", "Its", "Always", "Others", "Was", "Has", "Is", "As", "Tensors", "Weights", "Seconds", "Bytes"}
 LONGEST_FUNCTION = 60  # lines
 
 
