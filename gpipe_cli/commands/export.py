@@ -1,4 +1,4 @@
-"""Implements ``gpipe-export``: writes the weights of a checkpoint as one plain state_dict. Imports torch only to write."""
+"""Implements ``gpipe-export``: writes the weights of a checkpoint as one plain state_dict."""
 
 from __future__ import annotations
 
