@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -197,6 +198,20 @@ class BoundarySpec:
     def shapes(self) -> str:
         """Returns the shapes as text."""
         return ", ".join(str(list(described.shape)) for described in self.tensors)
+
+    def to_json(self) -> str:
+        """Encodes the description for the next worker; nothing that arrives from another process is unpickled."""
+        rows = [
+            [list(t.shape), str(t.dtype).removeprefix("torch."), t.needs_gradient, t.channels_last]
+            for t in self.tensors
+        ]
+        return json.dumps(rows)
+
+    @classmethod
+    def from_json(cls, text: str) -> BoundarySpec:
+        """Decodes what `to_json` encoded."""
+        rows = json.loads(text)
+        return cls(tuple(TensorSpec(tuple(shape), getattr(torch, dtype), *flags) for shape, dtype, *flags in rows))
 
 
 def pack(tensors: Sequence[Tensor], spec: BoundarySpec, device: torch.device) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -110,7 +109,7 @@ class ProcessGroupTransport:
         return (*tensors[:split], *(tensor.clone() for tensor in tensors[split:]))
 
     def send_spec(self, boundary: int, spec: BoundarySpec) -> None:
-        text = torch.frombuffer(bytearray(pickle.dumps(spec)), dtype=torch.uint8)
+        text = torch.frombuffer(bytearray(spec.to_json().encode()), dtype=torch.uint8)
         for content in (torch.tensor([len(text)]), text):
             work = dist.isend(content, self._ranks[boundary + 1], group=self._control, tag=spec_tag(boundary))
             self._sending["spec"].append((work, content))
@@ -121,8 +120,7 @@ class ProcessGroupTransport:
         dist.recv(size, sender, group=self._control, tag=tag)
         text = torch.zeros(int(size), dtype=torch.uint8)
         dist.recv(text, sender, group=self._control, tag=tag)
-        spec: BoundarySpec = pickle.loads(bytes(text.tolist()))  # from a worker of this job
-        return spec
+        return BoundarySpec.from_json(bytes(text.tolist()).decode())
 
     def drain(self) -> None:
         for sending in self._sending.values():

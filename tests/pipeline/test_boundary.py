@@ -43,6 +43,11 @@ def test_packed_tensors_are_unpacked_with_their_values_and_layouts(tensors: tupl
         assert taken.is_contiguous() or is_channels_last(given)
 
 
+def test_the_other_side_decodes_the_same_description(tensors: tuple[Tensor, ...]) -> None:
+    spec = BoundarySpec.of(tensors)
+    assert BoundarySpec.from_json(spec.to_json()) == spec
+
+
 def test_every_tensor_of_several_starts_at_a_multiple_of_the_alignment(tensors: tuple[Tensor, ...]) -> None:
     spec = BoundarySpec.of(tensors)
     assert all(offset % ALIGNMENT == 0 for offset in spec.offsets[: len(tensors)])
