@@ -269,9 +269,9 @@ def test_micro_batches_left_to_the_planner() -> None:
 
 @pytest.mark.slow
 def test_gpipe_train_gets_a_number_before_its_workers_start() -> None:
-    config = settings_json(*FAMILIES["translation"])
+    config = settings_json(*FAMILIES["translation"], "data.batch_size=2")
     settled, line = settle_micro_batches({**config, "pipeline": {**config["pipeline"], "M": "auto"}})
-    assert settled["pipeline"]["M"] in (1, 2, 4, 8, 16, 32)  # which one is the machine's affair
+    assert settled["pipeline"]["M"] in (1, 2)  # which one is the machine's affair
     assert settled["pipeline"]["workers"] == config["pipeline"]["workers"]
     assert line.startswith(f"pipeline.M={settled['pipeline']['M']} (auto")
 

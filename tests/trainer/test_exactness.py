@@ -126,22 +126,6 @@ def test_three_replicas_give_the_same_bits_for_every_number_of_workers(tmp_path:
     assert same_bits(two, one, step=4)
 
 
-@pytest.mark.slow
-def test_schedules_that_go_back_in_the_same_order_give_the_same_bits(tmp_path: Path) -> None:
-    """gpipe adds the micro-batches' gradients up in reverse; the other three in order."""
-    short = ["trainer.steps=6", "trainer.evaluate_every=3", "pipeline.M=4"]
-    reference = train(tmp_path / "1f1b", *short, *WHOLE, "pipeline.schedule=1f1b")
-    for number, words in enumerate(
-        (
-            ["pipeline.schedule=interleaved_1f1b", "pipeline.K=4", "pipeline.workers=2"],
-            ["pipeline.schedule=zero_bubble", "pipeline.K=4", "pipeline.workers=2", "pipeline.remat=always"],
-        )
-    ):
-        run_dir = train(tmp_path / str(number), *short, *words)
-        assert losses(run_dir) == losses(reference)
-        assert same_bits(run_dir, reference, step=6)
-
-
 def test_a_killed_run_goes_on_at_another_k_as_if_it_had_never_stopped(whole: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     words = [*COMMAND, *COMMON, f"hydra.run.dir={run_dir}", "pipeline.K=2", "pipeline.workers=2"]
