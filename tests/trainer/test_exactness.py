@@ -86,9 +86,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "words",
     [
         ["pipeline.K=8", "pipeline.workers=3", "pipeline.remat=never", "pipeline.partition=min_variance"],
-        pytest.param(["pipeline.K=2", "pipeline.workers=2"], marks=pytest.mark.slow),
         pytest.param(["pipeline.K=4", "pipeline.workers=4", "pipeline.remat=always"], marks=pytest.mark.slow),
-        pytest.param(["pipeline.K=8", "pipeline.workers=8"], marks=pytest.mark.slow),
         pytest.param(["pipeline.K=3", "launch.inline=true"], marks=pytest.mark.slow),
     ],
     ids=lambda words: "-".join(word.split(".")[-1] for word in words),
