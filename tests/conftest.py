@@ -42,6 +42,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _runs_slow(config: pytest.Config) -> bool:
-    """Who names a test, or the mark, wants to see it run."""
+    """Returns whether slow tests run: --slow is given, or a test or the mark is named."""
     named = any("::" in word for word in config.args) or "slow" in config.getoption("-m")
     return named or bool(config.getoption("--slow"))

@@ -169,7 +169,7 @@ for step in count(1):
 
 
 def is_writing(run_dir: Path) -> bool:
-    """Some of the 30 layer files of a third or later checkpoint are there."""
+    """Returns whether some of the 30 layer files of a third or later checkpoint exist."""
     for directory in run_dir.glob("checkpoints/step_*.partial"):
         if directory.name > "step_00000003":
             with suppress(FileNotFoundError):  # completed in the meantime
@@ -314,7 +314,7 @@ def undeletable(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def save_steps(writer: CheckpointWriter, layers: Layers, *steps: int) -> list[str]:
-    """What the writer warned of."""
+    """Saves some steps; returns the writer's warnings."""
     for step in steps:
         writer.begin(step, {name: layer_state(layer, None) for name, layer in layers.items()})
         writer.wait()

@@ -1,4 +1,4 @@
-"""Which changes of the configuration stand in the way of a resume."""
+"""Holds which changes of the configuration prevent a resume."""
 
 from __future__ import annotations
 

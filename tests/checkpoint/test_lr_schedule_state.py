@@ -60,7 +60,7 @@ class Forgetful(lr_scheduler.StepLR):
 
 
 def make(kind: str, section: dict[str, Any]) -> tuple[torch.optim.Optimizer, Any, LRScheduleState]:
-    """An optimizer of two groups, as with `decay_only`, and its schedule."""
+    """Makes an optimizer of two groups, as with `decay_only`, and its learning-rate schedule."""
     groups = [{"params": [nn.Parameter(torch.ones(2))]}, {"params": [nn.Parameter(torch.ones(2))], "lr": 0.02}]
     kinds = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
     optimizer = kinds[kind](groups, lr=0.1, **({"momentum": 0.9} if kind == "sgd" else {}))
@@ -73,7 +73,7 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def course(optimizer: torch.optim.Optimizer, schedule: Any, steps: int) -> list[Any]:
-    """All settings of the groups after each of so many steps."""
+    """Returns all settings of the groups after each step."""
     found = []
     for _ in range(steps):
         optimizer.step()

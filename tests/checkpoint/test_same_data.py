@@ -21,7 +21,7 @@ from gpipe_cli.errors import ConfigurationError
 
 
 class Known:
-    """A source with a given fingerprint and vocabulary."""
+    """Has a given fingerprint and vocabulary, as a data source."""
 
     def __init__(self, fingerprint: str, vocabulary: bytes = b"a b c") -> None:
         self._fingerprint, self._vocabulary = fingerprint, vocabulary
@@ -35,7 +35,7 @@ class Known:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> CheckpointInfo:
-    """By a run with `Known("one")`."""
+    """Makes the checkpoint of a run with `Known("one")`."""
     vocabularies = tmp_path / "vocabulary"
     vocabularies.mkdir()
     source = Known("one")

@@ -1,4 +1,4 @@
-"""What a checkpoint holds comes back bit for bit, at any partition; what does not fit the model is refused by name."""
+"""Checkpoints restore every bit at any partition, and refuse by name whatever does not fit the model."""
 
 from __future__ import annotations
 

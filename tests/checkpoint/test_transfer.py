@@ -22,7 +22,7 @@ TINY = ["debug=tiny", "model=amoebanet", "model.L=3", "checkpoint.every=null", "
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run to begin with: two steps on ten classes, with averaged weights."""
+    """Trains the run to begin with: two steps on ten classes, with averaged weights."""
     run_dir = tmp_path_factory.mktemp("digits") / "run"
     train_inline(run_dir, *TINY, "trainer.steps=2", "trainer.average=0.9")
     return step_directory(run_dir, 2)
@@ -30,14 +30,14 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def birds(tmp_path: Path) -> list[str]:
-    """The words for data of three other classes."""
+    """Returns the overrides for data of three other classes."""
     image_folder(tmp_path / "birds")
     words = ["data=image_folder", f"data.root={tmp_path / 'birds'}", f"data.classes={CLASSES}", "data.batch_size=8"]
     return [*words, f"data.cache_dir={tmp_path / 'cache'}"]
 
 
 def begin(run_dir: Path, origin: Path, *words: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A run with learning rate 0, so that its weights are those it began with."""
+    """Trains with learning rate 0, so that the weights stay those that the run began with."""
     still = ["trainer.steps=1", "optimizer.lr=0", "model.batchnorm_decay=0.999999"]
     return train_inline(run_dir, *TINY, *still, f"checkpoint.init_from={origin}", *words)
 
@@ -112,7 +112,7 @@ def test_a_pattern_that_fits_nothing_is_warned_of(digits: Path, tmp_path: Path) 
 
 
 def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """`gpipe-train` itself."""
+    """Runs `gpipe-train` as a process."""
     arguments = [sys.executable, "-m", "gpipe_cli.commands.train", *words, *TINY, "logging.tensorboard=false"]
     return subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=240)
 

@@ -40,7 +40,7 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def only(folder: Path) -> Path:
-    """The one directory in a folder."""
+    """Returns the only directory in a folder."""
     (found,) = [path for path in folder.iterdir() if path.is_dir()]
     return found
 
@@ -90,14 +90,14 @@ def test_a_terminal_shows_a_progress_bar(tmp_path: Path) -> None:
 
 
 def start(folder: Path, stdout: int, *words: str) -> subprocess.Popen[bytes]:
-    """A slow run of 8 steps."""
+    """Starts a slow run of 8 steps."""
     command = [*COMMAND, *words, "pipeline.K=1", "trainer.steps=8", f"seed={cli_jobs.SLOW}"]
     environment = {**ENVIRONMENT, "TERM": "xterm"}
     return subprocess.Popen(command, cwd=folder, env=environment, stdout=stdout, stderr=subprocess.PIPE)
 
 
 def lose_reader(ours: int, theirs: int) -> None:
-    """Once something of what a run writes was read, nobody reads it any more; ``theirs`` is the end that it has."""
+    """Reads the first output of a run, then closes the pipe; ``theirs`` is the run's end of it."""
     os.close(theirs)
     assert os.read(ours, 1)
     os.close(ours)
@@ -121,7 +121,7 @@ def test_a_run_whose_pipe_loses_its_reader_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_terminal_is_closed_goes_on(tmp_path: Path) -> None:
-    """Where no hang-up tells of it: the run is no job of that terminal."""
+    """The run gets no hang-up signal, because it is no job of that terminal."""
     ours, theirs = pty.openpty()
     process = start(tmp_path, theirs)
     lose_reader(ours, theirs)

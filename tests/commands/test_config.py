@@ -40,7 +40,7 @@ def refusal(*overrides: str) -> str:
 
 
 def fitting(option: str) -> dict[str, Any]:
-    """Composed with the first model that finds in the data what it refers to (images have no vocabulary)."""
+    """Composes the data with the first model whose references it satisfies (images have no vocabulary)."""
     for model in MODELS if option.startswith("data=") else [""]:
         try:
             return composed(*([model] if model else []), option)
@@ -159,7 +159,7 @@ def test_a_misspelt_key_finds_its_neighbour(typed: str, meant: list[str]) -> Non
 
 
 def rates(make: Any, updates: int, lr: float = 1.0, **keys: Any) -> list[float]:
-    """The learning rates of the first updates."""
+    """Returns the learning rates of the first updates."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     schedule = make(optimizer, **keys)
     used = []

@@ -20,14 +20,14 @@ TRANSLATION = ("debug=tiny", "trainer.steps=2", "trainer.evaluate_every=null", "
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float]]:
-    """A tiny translation run, and its last evaluation."""
+    """Trains a tiny translation run; returns it and its last evaluation."""
     folder = tmp_path_factory.mktemp("run")
     summary, _ = train_inline(folder, *TRANSLATION)
     return folder, summary["evaluation"]
 
 
 def evaluated(folder: Path, *words: str) -> dict[str, Any]:
-    """The report of gpipe-eval."""
+    """Returns the report of gpipe-eval."""
     output = folder / "again"
     assert main([f"checkpoint={folder}", f"output={output}", *INLINE, *words]) == 0
     report: dict[str, Any] = json.loads((output / "evaluation.json").read_text())
@@ -121,7 +121,7 @@ SIZES = {"de": 1000, "ru": 200, "sw": 10}
 
 
 def report(folder: Path, run: str, parameters: int, bleu: dict[str, float], **changes: Any) -> str:
-    """An evaluated run; returns where it lies."""
+    """Makes an evaluated run; returns its directory."""
     levels = dict(zip(("bleu_high", "bleu_middle", "bleu_low"), bleu.values(), strict=False)) if len(bleu) > 1 else {}
     scripts = {"bleu_high/Latin": bleu["de"], "bleu_middle/other": bleu["ru"]} if len(bleu) > 1 else {}
     numbers = {"bleu": 1.0, **levels, **scripts, **{f"bleu/{code}": value for code, value in bleu.items()}}

@@ -46,7 +46,7 @@ PAPER = {  # table 5: training images, classes
 
 
 def settings(experiment: str) -> dict[str, Any]:
-    """At full size, as a person would start it."""
+    """Returns the settings at full size, as a user would start the experiment."""
     words = [f"experiment={experiment}", "data.root=/data"]
     with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
         config = OmegaConf.to_container(compose("train", words), resolve=True)
@@ -117,7 +117,7 @@ def test_a_tiny_step_on_imagenet_s_layout(experiment: str, tmp_path: Path) -> No
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint of a run on ImageNet's layout."""
+    """Trains on ImageNet's layout; returns the checkpoint."""
     folder = tmp_path_factory.mktemp("imagenet")
     train_tiny(folder, "imagenet_amoebanet_b_18_512")
     checkpoint = resolve(str(folder / "run"), folder / "new", None).checkpoint

@@ -1,4 +1,4 @@
-"""What all commands answer alike: the page of --help, and the exit codes."""
+"""All commands answer --help with a page and use the same exit codes."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ LINES = ["viernes, 4 de mayo", "", "hace 23 años", "   ", "lunes", "Alemania y 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that has learned nothing: what it says is nonsense, but another nonsense for every line."""
+    """Trains a run that has learned nothing; its translations are nonsense, but differ from line to line."""
     run_dir = tmp_path_factory.mktemp("run")
     words = ["debug=tiny", "pipeline.K=3", "pipeline.partition=[5,10,5]", "trainer.steps=1", "task.generation.group=2"]
     train_inline(run_dir, *words, "task.generation.max_length=9", "trainer.evaluate_every=null", "pipeline.M=2")
@@ -37,7 +37,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(run: Path, source: Path) -> list[str]:
-    """What the run says to `LINES`, by one cell in this process."""
+    """Returns the translations of `LINES` by one cell in this process."""
     return translated(run, source, *INLINE, "pipeline.K=1")
 
 

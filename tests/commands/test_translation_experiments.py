@@ -30,7 +30,7 @@ SMALL = ("narrow", "bilingual", "very_deep")  # wide and deep are narrow with ot
 
 
 def settings(*words: str) -> dict[str, Any]:
-    """At full size, as a person would start it."""
+    """Returns the settings at full size, as a user would start the experiment."""
     with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
         config = OmegaConf.to_container(compose("train", list(words)), resolve=True)
     assert isinstance(config, dict)

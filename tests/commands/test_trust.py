@@ -22,14 +22,14 @@ INLINE = ("launch.inline=true", "pipeline.workers=1")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of somebody's own model."""
+    """Trains a run of a user's own model."""
     folder = tmp_path_factory.mktemp("run")
     train_inline(folder, *WORDS, "++model.middle=Tanh", "trainer.steps=1")
     return folder
 
 
 def with_configuration(run: Path, folder: Path, changes: Mapping[str, Any]) -> Path:
-    """A copy of the run whose manifest says something else, by dotted keys; the model is one of ours."""
+    """Copies the run and changes its manifest, by dotted keys; the model is one of ours."""
     copy = folder / "copy"
     shutil.copytree(run, copy)
     (manifest,) = copy.glob("checkpoints/*/manifest.json")

@@ -20,7 +20,7 @@ WORDS = shlex.split(SHELL[1].replace("\\\n", " ").splitlines()[1])[1:]
 
 
 def train(folder: Path, module: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """The page's command with its module changed, and further words."""
+    """Runs the page's command with a changed module and further overrides."""
     (folder / "spirals.py").write_text(module, encoding="utf-8")
     command = [sys.executable, "-m", "gpipe_cli.commands.train", *WORDS, f"hydra.run.dir={folder / 'run'}", *words]
     environment = {**os.environ, "PYTHONPATH": str(folder)}

@@ -22,7 +22,7 @@ Model = Callable[[tuple[int, ...]], Tensor]  # the tokens so far to the log-prob
 
 
 def model_of(seed: int) -> Model:
-    """A small language model: any probabilities, but always the same ones behind the same tokens."""
+    """Makes a small language model: random probabilities that depend on the preceding tokens alone."""
 
     @cache
     def next_token(prefix: tuple[int, ...]) -> Tensor:
@@ -48,7 +48,7 @@ def log_probability(model: Model, tokens: Sequence[int]) -> float:
 
 
 def all_hypotheses(limit: int) -> list[tuple[int, ...]]:
-    """Every token sequence of at most ``limit`` tokens that ends with the end mark, the mark included."""
+    """Yields every token sequence of at most ``limit`` tokens, the end mark included."""
     bodies = (body for n in range(limit) for body in product(range(1, VOCABULARY), repeat=n))
     return [(*body, END) for body in bodies]
 
@@ -128,7 +128,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def reference() -> list[Hypothesis]:
-    """Beam 4, one cell."""
+    """Returns the translations with beam 4 and one cell."""
     found = through_pipeline(1, 4, settings(), sentences())
     distinct, lengths = {tuple(h.tokens) for h in found}, {len(h.tokens) for h in found}
     assert len(distinct) > 5 and len(lengths) > 3, "the model says the same to everything: the tests would see nothing"

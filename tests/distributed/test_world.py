@@ -1,4 +1,4 @@
-"""Which device a rank takes and how ranks send: the same decision on every rank, or a refusal that says what to do."""
+"""All ranks take the same decision about devices and backend, or refuse and say what to do."""
 
 from __future__ import annotations
 

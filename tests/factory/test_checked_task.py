@@ -16,7 +16,7 @@ NUMBER, NONE = torch.tensor(2.5), torch.zeros(0)
 
 
 class Answers:
-    """A task that returns what it was made with."""
+    """Returns the values it was made with, as a task."""
 
     unit, predicted = "examples", "an optional attribute"
 

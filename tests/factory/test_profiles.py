@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def profile(cache: Path, *words: str, batch: int = 2) -> tuple[list[LayerCost], str]:
-    """The costs of a tiny language model's layers, and what was said of them."""
+    """Returns the costs of a tiny language model's layers, and the messages about them."""
     common = ["model=transformer_lm_small", "debug=tiny", "model.vocabulary=50", "model.L=1", "launch.inline=true"]
     with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
         composed = compose("train", overrides=[*common, *words])
@@ -89,7 +89,7 @@ PLANNED = ("model=transformer_lm_small", "debug=tiny", "model.L=1", "pipeline.co
 
 
 def notes_of_a_plan(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[list[str], str]:
-    """The notes of a plan, and what was told while it was made."""
+    """Returns the notes of a plan, and the messages while it was made."""
     assert plan.main([*PLANNED, *words, "plan.format=json"]) == 0
     printed = capsys.readouterr()
     return json.loads(printed.out)["notes"], printed.err

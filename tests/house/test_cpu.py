@@ -1,4 +1,4 @@
-"""How a process uses the CPU."""
+"""Processes use the CPU as promised: cores, threads, freed memory."""
 
 from __future__ import annotations
 

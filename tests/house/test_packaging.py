@@ -1,4 +1,4 @@
-"""What is installed, who imports whom, and that a wheel works outside the clone."""
+"""The package is complete, rooms import one way, and a wheel works outside the clone."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ ROOMS: dict[str, set[str]] = {
 
 
 def source_files() -> dict[str, Path]:
-    """Every module of the package by its name below gpipe_cli ("" is gpipe_cli itself)."""
+    """Returns every module of the package by its name below gpipe_cli ("" is gpipe_cli itself)."""
     roots = {"": ROOT / "gpipe_cli", **{name: ROOT / name for name in SIDE_BY_SIDE}}
     found = {}
     for prefix, folder in roots.items():
@@ -84,7 +84,7 @@ MODULES = source_files()
 
 
 def imports_of(module: str) -> set[str]:
-    """The modules below gpipe_cli that a module imports: at its top, inside functions, and for type checking only."""
+    """Returns the modules below gpipe_cli that a module imports: at its top, in functions, for type checking only."""
     path = MODULES[module]
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     found = set()
@@ -156,7 +156,7 @@ def test_every_command_of_the_project_exists() -> None:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The wheel, and what building it said."""
+    """Builds the wheel; returns its path and the output of the build."""
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder)]
     done = subprocess.run([*build, str(copy_of_clone(folder / "clone"))], capture_output=True, text=True)
@@ -171,7 +171,7 @@ def wheel(built: tuple[Path, str]) -> Path:
 
 
 def copy_of_clone(target: Path) -> Path:
-    """What a build reads, so that it leaves nothing in the clone."""
+    """Copies the files that a build reads, so that the build leaves nothing in the clone."""
     import shutil
 
     ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")

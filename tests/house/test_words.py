@@ -1,4 +1,4 @@
-"""How the code reads: what a test can hold of it."""
+"""Docstrings, class names and lengths of functions follow the rules of the house."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ ALONE = World(0, 1, 1, CPU, CPU, None, None, None)
 
 
 def build() -> list[BuiltLayer]:
-    """The whole model, the same in every process."""
+    """Builds the whole model, the same in every process."""
     builders = transformer(**SHAPE)  # type: ignore[arg-type]
     layers = [BuiltLayer(i, b.name, build_layer(b, i, 5, CPU).eval()) for i, b in enumerate(builders)]
     with torch.no_grad():
@@ -56,7 +56,7 @@ def settings(**changes: Any) -> GenerationSettings:
 def through_pipeline(
     K: int, beam: int, chosen: GenerationSettings, sources: Sequence[Sequence[int]], world: World = ALONE
 ) -> list[Hypothesis]:
-    """K cells over the workers of ``world``, three groups in flight."""
+    """Decodes with K cells over the workers of ``world``, three groups in flight."""
     layers, placement = build(), [k * world.workers // K for k in range(K)]
     sizes = [len(part) for part in torch.arange(len(layers)).tensor_split(K)]
     cells = [
@@ -77,7 +77,7 @@ def through_pipeline(
 
 
 def log_probabilities(layers: Sequence[BuiltLayer], source: Sequence[int], prefixes: Tensor) -> Tensor:
-    """Of the next token behind each prefix [rows, t]: the whole model, with no cache, no padding and no group."""
+    """Returns those of the next token after each prefix [rows, t], by the whole model without cache or padding."""
     values: Any = (torch.tensor([list(source)] * len(prefixes)), prefixes)
     with torch.no_grad():
         for layer in layers:
@@ -86,7 +86,7 @@ def log_probabilities(layers: Sequence[BuiltLayer], source: Sequence[int], prefi
 
 
 def translate(context: Context, config: dict[str, Any]) -> list[list[Any]]:
-    """One worker's part; tokens and log-probabilities on the workers that read."""
+    """Runs one worker; returns tokens and log-probabilities on the workers that read."""
     world = join_world(context, config["workers"], context.world_size // config["workers"], "cpu", "gloo")
     found = through_pipeline(config["K"], config["beam"], settings(), sentences(), world)
     return [[hypothesis.tokens, hypothesis.log_probability] for hypothesis in found]

@@ -1,4 +1,4 @@
-"""What the checkpoint tests share: a small model, real training steps, saving as the only worker, comparing bits."""
+"""Defines what the checkpoint tests share: a small model, training steps, saving as the only worker, comparing bits."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def save(
     keep: int = 2,
     best: tuple[str, float] | None = None,
 ) -> CheckpointInfo:
-    """Save everything as the only worker."""
+    """Saves everything as the only worker."""
     writer = CheckpointWriter(run_dir, 0, names_of(layers), keep)
     writer.begin(step, {name: layer_state(layer, optimizer) for name, layer in layers.items()})
     writer.wait()
@@ -84,7 +84,7 @@ def bits(tensor: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
 
 
 def snapshot(layers: Layers, optimizers: Sequence[Optimizer]) -> dict[str, object]:
-    """Everything that must come back, by name and bit for bit."""
+    """Returns everything that must be restored bit for bit, by name."""
     found: dict[str, object] = {}
     for name, layer in layers.items():
         found.update({f"{name}.{key}": bits(tensor) for key, tensor in layer.state_dict().items()})

@@ -33,14 +33,14 @@ MODELS = {
 
 
 class Step(NamedTuple):
-    """What is written down of a step: Python's decimals of a float64, which read back as the same number."""
+    """Holds the recorded figures of a step, written as decimals that read back as the same float64."""
 
     loss: float
     gradient_norm: float
 
 
 def made_with() -> str:
-    """What decides the last bits (torch, the processor) and, where there is text, the corpus and its vocabulary."""
+    """Returns the line of releases and processor that decide the last bits, the corpus and its vocabulary."""
     releases = ", ".join(f"{package} {version(package)}" for package in ("torch", "babel", "sentencepiece"))
     return f"# made with {releases} on {torch.backends.cpu.get_cpu_capability()}"
 
@@ -63,7 +63,7 @@ def trained(model: str, schedule: str, cells: int) -> list[Step]:
 
 
 def written(model: str, group: str) -> tuple[str, list[Step]]:
-    """What the file was made with, and its steps."""
+    """Reads a golden file: its line of releases and processor, and its steps."""
     lines = golden_file(model, group).read_text().splitlines()
     steps = [line.split() for line in lines if not line.startswith("#")]
     assert [int(number) for number, _, _ in steps] == list(range(1, STEPS + 1))

@@ -24,12 +24,12 @@ MARK = "GPIPE_TEST_MARK"
 
 
 def _hear_hang_up() -> None:
-    """Also where the tests themselves run under nohup, which what they start inherits."""
+    """Restores the default for SIGHUP: tests under nohup would pass on that it is ignored."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 class Command:
-    """One such process; all that it starts carries its mark in the environment."""
+    """Starts a command process; all its descendants carry its mark in the environment."""
 
     def __init__(self, run_dir: Path, *arguments: str, prefix: tuple[str, ...] = ()) -> None:
         self.mark = uuid.uuid4().hex
@@ -66,7 +66,7 @@ class Command:
         os.killpg(self.process.pid, signal.SIGINT)
 
     def left_over(self) -> list[str]:
-        """The command lines of the processes that carry this command's mark; a zombie's environment is empty."""
+        """Returns the command lines of processes that carry this command's mark; a zombie's environment is empty."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -77,7 +77,7 @@ class Command:
         return found
 
     def end(self) -> tuple[int, str]:
-        """Wait for the command and all it started to be gone, within the promised time; (exit code, stderr).
+        """Waits until the command and its descendants have ended, in the promised time; returns (exit code, stderr).
 
         Where the test has not waited for the workers, the time until they run counts extra.
         """

@@ -33,7 +33,7 @@ def _ready(context: Context) -> None:
 
 
 def _sleep_as_peer(context: Context) -> None:
-    """What every rank but the culprit does: nothing, for longer than any test waits."""
+    """Sleeps, on every rank but the culprit, for longer than any test waits."""
     _ready(context)
     if context.rank != CULPRIT:
         time.sleep(120)
@@ -166,14 +166,14 @@ def return_unwritable(context: Context, config: dict[str, Any]) -> Any:
 
 
 def sleep(context: Context, config: dict[str, Any]) -> None:
-    """A run that cannot be asked to stop, with a child of its own in each worker."""
+    """Ignores requests to stop, with a child process in each worker."""
     subprocess.Popen(["sleep", "120"])
     _ready(context)
     time.sleep(120)
 
 
 def prepare_data(context: Context, config: dict[str, Any]) -> list[float]:
-    """The trainer's preparation of data by replicas of two workers, where a message may take 2 s.
+    """Prepares data as the trainer does, by replicas of two workers, where a message may take 2 s.
 
     Args:
         config: "seconds" that each preparation takes.
@@ -200,7 +200,7 @@ def prepare_data(context: Context, config: dict[str, Any]) -> list[float]:
 
 
 def run_until_stopped(context: Context, config: dict[str, Any]) -> str:
-    """Rank 0 asks and sends the decision round, as the trainer does."""
+    """Stops when rank 0 is asked to; a file carries its decision to the others."""
     _ready(context)
     if context.rank == 0:
         while not context.stop_requested():
@@ -213,7 +213,7 @@ def run_until_stopped(context: Context, config: dict[str, Any]) -> str:
 
 
 def exchange_until_stopped(context: Context, config: dict[str, Any]) -> str:
-    """The trainer's way: rank 0 decides, and all hear of it in the exchange that each step has anyway."""
+    """Stops as the trainer does: rank 0 decides, and the exchange of each step carries the decision."""
     import torch
     from torch import distributed
 

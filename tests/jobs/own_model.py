@@ -15,7 +15,7 @@ WORDS = (*DIGITS, "model._target_=own_model.layers", "trainer.evaluate_first=fal
 
 
 def layers(middle: str = "ReLU") -> list[LayerBuilder]:
-    """`middle` is a class of this module or of torch.nn, between the two maps."""
+    """Returns two linear maps with `middle`, a class of this module or of torch.nn, between them."""
     return [
         LayerBuilder("flatten", Flatten),
         LayerBuilder("first", partial(nn.Linear, 192, 8)),
@@ -25,20 +25,20 @@ def layers(middle: str = "ReLU") -> list[LayerBuilder]:
 
 
 def with_a_frozen_start() -> list[LayerBuilder]:
-    """1,634 parameters, of which the first map's 1,544 do not learn."""
+    """Returns a model of 1,634 parameters, of which the first map's 1,544 are frozen."""
     flatten, _, *others = layers()
     return [flatten, LayerBuilder("first", lambda: nn.Linear(192, 8).requires_grad_(False)), *others]
 
 
 def with_a_layer_twice() -> list[LayerBuilder]:
-    """1,706 parameters, of which 72 stand in two layers."""
+    """Returns a model of 1,706 parameters, of which two layers share 72."""
     both = nn.Linear(8, 8)
     first, last = layers()[:2], layers()[-1]
     return [*first, LayerBuilder("once", lambda: both), LayerBuilder("again", lambda: nn.Sequential(both)), last]
 
 
 class Flatten(nn.Module):
-    """uint8 [b, 3, 8, 8] to float32 [b, 192], from 0 to 1."""
+    """Maps uint8 [b, 3, 8, 8] to float32 [b, 192], from 0 to 1."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return images.flatten(1) / 255

@@ -19,7 +19,7 @@ EVEN = "model._target_=own_plan.even_layers"
 
 
 def even_layers(layers: int = 8, width: int = 64) -> list[Any]:
-    """A user's own model whose cells can be exactly alike."""
+    """Returns a user's own model whose cells can be exactly alike."""
     from functools import partial
 
     from torch import nn
@@ -30,14 +30,14 @@ def even_layers(layers: int = 8, width: int = 64) -> list[Any]:
 
 
 def layers_in_threes(layers: int = 6) -> list[Any]:
-    """A model that takes no other number of layers."""
+    """Returns a model whose number of layers must be a multiple of 3."""
     if layers % 3:
         raise ValueError(f"layers={layers}: use a multiple of 3")
     return even_layers(layers)
 
 
 class OwnData:
-    """A user's own source, without `typical_micro_batch`."""
+    """Reads data as a user's own source without `typical_micro_batch`."""
 
     def __init__(self, batch_size: int = 64, width: int = 64) -> None:
         self.batch_size, self.width = batch_size, width
@@ -56,7 +56,7 @@ class OwnData:
 
 
 class OwnTask:
-    """A user's own task whose loss costs nothing."""
+    """Computes a loss that costs nothing, as a user's own task."""
 
     statistics, metrics, unit = (), (), "examples"
 

@@ -38,7 +38,7 @@ EXAMPLES = 16
 
 
 def layers(batchnorm: bool = True, dropout: float = 0.2, odd: str = "") -> list[LayerBuilder]:
-    """embed, mix_0, norm, judge, mix_2, mix_3, head; ``odd`` takes the place of mix_3."""
+    """Returns embed, mix_0, norm, judge, mix_2, mix_3, head; ``odd`` replaces mix_3."""
     builders = small_model(batchnorm, dropout)
     if odd:
         builders[-2] = LayerBuilder(odd, {"counter": Counter, "moody": Moody, "dice": Dice}[odd])
@@ -83,7 +83,7 @@ class Dice(Mix):
 
 
 class Words:
-    """The data: rows of token ids whose width changes from step to step."""
+    """Yields rows of token ids whose width changes from step to step."""
 
     def __init__(self, batch_size: int = EXAMPLES) -> None:
         self.batch_size = batch_size
@@ -98,7 +98,7 @@ class Words:
 
 
 class Tokens:
-    """The task."""
+    """Computes the loss, as a task."""
 
     statistics = ("tokens", "all_tokens")
     metrics = ("nll",)
@@ -185,7 +185,7 @@ def stale_weights() -> AbstractContextManager[Any]:
 
 
 def boundary_gradient_dropped() -> AbstractContextManager[Any]:
-    """What comes back to cell 1 of micro-batch 2 is lost."""
+    """Drops the gradient that comes back to cell 1 for micro-batch 2."""
     take = _TrainingStep._take_output_gradients
 
     def dropping(step: _TrainingStep, i: Instruction) -> tuple[Tensor, ...]:
@@ -211,7 +211,7 @@ def _parameters(trainer: Trainer, cell: int) -> list[nn.Parameter]:
 
 
 def optimizer_state_lost() -> AbstractContextManager[Any]:
-    """Before its second update the optimizer forgets what it knew of cell 3."""
+    """Deletes the optimizer's state of cell 3 before the second update."""
 
     def forget(trainer: Trainer) -> None:
         for parameter in _parameters(trainer, 3):
@@ -252,7 +252,7 @@ def other_weights_in_one_layer() -> AbstractContextManager[Any]:
 
 @contextmanager
 def planted(name: str) -> Iterator[None]:
-    """Within it the fault is there; "" plants none. The plain loop must not see it, so it is not to touch that."""
+    """Plants the fault inside the context; "" plants none. It must not touch the plain loop."""
     if not name:
         yield
         return

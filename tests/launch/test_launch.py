@@ -456,7 +456,7 @@ def test_a_second_signal_ends_a_rank_of_torchrun_at_once(command: Any) -> None:
 
 
 def by_hand(port: int, rank: int = 0, world_size: int = 1) -> tuple[str, ...]:
-    """What a person types who starts ranks without any launcher."""
+    """Returns the words with which a user starts a rank without a launcher."""
     return ("env", f"RANK={rank}", f"WORLD_SIZE={world_size}", "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={port}")
 
 

@@ -1,4 +1,4 @@
-"""Where a step goes, in literal numbers: Table 4's shares, and the critical path."""
+"""Table 4's shares and the critical path of a step, in literal numbers."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from gpipe_cli.tasks.classification import ClassificationTask
 
 
 def keeper(rank: int = 0, others: tuple[Any, ...] = (), names: tuple[str, ...] = ()) -> PredictionKeeper:
-    """Of one rank; ``others``: what the other ranks bring to the meeting."""
+    """Makes the keeper of one rank; ``others``: what the other ranks contribute."""
     world = SimpleNamespace(rank=rank, all_gather=lambda mine: [mine, *others])
     return PredictionKeeper(cast(World, world), ClassificationTask(), SimpleNamespace(class_names=names))
 
@@ -29,7 +29,7 @@ def numbered_images(first: int, count: int) -> Tensor:
 
 
 def logits(classes: list[int], confidence: float) -> Tensor:
-    """Of three classes."""
+    """Returns the logits of three classes."""
     rows = torch.full((len(classes), 3), (1 - confidence) / 2)
     rows[torch.arange(len(classes)), torch.tensor(classes)] = confidence
     return rows.log()

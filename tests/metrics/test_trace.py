@@ -1,4 +1,4 @@
-"""What a run tells of its steps: the trace of real workers, the figures of the bubble meter, one clock for all."""
+"""Traces of real workers, the figures of the meter, and one clock for all machines."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """Three steps of four cells on two processes; the last two are recorded."""
+    """Holds three steps of four cells on two processes; the last two are recorded."""
 
     directory: Path
     summary: dict[str, Any]
@@ -188,13 +188,13 @@ def test_a_step_that_never_comes_cannot_be_traced(value: str, tmp_path: Path) ->
 
 
 def spans(*texts: str) -> list[Span]:
-    """From "F0.0 1 2.5": instruction, start, end."""
+    """Parses spans such as "F0.0 1 2.5": instruction, start, end."""
     words = (text.split() for text in texts)
     return [Span(Instruction.parse(name), float(start), float(end)) for name, start, end in words]
 
 
 def report_of(workers: list[tuple[float, float, list[Span], list[Phase]]]) -> StepReport:
-    """The report of workers with one cell each: (when the step began, when it ended, its spans, phases before it).
+    """Returns the report of workers with one cell each, given as (begin, end, spans, phases before) of the step.
 
     The exchange before the step ended at 0.
     """

@@ -1,4 +1,4 @@
-"""What is timed when layers are profiled: forward, backward and the loss, in layers that sleep for a known time."""
+"""Profiles time forward, backward and the loss, shown with layers that sleep for a known time."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_loss_that_fails_is_named() -> None:
 
 
 class Judged(nn.Linear):
-    """Like AmoebaNet's cell with an auxiliary head: its output is judged beside what follows."""
+    """Has an auxiliary loss, as AmoebaNet's cell with an auxiliary head."""
 
     def auxiliary_loss(self, outputs: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
         return sleeping_loss((outputs - targets[0],))

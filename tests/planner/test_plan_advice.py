@@ -19,7 +19,7 @@ HALF_SPEED = "plan.speeds=[0.5,1]"
 
 
 def tied_layers(first: int, second: int) -> list[Any]:
-    """Eight equal layers, two of which are one and the same."""
+    """Returns eight equal layers, two of which share one module."""
     both = nn.Linear(64, 64)
     layers = [LayerBuilder(f"layer_{i}", partial(nn.Linear, 64, 64)) for i in range(8)]
     for index in (first, second):

@@ -1,4 +1,4 @@
-"""How a plan describes the present machine. There is no GPU here: its figures are given."""
+"""Plans describe the present machine; without a GPU here, its figures are given."""
 
 from __future__ import annotations
 

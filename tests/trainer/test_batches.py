@@ -1,4 +1,4 @@
-"""Whatever a data source of the user's gives, its mini-batches have as many micro-batches as were asked for."""
+"""A data source whose mini-batches have another number of micro-batches than M is refused by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MICRO_BATCH = ((torch.zeros(1),), (torch.zeros(1),))
 
 
 class Given:
-    """A source whose mini-batches have these numbers of micro-batches."""
+    """Yields mini-batches with these numbers of micro-batches."""
 
     def __init__(self, *counts: int) -> None:
         self.counts = counts

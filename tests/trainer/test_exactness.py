@@ -65,7 +65,7 @@ def evaluations(run_dir: Path) -> list[dict[str, float]]:
 
 
 def same_bits(one: Path, other: Path, step: int = 20) -> bool:
-    """Whether the last checkpoints agree: weights, buffers and optimizer state of every layer, bit for bit."""
+    """Returns whether the last checkpoints agree bit for bit: weights, buffers, optimizer state of every layer."""
     a, b = (read_manifest(step_directory(run_dir, step)) for run_dir in (one, other))
     return list(a.layers) == list(b.layers) and all(
         _bits(load_file(a.layer_path(name))) == _bits(load_file(b.layer_path(name))) for name in a.layers
@@ -78,7 +78,7 @@ def _bits(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The reference: one cell, one worker, never stopped."""
+    """Trains the reference: one cell, one worker, never stopped."""
     return train(tmp_path_factory.mktemp("whole"), *WHOLE)
 
 

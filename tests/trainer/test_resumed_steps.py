@@ -53,7 +53,7 @@ def test_elsewhere_a_run_may_become_longer(words: tuple[str, ...], tmp_path: Pat
 
 
 def learning_rates(folder: Path, *words: str) -> list[float]:
-    """Of a run's steps: two, then two more with ``words``."""
+    """Returns the learning rates of two steps, then of two more with ``words``."""
     common = (*WORDS, "trainer.evaluate_every=null", "optimizer.lr=0.1", "trainer.steps=4", "checkpoint.every=2")
     train_inline(folder / "first", *common)
     resume = f"checkpoint.resume={step_directory(folder / 'first', 2)}"
@@ -91,7 +91,7 @@ EVERY_STEP = ("++model.middle=Ending", "trainer.evaluate_every=1", "optimizer.lr
 
 
 def going_on(run_dir: Path) -> str:
-    """With the newest checkpoint, if there is one."""
+    """Resumes from the newest checkpoint, if there is one."""
     steps = sorted((run_dir / "checkpoints").glob("step_*"))
     return f"checkpoint.resume={steps[-1] if steps else 'null'}"
 

@@ -19,7 +19,7 @@ GROUPS = ("optimizer", "lr_schedule", "precision", "pipeline", "checkpoint", "lo
 
 
 def options() -> list[str]:
-    """One override for every YAML file of the groups that work with the default model, and the language model.
+    """Returns an override for each YAML file that works with the default model, and for the language model.
 
     Experiments on files of one's own stand in test_experiments.py and test_translation_experiments.py.
     """
@@ -180,7 +180,7 @@ def test_what_needs_no_data_is_refused_before_data_is_prepared(tmp_path: Path, w
 
 
 class Uncounted:
-    """A source without `epoch`."""
+    """Has no `epoch`, as a data source may."""
 
     def __init__(self, batch_size: int) -> None:
         self.batch_size = batch_size
@@ -191,7 +191,7 @@ class Uncounted:
 
 
 class Unprepared(Uncounted):
-    """A source whose corpus would take minutes."""
+    """Fails when it is prepared: its corpus would take minutes."""
 
     def prepare(self, report: Any) -> None:
         raise AssertionError("the data was prepared")

@@ -35,7 +35,7 @@ JOBS = Path(__file__).parents[1] / "jobs"
 
 
 def verified(run_dir: Path, *words: str, fault: str = "") -> dict[str, Any]:
-    """The report of a verification with every cell in this process."""
+    """Returns the report of a verification with every cell in this process."""
     overrides = own_target.allow_new_keys([*WORDS, "launch.inline=true", *words])
     with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
         config = prepare(compose("verify", overrides=overrides), overrides).config
