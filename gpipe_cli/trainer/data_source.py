@@ -103,7 +103,7 @@ class _ToConsole(logging.Handler):
 def forward_warnings(source: Source, emit: Callable[[dict[str, Any]], None]) -> None:
     """Shows the warnings that the source's package logs, from any thread, on the console."""
     package = type(source).__module__.rpartition(".")[0] or type(source).__module__
-    logger = logging.getLogger("gpipe_cli.data" if package.startswith("gpipe_cli.data") else package)
+    logger = logging.getLogger(package)
     for handler in [handler for handler in logger.handlers if isinstance(handler, _ToConsole)]:
         logger.removeHandler(handler)  # of an earlier run in this process
     logger.addHandler(_ToConsole(emit))
