@@ -120,13 +120,27 @@ def _keep_running_on_signals() -> None:
     """Ignores SIGINT, and on SIGTERM only writes all stacks to the log, even inside C++: the command decides to stop.
 
     Batch systems send SIGTERM to every process of a job at once; a worker that died of it could not save any more.
-    The workers' own children keep the default rules, or `multiprocessing.Pool.terminate` would wait for ever.
+    The workers' own children keep the default rules, or `multiprocessing.Pool.terminate` would wait for ever. A signal
+    sent to a child that has not restored them yet waits until it has: SIGTERM is blocked for as long as a fork takes.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     faulthandler.enable()
     faulthandler.register(signal.SIGTERM)
-    os.register_at_fork(after_in_child=lambda: faulthandler.unregister(signal.SIGTERM))
+
+    def restore_in_child() -> None:
+        faulthandler.unregister(signal.SIGTERM)
+        _mask_sigterm(signal.SIG_UNBLOCK)
+
+    os.register_at_fork(
+        before=lambda: _mask_sigterm(signal.SIG_BLOCK),
+        after_in_parent=lambda: _mask_sigterm(signal.SIG_UNBLOCK),
+        after_in_child=restore_in_child,
+    )
+
+
+def _mask_sigterm(how: int) -> None:
+    signal.pthread_sigmask(how, {signal.SIGTERM})
 
 
 def _store_opener(job: dict[str, Any], rank: int) -> Callable[[], Store]:

@@ -240,6 +240,19 @@ def use_pool(context: Context, config: dict[str, Any]) -> list[int]:
         return pool.map(abs, [-1, -2])
 
 
+def end_children_at_once(context: Context, config: dict[str, Any]) -> int:
+    """Returns how many of the children that got SIGTERM right after their fork died of it."""
+    died = 0
+    for _ in range(config["children"]):
+        child = os.fork()
+        if child == 0:
+            time.sleep(1)
+            os._exit(0)
+        os.kill(child, signal.SIGTERM)
+        died += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    return died
+
+
 def end_pool_at_work(context: Context, config: dict[str, Any]) -> bool:
     """Returns whether the signals that ended the pool's processes were taken for a request to this one."""
     with multiprocessing.get_context("fork").Pool(2) as pool:

@@ -112,6 +112,11 @@ def test_a_worker_may_use_a_multiprocessing_pool(command: Any) -> None:
     assert started.end()[0] == 0
 
 
+def test_a_child_that_is_ended_right_after_its_fork_dies(tmp_path: Path) -> None:
+    job = Job(tmp_path, 1, "launch_jobs:end_children_at_once", {"children": 20})
+    assert launch(job, lambda event: None) == 20
+
+
 def test_children_that_a_worker_leaves_behind_are_ended(command: Any) -> None:
     started = command("leave_child_behind", 1)
     assert started.end()[0] == 0
