@@ -1,0 +1,69 @@
+"""Runs gpipe-verify on the subject with a fault planted: in this process, or in workers of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_module
+
+from gpipe_cli.jobs import own_target
+from gpipe_cli.jobs.job import EntryPoint, launch_program, prepare
+from gpipe_cli.launch.context import Context
+from gpipe_cli.verify import run as verify
+
+from . import beginnings, forward, gradients, statistics, updates  # noqa: F401  (they register their faults)
+from .fault import FAULTS, Fault, planted
+from .subject import PARTITION, WORDS
+
+
+def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
+    """Verifies with the fault of ``config`` planted; the entry point of a worker."""
+    with planted(config["fault"]):
+        return verify.main(context, config)
+
+
+def verified(run_dir: Path, *words: str, fault: str = "", subject: bool = True) -> dict[str, Any]:
+    """Returns the report of gpipe-verify.
+
+    Args:
+        run_dir: the directory of the run, made here.
+        words: of the command line; without pipeline.workers and pipeline.replicas all runs in this process.
+        subject: on the subject's model, data and task.
+    """
+    program = EntryPoint(f"{__name__}:main", ("torch", __name__))
+    report = _run("verify", program, run_dir, [*(_SUBJECT if subject else ()), *words], fault)
+    assert isinstance(report, dict)
+    return report
+
+
+_SUBJECT = (*WORDS, PARTITION)
+
+
+def _run(config_name: str, program: EntryPoint, run_dir: Path, typed: Sequence[str], fault: str = "") -> Any:
+    apart = any(word.startswith(("pipeline.workers=", "pipeline.replicas=")) for word in typed)
+    overrides = own_target.complete([*typed, *(() if apart else ("launch.inline=true",))])
+    with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
+        config = prepare(compose(config_name, overrides=overrides), overrides).config
+    run_dir.mkdir(parents=True, exist_ok=True)
+    job = {"settings": config, "started_at": time.time(), "fault": fault}
+    return launch_program(program, job, run_dir, lambda event: None)
+
+
+def trained(run_dir: Path) -> Path:
+    """Trains the subject for two steps with another seed, and returns its checkpoint."""
+    _run("train", EntryPoint(), run_dir, [*_SUBJECT, "seed=7", "trainer.steps=2", "logging.tensorboard=false"])
+    return next((run_dir / "checkpoints").glob("step_*"))
+
+
+def planted_report(run_dir: Path, fault: Fault) -> dict[str, Any]:
+    """Returns the report of gpipe-verify on the subject with a fault planted."""
+    words = [word.replace("@", str(trained(run_dir / "earlier"))) if "@" in word else word for word in fault.words]
+    if fault.workers > 1 or fault.replicas > 1:
+        words += [f"pipeline.workers={fault.workers}", f"pipeline.replicas={fault.replicas}"]
+    return verified(run_dir, *words, fault=fault.name)
+
+
+__all__ = ["FAULTS", "planted_report", "verified"]
