@@ -10,12 +10,13 @@ from .files import (
     STEP_NAME,
     CheckpointError,
     CheckpointInfo,
+    NewerFormat,
     best_step,
     checkpoints_directory,
+    layer_problem,
     problems,
     problems_of,
     read_manifest,
-    sha256_of,
     shorten,
     step_directories,
     step_directory,
@@ -32,14 +33,15 @@ class Choice:
 
 
 def latest(run_dir: Path) -> Choice:
-    """Chooses the newest checkpoint of a run whose files are all there at full size; None when the run saved none.
+    """Chooses the newest checkpoint of a run that is whole; None when the run saved none. Every file of it is read.
 
     Raises:
+        NewerFormat: a later release has written the newest one that is not damaged.
         CheckpointError: the run has checkpoints, and every one of them is damaged.
     """
     warnings: list[str] = []
     for directory in reversed(step_directories(run_dir)):
-        found = problems_of(directory)
+        found = problems_of(directory, content=True)
         if not found:
             return Choice(read_manifest(directory), tuple(f"{text}; using {directory.name}" for text in warnings))
         warnings.append(f"{directory.name} cannot be used: {shorten(found)}")
@@ -124,6 +126,8 @@ def open_checkpoint(directory: Path) -> CheckpointInfo:
     """
     try:
         info = read_manifest(directory)
+    except NewerFormat:
+        raise
     except CheckpointError as error:
         raise CheckpointError(f"{error}. {_advice(directory)}") from error
     if found := problems(info):
@@ -131,19 +135,14 @@ def open_checkpoint(directory: Path) -> CheckpointInfo:
     return info
 
 
-def verify_checksum(info: CheckpointInfo, layer: str) -> None:
-    """Compares the content of one layer's file with its checksum in the manifest.
+def require_whole(info: CheckpointInfo, layer: str) -> None:
+    """Compares one layer's file with the manifest: its size, checksum, layer and step.
 
     Raises:
         CheckpointError: it differs; the message names the file and an older checkpoint of the same run, if any.
     """
-    path = info.layer_path(layer)
-    try:
-        intact = sha256_of(path) == info.layers[layer].sha256
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not intact:
-        raise CheckpointError(f"{path} is damaged: its SHA-256 is not the manifest's. {_advice(info.path)}")
+    if problem := layer_problem(info, layer):
+        raise CheckpointError(f"{problem}. {_advice(info.path)}")
 
 
 def _run_dir(path: Path) -> Path:
@@ -152,8 +151,10 @@ def _run_dir(path: Path) -> Path:
 
 def _advice(damaged: Path) -> str:
     older = [path for path in step_directories(damaged.resolve().parent.parent) if path.name < damaged.name]
-    usable = next((path for path in reversed(older) if not problems_of(path)), None)
-    return "This run has no older checkpoint to use instead" if usable is None else f"Use {usable} instead"
+    with suppress(NewerFormat):
+        if usable := next((path for path in reversed(older) if not problems_of(path)), None):
+            return f"Use {usable} instead"
+    return "This run has no older checkpoint to use instead"
 
 
 def _newest_run(run_root: Path) -> Path | None:

@@ -130,9 +130,12 @@ def refuse_another_run(run_dir: Path, resumed: CheckpointInfo | None) -> None:
     """Refuses a run directory with the checkpoints of another run; called before any file in it is overwritten.
 
     Raises:
+        NewerFormat: one of them, perhaps later than the resumed one, was written by a later release.
         CheckpointError: the directory holds checkpoints and the run does not continue from one of them.
     """
     home, existing = checkpoints_directory(run_dir), step_directories(run_dir)
+    for directory in existing:
+        problems_of(directory)  # raises NewerFormat; damaged ones may be there
     if existing and (resumed is None or resumed.path.resolve().parent != home.resolve()):
         raise CheckpointError(
             f"{home} already holds checkpoints, the newest of step {step_of(existing[-1])}, which this run would mix "
@@ -156,6 +159,8 @@ def prepare_directory(run_dir: Path, resumed: CheckpointInfo | None) -> list[str
     refuse_another_run(run_dir, resumed)
     home, existing = checkpoints_directory(run_dir), step_directories(run_dir)
     home.mkdir(parents=True, exist_ok=True)
+    for folder in (home.parent, home.parent.parent):  # a checkpoint is safe only when its folder is
+        sync_directory(folder)
     failed = _try_each(shutil.rmtree, [*home.glob(f"step_*{PARTIAL}"), *home.glob(f"step_*{DISCARDED}")])
     for directory in existing:
         if resumed is not None and step_of(directory) > resumed.step:

@@ -19,11 +19,14 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from urllib.parse import quote
 
+from .. import __version__
 from ..errors import ConfigurationError
 from .old_names import with_todays_names
 
@@ -33,10 +36,15 @@ FORMAT = 2  # since 2 the run state may have data_fingerprint
 STEP_NAME = re.compile(r"step_(\d{8,})")
 PARTIAL = ".partial"
 DISCARDED = ".discarded"
+READERS = 8  # threads that read files at a time
 
 
 class CheckpointError(ConfigurationError):
     """Raised when a checkpoint cannot be written, found or used; the message names the file and what to do."""
+
+
+class NewerFormat(CheckpointError):
+    """Raised for a checkpoint that a later release of gpipe-cli has written: it is no damaged one, and stays."""
 
 
 @dataclass(frozen=True)
@@ -141,48 +149,110 @@ def read_manifest(directory: Path) -> CheckpointInfo:
     """Reads one complete checkpoint's manifest.
 
     Raises:
-        CheckpointError: it is missing, not readable, or of a newer format.
+        NewerFormat: a later release has written it.
+        CheckpointError: it is missing or damaged, or of another step than its directory.
     """
     path = directory / "manifest.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if content["format"] > FORMAT:
-            raise CheckpointError(
-                f"{path} has format {content['format']}, this gpipe-cli reads up to {FORMAT}: "
-                f"install gpipe-cli {content['versions']['gpipe-cli']} or newer"
-            )
+        if int(content["format"]) > FORMAT:
+            raise NewerFormat(_newer(path, content))
         layers = {
             entry["name"]: LayerFile(entry["bytes"], entry["sha256"], tuple(entry["parameters"]))
             for entry in content["layers"]
         }
         state = RunState(**content["state"])
         state = replace(state, configuration=with_todays_names(state.configuration))
-        return CheckpointInfo(directory, content["step"], state, layers, content["versions"])
+        info = CheckpointInfo(directory, int(content["step"]), state, layers, content["versions"])
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except NewerFormat:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+    if STEP_NAME.fullmatch(directory.name) and step_of(directory) != info.step:
+        raise CheckpointError(f"{path} is damaged: it says step {info.step}, its directory step {step_of(directory)}")
+    return info
 
 
-def problems(info: CheckpointInfo) -> list[str]:
-    """Returns one sentence for each file that is missing or has another size than in the manifest; reads no content."""
-    found = []
-    for layer, expected in info.layers.items():
-        path = info.layer_path(layer)
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            found.append(f"{path} is missing" if isinstance(error, FileNotFoundError) else f"{path}: {error}")
-            continue
-        if size != expected.bytes:
-            found.append(f"{path} has {size} bytes instead of {expected.bytes}")
-    return found
+def _newer(path: Path, content: Mapping[str, Any]) -> str:
+    versions = content.get("versions")
+    release = versions.get("gpipe-cli") if isinstance(versions, Mapping) else None
+    return (
+        f"{path} has format {content['format']}, and gpipe-cli {__version__} reads up to {FORMAT}: install gpipe-cli "
+        f"{release or '(a later release)'} or newer. Nothing of the checkpoint was touched"
+    )
 
 
-def problems_of(directory: Path) -> list[str]:
-    """Does the same as `problems`, and reports a missing or damaged manifest too."""
+def problems(info: CheckpointInfo, content: bool = False) -> list[str]:
+    """Returns one sentence for each file that is missing or not as the manifest says.
+
+    Args:
+        content: reads every file whole; else only the sizes are compared.
+    """
+    check = layer_problem if content else size_problem
+    with ThreadPoolExecutor(READERS) as pool:  # hashing releases Python's lock
+        return [problem for problem in pool.map(partial(check, info), info.layers) if problem is not None]
+
+
+def size_problem(info: CheckpointInfo, layer: str) -> str | None:
+    """Returns what is wrong with the size of a layer's file; None: nothing."""
+    path, expected = info.layer_path(layer), info.layers[layer].bytes
     try:
-        return problems(read_manifest(directory))
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except OSError as error:
+        return f"{path} cannot be read: {error}"
+    return None if size == expected else f"{path} has {size} bytes instead of {expected}"
+
+
+def layer_problem(info: CheckpointInfo, layer: str) -> str | None:
+    """Returns what is wrong with a layer's file: its size, its checksum, or the layer and step in it; None: nothing."""
+    if problem := size_problem(info, layer):
+        return problem
+    path = info.layer_path(layer)
+    try:
+        if sha256_of(path) != info.layers[layer].sha256:
+            return f"{path} is damaged: its SHA-256 is not the manifest's"
+        written = _header(path)
+    except OSError as error:
+        return f"{path} cannot be read: {error}"
+    except ValueError as error:
+        return f"{path} is not a layer file: {error}"
+    if written.get("layer", layer) != layer:
+        return f"{path} holds layer {written['layer']} instead of {layer}"
+    if written.get("step", str(info.step)) != str(info.step):  # files of early releases do not say it
+        return f"{path} was written in step {written['step']}, the manifest says step {info.step}"
+    return None
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """Returns the texts that `layer_state.py` puts into a safetensors file beside the tensors.
+
+    Raises:
+        ValueError: it is no safetensors file.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > path.stat().st_size:
+            raise ValueError("its header is longer than the file")
+        content = json.loads(file.read(length))
+    if not isinstance(content, dict) or not isinstance(content.get("__metadata__", {}), dict):
+        raise ValueError("its header is no JSON object")
+    return dict(content.get("__metadata__", {}))
+
+
+def problems_of(directory: Path, content: bool = False) -> list[str]:
+    """Does the same as `problems`, and reports a missing or damaged manifest too.
+
+    Raises:
+        NewerFormat: a later release has written the checkpoint.
+    """
+    try:
+        return problems(read_manifest(directory), content)
+    except NewerFormat:
+        raise
     except CheckpointError as error:
         return [str(error)]
 

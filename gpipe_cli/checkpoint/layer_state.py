@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,10 +23,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import files
-from .choose import verify_checksum
+from .choose import require_whole
 from .files import CheckpointError, CheckpointInfo, LayerFile
+from .optimizer_state import StateForms, form, in_words
 
 OptimizerValue: TypeAlias = "Tensor | bool | int | float | str | None"
+SYSTEM_ERROR = re.compile(r"\bcode: (\d+)")  # errno in a message of safetensors
 
 
 @dataclass(frozen=True)
@@ -89,18 +92,25 @@ def layer_state(
 
 
 @torch.no_grad()
-def restore_layer(name: str, module: nn.Module, optimizer: Optimizer | None, state: LayerState) -> None:
+def restore_layer(
+    name: str, module: nn.Module, optimizer: Optimizer | None, state: LayerState, forms: StateForms | None = None
+) -> None:
     """Puts a saved state into layer ``name``: weights and buffers in place, optimizer state as copies.
 
     Parameters that were saved without optimizer state end without it. Values keep their dtype bit for bit, which
     ``Optimizer.load_state_dict`` does not promise (it casts state to the parameter's dtype).
 
+    Args:
+        forms: of the optimizer; shared by the layers of a worker, so that equal parameters are tried once.
+
     Raises:
-        CheckpointError: names, shapes or dtypes differ; the layer is then unchanged.
+        CheckpointError: names, shapes or dtypes differ, the optimizer's included; the layer is then unchanged.
     """
     weights, buffers = named_tensors(module)
-    _require_match(name, "parameter", weights, state.weights)
-    _require_match(name, "buffer", buffers, state.buffers)
+    require_match(name, "parameter", weights, state.weights)
+    require_match(name, "buffer", buffers, state.buffers)
+    if optimizer is not None:
+        _require_optimizer_match(name, forms or StateForms(optimizer), weights, state)
     for own, saved in ((weights, state.weights), (buffers, state.buffers)):
         for key, tensor in own.items():
             tensor.copy_(saved[key])
@@ -137,20 +147,31 @@ def _require_storable(optimizer: Optimizer | None, parameter: str, key: str, val
     )
 
 
-def _require_match(layer: str, kind: str, own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    faults = [f"{kind} {name} is not in the checkpoint" for name in own if name not in saved]
-    faults += [f"{kind} {name} is in the checkpoint, not in the model" for name in saved if name not in own]
-    faults += [
-        f"{kind} {name} should be {_form(own[name])}, the checkpoint has {_form(saved[name])}"
-        for name in own
-        if name in saved and (own[name].shape, own[name].dtype) != (saved[name].shape, saved[name].dtype)
-    ]
+def _require_optimizer_match(
+    layer: str, forms: StateForms, weights: Mapping[str, nn.Parameter], state: LayerState
+) -> None:
+    faults = [f"optimizer state of {name}, which is no parameter" for name in state.optimizer if name not in weights]
+    for name, parameter in weights.items():
+        faults += forms.faults(name, parameter, state.optimizer.get(name, {}))
     if faults:
         raise CheckpointError(f"layer {layer} does not fit its checkpoint: {files.shorten(faults)}")
 
 
-def _form(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+def require_match(layer: str, kind: str, own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Compares names, shapes and types of a layer's tensors with saved ones.
+
+    Raises:
+        CheckpointError: they differ; it names each.
+    """
+    faults = [f"{kind} {name} is not in the checkpoint" for name in own if name not in saved]
+    faults += [f"{kind} {name} is in the checkpoint, not in the model" for name in saved if name not in own]
+    faults += [
+        f"{kind} {name} should be {in_words(form(own[name]))}, the checkpoint has {in_words(form(saved[name]))}"
+        for name in own
+        if name in saved and form(own[name]) != form(saved[name])
+    ]
+    if faults:
+        raise CheckpointError(f"layer {layer} does not fit its checkpoint: {files.shorten(faults)}")
 
 
 def _copy(tensor: Tensor, device: torch.device | None = None) -> Tensor:
@@ -161,8 +182,12 @@ def _copy(tensor: Tensor, device: torch.device | None = None) -> Tensor:
 # --- between a state and its file ------------------------------------------------------------------------------------
 
 
-def write_layer(directory: Path, name: str, state: LayerState) -> LayerFile:
-    """Writes one layer's file into a checkpoint directory and flushes it to disk."""
+def write_layer(directory: Path, step: int, name: str, state: LayerState) -> LayerFile:
+    """Writes one layer's file into the checkpoint directory of a step and flushes it to disk.
+
+    Raises:
+        OSError, SafetensorError: it cannot be written.
+    """
     tensors = {f"weight:{name}": tensor for name, tensor in state.weights.items()}
     tensors |= {f"buffer:{name}": tensor for name, tensor in state.buffers.items()}
     tensors |= {f"average:{name}": tensor for name, tensor in state.averages.items()}
@@ -175,7 +200,12 @@ def write_layer(directory: Path, name: str, state: LayerState) -> LayerFile:
                 values.setdefault(parameter, {})[key] = value
     path = files.layer_path(directory, name)
     temporary = files.with_suffix(path, ".tmp")
-    save_file(tensors, temporary, {"layer": name, "optimizer": json.dumps(values)})
+    try:
+        save_file(tensors, temporary, {"layer": name, "step": str(step), "optimizer": json.dumps(values)})
+    except SafetensorError as error:
+        if code := SYSTEM_ERROR.search(str(error)):
+            raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
+        raise
     with temporary.open("rb") as file:
         os.fsync(file.fileno())
         size = os.fstat(file.fileno()).st_size
@@ -195,7 +225,7 @@ def load_layer(info: CheckpointInfo, name: str) -> LayerState:
             f"{info.path} has no layer {name}: it holds {files.shorten(list(info.layers))}; "
             "give the model settings (model.*) it was made with"
         )
-    verify_checksum(info, name)
+    require_whole(info, name)
     tensors: dict[str, dict[str, Tensor]] = {"weight": {}, "buffer": {}, "average": {}}
     optimizer: dict[str, dict[str, OptimizerValue]] = {}
     try:

@@ -11,12 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
 
+from ..disk import cannot_write
 from . import commit
-from .files import CheckpointError, CheckpointInfo, RunState, checkpoints_directory, partial_directory
+from .files import (
+    CheckpointError,
+    CheckpointInfo,
+    RunState,
+    checkpoints_directory,
+    layer_path,
+    partial_directory,
+    step_directory,
+    with_suffix,
+)
 from .layer_state import LayerState, write_layer
 
 
@@ -76,7 +87,7 @@ class CheckpointWriter:
             if best is not None:
                 commit.record_best(self._run_dir, step, *best)
         except OSError as error:
-            raise self._failure(f"completing the checkpoint of step {step}", error) from error
+            raise self._failure("completing", step_directory(self._run_dir, step), error) from error
         self._jobs.append(self._background.submit(self._prune))
         return info
 
@@ -87,7 +98,7 @@ class CheckpointWriter:
             if best is not None:
                 commit.record_best(self._run_dir, step, *best)
         except OSError as error:
-            raise self._failure(f"amending the checkpoint of step {step}", error) from error
+            raise self._failure("amending", step_directory(self._run_dir, step), error) from error
         if best is not None:  # the former best one may go
             self._jobs.append(self._background.submit(self._prune))
 
@@ -106,11 +117,15 @@ class CheckpointWriter:
         directory = partial_directory(self._run_dir, step)
         try:
             (directory / "layers").mkdir(parents=True, exist_ok=True)
-            written = {name: write_layer(directory, name, state) for name, state in layers.items()}
+            written = {name: write_layer(directory, step, name, state) for name, state in layers.items()}
             commit.sync_directory(directory / "layers")
             commit.write_part(directory, self._worker, written)
         except (OSError, SafetensorError) as error:
-            raise self._failure(f"writing {directory}", error) from error
+            for path in (layer_path(directory, name) for name in layers):  # room for other files: the rest is useless
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
+                    with_suffix(path, ".tmp").unlink(missing_ok=True)
+            raise self._failure("writing", directory, error) from error
         self._finished_step = step
 
     def _prune(self) -> None:
@@ -127,8 +142,9 @@ class CheckpointWriter:
         while self._jobs and self._jobs[0].done():
             self._jobs.pop(0).result()
 
-    def _failure(self, action: str, error: Exception) -> CheckpointError:
+    def _failure(self, action: str, path: Path, error: OSError | SafetensorError) -> CheckpointError:
+        reason = cannot_write(path, error) if isinstance(error, OSError) else f"{path}: {error}"
         return CheckpointError(
-            f"worker {self._worker}, {action}: {error}. Earlier checkpoints are untouched: free disk space or restore "
+            f"worker {self._worker}, {action}: {reason}. Earlier checkpoints are untouched: free disk space or restore "
             f"the right to write, then type checkpoint.resume={self._run_dir}"
         )

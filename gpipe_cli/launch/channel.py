@@ -11,6 +11,7 @@ import threading
 from typing import Any
 
 STOP, LEAVE = b"s", b"l"  # the command's words to a worker: end the run in order; all have finished, exit
+REPORT_SECONDS = 5.0  # that a failed worker waits for a command that does not read
 PENDING_LIMIT = 16 * 2**20  # bytes kept for a command that does not read (Ctrl-Z); later events are dropped
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,13 @@ class WorkerChannel:
             except OSError:  # nothing to read
                 return False
         return self._stop
+
+    def fail(self, record: dict[str, Any]) -> None:
+        """Sends the report of the error that ends this worker, which may not reach a file on a full disk."""
+        with self._lock, contextlib.suppress(OSError):
+            self._socket.settimeout(REPORT_SECONDS)
+            self._socket.sendall(bytes(self._pending) + encode({"failed": record}))
+            self._pending.clear()
 
     def finish(self, value: Any) -> None:
         """Sends the entry point's result, and returns when every worker has done so.

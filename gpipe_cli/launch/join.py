@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from gpipe_cli.disk import cannot_write
 from gpipe_cli.launch import report
 from gpipe_cli.launch.context import Context, call_entry
 from gpipe_cli.launch.stop import StopDeadline, StopSignals
@@ -145,10 +146,15 @@ class _StopRequest:
 def _fail(context: Context, error: BaseException) -> NoReturn:
     """Records the error, for torchrun's own summary too, and always ends this process."""
     try:
+        record = report.record_of(context.rank, error, context.where.known())
         directory = context.run_dir / "workers"
-        directory.mkdir(parents=True, exist_ok=True)
-        shown = report.write_error(directory, context.rank, error, context.where.known())
-        print(report.echo_line(directory, context.rank, error, context.where.known()) or shown, file=sys.stderr)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            report.write_error(report.error_path(directory, context.rank), record)
+            shown = report.echo_line(directory, context.rank, error, context.where.known())
+        except OSError as full:
+            shown = f"{report.shown_error(record)}\n({cannot_write(directory, full)})"
+        print(shown or report.shown_error(record), file=sys.stderr)
         if "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(error, Exception):
             from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 

@@ -1,4 +1,4 @@
-"""Reports failures: each worker writes its own, and the command finds the one that caused the others."""
+"""Reports failures: each worker sends its own, and the command finds the one that caused the others."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from gpipe_cli import disk
 from gpipe_cli.errors import ConfigurationError, PlainError
 
 LOG_LINES_SHOWN = 15
@@ -79,32 +80,32 @@ def log_path(directory: Path, rank: int) -> Path:
 
 
 def error_path(directory: Path, rank: int) -> Path:
-    return directory / ("error_starter.json" if rank == STARTER else f"error_{rank}.json")
+    return directory / f"error_{rank}.json"
 
 
-def write_error(directory: Path, rank: int, error: BaseException, where: dict[str, Any]) -> str:
-    """Writes the worker's error file, whole or not at all, and returns the error's text for the console."""
-    if isinstance(error, PlainError):
-        shown = str(error)
-    else:
-        shown = "".join(traceback.format_exception(type(error), error, _beyond_launcher(error.__traceback__))).rstrip()
-    record = {
+def record_of(rank: int, error: BaseException, where: dict[str, Any]) -> dict[str, Any]:
+    """Returns what the command needs to know of a worker's error, as JSON values."""
+    plain = str(error) if isinstance(error, PlainError) else disk.explain(error)
+    shown = "".join(traceback.format_exception(type(error), error, _beyond_launcher(error.__traceback__))).rstrip()
+    return {
         "rank": rank,
         "time": time.time(),
         "type": type(error).__name__,
         "message": str(error),
-        "shown": shown,
-        "plain": isinstance(error, PlainError),
+        "shown": shown if plain is None else plain,
+        "plain": plain is not None,
         "configuration": isinstance(error, ConfigurationError),
         "memory": any(_is_memory(link) for link in _chain(error)),
         "suspicion": suspicion(error),
         "where": dict(where),
     }
-    path = error_path(directory, rank)
+
+
+def write_error(path: Path, record: dict[str, Any]) -> None:
+    """Writes a worker's error file, whole or not at all."""
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(json.dumps(record, indent=1, default=str))
     unfinished.replace(path)
-    return _shown_error(record)
 
 
 def _beyond_launcher(stack: TracebackType | None) -> TracebackType | None:
@@ -155,24 +156,26 @@ def _is_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and NO_MEMORY.search(str(error)) is not None
 
 
-def failure_of(directory: Path, rank: int, exit_code: int, when: float, where: dict[str, Any]) -> Failure:
-    """Describes the end of a worker that did not finish, by its own error file or else by its exit code.
+def failure_of(
+    directory: Path, rank: int, exit_code: int, when: float, where: dict[str, Any], record: dict[str, Any] | None
+) -> Failure:
+    """Describes the end of a worker that did not finish, by its own report or else by its exit code.
 
     Args:
         exit_code: minus the signal's number for a process killed by a signal, as in `subprocess`.
         when: the end was seen, in seconds since the epoch.
-        where: the last known place of the worker, in case it left no error file.
+        where: the last known place of the worker, in case it sent no report.
+        record: the worker's report (`record_of`), if it sent one.
     """
-    try:
-        record = json.loads(error_path(directory, rank).read_text())
-    except FileNotFoundError:
+    if record is None:
         return _silent_death(directory, rank, exit_code, when, where)
     log = "" if record["plain"] else f"\nlog: {log_path(directory, rank)}"
-    text = _shown_error(record) + log
+    text = shown_error(record) + log
     return Failure(rank, record["suspicion"], record["time"], text, record["configuration"], record["memory"])
 
 
-def _shown_error(record: dict[str, Any]) -> str:
+def shown_error(record: dict[str, Any]) -> str:
+    """Returns a report's text for the console."""
     if record["plain"]:
         return str(record["shown"])
     return f"{_name(record['rank'])} failed{_place(record['where'])}:\n{record['shown']}"

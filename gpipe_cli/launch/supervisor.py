@@ -54,7 +54,7 @@ class Job:
     """Describes what to run.
 
     Attributes:
-        run_dir: exists; logs and error reports go to its folder `workers/`.
+        run_dir: exists; logs go to its folder `workers/`.
         workers: processes on this machine, which is the world size.
         entry: "package.module:function", called in each worker as `function(context, config)`.
         config: plain JSON values.
@@ -169,7 +169,11 @@ class _Processes:
             if messages is None:
                 self._close(key.data)
             arrived += [(key.data, message) for message in messages or ()]
-        return arrived
+        ends = [message for message in arrived if message[0] == STARTER]
+        if not ends:
+            return arrived
+        # What a worker has sent before its end is there by now, and comes before the news of its end.
+        return [message for message in arrived if message[0] != STARTER] + self.messages(0) + ends
 
     def _close(self, rank: int) -> None:
         channel = self.open.pop(rank)
@@ -207,13 +211,12 @@ class _Watch:
     results: dict[int, Any] = field(default_factory=dict)
     failures: list[report.Failure] = field(default_factory=list)
     where: dict[int, dict[str, Any]] = field(default_factory=dict)
+    reports: dict[int, dict[str, Any]] = field(default_factory=dict)
     _stop_deadline: float | None = None
 
     def __post_init__(self) -> None:
         self.directory = self.job.run_dir.absolute() / "workers"
         self.directory.mkdir(exist_ok=True)
-        for old in self.directory.glob("error_*.json"):
-            old.unlink()
         self.processes = _Processes(self.job, self.directory)
         self._last_progress = time.monotonic()
 
@@ -251,6 +254,8 @@ class _Watch:
                 self.results[rank] = message["finished"]
             elif "where" in message:
                 self.where[rank] = message["where"]
+            elif "failed" in message:
+                self.reports[rank] = message["failed"]
             elif "warning" in message:
                 self._show({"event": "warning", "message": message["warning"]})
             elif message["rank"] not in self.results:
@@ -265,7 +270,8 @@ class _Watch:
                 raise
 
     def _failure(self, rank: int, exit_code: int, when: float) -> report.Failure:
-        return report.failure_of(self.directory, rank, exit_code, when, self.where.get(rank, {}))
+        where, record = self.where.get(rank, {}), self.reports.get(rank)
+        return report.failure_of(self.directory, rank, exit_code, when, where, record)
 
     def _settled_failure(self) -> WorkerFailed | ConfigurationError:
         start = time.monotonic()

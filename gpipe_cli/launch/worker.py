@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import faulthandler
+import io
 import logging
 import math
 import os
@@ -14,10 +15,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from gpipe_cli.disk import cannot_write
 from gpipe_cli.launch import report
 from gpipe_cli.launch.channel import WorkerChannel
 from gpipe_cli.launch.context import Context, call_entry
@@ -42,7 +45,7 @@ def main(job: dict[str, Any], rank: int, parent: int) -> NoReturn:
         _run(job, rank)
         atexit._run_exitfuncs()
         leave(0)
-    except BaseException:  # also when the set-up fails, or the disk is too full for a report
+    except BaseException:  # also when the set-up fails
         traceback.print_exc()
     finally:
         leave(1)
@@ -51,11 +54,13 @@ def main(job: dict[str, Any], rank: int, parent: int) -> NoReturn:
 def _run(job: dict[str, Any], rank: int) -> None:
     _keep_running_on_signals()
     directory = Path(job["directory"])
-    redirect_output(report.log_path(directory, rank))
+    lost = redirect_output(report.log_path(directory, rank))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
     for other in set(job["sockets"]) - {job["sockets"][rank]}:
         os.close(other)
     channel = WorkerChannel(job["sockets"][rank])
+    if lost:
+        channel.send({"warning": lost})
     context = Context(
         rank=rank,
         world_size=job["workers"],
@@ -69,14 +74,15 @@ def _run(job: dict[str, Any], rank: int) -> None:
     try:
         channel.finish(call_entry(job["entry"], context, job["config"], job["threads"]))
     except BaseException as error:
-        report.write_error(directory, rank, error, context.where.known())
+        channel.fail(report.record_of(rank, error, context.where.known()))
         raise
 
 
 def leave(code: int) -> NoReturn:
     """Ends this process at once, without exit handlers."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError, ValueError):  # a full disk, a closed pipe
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 
@@ -106,14 +112,37 @@ def _watch_parent(parent: int) -> None:
     os._exit(1)
 
 
-def redirect_output(log: Path) -> None:
-    """Appends this process's output, C++ libraries' included, to the file `log`; its input becomes empty."""
+class _Log(io.FileIO):
+    """Writes to a descriptor; what a full disk does not take is lost and raises nothing."""
+
+    def write(self, content: Any, /) -> int:
+        with suppress(OSError):
+            super().write(content)
+        return memoryview(content).nbytes
+
+
+def redirect_output(log: Path) -> str | None:
+    """Appends this process's output, C++ libraries' included, to the file `log`; its input becomes empty.
+
+    Returns:
+        A warning if the file cannot be opened: the output is lost then.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
-    with log.open("ab") as output, Path(os.devnull).open("rb") as nothing:
-        for source, number in ((nothing, 0), (output, 1), (output, 2)):
-            os.dup2(source.fileno(), number)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    lost, nothing = None, os.open(os.devnull, os.O_RDWR)
+    try:
+        output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        lost, output = f"{cannot_write(log, error)}; the run goes on without it", nothing
+    for source, number in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, number)
+    for descriptor in {output, nothing}:
+        os.close(descriptor)
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(_Log(number, "w", closefd=False), "utf-8", "backslashreplace", line_buffering=True)
+        for number in (1, 2)
+    )
+    return lost
 
 
 def _keep_running_on_signals() -> None:

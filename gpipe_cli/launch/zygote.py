@@ -43,13 +43,14 @@ def main(job: dict[str, Any], parent: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the supervisor sends SIGTERM to the whole process group
         signal.signal(number, signal.SIG_IGN)
     directory = Path(job["directory"])
-    redirect_output(report.log_path(directory, report.STARTER))
     control = socket.socket(fileno=job["control"])
     control.set_inheritable(False)
+    if lost := redirect_output(report.log_path(directory, report.STARTER)):
+        control.sendall(encode({"warning": lost}))
     try:
         workers = _start_workers(job, directory / "job.json", control)
     except Exception as error:
-        report.write_error(directory, report.STARTER, error, {})
+        control.sendall(encode({"failed": report.record_of(report.STARTER, error, {})}))
         raise
     if sys.platform == "linux":
         request_death_signal(0)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.layer_state import named_tensors
+from ..checkpoint.layer_state import named_tensors, require_match
 from ..pipeline.cell import Cell
 
 
@@ -52,7 +52,13 @@ class WeightAverage:
 
     @torch.no_grad()
     def restore(self, layer: str, saved: Mapping[str, Tensor]) -> None:
-        """Continues from ``saved`` averages; where there are none, from the layer's present weights."""
+        """Continues from ``saved`` averages; where there are none, from the layer's present weights.
+
+        Raises:
+            CheckpointError: names, shapes or types differ.
+        """
+        if saved:
+            require_match(layer, "average", self.of(layer), saved)
         for name, place in self._places[layer].items():
             self._averages[place].copy_(saved[name] if saved else self._live[place])
 

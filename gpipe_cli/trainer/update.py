@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..checkpoint.files import CheckpointInfo, Json
-from ..checkpoint.layer_state import LayerState, layer_state, load_layer, restore_layer
+from ..checkpoint.layer_state import LayerState, layer_state, load_layer, named_tensors, restore_layer
 from ..checkpoint.lr_schedule_state import LRScheduleState
+from ..checkpoint.optimizer_state import StateForms
 from ..metrics.step_report import StepReport
 from ..optim.average import WeightAverage
 from ..pipeline.batchnorm import finish_batchnorm
@@ -104,18 +106,32 @@ class Updater:
         """Puts the state of a checkpoint back.
 
         Where `checkpoint.allow_changes` permitted another optimizer or lr_schedule section, the learning rate becomes
-        what it would be now if the run had had it from its first step.
+        what it would be now if the run had had it from its first step. Another `optimizer._target_` begins without
+        memory where the saved one does not fit it.
 
         Args:
             settings: the resolved configuration.
         """
+        saved, forms = info.state.configuration, StateForms(self.optimizer)
         for layer in self._layers:
             state = load_layer(info, layer.name)
-            restore_layer(layer.name, layer.module, self.optimizer, state)
+            if _target(saved) != _target(settings):
+                weights = named_tensors(layer.module)[0]
+                fitting = {
+                    name: values
+                    for name, values in state.optimizer.items()
+                    if name in weights and not forms.faults(name, weights[name], values)
+                }
+                state = replace(state, optimizer=fitting)
+            restore_layer(layer.name, layer.module, self.optimizer, state, forms)
             if self._average is not None:
                 self._average.restore(layer.name, state.averages)
-        saved = info.state.configuration
         if all(saved.get(section) == settings.get(section) for section in ("optimizer", "lr_schedule")):
             self._schedule_state.restore(cast("Mapping[str, Json]", info.state.schedule))
         else:
             self._schedule_state.replay(info.step)
+
+
+def _target(configuration: Mapping[str, Json]) -> Json:
+    section = configuration.get("optimizer")
+    return section.get("_target_") if isinstance(section, Mapping) else None

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,26 @@ def layer_file(run_dir: Path, step: int, layer: str) -> Path:
 
 def cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
+
+
+def flip_last_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def change_manifest(run_dir: Path, step: int, change: Callable[[dict[str, Any]], None]) -> None:
+    path = checkpoint_files.step_directory(run_dir, step) / "manifest.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def adjust_sums(content: dict[str, Any], directory: Path) -> None:
+    """Makes the manifest agree with the files, as somebody who has changed them would."""
+    for entry in content["layers"]:
+        path = directory / entry["file"]
+        entry.update(bytes=path.stat().st_size, sha256=checkpoint_files.sha256_of(path))
 
 
 def test_a_full_disk_in_the_background_surfaces_on_the_main_thread(
@@ -206,8 +227,9 @@ def two_checkpoints(run_dir: Path) -> Layers:
         (Path.unlink, "layers/head.safetensors", r"head\.safetensors is missing"),
         (cut_short, "manifest.json", r"manifest\.json is damaged"),
         (Path.unlink, "manifest.json", r"manifest\.json is missing"),
+        (flip_last_bit, "layers/head.safetensors", r"head\.safetensors is damaged: its SHA-256"),
     ],
-    ids=["truncated", "missing", "manifest truncated", "manifest missing"],
+    ids=["truncated", "missing", "manifest truncated", "manifest missing", "one bit"],
 )
 def test_a_damaged_file_is_named_and_the_previous_checkpoint_used(
     damage: Callable[[Path], None], path: str, message: str, tmp_path: Path
@@ -236,16 +258,65 @@ def test_a_run_with_only_damaged_checkpoints_is_an_error_not_a_new_beginning(tmp
         choose.resolve("auto", tmp_path)
 
 
-def test_one_flipped_bit_is_found_and_the_file_named(tmp_path: Path) -> None:
+def test_one_flipped_bit_of_a_checkpoint_given_by_path_is_found_and_the_file_named(tmp_path: Path) -> None:
     two_checkpoints(tmp_path)
-    path = layer_file(tmp_path, 2, "head")
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    info = choose.latest(tmp_path).checkpoint
-    assert info is not None and info.step == 2
+    flip_last_bit(layer_file(tmp_path, 2, "head"))
+    info = choose.open_checkpoint(tmp_path / "checkpoints" / "step_00000002")
     with pytest.raises(CheckpointError, match=r"head\.safetensors is damaged: its SHA-256 .* Use .*step_00000001"):
         load_layer(info, "head")
+
+
+def test_a_manifest_of_another_step_than_its_directory_or_files_is_noticed(tmp_path: Path) -> None:
+    two_checkpoints(tmp_path)
+    change_manifest(tmp_path, 2, lambda content: content.update(step=1000))
+    choice = choose.latest(tmp_path)
+    assert choice.checkpoint is not None and choice.checkpoint.step == 1
+    assert "it says step 1000, its directory step 2" in choice.warnings[0]
+    home = tmp_path / "checkpoints"
+    (home / "step_00000002").rename(home / "step_00001000")
+    choice = choose.latest(tmp_path)
+    assert choice.checkpoint is not None and choice.checkpoint.step == 1
+    assert re.search(r"embed\.safetensors was written in step 2, the manifest says step 1000", choice.warnings[0])
+
+
+def test_layers_that_were_exchanged_are_noticed_where_the_sums_were_adjusted(tmp_path: Path) -> None:
+    layers = two_checkpoints(tmp_path)
+    one, other = layer_file(tmp_path, 2, "embed"), layer_file(tmp_path, 2, "head")
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+    change_manifest(tmp_path, 2, lambda content: adjust_sums(content, one.parent.parent))
+    info = choose.open_checkpoint(tmp_path / "checkpoints" / "step_00000002")
+    with pytest.raises(CheckpointError, match=r"embed\.safetensors holds layer head instead of embed"):
+        restore(info, layers, None)
+    assert (choose.latest(tmp_path).warnings[0]).count("instead of") == 2
+
+
+def everything_in(directory: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("layout", ["as today's", "unknown"])
+def test_a_checkpoint_of_a_newer_format_is_refused_with_its_versions_and_not_touched(
+    layout: str, tmp_path: Path
+) -> None:
+    def renew(content: dict[str, Any]) -> None:
+        if layout == "unknown":
+            content.clear()
+        content.update(format=checkpoint_files.FORMAT + 1, versions={"gpipe-cli": "9.8"})
+
+    two_checkpoints(tmp_path)
+    change_manifest(tmp_path, 2, renew)
+    before = everything_in(tmp_path)
+    words = ["debug=tiny", "trainer.steps=1"]
+    step_1 = tmp_path / "checkpoints" / "step_00000001"
+    for resume in ("auto", str(tmp_path)):
+        with pytest.raises(CheckpointError, match=r"step_00000002/manifest\.json has format 3.*install gpipe-cli 9\.8"):
+            choose.resolve(resume, tmp_path)
+    for more in ([], [f"checkpoint.resume={step_1}"]):  # not even where the run would go on from an older one
+        with pytest.raises(CheckpointError, match=r"has format 3, and gpipe-cli .* reads up to 2"):
+            train_inline(tmp_path, *words, *more)
+    assert everything_in(tmp_path) == before
 
 
 class Payload:
@@ -263,14 +334,9 @@ def test_a_pickle_in_place_of_a_layer_is_refused_and_not_executed(
     save(tmp_path, 1, make_layers())
     path = layer_file(tmp_path, 1, "head")
     dump({"weight": Payload(tmp_path / "executed")}, path)
-    manifest = tmp_path / "checkpoints" / "step_00000001" / "manifest.json"
-    content = json.loads(manifest.read_text())
-    entry = next(entry for entry in content["layers"] if entry["name"] == "head")
-    entry.update(bytes=path.stat().st_size, sha256=checkpoint_files.sha256_of(path))
-    manifest.write_text(json.dumps(content))
-    info = choose.latest(tmp_path).checkpoint
-    assert info is not None
-    with pytest.raises(CheckpointError, match=r"head\.safetensors is not the layer file"):
+    change_manifest(tmp_path, 1, lambda content: adjust_sums(content, path.parent.parent))
+    info = choose.open_checkpoint(tmp_path / "checkpoints" / "step_00000001")
+    with pytest.raises(CheckpointError, match=r"head\.safetensors is not a layer file"):
         load_layer(info, "head")
     assert not (tmp_path / "executed").exists()
 

@@ -28,6 +28,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 GROUND = {
     "",
     "cpu",
+    "disk",
     "errors",
     "gpus",
     "layers",

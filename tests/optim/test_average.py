@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from small_models import CPU
 from torch import Tensor, nn
 
-from gpipe_cli.checkpoint.files import read_manifest, step_directory
+from gpipe_cli.checkpoint.files import CheckpointError, read_manifest, step_directory
 from gpipe_cli.commands import export
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.optim.average import WeightAverage
@@ -168,3 +168,9 @@ def test_export_says_when_there_are_no_averages(tmp_path: Path, capsys: pytest.C
     train_inline(tmp_path / "run", *TINY, "trainer.average=null", "trainer.steps=1", "trainer.evaluate_every=null")
     assert export.main([f"checkpoint={tmp_path / 'run'}", f"output={tmp_path / 'out.pt'}", "average=true"]) == 2
     assert "trainer.average=null" in capsys.readouterr().err
+
+
+def test_averages_of_another_shape_are_refused_by_name() -> None:
+    average = WeightAverage([one_cell(nn.Linear(3, 2))], 0.9)
+    with pytest.raises(CheckpointError, match=r"average weight should be float32\[2, 3\]"):
+        average.restore("layer", {"weight": torch.zeros(1, 3), "bias": torch.zeros(2)})
