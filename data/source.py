@@ -65,7 +65,8 @@ class Source(Protocol):
     # `epoch(position) -> float`, how often the data was read up to `position`; `trainer.epochs` needs it.
     # `evaluation_share(M, replica, replicas)`, the mini-batches number replica, replica + replicas, … of `evaluation`;
     #     where reading is slow, so that not every replica reads everything.
-    # `defects`, a dict of counts (broken files, lines left out) for summary.json.
+    # `prepared_defects`, counts of what `prepare` found broken or left out; equal on every replica. For summary.json.
+    # `defects`, a dict of counts of what was found broken while reading, on this replica. For summary.json, added up.
     # `fingerprint() -> str`, of the prepared training data. A run is not resumed with data of another fingerprint.
     #     Equal data have an equal one on every machine and under every path.
     # `keep_vocabularies(folder)`, writes what ids stand for, as files that a resume compares byte for byte.

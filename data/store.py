@@ -3,6 +3,7 @@
     store.json                      languages, their shards, the lengths of their sentences; written last
     source.model, target.model      SentencePiece; no target.model if both sides share one vocabulary
     dev.jsonl, test.jsonl           [language, item, source, target] in each line
+    defects.json                    {"counts": {language: {kind: count}}, …}: what was found when the store was made
     train/<language>-<n>.tokens.npy      uint16 or uint32: source ids, then target ids, of one pair after the other
     train/<language>-<n>.lengths.npy     uint16 (pairs, 2)
     train/<language>-<n>.starts.npy      int64: where each block of pairs begins in tokens, and where the last one ends
@@ -30,7 +31,8 @@ from .source import fingerprint_of
 from .token_batches import width_of
 from .vocabulary import Vocabulary
 
-FORMAT = 2  # raised when the same parameters would give other bytes
+FORMAT = 3  # raised when the same parameters would give other bytes
+DEFECTS = "defects.json"
 LONGEST = 65_535  # tokens of a sentence: lengths are stored in two bytes
 
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
@@ -148,6 +150,12 @@ class Store:
     def sizes(self) -> dict[str, int]:
         """Returns the number of training pairs of each language."""
         return {code: of.pairs for code, of in self.languages.items()}
+
+    @property
+    def defects(self) -> dict[str, int]:
+        """Returns how many defects of each kind were found when the store was made."""
+        content = json.loads((self.folder / DEFECTS).read_text(encoding="utf-8"))
+        return dict(sum(map(Counter, content["counts"].values()), Counter[str]()))
 
     def fingerprint(self) -> str:
         """Returns a digest of the vocabularies and of each language's numbers of pairs and tokens of each length.

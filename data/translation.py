@@ -54,7 +54,7 @@ class PairSource:
             micro-batches have nearly equal numbers of padded tokens.
         temperature: languages are drawn with p ∝ pairs^(1/temperature).
         max_length: tokens of the longest sequence, with its end token.
-        evaluation_per_language: held-out sentences of each language in `evaluation`.
+        evaluation_per_language: held-out sentences of each language in `evaluation`; None: all.
         seed: decides the order of the batches.
         evaluation_split: which held-out sentences: "dev" or "test".
 
@@ -71,7 +71,7 @@ class PairSource:
         batch_tokens: int | None,
         temperature: float,
         max_length: int,
-        evaluation_per_language: int,
+        evaluation_per_language: int | None,
         seed: int,
         evaluation_split: str = "dev",
     ) -> None:
@@ -88,7 +88,7 @@ class PairSource:
         self._pairs = batch_size or 1  # of a mini-batch; with batch_tokens the mean, which prepare() counts
         self._batch_tokens = batch_tokens
         self._temperature, self._max_length, self._seed = temperature, max_length, seed
-        self._evaluation_per_language = evaluation_per_language
+        self.evaluation_per_language = evaluation_per_language
         self.evaluation_split = evaluation_split
         self._pairs_by_width: dict[int, int] = {}
         self._store: Store | None = None
@@ -138,7 +138,7 @@ class PairSource:
 
     def evaluation(self, M: int) -> Iterator[Batch]:
         """Yields `evaluation_per_language` held-out sentences of each language, shortest first."""
-        samples = self.held_out(self.evaluation_split, self._evaluation_per_language)
+        samples = self.held_out(self.evaluation_split, self.evaluation_per_language)
         targets = self._opened.target_vocabulary.encode([sample.reference for sample in samples])
         fitting = [i for i, ids in enumerate(targets) if len(ids) < self._max_length]
         order = sorted(fitting, key=lambda i: (len(targets[i]), len(samples[i].source_ids)))
@@ -199,6 +199,11 @@ class PairSource:
     def scripts(self) -> dict[str, str]:
         """Returns the script of each language that is in the table of CLDR languages."""
         return {code: SCRIPTS[code] for code in self.sizes if code in SCRIPTS}
+
+    @property
+    def prepared_defects(self) -> dict[str, int]:
+        """Returns how many defects of each kind the text has; most of these pairs are left out."""
+        return self._opened.defects
 
     def fingerprint(self) -> str:
         """Returns that of the corpus, which the order of reading does not change."""

@@ -14,18 +14,24 @@ PAD, UNKNOWN, BOS, EOS = 0, 1, 2, 3
 
 
 def train_vocabulary(
-    sentences: Iterable[str], size: int, character_coverage: float = 1.0, key: str = "vocabulary"
+    sentences: Iterable[str],
+    size: int,
+    character_coverage: float = 1.0,
+    key: str = "vocabulary",
+    smaller: bool = False,
 ) -> bytes:
-    """Trains exactly `size` pieces and returns the model; equal sentences in equal order give equal bytes.
+    """Trains `size` pieces and returns the model; equal sentences in equal order give equal bytes.
 
     Digits are pieces of their own, because languages group them differently: 6.629.945 is 6,629,945.
 
     Args:
         character_coverage: share of the text's characters that get pieces; the rest, the rarest, become unknown.
         key: the key under `data` that holds the size; for messages.
+        smaller: train fewer pieces where the sentences support fewer.
 
     Raises:
-        ConfigurationError: the sentences support fewer pieces than `size`, or need more for their characters alone.
+        ConfigurationError: the sentences support fewer pieces than `size` and not `smaller`, or need more for their
+            characters alone.
     """
     model = io.BytesIO()
     try:
@@ -34,6 +40,7 @@ def train_vocabulary(
             model_writer=model,
             model_type="unigram",
             vocab_size=size,
+            **({"hard_vocab_limit": False} if smaller else {}),  # not True: the model's bytes tell what was given
             character_coverage=character_coverage,
             split_digits=True,
             normalization_rule_name="nmt_nfkc",
@@ -52,13 +59,26 @@ def train_vocabulary(
 def _explained(size: int, message: str, key: str) -> str:
     """Returns SentencePiece's message with the key and a size that works."""
     if largest := re.search(r"set it to a value <= (\d+)", message):
-        return f"data.{key}={size}, but this corpus supports {largest[1]} pieces: use data.{key}={largest[1]}"
+        return (
+            f"data.{key}={size}, but this corpus supports {largest[1]} pieces: use data.{key}={largest[1]}, or "
+            "data.smaller_vocabulary=true to train as many as there are"
+        )
     if smallest := re.search(r"\d+ vs (\d+)", message):
         return (
             f"data.{key}={size}, but the corpus has {smallest[1]} pieces to hold for its characters alone: "
             f"use data.{key}={int(smallest[1]) * 2} or fewer data.languages"
         )
     return f"data.{key}={size}: SentencePiece could not train: {message}"
+
+
+def smaller_notice(key: str, wanted: int, vocabulary: Vocabulary) -> str | None:
+    """Returns a warning if a vocabulary has fewer pieces than the key under `data` asks for."""
+    if len(vocabulary) == wanted:
+        return None
+    return (
+        f"data.{key}={wanted}, but the text supports {len(vocabulary):,} pieces: the vocabulary has so many, and the "
+        f"model's other {wanted - len(vocabulary):,} stay unused (data.{key}={len(vocabulary)}: a smaller model)"
+    )
 
 
 class Vocabulary:
@@ -78,5 +98,6 @@ class Vocabulary:
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text up to the first end token, without padding and beginning tokens."""
         kept = list(ids)[: list(ids).index(EOS)] if EOS in ids else list(ids)
-        text: str = self._pieces.decode([int(piece) for piece in kept if piece not in (PAD, BOS)])
+        # A model may know more ids than there are pieces: data.smaller_vocabulary.
+        text: str = self._pieces.decode([int(piece) for piece in kept if piece not in (PAD, BOS) and piece < len(self)])
         return text

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
 import tempfile
 import time
@@ -20,6 +21,7 @@ from ...errors import ConfigurationError
 from ..sampling import temperature_shares
 from ..source import Report, cache_folder, check_limits
 from ..store import (
+    DEFECTS,
     FORMAT,
     LONGEST,
     LanguageSummary,
@@ -31,11 +33,13 @@ from ..store import (
     write_description,
     write_shard,
 )
-from ..vocabulary import Vocabulary, train_vocabulary
+from ..vocabulary import Vocabulary, smaller_notice, train_vocabulary
 from ..workers import Workers
 from .languages import check_languages, corpus_size
 from .pairs import Pair, held_out_pairs, train_pairs
 from .strings import cldr_version
+
+log = logging.getLogger(__name__)
 
 VOCABULARY_PAIRS = 56_000  # given to SentencePiece: more cost time and change little
 VOCABULARY_TEMPERATURE = 5.0
@@ -59,6 +63,7 @@ class CorpusParameters:
     vocabulary: int  # at most 65,536: ids are stored in two bytes
     seed: int
     max_length: int = LONGEST  # tokens of a side with its end token; longer pairs are left out
+    smaller_vocabulary: bool = False  # where the corpus supports fewer pieces
 
     @classmethod
     def checked(
@@ -69,6 +74,7 @@ class CorpusParameters:
         vocabulary: int,
         corpus_seed: int,
         max_length: int = LONGEST,
+        smaller_vocabulary: bool = False,
     ) -> CorpusParameters:
         """Returns the parameters of checked keys.
 
@@ -81,7 +87,8 @@ class CorpusParameters:
             vocabulary=(vocabulary, 8, 65_536),
             max_length=(max_length, 8, LONGEST),
         )
-        return cls(tuple(check_languages(languages)), largest, smallest, vocabulary, corpus_seed, max_length)
+        codes = tuple(check_languages(languages))
+        return cls(codes, largest, smallest, vocabulary, corpus_seed, max_length, smaller_vocabulary)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -96,6 +103,8 @@ class CorpusParameters:
 def open_store(parameters: CorpusParameters, cache_dir: str | None, report: Report) -> Store:
     """Returns the corpus; builds it first if it is not in the cache (about 25 s on two cores for all 102 languages).
 
+    Warns if the vocabulary is smaller than asked for, or if more than one pair in a thousand was too long.
+
     Raises:
         ConfigurationError: the vocabulary size does not fit the corpus, or `max_length` leaves a language no pair.
         OSError: the cache cannot be written.
@@ -109,7 +118,14 @@ def open_store(parameters: CorpusParameters, cache_dir: str | None, report: Repo
             publish(draft, folder)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
-    return Store(folder)
+    store = Store(folder)
+    if notice := smaller_notice("vocabulary", parameters.vocabulary, store.source_vocabulary):
+        log.warning("%s", notice)
+    used, left_out = sum(store.sizes.values()), store.defects.get("too_long", 0)
+    if 1_000 * left_out > used:
+        counts = f"{left_out:,} of {used + left_out:,} pairs"
+        log.warning("%s are left out: longer than data.max_length=%d tokens", counts, parameters.max_length)
+    return store
 
 
 def _draft(cache: Path, name: str) -> Path:
@@ -130,13 +146,16 @@ def _build(parameters: CorpusParameters, folder: Path, report: Report) -> None:
         for (_, split), lines in zip(jobs, workers.map(_held_out_lines, jobs), strict=True):
             (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
     report("translation corpus: vocabulary", 0, 1)
-    model = train_vocabulary(_vocabulary_sentences(corpus), parameters.vocabulary)
+    sentences, smaller = _vocabulary_sentences(corpus), parameters.smaller_vocabulary
+    model = train_vocabulary(sentences, parameters.vocabulary, smaller=smaller)
     (folder / "source.model").write_bytes(model)
     vocabulary = Vocabulary(model)
     summaries = {}
     for done, (code, pairs) in enumerate(corpus.items()):
         report("translation corpus: token ids", done, len(corpus))
         summaries[code] = _write_language(folder, code, pairs, vocabulary, parameters.max_length)
+    too_long = {code: {"too_long": len(pairs) - summaries[code].pairs} for code, pairs in corpus.items()}
+    (folder / DEFECTS).write_text(json.dumps({"counts": too_long}, indent=1), encoding="utf-8")
     (folder / "NOTICE").write_text(NOTICE, encoding="utf-8")
     write_description(folder, summaries, Sizes().block, {"cldr": cldr_version(), "parameters": asdict(parameters)})
     report("translation corpus", 1, 1)

@@ -21,6 +21,7 @@ class TranslationSource(PairSource):
         pair: one code instead of `languages`, for a bilingual run.
         largest, smallest: training pairs of the first and the last language of the whole table.
         vocabulary: pieces of the joint vocabulary.
+        smaller_vocabulary: where the corpus supports fewer pieces, the vocabulary has fewer; else it is refused.
         max_length: pairs with more tokens on a side, with its end token, are left out.
         corpus_seed: decides the sentences of the corpus, also held-out ones; runs to be compared need the same.
         cache_dir: folder of the corpora; None: `$GPIPE_CACHE` or `~/.cache/gpipe`.
@@ -39,8 +40,9 @@ class TranslationSource(PairSource):
         largest: int = 30_000,
         smallest: int = 100,
         vocabulary: int = 8_000,
+        smaller_vocabulary: bool = False,
         max_length: int = 96,
-        evaluation_per_language: int = 3,
+        evaluation_per_language: int | None = 3,
         corpus_seed: int = 0,
         seed: int = 0,
         cache_dir: str | None = None,
@@ -51,7 +53,9 @@ class TranslationSource(PairSource):
         )
         check_limits(evaluation_per_language=(evaluation_per_language, 1, HELD_OUT_ITEMS))
         chosen = chosen_languages(languages, pair)
-        self.parameters = CorpusParameters.checked(chosen, largest, smallest, vocabulary, corpus_seed, max_length)
+        self.parameters = CorpusParameters.checked(
+            chosen, largest, smallest, vocabulary, corpus_seed, max_length, smaller_vocabulary
+        )
         self._cache_dir = cache_dir
 
     def _open(self, report: Report) -> Store:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +20,8 @@ from typing import NamedTuple
 from ...errors import ConfigurationError
 from ..source import Report
 from .files import ImageFiles
+
+log = logging.getLogger(__name__)
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
 JUST_CHANGED_SECONDS = 2.0  # a folder changed more recently may change again with the same time stamp
@@ -32,6 +36,7 @@ class Listing(NamedTuple):
         classes: the class folders, sorted.
         names: the images, class after class, sorted.
         labels: class number of each image.
+        others: how many files in class folders are no images, by their ending.
     """
 
     folders: list[str]
@@ -39,10 +44,11 @@ class Listing(NamedTuple):
     classes: list[str]
     names: list[str]
     labels: list[int]
+    others: dict[str, int]
 
 
 def read_folder(split: Path, cache: Path, report: Report) -> ImageFiles:
-    """Returns the images of one split.
+    """Returns the images of one split; warns of files of other kinds.
 
     Args:
         split: folder with a folder for each class.
@@ -59,7 +65,11 @@ def read_folder(split: Path, cache: Path, report: Report) -> ImageFiles:
         listing = _scan(split, report)
         _keep(kept, listing)
     _check_classes(split, listing)
-    return ImageFiles(split, listing.names, listing.labels, listing.classes)
+    others = sum(listing.others.values())
+    if others:
+        kinds = ", ".join(f"{count:,} {ending}" for ending, count in Counter(listing.others).most_common())
+        log.warning("%s: %s files in class folders are left out, being no images: %s", split, f"{others:,}", kinds)
+    return ImageFiles(split, listing.names, listing.labels, listing.classes, others)
 
 
 def _check_split(split: Path) -> None:
@@ -99,7 +109,7 @@ def some_of(names: Sequence[str]) -> str:
 
 
 def _scan(split: Path, report: Report) -> Listing:
-    listing = Listing(["."], [split.stat().st_mtime_ns], [], [], [])
+    listing = Listing(["."], [split.stat().st_mtime_ns], [], [], [], {})
     with os.scandir(split) as entries:
         listing.classes.extend(sorted(e.name for e in entries if e.is_dir() and not e.name.startswith(".")))
     for number, name in enumerate(listing.classes):
@@ -118,10 +128,13 @@ def _scan_folder(split: Path, folder: str, listing: Listing) -> None:
         for entry in sorted(entries, key=lambda entry: entry.name):
             if entry.name.startswith("."):  # such as ._n01440764_18.JPEG, which archivers on a Mac leave
                 continue
-            if entry.name.lower().endswith(SUFFIXES):
-                listing.names.append(f"{folder}/{entry.name}")
-            elif entry.is_dir():
+            if entry.is_dir():
                 _scan_folder(split, f"{folder}/{entry.name}", listing)
+            elif entry.name.lower().endswith(SUFFIXES) and entry.is_file():  # a pipe would be waited for
+                listing.names.append(f"{folder}/{entry.name}")
+            else:
+                ending = Path(entry.name).suffix.lower() or "without an ending"
+                listing.others[ending] = listing.others.get(ending, 0) + 1
 
 
 def _load(kept: Path, split: Path) -> Listing | None:

@@ -155,6 +155,11 @@ class ImageSource:
                 yield Batch([one.tensors for one in loaded], batch.position)
 
     @property
+    def prepared_defects(self) -> dict[str, int]:
+        """Returns the number of files in class folders that are no images."""
+        return {"other_files": sum(images.others for images in self._prepared)}
+
+    @property
     def defects(self) -> dict[str, int]:
         """Returns the number of images that could not be read."""
         return {"broken_images": len(self.broken_images)}

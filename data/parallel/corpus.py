@@ -10,14 +10,14 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 
 import sentencepiece
 
 from ...cpu import usable_cores
 from ..source import Report, cache_folder
-from ..store import FORMAT, Store
-from .defects import Defect, refuse
+from ..store import DEFECTS, FORMAT, Store
+from ..vocabulary import smaller_notice
+from .defects import Defect, in_words, refuse
 from .folders import PairFiles, find_pairs
 from .preparation import WORK, ParallelText, Preparation
 
@@ -53,8 +53,9 @@ def open_parallel_store(
             if not folder.is_dir():
                 Preparation(text, pairs, policy, folder, _worker_count(pairs, workers), report).run()
     shutil.rmtree(folder / WORK, ignore_errors=True)
-    _check_defects(folder, policy)
-    return Store(folder)
+    store = Store(folder)
+    _tell(store, text, policy)
+    return store
 
 
 def _digest(text: ParallelText, pairs: Sequence[PairFiles]) -> str:
@@ -85,7 +86,23 @@ def _worker_count(pairs: Sequence[PairFiles], workers: int | None) -> int:
     return workers or (1 if size < SMALL_BYTES else usable_cores())
 
 
-def _check_defects(folder: Path, policy: Mapping[str, str]) -> None:
-    """Refuses a store made with defects dropped that are to be refused now."""
-    content = json.loads((folder / "defects.json").read_text(encoding="utf-8"))
+def _tell(store: Store, text: ParallelText, policy: Mapping[str, str]) -> None:
+    """Warns of what was left out when the store was made, and of vocabularies smaller than asked for.
+
+    Raises:
+        ConfigurationError: it was made with defects dropped that are to be refused now.
+    """
+    content = json.loads((store.folder / DEFECTS).read_text(encoding="utf-8"))
     refuse([Defect(**defect) for defect in content["defects"]], policy)
+    if found := in_words(store.defects, policy):
+        used = f"{sum(store.sizes.values()):,} of {content['lines']:,} training pairs are used"
+        log.warning("parallel text: %s: %s; which ones: %s", used, found, store.folder / DEFECTS)
+    wanted = text.vocabularies
+    if wanted.shared:
+        sides = [("vocabulary", wanted.source, store.source_vocabulary)]
+    else:
+        sides = [("source_vocabulary", wanted.source, store.source_vocabulary)]
+        sides.append(("target_vocabulary", wanted.target, store.target_vocabulary))
+    for key, size, vocabulary in sides:
+        if notice := smaller_notice(key, size, vocabulary):
+            log.warning("%s", notice)

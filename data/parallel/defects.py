@@ -1,4 +1,4 @@
-"""Counts what is wrong with a text corpus: each defect with its file and line, dropped or refused."""
+"""Counts what is wrong with a text corpus: each defect with its file and line; dropped, kept or refused."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from ...errors import ConfigurationError
 KINDS = {
     "misaligned": "files of a pair with different numbers of lines; dropped: the whole pair of files",
     "undecodable": "a line that is not UTF-8",
+    "nul": "a line with a NUL byte",
     "malformed": "a line of a TSV file without exactly one tab",
     "empty": "an empty line on a side",
     "too_long": "more tokens on a side than data.max_length",
+    "byte_order_mark": "a line that begins with a byte order mark; dropped: the mark alone",
+    "held_out": "a training pair that is in the dev or test set of its language, too",
+    "copied": "a training pair whose source equals its target",
     "no_dev": "a language without a dev set; dropped: trained on, never evaluated",
 }
-DEFAULTS = {kind: "refuse" if kind == "misaligned" else "drop" for kind in KINDS}
+KEEPABLE = ("held_out", "copied")  # kinds of pairs that can be trained on
+DEFAULTS = {**dict.fromkeys(KINDS, "drop"), "misaligned": "refuse", "copied": "keep"}
 EXAMPLES = 20  # of each kind and language, listed in defects.json
 
 
@@ -37,7 +42,7 @@ class Defect:
 
 
 def check_policy(on_defect: str | Mapping[str, str]) -> dict[str, str]:
-    """Returns "drop" or "refuse" for each kind of defect, from the key `data.on_defect`.
+    """Returns "drop", "keep" or "refuse" for each kind of defect, from the key `data.on_defect`.
 
     Args:
         on_defect: one word for all kinds, or a word for each; `DEFAULTS` holds the others.
@@ -49,8 +54,9 @@ def check_policy(on_defect: str | Mapping[str, str]) -> dict[str, str]:
     for kind, word in policy.items():
         if kind not in KINDS:
             raise ConfigurationError(f"data.on_defect.{kind}: there are only {', '.join(KINDS)}")
-        if word not in ("drop", "refuse"):
-            raise ConfigurationError(f"data.on_defect.{kind}={word}: use drop or refuse")
+        words = ("drop", "keep", "refuse") if kind in KEEPABLE else ("drop", "refuse")
+        if word not in words:
+            raise ConfigurationError(f"data.on_defect.{kind}={word}: use {' or '.join(words)}")
     return policy
 
 
@@ -100,10 +106,11 @@ class Ledger:
         self.check(found)
         self._languages.setdefault(language, DefectCount()).update(found)
 
-    def as_json(self) -> dict[str, Any]:
-        """Returns the content of defects.json."""
+    def as_json(self, lines: int) -> dict[str, Any]:
+        """Returns the content of defects.json; ``lines``: pairs of lines of the training text."""
         languages = sorted((language, found) for language, found in self._languages.items() if found.counts)
         return {
+            "lines": lines,
             "meaning": {kind: KINDS[kind] for kind in sorted(self.total())},
             "counts": {language: dict(sorted(found.counts.items())) for language, found in languages},
             "named": f"the first {EXAMPLES} of each kind and language",
@@ -114,9 +121,22 @@ class Ledger:
         return sum((found.counts for found in self._languages.values()), Counter[str]())
 
     def summary(self) -> str:
-        """Returns the counts in words, "dropped 3 empty, 1 too long", or an empty text if there are none."""
-        counts = [f"{count:,} {kind.replace('_', ' ')}" for kind, count in sorted(self.total().items())]
-        return f"dropped {', '.join(counts)}" if counts else ""
+        """Returns the counts in words; see `in_words`."""
+        return in_words(self.total(), self._policy)
+
+
+def in_words(counts: Mapping[str, int], policy: Mapping[str, str]) -> str:
+    """Returns counts by kind, "dropped 3 empty, 1 too long; kept 2 copied", or an empty text if there are none."""
+    parts = []
+    for word, did in (("drop", "dropped"), ("keep", "kept")):
+        kinds = sorted(kind for kind, count in counts.items() if count and policy[kind] == word)
+        if kinds:
+            parts.append(f"{did} {', '.join(f'{counts[kind]:,} {_spoken(kind)}' for kind in kinds)}")
+    return "; ".join(parts)
+
+
+def _spoken(kind: str) -> str:
+    return kind.replace("_", " ")
 
 
 def refuse(defects: list[Defect], policy: Mapping[str, str]) -> None:

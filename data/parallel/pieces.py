@@ -6,6 +6,7 @@ continues where it stopped, and the bytes do not depend on the number of process
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -28,8 +29,9 @@ from ..store import (
 from ..vocabulary import Vocabulary
 from .defects import DefectCount
 from .folders import PairFiles
-from .text_files import Line, Piece, count_lines, read_pieces, readable, texts_of, too_long
+from .text_files import Line, Piece, check_encoding, count_lines, defect_at, read_pieces, readable, texts_of, too_long
 
+LONGEST_SAMPLE = 4_192  # characters; SentencePiece leaves out sentences of more bytes
 AT_ONCE = 65_536  # pairs that are shuffled at once: more would need more memory for indices
 
 
@@ -67,15 +69,21 @@ class ScanJob:
 
 
 def scan(job: ScanJob) -> Scan:
-    """Counts the lines and keeps an even sample of the pairs that can be read."""
+    """Counts the lines and keeps an even sample of the pairs that can be read.
+
+    Raises:
+        ConfigurationError: a file is empty, of another encoding, or a torn archive.
+    """
     result = job.out.with_suffix(".json")
     if not result.exists():
+        for path in job.files.files:
+            check_encoding(path)
         kept: list[tuple[int, str, str]] = []
         stride, total = 1, 0
         for piece in read_pieces(job.files, job.piece):
             for place in range(-total % stride, len(piece.sources), stride):
                 pair = texts_of(piece, place)
-                if isinstance(pair, tuple) and all(pair):
+                if isinstance(pair, tuple) and all(pair) and max(map(len, pair)) <= LONGEST_SAMPLE:
                     kept.append((total + place, *pair))
             total += len(piece.sources)
             while len(kept) > max(1, 2 * job.wanted):
@@ -94,6 +102,8 @@ class EncodeJob:
     Attributes:
         models: the files of the source's and the target's vocabulary.
         shards: number of files among which the language's pairs are divided.
+        held_out: file of the digests of the language's held-out pairs.
+        kept: kinds of `defects.KEEPABLE` that are trained on.
         out: the piece's files, without their endings.
     """
 
@@ -102,6 +112,8 @@ class EncodeJob:
     max_length: int
     shards: int
     seed: int
+    held_out: Path
+    kept: tuple[str, ...]
     out: Path
 
 
@@ -110,7 +122,7 @@ def encode(job: EncodeJob) -> DefectCount:
     result = job.out.with_suffix(".json")
     if not result.exists():
         usable, defects = readable(job.piece, job.max_length)
-        lines, sources, targets = _ids(job, usable, defects)
+        lines, sources, targets = _ids(job, _wanted(job, usable, defects), defects)
         words = random_words(len(job.piece.sources), job.seed, "shard of", job.piece.files.language, job.piece.number)
         shard_of = words[np.array([line.place for line in lines], np.int64)] % np.uint64(job.shards)
         order = np.argsort(shard_of, kind="stable").tolist()
@@ -123,6 +135,30 @@ def encode(job: EncodeJob) -> DefectCount:
         defects.examples.sort(key=lambda defect: defect.line)
         write_text(result, json.dumps({"bounds": bounds, **defects.as_json()}))
     return DefectCount.from_json(json.loads(result.read_text(encoding="utf-8")))
+
+
+def _wanted(job: EncodeJob, usable: list[Line], defects: DefectCount) -> list[Line]:
+    """Returns the pairs without those that are held out, too, or copied, unless these are kept; counts both kinds."""
+    held_out, wanted = _digests(job.held_out), []
+    for line in usable:
+        kind = "copied" if line.source == line.target else None
+        if pair_digest(line.source, line.target) in held_out:
+            kind = "held_out"
+        if kind is not None:
+            defects.add(defect_at(job.piece, line.place, kind, 0))
+        if kind is None or kind in job.kept:
+            wanted.append(line)
+    return wanted
+
+
+def pair_digest(source: str, target: str) -> int:
+    """Returns 64 bits that tell one pair of texts from others."""
+    return int.from_bytes(hashlib.blake2b(f"{source}\t{target}".encode(), digest_size=8).digest(), "little")
+
+
+@lru_cache(maxsize=2)
+def _digests(path: Path) -> frozenset[int]:
+    return frozenset(np.load(path).tolist())
 
 
 def _ids(

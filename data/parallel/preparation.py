@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import sentencepiece
 
 from ...errors import ConfigurationError
 from ..sampling import temperature_shares
 from ..source import Report
-from ..store import LanguageSummary, Sizes, publish, whole_file, write_description
+from ..store import DEFECTS, LanguageSummary, Sizes, publish, whole_file, write_description
 from ..vocabulary import train_vocabulary
 from ..workers import Workers
 from .defects import Defect, DefectCount, Ledger
 from .folders import PairFiles
-from .pieces import EncodeJob, MergeJob, Scan, ScanJob, encode, merge, scan, write_text
-from .text_files import read_pieces, readable
-
-log = logging.getLogger(__name__)
+from .pieces import EncodeJob, MergeJob, Scan, ScanJob, encode, merge, pair_digest, scan, write_text
+from .text_files import Piece, read_pieces, readable
 
 WORK = "work"  # folder of the intermediate files, in a store that is being made
 
@@ -42,6 +40,7 @@ class Vocabularies:
         character_coverage: see `train_vocabulary`.
         pairs: sentence pairs given to SentencePiece.
         temperature: of the sampling of these pairs.
+        smaller: a text that supports fewer pieces gets so many.
     """
 
     source: int
@@ -50,6 +49,7 @@ class Vocabularies:
     character_coverage: float = 0.999995
     pairs: int = 1_000_000
     temperature: float = 5.0
+    smaller: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class ParallelText:
         root: the folder. languages: None: all that are found. target: the language of the translations.
         max_length: tokens of a side with its end token; longer pairs are dropped.
         seed: of the shuffling.
+        kept: kinds of `defects.KEEPABLE` that are trained on.
         piece: lines that one process takes at a time.
     """
 
@@ -69,6 +70,7 @@ class ParallelText:
     vocabularies: Vocabularies
     max_length: int
     seed: int
+    kept: tuple[str, ...] = ("copied",)
     piece: int = 50_000
     sizes: Sizes = field(default_factory=Sizes)
 
@@ -78,7 +80,7 @@ class Preparation:
 
     Args:
         pairs: the files.
-        policy: "drop" or "refuse" for each kind of defect.
+        policy: what is done about each kind of defect.
         folder: of the finished store.
         workers: number of processes.
     """
@@ -104,15 +106,14 @@ class Preparation:
         Raises:
             ConfigurationError: see `open_parallel_store`.
         """
-        for name in ("scan", "pieces", "shards"):
+        for name in ("scan", "held_out", "pieces", "shards"):
             (self._work / name).mkdir(parents=True, exist_ok=True)
         with Workers(self._workers) as workers:
             scans = self._scan(workers)
             self._train_vocabularies(scans)
+            self._write_held_out(scans)
             summaries = self._encode(workers, scans)
-        for split in ("dev", "test"):
-            self._write_held_out(split)
-        self._finish(summaries)
+        self._finish(summaries, sum(result.pairs for result in scans.values()))
 
     def _scan(self, workers: Workers) -> dict[str, Scan]:
         """Returns the scan of each language's training text; misaligned text is dropped or refused."""
@@ -165,6 +166,11 @@ class Preparation:
             if not model.exists():
                 self._report(f"parallel text: {side} vocabulary", 0, 0)
                 sentences = [pair[column] for pair in self._vocabulary_pairs(scans) for column in columns]
+                if not sentences:
+                    raise ConfigurationError(
+                        f"data.root={self._text.root}: no pair of lines has text on both sides; the first file is "
+                        f"{self._pairs[0].source}"
+                    )
                 model.write_bytes(self._cached_vocabulary(sentences, size, key))
 
     def _vocabulary_pairs(self, scans: Mapping[str, Scan]) -> Iterator[list[str]]:
@@ -184,12 +190,14 @@ class Preparation:
     def _cached_vocabulary(self, sentences: Sequence[str], size: int, key: str) -> bytes:
         """Returns the model from the cache, or trains it: equal sentences and size need only one training."""
         coverage = self._text.vocabularies.character_coverage
-        digest = hashlib.blake2b(json.dumps([size, coverage, sentencepiece.__version__]).encode(), digest_size=8)
+        smaller = self._text.vocabularies.smaller
+        content = [size, coverage, smaller, sentencepiece.__version__]
+        digest = hashlib.blake2b(json.dumps(content).encode(), digest_size=8)
         for sentence in sentences:
             digest.update(sentence.encode() + b"\n")
         kept = self._folder.parent / "vocabularies" / f"{digest.hexdigest()}.model"
         if not kept.exists():
-            model = train_vocabulary(sentences, size, coverage, key)
+            model = train_vocabulary(sentences, size, coverage, key, smaller)
             kept.parent.mkdir(exist_ok=True)
             draft = kept.with_name(f".{kept.name}-{self._folder.name}")
             draft.write_bytes(model)
@@ -236,35 +244,44 @@ class Preparation:
         target = source if self._text.vocabularies.shared else self._draft / "target.model"
         for piece in read_pieces(pair, self._text.piece):
             out = self._piece(pair.language, piece.number)
-            yield EncodeJob(piece, (source, target), self._text.max_length, shards, self._text.seed, out)
+            models, held_out = (source, target), self._digests(pair.language)
+            text = self._text
+            yield EncodeJob(piece, models, text.max_length, shards, text.seed, held_out, text.kept, out)
 
     def _merge_jobs(self, code: str, pieces: list[Path], shards: int) -> Iterator[MergeJob]:
         for number in range(shards):
             result = self._work / "shards" / f"{code}-{number:05}.json"
             yield MergeJob(code, number, pieces, self._text.seed, self._draft, self._text.sizes, result)
 
-    def _write_held_out(self, split: str) -> None:
-        """Writes the texts; unusable lines are dropped or refused as in the training text."""
-        with (
-            whole_file(self._draft / f"{split}.jsonl") as draft,
-            draft.open("w", encoding="utf-8") as lines,
-        ):
-            pairs = [pair for pair in self._pairs if pair.split == split]
-            for piece in chain.from_iterable(read_pieces(pair, self._text.piece) for pair in pairs):
-                language = piece.files.language
-                usable, defects = readable(piece, self._text.max_length)
-                self._ledger.add(language, defects)
-                for place, source, target in usable:
-                    content = [language, piece.first + place, source, target]
-                    lines.write(json.dumps(content, ensure_ascii=False) + "\n")
+    def _digests(self, language: str) -> Path:
+        """Returns the path of the digests of a language's held-out pairs."""
+        return self._work / "held_out" / f"{language}.npy"
 
-    def _finish(self, summaries: dict[str, LanguageSummary]) -> None:
-        defects = json.dumps(self._ledger.as_json(), indent=1, ensure_ascii=False)
-        (self._draft / "defects.json").write_text(defects, encoding="utf-8")
+    def _write_held_out(self, languages: Iterable[str]) -> None:
+        """Writes the texts, and their digests; unusable lines are dropped or refused as in the training text."""
+        digests: dict[str, list[int]] = {language: [] for language in languages}
+        for split in ("dev", "test"):
+            with whole_file(self._draft / f"{split}.jsonl") as draft, draft.open("w", encoding="utf-8") as lines:
+                for piece in self._held_out_pieces(split):
+                    language = piece.files.language
+                    usable, defects = readable(piece, self._text.max_length)
+                    self._ledger.add(language, defects)
+                    for place, source, target in usable:
+                        content = [language, piece.first + place, source, target]
+                        lines.write(json.dumps(content, ensure_ascii=False) + "\n")
+                        digests[language].append(pair_digest(source, target))
+        for language, of_language in digests.items():
+            with whole_file(self._digests(language)) as draft:
+                np.save(draft, np.array(of_language, np.uint64))
+
+    def _held_out_pieces(self, split: str) -> Iterator[Piece]:
+        pairs = [pair for pair in self._pairs if pair.split == split]
+        return chain.from_iterable(read_pieces(pair, self._text.piece) for pair in pairs)
+
+    def _finish(self, summaries: dict[str, LanguageSummary], lines: int) -> None:
+        defects = json.dumps(self._ledger.as_json(lines), indent=1, ensure_ascii=False)
+        (self._draft / DEFECTS).write_text(defects, encoding="utf-8")
         text = {key: value for key, value in asdict(self._text).items() if key != "sizes"}
         write_description(self._draft, summaries, self._text.sizes.block, {"parallel_text": text})
         publish(self._draft, self._folder)
-        if dropped := self._ledger.summary():
-            log.warning("parallel text: %s; which ones: %s", dropped, self._folder / "defects.json")
-        pairs = sum(summary.pairs for summary in summaries.values())
-        self._report(f"parallel text: pairs of {len(summaries)} languages", pairs, pairs)
+        self._report("parallel text: languages", len(summaries), len(summaries))

@@ -9,7 +9,7 @@ from ..source import Report, check_limits
 from ..store import LONGEST, Store
 from ..translation import PairSource, chosen_languages
 from .corpus import open_parallel_store
-from .defects import check_policy
+from .defects import KEEPABLE, check_policy
 from .preparation import ParallelText, Vocabularies
 
 
@@ -25,8 +25,9 @@ class ParallelTextSource(PairSource):
         vocabulary: pieces of one vocabulary for both sides; the two keys above must then be the same number.
         character_coverage: share of the text's characters that get pieces of their own.
         vocabulary_pairs, vocabulary_temperature: the number and sampling of the pairs that vocabularies are trained on.
+        smaller_vocabulary: where the text supports fewer pieces, the vocabulary has fewer; else it is refused.
         max_length: pairs with more tokens on a side, with its end token, are left out.
-        on_defect: drop or refuse, one word for all kinds of defect or a word for each (`defects.KINDS`); None:
+        on_defect: drop, keep or refuse, one word for all kinds of defect or a word for each (`defects.KINDS`); None:
             `defects.DEFAULTS`.
         preparation_workers: processes that prepare the text; None: one per core.
         batch_size, batch_tokens, temperature, evaluation_per_language, seed, evaluation_split: see `PairSource`.
@@ -50,13 +51,14 @@ class ParallelTextSource(PairSource):
         character_coverage: float = 0.999995,
         vocabulary_pairs: int = 1_000_000,
         vocabulary_temperature: float = 5.0,
+        smaller_vocabulary: bool = False,
         max_length: int = 96,
         on_defect: str | Mapping[str, str] | None = None,
         preparation_workers: int | None = None,
         batch_size: int | None = None,
         batch_tokens: int | None = 4_000,
         temperature: float = 5.0,
-        evaluation_per_language: int = 20,
+        evaluation_per_language: int | None = 20,
         corpus_seed: int = 0,
         seed: int = 0,
         cache_dir: str | None = None,
@@ -90,9 +92,11 @@ class ParallelTextSource(PairSource):
             character_coverage,
             vocabulary_pairs,
             vocabulary_temperature,
+            smaller_vocabulary,
         )
         wanted = None if chosen is None else tuple(chosen)
-        self.text = ParallelText(root, wanted, target, vocabularies, max_length, corpus_seed)
+        kept = tuple(kind for kind in KEEPABLE if self._policy[kind] == "keep")
+        self.text = ParallelText(root, wanted, target, vocabularies, max_length, corpus_seed, kept)
 
     def _open(self, report: Report) -> Store:
         return open_parallel_store(self.text, self._policy, self._cache_dir, self._workers, report)

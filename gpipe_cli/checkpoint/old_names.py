@@ -26,6 +26,15 @@ TARGETS = {
     "gpipe_cli.trainer.lr_schedules.transformer": "gpipe_cli.optim.lr_schedules.transformer",
 }
 
+# Keys that a `_target_` takes since, with today's default; whether the data differ is told by their fingerprint.
+ADDED: dict[str, dict[str, Any]] = {
+    "gpipe_cli.data.cldr.source.TranslationSource": {"smaller_vocabulary": False},
+    "gpipe_cli.data.parallel.source.ParallelTextSource": {
+        "smaller_vocabulary": False,
+        "on_defect": {"nul": "drop", "byte_order_mark": "drop", "held_out": "drop", "copied": "keep"},
+    },
+}
+
 
 def with_todays_names(configuration: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the configuration with today's sections, keys and ``_target_``s, at any depth."""
@@ -43,7 +52,17 @@ def _with_todays_targets(value: Any) -> Any:
         renamed = {key: _with_todays_targets(inner) for key, inner in value.items()}
         if isinstance(renamed.get("_target_"), str):
             renamed["_target_"] = TARGETS.get(renamed["_target_"], renamed["_target_"])
+            renamed = _completed(renamed, ADDED.get(renamed["_target_"], {}))
         return renamed
     if isinstance(value, (list, tuple)):
         return [_with_todays_targets(inner) for inner in value]
     return value
+
+
+def _completed(section: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the section with the added keys that it lacks; also within its own sections."""
+    completed = {**added, **section}
+    for key, inner in added.items():
+        if isinstance(inner, Mapping) and isinstance(completed[key], Mapping):
+            completed[key] = {**inner, **completed[key]}
+    return completed

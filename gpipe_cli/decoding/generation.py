@@ -25,10 +25,11 @@ class HeldOutSource(Protocol):
     """Defines what generation reads of a data source, beside batches.
 
     Optional attributes: `sizes` and `scripts`, training pairs and script of each language, for averages over languages;
-    `evaluation_split`, the held-out sentences to translate ("dev" where there is none).
+    `evaluation_split`, the held-out sentences to translate ("dev" where there is none); `evaluation_per_language`, how
+    many of each language the loss is evaluated on (all where there is none).
     """
 
-    def held_out(self, split: str, per_language: int) -> Sequence[Sentence]: ...
+    def held_out(self, split: str, per_language: int | None) -> Sequence[Sentence]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -60,12 +61,17 @@ class Generator:
 
     def evaluate(self, final: bool) -> tuple[dict[str, float], list[Sample]]:
         """Returns (scores, samples) on rank 0, nothing elsewhere; ``final``: with the effort of the last evaluation."""
-        effort = self.settings.effort(final)
+        settings = self.settings
+        wanted, beam = settings.per_language, settings.beam_during_run
+        if final:
+            wanted, beam = settings.per_language_at_end, settings.beam
+        if wanted is None:
+            wanted = getattr(self.source, "evaluation_per_language", None)
         split = getattr(self.source, "evaluation_split", "dev")
         sentences: list[Sentence] = []
         if self.source is not None:
-            sentences = list(self.source.held_out(split, effort["sentences_per_language"]))
-        found = self.decoder.decode([sentence.source_ids for sentence in sentences], effort["beam"])
+            sentences = list(self.source.held_out(split, wanted))
+        found = self.decoder.decode([sentence.source_ids for sentence in sentences], beam)
         if self.source is None or not self.reports or not sentences:  # a corpus may have no dev set
             return {}, []
         texts = [self.source.decode(hypothesis.tokens) for hypothesis in found]

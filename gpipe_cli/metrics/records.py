@@ -66,4 +66,4 @@ class Evaluation:
     predictions: Predictions | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     signature: str | None = None
-    effort: Mapping[str, int] = field(default_factory=dict)
+    effort: Mapping[str, int | None] = field(default_factory=dict)

@@ -77,7 +77,8 @@ class GenerationSettings:
     """Holds the attribute ``generation`` of a task. The defaults are for runs older than the key.
 
     Attributes:
-        per_language, per_language_at_end: sentences of each language, during the run and after its last step.
+        per_language, per_language_at_end: sentences of each language, during the run and after its last step; None: as
+            many as the loss is evaluated on (`data.evaluation_per_language`).
         group: sentences generated together; as many groups as micro-batches are in flight.
         max_length: most tokens of a translation, its end-of-sentence token included.
         beam: hypotheses kept of each sentence, after the last step and in commands that translate; 1: greedy.
@@ -86,8 +87,8 @@ class GenerationSettings:
         length_ratio, length_extra: a translation has at most length_ratio · source tokens + length_extra tokens.
     """
 
-    per_language: int
-    per_language_at_end: int
+    per_language: int | None
+    per_language_at_end: int | None
     group: int
     max_length: int
     beam: int = 8
@@ -99,6 +100,8 @@ class GenerationSettings:
     def __post_init__(self) -> None:
         """Raises ValueError that names the key of a number that is too small or not whole."""
         for name, value in vars(self).items():
+            if value is None and name.startswith("per_language"):
+                continue
             whole, least = name not in ("length_exponent", "length_ratio"), 0 if name.startswith("length_") else 1
             if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not value >= least:
                 kind = "a whole number" if whole else "a number"
@@ -111,7 +114,7 @@ class GenerationSettings:
         """Returns the wider of the two beams."""
         return max(self.beam, self.beam_during_run)
 
-    def effort(self, at_end: bool) -> dict[str, int]:
+    def effort(self, at_end: bool) -> dict[str, int | None]:
         """Returns `sentences_per_language` and `beam` for reports."""
         if at_end:
             return {"sentences_per_language": self.per_language_at_end, "beam": self.beam}

@@ -36,7 +36,7 @@ from ..pipeline.engine import TASK, Pipeline
 from ..schedule.run_schedules import RunSchedules
 from ..tasks.base import GenerationSettings, Task
 from .batches import first_batch
-from .data_source import forward_warnings, open_source
+from .data_source import open_source
 from .evaluator import Evaluator
 
 # -- what an assembly consists of --------------------------------------------------------------------------------------
@@ -124,9 +124,7 @@ def assemble_model(context: Context, settings: Settings, world: World, task: Tas
     pipeline = settings.pipeline
     builders = build_model(settings.model)
     refuse_more_cells_than_layers(len(builders), pipeline)  # before a corpus is prepared, which takes minutes
-    source = open_source(settings, world, journal, context.stop_requested)
-    if source is not None:
-        forward_warnings(source, context.emit)
+    source = open_source(settings, world, journal, context.stop_requested, context.emit)
     first, cut = world.broadcast(lambda: read_and_cut(builders, settings, world, cast(Source, source), journal.message))
     journal.cells(cut.table)
     cells = build_cells(builders, cut, world, settings.seed, pipeline.sync_batchnorm)

@@ -23,9 +23,19 @@ ARRIVED, CONTINUE = (1 << 30) + 2, (1 << 30) + 3  # message tags, beyond those o
 
 
 def open_source(
-    settings: Settings, world: World, journal: Journal, stop_requested: Callable[[], bool]
+    settings: Settings,
+    world: World,
+    journal: Journal,
+    stop_requested: Callable[[], bool],
+    emit: Callable[[dict[str, Any]], None],
 ) -> Source | None:
     """Makes and prepares the data source; every worker calls it at the same time.
+
+    Its warnings are shown on the console: while it prepares, those of rank 0 only, because the other readers find the
+    same; later, those of every reader.
+
+    Args:
+        emit: passes an event to the console.
 
     Returns:
         The source on the first worker of each replica, None elsewhere.
@@ -46,7 +56,11 @@ def open_source(
             raise PlainError("ended while the data were prepared: what is finished is kept for the next run")
         journal.preparation(text, done, total)
 
+    if source is not None and world.rank == 0:
+        forward_warnings(source, emit)
     prepare_in_turn(source, world, report)
+    if source is not None and world.rank != 0:
+        forward_warnings(source, emit)
     return source
 
 
@@ -98,6 +112,7 @@ class _ToConsole(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._emit({"kind": "warning", "text": record.getMessage()})
+        record.shown = True  # the console may listen in this process, too (launch.inline)
 
 
 def forward_warnings(source: Source, emit: Callable[[dict[str, Any]], None]) -> None:
@@ -110,11 +125,12 @@ def forward_warnings(source: Source, emit: Callable[[dict[str, Any]], None]) -> 
 
 
 def count_defects(world: World, source: Source | None) -> dict[str, int]:
-    """Returns the sources' optional ``defects`` (broken, left out or replaced examples), summed over the replicas.
+    """Returns the sum of rank 0's optional ``prepared_defects`` and every source's optional ``defects``.
 
     Every worker calls it at the same time.
     """
-    total: Counter[str] = Counter()
-    for defects in world.all_gather(dict(getattr(source, "defects", {}))):
+    every = world.all_gather([dict(getattr(source, name, {})) for name in ("prepared_defects", "defects")])
+    total = Counter[str](every[0][0])
+    for _, defects in every:
         total.update(defects)
-    return dict(total)
+    return {kind: count for kind, count in total.items() if count}

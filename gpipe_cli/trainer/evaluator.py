@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 
@@ -15,7 +14,7 @@ from ..distributed.runtime import PipelineRuntime
 from ..metrics.predictions import PredictionKeeper
 from ..metrics.records import Evaluation, Sample
 from ..micro_batch import Tensors
-from ..tasks.base import Task
+from ..tasks.base import GenerationSettings, Task
 from .batches import BatchReader, evaluation_batches
 
 
@@ -39,10 +38,10 @@ class Evaluator:
     generator: Generator | None
     keeper: PredictionKeeper | None
 
-    def effort(self, final: bool) -> dict[str, int]:
+    def effort(self, final: bool) -> dict[str, int | None]:
         """Returns how much is generated after the last step (``final``) or before; empty where nothing is."""
-        generation = getattr(self.task, "generation", None)
-        return {} if generation is None else cast("dict[str, int]", generation.effort(final))
+        generation: GenerationSettings | None = getattr(self.task, "generation", None)
+        return {} if generation is None else generation.effort(final)
 
     def evaluate(self, final: bool) -> Evaluation:
         """Evaluates each example of the evaluation set once, whatever the replicas.

@@ -61,7 +61,7 @@ class Trainer:
     around_update: Callable[[StepReport], AbstractContextManager[None]] = lambda report: nullcontext()
     totals: Totals = field(default_factory=Totals)
     last_evaluation: dict[str, float] = field(default_factory=dict)
-    _evaluated: tuple[int, dict[str, int]] | None = None  # step and effort of the last evaluation
+    _evaluated: tuple[int, dict[str, int | None]] | None = None  # step and effort of the last evaluation
 
     def run(self) -> None:
         """Trains until the last step, the end of the data, a limit, early stopping or a request to stop."""

@@ -91,9 +91,11 @@ def test_a_tiny_step_on_opus_s_layout(name: str, tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("GPIPE_CACHE", str(tmp_path / "cache"))
     root = opus(tmp_path / "opus")
     words = ["debug=tiny", "trainer.steps=1", "trainer.patience=null", f"data.root={root}", "pipeline.workers=1"]
-    words += ["data.vocabulary=400"] if name == "nmt_bilingual" else []
-    summary, _ = train_inline(tmp_path / "run", f"experiment={name}", *words)
+    words += [f"data.{side}vocabulary=6000" for side in ("", "source_", "target_")] if name == "nmt_bilingual" else []
+    summary, events = train_inline(tmp_path / "run", f"experiment={name}", *words)
     check(summary)
+    smaller = [event["text"] for event in events if "the text supports" in event.get("text", "")]
+    assert len(smaller) == (name == "nmt_bilingual"), "300 pairs support fewer pieces, which is said once"
     languages = {found for found in summary["evaluation"] if found.startswith("bleu/")}
     assert languages == ({"bleu/de"} if name == "nmt_bilingual" else {"bleu/de", "bleu/fi", "bleu/sw"})
 

@@ -145,6 +145,7 @@ def spoil(path: Path, line: int, by: bytes) -> None:
 LINES = {  # kind: what spoils line 7 of the sources, and what is said
     "undecodable": (b"caf\xe9", "is not UTF-8"),
     "empty": (b"  ", "source is empty"),
+    "nul": (b"a\0b", "has a NUL byte"),
     "too_long": (b" ".join(b"%d" % n for n in range(60)), "is too long: "),
 }
 
@@ -245,6 +246,82 @@ def test_a_policy_names_its_kinds_and_words() -> None:
         check_policy({"empty": "keep"})
 
 
+def test_a_byte_order_mark_is_removed_and_counted(root: Path) -> None:
+    whole = sources_read(source(root))
+    (root / "train.de").write_bytes(b"\xef\xbb\xbf" + (root / "train.de").read_bytes())
+    made = source(root)
+    assert places(made) == [("byte_order_mark", "train.de", 1)] and sources_read(made) == whole
+
+
+def spoil_both(root: Path, line: int, de: bytes, en: bytes) -> None:
+    spoil(root / "train.de", line, de)
+    spoil(root / "train.en", line, en)
+
+
+def test_training_pairs_that_are_held_out_are_dropped_or_kept_and_counted(root: Path) -> None:
+    for line, split in ((7, "dev"), (8, "test")):
+        spoil_both(root, line, *((root / f"{split}.{side}").read_bytes().split(b"\n")[3] for side in ("de", "en")))
+    spoil(root / "train.de", 9, (root / "dev.de").read_bytes().split(b"\n")[3])  # translated otherwise: another pair
+    made = source(root)
+    assert places(made) == [("held_out", "train.de", 7), ("held_out", "train.de", 8)] and made.sizes == {"de": 298}
+    kept = source(root, on_defect={"held_out": "keep"})
+    assert kept.prepared_defects == {"held_out": 2} and kept.sizes == {"de": 300}
+
+
+def test_pairs_whose_source_is_its_translation_are_kept_or_dropped_and_counted(root: Path) -> None:
+    spoil_both(root, 7, b"one line", b"one line")
+    made = source(root)
+    assert places(made) == [("copied", "train.de", 7)] and made.sizes == {"de": 300}
+    assert source(root, on_defect={"copied": "drop"}).sizes == {"de": 299}
+    assert "line 7: has a source that equals its target" in refusal(root, on_defect="refuse")
+
+
+@pytest.mark.parametrize("mark", [True, False])
+def test_utf_16_is_named(root: Path, mark: bool) -> None:
+    text = (root / "train.de").read_text()
+    (root / "train.de").write_bytes(text.encode("utf-16" if mark else "utf-16-be"))
+    assert f"{root}/train.de is UTF-16 text, not UTF-8: iconv" in refusal(root)
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+def test_an_empty_file_is_named(tmp_path: Path, ending: str) -> None:
+    root = parallel_folder.plain(tmp_path / "text", ending)
+    parallel_folder.write(root / f"train.de{ending}", [])
+    assert f"{root}/train.de{ending} is empty" in refusal(root)
+
+
+def test_text_of_blank_lines_only_is_told_so(root: Path) -> None:
+    (root / "train.de").write_text("\n" * 300)
+    assert "no pair of lines has text on both sides" in refusal(root)
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+def test_lines_of_any_length_fill_no_memory(tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = parallel_folder.plain(tmp_path / "text")
+    lines = (root / "train.de").read_text().splitlines()
+    lines[6:8] = ["é" * 10_000, "x" * 20_000]
+    (root / "train.de").unlink()
+    (root / "train.en").rename(root / "train.en.plain")
+    parallel_folder.write(root / f"train.en{ending}", (root / "train.en.plain").read_text().splitlines())
+    parallel_folder.write(root / f"train.de{ending}", lines)
+    whole = source(root, cache_dir=str(tmp_path / "1"))
+    monkeypatch.setattr("gpipe_cli.data.parallel.text_files.MOST_LINE", 4001)
+    monkeypatch.setattr("gpipe_cli.data.parallel.text_files.MOST_PIECE", 1000)  # several pieces
+    made = source(root, cache_dir=str(tmp_path / "2"))
+    assert places(made) == places(whole) == [("too_long", f"train.de{ending}", 7), ("too_long", f"train.de{ending}", 8)]
+    assert sources_read(made) == sources_read(whole) and made.sizes == {"de": 298}
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_an_archive_that_grows_as_no_text_does_is_refused(
+    tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = parallel_folder.plain(tmp_path / "text", ending)
+    parallel_folder.write(root / f"train.de{ending}", ["a" * 2**22] * 4)
+    monkeypatch.setattr("gpipe_cli.data.parallel.text_files.MOST_UNPACKED", 2**20)
+    assert f"{root}/train.de{ending} unpacks to more than 200 times its size" in refusal(root)
+
+
 # --- vocabularies
 
 
@@ -253,6 +330,20 @@ def test_each_side_has_a_vocabulary_of_its_size_or_both_share_one(root: Path) ->
     assert (len(apart.source_vocabulary), len(apart.target_vocabulary)) == (300, 200)
     shared = source(root, vocabulary=300)._opened
     assert shared.target_vocabulary is shared.source_vocabulary
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_vocabulary_may_be_as_small_as_the_text_and_says_so_each_time(
+    root: Path, shared: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = {"source_vocabulary": 9000, "target_vocabulary": 9000, "vocabulary": 9000 if shared else None}
+    for _ in range(2):
+        caplog.clear()
+        made = source(root, smaller_vocabulary=True, **sizes)._opened
+        assert (made.source_vocabulary is made.target_vocabulary) == shared
+        key = "data.vocabulary" if shared else "data.target_vocabulary"
+        assert f"{key}=9000, but the text supports {len(made.target_vocabulary):,} pieces" in caplog.text
+    assert made.target_vocabulary.decode([8999, 5]) == made.target_vocabulary.decode([5])  # the model knows more ids
 
 
 def test_a_shared_vocabulary_of_another_size_than_the_model_reads_is_refused(root: Path) -> None:
@@ -272,6 +363,19 @@ def test_vocabularies_are_reused_when_the_text_is_the_same(root: Path) -> None:
 
 
 # --- a run
+
+
+def test_what_was_left_out_is_said_once_and_counted_in_every_run(root: Path, tmp_path: Path) -> None:
+    spoil(root / "train.de", 7, b"")
+    spoil_both(root, 8, b"one line", b"one line")
+    words = ["debug=tiny", "data=parallel_text", f"data.root={root}", f"data.cache_dir={tmp_path}", "trainer.steps=1"]
+    for run in ("first", "from the cache"):
+        summary, events = train_inline(tmp_path / run, *words, "task.generation=null")
+        assert summary["data_defects"] == {"empty": 1, "copied": 1}
+        said = [event["text"] for event in events if event["kind"] == "warning"]
+        counts = "parallel text: 299 of 300 training pairs are used: dropped 1 empty; kept 1 copied; which ones: "
+        assert [text.startswith(counts) and text.endswith("defects.json") for text in said] == [True]
+        assert not [event for event in events if event["kind"] == "preparation" and event["done"] > event["total"] > 0]
 
 
 def test_a_run_logs_how_often_each_language_was_read(tmp_path: Path) -> None:

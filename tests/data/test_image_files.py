@@ -1,0 +1,140 @@
+"""Tests that image files of unusual kinds are read right or told to be broken, and that none can fill the memory."""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_images
+import torch
+from PIL import Image
+
+from gpipe_cli.data.images import files as image_files
+from gpipe_cli.data.images.files import BrokenImageError, ImageFiles, decode
+from gpipe_cli.data.images.source import ImageSource
+from gpipe_cli.data.source import no_report
+
+RAMP = np.linspace(0, 255, 64).reshape(8, 8)  # an image's values, from 0 to 255
+
+
+def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def array(values: np.ndarray[Any, Any], kind: str, **options: Any) -> bytes:
+    return encoded(Image.fromarray(values), kind, **options)
+
+
+def png(colour: int, samples: np.ndarray[Any, Any]) -> bytes:
+    """Returns a PNG of 16 bits a sample; Pillow itself writes only grey ones."""
+    height, width = samples.shape[:2]
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in samples)
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 16, colour, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+GREY, COLOUR, GREY_ALPHA, COLOUR_ALPHA = 0, 2, 4, 6  # PNG's numbers
+WIDE = np.round(RAMP * 257)
+OPAQUE = np.full((8, 8), 65_535.0)
+EIGHT_BITS = {
+    "16-bit PNG": png(GREY, WIDE),
+    "16-bit PNG in colour": png(COLOUR, np.stack([WIDE] * 3, -1)),
+    "16-bit PNG with transparency": png(GREY_ALPHA, np.stack([WIDE, OPAQUE], -1)),
+    "16-bit PNG in colour with transparency": png(COLOUR_ALPHA, np.stack([WIDE] * 3 + [OPAQUE], -1)),
+    "16-bit TIFF": array(WIDE.astype(np.uint16), "TIFF"),
+    "16-bit PGM": b"P5 8 8 65535\n" + WIDE.astype(">u2").tobytes(),
+    "float TIFF": array((RAMP / 255).astype(np.float32), "TIFF"),
+    "8-bit TIFF": array(np.round(RAMP).astype(np.uint8), "TIFF"),
+}
+
+
+@pytest.mark.parametrize("kind", EIGHT_BITS)
+def test_values_of_more_bits_are_scaled_to_bytes(kind: str) -> None:
+    expected = torch.from_numpy(RAMP).expand(3, 8, 8)
+    assert (decode(EIGHT_BITS[kind]) - expected).abs().max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (array((RAMP - 1).astype(np.float32), "TIFF"), r"floats from -1 to 254"),
+        (array(np.full((4, 4), np.nan, np.float32), "TIFF"), r"floats from nan to nan"),
+        (array((RAMP * 1e6).astype(np.int32), "TIFF"), r"32-bit integers, whose range is not known"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EOF\n", r"UnidentifiedImageError"),
+    ],
+    ids=["floats", "nan", "integers", "a program in PostScript"],
+)
+def test_what_cannot_be_read_right_is_broken(content: bytes, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "odd.tif").write_bytes(content)
+    with pytest.raises(BrokenImageError, match=reason):
+        ImageFiles(tmp_path, ["odd.tif"], [0], ["a"]).read(0)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_an_image_is_turned_as_its_exif_data_say(orientation: int) -> None:
+    upright = Image.fromarray(
+        np.kron(np.array([[0, 90], [180, 255], [30, 200]], np.uint8), np.ones((16, 16), np.uint8))
+    )
+    turns = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}  # Pillow's number of the turn that the orientation undoes
+    stored = upright if orientation == 1 else upright.transpose(Image.Transpose(turns[orientation]))
+    exif = Image.Exif()
+    exif[image_files.ORIENTATION] = orientation
+    read = decode(encoded(stored, "JPEG", exif=exif, quality=95))
+    assert (read[0].int() - torch.from_numpy(np.array(upright)).int()).abs().max() < 20
+
+
+def test_damaged_exif_data_do_not_make_an_image_broken(recwarn: pytest.WarningsRecorder) -> None:
+    recwarn.clear()
+    content = encoded(Image.new("RGB", (8, 8), (9, 9, 9)), "JPEG", exif=b"Exif\0\0MM\0*\xff\xff\xff\xff")
+    assert decode(content).shape == (3, 8, 8)
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("side", [10_000, 30_000, 2**31 - 1])
+def test_an_image_that_unpacks_to_more_pixels_than_allowed_is_broken_before_it_is_unpacked(
+    side: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    head = struct.pack(">IIBBBBB", side, side, 8, GREY, 0, 0, 0)
+    small = png(GREY, WIDE)
+    bomb = small[:16] + head + struct.pack(">I", zlib.crc32(b"IHDR" + head)) + small[33:]
+    with pytest.raises(Exception, match=r"10,000×10,000 pixels, more than 89,478,485|exceeds limit of 178956970"):
+        decode(bomb)
+    assert not recwarn.list
+
+
+def test_a_file_larger_than_any_image_is_broken_before_it_is_read(tmp_path: Path) -> None:
+    with (tmp_path / "large.png").open("wb") as file:
+        file.truncate(2**40)  # takes no room
+    with pytest.raises(BrokenImageError, match=r"1,099,511,627,776 bytes, more than 536,870,912"):
+        ImageFiles(tmp_path, ["large.png"], [0], ["a"]).read(0)
+
+
+def test_files_of_other_kinds_in_a_class_folder_are_mentioned_each_time_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "images"
+    tiny_images.image_folder(root)
+    for name in ("notes.txt", "more.TXT", "photo.heic", "README"):
+        (root / "train" / "n00000001" / name).touch()
+    os.mkfifo(root / "val" / "n00000000" / "pipe.png")  # would be waited for
+    for path in [root, *(path for path in root.rglob("*") if path.is_dir())]:
+        os.utime(path, (1e9, 1e9))  # else the list is not kept
+    for _ in range(2):
+        caplog.clear()
+        source = ImageSource("image_folder", 3, str(root), batch_size=4, workers=0, cache_dir=str(tmp_path / "cache"))
+        source.prepare(no_report)
+        assert "4 files in class folders are left out, being no images: 2 .txt, 1 " in caplog.text
+        assert source.prepared_defects == {"other_files": 5}
+        assert sum(len(batch.micro_batches[0][1][0]) for batch in source.evaluation(1)) == 6
