@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import sentencepiece
 
@@ -34,13 +35,14 @@ def train_vocabulary(
             characters alone.
     """
     model = io.BytesIO()
+    soft_limit: dict[str, Any] = {"hard_vocab_limit": False} if smaller else {}  # the model's bytes hold what is given
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(sentences),
             model_writer=model,
             model_type="unigram",
             vocab_size=size,
-            **({"hard_vocab_limit": False} if smaller else {}),  # not True: the model's bytes tell what was given
+            **soft_limit,
             character_coverage=character_coverage,
             split_digits=True,
             normalization_rule_name="nmt_nfkc",
