@@ -14,6 +14,9 @@ from typing import Any, Literal
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.typed_section import Count, CountOrZero, Positive, Share, read_section, shown, unknown_key
 
+MESSAGE_TAGS = 1 << 30  # messages between cells have tags below; those of the exchange begin here
+TAGS_PER_CELL = 3  # of a micro-batch in a cell: its activation, its gradient, and a description of the boundary
+
 
 @dataclass(frozen=True)
 class PipelineConfig:
@@ -344,6 +347,17 @@ def _workers_have_cells(settings: Settings) -> str | None:
     )
 
 
+def _tags_suffice(settings: Settings) -> str | None:
+    M, cells, most = settings.pipeline.M, settings.pipeline.K, MESSAGE_TAGS // TAGS_PER_CELL
+    if M * cells <= most:
+        return None
+    lower = f"pipeline.M<={most // cells}" if cells <= most else f"pipeline.K<={most}"
+    return (
+        f"pipeline.M={M} × pipeline.K={cells} are more messages between cells than the {most} that can be told apart: "
+        f"use {lower}"
+    )
+
+
 def _cells_go_round(settings: Settings) -> str | None:
     pipeline = settings.pipeline
     K, workers = pipeline.K, pipeline.workers
@@ -420,6 +434,7 @@ CHECKS: tuple[Callable[[Settings], str | None], ...] = (
     _enough_examples,
     _learning_rate_is_a_number,
     _workers_have_cells,
+    _tags_suffice,
     _cells_go_round,
     _sizes_match_cells,
     _has_an_end,

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpipe_cli.micro_batch import MicroBatch, Tensors
+from gpipe_cli.micro_batch import Loss, MicroBatch, Tensors
 from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.pipeline.boundary import as_argument, as_tensors
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
-from gpipe_cli.pipeline.engine import Loss, Pipeline, StepInput
+from gpipe_cli.pipeline.engine import Pipeline, StepInput
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.pipeline.transport import Transport, connect_workers
 from gpipe_cli.schedule.instruction import Instruction

@@ -1,9 +1,10 @@
 """Decides whether a run may continue from a checkpoint: same configuration, same data, same vocabularies.
 
 Every key matters unless it stands in `MAY_DIFFER`: the engine promises that those change no bit of the training, or
-they only set how long the run is, how often it does something, or where. `trainer.steps` may matter to a layer, which
-only the worker that has built it can know. Data may change although the configuration does not: a corpus is made again
-with another release of babel or sentencepiece, or files under `data.root` are edited. This file imports no torch.
+they only set how long the run is, how often it does something, or where. Some keys matter only in part: `SAME_BITS`,
+`WITHOUT_EFFECT`. `trainer.steps` may matter to a layer, which only the worker that has built it can know. Data may
+change although the configuration does not: a corpus is made again with another release of babel or sentencepiece, or
+files under `data.root` are edited. This file imports no torch.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ MAY_DIFFER = (
     "pipeline.partition",
     "pipeline.cost",
     "pipeline.remat",
+    "pipeline.backend",
     "trainer.steps",
     "trainer.epochs",
     "trainer.seconds",
@@ -40,12 +42,22 @@ MAY_DIFFER = (
     "trainer.trace_steps",
     "task.generation",
     "data.workers",
+    "data.preparation_workers",
+    "data.download",
+    "data.broken_images_limit",
     "data.cache_dir",
     "data.evaluation_*",
     "checkpoint",
     "logging",
     "launch",
 )
+# Values that give the same bits: these schedules add up the gradients of the micro-batches from the first to the last,
+# gpipe from the last to the first (`tests/golden`).
+SAME_BITS = {"pipeline.schedule": {"1f1b", "interleaved_1f1b", "zero_bubble"}}
+# Keys without effect while another key has this value: one micro-batch has no order, one replica shares nothing.
+WITHOUT_EFFECT = {"pipeline.schedule": ("pipeline.M", 1), "pipeline.sync_batchnorm": ("pipeline.replicas", 1)}
+# The place of the data, where the checkpoint has their fingerprint, which is compared (`require_same_data`).
+COMPARED_BY_CONTENT = ("data.root",)
 NOT_SET = "(not set)"
 DATA = "data"  # in checkpoint.allow_changes
 _PLAIN = re.compile(r"(?!(?:null|true|false|inf|nan)$)[A-Za-z_][\w./-]*", re.IGNORECASE)  # Hydra reads it as a string
@@ -67,7 +79,13 @@ def differences(
     """
     patterns, before, now = list(may_differ), _flatten(saved), _flatten(new)
     pairs = {key: (before.get(key, NOT_SET), now.get(key, NOT_SET)) for key in {**before, **now}}
-    return {key: pair for key, pair in pairs.items() if not _same(*pair) and not _matches(key, patterns)}
+    idle = {key for key, (other, value) in WITHOUT_EFFECT.items() if before.get(other) == now.get(other) == value}
+    return {
+        key: pair
+        for key, pair in pairs.items()
+        if not (_same(*pair) or key in idle or _matches(key, patterns))
+        and not (key in SAME_BITS and SAME_BITS[key].issuperset(pair))
+    }
 
 
 def require_compatible(info: CheckpointInfo, new: Mapping[str, Json], allow_changes: Iterable[str] = ()) -> None:
@@ -76,7 +94,8 @@ def require_compatible(info: CheckpointInfo, new: Mapping[str, Json], allow_chan
     Raises:
         CheckpointError: it names the keys with both values, and what to type to return to the old ones or to insist.
     """
-    differing = differences(info.state.configuration, new, (*MAY_DIFFER, *allow_changes))
+    places = () if info.state.data_fingerprint is None else COMPARED_BY_CONTENT
+    differing = differences(info.state.configuration, new, (*MAY_DIFFER, *places, *allow_changes))
     if differing:
         raise _refusal(info, differing, allow_changes, "")
 

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SHARE, ANSWER = 1 << 30, (1 << 30) + 1  # message tags, beyond those of the pipeline's transport
+from ..config import MESSAGE_TAGS
+
+SHARE, ANSWER = MESSAGE_TAGS, MESSAGE_TAGS + 1  # beyond those of the pipeline's transport
 
 
 class StopRequested(Exception):

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..micro_batch import MicroBatch, Tensors
 from ..pipeline.engine import Pipeline, StepInput, StepRecord
+from ..pipeline.finite import FiniteWatch
 from ..pipeline.transport import Transport, connect_workers
 from ..schedule.run_schedules import RunSchedules
 from .batch_plan import BatchPlan, BatchPlanCodec
@@ -33,17 +34,24 @@ class PipelineRuntime:
     codec: BatchPlanCodec
 
     def train_step(
-        self, plan: BatchPlan, step: int, steps: int, micro_batches: Sequence[MicroBatch] | None
+        self,
+        plan: BatchPlan,
+        step: int,
+        steps: int,
+        micro_batches: Sequence[MicroBatch] | None,
+        watch: FiniteWatch | None = None,
     ) -> StepRecord:
         """Runs forward and backward of one mini-batch.
 
         Args:
             step, steps: number of the training step, from 0, and of all steps; 0 where the latter is not known.
             micro_batches: on the worker of cell 0; None elsewhere.
+            watch: as in `Pipeline.train_step`.
         """
         instructions = self.schedules.training_lists(len(plan.signatures))[self.world.worker]
         scale = 1 / plan.total_weight if plan.total_weight else 0.0
-        return self.engine.train_step(instructions, StepInput(step, steps, plan.signatures, scale), micro_batches)
+        step_input = StepInput(step, steps, plan.signatures, scale)
+        return self.engine.train_step(instructions, step_input, micro_batches, watch)
 
     def run_forward(
         self,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -16,6 +15,7 @@ from gpipe_cli.config import Settings
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import torchrun
 from gpipe_cli.jobs.devices import settle_workers
+from gpipe_cli.parent import module_command
 from gpipe_cli.terminal.frame import REFUSED
 
 AUTO = "auto"
@@ -38,7 +38,7 @@ def settle_micro_batches(config: Mapping[str, Any]) -> tuple[dict[str, Any], str
 
 @lru_cache(maxsize=8)  # a run is checked twice: before its directory is made, and when it starts
 def _ask_planner(config: str) -> int:
-    command = [sys.executable, "-m", "gpipe_cli.planner.search.search"]
+    command = module_command("gpipe_cli.planner.search.search")
     done = subprocess.run(command, input=config, capture_output=True, text=True)
     if done.returncode == REFUSED:
         raise ConfigurationError(f"pipeline.M=auto: {done.stderr.strip()}")

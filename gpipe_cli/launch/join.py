@@ -17,7 +17,8 @@ from gpipe_cli.launch import report
 from gpipe_cli.launch.context import Context, call_entry
 from gpipe_cli.launch.stop import StopDeadline, StopSignals
 from gpipe_cli.launch.supervisor import Job, OnEvent
-from gpipe_cli.launch.worker import die_with_parent, leave
+from gpipe_cli.launch.worker import leave
+from gpipe_cli.parent import die_with_parent
 
 if TYPE_CHECKING:
     from torch.distributed import Store

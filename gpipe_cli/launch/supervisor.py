@@ -149,7 +149,7 @@ class _Processes:
             inherited = [listener.fileno(), *(end.fileno() for end in theirs.values())]
             job_file = _job_file(job, directory, listener, [theirs[rank].fileno() for rank in ranks])
             self.zygote = subprocess.Popen(
-                bootstrap("zygote", job_file, os.getpid()),
+                bootstrap("zygote", job_file),
                 env=_environment(job),
                 pass_fds=inherited,
                 start_new_session=True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import faulthandler
 import io
 import logging
@@ -24,6 +23,7 @@ from gpipe_cli.disk import cannot_write
 from gpipe_cli.launch import report
 from gpipe_cli.launch.channel import WorkerChannel
 from gpipe_cli.launch.context import Context, call_entry
+from gpipe_cli.parent import die_with_parent
 from gpipe_cli.position import Position
 
 if TYPE_CHECKING:
@@ -31,11 +31,9 @@ if TYPE_CHECKING:
 
 HEARTBEAT_SECONDS = 1.0
 LOOKS, BETWEEN_LOOKS_SECONDS = 5, 0.02
-PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
-PARENT_POLL_SECONDS = 0.5
 
 
-def main(job: dict[str, Any], rank: int, parent: int) -> NoReturn:
+def main(job: dict[str, Any], parent: int, rank: int) -> NoReturn:
     """Runs worker `rank` of the job in the supervisor's job file (see supervisor.py, `_job_file`); never returns.
 
     The process always ends by `os._exit`: a normal interpreter exit runs destructors that may wait for peers.
@@ -84,32 +82,6 @@ def leave(code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
-
-
-def die_with_parent(parent: int) -> None:
-    """Makes the kernel kill this process when process `parent`, which started it, ends.
-
-    By SIGKILL, because a worker blocked inside gloo or NCCL never gets to run a Python signal handler. The comparison
-    catches a parent that died before the request was made. Kernels other than Linux have no such request: there a
-    thread polls.
-    """
-    if sys.platform == "linux":
-        request_death_signal(signal.SIGKILL)
-    else:
-        threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def request_death_signal(number: int) -> None:
-    """Asks the Linux kernel to send this signal when the parent ends; 0 withdraws the request."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
-
-
-def _watch_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(PARENT_POLL_SECONDS)
-    os._exit(1)
 
 
 class _Log(io.FileIO):

@@ -19,27 +19,32 @@ from typing import Any
 
 from gpipe_cli.launch import report, worker
 from gpipe_cli.launch.channel import encode
-from gpipe_cli.launch.worker import redirect_output, request_death_signal
+from gpipe_cli.launch.worker import redirect_output
+from gpipe_cli.parent import outlive_parent
 
 TICK_SECONDS = 0.02
 
-# Run with the job file's path and further integers; gives the new process the command's import path, whatever way the
-# command was started (console script, -m, a clone on PYTHONPATH).
+# Run with the job file's path and integers, of which the first is the process that starts it; gives the new process the
+# command's import path, whatever way the command was started (console script, -m, a clone on PYTHONPATH).
 BOOTSTRAP = (
     "import json, sys; job = json.load(open(sys.argv[1])); sys.path[:] = job['sys_path']; "
+    "from gpipe_cli.parent import die_with_parent; die_with_parent(int(sys.argv[2])); "
     "from gpipe_cli.launch.{module} import main; main(job, *map(int, sys.argv[2:]))"
 )
 
 
 def bootstrap(module: str, job_file: Path, *arguments: int) -> list[str]:
-    """Returns the command line that runs `main` of gpipe_cli.launch.`module`."""
-    return [sys.executable, "-c", BOOTSTRAP.format(module=module), str(job_file), *map(str, arguments)]
+    """Returns the command line that runs `main` of gpipe_cli.launch.`module`, and ends with this process."""
+    numbers = map(str, (os.getpid(), *arguments))
+    return [sys.executable, "-c", BOOTSTRAP.format(module=module), str(job_file), *numbers]
 
 
 def main(job: dict[str, Any], parent: int) -> None:
-    """Starts the workers of `job`, reports each one's end to the command, and leaves after the last."""
-    if sys.platform == "linux":
-        request_death_signal(signal.SIGKILL)  # for as long as the imports take
+    """Starts the workers of `job`, reports each one's end to the command, and leaves after the last.
+
+    Args:
+        parent: the command. Until the workers run, this process is killed with it (`BOOTSTRAP`).
+    """
     for number in (signal.SIGINT, signal.SIGTERM):  # the supervisor sends SIGTERM to the whole process group
         signal.signal(number, signal.SIG_IGN)
     directory = Path(job["directory"])
@@ -52,8 +57,7 @@ def main(job: dict[str, Any], parent: int) -> None:
     except Exception as error:
         control.sendall(encode({"failed": report.record_of(report.STARTER, error, {})}))
         raise
-    if sys.platform == "linux":
-        request_death_signal(0)
+    outlive_parent()  # to kill the workers' children too
     _watch(workers, control, parent)
     os._exit(0)
 
@@ -90,9 +94,9 @@ def _start_workers(job: dict[str, Any], job_file: Path, control: socket.socket) 
             process = os.fork()
             if process == 0:
                 control.close()
-                worker.main(job, rank, parent)
+                worker.main(job, parent, rank)
         else:  # not by `subprocess`, which may reap a child that `os.waitpid` waits for
-            command = bootstrap("worker", job_file, rank, parent)
+            command = bootstrap("worker", job_file, rank)
             process = os.posix_spawn(command[0], command, os.environ)
         workers[process] = rank
     for descriptor in (job["listener"], *job["sockets"]):

@@ -116,6 +116,7 @@ class Journal:
         seconds: float,
         schedules: RunSchedules,
         done: float | None,
+        not_finite: Mapping[str, int | str | None] | None,
     ) -> None:
         """Records one training step in metrics.jsonl and on the console; at the logging interval also its times.
 
@@ -123,6 +124,7 @@ class Journal:
             seconds: of the whole step, its update included.
             schedules: of the run; simulated with the measured times at the logging interval only.
             done: share of the run that is done; None if its end is unknown.
+            not_finite: where the step first had a value that is not finite; None for a finite step.
         """
         if not self._active:
             return
@@ -149,7 +151,8 @@ class Journal:
         }
         shares = mean_breakdown(lists, placement, report.cells, report.updates, seconds).shares() if due else {}
         times = {"breakdown": shares, "cells": report.cells, "workers": report.workers} if due else {}
-        self._metrics.write({**row, **times})
+        where = {} if not_finite is None else {"not_finite": not_finite}
+        self._metrics.write({**row, **where, **times})
         self._emit({"kind": "progress", **json_safe(row), "steps": self._steps, "done": done})
         if self._board is not None and due:
             self._write_scalars(progress.step, row, report, shares)

@@ -58,7 +58,7 @@ def build_layer(builder: LayerBuilder, index: int, seed: int, device: torch.devi
     return module.to(device)
 
 
-_Call = tuple[BuiltLayer, Callable[..., Any], Callable[..., Tensor] | None]  # a layer, its forward, its auxiliary loss
+Call = tuple[BuiltLayer, Callable[..., Any], Callable[..., Tensor] | None]  # a layer, its forward, its auxiliary loss
 
 
 class Cell:
@@ -88,10 +88,10 @@ class Cell:
         self.batchnorms = [module for module in modules if isinstance(module, DeferredBatchNorm)]
         self._indices = [layer.index for layer in self.layers]
         self._step_aware: list[Any] = [module for module in modules if hasattr(module, "begin_step")]
-        self._calls: list[_Call] = [
+        self._calls: list[Call] = [
             (layer, layer.module, getattr(layer.module, "auxiliary_loss", None)) for layer in self.layers
         ]
-        self._guarded_calls: list[_Call] = []  # for the first micro-batch, where buffers are guarded
+        self._guarded_calls: list[Call] = []  # for the first micro-batch, where buffers are guarded
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Returns (full name, parameter) of every parameter in layer order; ``encoder.0.attention.query.weight``.
@@ -111,6 +111,15 @@ class Cell:
     def guard_buffers(self) -> None:
         """Makes the next `run_training` refuse a layer whose forward changes its buffers."""
         self._guarded_calls = [(layer, BufferGuard(layer.name, layer.module), loss) for layer, _, loss in self._calls]
+
+    @contextmanager
+    def calls_replaced(self, replace: Callable[[int, Call], Call]) -> Iterator[None]:
+        """Makes `run_training` use, inside the context, what ``replace`` returns for (this cell's number, a call)."""
+        calls, self._calls = self._calls, [replace(self.number, call) for call in self._calls]
+        try:
+            yield
+        finally:
+            self._calls = calls
 
     def begin_step(self, step: int, steps: int) -> None:
         """Calls ``begin_step`` of the layers that have it (drop-path schedules)."""

@@ -14,8 +14,8 @@ B backward; the digit is the micro-batch (gpipe, remat except_last, as `schedule
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigurationError
-from ..micro_batch import MicroBatch, Tensors
+from ..micro_batch import Loss, MicroBatch, Tensors
 from ..position import Position
 from ..schedule.instruction import Instruction, Op
 from .boundary import BoundarySpec, canonical_gradient, fresh_leaves, is_channels_last
 from .cell import Cell, LayerFailed
+from .finite import FiniteWatch
 from .halves import WeightHalf, backward_of_inputs
 from .meter import Meter
 from .process_group import Wait
@@ -37,7 +38,6 @@ from .transport import Transport
 
 TASK = -1  # stands for the task's loss where auxiliary losses have the index of their layer
 
-Loss = Callable[[Tensors, Tensors], tuple[Tensor, Tensor]]
 Sink = Callable[[int, Tensors, Tensors], None]
 Caches = dict[tuple[int, int], list[dict[str, Any]]]
 Handlers = Mapping[Op, Callable[..., None]]  # called with the step and the instruction
@@ -156,7 +156,11 @@ class Pipeline:
         return 0 if self._transport is None else self._transport.bytes_shared
 
     def train_step(
-        self, instructions: Sequence[Instruction], step_input: StepInput, micro_batches: Sequence[MicroBatch] | None
+        self,
+        instructions: Sequence[Instruction],
+        step_input: StepInput,
+        micro_batches: Sequence[MicroBatch] | None,
+        watch: FiniteWatch | None = None,
     ) -> StepRecord:
         """Runs forward and backward of one mini-batch and adds the gradients to the parameters' ``.grad``.
 
@@ -164,6 +168,7 @@ class Pipeline:
             instructions: this worker's list of the schedule.
             step_input: describes the mini-batch.
             micro_batches: of the mini-batch, on the worker of cell 0; None elsewhere.
+            watch: looks at all outputs and gradients; nothing is timed then.
 
         Raises:
             LayerFailed: an exception in a layer, with the layer's own as cause.
@@ -173,8 +178,19 @@ class Pipeline:
         step = _TrainingStep(
             self, instructions, step_input.signatures, micro_batches, step_input.step, step_input.scale
         )
-        step.run(self.meter)
+        with nullcontext() if watch is None else self._watched(watch):
+            step.run(self.meter if watch is None else None)
         return step.record
+
+    @contextmanager
+    def _watched(self, watch: FiniteWatch) -> Iterator[None]:
+        with ExitStack() as stack:
+            for cell in self.cells.values():
+                stack.enter_context(cell.calls_replaced(watch.watched))
+                stack.enter_context(watch.watching_weights(cell.number, cell.layers))
+            stack.callback(setattr, self, "loss", self.loss)
+            self.loss = watch.watched_task(self.loss)
+            yield
 
     def run_forward(
         self,

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..config import TAGS_PER_CELL
 from ..micro_batch import Tensors
 from ..schedule.instruction import Message, send_window
 from .boundary import BoundarySpec, pack, unpack
@@ -21,13 +22,13 @@ _FIRST_MESSAGES = (64, 4 << 20)  # bytes; for a large one NCCL connects more cha
 
 
 def message_tag(message: Message, K: int) -> int:
-    """Returns a number that no other message of a step of K cells has, for any number of micro-batches."""
-    return (message.micro_batch * K + message.boundary) * 3 + DIRECTIONS.index(message.direction) + 1
+    """Returns a number that no other message of a step of K cells has, below `MESSAGE_TAGS` (`config.py`)."""
+    return (message.micro_batch * K + message.boundary) * TAGS_PER_CELL + DIRECTIONS.index(message.direction) + 1
 
 
 def spec_tag(boundary: int) -> int:
     """Returns the tag of a boundary's description; no message has it."""
-    return 3 * boundary + 3
+    return TAGS_PER_CELL * boundary + 3
 
 
 def routes(ranks: tuple[int, ...]) -> Iterator[tuple[str, int, int]]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..config import Settings
+from ..config import MESSAGE_TAGS, Settings
 from ..data.source import Report, Source, no_report
 from ..distributed.world import World
 from ..errors import ConfigurationError, PlainError
@@ -19,7 +19,7 @@ from ..factory.build import build_source
 from ..metrics.journal import Journal
 
 PREPARATION_TIMEOUT = timedelta(days=365)
-ARRIVED, CONTINUE = (1 << 30) + 2, (1 << 30) + 3  # message tags, beyond those of the exchange
+ARRIVED, CONTINUE = MESSAGE_TAGS + 2, MESSAGE_TAGS + 3  # message tags, beyond those of the exchange
 
 
 def open_source(

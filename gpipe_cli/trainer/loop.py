@@ -15,7 +15,6 @@ from ..config import Settings
 from ..distributed.batch_plan import BatchPlan
 from ..distributed.exchange import Exchange, StopRequested
 from ..distributed.runtime import PipelineRuntime
-from ..errors import PlainError
 from ..launch.context import torchrun_grace_seconds
 from ..metrics.journal import Journal
 from ..metrics.records import Progress
@@ -26,13 +25,10 @@ from ..position import Position
 from .assembly import CellLayout
 from .batches import TrainingBatches
 from .evaluator import Evaluator
+from .nonfinite import Cause, NonFinite, find_cause
 from .notices import grace_warning
 from .saving import Saver
 from .update import Updater
-
-
-class NonFinite(PlainError):
-    """Raised when too many updates in a row were skipped because loss or gradients were not finite."""
 
 
 @dataclass
@@ -102,7 +98,8 @@ class Trainer:
         meter.begin_step()
         before = meter.phases
         steps = self.settings.trainer.steps or 0
-        record = self.runtime.train_step(plan, step, steps, self.batches.take())
+        micro_batches = self.batches.take()
+        record = self.runtime.train_step(plan, step, steps, micro_batches)
         span = meter.end_step()
         with meter.phase("gradients"):
             self.updater.reduce_gradients()
@@ -119,7 +116,11 @@ class Trainer:
         lr = self.updater.learning_rate
         with meter.phase("update", on_device=True), self.around_update(report):
             self._update(report)
-        self._report(report, plan, lr, time.perf_counter() - began)
+        seconds, cause = time.perf_counter() - began, None
+        if not report.finite:
+            again = plan, step, steps, micro_batches
+            cause = find_cause(report, self.runtime, self.updater, *again, self.layout.parameter_names)
+        self._report(report, plan, lr, seconds, cause)
         return next_plan
 
     def _announce(self) -> None:
@@ -153,39 +154,30 @@ class Trainer:
         progress.step += 1
         progress.evaluation_due = _is_time(self.settings.trainer.evaluate_every, progress.step)
 
-    def _report(self, report: StepReport, plan: BatchPlan, lr: float, seconds: float) -> None:
+    def _report(self, report: StepReport, plan: BatchPlan, lr: float, seconds: float, cause: Cause | None) -> None:
         """Reports a finished step to console, files and TensorBoard, and warns where something is wrong."""
         progress, schedules = self.progress, self.runtime.schedules
         self.totals.add(report, plan, seconds)
-        self.journal.step(progress, report, plan, lr, seconds, schedules, self.batches.share_done(progress.step))
+        done, why = self.batches.share_done(progress.step), None if cause is None else cause.record()
+        self.journal.step(progress, report, plan, lr, seconds, schedules, done, why)
         if progress.step in self.settings.trainer.traced_steps:
             self.journal.trace(progress.step, self._record_everyone(), schedules, self.layout.cut.table)
         if self.totals.steps == WARM_UP:
             text = grace_warning(seconds, self.settings.launch.grace_seconds, torchrun_grace_seconds())
             if text:
                 self.journal.warn(text)
-        if not report.finite:
-            self._warn_of_non_finite(report)
+        if cause is not None:
+            self._warn_of_non_finite(cause)
 
-    def _warn_of_non_finite(self, report: StepReport) -> None:
+    def _warn_of_non_finite(self, cause: Cause) -> None:
         progress, limit = self.progress, self.settings.trainer.nonfinite_limit
-        cause = self._explain_non_finite(report)
-        self.journal.warn(f"step {progress.step}: {cause}; update skipped ({progress.skipped} so far)")
+        self.journal.warn(f"step {progress.step}: {cause.text}; update skipped ({progress.skipped} so far)")
         if progress.skipped_in_a_row >= limit:
             raise NonFinite(
-                f"step {progress.step}: {cause}; {progress.skipped_in_a_row} updates in a row had to be skipped "
+                f"step {progress.step}: {cause.text}; {progress.skipped_in_a_row} updates in a row had to be skipped "
                 f"(trainer.nonfinite_limit={limit}). The last good weights are those of {self.saver.last_saved}. "
                 "Try a lower optimizer.lr, a longer warm-up or trainer.gradient_clip"
             )
-
-    def _explain_non_finite(self, report: StepReport) -> str:
-        bad = report.first_bad_micro_batch()
-        if bad is not None:
-            replica = f" of replica {bad[0]}" if self.runtime.world.replicas > 1 else ""
-            return f"the loss of micro-batch {bad[1]}{replica} is not finite ({report.losses[bad[0]][bad[1]]})"
-        if report.bad_parameter is not None:
-            return f"the gradient of {self.layout.parameter_names[report.bad_parameter]} is not finite"
-        return f"the gradient norm is not finite ({report.gradient_norm})"
 
     def _record_everyone(self) -> list[Recording]:
         return record_everyone(self.runtime.world, self.runtime.engine.meter, self.exchange.ended_at)

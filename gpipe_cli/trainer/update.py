@@ -78,10 +78,13 @@ class Updater:
             finish_batchnorm(self._batchnorms, self._replica_group)
             if self._average is not None:
                 self._average.update(updates_before)
-        else:
-            for batchnorm in self._batchnorms:
-                batchnorm.take_pooled()
         self._lr_schedule.step()
+        self.forget_step()
+
+    def forget_step(self) -> None:
+        """Clears the gradients, and the BatchNorm statistics of a step that is not applied."""
+        for batchnorm in self._batchnorms:
+            batchnorm.take_pooled()
         self.optimizer.zero_grad(set_to_none=True)
 
     def averaged_weights(self) -> AbstractContextManager[None]:

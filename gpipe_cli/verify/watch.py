@@ -92,6 +92,7 @@ class StepWatch:
     def run_steps(self, count: int) -> None:
         """Takes at most ``count`` steps, without evaluation or checkpoint; fewer where the data or the run ends."""
         for _ in self._trainer.steps():
+            self._watch.take()  # of a step that was not finite, and so ran once more
             if len(self.states) >= count:
                 break
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
+from itertools import product
 from pathlib import Path
 from typing import get_type_hints
 
+import golden_losses
 import pytest
 
 from gpipe_cli.checkpoint.compatibility import MAY_DIFFER, differences, require_compatible
 from gpipe_cli.checkpoint.files import CheckpointError, CheckpointInfo, Json, RunState
 from gpipe_cli.config import Settings
+from gpipe_cli.schedule.orders import KINDS
 
 
 def test_only_keys_that_matter_stand_in_the_way_of_a_resume() -> None:
@@ -46,6 +50,36 @@ def test_a_key_that_changes_bits_may_not_differ(key: str) -> None:
     section, _, name = key.rpartition(".")
     saved, new = ({section: {name: value}} if section else {name: value} for value in (1, 2))
     assert list(differences(saved, new)) == [key]
+
+
+def test_schedules_that_add_up_gradients_in_the_same_order_may_replace_each_other() -> None:
+    """The golden losses hold that they make the same bits; the other groups make others."""
+    kinds = [kind for group in golden_losses.GROUPS.values() for kind in group]
+    assert sorted(kinds) == sorted(KINDS)
+    for group, (saved, new) in product(golden_losses.GROUPS.values(), product(kinds, kinds)):
+        if saved in group:
+            differing = differences(*({"pipeline": {"schedule": kind, "M": 4}} for kind in (saved, new)))
+            assert bool(differing) == (new not in group), (saved, new)
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "other"),
+    [("schedule", ("gpipe", "1f1b"), "M"), ("sync_batchnorm", (False, True), "replicas")],
+)
+def test_a_key_without_effect_may_differ(key: str, values: tuple[Json, Json], other: str) -> None:
+    for number, matters in ((1, False), (2, True)):
+        saved, new = ({"pipeline": {key: value, other: number}} for value in values)
+        assert bool(differences(saved, new)) == matters
+
+
+@pytest.mark.parametrize("fingerprint", [None, "digest"])
+def test_data_that_lie_elsewhere_are_compared_by_their_content_where_the_checkpoint_knows_it(
+    fingerprint: str | None,
+) -> None:
+    state = RunState(configuration={"data": {"root": "/old"}}, data_fingerprint=fingerprint)
+    info = CheckpointInfo(Path("step_00000001"), 1, state, {}, {})
+    with pytest.raises(CheckpointError) if fingerprint is None else nullcontext():
+        require_compatible(info, {"data": {"root": "/new"}})
 
 
 def test_a_refused_resume_says_what_differs_and_what_to_type() -> None:

@@ -109,6 +109,8 @@ def test_debug_tiny_leaves_what_is_typed() -> None:
         (["optimizer.lr=abc"], "optimizer.lr=abc: use a number, at least 0"),
         (["optimizer.lr=-0.1"], "optimizer.lr=-0.1: use a number, at least 0"),
         (["data.batch_size=0"], "data.batch_size=0: use a whole number, at least 1"),
+        (["pipeline.M=400000000", "data.batch_size=400000000"], "use pipeline.M<=89478485"),
+        (["pipeline.K=400000000"], "use pipeline.K<=357913941"),
         (["trainer.steps=null"], "set one, as trainer.steps=1000"),
         (["trainer.patience=3", "trainer.evaluate_every=null"], "set trainer.evaluate_every too"),
         (["pipeline.backend=nccl", "pipeline.device=cpu"], "use pipeline.backend=auto"),

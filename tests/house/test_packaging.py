@@ -33,6 +33,7 @@ GROUND = {
     "gpus",
     "layers",
     "micro_batch",
+    "parent",
     "position",
     "typed_section",
     "config",

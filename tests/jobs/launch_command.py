@@ -9,9 +9,9 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import launch_jobs
 
@@ -21,11 +21,28 @@ COMMAND = [sys.executable, str(Path(launch_jobs.__file__))]
 GONE_SECONDS = 10.0  # what the launcher promises, whatever happens
 START_UP_SECONDS = 30.0  # two torchruns on a busy machine
 MARK = "GPIPE_TEST_MARK"
+Found = TypeVar("Found")
 
 
 def _hear_hang_up() -> None:
     """Restores the default for SIGHUP: tests under nohup would pass on that it is ignored."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def children_of(process: int) -> list[int]:
+    try:
+        return [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def wait_for(look: Callable[[], Found]) -> Found:
+    """Returns the first result of ``look`` that counts as true."""
+    deadline = time.monotonic() + START_UP_SECONDS
+    while not (found := look()):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return found
 
 
 class Command:

@@ -5,6 +5,7 @@ The cases are those that other launchers were seen to fail: see docs/design.md, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -18,7 +19,7 @@ from typing import Any
 
 import launch_jobs
 import pytest
-from launch_command import START_UP_SECONDS, Command
+from launch_command import START_UP_SECONDS, Command, children_of, wait_for
 
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch import report
@@ -268,11 +269,26 @@ def test_nothing_survives_a_killed_command(command: Any, entry: str, fork: bool)
     assert started.end()[0] == -signal.SIGKILL
 
 
-def test_nothing_survives_a_command_that_is_killed_while_its_workers_start(command: Any) -> None:
-    started = command("deadlock", preload=["torch"])
-    time.sleep(0.5)
+@pytest.mark.parametrize("moment", ["the interpreter starts", "modules are imported", "the workers start"])
+def test_nothing_survives_a_command_that_is_killed_while_its_job_starts(
+    command: Any, tmp_path: Path, moment: str
+) -> None:
+    """An import that takes longer than a process may outlive its command stands for torch on a busy machine."""
+    marker = tmp_path / "importing"
+    (tmp_path / "slow_to_import.py").write_text(f"import os, time\nos.mkdir({str(marker)!r})\ntime.sleep(120)\n")
+    started = command("deadlock", preload=["torch" if moment == "the workers start" else "slow_to_import"])
+    (starter,) = wait_for(lambda: children_of(started.process.pid))
+    if moment == "the interpreter starts":  # it is stopped there, and goes on when the command has been killed
+        os.kill(starter, signal.SIGSTOP)
+    elif moment == "modules are imported":
+        wait_for(marker.exists)
+    else:
+        wait_for(lambda: children_of(starter))
     started.process.kill()
-    assert started.end()[0] == -signal.SIGKILL
+    started.process.wait()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(starter, signal.SIGCONT)
+    started.end()
 
 
 @pytest.mark.parametrize("entry", ["sleep", "deadlock"])

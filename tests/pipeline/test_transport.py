@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gpipe_cli.config import MESSAGE_TAGS, TAGS_PER_CELL
 from gpipe_cli.pipeline.process_group import DIRECTIONS, message_tag, spec_tag
 from gpipe_cli.schedule.instruction import Message
 
@@ -13,11 +14,12 @@ def test_no_two_messages_of_a_step_share_a_tag() -> None:
     assert len(set(tags)) == len(tags)
 
 
-def test_many_cells_and_micro_batches_keep_their_tags_apart_and_within_what_gloo_takes() -> None:
+def test_the_largest_step_that_the_settings_allow_keeps_its_tags_apart_and_below_those_of_the_exchange() -> None:
     K = 4096
-    numbers = (0, 1, 2047, 2048, 32767, 32768, 65536)
+    M = MESSAGE_TAGS // TAGS_PER_CELL // K
+    numbers = (0, 1, 2047, 2048, 32767, 32768, M - 1)
     cells = (0, 1, 2047, 2048, K - 2)
     tags = [message_tag(Message(way, cell, m), K) for way in DIRECTIONS for cell in cells for m in numbers]
     tags += [spec_tag(cell) for cell in cells]
     assert len(set(tags)) == len(tags)
-    assert min(tags) > 0 and max(tags) < 1 << 31
+    assert min(tags) > 0 and max(tags) < MESSAGE_TAGS

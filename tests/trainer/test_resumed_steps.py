@@ -9,7 +9,8 @@ import pytest
 from inline_run import train_inline
 from own_model import WORDS, Ending
 
-from gpipe_cli.checkpoint.files import step_directory
+from gpipe_cli.checkpoint.compatibility import require_compatible
+from gpipe_cli.checkpoint.files import read_manifest, step_directory
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch.context import Context
 
@@ -75,6 +76,19 @@ def test_a_schedule_that_may_differ_goes_on_as_if_it_had_always_been(tmp_path: P
     )
     change = (*stairs, "~lr_schedule.warmup_steps", "checkpoint.allow_changes=[lr_schedule]")
     assert learning_rates(tmp_path, *change) == [0.025, 0.0125]
+
+
+def test_a_run_goes_on_with_another_schedule_of_the_same_bits(tmp_path: Path) -> None:
+    common = (*WORDS, "trainer.steps=4", "checkpoint.every=2", "pipeline.K=3", "data.batch_size=18")
+    kinds = [f"pipeline.schedule={kind}" for kind in ("1f1b", "zero_bubble")]
+    train_inline(tmp_path / "whole", *common, kinds[0])
+    resumed = step_directory(tmp_path / "whole", 2)
+    train_inline(tmp_path / "other", *common, kinds[1], f"checkpoint.resume={resumed}")
+    whole, other = (read_manifest(step_directory(tmp_path / name, 4)) for name in ("whole", "other"))
+    require_compatible(read_manifest(resumed), other.state.configuration)
+    assert [whole.layer_path(layer).read_bytes() for layer in whole.layers] == [
+        other.layer_path(layer).read_bytes() for layer in other.layers
+    ]
 
 
 def test_a_run_that_would_write_over_another_is_refused_before_it_does(tmp_path: Path) -> None:

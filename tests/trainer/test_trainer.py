@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ from inline_run import train_inline
 
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.metrics.pictures import draw_loss
+from gpipe_cli.trainer import loop
+from gpipe_cli.trainer.nonfinite import Cause
 
 CONF = Path(__file__).parents[2] / "conf"
 GROUPS = ("optimizer", "lr_schedule", "precision", "pipeline", "checkpoint", "logging", "experiment")
@@ -110,6 +115,41 @@ def test_bf16_trains_close_to_fp32(tmp_path: Path) -> None:
     half, _ = train_inline(tmp_path / "bf16", *words, "precision=bf16")
     assert half["loss"] != whole["loss"]
     assert half["loss"] == pytest.approx(whole["loss"], rel=0.02)
+
+
+OVERFLOW = (*own_model.WORDS, "++model.middle=Overflowing", "trainer.steps=4", "checkpoint.every=null", "pipeline.M=2")
+CAUSE = "it began in layer 'middle' of cell 2, micro-batch 0"
+
+
+def test_the_layer_of_a_skipped_step_is_named_and_the_run_goes_on_as_if_nobody_had_looked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summary, events = train_inline(tmp_path / "named", *OVERFLOW, "pipeline.K=3")
+    warnings = [event["text"] for event in events if event["kind"] == "warning"]
+    symptom = "step 2: the loss of micro-batch 0 is not finite (nan)"
+    assert warnings == [f"{symptom}; {CAUSE}: its output is infinite; update skipped (1 so far)"]
+    steps = rows(tmp_path / "named" / "metrics.jsonl")
+    assert [row["step"] for row in steps if "not_finite" in row] == [2]
+    where = {"cell": 2, "layer": "middle", "micro_batch": 0, "replica": 0, "pass": "forward", "what": "output"}
+    assert where.items() <= steps[1]["not_finite"].items()
+    monkeypatch.setattr(loop, "find_cause", lambda *_: Cause("not looked for", None))
+    unseen, _ = train_inline(tmp_path / "unseen", *OVERFLOW, "pipeline.K=3")
+    assert unseen["loss"] == summary["loss"] and unseen["skipped_updates"] == 1
+
+
+@pytest.mark.slow
+def test_workers_of_two_replicas_find_the_layer_together(tmp_path: Path) -> None:
+    words = [*OVERFLOW, "pipeline.K=3", "pipeline.workers=2", "pipeline.replicas=2", "trainer.nonfinite_limit=1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "gpipe_cli.commands.train", *words, f"hydra.run.dir={tmp_path}"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"{CAUSE} of replica 0: its output is infinite; 1 updates in a row had to be skipped" in done.stderr
+    assert CAUSE in (tmp_path / "train.log").read_text()
 
 
 def test_a_run_without_any_finite_loss_has_its_pictures_too(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ...cpu import GLOO_ON_ONE_MACHINE, as_worker
+from ...parent import module_command
 from ...pipeline.boundary import BoundarySpec, TensorSpec
 from ...pipeline.transport import Transport, connect_workers
 from ...schedule.instruction import Message
@@ -47,7 +48,7 @@ def link_between_processes(shared_memory: bool = True) -> LinkTimes | None:
         shared_memory: as of `connect_workers`; otherwise over gloo.
     """
     with tempfile.TemporaryDirectory(prefix="gpipe-link-") as directory:
-        command = [sys.executable, "-m", __name__, directory, str(int(shared_memory))]
+        command = module_command(__name__, directory, str(int(shared_memory)))
         # In a session of their own: Ctrl-C is for the command to handle.
         how: dict[str, Any] = {
             "stderr": subprocess.DEVNULL,

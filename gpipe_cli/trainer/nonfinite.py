@@ -1,0 +1,101 @@
+"""Explains a step that is not finite: runs it again and names the layer that first gave such a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..distributed.batch_plan import BatchPlan
+from ..distributed.runtime import PipelineRuntime
+from ..errors import PlainError
+from ..metrics.step_report import StepReport
+from ..micro_batch import MicroBatch
+from ..pipeline.finite import BACKWARD, DATA, FiniteWatch, Origin, not_finite
+from .update import Updater
+
+
+class NonFinite(PlainError):
+    """Raised when too many updates in a row were skipped because loss or gradients were not finite."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Describes why a step is not finite.
+
+    Attributes:
+        text: for the console.
+        origin: the first such value of the step; None where the second run had none.
+    """
+
+    text: str
+    origin: Origin | None
+
+    def record(self) -> Mapping[str, int | str | None]:
+        """Returns plain values for metrics.jsonl."""
+        if self.origin is None:
+            return {"text": self.text}
+        names = ("cell", "layer", "micro_batch", "replica", "what", "value", "weight")
+        way = "backward" if self.origin.way == BACKWARD else "forward"
+        return {"text": self.text, "pass": way, **{name: getattr(self.origin, name) for name in names}}
+
+
+def find_cause(
+    report: StepReport,
+    runtime: PipelineRuntime,
+    updater: Updater,
+    plan: BatchPlan,
+    step: int,
+    steps: int,
+    micro_batches: Sequence[MicroBatch] | None,
+    parameters: Sequence[str],
+) -> Cause:
+    """Runs a step that was not finite again, watched; every worker calls it at the same time, before the next step.
+
+    The weights must be those of the step. Gradients and statistics of the second run are thrown away.
+
+    Args:
+        plan, step, steps, micro_batches: of the step, as in `PipelineRuntime.train_step`.
+        parameters: names of all parameters.
+    """
+    world = runtime.world
+    watch = FiniteWatch(world.replica, runtime.engine.where)
+    runtime.train_step(plan, step, steps, micro_batches, watch)
+    sums_finite = not_finite(updater.squared_norms()) is None
+    updater.forget_step()
+    found = world.all_gather((watch.first, sums_finite))
+    origins = [Origin(*origin) for origin, _ in found if origin is not None]
+    first = min(origins, key=lambda origin: origin.order, default=None)
+    symptom = _symptom(report, world.replicas, parameters)
+    if first is not None:
+        why = _explain(first, world.replicas)
+    elif all(finite for _, finite in found):
+        why = (
+            "but all was finite when the step ran again: a layer's values do not follow from its inputs, its weights "
+            "and torch's random numbers alone"
+        )
+    else:
+        why = "the gradient of each micro-batch is finite, but their sum is not"
+    return Cause(f"{symptom}; {why}", first)
+
+
+def _symptom(report: StepReport, replicas: int, parameters: Sequence[str]) -> str:
+    bad = report.first_bad_micro_batch()
+    if bad is not None:
+        replica = f" of replica {bad[0]}" if replicas > 1 else ""
+        return f"the loss of micro-batch {bad[1]}{replica} is not finite ({report.losses[bad[0]][bad[1]]})"
+    if report.bad_parameter is not None:
+        return f"the gradient of {parameters[report.bad_parameter]} is not finite"
+    return f"the gradient norm is not finite ({report.gradient_norm})"
+
+
+def _explain(origin: Origin, replicas: int) -> str:
+    if origin.layer is not None:
+        place = f"layer {origin.layer!r} of cell {origin.cell}"
+    else:
+        place = "the data" if origin.place == DATA else "the task's loss"
+    back = origin.way == BACKWARD
+    begin = f"outputs and losses are finite, it began in the backward of {place}" if back else f"it began in {place}"
+    replica = f" of replica {origin.replica}" if replicas > 1 else ""
+    value = {"nan": "NaN", "inf": "infinite"}[origin.value]
+    weight = "" if origin.weight is None else f" (its weight {origin.weight} was not finite before the step)"
+    return f"{begin}, micro-batch {origin.micro_batch}{replica}: its {origin.what} is {value}{weight}"
