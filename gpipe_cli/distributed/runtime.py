@@ -48,10 +48,11 @@ class PipelineRuntime:
             micro_batches: on the worker of cell 0; None elsewhere.
             watch: as in `Pipeline.train_step`.
         """
-        instructions = self.schedules.training_lists(len(plan.signatures))[self.world.worker]
-        scale = 1 / plan.total_weight if plan.total_weight else 0.0
-        step_input = StepInput(step, steps, plan.signatures, scale)
-        return self.engine.train_step(instructions, step_input, micro_batches, watch)
+        M, worker = len(plan.signatures), self.world.worker
+        posts = self.schedules.training_posts(M)[worker] if self.engine.receives_block_device else None
+        step_input = StepInput(step, steps, plan.signatures, 1 / plan.total_weight if plan.total_weight else 0.0)
+        instructions = self.schedules.training_lists(M)[worker]
+        return self.engine.train_step(instructions, step_input, micro_batches, posts, watch)
 
     def run_forward(
         self,
@@ -61,8 +62,10 @@ class PipelineRuntime:
         caches: Caches | None = None,
     ) -> None:
         """Runs micro-batches forward only; the arguments are those of `Pipeline.run_forward`."""
-        instructions = self.schedules.forward_lists(len(signatures))[self.world.worker]
-        self.engine.run_forward(instructions, signatures, micro_batches, sink, caches)
+        M, worker = len(signatures), self.world.worker
+        posts = self.schedules.forward_posts(M)[worker] if self.engine.receives_block_device else None
+        instructions = self.schedules.forward_lists(M)[worker]
+        self.engine.run_forward(instructions, signatures, micro_batches, sink, caches, posts)
 
 
 def make_transport(world: World, placement: Sequence[int]) -> Transport | None:

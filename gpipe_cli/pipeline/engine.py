@@ -27,13 +27,14 @@ from ..errors import ConfigurationError
 from ..micro_batch import Loss, MicroBatch, Tensors
 from ..position import Position
 from ..schedule.instruction import Instruction, Op
+from ..schedule.posting import Posts, post_ahead
 from .boundary import BoundarySpec, canonical_gradient, fresh_leaves, is_channels_last
 from .cell import Cell, LayerFailed
 from .finite import FiniteWatch
 from .halves import WeightHalf, backward_of_inputs
 from .meter import Meter
 from .process_group import Wait
-from .receives import ReceivesAhead
+from .receives import Receives
 from .transport import Transport
 
 TASK = -1  # stands for the task's loss where auxiliary losses have the index of their layer
@@ -160,6 +161,7 @@ class Pipeline:
         instructions: Sequence[Instruction],
         step_input: StepInput,
         micro_batches: Sequence[MicroBatch] | None,
+        posts: Posts | None = None,
         watch: FiniteWatch | None = None,
     ) -> StepRecord:
         """Runs forward and backward of one mini-batch and adds the gradients to the parameters' ``.grad``.
@@ -168,6 +170,7 @@ class Pipeline:
             instructions: this worker's list of the schedule.
             step_input: describes the mini-batch.
             micro_batches: of the mini-batch, on the worker of cell 0; None elsewhere.
+            posts: when receives are posted; None: `post_ahead`.
             watch: looks at all outputs and gradients; nothing is timed then.
 
         Raises:
@@ -176,7 +179,7 @@ class Pipeline:
         for cell in self.cells.values():
             cell.begin_step(step_input.step, step_input.steps)
         step = _TrainingStep(
-            self, instructions, step_input.signatures, micro_batches, step_input.step, step_input.scale
+            self, instructions, step_input.signatures, micro_batches, posts, step_input.step, step_input.scale
         )
         with nullcontext() if watch is None else self._watched(watch):
             step.run(self.meter if watch is None else None)
@@ -199,6 +202,7 @@ class Pipeline:
         micro_batches: Sequence[MicroBatch] | None,
         sink: Sink,
         caches: Caches | None = None,
+        posts: Posts | None = None,
     ) -> None:
         """Runs forward only, without noise or graph, for evaluation and generation.
 
@@ -208,12 +212,14 @@ class Pipeline:
             micro_batches: on the worker of cell 0.
             sink: called on the worker of the last cell with (micro-batch, outputs, targets).
             caches: of generation, by (cell, micro-batch); they live as long as the caller keeps them.
+            posts: as in `train_step`.
         """
         with torch.no_grad():
-            _ForwardStep(self, instructions, signatures, micro_batches, sink, caches).run(None)
+            _ForwardStep(self, instructions, signatures, micro_batches, posts, sink, caches).run(None)
 
-    def waits_for_sends(self) -> bool:
-        """Returns whether no receive may be posted before the sends that stand before it (see `receives.py`)."""
+    @property
+    def receives_block_device(self) -> bool:
+        """Returns whether receives must be posted by `post_when_sent`."""
         return self._transport is not None and self._transport.blocks_device
 
     def drain(self) -> None:
@@ -222,11 +228,16 @@ class Pipeline:
             self._transport.drain()
 
     def post_receive(self, signatures: Sequence[Hashable], instruction: Instruction) -> Wait | None:
-        """Posts the receive of an instruction; None when its shapes are not known yet."""
+        """Posts the receive of an instruction; None when its shapes are not known yet.
+
+        Where receives are posted when they are sent, an unknown shape is waited for: its description was sent too.
+        """
         message = instruction.awaited_message
         assert message is not None
         key, is_activation = (message.boundary, signatures[message.micro_batch]), message.direction == "activation"
         spec = (self.messages if is_activation else self.boundaries).get(key)
+        if spec is None and is_activation and self.transport.blocks_device:
+            spec = self.messages[key] = self.transport.receive_spec(message.boundary)
         if spec is None:
             return None
         return self.transport.post(message, spec if is_activation else spec.gradients)
@@ -241,6 +252,7 @@ class _Step:
         instructions: of this worker.
         signatures: of the micro-batches.
         micro_batches: on the worker of cell 0.
+        posts: when receives are posted; None: `post_ahead`.
     """
 
     HANDLERS: ClassVar[Handlers]
@@ -249,20 +261,21 @@ class _Step:
     instructions: Sequence[Instruction]
     signatures: Sequence[Hashable]
     micro_batches: InitVar[Sequence[MicroBatch] | None]
+    posts: InitVar[Posts | None]
     buffers: StepBuffers = field(default_factory=StepBuffers, init=False)
 
-    def __post_init__(self, micro_batches: Sequence[MicroBatch] | None) -> None:
+    def __post_init__(self, micro_batches: Sequence[MicroBatch] | None, posts: Posts | None) -> None:
         for number, (inputs, targets) in enumerate(micro_batches or ()):
             self.buffers.inputs[0, number] = self._to_device(inputs)
             self.buffers.targets[number] = self._to_device(targets)
         post = partial(self.pipeline.post_receive, self.signatures)
-        self._receives = ReceivesAhead(self.instructions, post, self.pipeline.waits_for_sends())
+        self._receives = Receives(post_ahead(self.instructions) if posts is None else posts, post)
 
     def run(self, meter: Meter | None) -> None:
         """Executes the list, with a time for every instruction where there is a meter."""
         where, handlers = self.pipeline.where, self.HANDLERS
-        self._receives.post_ahead(Op.RECEIVE_ACTIVATION)
-        for instruction in self.instructions:
+        for position, instruction in enumerate(self.instructions):
+            self._receives.post_due(position)
             op, where.cell, where.micro_batch = instruction.op, instruction.cell, instruction.micro_batch
             where.instruction = op.name.lower()
             if meter is None:
@@ -312,7 +325,6 @@ class _Step:
     def _send(self, i: Instruction, tensors: Tensors, spec: BoundarySpec) -> None:
         assert i.sent_message is not None
         self.pipeline.transport.send(i.sent_message, tensors, spec)
-        self._receives.has_sent()
 
     def _receive_activation(self, i: Instruction) -> None:
         pipeline, key = self.pipeline, (i.cell - 1, self.signatures[i.micro_batch])
@@ -329,7 +341,6 @@ class _Step:
     def _receive(self, i: Instruction, separate: int = 0) -> Tensors:
         wait = self._receives.take(i) or self.pipeline.post_receive(self.signatures, i)
         assert wait is not None  # its shapes are known by now
-        self._receives.post_ahead(i.op)
         return wait(separate)
 
 
@@ -369,8 +380,8 @@ class _TrainingStep(_Step):
     scale: float
     record: StepRecord = field(default_factory=StepRecord, init=False)
 
-    def __post_init__(self, micro_batches: Sequence[MicroBatch] | None) -> None:
-        super().__post_init__(micro_batches)
+    def __post_init__(self, micro_batches: Sequence[MicroBatch] | None, posts: Posts | None) -> None:
+        super().__post_init__(micro_batches, posts)
         self._recomputed = {(i.cell, i.micro_batch) for i in self.instructions if i.op is Op.RECOMPUTE}
 
     def _forward(self, i: Instruction) -> None:

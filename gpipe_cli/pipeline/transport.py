@@ -30,7 +30,7 @@ class Transport(Protocol):
 
     @property
     def blocks_device(self) -> bool:
-        """Returns whether a posted receive occupies the device until its message is there (see `receives.py`)."""
+        """Returns whether a posted receive occupies the device until its message comes (see `schedule/posting.py`)."""
 
     @property
     def bytes_shared(self) -> int:

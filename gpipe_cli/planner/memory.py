@@ -12,13 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from ..pipeline.receives import RECEIVES, RECEIVES_AHEAD, SENDS, ReceivesAhead, sends_before
+from ..pipeline.receives import Receives
 from ..pipeline.shared_memory import slot_bytes
-from ..schedule.instruction import Instruction, Message, Op, send_window
+from ..schedule.instruction import Instruction, Op, send_window
+from ..schedule.posting import Posts, post_ahead, post_when_sent
 from ..schedule.simulate import Timeline
 
 MINI_BATCH, INPUTS, GRAPHS, MESSAGES, RUNNING = "mini_batch", "inputs", "graphs", "messages", "running"
 SHARED = "shared"
+SENDS = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)
 KINDS = (MINI_BATCH, INPUTS, GRAPHS, MESSAGES, SHARED, RUNNING)
 
 
@@ -76,16 +78,17 @@ def most_alive(timeline: Timeline, sizes: Sequence[CellSizes], wire: Wire) -> li
         sizes: sizes of every cell of the model.
         wire: the connection between the workers.
     """
+    lists = [[span.instruction for span in spans] for spans in timeline.spans]
+    posts = post_when_sent(lists) if wire is Wire.NCCL else [post_ahead(each) for each in lists]
     slots = [0] * len(timeline.spans)
     gone: dict[Instruction, int] = {}
     if wire is Wire.NCCL:
-        gone = _departures(timeline)
+        gone = _departures(timeline, posts)
     elif wire is Wire.GLOO:
         gone = _behind_the_window(timeline)
     else:
         slots = _slots(timeline, sizes)
-    lists = [[span.instruction for span in spans] for spans in timeline.spans]
-    walks = [_Walk(each, sizes, timeline.placement, gone, wire) for each in lists]
+    walks = [_Walk(each, due, sizes, timeline.placement, gone, wire) for each, due in zip(lists, posts, strict=True)]
     return [walk.run(shared) for walk, shared in zip(walks, slots, strict=True)]
 
 
@@ -130,19 +133,14 @@ def _behind_the_window(timeline: Timeline) -> dict[Instruction, int]:
     return gone
 
 
-def _departures(timeline: Timeline) -> dict[Instruction, int]:
+def _departures(timeline: Timeline, posts: Sequence[Posts]) -> dict[Instruction, int]:
     """Returns where in its worker's list each sent message has left: its receive has been posted by then."""
-    posted: dict[Message, float] = {}
-    for spans in timeline.spans:
-        before = sends_before([span.instruction for span in spans])
-        sent_at = [0.0, *(span.end for span in spans if span.instruction.op in SENDS)]
-        for op in RECEIVES:
-            received = [span for span in spans if span.instruction.op is op]
-            for place, span in enumerate(received):
-                message = span.instruction.awaited_message
-                assert message is not None
-                earlier = received[place - RECEIVES_AHEAD - 1].end if place > RECEIVES_AHEAD else 0.0
-                posted[message] = max(earlier, sent_at[before[span.instruction]])
+    posted = {
+        receive.awaited_message: spans[position].start
+        for spans, due in zip(timeline.spans, posts, strict=True)
+        for position, receives in due.items()
+        for receive in receives
+    }
     left: dict[Instruction, int] = {}
     for spans in timeline.spans:
         starts = [span.start for span in spans]
@@ -158,6 +156,7 @@ class _Walk:
     def __init__(
         self,
         instructions: Sequence[Instruction],
+        posts: Posts,
         sizes: Sequence[CellSizes],
         placement: Sequence[int],
         departures: Mapping[Instruction, int],
@@ -173,7 +172,7 @@ class _Walk:
         uses = ((i, n) for i, n in computed if i.op is not Op.WEIGHT_GRADIENT or sizes[i.cell].put_off)
         self._last_use = {(i.cell, i.micro_batch): n for i, n in uses}
         self._recomputed = {(i.cell, i.micro_batch) for i, _ in computed if i.op is Op.RECOMPUTE}
-        self._receives = ReceivesAhead(instructions, self._post, after_sends=wire is Wire.NCCL)
+        self._receives = Receives(posts, self._post)
         self._holders: dict[tuple[object, ...], set[str]] = {}
         self._held: dict[tuple[object, ...], tuple[str, int]] = {}
         self._now = dict.fromkeys(KINDS, 0)
@@ -185,8 +184,8 @@ class _Walk:
         micro_batches = 1 + max((i.micro_batch for i in self._instructions), default=-1)
         if any(i.cell == 0 for i in self._instructions):
             self._hold(("mini-batch",), "step", MINI_BATCH, micro_batches * self._sizes[0].message)
-        self._receives.post_ahead(Op.RECEIVE_ACTIVATION)
         for position, instruction in enumerate(self._instructions):
+            self._receives.post_due(position)
             for sent in self._leaving.get(position, ()):
                 self._drop(("sending", sent), "wire")
             self._take(instruction)
@@ -202,11 +201,9 @@ class _Walk:
         elif instruction.op is Op.SEND_ACTIVATION:
             self._send(instruction)
             self._drop(("boundary", cell, number), "outgoing")
-            self._receives.has_sent()
         elif instruction.op is Op.SEND_GRADIENT:
             self._send(instruction)
             self._drop(("gradient", cell, number), "wire")
-            self._receives.has_sent()
         elif instruction.op is Op.FORWARD:
             self._forward(cell, number)
         elif instruction.op is Op.RECOMPUTE:
@@ -258,7 +255,6 @@ class _Walk:
             self._hold(("targets", number), "step", MINI_BATCH, size.targets)
         else:
             self._hold(("gradient", cell + 1, number), "wire", MESSAGES, size.output_gradients)
-        self._receives.post_ahead(instruction.op)
 
     def _post(self, instruction: Instruction) -> bool:
         """Counts a receive that the engine posts ahead."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from .instruction import Instruction
+from .posting import Posts, post_when_sent
 from .schedule import forward_only, schedule
 from .validate import validate
 
@@ -23,6 +24,8 @@ class RunSchedules:
         self.kind, self.placement, self.remat = kind, tuple(placement), remat
         self.training_lists = cache(self._training_lists)
         self.forward_lists = cache(self._forward_lists)
+        self.training_posts = cache(self._training_posts)
+        self.forward_posts = cache(self._forward_posts)
 
     def _training_lists(self, M: int) -> list[list[Instruction]]:
         """Returns one list per worker for a training step."""
@@ -35,3 +38,11 @@ class RunSchedules:
         lists = forward_only(self.placement, M)
         validate(lists, self.placement, M)
         return lists
+
+    def _training_posts(self, M: int) -> list[Posts]:
+        """Returns for each worker when it posts the receives of a training step, where they block the device."""
+        return post_when_sent(self.training_lists(M))
+
+    def _forward_posts(self, M: int) -> list[Posts]:
+        """Returns the same for a forward-only step."""
+        return post_when_sent(self.forward_lists(M))

@@ -22,6 +22,7 @@ from gpipe_cli.pipeline.engine import Pipeline, StepInput
 from gpipe_cli.pipeline.process_group import ProcessGroupTransport
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.pipeline.transport import Transport, connect_workers
+from gpipe_cli.schedule.posting import post_when_sent
 from gpipe_cli.schedule.schedule import REMAT, schedule
 
 STEPS = 3
@@ -72,13 +73,15 @@ def run_case(case: Case, placement: Sequence[int], worker: int, transport: Trans
         if placement[k] == worker
     ]
     engine = Pipeline(cells, placement, transport, token_loss, 1, CPU)
-    instructions = schedule(case.kind, placement, case.M, case.remat)[worker]
+    lists = schedule(case.kind, placement, case.M, case.remat)
+    posts = post_when_sent(lists)[worker] if transport is not None and transport.blocks_device else None
     seen = []
     for step in range(STEPS):
         micro_batches = mini_batch(step, case.examples, case.M)
         signatures = tuple(tuple(inputs[0].shape) for inputs, _ in micro_batches)
         step_input = StepInput(step, STEPS, signatures, 1 / weight_of(micro_batches))
-        record = engine.train_step(instructions, step_input, micro_batches if placement[0] == worker else None)
+        mine = micro_batches if placement[0] == worker else None
+        record = engine.train_step(lists[worker], step_input, mine, posts)
         finish_batchnorm([b for cell in cells for b in cell.batchnorms], None)
         if transport is not None:
             dist.barrier()  # in the trainer the exchange separates the steps

@@ -1,0 +1,128 @@
+"""Decides when each receive of a step is posted: before which instruction of its worker's list.
+
+`post_ahead` is for transports whose posted receives only wait in memory (gloo, shared memory).
+
+`post_when_sent` is for devices that a posted receive occupies (NCCL: a kernel that waits on the device). Between two
+computations such a device is in a gap, in which its transfers run. Under the strictest rules a send ends only when its
+receive is posted, a receive only when its message is sent, and no computation begins before both: whatever waits for
+the whole device (a kernel loaded at its first use, an allocator short of memory, a layer that synchronises) waits for
+the transfers too. Then two workers wait for each other for ever if one posts too early, or too late for the other.
+
+So the lists are run once on an ideal machine with these rules, where a receive is posted in the first gap of its worker
+that finds the message sent. This never stalls: a worker that waits for its send waits for a computation to end. In the
+run each receive is posted in the gap found here. The same gaps meet, whatever the computations take, and whatever a
+gap waits for came before it on the ideal machine's clock; so the run cannot stall either.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+
+from .instruction import COMPUTE, Instruction, InstructionLists, Message, Op, ScheduleError
+
+Posts = Mapping[
+    int, Sequence[Instruction]
+]  # receives by the position in the worker's list before which they are posted
+
+RECEIVES_AHEAD = 2  # by `post_ahead`, of each kind: a late one costs gloo up to 2 ms, an early one memory
+
+_UNITS = {Op.BACKWARD: 2}  # of time; any other computation takes 1
+
+
+def post_ahead(instructions: Sequence[Instruction]) -> Posts:
+    """Returns when a worker posts its receives: of each kind `RECEIVES_AHEAD` before they are waited for.
+
+    The first gradients follow the first send: before it, no shape of a gradient is known in the first step.
+    """
+    sends = [position for position, i in enumerate(instructions) if i.sent_message is not None]
+    earliest = {Op.RECEIVE_ACTIVATION: 0, Op.RECEIVE_GRADIENT: sends[0] + 1 if sends else 0}
+    posts: dict[int, list[Instruction]] = {}
+    for op, first in earliest.items():
+        waits = [position for position, i in enumerate(instructions) if i.op is op]
+        for position, before in zip(waits, [first] * RECEIVES_AHEAD + waits, strict=False):
+            posts.setdefault(min(before, position), []).append(instructions[position])
+    return posts
+
+
+def post_when_sent(lists: InstructionLists) -> list[Posts]:
+    """Returns for each worker which receives it posts before which instruction of its list.
+
+    Raises:
+        ScheduleError: the lists wait for each other in a circle.
+    """
+    receivers = {
+        message: (worker, instruction)
+        for worker, instructions in enumerate(lists)
+        for instruction in instructions
+        if (message := instruction.awaited_message) is not None
+    }
+    workers = [_Worker(instructions) for instructions in lists]
+    running: list[tuple[int, int]] = [(0, number) for number in range(len(lists))]  # end of the computation, worker
+    under_way: dict[Message, int] = {}  # sent and not yet posted, with the sender
+    while running:
+        now = running[0][0]
+        while running and running[0][0] == now:
+            number = heapq.heappop(running)[1]
+            under_way |= dict.fromkeys(workers[number].reach_gap(), number)
+        for message, sender in list(under_way.items()):
+            receiver, instruction = receivers[message]
+            if workers[receiver].in_gap:
+                workers[receiver].posts.setdefault(workers[receiver].position, []).append(instruction)
+                workers[receiver].received.add(message)
+                workers[sender].unposted -= 1
+                del under_way[message]
+        for number, worker in enumerate(workers):
+            if worker.in_gap and (operation := worker.leave_gap()) is not None:
+                heapq.heappush(running, (now + _UNITS.get(operation, 1), number))
+    if not all(worker.finished for worker in workers):
+        raise ScheduleError("deadlock: the instruction lists wait for each other in a circle")
+    return [worker.posts for worker in workers]
+
+
+class _Worker:
+    """Follows one worker's list on the ideal machine.
+
+    Attributes:
+        position: of the next instruction.
+        in_gap: no computation runs.
+        posts: found so far.
+        received: messages whose receive is posted.
+        unposted: own sends whose receive is not posted yet.
+    """
+
+    def __init__(self, instructions: Sequence[Instruction]) -> None:
+        self.instructions = instructions
+        self.position, self.in_gap, self.unposted = 0, False, 0
+        self.posts: dict[int, list[Instruction]] = {}
+        self.received: set[Message] = set()
+
+    @property
+    def finished(self) -> bool:
+        return self.position == len(self.instructions) and not self.unposted
+
+    def reach_gap(self) -> list[Message]:
+        """Ends the computation; returns the messages that are sent behind it."""
+        self.in_gap, sent = True, []
+        while (message := self._next_sent()) is not None:
+            sent.append(message)
+            self.position += 1
+        self.unposted = len(sent)
+        return sent
+
+    def _next_sent(self) -> Message | None:
+        rest = self.position < len(self.instructions)
+        return self.instructions[self.position].sent_message if rest else None
+
+    def leave_gap(self) -> Op | None:
+        """Begins the next computation and returns its kind; None while a transfer that it waits for is not posted."""
+        position = self.position
+        while position < len(self.instructions) and self.instructions[position].op not in COMPUTE:
+            if self.instructions[position].awaited_message not in self.received:
+                return None
+            position += 1
+        if self.unposted or position == len(self.instructions):
+            self.position = position if not self.unposted else self.position
+            return None
+        self.position, self.in_gap = position + 1, False
+        return self.instructions[position].op

@@ -1,0 +1,179 @@
+"""Under the rules of NCCL and CUDA no schedule waits for ever, and orders of calls that must stall do stall."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+from nccl_rules import Call, Machine, Rules, Stalled, WrongUse, drawn_step, engine_calls, message_call, programs
+from small_models import CPU, build_all, mini_batch, small_model, token_loss, weight_of
+
+from gpipe_cli.micro_batch import Tensors
+from gpipe_cli.partition.partition import cell_layers
+from gpipe_cli.pipeline.boundary import BoundarySpec
+from gpipe_cli.pipeline.cell import Cell
+from gpipe_cli.pipeline.engine import Pipeline, StepInput
+from gpipe_cli.pipeline.process_group import Wait
+from gpipe_cli.pipeline.randomness import NoiseSource
+from gpipe_cli.position import Position
+from gpipe_cli.schedule.instruction import COMPUTE, Instruction, Message, Op
+from gpipe_cli.schedule.orders import KINDS, ROUND_ROBIN
+from gpipe_cli.schedule.posting import post_ahead, post_when_sent
+from gpipe_cli.schedule.schedule import schedule
+
+STRICTEST = Rules(buffer=0, occupies=True, hidden_syncs=1.0)
+PAIR = (0, 1)
+
+
+def send(name: str, ranks: tuple[int, ...] = PAIR, group: str = "") -> Call:
+    return Call("send", name, ranks, group)
+
+
+def receive(name: str, ranks: tuple[int, ...] = PAIR, group: str = "") -> Call:
+    return Call("receive", name, ranks, group)
+
+
+def stalls(*programs: list[Call], rules: Rules = STRICTEST, seeds: int = 20) -> bool:
+    """Returns whether the programs stall, the same for every order of events."""
+    found = set()
+    for seed in range(seeds):
+        try:
+            Machine(programs, rules, seed).run()
+            found.add(False)
+        except Stalled:
+            found.add(True)
+    assert len(found) == 1, "only some orders of events stall"
+    return found.pop()
+
+
+def test_two_that_send_before_they_receive_stall_unless_the_messages_fit_the_buffer() -> None:
+    first, second = [send("a"), receive("b")], [send("b"), receive("a")]
+    assert stalls(first, second)
+    assert not stalls(first, second, rules=Rules(buffer=1))
+    assert not stalls([send("a", group="1"), receive("b", group="2")], [send("b", group="2"), receive("a", group="1")])
+
+
+def test_a_receive_posted_before_an_own_computation_that_leads_to_it_occupies_the_device() -> None:
+    asks = [receive("answer", group="1"), Call("compute", "question"), send("question", group="2")]
+    answers = [receive("question", group="2"), Call("await", "question"), Call("compute", "answer")]
+    answers.append(send("answer", group="1"))
+    assert stalls(asks, answers)
+    assert not stalls(asks[1:] + asks[:1], answers)
+    assert not stalls(asks, answers, rules=Rules(occupies=False, hidden_syncs=0.0)), "if the device has room for both"
+    assert stalls(asks, answers, rules=Rules(occupies=False, hidden_syncs=1.0)), "unless the host waits for the device"
+
+
+def test_the_first_use_of_a_connection_holds_both_hosts() -> None:
+    ring = [[send("a", (0, 1)), receive("c", (0, 2))], [send("b", (1, 2)), receive("a", (0, 1))]]
+    ring.append([send("c", (0, 2)), receive("b", (1, 2))])
+    assert not stalls(*ring, rules=Rules(buffer=1))
+    assert stalls(*ring, rules=Rules(buffer=1, connected=False))
+
+
+def test_collectives_in_another_order_are_named_with_both_ranks() -> None:
+    both = [Call("collective", name, PAIR) for name in ("norm", "loss")]
+    with pytest.raises(WrongUse, match=r"rank . calls collective (norm|loss) .* where another calls collective"):
+        Machine([both, both[::-1]], STRICTEST).run()
+    assert not stalls(both, both)
+
+
+def test_messages_received_in_another_order_are_named_with_both_ranks() -> None:
+    with pytest.raises(WrongUse, match="rank 0 sends a where rank 1 receives b"):
+        Machine([[send("a"), send("b")], [receive("b"), receive("a")]], STRICTEST).run()
+
+
+def test_a_stall_shows_where_every_rank_waits() -> None:
+    with pytest.raises(Stalled) as stalled:
+        Machine([[send("a"), Call("compute", "F0.0")], [Call("compute", "F1.0")]], STRICTEST).run()
+    assert str(stalled.value).splitlines() == [
+        "rank 0: host at compute F0.0 (synchronising); waiting: send a on (0, 1)",
+        "rank 1: has ended",
+    ]
+
+
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_no_schedule_stalls(first: int) -> None:
+    for seed in range(first, first + 20):
+        Machine(*drawn_step(seed), seed).run()
+
+
+def test_receives_posted_two_ahead_would_stall_on_such_a_device() -> None:
+    lists = schedule("gpipe", PAIR, 4, "never")
+    assert stalls(*(engine_calls(instructions, PAIR, post_ahead(instructions)) for instructions in lists))
+
+
+class QueueTransport:
+    """Carries messages between engines in threads of this process and records the calls that NCCL would see."""
+
+    blocks_device, bytes_shared = True, 0
+
+    def __init__(self, queues: dict[Any, SimpleQueue[Any]], placement: tuple[int, ...], calls: list[Call]) -> None:
+        self._queues, self._placement, self._calls = queues, placement, calls
+
+    def send(self, message: Message, tensors: Tensors, spec: BoundarySpec) -> None:
+        self._calls.append(message_call("send", message, self._placement))
+        self._queues[message].put(tuple(tensor.clone() for tensor in tensors))
+
+    def post(self, message: Message, spec: BoundarySpec) -> Wait:
+        self._calls.append(message_call("receive", message, self._placement))
+
+        def wait(separate: int) -> Tensors:
+            self._calls.append(Call("await", message))
+            tensors: Tensors = self._queues[message].get(timeout=60)
+            return tensors
+
+        return wait
+
+    def send_spec(self, boundary: int, spec: BoundarySpec) -> None:
+        self._queues["spec", boundary].put(spec)
+
+    def receive_spec(self, boundary: int) -> BoundarySpec:
+        spec: BoundarySpec = self._queues["spec", boundary].get(timeout=60)
+        return spec
+
+    def drain(self) -> None:
+        """Does nothing: a queue has taken every message."""
+
+
+class RecordingPosition(Position):
+    """Records the computations among the engine's instructions."""
+
+    calls: list[Call]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "instruction" and value and Op[value.upper()] in COMPUTE:
+            assert self.cell is not None and self.micro_batch is not None
+            self.calls.append(Call("compute", Instruction(Op[value.upper()], self.cell, self.micro_batch)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_engine_s_calls_are_those_that_were_checked(kind: str) -> None:
+    placement, M = PAIR * (2 if kind in ROUND_ROBIN else 1), 4
+    lists = schedule(kind, placement, M, "except_last")
+    posts, queues = post_when_sent(lists), defaultdict[Any, SimpleQueue[Any]](SimpleQueue)
+    calls: list[list[Call]] = [[], []]
+
+    def work(worker: int) -> None:
+        layers, noise = build_all(small_model(False, 0.0)), NoiseSource(1, 0, CPU)
+        numbers = cell_layers([len(part) for part in torch.arange(7).tensor_split(len(placement))])
+        cells = [Cell(k, [layers[i] for i in n], noise) for k, n in enumerate(numbers) if placement[k] == worker]
+        where = RecordingPosition()
+        object.__setattr__(where, "calls", calls[worker])
+        transport = QueueTransport(queues, placement, calls[worker])
+        engine = Pipeline(cells, placement, transport, token_loss, 1, CPU, where=where)
+        micro_batches = mini_batch(0, 8, M)
+        signatures = tuple(tuple(inputs[0].shape) for inputs, _ in micro_batches)
+        step_input = StepInput(0, 1, signatures, 1 / weight_of(micro_batches))
+        engine.train_step(lists[worker], step_input, None if worker else micro_batches, posts[worker])
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in PAIR]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert calls == programs(lists, placement)
