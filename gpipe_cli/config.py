@@ -174,11 +174,14 @@ class LaunchConfig:
     Attributes:
         grace_seconds: time from the request to stop until workers are killed.
         stall_seconds: the run fails after this time without progress; null: never. Not under torchrun.
+        restarts: after a worker's death the run starts again from its newest checkpoint, at most so often. Under
+            torchrun its `--max-restarts` does this.
         inline: runs everything inside the command's own process, for a debugger.
     """
 
     grace_seconds: Positive
     stall_seconds: Positive | None
+    restarts: CountOrZero
     inline: bool
 
 
@@ -420,6 +423,15 @@ def _inline_is_one_worker(settings: Settings) -> str | None:
     )
 
 
+def _restarts_need_workers(settings: Settings) -> str | None:
+    if not settings.launch.inline or not settings.launch.restarts:
+        return None
+    return (
+        f"launch.restarts={settings.launch.restarts} starts workers again, but launch.inline=true has none: leave out "
+        "one of them"
+    )
+
+
 def _begins_in_one_way(settings: Settings) -> str | None:
     checkpoint = settings.checkpoint
     if checkpoint.init_from is None or checkpoint.resume in (None, "auto"):
@@ -442,5 +454,6 @@ CHECKS: tuple[Callable[[Settings], str | None], ...] = (
     _patience_is_tested,
     _backend_fits_device,
     _inline_is_one_worker,
+    _restarts_need_workers,
     _begins_in_one_way,
 )

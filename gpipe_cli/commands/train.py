@@ -127,8 +127,9 @@ def _command_line(words: Sequence[str]) -> Iterator[None]:
             setattr(Hydra, "get_mode", lambda *_, **__: None)  # noqa: B010  # mypy refuses to assign to a method
         if joined():
             torchrun.refuse_sweep_over_workers(words)
-        extra = []
-        if not torchrun.is_first():
+        if torchrun.is_first():
+            extra = torchrun.overrides_after_restart()
+        else:
             extra = torchrun.overrides_elsewhere(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpipe-")))
         sys.argv = [before[0], *words, *extra]
         yield

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -26,7 +26,8 @@ from gpipe_cli.errors import ConfigurationError, PlainError
 from gpipe_cli.jobs import own_target, sweep, torchrun
 from gpipe_cli.jobs.devices import settle_workers
 from gpipe_cli.jobs.micro_batches import AUTO, settle_micro_batches
-from gpipe_cli.launch.join import join, joined
+from gpipe_cli.jobs.restarts import Restarts
+from gpipe_cli.launch.join import join, joined, restart_count
 from gpipe_cli.launch.report import WorkerFailed
 from gpipe_cli.launch.supervisor import Job, OnEvent, launch, launch_inline
 from gpipe_cli.terminal.frame import FAILED, REFUSED
@@ -36,6 +37,9 @@ from gpipe_cli.terminal.text import command_name, relative_paths
 
 if TYPE_CHECKING:
     from gpipe_cli.terminal.console import Console
+
+
+ENDING_SECONDS = 30.0  # for the children of a rank that torchrun restarts
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,8 @@ def prepare(composed: DictConfig, overrides: Sequence[str]) -> Prepared:
         lines.append(
             "launch.stall_seconds does nothing here: only gpipe-train that starts its own workers watches them"
         )
+    if joined() and settings.launch.restarts:
+        lines.append("launch.restarts does nothing here: torchrun restarts its processes, with --max-restarts")
     return Prepared(config, Settings.from_config(config), [line, *lines])
 
 
@@ -186,7 +192,8 @@ def _with_checkpoint(prepared: Prepared, run_dir: Path, place: Any, console: Con
     config = prepared.config
     if not torchrun.is_first():
         return config
-    resumed = _resumed(prepared, run_dir, place, console)
+    resumed = checkpoints.resolve("auto", run_dir).checkpoint if restart_count() else None
+    resumed = resumed or _resumed(prepared, run_dir, place, console)
     begun = None
     if resumed is None and prepared.settings.checkpoint.init_from is not None:
         begun, warnings = checkpoints.find(Path(prepared.settings.checkpoint.init_from).expanduser())
@@ -218,8 +225,14 @@ def _resumed(prepared: Prepared, run_dir: Path, place: Any, console: Console) ->
 def _start(prepared: Prepared, config: dict[str, Any], run_dir: Path, program: EntryPoint, console: Console) -> Any:
     for line in prepared.lines:
         console.detail(line)
+    restarts = Restarts(prepared.settings, config["settings"], run_dir, console)
+
+    def start(settings: dict[str, Any]) -> Any:
+        started = {**config, "settings": settings, "restarts": restarts.records}
+        return _run_program(prepared.settings.launch, started, run_dir, program, console)
+
     try:
-        return _run_program(prepared.settings.launch, config, run_dir, program, console)
+        return restarts.run(start)
     except (KeyboardInterrupt, SystemExit):
         console.say(f"stopped before its end; {where_it_is(run_dir)}")
         raise
@@ -277,7 +290,7 @@ def _sole_writer(run_dir: Path, console: Console) -> Iterator[None]:
         return
     with (run_dir / "run.lock").open("w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(file, ENDING_SECONDS if restart_count() else 0.0)
         except BlockingIOError:
             raise ConfigurationError(
                 f"another gpipe-train is writing to {run_dir}: wait for it to end, or type another hydra.run.dir"
@@ -285,6 +298,22 @@ def _sole_writer(run_dir: Path, console: Console) -> Iterator[None]:
         except OSError as error:  # a file system without locks
             console.warn(f"the file system of {run_dir} has no locks ({error}): two runs in it would not be noticed")
         yield
+
+
+def _lock(file: IO[str], patience: float) -> None:
+    """Locks a file; waits up to ``patience`` seconds for the process that holds the lock to end.
+
+    Raises:
+        BlockingIOError: it has not ended.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 def _console_settings(composed: DictConfig) -> tuple[int, Any]:

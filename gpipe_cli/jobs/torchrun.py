@@ -9,18 +9,20 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from hydra.types import RunMode
 
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.launch.join import joined
+from gpipe_cli.launch.join import joined, lasting_store, restart_count
 
 if TYPE_CHECKING:
     from gpipe_cli.launch.context import Context
 
 ENTRY = "gpipe_cli.jobs.torchrun:enter"
 FIXED = ("pipeline.K", "pipeline.workers", "pipeline.replicas")  # keys that change the number of processes
-KEY = "rank_0_decides"
+KEY, DIRECTORY = "rank_0_decides", "directory"  # in the store
 HEAD_START = 2.0  # seconds; torchrun ends all ranks when one has failed, and rank 0 must print the reason first
 
 
@@ -49,6 +51,12 @@ def overrides_elsewhere(folder: str) -> list[str]:
     ]
 
 
+def overrides_after_restart() -> list[str]:
+    """Returns the override that leads rank 0 to the directory that it used before torchrun restarted the processes."""
+    store = lasting_store() if restart_count() else None
+    return [] if store is None or not store.check([DIRECTORY]) else [store.get(DIRECTORY).decode()]
+
+
 def refuse_sweep_over_workers(words: Sequence[str]) -> None:
     """Refuses a sweep over the number of processes, which is fixed for a torchrun job.
 
@@ -72,7 +80,18 @@ def refuse_sweep_over_workers(words: Sequence[str]) -> None:
 
 def wrap(entry: str, config: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments with which `enter` calls the real entry point."""
-    return {"entry": entry, "config": config}
+    return {"entry": entry, "config": config, "directory": _directory()}
+
+
+def _directory() -> str:
+    """Returns the override that leads to this command's directory of runs again."""
+    place = HydraConfig.get()
+    if place.mode == RunMode.MULTIRUN:
+        key, path = "hydra.sweep.dir", place.sweep.dir
+    else:
+        key, path = "hydra.run.dir", place.runtime.output_dir
+    quoted = str(Path(path).absolute()).replace("'", "\\'")
+    return f"{key}='{quoted}'"
 
 
 def enter(context: Context, wrapped: dict[str, Any]) -> Any:
@@ -82,6 +101,8 @@ def enter(context: Context, wrapped: dict[str, Any]) -> Any:
     """
     if context.rank == 0:
         context.store.set(KEY, json.dumps([str(context.run_dir), wrapped["config"]]))
+        if (lasting := lasting_store()) is not None:
+            lasting.set(DIRECTORY, wrapped["directory"])
     run_dir, config = json.loads(context.store.get(KEY))
     context.run_dir = Path(run_dir)
     module, _, function = wrapped["entry"].partition(":")

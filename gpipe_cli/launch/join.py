@@ -59,7 +59,7 @@ def join(
     # end what they have started; otherwise a rank fails at its next message to one that is gone.
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())
-    store_prefix = f"job{next(_job_numbers)}"
+    store_prefix = f"start{restart_count()}/job{next(_job_numbers)}"  # torchrun's store outlives a restart
 
     def open_store() -> Store:
         from torch.distributed import PrefixStore
@@ -95,6 +95,23 @@ def local_rank() -> int:
     """
     names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
     return next((int(os.environ[name]) for name in names if os.environ.get(name)), 0)
+
+
+def restart_count() -> int:
+    """Returns how often torchrun has restarted its processes after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def lasting_store() -> Store | None:
+    """Returns a store that keeps its values when torchrun restarts its processes; None if a rank serves the store."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return None
+    from torch.distributed import PrefixStore
+
+    store = _base_store()
+    while isinstance(store, PrefixStore):  # some releases of torch number the restarts by a prefix
+        store = store.underlying_store
+    return PrefixStore("gpipe", store)
 
 
 @functools.cache

@@ -35,13 +35,19 @@ SIGNAL_MEANING = {
     signal.SIGBUS: "often a full /dev/shm or disk under a memory-mapped file",
     signal.SIGABRT: "compiled code gave up",
 }
+ENDING_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # sent from outside
 
 
 class WorkerFailed(RuntimeError):
     """Raised when a worker failed; the message names it, its place and the cause, and ends with the path of its log.
 
     Its only argument is the message, so that it can be pickled (joblib and submitit sweeps do).
+
+    Attributes:
+        failure: of the worker; None where nothing more than the message is known.
     """
+
+    failure: Failure | None = None
 
 
 class WorkerOutOfMemory(WorkerFailed):
@@ -58,21 +64,30 @@ class Failure:
         time: seconds since the epoch.
         text: for the console.
         is_configuration: the worker refused the configuration.
+        cause: one line: the worker's name, and the signal, exit code or exception.
+        is_plain: the text explains everything: what ran found the failure itself.
+        is_configuration: the worker refused the configuration.
         is_memory: there was no memory for a tensor.
+        from_outside: the worker was killed, or lost the connection to another one.
     """
 
     rank: int
     suspicion: int
     time: float
     text: str
+    cause: str = ""
+    is_plain: bool = False
     is_configuration: bool = False
     is_memory: bool = False
+    from_outside: bool = False
 
     def exception(self) -> WorkerFailed | ConfigurationError:
         """Returns the exception that ends the command."""
         if self.is_configuration:
             return ConfigurationError(self.text)
-        return (WorkerOutOfMemory if self.is_memory else WorkerFailed)(self.text)
+        failed = (WorkerOutOfMemory if self.is_memory else WorkerFailed)(self.text)
+        failed.failure = self
+        return failed
 
 
 def log_path(directory: Path, rank: int) -> Path:
@@ -170,8 +185,17 @@ def failure_of(
     if record is None:
         return _silent_death(directory, rank, exit_code, when, where)
     log = "" if record["plain"] else f"\nlog: {log_path(directory, rank)}"
-    text = shown_error(record) + log
-    return Failure(rank, record["suspicion"], record["time"], text, record["configuration"], record["memory"])
+    return Failure(
+        rank=rank,
+        suspicion=record["suspicion"],
+        time=record["time"],
+        text=shown_error(record) + log,
+        cause=f"{_name(rank)} failed: {record['type']}: {record['message']}".splitlines()[0],
+        is_plain=record["plain"],
+        is_configuration=record["configuration"],
+        is_memory=record["memory"],
+        from_outside=record["suspicion"] == 2,
+    )
 
 
 def shown_error(record: dict[str, Any]) -> str:
@@ -184,22 +208,25 @@ def shown_error(record: dict[str, Any]) -> str:
 def _silent_death(directory: Path, rank: int, exit_code: int, when: float, where: dict[str, Any]) -> Failure:
     tail = last_lines(log_path(directory, rank))
     if exit_code < 0:
-        how = f"was killed by {_describe_signal(-exit_code)}"
+        name, meaning = _signal_name(-exit_code)
+        how = f"was killed by {name}"
     else:
-        how = f"ended with exit code {exit_code} and left no error report"
+        how, meaning = f"ended with exit code {exit_code} and left no error report", ""
     # NCCL's watchdog thread aborts the whole process when a peer is gone.
     echo = exit_code == -signal.SIGABRT and COMMUNICATION.search(tail) is not None
     seen = f"; last seen{place}" if (place := _place(where)) else ""
-    text = f"{_name(rank)} {how}{seen}\nlast lines of {log_path(directory, rank)}:\n{tail or '(empty)'}"
-    return Failure(rank, 1 if echo else 0, when, text)
+    text = f"{_name(rank)} {how}{meaning}{seen}\nlast lines of {log_path(directory, rank)}:\n{tail or '(empty)'}"
+    from_outside = echo or -exit_code in ENDING_SIGNALS
+    return Failure(rank, 1 if echo else 0, when, text, cause=f"{_name(rank)} {how}", from_outside=from_outside)
 
 
-def _describe_signal(number: int) -> str:
+def _signal_name(number: int) -> tuple[str, str]:
+    """Returns the name of a signal, and in brackets what it usually means, if that is known."""
     try:
         known = signal.Signals(number)
     except ValueError:  # most real-time signals have no name
-        return f"signal {number}"
-    return f"{known.name} ({SIGNAL_MEANING[known]})" if known in SIGNAL_MEANING else known.name
+        return f"signal {number}", ""
+    return known.name, f" ({SIGNAL_MEANING[known]})" if known in SIGNAL_MEANING else ""
 
 
 def last_lines(log: Path, count: int = LOG_LINES_SHOWN) -> str:
@@ -214,6 +241,20 @@ def last_lines(log: Path, count: int = LOG_LINES_SHOWN) -> str:
 def root_cause(failures: list[Failure]) -> Failure:
     """Returns the failure that caused the others: the earliest of those least suspected to be echoes."""
     return min(failures, key=lambda failure: (failure.suspicion, failure.time))
+
+
+def take_failure(directory: Path) -> Failure | None:
+    """Returns the failure that caused the others of an earlier start without a supervisor; removes their error files.
+
+    None if no rank has left an error that did not follow from another one's end: that one was killed.
+    """
+    found = []
+    for path in directory.glob("error_*.json"):
+        record = json.loads(path.read_text())
+        found.append(failure_of(directory, record["rank"], 1, record["time"], {}, record))
+        path.unlink()
+    causes = [failure for failure in found if not failure.from_outside]
+    return root_cause(causes) if causes else None
 
 
 def describe_place(where: dict[str, Any]) -> str:

@@ -232,7 +232,8 @@ class _Watch:
             if self._must_stop_now():
                 return None
             if self._stalled():
-                return WorkerFailed(self._describe_stall())
+                cause = f"no worker has made progress for {self.job.stall_seconds:g} s"
+                return report.Failure(STARTER, 0, time.time(), self._describe_stall(cause), cause).exception()
         return self._starter_failure()
 
     def end(self) -> None:
@@ -310,14 +311,13 @@ class _Watch:
         seconds = self.job.stall_seconds
         return seconds is not None and time.monotonic() - self._last_progress > seconds
 
-    def _describe_stall(self) -> str:
+    def _describe_stall(self, cause: str) -> str:
         rows = [
             f"  worker {rank}: {report.describe_place(self.where.get(rank, {})) or 'place unknown'}"
             for rank in range(self.job.workers)
             if rank not in self.results
         ]
-        head = f"no worker has made progress for {self.job.stall_seconds:g} s; they wait at:"
-        return "\n".join([head, *rows, self._stack_hint()])
+        return "\n".join([f"{cause}; they wait at:", *rows, self._stack_hint()])
 
     def _stack_hint(self) -> str:
         return f"their stacks are at the end of {self.directory}/rank_*.log"

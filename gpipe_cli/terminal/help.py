@@ -25,6 +25,7 @@ KEYS = (
     ("optimizer.lr", "peak learning rate"),
     ("checkpoint.every", "steps between checkpoints"),
     ("checkpoint.resume", "auto, or the path of a run to resume"),
+    ("launch.restarts", "restarts after a worker's death"),
     ("seed", "seed of weights, dropout and data order"),
 )
 GROUPS = (

@@ -31,7 +31,8 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         context: this worker's place in the job.
-        config: "settings", the resolved configuration as plain values; optionally "started_at", `time.time()`.
+        config: "settings", the resolved configuration as plain values; optionally "started_at", `time.time()`, and
+            "restarts" of the run so far.
 
     Returns:
         The summary, as in summary.json.
@@ -88,6 +89,7 @@ def summarize(trainer: Trainer, assembly: Assembly, config: Mapping[str, Any]) -
         "loss": progress.loss,
         "stopped_by": progress.stopped_by,
         "skipped_updates": progress.skipped,
+        "restarts": config.get("restarts", []),
         "evaluation": trainer.last_evaluation,
         "wall_seconds": now - started,
         "first_step_seconds": totals.first_step_at - started if totals.first_step_at else None,

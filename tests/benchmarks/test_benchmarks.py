@@ -29,6 +29,7 @@ SMALL = {
     "meter": "--shapes 2,2 --examples 4 --tokens 4 --repetitions 2",
     "plan": "--quick debug=tiny",
     "cell_times": "--quick debug=tiny",
+    "kills": "--quick --K 2",
     "corpus": "--quick --tokens 20000 --batches 2",
 }
 

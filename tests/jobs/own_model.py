@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from functools import partial
 from typing import ClassVar
 
@@ -87,6 +89,19 @@ class Ending(nn.Module):
 
     def begin_step(self, step: int, steps: int) -> None:
         Ending.asked = step == self.at
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Dying(nn.Module):
+    """Is killed in the middle of the sixth step, on the first start by torchrun."""
+
+    depends_on_steps = False
+
+    def begin_step(self, step: int, steps: int) -> None:
+        if step == 5 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x

@@ -1,0 +1,186 @@
+"""A run starts again by itself after a worker's death, from its newest checkpoint and on the workers that are left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import own_model
+import pytest
+from checkpoint_tools import make_layers, save
+from hydra import compose, initialize_config_module
+from inline_run import train_inline
+from own_model import WORDS
+
+from benchmarks.kills import same_end
+from gpipe_cli import gpus
+from gpipe_cli.checkpoint.files import step_directory
+from gpipe_cli.config import Settings
+from gpipe_cli.jobs import devices, restarts
+from gpipe_cli.jobs.devices import Devices
+from gpipe_cli.jobs.job import prepare
+from gpipe_cli.jobs.restarts import Restarts
+from gpipe_cli.launch import report
+from gpipe_cli.launch.report import Failure, WorkerFailed
+from gpipe_cli.terminal.console import Console
+
+KILLED = {"cause": "worker 1 was killed by SIGKILL", "from_outside": True}
+EXCEPTION = {"cause": "worker 1 failed: ValueError: no"}
+Start = Callable[[dict[str, Any]], Any]
+
+
+def failed(rank: int = 1, **values: Any) -> WorkerFailed:
+    error = Failure(rank, 0, 0.0, "the whole text", **values).exception()
+    assert isinstance(error, WorkerFailed)
+    return error
+
+
+class Script:
+    """Takes the place of a run: fails as told at each start, and keeps the settings of all starts."""
+
+    def __init__(self, run_dir: Path, *words: str) -> None:
+        with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
+            composed = compose("train", overrides=["launch.restarts=9", "pipeline.workers=4", *words])
+        self.config, self.run_dir = prepare(composed, list(words)).config, run_dir
+        self.starts: list[dict[str, Any]] = []
+
+    def run(self, *failures: WorkerFailed | None, save_steps: tuple[int, ...] = ()) -> Restarts:
+        """Runs until a start does not fail; start number i saves the checkpoint of step save_steps[i] before it fails.
+
+        None fails at no start.
+        """
+        script, steps = list(failures), list(save_steps)
+
+        def start(settings: dict[str, Any]) -> None:
+            self.starts.append(settings)
+            if steps:
+                save(self.run_dir, steps.pop(0), make_layers())
+            if script and (failure := script.pop(0)) is not None:
+                raise failure
+
+        with Console(1, "plain") as console:
+            made = Restarts(Settings.from_config(self.config), self.config, self.run_dir, console)
+            made.run(start)
+        return made
+
+    @property
+    def resumed(self) -> list[str | None]:
+        return [None if (path := start["checkpoint"]["resume"]) is None else Path(path).name for start in self.starts]
+
+    @property
+    def workers(self) -> list[int]:
+        return [start["pipeline"]["workers"] for start in self.starts]
+
+
+def test_a_killed_worker_s_run_starts_again_from_the_newest_checkpoint_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = Script(tmp_path)
+    made = script.run(failed(**KILLED), failed(**KILLED), None, save_steps=(5, 7))
+    assert script.resumed == [None, "step_00000005", "step_00000007"]
+    assert script.workers == [4, 4, 4]
+    assert [record["from_step"] for record in made.records] == [5, 7]
+    assert made.records[0]["cause"] == KILLED["cause"]
+    assert "worker 1 was killed by SIGKILL: restart 2 of 9 from step 7 on 4 workers" in capsys.readouterr().out
+    assert [json.loads(line) for line in (tmp_path / restarts.FILE).read_text().splitlines()] == made.records
+
+
+def test_before_the_first_checkpoint_it_begins_as_it_was_told_to(tmp_path: Path) -> None:
+    save(tmp_path / "old", 3, make_layers())
+    script = Script(tmp_path)
+    script.config["checkpoint"]["resume"] = str(step_directory(tmp_path / "old", 3))
+    made = script.run(failed(**KILLED))
+    assert script.resumed == ["step_00000003", "step_00000003"]
+    assert made.records[0]["from_step"] == 3
+
+
+def test_a_checkpoint_that_the_run_was_told_to_go_back_behind_is_not_used(tmp_path: Path) -> None:
+    save(tmp_path, 3, make_layers())
+    save(tmp_path, 5, make_layers())
+    script = Script(tmp_path)
+    script.config["checkpoint"]["resume"] = str(step_directory(tmp_path, 3))
+    script.run(failed(**KILLED))
+    assert script.resumed == ["step_00000003", "step_00000003"]
+
+
+def test_a_run_starts_again_as_often_as_allowed(tmp_path: Path) -> None:
+    script = Script(tmp_path, "launch.restarts=2")
+    with pytest.raises(WorkerFailed):
+        script.run(*(failed(**KILLED) for _ in range(3)))
+    assert len(script.starts) == 3
+
+
+def test_what_the_run_found_out_itself_is_not_tried_again(tmp_path: Path) -> None:
+    script = Script(tmp_path)
+    with pytest.raises(WorkerFailed):
+        script.run(failed(cause="worker 0 failed: NonFinite: …", is_plain=True))
+    assert len(script.starts) == 1
+
+
+@pytest.mark.parametrize(("steps", "starts"), [((4,), 2), ((4, 5), 3)], ids=["the same place", "further on"])
+def test_an_exception_is_tried_once_more_at_each_place(steps: tuple[int, ...], starts: int, tmp_path: Path) -> None:
+    script = Script(tmp_path)
+    failures = [failed(**EXCEPTION) for _ in range(9)]
+    with pytest.raises(WorkerFailed):
+        script.run(*failures, save_steps=steps)
+    assert len(script.starts) == starts
+
+
+def test_a_worker_that_dies_again_and_again_is_given_up(tmp_path: Path) -> None:
+    script = Script(tmp_path, "pipeline.K=4", "pipeline.schedule=interleaved_1f1b")
+    script.run(*(failed(**KILLED) for _ in range(3)))
+    assert script.workers == [4, 4, 4, 2]  # interleaved_1f1b: three workers cannot share four cells evenly
+
+
+def test_its_gpu_is_hidden_where_there_are_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4")
+    monkeypatch.setattr(gpus, "_installed_gpus", lambda: 5)
+    script = Script(tmp_path)
+    script.run(*(failed(**KILLED) for _ in range(6)))
+    assert script.workers == [4, 4, 4, 4, 4, 4, 3]
+    assert gpus.os.environ["CUDA_VISIBLE_DEVICES"] == "0,3,4"
+
+
+def test_with_fewer_cores_than_before_it_goes_on_with_fewer_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = iter((4, 2, 4))
+    monkeypatch.setattr(devices, "find_devices", lambda device: Devices(next(room), "core"))
+    script = Script(tmp_path)
+    script.run(failed(**KILLED), failed(0, **KILLED))
+    assert script.workers == [4, 2, 4]
+
+
+def test_a_cause_says_how_a_worker_ended_and_whether_it_came_from_outside(tmp_path: Path) -> None:
+    (tmp_path / "rank_1.log").touch()
+    ends = [report.failure_of(tmp_path, 1, code, 0.0, {}, None) for code in (-9, -11, 3)]
+    assert [(end.cause, end.from_outside) for end in ends] == [
+        ("worker 1 was killed by SIGKILL", True),
+        ("worker 1 was killed by SIGSEGV", False),
+        ("worker 1 ended with exit code 3 and left no error report", False),
+    ]
+    record = report.record_of(1, ValueError("no\nmore"), {})
+    assert report.failure_of(tmp_path, 1, 1, 0.0, {}, record).cause == "worker 1 failed: ValueError: no"
+
+
+@pytest.mark.slow
+def test_under_torchrun_a_restart_finds_its_run_and_continues_it_bit_for_bit(tmp_path: Path) -> None:
+    words = [*WORDS, "pipeline.K=2", "trainer.steps=8", "checkpoint.every=2", "trainer.average=null"]
+    train_inline(tmp_path / "whole", *words, "++model.middle=Dying")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    command = [*torchrun, "-m", "gpipe_cli.commands.train", *words, "model.middle=Dying", "launch.restarts=1"]
+    path = os.pathsep.join([str(Path(own_model.__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert same_end(tmp_path / "whole", run_dir)
+    (record,) = json.loads((run_dir / "summary.json").read_text())["restarts"]
+    assert record["from_step"] in (2, 4) and record["workers"] == 2
+    assert f"torchrun's restart 1 from step {record['from_step']} on 2 workers" in done.stdout
+    assert "launch.restarts does nothing here: torchrun restarts its processes" in done.stdout
