@@ -78,7 +78,7 @@ def first_bad(engine: Pipeline, kind: str, remat: str, micro_batches: list[Micro
     runs = []
     found = FiniteWatch(0, engine.where)
     for watch in (None, found):
-        engine.train_step(instructions, step_input, micro_batches, watch)
+        engine.train_step(instructions, step_input, micro_batches, watch=watch)
         runs.append([weight.grad for weight in weights])
         for weight in weights:
             weight.grad = None
