@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..errors import ConfigurationError
 from .source import Batch, Report
 from .store import whole_file
 from .vocabulary import BOS, EOS, PAD, Vocabulary
@@ -36,15 +37,24 @@ class SentenceSource:
 
     Args:
         vocabularies: a folder made by `keep_vocabularies`.
+        source_pieces, target_pieces: the most pieces that the model knows; None: not checked.
+
+    Raises:
+        ConfigurationError: a vocabulary is damaged, or has more pieces.
     """
 
     pad_id, bos_id, eos_id = PAD, BOS, EOS
 
-    def __init__(self, vocabularies: str) -> None:
-        folder = Path(vocabularies)
-        self._source = Vocabulary((folder / SOURCE).read_bytes())
-        own = folder / TARGET
-        self._target = Vocabulary(own.read_bytes()) if own.exists() else self._source
+    def __init__(self, vocabularies: str, source_pieces: int | None = None, target_pieces: int | None = None) -> None:
+        source, target = Path(vocabularies) / SOURCE, Path(vocabularies) / TARGET
+        self._source = Vocabulary.read(source)
+        self._target = Vocabulary.read(target) if target.exists() else self._source
+        for path, vocabulary, most in ((source, self._source, source_pieces), (target, self._target, target_pieces)):
+            if most is not None and len(vocabulary) > most:
+                raise ConfigurationError(
+                    f"{path if path.exists() else source} has {len(vocabulary):,} pieces, but the model knows {most:,}, "
+                    "so it is not the vocabulary of this run"
+                )
 
     def prepare(self, report: Report) -> None:
         """Does nothing: the vocabularies are ready."""

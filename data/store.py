@@ -140,9 +140,9 @@ class Store:
         self._description = json.loads((folder / "store.json").read_text(encoding="utf-8"))
         self.block: int = self._description["block"]
         self.languages = {c: LanguageSummary.from_json(of) for c, of in self._description["languages"].items()}
-        self.source_vocabulary = Vocabulary((folder / "source.model").read_bytes())
+        self.source_vocabulary = Vocabulary.read(folder / "source.model")
         own = folder / "target.model"
-        self.target_vocabulary = Vocabulary(own.read_bytes()) if own.exists() else self.source_vocabulary
+        self.target_vocabulary = Vocabulary.read(own) if own.exists() else self.source_vocabulary
         self._shards = [(code, n) for code, of in self.languages.items() for n in range(len(of.shards))]
         self._first_shard = np.cumsum([0, *(len(of.shards) for of in self.languages.values())]).tolist()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import sentencepiece
@@ -12,6 +13,8 @@ import sentencepiece
 from ..errors import ConfigurationError
 
 PAD, UNKNOWN, BOS, EOS = 0, 1, 2, 3
+MOST_BYTES = 2**28  # of a model's file; one of 64,000 pieces has a million
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def train_vocabulary(
@@ -84,10 +87,46 @@ def smaller_notice(key: str, wanted: int, vocabulary: Vocabulary) -> str | None:
 
 
 class Vocabulary:
-    """Turns texts into ids and back with a trained model."""
+    """Turns texts into ids and back with a trained model.
 
-    def __init__(self, model: bytes) -> None:
-        self._pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
+    Args:
+        model: as `train_vocabulary` returns it.
+        name: of its file, for messages.
+
+    Raises:
+        ConfigurationError: it is no such model.
+    """
+
+    def __init__(self, model: bytes, name: object = "the vocabulary") -> None:
+        try:
+            self._pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
+        except RuntimeError as error:
+            raise ConfigurationError(f"{name} is no SentencePiece model, or a damaged one ({error})") from error
+        if reason := self._not_ours():
+            raise ConfigurationError(f"{name} is no vocabulary that gpipe-train has made: {reason}")
+
+    @classmethod
+    def read(cls, path: Path) -> Vocabulary:
+        """Returns the vocabulary of a file.
+
+        Raises:
+            ConfigurationError: it is no such model.
+            OSError: it cannot be read.
+        """
+        if (size := path.stat().st_size) > MOST_BYTES:
+            raise ConfigurationError(f"{path} has {size:,} bytes: no vocabulary of gpipe-train has so many")
+        return cls(path.read_bytes(), path)
+
+    def _not_ours(self) -> str | None:
+        """Returns how the model differs from any that `train_vocabulary` makes."""
+        pieces = self._pieces
+        special = (pieces.pad_id(), pieces.unk_id(), pieces.bos_id(), pieces.eos_id())
+        if special != (PAD, UNKNOWN, BOS, EOS):
+            return f"padding, unknown, beginning and end are {special}"
+        for number in range(len(self)):
+            if pieces.is_byte(number) or CONTROL.search(pieces.id_to_piece(number)):
+                return f"piece {number} has control characters, which a terminal would obey"
+        return None
 
     def __len__(self) -> int:
         return int(self._pieces.get_piece_size())

@@ -46,6 +46,7 @@ task.generation.group=64      sentences that are translated together
 """
 # Lines in flight, at most: unread events of the workers are kept up to 16 MiB.
 LINES_AHEAD = 4096
+LONGEST_LINE = 2**16  # bytes
 PREPARATION_SECONDS = 5.0
 
 
@@ -116,6 +117,8 @@ def worker_config(run: Checkpointed) -> dict[str, Any]:
     longest, vocabularies = config["data"].get("max_length"), vocabulary_folder(run.run_dir)
     if are_kept(vocabularies):
         config["data"] = {"_target_": "gpipe_cli.data.sentences.SentenceSource", "vocabularies": str(vocabularies)}
+        for side in ("source", "target"):
+            config["data"][f"{side}_pieces"] = config["model"].get(f"{side}_vocabulary")
     config["launch"] = {**config["launch"], "stall_seconds": None}  # waiting for typed input is no stall
     return {
         "settings": config,
@@ -151,7 +154,8 @@ def _read_references(path: str | None) -> list[str] | None:
 class LinePipe:
     """Passes lines to rank 0 through a named pipe, from its own thread, at most `LINES_AHEAD` at a time.
 
-    Bytes that are not UTF-8 become U+FFFD, with a warning that names the line.
+    Bytes that are not UTF-8 become U+FFFD, and a line of more than `LONGEST_LINE` bytes becomes empty, both with a
+    warning that names the line.
     """
 
     def __init__(self, lines: BinaryIO) -> None:
@@ -169,11 +173,22 @@ class LinePipe:
         """Makes room for as many new lines as have been translated."""
         self._room.release(count)
 
+    def _read(self) -> bytes:
+        """Returns the next line; of one that is too long its beginning, without a line's end. No more is held."""
+        line = self._lines.readline(LONGEST_LINE + 1)
+        if len(line) > LONGEST_LINE and not line.endswith(b"\n"):
+            while (rest := self._lines.readline(LONGEST_LINE)) and not rest.endswith(b"\n"):
+                pass
+        return line
+
     def _pump(self, path: Path) -> None:
         try:
             with path.open("wb", buffering=0) as pipe:
-                for number, line in enumerate(self._lines, start=1):
+                for number, line in enumerate(iter(self._read, b""), start=1):
                     self._room.acquire()
+                    if len(line) > LONGEST_LINE:
+                        say(f"warning: line {number} has more than {LONGEST_LINE:,} bytes: it is not translated")
+                        line = b""
                     text = line.rstrip(b"\r\n").decode(errors="replace")
                     if "\ufffd" in text:
                         say(f"warning: line {number} is no valid UTF-8; unreadable bytes became \ufffd")
@@ -236,6 +251,8 @@ def _print_end(result: dict[str, Any], longest: int | None, writer: Writer) -> N
     say(f"{start}{writer.lines:,} lines in {duration(writer.seconds)}, the start of the workers included")
     if result["longer"]:
         say(f"warning: {result['longer']:,} lines have more than {longest} tokens, more than any sentence in training")
+    if result["left_out"]:
+        say(f"warning: {result['left_out']:,} lines have more than {result['most']:,} tokens: they are not translated")
 
 
 def refuse_other_count(lines: int, references: Sequence[str]) -> None:

@@ -20,6 +20,7 @@ from .assembly import Assembly, assemble_decoder, assemble_from_checkpoint, gene
 
 TICK_SECONDS = 0.2  # between two checks whether to stop
 LINGER_SECONDS = 0.05  # waits for more lines after the first: a larger batch is faster
+MOST_TOKENS = 1024  # of a line, where no training sentence was longer: attention over more would fill the memory
 IDLE_SECONDS = 60.0  # without a line; then all workers run an exchange, so that none times out waiting for rank 0
 
 
@@ -84,7 +85,8 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
             "longest", tokens of the longest source of the training.
 
     Returns:
-        On rank 0 the number of lines, and of those longer than any of the training ("longer").
+        On rank 0 the number of lines, of those longer than any of the training ("longer"), and of those with more
+        than "most" tokens ("left_out").
 
     Raises:
         ConfigurationError: the run's task or data cannot translate, or as `assemble_from_checkpoint`.
@@ -100,7 +102,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
         more.own["more"][0] = float(lines is not None)
         more.run()
         if not more.total["more"][0]:
-            return {"lines": translator.lines, "longer": translator.longer}
+            return {name: getattr(translator, name) for name in ("lines", "longer", "left_out", "most")}
         translator.translate(lines or [])
 
 
@@ -129,16 +131,22 @@ class Translator:
         self._decoder: Decoder = assemble_decoder(assembly, generation)
         self._beam, self._emit, self._longest = generation.beam, emit, longest
         self.at_once = generation.group * settings.pipeline.M
-        self.lines = self.longer = 0
+        self.most = max(MOST_TOKENS, longest or 0)
+        self.lines = self.longer = self.left_out = 0
 
     def translate(self, lines: list[str]) -> None:
-        """Emits {"kind": "translations", "texts", "log_probabilities"}; an empty line has an empty translation."""
+        """Emits {"kind": "translations", "texts", "log_probabilities"}.
+
+        An empty line and one of too many tokens have an empty translation.
+        """
         filled = [number for number, line in enumerate(lines) if line.strip()]
         sources = self._codec.encode([lines[number] for number in filled]) if self._codec is not None else []
-        found = dict(zip(filled, self._decoder.decode(sources, self._beam), strict=True))
+        short = {number: ids for number, ids in zip(filled, sources, strict=True) if len(ids) <= self.most}
+        found = dict(zip(short, self._decoder.decode(list(short.values()), self._beam), strict=True))
         if self._codec is None or not lines:
             return
         self.lines += len(lines)
+        self.left_out += len(filled) - len(short)
         self.longer += sum(self._longest is not None and len(ids) > self._longest for ids in sources)
         hypotheses = [found.get(number, Hypothesis([], 0.0)) for number in range(len(lines))]
         texts = [" ".join(self._codec.decode(hypothesis.tokens).split("\n")) for hypothesis in hypotheses]

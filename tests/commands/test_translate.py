@@ -195,3 +195,57 @@ def test_a_wrong_override_says_what_to_type(word: str, message: str, run: Path) 
     with pytest.raises(ConfigurationError) as error:
         checkpointed.open_run(str(run), [word])
     assert message in str(error.value)
+
+
+# --- input and vocabularies made to hurt
+
+
+def test_a_line_of_any_length_fills_no_memory_and_is_told(
+    run: Path, reference: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("gpipe_cli.trainer.translate.MOST_TOKENS", 100)
+    lines = tmp_path / "lines.txt"
+    lines.write_text("\n".join([LINES[0], "x" * 300_000, "1" * 200, LINES[4], "x" * 300_000]))
+    assert translated(run, lines, *INLINE) == [reference[0], "", "", reference[4], ""]
+    said = capsys.readouterr().err
+    assert "line 2 has more than 65,536 bytes: it is not translated" in said and "line 5 has more" in said
+    assert "1 lines have more than 100 tokens: they are not translated" in said
+
+
+def changed_vocabulary(folder: Path, change: str) -> None:
+    from sentencepiece import sentencepiece_model_pb2
+
+    path = folder / "source.model"
+    model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined] # made by protobuf
+    model.ParseFromString(path.read_bytes())
+    if change == "control characters":
+        model.pieces[50].piece = "\x1b]0;title\x07"
+    elif change == "more pieces":
+        model.pieces.add(piece="unheard", score=-9.0)
+    elif change == "special pieces":
+        model.pieces[0].type = 1
+    path.write_bytes(model.SerializeToString()[: 1000 if change == "torn" else None])
+    if change == "huge":
+        with path.open("ab") as file:
+            file.truncate(2**40)
+
+
+@pytest.mark.parametrize(
+    ("change", "refusal"),
+    [
+        ("torn", "source.model is no SentencePiece model, or a damaged one"),
+        ("huge", "source.model has 1,099,511,627,776 bytes"),
+        ("control characters", "piece 50 has control characters"),
+        ("special pieces", "padding, unknown, beginning and end are (-1, 1, 2, 3)"),
+        ("more pieces", "source.model has 401 pieces, but the model knows 400"),
+    ],
+)
+def test_a_tampered_vocabulary_is_refused_in_one_line(
+    run: Path, source: Path, change: str, refusal: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(run, moved)
+    changed_vocabulary(moved / "vocabulary", change)
+    assert translate.main([f"checkpoint={moved}", f"input={source}", *INLINE]) != 0
+    said = capsys.readouterr().err
+    assert refusal in said and "Traceback" not in said
