@@ -51,9 +51,9 @@ class SentenceSource:
         self._target = Vocabulary.read(target) if target.exists() else self._source
         for path, vocabulary, most in ((source, self._source, source_pieces), (target, self._target, target_pieces)):
             if most is not None and len(vocabulary) > most:
+                file = path if path.exists() else source
                 raise ConfigurationError(
-                    f"{path if path.exists() else source} has {len(vocabulary):,} pieces, but the model knows {most:,}, "
-                    "so it is not the vocabulary of this run"
+                    f"{file} has {len(vocabulary):,} pieces, but the model knows {most:,}: not of this run"
                 )
 
     def prepare(self, report: Report) -> None:

@@ -5,13 +5,13 @@ The only place where a `_target_` is instantiated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from typing import Any, cast
 
 import torch
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -43,8 +43,14 @@ def build_model(section: Mapping[str, Any]) -> list[LayerBuilder]:
     return list(model)
 
 
-def build_source(section: Mapping[str, Any]) -> Source:
-    """Makes ``data._target_``, the source of mini-batches."""
+def build_source(section: Mapping[str, Any], seed: int) -> Source:
+    """Makes ``data._target_``, the source of mini-batches; it gets ``seed`` if it takes one and the section has none.
+
+    Raises:
+        ConfigurationError: it failed, or lacks a method.
+    """
+    if "seed" not in section and "seed" in _parameters(section):
+        section = {**section, "seed": seed}
     return cast(Source, _with_methods("data", section, ("train", "evaluation")))
 
 
@@ -128,6 +134,14 @@ def _instantiate(key: str, section: Mapping[str, Any], *arguments: object) -> An
         raise
     except Exception as error:
         raise ConfigurationError(explain(key, section, error)) from error
+
+
+def _parameters(section: Mapping[str, Any]) -> Collection[str]:
+    """Returns the names of the parameters of ``_target_``; none where it is not found (`_instantiate` explains that)."""
+    try:
+        return signature(get_object(section["_target_"])).parameters
+    except Exception:
+        return ()
 
 
 def _with_methods(key: str, section: Mapping[str, Any], methods: Sequence[str], *arguments: object) -> object:

@@ -51,4 +51,4 @@ def test_a_text_where_a_number_is_wanted_is_named() -> None:
 def test_what_our_own_code_refuses_is_told_without_its_place() -> None:
     """The message names the key already; a line of ours says nothing to the person who typed it."""
     with pytest.raises(ConfigurationError, match=r": data\.languages: no language 'xx' in the corpus[^()]*$"):
-        build_source({"_target_": "gpipe_cli.data.cldr.languages.check_languages", "codes": ["xx"]})
+        build_source({"_target_": "gpipe_cli.data.cldr.languages.check_languages", "codes": ["xx"]}, 0)

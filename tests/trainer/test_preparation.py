@@ -92,7 +92,7 @@ def test_a_request_to_stop_is_heard_between_two_parts_of_a_preparation(
                 self.done += 1
 
     source = Slow()
-    monkeypatch.setattr("gpipe_cli.trainer.data_source.build_source", lambda _: source)
+    monkeypatch.setattr("gpipe_cli.trainer.data_source.build_source", lambda *_: source)
     world = World(0, 1, 1, torch.device("cpu"), torch.device("cpu"), None, None, None)
     settings = make_request(["debug=tiny"]).settings
     with pytest.raises(PlainError, match="ended while the data were prepared"):
