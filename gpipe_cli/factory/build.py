@@ -137,7 +137,7 @@ def _instantiate(key: str, section: Mapping[str, Any], *arguments: object) -> An
 
 
 def _parameters(section: Mapping[str, Any]) -> Collection[str]:
-    """Returns the names of the parameters of ``_target_``; none where it is not found (`_instantiate` explains that)."""
+    """Returns the names of the parameters of ``_target_``; none where it is not found, as `_instantiate` tells."""
     try:
         return signature(get_object(section["_target_"])).parameters
     except Exception:

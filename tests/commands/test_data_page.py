@@ -51,4 +51,4 @@ def test_the_yaml_of_data_sets_makes_a_source(tmp_path: Path, monkeypatch: pytes
     monkeypatch.syspath_prepend(tmp_path)
     section = yaml.safe_load(block("yaml", PAGE)) | {"seed": 1, "workers": 0}
     ((inputs,), (targets,)) = next(build_source(section, 0).train(None, 4, 0, 1)).micro_batches[0]
-    assert torch.equal(targets, torch.ones(16, dtype=torch.int64)) and len(inputs[0]) == 16
+    assert torch.equal(targets, torch.ones(16, dtype=torch.int64)) and len(inputs) == 16
