@@ -142,7 +142,7 @@ def test_sigterm_saves_and_the_run_goes_on_exactly(whole: Path, tmp_path: Path) 
     words = [*COMMAND, *COMMON, f"hydra.run.dir={run_dir}", "pipeline.K=3", "checkpoint.every=null"]
     assert signalled(words, run_dir, 3, signal.SIGTERM) == 128 + signal.SIGTERM
     assert list((run_dir / "checkpoints").glob("step_*/manifest.json"))
-    resumed = train(tmp_path, *WHOLE, "checkpoint.every=null", "checkpoint.resume=auto")
+    resumed = train(tmp_path, "pipeline.K=1", "checkpoint.every=null", "checkpoint.resume=auto")
     assert losses(resumed) == losses(whole)
     assert same_bits(resumed, whole)
 
