@@ -11,6 +11,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ..disk import writing
 from ..errors import ConfigurationError
 from ..micro_batch import MicroBatch
 
@@ -79,6 +81,11 @@ def no_report(text: str, done: int, total: int) -> None:
 def cache_folder(cache_dir: str | None) -> Path:
     """Returns `cache_dir`, or `$GPIPE_CACHE`, or `~/.cache/gpipe`."""
     return Path(cache_dir or os.environ.get("GPIPE_CACHE") or "~/.cache/gpipe").expanduser()
+
+
+def writing_cache(cache: Path) -> AbstractContextManager[None]:
+    """Returns a context in which an OSError of the cache becomes a `DiskError`: its file, the reason, what to do."""
+    return writing(cache, "set data.cache_dir or GPIPE_CACHE to a folder with room")
 
 
 def check_limits(**values: tuple[float | None, float, float | None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,23 +14,60 @@ from gpipe_cli.errors import PlainError
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)  # whatever the file was, its disk is the cause
 
+FEW_BYTES = 16_384
+
 
 class DiskError(PlainError):
     """Raised when a file cannot be written; the message names the file, the reason and the room that is left."""
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turns an OSError while the context lasts into a `DiskError` about ``path``, a file or a folder."""
+def writing(path: Path, advice: str = "") -> Iterator[None]:
+    """Turns an OSError about ``path``, a file or a folder, while the context lasts into a `DiskError`.
+
+    Args:
+        advice: what to do about it, for the end of the message.
+    """
     try:
         yield
     except OSError as error:
-        raise DiskError(cannot_write(path, error)) from error
+        named = _file_of(error) or path
+        if not (named.is_relative_to(path) or path.is_relative_to(named)):
+            raise  # about a file that is read
+        raise DiskError(cannot_write(path, error) + (f": {advice}" if advice else "")) from error
+
+
+def require_room(directory: Path) -> None:
+    """Makes a directory, and finds out whether a few small files fit in it.
+
+    Raises:
+        DiskError: they do not.
+    """
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(bytes(FEW_BYTES))
+            file.flush()
+
+
+def refuse_links(directory: Path) -> None:
+    """Refuses a directory in which a symbolic link would lead what is written to a place outside of it.
+
+    Raises:
+        DiskError: there is one, or something that is neither a file nor a folder; the message names it.
+    """
+    home = directory.resolve()
+    for folder, folders, files in os.walk(home):
+        for path in (Path(folder, name) for name in (*folders, *files)):
+            if path.is_symlink() and not path.resolve().is_relative_to(home):
+                raise DiskError(f"{path} is a symbolic link to {path.resolve()}, outside the run directory: remove it")
+            if path.exists() and not (path.is_file() or path.is_dir()):
+                raise DiskError(f"{path} is neither a file nor a folder: remove it")
 
 
 def cannot_write(path: Path, error: OSError) -> str:
     """Returns one line for the console: the file, the reason, and the room that is left where it should lie."""
-    place = f"{path}" if error.filename in (None, str(path), path) else f"{path} ({error.filename})"
+    place = path if (file := _file_of(error)) in (None, path) else f"{path} ({file})"
     reason = os.strerror(error.errno) if error.errno else str(error)
     return f"{place} cannot be written: {reason} ({room(path)})"
 
@@ -50,8 +88,14 @@ def explain(error: BaseException) -> str | None:
     """Returns one line for an error of the disk, also where the code that wrote did not name the file; else None."""
     if not isinstance(error, OSError) or error.errno not in DISK:
         return None
-    if error.filename is not None:
-        return cannot_write(Path(os.fsdecode(error.filename)), error)
+    if (file := _file_of(error)) is not None:
+        return cannot_write(file, error)
     frame = traceback.extract_tb(error.__traceback__)[-1:]
     at = f" (at {frame[0].filename}, line {frame[0].lineno})" if frame else ""
     return f"a file cannot be written{at}: {os.strerror(error.errno)}"
+
+
+def _file_of(error: OSError) -> Path | None:
+    """Returns the file that an error is about: of a copy or a rename its second one."""
+    file = error.filename if error.filename2 is None else error.filename2
+    return None if file is None else Path(os.fsdecode(file))

@@ -19,7 +19,7 @@ from pathlib import Path
 from ...cpu import usable_cores
 from ...errors import ConfigurationError
 from ..sampling import temperature_shares
-from ..source import Report, cache_folder, check_limits
+from ..source import Report, cache_folder, check_limits, writing_cache
 from ..store import (
     DEFECTS,
     FORMAT,
@@ -107,17 +107,18 @@ def open_store(parameters: CorpusParameters, cache_dir: str | None, report: Repo
 
     Raises:
         ConfigurationError: the vocabulary size does not fit the corpus, or `max_length` leaves a language no pair.
-        OSError: the cache cannot be written.
+        DiskError: the cache cannot be written.
     """
     cache = cache_folder(cache_dir)
     folder = cache / parameters.folder()
     if not folder.is_dir():
-        draft = _draft(cache, folder.name)
-        try:
-            _build(parameters, draft, report)
-            publish(draft, folder)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
+        with writing_cache(cache):
+            draft = _draft(cache, folder.name)
+            try:
+                _build(parameters, draft, report)
+                publish(draft, folder)
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
     store = Store(folder)
     if notice := smaller_notice("vocabulary", parameters.vocabulary, store.source_vocabulary):
         log.warning("%s", notice)
@@ -129,14 +130,11 @@ def open_store(parameters: CorpusParameters, cache_dir: str | None, report: Repo
 
 
 def _draft(cache: Path, name: str) -> Path:
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        for left in cache.glob(".translation-*"):  # of processes that were killed
-            if time.time() - left.stat().st_mtime > ABANDONED_SECONDS:
-                shutil.rmtree(left, ignore_errors=True)
-        return Path(tempfile.mkdtemp(prefix=f".{name}-", dir=cache))
-    except OSError as error:
-        raise OSError(f"cannot write the corpus to {cache} ({error}): set data.cache_dir or GPIPE_CACHE") from error
+    cache.mkdir(parents=True, exist_ok=True)
+    for left in cache.glob(".translation-*"):  # of processes that were killed
+        if time.time() - left.stat().st_mtime > ABANDONED_SECONDS:
+            shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f".{name}-", dir=cache))
 
 
 def _build(parameters: CorpusParameters, folder: Path, report: Report) -> None:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 import sentencepiece
 
 from ...cpu import usable_cores
-from ..source import Report, cache_folder
+from ..source import Report, cache_folder, writing_cache
 from ..store import DEFECTS, FORMAT, Store
 from ..vocabulary import smaller_notice
 from .defects import Defect, in_words, refuse
@@ -44,12 +44,10 @@ def open_parallel_store(
     cache = cache_folder(cache_dir)
     folder = cache / f"parallel-{_digest(text, pairs)}"
     if not folder.is_dir():
-        try:
+        with writing_cache(cache):
             cache.mkdir(parents=True, exist_ok=True)
             lock = (cache / f".{folder.name}.lock").open("w")
-        except OSError as error:
-            raise OSError(f"cannot write the corpus to {cache} ({error}): set data.cache_dir or GPIPE_CACHE") from error
-        with lock, _locked(lock.fileno(), folder.name, report):
+        with writing_cache(cache), lock, _locked(lock.fileno(), folder.name, report):
             if not folder.is_dir():
                 Preparation(text, pairs, policy, folder, _worker_count(pairs, workers), report).run()
     shutil.rmtree(folder / WORK, ignore_errors=True)

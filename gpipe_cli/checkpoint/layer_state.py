@@ -28,7 +28,7 @@ from .files import CheckpointError, CheckpointInfo, LayerFile
 from .optimizer_state import StateForms, form, in_words
 
 OptimizerValue: TypeAlias = "Tensor | bool | int | float | str | None"
-SYSTEM_ERROR = re.compile(r"\bcode: (\d+)")  # errno in a message of safetensors
+SYSTEM_ERROR = re.compile(r"\b(?:code:|os error) (\d+)")  # errno in a message of safetensors
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from ..disk import cannot_write
+from ..disk import DiskError, cannot_write
 from . import commit
 from .files import (
     CheckpointError,
@@ -34,7 +34,7 @@ from .layer_state import LayerState, write_layer
 class CheckpointWriter:
     """Writes one worker's layers. All methods are called by the worker's main thread.
 
-    An error in the background is raised by the next call of any method, as a CheckpointError. An old checkpoint that
+    An error in the background is raised by the next call of any method, as a DiskError. An old checkpoint that
     cannot be deleted is only a warning: see `take_warnings`.
 
     Args:
@@ -80,6 +80,7 @@ class CheckpointWriter:
 
         Raises:
             CheckpointError: what was saved is not the whole model; the missing layers and parameters are named.
+            DiskError: it cannot be written.
         """
         self._raise_failure()
         try:
@@ -121,11 +122,12 @@ class CheckpointWriter:
             commit.sync_directory(directory / "layers")
             commit.write_part(directory, self._worker, written)
         except (OSError, SafetensorError) as error:
+            failure = self._failure("writing", directory, error)
             for path in (layer_path(directory, name) for name in layers):  # room for other files: the rest is useless
                 with suppress(OSError):
                     path.unlink(missing_ok=True)
                     with_suffix(path, ".tmp").unlink(missing_ok=True)
-            raise self._failure("writing", directory, error) from error
+            raise failure from error
         self._finished_step = step
 
     def _prune(self) -> None:
@@ -142,9 +144,9 @@ class CheckpointWriter:
         while self._jobs and self._jobs[0].done():
             self._jobs.pop(0).result()
 
-    def _failure(self, action: str, path: Path, error: OSError | SafetensorError) -> CheckpointError:
+    def _failure(self, action: str, path: Path, error: OSError | SafetensorError) -> DiskError:
         reason = cannot_write(path, error) if isinstance(error, OSError) else f"{path}: {error}"
-        return CheckpointError(
+        return DiskError(
             f"worker {self._worker}, {action}: {reason}. Earlier checkpoints are untouched: free disk space or restore "
             f"the right to write, then type checkpoint.resume={self._run_dir}"
         )

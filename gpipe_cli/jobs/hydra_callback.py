@@ -9,10 +9,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
+from gpipe_cli.disk import DiskError, refuse_links, require_room
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import sweep, torchrun
 from gpipe_cli.jobs.job import in_words, prepare
-from gpipe_cli.terminal.frame import REFUSED, to_stderr
+from gpipe_cli.terminal.frame import FAILED, REFUSED, to_stderr
 from gpipe_cli.terminal.text import relative_paths
 
 
@@ -20,19 +21,21 @@ class CommandCallback(Callback):
     """Refuses a wrong single run before Hydra makes its directory; of a sweep, sets `sweep.current`."""
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        """Checks the configuration.
+        """Checks the configuration and the run directory.
 
         Raises:
-            SystemExit: the configuration is wrong. (Hydra turns any other exception of a callback into a warning.)
+            SystemExit: one of them is wrong. (Hydra turns any other exception of a callback into a warning.)
         """
         HydraConfig.instance().set_config(config)
         composed = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
         try:
             prepare(composed, list(config.hydra.overrides.task))
-        except ConfigurationError as error:
+            refuse_links(Path(config.hydra.run.dir))
+            require_room(Path(config.hydra.run.dir))
+        except (ConfigurationError, DiskError) as error:
             if torchrun.is_first():
                 to_stderr(in_words(relative_paths(str(error))))
-            raise SystemExit(REFUSED) from None
+            raise SystemExit(REFUSED if isinstance(error, ConfigurationError) else FAILED) from None
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         jobs = sweep.count_jobs(list(config.hydra.overrides.task))

@@ -8,7 +8,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from gpipe_cli.checkpoint import choose as checkpoints
 from gpipe_cli.checkpoint.compatibility import require_compatible
 from gpipe_cli.checkpoint.files import CheckpointInfo
 from gpipe_cli.config import LaunchConfig, Settings
+from gpipe_cli.disk import DiskError, writing
 from gpipe_cli.errors import ConfigurationError, PlainError
 from gpipe_cli.jobs import own_target, sweep, torchrun
 from gpipe_cli.jobs.devices import settle_workers
@@ -160,8 +161,9 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
     with Console(*_console_settings(composed), silent=not torchrun.is_first(), brief=is_sweep) as console:
         if is_sweep:
             console.say(_job_line(place))
-        (run_dir / sweep.ERROR_FILE).unlink(missing_ok=True)
         try:
+            with writing(run_dir):
+                (run_dir / sweep.ERROR_FILE).unlink(missing_ok=True)
             prepared = prepare(composed, list(place.overrides.task))
             prepared.lines.extend(_not_made_tiny(place))
             with _sole_writer(run_dir, console):
@@ -172,9 +174,10 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
                 return program.conclude(result, run_dir, console), math.nan
             if not is_sweep:
                 console.say(where_it_is(run_dir))
-        except (ConfigurationError, WorkerFailed) as error:
+        except (ConfigurationError, WorkerFailed, DiskError) as error:
             text = in_words(str(error)) if isinstance(error, ConfigurationError) else str(error)
-            (run_dir / sweep.ERROR_FILE).write_text(f"{error}\n")
+            with suppress(OSError):  # it may lie on the disk that is the cause
+                (run_dir / sweep.ERROR_FILE).write_text(f"{error}\n")
             console.error(relative_paths(text))
             return (REFUSED if isinstance(error, ConfigurationError) else FAILED), math.nan
         loss = result.get("loss") if isinstance(result, dict) else None
@@ -245,7 +248,7 @@ def _run_program(
         return join(torchrun.ENTRY, torchrun.wrap(program.entry, config), run_dir, console, settings.grace_seconds)
     try:
         return launch_program(program, config, run_dir, console)
-    except (ConfigurationError, WorkerFailed):
+    except (ConfigurationError, WorkerFailed, DiskError):
         raise
     except Exception as error:
         if not settings.inline:
@@ -288,7 +291,10 @@ def _sole_writer(run_dir: Path, console: Console) -> Iterator[None]:
     if not torchrun.is_first():
         yield
         return
-    with (run_dir / "run.lock").open("w") as file:
+    path = run_dir / "run.lock"
+    with writing(path):
+        file = path.open("a")
+    with file:
         try:
             _lock(file, ENDING_SECONDS if restart_count() else 0.0)
         except BlockingIOError:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.cpu import GLOO_ON_ONE_MACHINE
+from gpipe_cli.disk import writing
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch import report
 from gpipe_cli.launch.channel import LEAVE, STOP, CommandChannel
@@ -89,6 +90,7 @@ def launch(job: Job, on_event: OnEvent) -> Any:
 
     Raises:
         WorkerFailed: a worker raised, died or stalled; the message is for the console.
+        DiskError: what the workers need cannot be written.
         WorkerOutOfMemory: … because there was no memory for a tensor.
         ConfigurationError: a worker refused the configuration.
         KeyboardInterrupt, SystemExit: the run was asked to stop by Ctrl-C, or by SIGTERM or SIGHUP (code 128 + number).
@@ -216,7 +218,8 @@ class _Watch:
 
     def __post_init__(self) -> None:
         self.directory = self.job.run_dir.absolute() / "workers"
-        self.directory.mkdir(exist_ok=True)
+        with writing(self.directory):
+            self.directory.mkdir(exist_ok=True)
         self.processes = _Processes(self.job, self.directory)
         self._last_progress = time.monotonic()
 
@@ -344,7 +347,8 @@ def _job_file(job: Job, directory: Path, listener: socket.socket, sockets: list[
         "sockets": sockets[1:],
     }
     path = directory / "job.json"
-    path.write_text(json.dumps(content, indent=1))
+    with writing(path):
+        path.write_text(json.dumps(content, indent=1))
     return path
 
 

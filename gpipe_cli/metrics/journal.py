@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..disk import DiskError, cannot_write, writing
 from ..distributed.batch_plan import BatchPlan
 from ..schedule.instruction import COMPUTE
 from ..schedule.run_schedules import RunSchedules
 from ..schedule.simulate import Timeline
+from .board import Board
 from .breakdown import Breakdown, mean_breakdown, predicted_bubble
-from .image_pictures import draw_classification, read_picture
+from .image_pictures import draw_classification
 from .language_pictures import ModelScores, draw_languages
 from .metrics_file import MetricsFile, json_safe, write_whole
 from .pictures import draw_breakdown, draw_loss, draw_step, draw_traced_step
-from .step_report import PHASES, TIME_OF, StepReport
+from .step_report import TIME_OF, StepReport
 from .trace import Recording, measured_timeline, trace, write_trace
 from .translation_scores import languages_of
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard.writer import SummaryWriter
-
     from .predictions import Predictions
     from .records import Evaluation, Progress
 
@@ -52,29 +53,42 @@ class Journal:
         unit: str,
         steps: int | None,
     ) -> None:
+        self._pictures = run_dir / "pictures"
         self._run_dir, self._active, self._every, self._unit, self._steps = run_dir, active, every, unit, steps
         self._emit = emit if active else _nowhere
         self._statistics = list(statistics)
-        self._board: SummaryWriter | None = None
+        self._board: Board | None = None
         self._evaluations: list[Mapping[str, float]] = []
         self._traced: dict[int, Timeline] = {}
         self._tensorboard = tensorboard
         self._predicted_bubble: float | None = None  # at the last logging interval
+        self._warned: set[Path] = set()  # of files that cannot be written
 
     def open(self, resumed_step: int) -> None:
         """Opens the files; called when nothing can refuse the run any more.
 
         Args:
             resumed_step: lines of later steps, from a run that was killed after its last checkpoint, are removed.
+
+        Raises:
+            DiskError: they cannot be written.
         """
         if not self._active:
             return
         self._metrics = MetricsFile(self._run_dir / "metrics.jsonl", resumed_step)
         self._evaluations_file = MetricsFile(self._run_dir / "evaluations.jsonl", resumed_step)
         if self._tensorboard:
-            from torch.utils.tensorboard.writer import SummaryWriter  # slow to import, and only rank 0 needs it
+            self._board = Board(self._run_dir / "tensorboard", resumed_step, self.warn)
 
-            self._board = SummaryWriter(str(self._run_dir / "tensorboard"), purge_step=resumed_step + 1)
+    @contextmanager
+    def _tried(self, path: Path, otherwise: str) -> Iterator[None]:
+        """Warns, once for each file, where it cannot be written while the context lasts."""
+        try:
+            yield
+        except (OSError, DiskError) as error:
+            if path not in self._warned:
+                self._warned.add(path)
+                self.warn(f"{cannot_write(path, error) if isinstance(error, OSError) else error}; {otherwise}")
 
     def message(self, text: str) -> None:
         self._emit({"kind": "message", "text": text})
@@ -152,32 +166,19 @@ class Journal:
         shares = mean_breakdown(lists, placement, report.cells, report.updates, seconds).shares() if due else {}
         times = {"breakdown": shares, "cells": report.cells, "workers": report.workers} if due else {}
         where = {} if not_finite is None else {"not_finite": not_finite}
-        self._metrics.write({**row, **where, **times})
+        self._record(self._metrics, lambda file: file.write({**row, **where, **times}))
         self._emit({"kind": "progress", **json_safe(row), "steps": self._steps, "done": done})
         if self._board is not None and due:
-            self._write_scalars(progress.step, row, report, shares)
+            self._board.step(progress.step, row, report, shares)
+
+    def _record(self, file: MetricsFile, write: Callable[[MetricsFile], None]) -> None:
+        with self._tried(file.path, "its rows are kept in memory until there is room"):
+            write(file)
 
     def _shares(self, statistics: Sequence[float]) -> dict[str, float]:
         """Returns the quotients of statistics, which come in pairs such as ("accuracy", "examples")."""
         pairs = zip(self._statistics[::2], statistics[::2], statistics[1::2], strict=True)
         return {name: part / whole if whole else 0.0 for name, part, whole in pairs}
-
-    def _write_scalars(
-        self, step: int, row: Mapping[str, float], report: StepReport, shares: Mapping[str, float]
-    ) -> None:
-        assert self._board is not None
-        for name, value in shares.items():
-            self._board.add_scalar(f"breakdown/{name}", value, step)
-        for name, value in row.items():
-            if name != "step":
-                self._board.add_scalar(f"train/{name}", value, step)
-        for cell, seconds in enumerate(report.cells):
-            for kind, value in seconds.items():
-                self._board.add_scalar(f"cell_{cell:02d}/{kind}_seconds", value, step)
-        for rank, worker in enumerate(report.workers):
-            self._board.add_scalar(f"memory/worker_{rank}_bytes", worker["memory_bytes"], step)
-            for phase in PHASES:
-                self._board.add_scalar(f"worker_{rank:02d}/{phase}_seconds", worker[phase], step)
 
     def evaluation(self, progress: Progress, result: Evaluation, epochs: Mapping[str, float]) -> None:
         """Records one evaluation: evaluations.jsonl, the step's line in metrics.jsonl, console, TensorBoard.
@@ -192,39 +193,38 @@ class Journal:
         counted: dict[str, Any] = {} if result.signature is None else {"signature": result.signature}
         counted |= result.effort  # differs between the two evaluations of an early stop's last step
         counted |= {"epochs": dict(epochs)} if epochs else {}
-        self._evaluations_file.write({"step": progress.step, **result.numbers, **counted})
-        self._metrics.join({"evaluation": result.numbers})
+        self._record(
+            self._evaluations_file, lambda file: file.write({"step": progress.step, **result.numbers, **counted})
+        )
+        self._record(self._metrics, lambda file: file.join({"evaluation": result.numbers}))
         self._emit({"kind": "evaluation", "step": progress.step, "numbers": json_safe(result.numbers)})
         if result.samples:
             self._emit({"kind": "samples", "rows": [vars(sample) for sample in result.samples]})
         if self._board is not None:
-            for name, value in numbers.items():
-                self._board.add_scalar(name, value, progress.step)
-            for number, sample in enumerate(result.samples):
-                self._board.add_text(f"samples/{number}", sample.as_markdown(), progress.step)
-        if result.predictions is not None and progress.step > 0:  # the untrained model's are noise
-            self._show_predictions(result.predictions, progress.step)
-        if len(languages_of(result.numbers)) > 1 and result.sizes and progress.step > 0:
-            self._show_languages(result, progress.step)
+            self._board.scalars(progress.step, numbers)
+            self._board.samples(progress.step, result.samples)
+        with self._tried(self._pictures, "the run goes on without"):
+            if result.predictions is not None and progress.step > 0:  # the untrained model's are noise
+                self._show_predictions(result.predictions, progress.step)
+            if len(languages_of(result.numbers)) > 1 and result.sizes and progress.step > 0:
+                self._show_languages(result, progress.step)
         if self._board is not None:
             self._board.flush()
 
     def _show_languages(self, result: Evaluation, step: int) -> None:
         """Draws pictures/languages.png: BLEU from the language with the most data to the one with the least."""
-        folder = self._run_dir / "pictures"
-        folder.mkdir(exist_ok=True)
-        path = folder / "languages.png"
+        self._pictures.mkdir(exist_ok=True)
+        path = self._pictures / "languages.png"
         draw_languages([ModelScores(f"step {step:,}", 0, languages_of(result.numbers))], result.sizes, path)
         if self._board is not None:
-            self._board.add_image("evaluation/languages", read_picture(path), step, dataformats="HWC")
+            self._board.picture(step, path)
 
     def _show_predictions(self, predictions: Predictions, step: int) -> None:
         """Draws sample predictions and the confusion matrix; pictures/ keeps the last ones, TensorBoard all."""
-        folder = self._run_dir / "pictures"
-        folder.mkdir(exist_ok=True)
-        for path in draw_classification(predictions, folder):
+        self._pictures.mkdir(exist_ok=True)
+        for path in draw_classification(predictions, self._pictures):
             if self._board is not None:
-                self._board.add_image(f"evaluation/{path.stem}", read_picture(path), step, dataformats="HWC")
+                self._board.picture(step, path)
 
     def trace(
         self, step: int, recordings: Sequence[Recording], schedules: RunSchedules, cells: Sequence[Mapping[str, Any]]
@@ -239,10 +239,11 @@ class Journal:
             return
         layers = [f"{row['first']} … {row['last']}" if row["layers"] > 1 else str(row["first"]) for row in cells]
         path = self._run_dir / "trace" / f"step_{step:06d}.trace.json"
-        write_trace(path, trace(step, recordings, schedules.placement, layers))
         # Drawn when the run ends: drawing takes a second, for which the other workers would wait.
         self._traced[step] = measured_timeline(recordings, schedules.placement)
-        self.message(f"step {step} recorded: {path} (open it in https://ui.perfetto.dev)")
+        with self._tried(path, "the run goes on without"):
+            write_trace(path, trace(step, recordings, schedules.placement, layers))
+            self.message(f"step {step} recorded: {path} (open it in https://ui.perfetto.dev)")
 
     def pictures(self, recordings: Sequence[Recording], schedules: RunSchedules, breakdown: Breakdown | None) -> None:
         """Draws the last step (replica 0) as measured, the loss, and where a step goes, into pictures/.
@@ -252,14 +253,15 @@ class Journal:
         if not self._active:
             return
         try:
-            self._draw(recordings, schedules, breakdown)
+            with self._tried(self._pictures, "the run goes on without"):
+                self._draw(recordings, schedules, breakdown)
         except Exception as error:
-            self.warn(f"{self._run_dir / 'pictures'} is not complete ({type(error).__name__}: {error})")
+            self.warn(f"{self._pictures} is not complete ({type(error).__name__}: {error})")
         if breakdown is not None:
             self.message(f"where a step goes: {breakdown}")
 
     def _draw(self, recordings: Sequence[Recording], schedules: RunSchedules, breakdown: Breakdown | None) -> None:
-        folder = self._run_dir / "pictures"
+        folder = self._pictures
         folder.mkdir(exist_ok=True)
         for step, timeline in self._traced.items():
             name = f"step_{step:06d}"
@@ -272,16 +274,23 @@ class Journal:
             draw_breakdown({"measured": breakdown.shares()}, folder / "breakdown.png", "Where a step goes")
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """Writes summary.json atomically."""
+        """Writes summary.json atomically.
+
+        Raises:
+            DiskError: it cannot be written.
+        """
         if not self._active:
             return
-        write_whole(self._run_dir / "summary.json", json.dumps(json_safe(values), indent=2) + "\n")
+        path = self._run_dir / "summary.json"
+        with writing(path):
+            write_whole(path, json.dumps(json_safe(values), indent=2) + "\n")
 
     def close(self) -> None:
-        """Prints first → last evaluation and closes the files."""
-        if self._active:
-            self._metrics.close()
-            self._evaluations_file.close()
+        """Prints first → last evaluation and closes the files.
+
+        Raises:
+            DiskError: rows of metrics.jsonl or evaluations.jsonl could not be written up to now.
+        """
         if len(self._evaluations) > 1:
             first, last = self._evaluations[0], self._evaluations[-1]
             both = [name for name in last if name in first and "/" not in name]  # without single languages
@@ -289,6 +298,12 @@ class Journal:
             self._emit({"kind": "end", "text": f"first evaluation → last: {', '.join(changes)}"})
         if self._board is not None:
             self._board.close()
+        if self._active:
+            try:
+                self._metrics.close()
+                self._evaluations_file.close()
+            except DiskError as error:
+                raise DiskError(f"{error}; its last rows are lost, the checkpoints are complete") from error
 
 
 class Notices(Journal):

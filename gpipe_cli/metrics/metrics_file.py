@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -9,41 +10,79 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..disk import writing
+
 
 class MetricsFile:
     """Appends a row per step; an evaluation after a step is added to that step's row.
 
     A row equal to the last one is not written again: a finished run that is resumed evaluates the same step again.
+    Rows that cannot be written stay in memory, and are written with the next one as soon as there is room.
 
     Args:
-        path: of the file; a resumed run appends to it.
+        path: of the file; a resumed run appends to it. It may not be a symbolic link.
         resumed_step: rows of later steps, from a run that was killed after its last checkpoint, are removed.
+
+    Raises:
+        DiskError: by every method, where the file cannot be written.
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
-        self._last_line = _drop_later_rows(path, resumed_step)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self.path = path
+        self._pending: list[bytes] = []
         self._last: Mapping[str, Any] | None = None
-        self._start = 0
+        self._start = 0  # of the last row
+        self._cut: int | None = None  # where the file ends in a row, or a part of one, that is to be written again
+        with writing(path):
+            self._last_line = _drop_later_rows(path, resumed_step)
+            self._file = _open(path)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Writes the row of a step; it must have a key "step"."""
         line = json.dumps(json_safe(row))
         if line != self._last_line:
-            self._start, self._last, self._last_line = self._file.tell(), row, line
-            self._file.write(f"{line}\n")
+            self._last, self._last_line = row, line
+            self._pending.append(f"{line}\n".encode())
+            self._write_pending()
 
     def join(self, more: Mapping[str, Any]) -> None:
         """Adds keys to the last row; does nothing before the first step of this process."""
         if self._last is None:
             return
-        self._file.truncate(self._start)
-        self._file.seek(0, os.SEEK_END)
+        if self._pending:
+            self._pending.pop()
+        else:
+            self._cut = self._start
         self._last_line = None
         self.write({**self._last, **more})
 
     def close(self) -> None:
+        """Writes what is pending, and closes the file."""
+        self._write_pending()
         self._file.close()
+
+    def _write_pending(self) -> None:
+        with writing(self.path):
+            if os.fstat(self._file.fileno()).st_nlink == 0:  # the run directory was removed
+                removed, self._file, self._cut = self._file, _open(self.path), None
+                removed.close()
+            while self._pending:
+                if self._cut is not None:
+                    self._file.truncate(self._cut)
+                self._cut = self._start = self._file.seek(0, os.SEEK_END)
+                _write_all(self._file, self._pending[0])
+                self._cut = None
+                self._pending.pop(0)
+
+
+def _open(path: Path) -> io.FileIO:
+    return io.FileIO(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
+
+
+def _write_all(file: io.FileIO, content: bytes) -> None:
+    """Writes all bytes: of a nearly full disk, a system call writes as many as fit, and the next one fails."""
+    while content:
+        content = content[file.write(content) :]
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -76,10 +115,8 @@ def _drop_later_rows(path: Path, step: int) -> str | None:
     Returns:
         The last row that is kept.
     """
-    if not path.exists():
-        return None
     last, end = None, 0
-    with path.open("r+b") as file:
+    with _open(path) as raw, io.BufferedRandom(raw) as file:
         for line in file:
             if not _is_row_up_to(step, line):
                 break

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from gpipe_cli import __version__
+from gpipe_cli.disk import DiskError, explain
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.terminal.output import show
 from gpipe_cli.terminal.text import relative_paths
@@ -98,8 +99,13 @@ def exit_code(name: str, work: Callable[[], int], say: Callable[[str], None] = t
     except ConfigurationError as error:
         say(f"{name}: {relative_paths(str(error))}")
         return REFUSED
-    except WorkerFailed as error:
+    except (WorkerFailed, DiskError) as error:
         say(relative_paths(str(error)))
+        return FAILED
+    except OSError as error:
+        if (text := explain(error)) is None:
+            raise
+        say(f"{name}: {relative_paths(text)}")
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED

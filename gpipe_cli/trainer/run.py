@@ -17,6 +17,7 @@ from ..checkpoint.commit import refuse_another_run
 from ..checkpoint.compatibility import require_same_data
 from ..checkpoint.files import vocabulary_folder
 from ..config import Settings
+from ..disk import writing
 from ..factory.build import build_lr_schedule, build_optimizer, build_task
 from ..launch.context import Context
 from ..metrics.journal import Journal
@@ -66,7 +67,8 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
         require_same_data(resumed, assembly.source, settings.checkpoint.allow_changes)
     keep_vocabularies = getattr(assembly.source, "keep_vocabularies", None)
     if keep_vocabularies is not None and world.rank == 0:
-        keep_vocabularies(vocabulary_folder(context.run_dir))  # so that the run translates without its data
+        with writing(folder := vocabulary_folder(context.run_dir)):
+            keep_vocabularies(folder)  # so that the run translates without its data
     trainer = assemble_training(context, config, assembly, journal, resumed)
     journal.open(0 if resumed is None else resumed.step)
     trainer.run()

@@ -29,6 +29,7 @@ from gpipe_cli.checkpoint import layer_state as layer_states
 from gpipe_cli.checkpoint.files import CheckpointError, RunState
 from gpipe_cli.checkpoint.layer_state import export_state_dict, layer_state, load_layer
 from gpipe_cli.checkpoint.writer import CheckpointWriter
+from gpipe_cli.disk import DiskError
 
 
 def layer_file(run_dir: Path, step: int, layer: str) -> Path:
@@ -71,7 +72,7 @@ def test_a_full_disk_in_the_background_surfaces_on_the_main_thread(
     monkeypatch.setattr(layer_states, "save_file", full)
     writer = CheckpointWriter(tmp_path, 0, names_of(layers))
     writer.begin(2, {name: layer_state(layer, None) for name, layer in layers.items()})
-    with pytest.raises(CheckpointError, match=r"step_00000002.*No space left on device.*checkpoint\.resume="):
+    with pytest.raises(DiskError, match=r"step_00000002.*No space left on device.*checkpoint\.resume="):
         for _ in range(1000):
             assert writer.finished_step == -1
             time.sleep(0.01)
@@ -84,7 +85,7 @@ def test_a_directory_that_cannot_be_written_surfaces_at_the_end_of_the_run(tmp_p
     layers = make_layers()
     writer = CheckpointWriter(tmp_path, 0, names_of(layers))
     writer.begin(2, {"embed": layer_state(layers["embed"], None)})
-    with pytest.raises(CheckpointError, match="worker 0, writing"):
+    with pytest.raises(DiskError, match="worker 0, writing"):
         writer.wait()
 
 
@@ -97,6 +98,7 @@ from gpipe_cli.checkpoint import commit as checkpoint_commit, files as checkpoin
 from gpipe_cli.checkpoint.files import RunState
 from gpipe_cli.checkpoint.layer_state import layer_state
 from gpipe_cli.checkpoint.writer import CheckpointWriter
+from gpipe_cli.disk import DiskError
 
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -180,6 +182,7 @@ from torch import nn
 from gpipe_cli.checkpoint.files import RunState
 from gpipe_cli.checkpoint.layer_state import layer_state
 from gpipe_cli.checkpoint.writer import CheckpointWriter
+from gpipe_cli.disk import DiskError
 layers = {f"layer{i}": nn.Linear(64, 64) for i in range(30)}
 writer = CheckpointWriter(Path(sys.argv[1]), 0, {name: ["weight", "bias"] for name in layers})
 for step in count(1):

@@ -8,6 +8,7 @@ Where RANK is set it is one rank; ENTRY may be several then, with commas between
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import multiprocessing
 import os
@@ -131,6 +132,15 @@ def fail_after_leaving_group(context: Context, config: dict[str, Any]) -> None:
 def raise_value_error(context: Context, config: dict[str, Any]) -> None:
     _sleep_as_peer(context)
     raise ValueError("the real cause")
+
+
+def fail_on_full_disk(context: Context, config: dict[str, Any]) -> None:
+    from small_disk import fill  # imports pytest
+
+    _sleep_as_peer(context)
+    fill(Path(config["fill"]))
+    print("a line that finds no room", flush=True)
+    raise OSError(errno.ENOSPC, "No space left on device", "/shared/x")
 
 
 def refuse_configuration(context: Context, config: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import launch_jobs
 import pytest
 from launch_command import START_UP_SECONDS, Command, children_of, wait_for
+from small_disk import small_disk
 
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch import report
@@ -206,6 +207,24 @@ def test_a_failure_that_says_everything_is_its_message_and_nothing_else(command:
     code, errors = command("give_up").end()
     assert code == 1
     assert errors == "10 updates in a row had to be skipped\n"
+
+
+@pytest.mark.parametrize("options", ["size=16k", "nr_inodes=3"], ids=["no room", "no inodes"])
+@pytest.mark.parametrize(
+    ("entry", "cause"),
+    [
+        ("raise_value_error", "ValueError: the real cause"),
+        ("fail_on_full_disk", "shared/x cannot be written: No space"),
+    ],
+)
+def test_the_cause_arrives_where_nothing_can_be_written(entry: str, cause: str, options: str, tmp_path: Path) -> None:
+    events: list[dict[str, Any]] = []
+    with small_disk(tmp_path / "workers", options), pytest.raises(WorkerFailed) as caught:
+        (tmp_path / "workers" / "job.json").touch()
+        launch(Job(tmp_path, 2, f"launch_jobs:{entry}", {"fill": str(tmp_path / "workers")}), events.append)
+    assert cause in str(caught.value)
+    warned = [event["message"] for event in events if event.get("event") == "warning"]
+    assert ("nr_inodes" in options) == any("rank_1.log cannot be written: No space left" in text for text in warned)
 
 
 def test_a_module_that_cannot_be_preloaded_is_named(command: Any) -> None:

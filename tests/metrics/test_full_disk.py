@@ -1,0 +1,139 @@
+"""The files that a run writes, on disks that are full, read-only or gone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from inline_run import train_inline
+from small_disk import fill, small_disk
+
+from gpipe_cli.disk import DiskError, cannot_write, refuse_links, writing
+from gpipe_cli.metrics.board import Board
+from gpipe_cli.metrics.metrics_file import MetricsFile
+from gpipe_cli.terminal.train_log import TrainLog
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "size=40k") as folder:
+        yield folder
+
+
+def test_rows_that_find_no_room_are_written_when_there_is_some(disk: Path) -> None:
+    path = disk / "m.jsonl"
+    file = MetricsFile(path, 0)
+    file.write({"step": 1, "text": "x" * 4000})  # the first page of the file is nearly full: the next row is cut
+    filler = fill(disk)
+    for write in (
+        lambda: file.write({"step": 2, "text": "y" * 4000}),
+        lambda: file.join({"evaluation": 1}),
+        lambda: file.write({"step": 3}),
+    ):
+        with pytest.raises(
+            DiskError, match=r"m\.jsonl cannot be written: No space left on device \(room left: 0\.0 MB, "
+        ):
+            write()
+    with pytest.raises(DiskError):
+        file.close()
+    filler.unlink()
+    file.write({"step": 4})
+    file.join({"evaluation": 2})
+    file.close()
+    assert [(row["step"], row.get("evaluation")) for row in rows(path)] == [(1, None), (2, 1), (3, None), (4, 2)]
+
+
+def test_a_removed_file_is_begun_anew_when_its_folder_is_back(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    file = MetricsFile(folder / "m.jsonl", 0)
+    file.write({"step": 1})
+    shutil.rmtree(folder)
+    with pytest.raises(DiskError, match="No such file or directory"):
+        file.write({"step": 2})
+    folder.mkdir()
+    file.join({"evaluation": 1})
+    assert rows(folder / "m.jsonl") == [{"step": 2, "evaluation": 1}]
+
+
+def test_a_symbolic_link_is_never_written_through(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text("mine\n")
+    (tmp_path / "m.jsonl").symlink_to(outside)
+    with pytest.raises(DiskError, match=r"m\.jsonl cannot be written: Too many levels of symbolic links"):
+        MetricsFile(tmp_path / "m.jsonl", 0)
+    assert outside.read_text() == "mine\n"
+
+
+@pytest.mark.parametrize("name", ["summary.json", "checkpoints", "workers/rank_0.log", ".hydra/config.yaml"])
+def test_links_that_lead_out_of_a_run_directory_are_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "run" / name
+    path.parent.mkdir(parents=True)
+    (tmp_path / "outside").mkdir()
+    path.symlink_to(tmp_path / "outside")
+    with pytest.raises(DiskError, match=f"{name} is a symbolic link to {tmp_path}/outside, outside"):
+        refuse_links(tmp_path / "run")
+
+
+def test_links_inside_a_run_directory_and_to_it_are_allowed_and_pipes_are_not(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "newest").symlink_to("checkpoints")
+    (tmp_path / "latest").symlink_to(run)
+    refuse_links(tmp_path / "latest")
+    refuse_links(tmp_path / "new")
+    os.mkfifo(run / "metrics.jsonl")
+    with pytest.raises(DiskError, match=r"metrics\.jsonl is neither a file nor a folder"):
+        refuse_links(run)
+
+
+def test_train_log_warns_once_and_raises_nothing(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    handler = TrainLog(str(disk / "train.log"))
+    logger = logging.getLogger("test of train.log")
+    logger.addHandler(handler)
+    logger.warning("fits")
+    fill(disk)
+    for _ in range(3):
+        logger.warning("x" * 5000)
+    handler.close()
+    said = [record.getMessage() for record in caplog.records if "cannot be written" in record.getMessage()]
+    assert len(said) == 1 and "train.log cannot be written: No space left on device" in said[0]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
+def test_tensorboard_warns_once_and_raises_nothing(disk: Path) -> None:
+    said: list[str] = []
+    board = Board(disk / "tensorboard", 0, said.append)
+    fill(disk)
+    for step in range(2000):
+        board.scalars(step, {"loss": 1.0})
+    board.flush()
+    board.close()
+    assert len(said) == 1 and "No space left on device" in said[0] and "goes on without TensorBoard" in said[0]
+
+
+def test_only_what_is_written_becomes_an_error_of_the_disk(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), writing(tmp_path / "cache"):
+        (tmp_path / "corpus" / "missing.txt").read_text()
+    with pytest.raises(DiskError, match=r"cache cannot be written: Not a directory .*: set it"):  # noqa: SIM117
+        with writing(tmp_path / "file" / "cache", "set it"):
+            (tmp_path / "file").write_text("")
+            (tmp_path / "file" / "cache").mkdir(parents=True)
+    assert "room left: unknown" not in cannot_write(tmp_path / "a" / "b", OSError(28, "full"))
+
+
+def test_a_run_whose_disk_is_full_ends_in_one_line(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "run", "size=900k"), pytest.raises(DiskError) as caught:
+        train_inline(tmp_path / "run", "debug=tiny", "trainer.steps=1", "trainer.evaluate_first=false")
+    text = str(caught.value)
+    assert "\n" not in text and "step_00000001.partial cannot be written: No space left on device (room left:" in text
