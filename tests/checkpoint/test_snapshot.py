@@ -291,7 +291,7 @@ def test_trying_an_optimizer_changes_nothing_of_it() -> None:
     assert torch.equal(torch.get_rng_state(), random)
 
 
-class LooksAtValues(torch.optim.Optimizer):
+class ReadsGradients(torch.optim.Optimizer):
     """Reads a value before it makes its state, as fake tensors cannot be read."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
@@ -309,4 +309,4 @@ def test_an_optimizer_that_looks_at_values_is_checked_too() -> None:
     weights = {name: parameter.detach() for name, parameter in layer.named_parameters()}
     state = LayerState(weights, {}, {"weight": {"seen": torch.zeros(2, 2)}})
     with pytest.raises(CheckpointError, match=r"'seen' of weight should be float32\[2, 3\], saved is float32\[2, 2\]"):
-        restore_layer("only", layer, LooksAtValues(list(layer.parameters())), state)
+        restore_layer("only", layer, ReadsGradients(list(layer.parameters())), state)

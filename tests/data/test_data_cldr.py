@@ -22,6 +22,7 @@ from gpipe_cli.data.source import no_report
 from gpipe_cli.data.store import Store
 from gpipe_cli.data.vocabulary import train_vocabulary
 from gpipe_cli.data.workers import Workers
+from gpipe_cli.disk import DiskError
 from gpipe_cli.errors import ConfigurationError
 
 SMALL = ("es", "de", "ccp", "yrl")
@@ -260,7 +261,7 @@ def test_what_a_killed_build_left_is_removed_after_a_day(tmp_path: Path) -> None
 
 def test_a_cache_that_cannot_be_written_says_which_key_to_set(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=r"data\.cache_dir or GPIPE_CACHE"):
+    with pytest.raises(DiskError, match=r"data\.cache_dir or GPIPE_CACHE"):
         open_store(TINY, str(tmp_path / "file" / "cache"), no_report)
 
 
