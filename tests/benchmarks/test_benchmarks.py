@@ -27,7 +27,7 @@ SMALL = {
     "messages": "--workers 2 --rounds 1",
     "exchange": "--workers 2 --rounds 10",
     "meter": "--shapes 2,2 --examples 4 --tokens 4 --repetitions 2",
-    "plan": "--quick debug=tiny",
+    "plan": "--quick debug=tiny pipeline.K=1 pipeline.workers=1",
     "cell_times": "--quick debug=tiny",
     "kills": "--quick --K 2",
     "corpus": "--quick --tokens 20000 --batches 2",

@@ -13,7 +13,7 @@ device has one queue for computations and one for each communicator. The rules:
 * A collective begins when all ranks of the communicator have called it, and must be the same one on all of them.
 
 What happens next is drawn from all that can happen, so a stall is found again by its seed. Run as a script with two
-numbers, draws steps of random schedules under random rules for the seeds from the first number to the second.
+numbers, draws runs of random schedules under random rules for the seeds from the first number to the second.
 """
 
 from __future__ import annotations
@@ -313,24 +313,65 @@ def programs(lists: InstructionLists, placement: tuple[int, ...]) -> list[list[C
     return [engine_calls(instructions, placement, due) for instructions, due in zip(lists, posts, strict=True)]
 
 
-def drawn_step(seed: int) -> tuple[list[list[Call]], Rules]:
-    """Draws a schedule and the rules of its devices."""
+def drawn_run(seed: int) -> tuple[list[list[Call]], Rules]:
+    """Draws a training step, an evaluation and another training step of replicas, and the rules of their devices."""
     draw = random.Random(seed)
-    kind = draw.choice([*KINDS, "forward only"])
+    kind = draw.choice(list(KINDS))
     workers = draw.choice((2, 3, 4, 5, 8, 16))
     M = draw.choice((1, 2, 3, 5, 8, 16) if workers > 5 else (1, 2, 3, 4, 7, 8, 16, 33))
-    rounds = draw.choice((1, 2, 3)) if kind in (*ROUND_ROBIN, "forward only") and workers < 8 else 1
+    rounds = draw.choice((1, 2, 3)) if kind in ROUND_ROBIN and workers < 8 else 1
+    replicas = draw.choice((1, 1, 2, 3)) if workers < 5 else 1
     placement = tuple(range(workers)) * rounds
-    made = kind == "forward only"
-    lists = forward_only(placement, M) if made else schedule(kind, placement, M, draw.choice(REMAT))
-    rules = Rules(draw.choice((0, 0, 1, 3)), draw.random() < 0.7, draw.choice((0.0, 0.3, 1.0)), draw.random() < 0.7)
-    return programs(lists, placement), rules
+    training = programs(schedule(kind, placement, M, draw.choice(REMAT)), placement)
+    forward = programs(forward_only(placement, draw.choice((1, 2, M))), placement)
+    ranks = [
+        [
+            *_exchange("plan", rank, workers * replicas),
+            *_as_rank(training[rank % workers], "step 1", rank - rank % workers),
+            *_reductions("step 1", rank, workers, replicas, rounds),
+            *_exchange("report", rank, workers * replicas),
+            *_as_rank(forward[rank % workers], "evaluation", rank - rank % workers),
+            *_exchange("scores", rank, workers * replicas),
+            *_as_rank(training[rank % workers], "step 2", rank - rank % workers),
+            *_reductions("step 2", rank, workers, replicas, rounds),
+        ]
+        for rank in range(workers * replicas)
+    ]
+    return ranks, Rules(
+        draw.choice((0, 0, 1, 3)), draw.random() < 0.7, draw.choice((0.0, 0.3, 1.0)), draw.random() < 0.7
+    )
+
+
+def _as_rank(calls: Iterable[Call], step: str, first: int) -> Iterator[Call]:
+    """Yields the calls of a step for the replica whose first rank is given."""
+    for call in calls:
+        yield call._replace(name=(step, first, call.name), ranks=tuple(first + worker for worker in call.ranks))
+
+
+def _reductions(step: str, rank: int, workers: int, replicas: int, cells: int) -> Iterator[Call]:
+    """Yields the sums over replicas behind a step: a collective for each cell of the worker."""
+    group = tuple(range(rank % workers, workers * replicas, workers))
+    for cell in range(cells if replicas > 1 else 0):
+        yield Call("collective", (step, rank % workers, cell), group, "replicas")
+    yield Call("compute", (step, "update"))
+
+
+def _exchange(name: str, rank: int, size: int) -> Iterator[Call]:
+    """Yields an exchange through rank 0, from host to host; before it each host needs its device's results."""
+    yield Call("compute", name)
+    if rank:
+        yield Call("tell", (name, "to rank 0", rank), (0,))
+        yield Call("hear", (name, "from rank 0"))
+        return
+    for other in range(1, size):
+        yield Call("hear", (name, "to rank 0", other))
+    yield Call("tell", (name, "from rank 0"), tuple(range(1, size)))
 
 
 if __name__ == "__main__":
     for seed in range(int(sys.argv[1]), int(sys.argv[2])):
         try:
-            Machine(*drawn_step(seed), seed).run()
+            Machine(*drawn_run(seed), seed).run()
         except Stalled as stall:
-            sys.exit(f"seed {seed}: {drawn_step(seed)[1]}\n{stall}")
-    print(f"seeds {sys.argv[1]} to {sys.argv[2]}: no step stalls")
+            sys.exit(f"seed {seed}: {drawn_run(seed)[1]}\n{stall}")
+    print(f"seeds {sys.argv[1]} to {sys.argv[2]}: no run stalls")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from nccl_rules import Call, Machine, Rules, Stalled, WrongUse, drawn_step, engine_calls, message_call, programs
+from nccl_rules import Call, Machine, Rules, Stalled, WrongUse, drawn_run, engine_calls, message_call, programs
 from small_models import CPU, build_all, mini_batch, small_model, token_loss, weight_of
 
 from gpipe_cli.micro_batch import Tensors
@@ -67,11 +67,35 @@ def test_a_receive_posted_before_an_own_computation_that_leads_to_it_occupies_th
     assert stalls(asks, answers, rules=Rules(occupies=False, hidden_syncs=1.0)), "unless the host waits for the device"
 
 
-def test_the_first_use_of_a_connection_holds_both_hosts() -> None:
+def test_first_messages_in_a_ring_stall_while_connections_are_made() -> None:
+    """Megatron-LM 5240: messages outside a batch connect each pair of ranks at its first use."""
     ring = [[send("a", (0, 1)), receive("c", (0, 2))], [send("b", (1, 2)), receive("a", (0, 1))]]
     ring.append([send("c", (0, 2)), receive("b", (1, 2))])
     assert not stalls(*ring, rules=Rules(buffer=1))
     assert stalls(*ring, rules=Rules(buffer=1, connected=False))
+
+
+def test_shapes_sent_in_a_fixed_order_stall() -> None:
+    """Megatron-LM 5100: every rank waits for its message back, then for the next from there, then on and from ahead."""
+    wait = Call("compute", "waits for each message before the next")
+
+    def exchange(rank: int) -> list[Call]:
+        before, behind = (rank - 1, rank), (rank, rank + 1)
+        back = [send(f"back to {rank - 1}", before), wait, receive(f"on to {rank}", before), wait] if rank > 0 else []
+        ahead = [send(f"on to {rank + 1}", behind), wait, receive(f"back to {rank}", behind), wait] if rank < 3 else []
+        return back + ahead
+
+    assert stalls(*map(exchange, range(4)))
+    assert not stalls(*map(exchange, range(4)), rules=Rules(buffer=1, hidden_syncs=1.0))
+
+
+def test_messages_of_both_directions_on_one_connection_stall_in_either_order() -> None:
+    """pytorch 172668: sends first on both ranks, then with sends and receives exchanged on the odd one."""
+    both = [send("0F1"), receive("1F0"), Call("await", "1F0"), Call("compute", "2F0")]
+    assert stalls(both, [send("1F0"), receive("0F1"), Call("await", "0F1"), Call("compute", "1F1")])
+    even = [send("2F1"), Call("compute", "0F2"), send("0F2"), receive("3B0")]
+    odd = [receive("2F1"), send("3B0"), Call("compute", "3F1"), receive("0F2")]
+    assert stalls(even, odd)
 
 
 def test_collectives_in_another_order_are_named_with_both_ranks() -> None:
@@ -96,9 +120,9 @@ def test_a_stall_shows_where_every_rank_waits() -> None:
 
 
 @pytest.mark.parametrize("first", range(0, 60, 20))
-def test_no_schedule_stalls(first: int) -> None:
+def test_no_run_stalls(first: int) -> None:
     for seed in range(first, first + 20):
-        Machine(*drawn_step(seed), seed).run()
+        Machine(*drawn_run(seed), seed).run()
 
 
 def test_receives_posted_two_ahead_would_stall_on_such_a_device() -> None:

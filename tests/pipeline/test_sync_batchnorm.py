@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from inline_run import train_inline
 
 from gpipe_cli.launch.supervisor import Job, launch
 
@@ -18,20 +19,19 @@ def test_two_replicas_have_the_gradients_and_statistics_of_the_joined_mini_batch
     assert not found, "\n".join(found)
 
 
-def train(folder: Path, name: str, *words: str) -> tuple[list[float], str]:
-    """Returns the losses of a run of `gpipe-train`, and its output."""
-    command = [sys.executable, "-m", "gpipe_cli.commands.train", *words, f"hydra.run.dir={folder / name}"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = (folder / name / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(row)["loss"] for row in rows], done.stdout
+def losses(run_dir: Path) -> list[float]:
+    return [json.loads(row)["loss"] for row in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow
 def test_the_command_trains_two_replicas_as_one_with_sync_batchnorm(tmp_path: Path) -> None:
     words = ["debug=tiny", "model=amoebanet", "model.L=3", "trainer.steps=2", "trainer.evaluate_every=null"]
     words += ["optimizer.lr=1e-4", "pipeline.K=1", "pipeline.M=1", "logging.tensorboard=false"]
-    one, _ = train(tmp_path, "one", *words)
-    two, said = train(tmp_path, "two", *words, "pipeline.replicas=2", "pipeline.sync_batchnorm=true")
+    train_inline(tmp_path / "one", *words)
+    command = [sys.executable, "-m", "gpipe_cli.commands.train", *words, "pipeline.replicas=2"]
+    command += ["pipeline.sync_batchnorm=true", f"hydra.run.dir={tmp_path / 'two'}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    one, two, said = losses(tmp_path / "one"), losses(tmp_path / "two"), done.stdout
     assert two == pytest.approx(one, rel=1e-4)
     assert "over 16 examples: mini-batch 16, M=1, 2 replicas together" in said
