@@ -27,7 +27,8 @@ gradient norm, BatchNorm statistics, optimizer state, weights after each step.
 
 It takes every key of gpipe-train, and
 
-    verify.steps=2          how many mini-batches
+    verify.steps=2          how many mini-batches, from the first on
+    verify.later=5          one more, after a skipped step, a checkpoint and a resume
     verify.dtype=float64    both sides in float64: separates rounding from errors
     verify.tolerance=1e-6   the largest relative difference that counts as rounding
     verify.format=json      one JSON object on standard output; everything else goes to standard error
@@ -80,20 +81,34 @@ def largest(report: dict[str, Any], name: str) -> float | None:
 
 
 def as_text(report: dict[str, Any]) -> list[str]:
-    """Returns a table for each step, the findings, and the verdict."""
+    """Returns one table of all steps, with the worst of each quantity, the findings, and the verdict."""
     from gpipe_cli.terminal.text import text_table
 
     columns = ["", "compared", "largest difference", "relative", "where", "verdict"]
-    lines = []
-    for step in report["steps"]:
-        rows = [
-            [q["name"], q["compared"], _size(q["absolute"]), _size(q["relative"]), _where(q), q["verdict"]]
-            for q in step["quantities"]
-        ]
-        lines.append(f"\nstep {step['step']}\n{text_table(columns, rows)}")
+    rows = []
+    for name, found in _by_name(report["steps"]).items():
+        number, q = max(found, key=lambda one: (one[1]["beyond"] > 0, _order(one[1]["relative"])))
+        where = f"step {number}: {q['where']}" if _where(q) else ""
+        count = sum(one["compared"] for _, one in found)
+        rows.append([name, count, _size(q["absolute"]), _size(q["relative"]), where, q["verdict"]])
     batchnorm = report["batchnorm"]
     note = [batchnorm["text"]] if batchnorm and (report["agrees"] or batchnorm["explains"]) else []
-    return [*lines, "", *note, *report["notes"], *report["findings"], report["verdict"]]
+    steps = ", ".join(str(step["step"]) for step in report["steps"])
+    head = f"steps {steps}" if steps else ""
+    return ["", head, text_table(columns, rows), "", *note, *report["notes"], *report["findings"], report["verdict"]]
+
+
+def _by_name(steps: list[dict[str, Any]]) -> dict[str, list[tuple[int, dict[str, Any]]]]:
+    """Returns the quantities of all steps by name, each with the number of its step."""
+    rows: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+    for step in steps:
+        for quantity in step["quantities"]:
+            rows.setdefault(quantity["name"], []).append((step["step"], quantity))
+    return rows
+
+
+def _order(relative: float | None) -> float:
+    return float("inf") if relative is None else relative
 
 
 def _where(quantity: dict[str, Any]) -> str:

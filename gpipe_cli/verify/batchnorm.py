@@ -1,4 +1,4 @@
-"""Compares BatchNorm over micro-batches with BatchNorm over the whole mini-batch, as it would be with M = 1.
+"""Runs micro-batches together, with BatchNorm over all of them.
 
 BatchNorm is the one layer whose result depends on how the mini-batch is divided. A BatchNorm may stand anywhere inside
 a layer, so `run_together` runs the micro-batches in threads that take turns: each runs to its next BatchNorm and waits
@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -20,89 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..micro_batch import MicroBatch
 from ..pipeline.randomness import generator_states, restore_generators
-from .compare import GRADIENTS, LOSS, OUTPUTS, compare
-from .record import StepState
 
 T = TypeVar("T")
-
-
-# -- the difference that M makes -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class BatchNormNote:
-    """Describes the first step with BatchNorm over each micro-batch beside the same over the whole mini-batch.
-
-    Attributes:
-        layers: BatchNorm layers.
-        micro_batch, mini_batch: the number of examples in each.
-        loss, whole_loss: of the plain loop, over micro-batches and over the mini-batch.
-        loss_differs, gradients_differ: largest relative differences between the two.
-        first_layer: the first, in forward, whose output differs; None: none.
-        explains: the pipeline differs from the plain loop over micro-batches, and agrees with the other one.
-    """
-
-    layers: int
-    micro_batch: int
-    mini_batch: int
-    loss: float
-    whole_loss: float
-    loss_differs: float
-    gradients_differ: float
-    first_layer: str | None
-    explains: bool
-
-    @property
-    def text(self) -> str:
-        """Returns the note as sentences."""
-        over = f"{self.layers} BatchNorm layers normalise over {self.micro_batch} examples"
-        if self.first_layer is None:
-            return f"{over}, and over all {self.mini_batch} of the mini-batch nothing would be different"
-        with_all = (
-            f"{over}: with M=1, over all {self.mini_batch}, the loss of step 1 would be {self.whole_loss:.6g} instead "
-            f"of {self.loss:.6g} (all else equal), and the output of {self.first_layer} the first to differ"
-        )
-        if self.explains:
-            return f"{with_all}. The pipeline agrees with that: its BatchNorm normalises over the whole mini-batch"
-        return f"{with_all}. That is BatchNorm's doing (paper, section 2.2), and no error"
-
-
-def batchnorm_note(
-    layers: int,
-    micro_batches: Sequence[Sequence[MicroBatch]],
-    sides: tuple[StepState, StepState, StepState],
-    tolerance: float,
-    names: Sequence[str],
-) -> BatchNormNote:
-    """Compares three records of one step.
-
-    Args:
-        layers: BatchNorm layers of the model.
-        micro_batches: of the mini-batch, by replica.
-        sides: of the pipeline, of the plain loop, of the plain loop with BatchNorm over the whole mini-batch.
-    """
-    ours, plain, whole = sides
-    sizes = [len(inputs[0]) for replica in micro_batches for inputs, _ in replica]
-    divided = compare(plain, whole, StepState(), tolerance, names)
-    losses, gradients, outputs = divided[LOSS].worst, divided[GRADIENTS].worst, divided[OUTPUTS].beyond
-    as_whole = compare(ours, whole, StepState(), tolerance, names)
-    as_plain = compare(ours, plain, StepState(), tolerance, names)
-    return BatchNormNote(
-        layers=layers,
-        micro_batch=max(sizes),
-        mini_batch=sum(sizes),
-        loss=plain.loss,
-        whole_loss=whole.loss,
-        loss_differs=losses.relative if losses else 0.0,
-        gradients_differ=gradients.relative if gradients else 0.0,
-        first_layer=names[outputs[0].layer] if outputs else None,
-        explains=bool(as_plain[OUTPUTS].beyond) and not as_whole[OUTPUTS].beyond,
-    )
-
-
-# -- BatchNorm over several micro-batches ----------------------------------------------------------------------------
 
 
 def run_together(runs: Sequence[Callable[[], T]], batchnorms: Iterable[_BatchNorm], device: torch.device) -> list[T]:

@@ -1,18 +1,31 @@
-"""Compares two ways to run one training step: which quantities differ, by how much, and in which layer."""
+"""Compares two ways to run one training step: which quantities differ, by how much, and in which layer.
+
+Tensors are measured one at a time (`Gap`), and judged when all of their kind have been measured: a difference is
+divided by the norm of the plain side's tensor, but at least by `SMALL_SHARE` of the norm of all tensors of the kind
+(a gradient that is nothing but rounding may differ by all of itself).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from .record import GRADIENT, OUTPUT, RECOMPUTED, WEIGHTS, WEIGHTS_AGAIN, Fingerprint, Key, Point, StepState, number_gap
+from .record import Fingerprint, Key, Point, number_gap
 
 SMALL_SHARE = 0.01  # tensors smaller than this share of all of their kind are measured by this share of all
 NO_LAYER = -1  # for quantities of the whole model
+
+BEGIN, RESUMED, SKIPPED = "weights at the beginning", "all that a resume restores", "unchanged by a skipped step"
+LOSS, LOSSES, STATISTICS = "loss", "losses of micro-batches", "statistics of the task"
+USED, SEEDS, OUTPUTS, AGAIN = "weights used", "seeds of dropout", "outputs of layers", "outputs recomputed"
+PASSED_BACK, GRADIENTS, NORM = "gradients between layers", "gradients", "gradient norm"
+CLIPPED, RATES = "clipping", "learning rate"
+COUNTS, BUFFERS, STATE, UPDATED = "BatchNorm counts", "BatchNorm and other buffers", "optimizer state", "weights after"
+AVERAGES, REPLICAS = "averages of weights", "replicas after"
 
 
 @dataclass(frozen=True)
@@ -23,7 +36,8 @@ class Difference:
         layer: its layer, `NO_LAYER` for the whole model.
         where: its name, for the report.
         absolute: largest difference of two elements (of fingerprints: of the two norms).
-        relative: norm of the difference divided by the norm that `compare` describes; inf where one side has nothing.
+        relative: norm of the difference divided by the norm that the quantity is measured by; inf where one side has
+            nothing.
         point: of a fingerprint.
     """
 
@@ -58,63 +72,10 @@ class Quantity:
             return "none"
         return "bit for bit" if self.worst.absolute == 0 and self.worst.relative == 0 else "OK"
 
-
-LOSS, LOSSES, NORM, GRADIENTS = "loss", "losses of micro-batches", "gradient norm", "gradients"
-OUTPUTS, AGAIN, PASSED_BACK = "outputs of layers", "outputs recomputed", "gradients between layers"
-COUNTS, BUFFERS, STATE, UPDATED = "BatchNorm counts", "BatchNorm and other buffers", "optimizer state", "weights after"
-USED, BEGIN = "weights used", "weights before"
-
-
-def compare(
-    ours: StepState, plain: StepState, before: StepState, tolerance: float, names: Sequence[str]
-) -> StepComparison:
-    """Compares all quantities of one step.
-
-    A difference is divided by the norm of the plain side's tensor, but at least by `SMALL_SHARE` of the norm of all
-    tensors of the kind (a gradient that is nothing but rounding may differ by all of itself). For weights and buffers
-    it is divided by how far the step has moved them.
-
-    Args:
-        ours: of the pipeline.
-        plain: of the plain loop.
-        before: weights and buffers before the step, of the plain loop.
-        tolerance: the largest relative difference that counts as rounding.
-        names: of the layers.
-    """
-    rounding = 8 * torch.finfo(_dtype(plain.weights)).eps
-    differences = [
-        _numbers(LOSS, {"mini-batch": (ours.loss, plain.loss)}),
-        # The places are the plain side's: the pipeline's report of a step that is not full has more, all zero.
-        _numbers(
-            LOSSES,
-            {
-                f"replica {r}, micro-batch {m}": (ours.losses.get((r, m), math.nan), loss)
-                for (r, m), loss in sorted(plain.losses.items())
-            },
-        ),
-        _traces(OUTPUTS, ours.trace.get(OUTPUT, {}), plain.trace.get(OUTPUT, {}), names),
-        _traces(AGAIN, ours.trace.get(RECOMPUTED, {}), ours.trace.get(OUTPUT, {}), names),
-        _traces(PASSED_BACK, ours.trace.get(GRADIENT, {}), plain.trace.get(GRADIENT, {}), names),
-        _tensors(GRADIENTS, ours.gradients, plain.gradients, _by_norm(plain.gradients)),
-        _numbers(NORM, {"all parameters": (ours.gradient_norm, plain.gradient_norm)}),
-        _counts(ours.counted, plain.counted),
-        _tensors(BUFFERS, ours.buffers, plain.buffers, _by_change(plain.buffers, before.buffers, rounding / tolerance)),
-        _tensors(STATE, ours.optimizer, plain.optimizer, _by_norm_of_kind(plain.optimizer)),
-        _tensors(UPDATED, ours.weights, plain.weights, _by_change(plain.weights, before.weights, rounding / tolerance)),
-    ]
-    return StepComparison([_judged(name, found, tolerance) for name, found in differences if found])
-
-
-def compare_beginnings(ours: StepState, plain: StepState, tolerance: float) -> Quantity:
-    """Compares weights and buffers before the first step."""
-    held = {**plain.weights, **plain.buffers}
-    return _judged(*_tensors(BEGIN, {**ours.weights, **ours.buffers}, held, _by_norm(held)), tolerance)
-
-
-def gradients_agree(ours: StepState, plain: StepState, tolerance: float) -> bool:
-    """Returns whether every gradient is within the tolerance."""
-    measured = _tensors(GRADIENTS, ours.gradients, plain.gradients, _by_norm(plain.gradients))
-    return not _judged(*measured, tolerance).beyond
+    @property
+    def layers(self) -> list[int]:
+        """Returns the layers that differ beyond the tolerance, in order."""
+        return sorted({difference.layer for difference in self.beyond})
 
 
 @dataclass(frozen=True)
@@ -127,118 +88,136 @@ class StepComparison:
         """Returns the quantity of that name; an empty one where there is none."""
         return next((q for q in self.quantities if q.name == name), Quantity(name, 0, None))
 
-    def after(self, first: Quantity) -> StepComparison:
-        """Returns the same with one more quantity in front."""
-        return StepComparison([first, *self.quantities])
-
     @property
     def agrees(self) -> bool:
         """Returns whether all results agree. Gradients between layers only help to find an error's place."""
         return not any(quantity.beyond for quantity in self.quantities if quantity.name != PASSED_BACK)
 
 
-Measured = tuple[str, list[Difference]]
-
-
-def _judged(name: str, found: list[Difference], tolerance: float) -> Quantity:
-    worst = max(found, key=lambda d: (d.relative, d.absolute))
+def judged(name: str, found: Sequence[Difference], tolerance: float) -> Quantity:
+    """Returns a quantity in which every difference above ``tolerance`` counts as an error."""
+    worst = max(found, key=lambda d: (d.relative, d.absolute), default=None)
     return Quantity(name, len(found), worst, [d for d in found if d.relative > tolerance])
-
-
-def _dtype(tensors: Mapping[Key, Tensor]) -> torch.dtype:
-    return next((t.dtype for t in tensors.values() if t.is_floating_point()), torch.float32)
-
-
-# -- numbers ---------------------------------------------------------------------------------------------------------
-
-
-def _numbers(name: str, pairs: Mapping[str, tuple[float, float]]) -> Measured:
-    return name, [
-        Difference(NO_LAYER, where, gap := number_gap(a, b), gap / abs(b) if b and math.isfinite(b) and gap else gap)
-        for where, (a, b) in pairs.items()
-    ]
-
-
-def _counts(ours: Mapping[Key, float], plain: Mapping[Key, float]) -> Measured:
-    found = []
-    for (layer, name), count in sorted(plain.items()):
-        gap = abs(ours.get((layer, name), 0.0) - count)
-        found.append(Difference(layer, name, gap, gap / count if count else gap))
-    return COUNTS, found
 
 
 # -- tensors ---------------------------------------------------------------------------------------------------------
 
-Scale = Callable[[Key], float]
+
+@dataclass(frozen=True)
+class Gap:
+    """Holds what there is to know of two tensors in order to compare them.
+
+    Attributes:
+        absolute: largest difference of two elements; infinite where shapes differ, or which elements are finite.
+        distance: norm of the difference.
+        ours, plain, product: norms and scalar product of the two; of their changes, where the step began with values.
+        size: norm of the plain one itself.
+        epsilon: relative precision of its type.
+    """
+
+    absolute: float
+    distance: float
+    ours: float
+    plain: float
+    product: float
+    size: float
+    epsilon: float
+
+    @property
+    def factor(self) -> float | None:
+        """Returns f if the pipeline's is f times the plain one, within a hundredth; else None."""
+        if not self.plain or not math.isfinite(self.distance):
+            return None
+        factor = self.product / self.plain**2
+        rest = math.sqrt(max(self.ours**2 - (factor * self.plain) ** 2, 0.0))
+        return factor if rest <= 1e-2 * self.plain * max(abs(factor), 1e-3) else None
 
 
-def _norm(tensor: Tensor) -> float:
+MISSING = Gap(math.inf, math.inf, 0.0, 0.0, 0.0, 0.0, 0.0)
+Gaps = dict[Key, Gap]
+
+
+def measure(ours: Tensor | None, plain: Tensor | None, before: Tensor | None = None) -> Gap:
+    """Compares two tensors; elements that are finite on neither side agree.
+
+    Args:
+        before: the value before the step; the norms are then those of the changes.
+    """
+    if ours is None or plain is None or ours.shape != plain.shape:
+        return MISSING
+    x, y = ours.detach().double().cpu(), plain.detach().double().cpu()
+    finite = torch.isfinite(x)
+    if not torch.equal(finite, torch.isfinite(y)):
+        return MISSING
+    x, y = torch.where(finite, x, 0.0), torch.where(finite, y, 0.0)
+    size, epsilon = norm(y), torch.finfo(plain.dtype).eps if plain.is_floating_point() else 0.0
+    gap = x - y
+    if before is not None:
+        old = torch.where(finite, before.double().cpu(), 0.0)
+        x, y = x - old, y - old
+    largest = float(gap.abs().max()) if gap.numel() else 0.0
+    return Gap(largest, norm(gap), norm(x), norm(y), float((x * y).sum()), size, epsilon)
+
+
+def norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor.double()))
 
 
-def _total(norms: Mapping[Key, float]) -> float:
-    return math.sqrt(sum(norm * norm for norm in norms.values() if math.isfinite(norm)))
+def total(norms: Iterable[float]) -> float:
+    """Returns the norm of all tensors together, of the norm of each; what is not finite is left out."""
+    return math.sqrt(sum(norm * norm for norm in norms if math.isfinite(norm)))
 
 
-def _by_norm(tensors: Mapping[Key, Tensor]) -> Scale:
-    norms = {key: _norm(tensor) for key, tensor in tensors.items()}
-    least = SMALL_SHARE * _total(norms)
-    return lambda key: max(norms.get(key, 0.0), least)
+def tensors(name: str, gaps: Mapping[Key, Gap], tolerance: float, changes: bool = False) -> Quantity:
+    """Judges the tensors of one kind.
 
-
-def _by_norm_of_kind(tensors: Mapping[Key, Tensor]) -> Scale:
-    """Returns the scale of optimizer state, in which `exp_avg` is compared with all `exp_avg`."""
-    kinds: dict[str, dict[Key, float]] = {}
-    for key, tensor in tensors.items():
-        kinds.setdefault(key[1].rpartition(":")[2], {})[key] = _norm(tensor)
-    norms = {key: norm for kind in kinds.values() for key, norm in kind.items()}
-    least = {kind: SMALL_SHARE * _total(of_kind) for kind, of_kind in kinds.items()}
-    return lambda key: max(norms.get(key, 0.0), least.get(key[1].rpartition(":")[2], 0.0))
-
-
-def _by_change(after: Mapping[Key, Tensor], before: Mapping[Key, Tensor], least_share: float) -> Scale:
-    """Returns as scale how far the step moved a tensor, and at least ``least_share`` of its norm, for its rounding."""
-    changes = {key: _norm(tensor.double() - before[key].double()) for key, tensor in after.items() if key in before}
-    least = SMALL_SHARE * _total(changes)
-    return lambda key: max(changes.get(key, 0.0), least, least_share * _norm(after[key]) if key in after else 0.0)
-
-
-def _tensors(name: str, ours: Mapping[Key, Tensor], plain: Mapping[Key, Tensor], scale: Scale) -> Measured:
-    found = []
-    for key in sorted({*ours, *plain}):
-        layer, where = key
-        if key not in ours or key not in plain:
-            found.append(Difference(layer, f"{where} (only {'here' if key in ours else 'plain'})", math.inf, math.inf))
-            continue
-        found.append(Difference(layer, where, *_gap(ours[key], plain[key], scale(key))))
-    return name, found
-
-
-def _gap(a: Tensor, b: Tensor, scale: float) -> tuple[float, float]:
-    """Returns the largest absolute difference, and the norm of the difference divided by ``scale``.
-
-    Elements that are not finite on both sides agree.
+    Args:
+        changes: the gaps are those of changes, which rounding of the whole value may disturb.
     """
-    if torch.equal(a, b):
-        return 0.0, 0.0
-    if a.shape != b.shape:
-        return math.inf, math.inf
-    x, y = a.double(), b.double()
-    finite = torch.isfinite(x)
-    if not torch.equal(finite, torch.isfinite(y)):
-        return math.inf, math.inf
-    gap = torch.where(finite, x - y, 0.0)
-    norm = _norm(gap)
-    return float(gap.abs().max()) if gap.numel() else 0.0, norm / scale if scale else (math.inf if norm else 0.0)
+    least = SMALL_SHARE * total(gap.plain for gap in gaps.values())
+    found = []
+    for (layer, where), gap in sorted(gaps.items()):
+        rounding = 8 * gap.epsilon / tolerance * gap.size if changes else 0.0
+        scale = max(gap.plain, least, rounding)
+        relative = gap.distance / scale if scale and math.isfinite(gap.distance) else gap.distance
+        found.append(Difference(layer, where, gap.absolute, relative if gap.distance else 0.0))
+    return judged(name, found, tolerance)
 
 
-# -- traces ----------------------------------------------------------------------------------------------------------
+def exact(name: str, gaps: Mapping[Key, Gap]) -> Quantity:
+    """Judges tensors that must be equal bit for bit."""
+    return tensors(name, gaps, 0.0)
 
 
-def _traces(
-    name: str, ours: Mapping[Point, Fingerprint], plain: Mapping[Point, Fingerprint], names: Sequence[str]
-) -> Measured:
-    """Compares the points that both sides have: an unused output has no gradient, or zero where a cut follows."""
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def numbers(name: str, pairs: Mapping[str, tuple[float, float]], tolerance: float) -> Quantity:
+    """Judges numbers of the whole model: pairs of the pipeline's and the plain one, by name."""
+    return judged(name, [_number(NO_LAYER, where, *pair) for where, pair in pairs.items()], tolerance)
+
+
+def numbers_by_key(name: str, ours: Mapping[Key, float], plain: Mapping[Key, float], tolerance: float) -> Quantity:
+    """Judges numbers of layers, which are equal within the tolerance; what only the plain side has is a difference."""
+    found = []
+    for (layer, where), number in sorted(plain.items()):
+        difference = _number(layer, where, ours.get((layer, where), math.inf), number)
+        found.append(difference if difference.relative > tolerance else Difference(layer, where, 0.0, 0.0))
+    return judged(name, found, tolerance)
+
+
+def _number(layer: int, where: str, ours: float, plain: float) -> Difference:
+    gap = number_gap(ours, plain)
+    return Difference(layer, where, gap, gap / abs(plain) if plain and math.isfinite(plain) and gap else gap)
+
+
+# -- fingerprints ------------------------------------------------------------------------------------------------------
+
+Marks = Mapping[Point, Fingerprint]
+
+
+def traces(name: str, ours: Marks, plain: Marks, layers: Sequence[str], tolerance: float) -> Quantity:
+    """Judges the points that both sides have: an unused output has no gradient, or zero where a cut follows."""
     largest: dict[int, float] = {}
     for point, mark in plain.items():
         largest[point.layer] = max(largest.get(point.layer, 0.0), mark.norm)
@@ -248,13 +227,7 @@ def _traces(
         gap = ours[point].distance(plain[point])
         scale = max(plain[point].norm, SMALL_SHARE * largest[point.layer])
         relative = gap / scale if scale and math.isfinite(gap) and math.isfinite(scale) else gap
-        where = f"{names[point.layer]}, micro-batch {point.micro_batch}"
+        where = f"{layers[point.layer]}, micro-batch {point.micro_batch}"
         where += f" of replica {point.replica}" if point.replica else ""
         found.append(Difference(point.layer, where, number_gap(ours[point].norm, plain[point].norm), relative, point))
-    return name, found
-
-
-def weights_used(ours: StepState, plain: StepState, names: Sequence[str], again: bool) -> list[Difference]:
-    """Compares the weights that layers used in forward (``again``: in recompute) with those of the plain loop."""
-    kind = WEIGHTS_AGAIN if again else WEIGHTS
-    return _traces(USED, ours.trace.get(kind, {}), plain.trace.get(WEIGHTS, {}), names)[1]
+    return judged(name, found, tolerance)

@@ -1,12 +1,14 @@
-"""Trains without the engine: all layers in one process, one after the other, as `nn.Sequential` would run them.
+"""Computes the gradients of a step without the engine: layer after layer, as `nn.Sequential` would run them.
 
-It shares with the pipeline what defines the run (the layers, the task, the optimizer, the data, where random numbers
-come from), and nothing of how the pipeline runs it: no cells, no schedule, no recompute, torch's own BatchNorm.
+It shares with the pipeline what defines the run (the layers, the task, the data), and nothing of how the pipeline runs
+it: no schedule, no messages, torch's own BatchNorm, its own seeds (`reference.py`). So that it needs memory for one
+cell only, it builds the layers of a cell, computes their outputs for all micro-batches, and forgets them; then it goes
+back from the last cell to the first.
 """
 
 from __future__ import annotations
 
-import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -19,26 +21,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..config import Settings
-from ..factory.build import build_autocast, build_lr_schedule, build_optimizer
-from ..layers import LayerBuilder
+from ..factory.build import build_autocast, build_model
 from ..micro_batch import MicroBatch, Tensors
 from ..pipeline.boundary import as_tensors
-from ..pipeline.cell import build_layer
-from ..pipeline.randomness import NoiseSource, generator_states
+from ..pipeline.randomness import generator_states
 from ..tasks.base import Task
 from .batchnorm import run_together
-from .record import (
-    OUTPUT,
-    WEIGHTS,
-    Key,
-    LayerTrace,
-    StepState,
-    copied,
-    modules_of,
-    named,
-    named_buffers,
-    optimizer_state,
-)
+from .compare import total
+from .record import OUTPUT, Fingerprint, Key, LayerTrace, Place, fingerprint, modules_of, named, named_buffers
+from .reference import noise_seed, weights_drawn
 
 
 @dataclass
@@ -62,9 +53,6 @@ class PooledStatistics:
         self.squares = self.squares.to(values.device) + values.square().sum(1)
 
 
-Place = tuple[int, int]  # (replica, micro-batch)
-
-
 class Together(Enum):
     """Lists which micro-batches of a mini-batch BatchNorm normalises as one."""
 
@@ -81,145 +69,181 @@ class Together(Enum):
         return [[[(replica, number)] for number in order] for replica in range(replicas)]
 
 
-@dataclass
-class _Run:
-    """Holds the state of one mini-batch."""
+@dataclass(frozen=True)
+class MiniBatch:
+    """Describes what a step is given.
+
+    Attributes:
+        step: its number, from 0.
+        micro_batches: of each replica.
+        order: in which the gradients of a replica's micro-batches are added up; it changes only the rounding.
+    """
 
     step: int
     micro_batches: Sequence[Sequence[MicroBatch]]
-    scale: float
-    seen: LayerTrace
+    order: Sequence[int]
+
+
+@dataclass
+class PlainStep:
+    """Holds the results of a plain step that are not tensors of the model's size.
+
+    Attributes:
+        weight: of the mini-batch, by which its losses are divided.
+        losses: unscaled sums by (replica, micro-batch).
+        statistics: sums of the task's statistics.
+        norms: of each parameter's gradient.
+        counted: values per channel that each BatchNorm has seen.
+        seen: fingerprints of the layers.
+        used: fingerprints of weights, by layer and their number in it.
+        draws_noise: layers that have drawn random numbers.
+    """
+
+    weight: float
     losses: dict[Place, float] = field(default_factory=dict)
+    statistics: Tensor | None = None
+    norms: dict[Key, float] = field(default_factory=dict)
+    counted: dict[Key, float] = field(default_factory=dict)
+    seen: LayerTrace = field(default_factory=LayerTrace)
+    used: dict[tuple[int, int], Fingerprint] = field(default_factory=dict)
+    draws_noise: set[int] = field(default_factory=set)
+
+    @property
+    def loss(self) -> float:
+        return sum(self.losses[key] for key in sorted(self.losses)) / self.weight if self.weight else 0.0
+
+    @property
+    def gradient_norm(self) -> float:
+        return total(self.norms.values())
 
 
-class PlainTraining:
-    """Holds the plain model and its optimizer, and runs one step at a time.
+@dataclass(frozen=True)
+class PlainCell:
+    """Holds what a step has made of one cell.
+
+    Attributes:
+        gradients: of the mini-batch; zero where nothing flowed back.
+        buffers: after the step.
+    """
+
+    gradients: dict[Key, Tensor]
+    buffers: dict[Key, Tensor]
+
+
+Load = Callable[[int], Mapping[str, Tensor]]  # a layer's weights and buffers by full name; empty: as they are built
+
+
+class PlainModel:
+    """Builds layers and runs steps, one cell at a time.
 
     Args:
-        builders: of all layers.
         settings: of the run.
         task: for the loss.
         device: where it runs.
+        cells: the layers of each cell.
     """
 
-    def __init__(self, builders: Sequence[LayerBuilder], settings: Settings, task: Task, device: torch.device) -> None:
-        self._settings, self._task, self._device = settings, task, device
-        self.layers = [
-            (index, builder.name, build_layer(builder, index, settings.seed, device))
-            for index, builder in enumerate(builders)
-        ]
-        self.parameters = dict(named(self.layers))
-        for _, _, module in self.layers:
-            module.train(True)
-        own = list({id(p): p for p in self.parameters.values()}.values())
-        self._optimizer = build_optimizer(settings.optimizer, own)
-        self._lr_schedule = build_lr_schedule(settings.lr_schedule, self._optimizer)
+    def __init__(self, settings: Settings, task: Task, device: torch.device, cells: Sequence[Sequence[int]]) -> None:
+        self._settings, self._task, self._device, self.cells = settings, task, device, cells
         self._autocast: Callable[[], AbstractContextManager[Any]] = build_autocast(settings.precision, device)
-        self._batchnorms = modules_of(_BatchNorm, self.layers)
-        self._statistics: dict[Key, PooledStatistics] = {}
-        for key, batchnorm in self._batchnorms.items():
-            batchnorm.register_forward_pre_hook(partial(self._gather_input, key))
-        self.draws_noise: set[int] = set()  # layers that have drawn random numbers
-
-    @property
-    def batchnorms(self) -> int:
-        """Returns the number of BatchNorm layers."""
-        return len(self._batchnorms)
-
-    def held(self) -> StepState:
-        """Returns copies of weights and buffers."""
-        return StepState(weights=copied(self.parameters), buffers=copied(named_buffers(self.layers)))
 
     @torch.no_grad()
-    def load(self, state: StepState) -> None:
-        """Loads weights and buffers."""
-        buffers = named_buffers(self.layers)
-        for key, tensor in {**state.weights, **state.buffers}.items():
-            (self.parameters.get(key) if key in self.parameters else buffers[key]).copy_(tensor)  # type: ignore[union-attr]
+    def build(self, cell: Sequence[int], load: Load = lambda layer: {}) -> _Built:
+        """Builds the layers of a cell, each under its own seed, with the weights and buffers that ``load`` returns."""
+        builders, layers = build_model(self._settings.model), []
+        for index in cell:
+            with weights_drawn(self._settings.seed, index):
+                module = builders[index].build()
+            layer = index, builders[index].name, module.to(self._device).train()
+            held: dict[str, Tensor] = {name: parameter for (_, name), parameter in named([layer])}
+            held |= {name: buffer for (_, name), buffer in named_buffers([layer]).items()}
+            for name, tensor in load(index).items():
+                held[name].copy_(tensor)
+            layers.append(layer)
+        return _Built(layers)
 
-    # -- forward and backward ----------------------------------------------------------------------------------------
-
-    def gradients(
+    def run(
         self,
-        step: int,
-        micro_batches: Sequence[Sequence[MicroBatch]],
-        order: Sequence[int],
-        together: Together = Together.NOTHING,
-    ) -> StepState:
-        """Runs forward and backward of one mini-batch, and returns losses, gradients and traces.
+        mini_batch: MiniBatch,
+        together: Together,
+        load: Load,
+        take: Callable[[int, PlainCell], None] | None,
+    ) -> PlainStep:
+        """Runs forward and backward of one mini-batch.
 
         Args:
-            step: number of the training step.
-            micro_batches: of each replica, its micro-batches.
-            order: in which the gradients of a replica's micro-batches are added up; it changes only the rounding.
             together: which micro-batches BatchNorm normalises as one.
+            load: gives the weights and buffers before the step.
+            take: called with the number and the results of each cell, from the last to the first; None: forward only.
         """
-        weight = sum(self._task.weight(targets) for replica in micro_batches for _, targets in replica)
-        run = _Run(step, micro_batches, 1 / weight if weight else 0.0, LayerTrace())
-        self._statistics.clear()
-        self._begin_step(step)
-        with _frozen_averages(self._batchnorms.values()):
-            totals = [self._add_up(run, group) for group in together.groups(len(micro_batches), order)]
-        total = totals[0]
-        for other in totals[1:]:
-            total = {key: total[key] + gradient for key, gradient in other.items()}
-        return StepState(
-            loss=sum(run.losses[key] for key in sorted(run.losses)) / weight if weight else 0.0,
-            losses=run.losses,
-            gradient_norm=_norm(total.values()),
-            gradients=copied(total),
-            counted={key: float(statistics.count) for key, statistics in self._statistics.items()},
-            trace=run.seen.trace,
-        )
+        replicas = mini_batch.micro_batches
+        step = PlainStep(sum(self._task.weight(targets) for replica in replicas for _, targets in replica))
+        sums = together.groups(len(replicas), mini_batch.order)
+        places = [place for groups in sums for group in groups for place in group]
+        given: list[dict[Place, Tensors]] = [
+            {(r, m): tuple(t.to(self._device) for t in replicas[r][m][0]) for r, m in places}
+        ]
+        for number in range(len(self.cells) - 1 if take is not None else len(self.cells)):
+            run = self._begin(number, mini_batch, load, step, given[-1], records=take is None)
+            given.append({place: _cut(outputs) for place, outputs in run.forward_only(sums)})
+        if take is None:
+            return step
+        back: dict[Place, Tensors] = {}
+        for number in reversed(range(len(self.cells))):
+            run = self._begin(number, mini_batch, load, step, given.pop(), records=True)
+            gradients, back = run.forward_and_back(sums, back)
+            step.norms |= {key: float(torch.linalg.vector_norm(g, dtype=torch.float64)) for key, g in gradients.items()}
+            take(number, PlainCell(gradients, run.built.averaged(step)))
+        return step
 
-    def _begin_step(self, step: int) -> None:
+    def _begin(
+        self,
+        number: int,
+        mini_batch: MiniBatch,
+        load: Load,
+        step: PlainStep,
+        given: dict[Place, Tensors],
+        records: bool,
+    ) -> _CellRun:
+        built = self.build(self.cells[number], load)
+        built.begin_step(mini_batch.step, self._settings.trainer.steps or 0)
+        if records:
+            built.fingerprint_weights(step)
+        task = self._task if number == len(self.cells) - 1 else None
+        seed = self._settings.seed
+        return _CellRun(built, mini_batch, task, seed, self._device, self._autocast, step, given, records)
+
+
+class _Built:
+    """Holds the layers of one cell, with statistics of what their BatchNorm layers see."""
+
+    def __init__(self, layers: list[tuple[int, str, nn.Module]]) -> None:
+        self.layers = layers
+        self.parameters = dict(named(layers))
+        self.batchnorms = modules_of(_BatchNorm, layers)
+        self._statistics: dict[Key, PooledStatistics] = defaultdict(PooledStatistics)
+        for key, batchnorm in self.batchnorms.items():
+            batchnorm.register_forward_pre_hook(partial(self._gather_input, key))
+
+    def _gather_input(self, key: Key, module: nn.Module, inputs: Any) -> None:
+        self._statistics[key].add(inputs[0])
+
+    @property
+    def held(self) -> dict[Key, Tensor]:
+        """Returns weights and buffers."""
+        return {**self.parameters, **named_buffers(self.layers)}
+
+    def begin_step(self, step: int, steps: int) -> None:
         for module in (module for _, _, layer in self.layers for module in layer.modules()):
             begin_step: Any = getattr(module, "begin_step", None)
             if begin_step is not None:
-                begin_step(step, self._settings.trainer.steps or 0)
+                begin_step(step, steps)
 
-    def _add_up(self, run: _Run, groups: Sequence[Sequence[Place]]) -> dict[Key, Tensor]:
-        """Returns the sum of the gradients of micro-batches, with BatchNorm over each of the ``groups`` as one."""
-        for group in groups:
-            forwards = [partial(self._forward, run, place) for place in group]
-            if len(forwards) == 1:
-                losses = forwards[0]()
-            else:
-                apart = run_together(forwards, self._batchnorms.values(), self._device)
-                losses = [loss for of_one in apart for loss in of_one]
-            roots = [loss for loss in losses if loss.requires_grad]
-            if roots:
-                torch.autograd.backward(roots, [torch.full_like(root, run.scale) for root in roots])
-        return self._take_gradients()
+    def fingerprint_weights(self, step: PlainStep) -> None:
+        for index, _, module in self.layers:
+            step.used |= {(index, i): fingerprint(parameter) for i, parameter in enumerate(module.parameters())}
 
-    def _forward(self, run: _Run, place: Place) -> list[Tensor]:
-        """Runs all layers for one micro-batch; returns its unscaled losses, those of layers and last the task's."""
-        replica, number = place
-        inputs, targets = (
-            tuple(tensor.to(self._device) for tensor in side) for side in run.micro_batches[replica][number]
-        )
-        noise = NoiseSource(self._settings.seed, replica, self._device)
-        values: Tensors = inputs
-        losses: list[Tensor] = []
-        with self._autocast():
-            for index, _, module in self.layers:
-                noise.seed_layer(run.step, number, index)
-                before = generator_states(self._device)
-                run.seen.weights(WEIGHTS, replica, number, index, module)
-                returned = module(values if len(values) > 1 else values[0])
-                outputs = as_tensors(returned)
-                run.seen.outputs(OUTPUT, replica, number, index, outputs, values)
-                auxiliary = getattr(module, "auxiliary_loss", None)
-                if auxiliary is not None:
-                    losses.append(auxiliary(returned, targets))
-                if not all(map(torch.equal, before, generator_states(self._device))):
-                    self.draws_noise.add(index)
-                values = outputs
-            losses.append(self._task.loss(values, targets)[0])
-        run.losses[place] = sum(loss.item() for loss in losses)
-        return losses
-
-    def _take_gradients(self) -> dict[Key, Tensor]:
+    def take_gradients(self) -> dict[Key, Tensor]:
         """Returns the gradients of trainable parameters, zero where there is none, and resets them."""
         gradients = {}
         for key, parameter in self.parameters.items():
@@ -229,39 +253,16 @@ class PlainTraining:
             parameter.grad = None
         return gradients
 
-    def _gather_input(self, key: Key, module: nn.Module, inputs: Any) -> None:
-        self._statistics.setdefault(key, PooledStatistics()).add(inputs[0])
-
-    # -- update --------------------------------------------------------------------------------------------------------
-
-    def update(self, state: StepState, gradients: Mapping[Key, Tensor]) -> None:
-        """Clips, updates weights, learning rate and BatchNorm's moving averages, and records the result in ``state``.
-
-        Args:
-            state: of the mini-batch, from `gradients`.
-            gradients: for the update, unclipped: those of ``state``, or others.
-        """
-        norm, limit = _norm(gradients.values()), self._settings.trainer.gradient_clip
-        factor = limit / norm if limit is not None and norm > limit else 1.0
-        if math.isfinite(state.loss) and math.isfinite(norm):
-            for key, parameter in self.parameters.items():
-                if not parameter.requires_grad:
-                    continue  # without a gradient, weight decay leaves it alone too
-                gradient = gradients[key].to(self._device)
-                parameter.grad = gradient * factor if factor != 1.0 else gradient.clone()
-            self._optimizer.step()
-            self._update_averages()
-        self._lr_schedule.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        after = self.held()
-        state.weights, state.buffers = after.weights, after.buffers
-        state.optimizer = copied(optimizer_state(self._optimizer, self.parameters))
-
     @torch.no_grad()
-    def _update_averages(self) -> None:
-        """Updates moving averages with mean and population variance of the mini-batch (paper, section 2.2)."""
+    def averaged(self, step: PlainStep) -> dict[Key, Tensor]:
+        """Updates moving averages with mean and population variance of the mini-batch (paper, section 2.2).
+
+        Returns:
+            All buffers.
+        """
         for key, statistics in self._statistics.items():
-            batchnorm = self._batchnorms[key]
+            step.counted[key] = float(statistics.count)
+            batchnorm = self.batchnorms[key]
             if batchnorm.running_mean is None or batchnorm.running_var is None:
                 continue
             assert batchnorm.num_batches_tracked is not None
@@ -272,6 +273,115 @@ class PlainTraining:
             variance = statistics.squares / statistics.count - mean.square()
             for average, value in ((batchnorm.running_mean, mean), (batchnorm.running_var, variance)):
                 average.copy_(average.double() * (1 - share) + value * share)
+        return named_buffers(self.layers)
+
+
+Sums = Sequence[Sequence[Sequence[Place]]]
+
+
+@dataclass
+class _CellRun:
+    """Runs one cell for all micro-batches of one mini-batch."""
+
+    built: _Built
+    mini_batch: MiniBatch
+    task: Task | None  # behind the last cell
+    seed: int
+    device: torch.device
+    autocast: Callable[[], AbstractContextManager[Any]]
+    step: PlainStep
+    given: dict[Place, Tensors]  # the inputs of the cell
+    records: bool
+
+    def forward_only(self, sums: Sums) -> Iterator[tuple[Place, Tensors]]:
+        """Yields the outputs for each micro-batch."""
+        with _frozen_averages(self.built.batchnorms.values()):
+            for group in (group for groups in sums for group in groups):
+                for place, (outputs, _) in zip(group, self._forward(group), strict=True):
+                    yield place, outputs
+
+    def forward_and_back(
+        self, sums: Sums, back: Mapping[Place, Tensors]
+    ) -> tuple[dict[Key, Tensor], dict[Place, Tensors]]:
+        """Runs forward and backward.
+
+        Args:
+            back: the gradients of the outputs; empty behind the last cell.
+
+        Returns:
+            The gradients of the parameters, and of the inputs.
+        """
+        scale = 1 / self.step.weight if self.step.weight else 0.0
+        totals: list[dict[Key, Tensor]] = []
+        with _frozen_averages(self.built.batchnorms.values()):
+            for groups in sums:
+                for group in groups:
+                    roots: list[tuple[Tensor, Tensor]] = []
+                    for place, (outputs, losses) in zip(group, self._forward(group), strict=True):
+                        if back:
+                            roots += zip(_trained(outputs), back[place], strict=True)
+                        roots += [(loss, torch.full_like(loss, scale)) for loss in losses if loss.requires_grad]
+                    if roots:
+                        torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+                totals.append(self.built.take_gradients())
+        gradients = totals[0]
+        for other in totals[1:]:
+            gradients = {key: gradients[key] + gradient for key, gradient in other.items()}
+        return gradients, {
+            place: tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in _trained(tensors))
+            for place, tensors in self.given.items()
+        }
+
+    def _forward(self, group: Sequence[Place]) -> list[tuple[Tensors, list[Tensor]]]:
+        """Returns outputs and unscaled losses of the micro-batches that BatchNorm normalises as one."""
+        runs = [partial(self._forward_one, place) for place in group]
+        return [runs[0]()] if len(runs) == 1 else run_together(runs, self.built.batchnorms.values(), self.device)
+
+    def _forward_one(self, place: Place) -> tuple[Tensors, list[Tensor]]:
+        replica, number = place
+        targets = tuple(tensor.to(self.device) for tensor in self.mini_batch.micro_batches[replica][number][1])
+        values, losses = self.given[place], []
+        with torch.enable_grad(), self.autocast():
+            for index, _, module in self.built.layers:
+                torch.manual_seed(noise_seed(self.seed, self.mini_batch.step, replica, number, index))
+                before = generator_states(self.device)
+                returned = module(values if len(values) > 1 else values[0])
+                outputs = tuple(_plainly_laid_out(tensor) for tensor in as_tensors(returned))
+                if self.records:
+                    self.step.seen.outputs(OUTPUT, replica, number, index, outputs, values)
+                auxiliary = getattr(module, "auxiliary_loss", None)
+                if auxiliary is not None:
+                    losses.append(auxiliary(returned, targets))
+                if not all(map(torch.equal, before, generator_states(self.device))):
+                    self.step.draws_noise.add(index)
+                values = outputs
+            if self.task is not None:
+                loss, statistics = self.task.loss(values, targets)
+                losses.append(loss)
+        if self.records:
+            if self.task is not None:
+                seen = self.step.statistics
+                self.step.statistics = statistics.double().cpu() + (0.0 if seen is None else seen)
+            self.step.losses[place] = self.step.losses.get(place, 0.0) + sum(loss.item() for loss in losses)
+        return values, losses
+
+
+def _cut(tensors: Tensors) -> Tensors:
+    """Returns leaves that collect a gradient where the tensors would."""
+    return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors)
+
+
+def _trained(tensors: Tensors) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor.requires_grad]
+
+
+def _plainly_laid_out(tensor: Tensor) -> Tensor:
+    """Returns the values in an order of memory that every tensor may have, as a file or a message would keep them.
+
+    Kernels choose their order of summation by it, so a difference would be one of rounding.
+    """
+    is_plain = tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+    return tensor if is_plain else tensor.contiguous()
 
 
 @contextmanager
@@ -285,7 +395,3 @@ def _frozen_averages(batchnorms: Iterable[_BatchNorm]) -> Iterator[None]:
     finally:
         for batchnorm, mean, variance, count in before:
             batchnorm.running_mean, batchnorm.running_var, batchnorm.num_batches_tracked = mean, variance, count
-
-
-def _norm(gradients: Iterable[Tensor]) -> float:
-    return math.sqrt(sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in gradients))

@@ -1,46 +1,51 @@
 """Records one training step so that two ways to run it can be compared.
 
-Parameters, gradients, buffers and optimizer state are kept as whole tensors. Outputs of layers and the gradients
-between them (far larger, and one for each micro-batch) are kept as fingerprints, so that the first layer that differs
-can be named.
+What passes through the layers is kept as fingerprints, one for each micro-batch, and numbers as they are. Tensors of
+the model's size (weights, gradients, optimizer state) are not kept here but in files (`spill.py`).
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import TypeVar
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.nn import functional as F
 
 from ..micro_batch import Tensors
 
 M = TypeVar("M", bound=nn.Module)
 Key = tuple[int, str]  # (index of the layer, full name of the tensor)
+Place = tuple[int, int]  # (replica, micro-batch)
+Layers = Iterable[tuple[int, str, nn.Module]]  # index, name, module
 
 # Kinds of traces: a layer's output in forward and in recompute; the gradient of its output; the weights that it used in
 # forward and in recompute.
 OUTPUT, RECOMPUTED, GRADIENT, WEIGHTS, WEIGHTS_AGAIN = "output", "recomputed", "gradient", "weights", "weights again"
+WIDTH = 4096  # of a row, when a tensor is projected row by row
 
 
-@dataclass(frozen=True)
-class Fingerprint:
-    """Holds a tensor's norm and its projection on a fixed vector; almost any error changes one of them."""
+class Fingerprint(NamedTuple):
+    """Holds a tensor's norm, its projection on a fixed vector, and its type; almost any error changes one of them."""
 
     norm: float
     projection: float
+    dtype: str
 
     def distance(self, other: Fingerprint) -> float:
-        """Returns the larger difference of the two numbers; see `number_gap`."""
+        """Returns the larger difference of the two numbers (see `number_gap`); infinite where the types differ."""
+        if self.dtype != other.dtype:
+            return math.inf
         return max(number_gap(self.norm, other.norm), number_gap(self.projection, other.projection))
 
 
-@dataclass(frozen=True, order=True)
-class Point:
+class Point(NamedTuple):
     """Identifies a fingerprint: replica, micro-batch, layer, and the number of the tensor in the layer."""
 
     replica: int
@@ -50,54 +55,100 @@ class Point:
 
 
 Trace = dict[str, dict[Point, Fingerprint]]  # kind, then point
+Seeds = dict[str, dict[tuple[int, int, int], int]]  # kind, then (replica, micro-batch, layer)
 
 
 @dataclass
-class StepState:
+class StepRecord:
     """Holds the record of one training step, of one worker or of the whole model.
 
     Attributes:
         loss: of the mini-batch, per unit of weight.
         losses: unscaled sums by (replica, micro-batch).
+        statistics: sums of the task's statistics.
         gradient_norm: global, before clipping.
-        gradients: of the whole mini-batch, before clipping.
-        weights, buffers: after the step.
-        optimizer: its state after the step, named `<parameter>:<state key>`.
         counted: the number of values per channel over which each BatchNorm has averaged in the mini-batch.
         trace: fingerprints of the layers.
+        seeds: of the random numbers that each layer could draw.
+        rates: the learning rate of each parameter in the update.
+        used: the norm of each gradient that the optimizer was given.
+        held: fingerprints of everything held after the step, by replica.
     """
 
     loss: float = math.nan
-    losses: dict[tuple[int, int], float] = field(default_factory=dict)
+    losses: dict[Place, float] = field(default_factory=dict)
+    statistics: list[float] = field(default_factory=list)
     gradient_norm: float = math.nan
-    gradients: dict[Key, Tensor] = field(default_factory=dict)
-    weights: dict[Key, Tensor] = field(default_factory=dict)
-    buffers: dict[Key, Tensor] = field(default_factory=dict)
-    optimizer: dict[Key, Tensor] = field(default_factory=dict)
     counted: dict[Key, float] = field(default_factory=dict)
     trace: Trace = field(default_factory=dict)
+    seeds: Seeds = field(default_factory=dict)
+    rates: dict[Key, float] = field(default_factory=dict)
+    used: dict[Key, float] = field(default_factory=dict)
+    held: dict[int, dict[Key, Fingerprint]] = field(default_factory=dict)
 
-    def take(self, other: StepState) -> None:
-        """Adds the record of another worker; workers of further replicas add no tensors, only fingerprints."""
-        self.gradients |= other.gradients
-        self.weights |= other.weights
-        self.buffers |= other.buffers
-        self.optimizer |= other.optimizer
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
+
+    def take(self, other: StepRecord) -> None:
+        """Adds the record of another worker."""
         for key, count in other.counted.items():
             self.counted[key] = self.counted.get(key, 0.0) + count
         for kind, points in other.trace.items():
             self.trace.setdefault(kind, {}).update(points)
+        for kind, seeds in other.seeds.items():
+            self.seeds.setdefault(kind, {}).update(seeds)
+        for replica, held in other.held.items():
+            self.held.setdefault(replica, {}).update(held)
+        self.rates |= other.rates
+        self.used |= other.used
+
+    def write(self, path: Path) -> None:
+        """Writes the record as JSON: tables of keys and values."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({name: _as_rows(value) for name, value in vars(self).items()}), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> StepRecord:
+        """Reads what `write` wrote."""
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        return cls(
+            loss=rows["loss"],
+            losses={(r, m): loss for (r, m), loss in rows["losses"]},
+            statistics=rows["statistics"],
+            gradient_norm=rows["gradient_norm"],
+            counted=_by_key(rows["counted"]),
+            trace={kind: {Point(*p): Fingerprint(*mark) for p, mark in points} for kind, points in rows["trace"]},
+            seeds={kind: {(r, m, layer): s for (r, m, layer), s in seeds} for kind, seeds in rows["seeds"]},
+            rates=_by_key(rows["rates"]),
+            used=_by_key(rows["used"]),
+            held={r: {(i, name): Fingerprint(*mark) for (i, name), mark in held} for r, held in rows["held"]},
+        )
+
+
+def _as_rows(value: object) -> object:
+    return [[key, _as_rows(item)] for key, item in value.items()] if isinstance(value, dict) else value
+
+
+def _by_key(rows: list[tuple[tuple[int, str], float]]) -> dict[Key, float]:
+    return {(index, name): value for (index, name), value in rows}
+
+
+# -- fingerprints ------------------------------------------------------------------------------------------------------
 
 
 def fingerprint(tensor: Tensor) -> Fingerprint:
     """Computes the fingerprint in float64, of the values in logical order, whatever the memory layout."""
-    values = tensor.detach().reshape(-1).double()
+    values, dtype = tensor.detach().reshape(-1), str(tensor.dtype).removeprefix("torch.")
     if not values.numel():
-        return Fingerprint(0.0, 0.0)
-    return Fingerprint(float(torch.linalg.vector_norm(values)), float(values @ _direction(len(values), values.device)))
+        return Fingerprint(0.0, 0.0, dtype)
+    values = values.double()
+    rows = F.pad(values, (0, -len(values) % min(WIDTH, len(values)))).view(-1, min(WIDTH, len(values)))
+    projection = rows @ _direction(rows.shape[1], values.device) @ _direction(len(rows), values.device)
+    return Fingerprint(float(torch.linalg.vector_norm(values)), float(projection), dtype)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=256)
 def _direction(size: int, device: torch.device) -> Tensor:
     """Returns a fixed vector without a pattern that data could have."""
     return torch.arange(1, size + 1, dtype=torch.float64, device=device).mul_(math.sqrt(2)).mul_(math.pi).cos_()
@@ -115,10 +166,18 @@ class LayerTrace:
 
     def __init__(self) -> None:
         self.trace: Trace = {}
+        self.seeds: Seeds = {}
+        self._known: dict[int, tuple[int, int, Fingerprint]] = {}  # of a parameter: address, version, fingerprint
 
-    def weights(self, kind: str, replica: int, micro_batch: int, layer: int, module: nn.Module) -> None:
+    def inputs(self, kind: str, replica: int, micro_batch: int, layer: int, module: nn.Module) -> None:
+        """Records a layer's weights and the seed of its random numbers, before it runs."""
         for number, parameter in enumerate(module.parameters()):
-            self._put(kind, Point(replica, micro_batch, layer, number), parameter)
+            address, version, mark = self._known.get(id(parameter), (0, -1, None))
+            if mark is None or (address, version) != (parameter.data_ptr(), parameter._version):
+                mark = fingerprint(parameter)
+                self._known[id(parameter)] = parameter.data_ptr(), parameter._version, mark
+            self.trace.setdefault(kind, {})[Point(replica, micro_batch, layer, number)] = mark
+        self.seeds.setdefault(kind, {})[replica, micro_batch, layer] = torch.initial_seed()
 
     def outputs(
         self, kind: str, replica: int, micro_batch: int, layer: int, outputs: Tensors, inputs: Iterable[Tensor]
@@ -140,14 +199,17 @@ class LayerTrace:
         self.trace.setdefault(kind, {})[point] = fingerprint(tensor)
 
 
-def named(layers: Iterable[tuple[int, str, nn.Module]]) -> Iterator[tuple[Key, nn.Parameter]]:
+# -- tensors by name ---------------------------------------------------------------------------------------------------
+
+
+def named(layers: Layers) -> Iterator[tuple[Key, nn.Parameter]]:
     """Yields every parameter of (index, name, module) layers with its key."""
     for index, layer, module in layers:
         for name, parameter in module.named_parameters():
             yield (index, f"{layer}.{name}"), parameter
 
 
-def modules_of(kind: type[M], layers: Iterable[tuple[int, str, nn.Module]]) -> dict[Key, M]:
+def modules_of(kind: type[M], layers: Layers) -> dict[Key, M]:
     """Returns every module of a kind in (index, name, module) layers, the layers themselves among them."""
     return {
         (index, f"{layer}.{name}".rstrip(".")): module
@@ -157,22 +219,12 @@ def modules_of(kind: type[M], layers: Iterable[tuple[int, str, nn.Module]]) -> d
     }
 
 
-def named_buffers(layers: Iterable[tuple[int, str, nn.Module]]) -> dict[Key, Tensor]:
+def named_buffers(layers: Layers) -> dict[Key, Tensor]:
     return {
         (index, f"{layer}.{name}"): buffer for index, layer, module in layers for name, buffer in module.named_buffers()
     }
 
 
-def optimizer_state(optimizer: Optimizer, parameters: Mapping[Key, nn.Parameter]) -> dict[Key, Tensor]:
-    """Returns the optimizer's state of each parameter; numbers as tensors of one element."""
-    return {
-        (layer, f"{name}:{state}"): torch.as_tensor(value)
-        for (layer, name), parameter in parameters.items()
-        for state, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, (Tensor, int, float))
-    }
-
-
-def copied(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
-    """Returns copies on the CPU."""
-    return {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
+def of_kind(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors whose name is ``kind/name``, by the name alone."""
+    return {name.removeprefix(f"{kind}/"): tensor for name, tensor in tensors.items() if name.startswith(f"{kind}/")}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config import Settings
 from ..metrics.metrics_file import json_safe
-from .batchnorm import BatchNormNote
+from . import compare as c
+from .batchnorm_note import BatchNormNote
 from .compare import PASSED_BACK, Quantity, StepComparison
+
+EXACT = {c.BEGIN, c.RESUMED, c.SKIPPED, c.USED, c.SEEDS, c.AGAIN, c.CLIPPED, c.RATES, c.COUNTS, c.REPLICAS}
+MOST_ROUNDING = 0.5  # relative; what differs by more is no rounding
 
 
 @dataclass(frozen=True)
@@ -17,21 +21,42 @@ class VerifyReport:
 
     Attributes:
         tolerance: the largest relative difference that counted as rounding.
+        steps: comparisons by number of the step.
         findings: what is wrong, as sentences; empty when all agrees.
         batchnorm: the effect of M on BatchNorm; None where there is none.
         loss: of the last step.
+        raised: factor by which the learning rate was raised.
+        rounding: what differed in the configured precision, where float64 has decided that it is rounding.
     """
 
     settings: Settings
     tolerance: float
-    steps: list[StepComparison]
+    steps: dict[int, StepComparison]
     findings: list[str]
     batchnorm: BatchNormNote | None
     loss: float
+    raised: float = 1.0
+    rounding: str = ""
 
     @property
     def agrees(self) -> bool:
-        return bool(self.steps) and all(step.agrees for step in self.steps)
+        return bool(self.steps) and all(step.agrees for step in self.steps.values())
+
+    @property
+    def may_be_rounding(self) -> bool:
+        """Returns whether only quantities differ that rounding can change, so that float64 can decide."""
+        settings = self.settings
+        if self.agrees or settings.verify.tolerance != "auto" or settings.checkpoint.init_from is not None:
+            return False
+        found = [quantity for step in self.steps.values() for quantity in step.quantities if quantity.beyond]
+        return all(q.name not in EXACT and max(d.relative for d in q.beyond) < MOST_ROUNDING for q in found)
+
+    def decided_by(self, wide: VerifyReport) -> VerifyReport:
+        """Returns the report of the same run in float64, which says what differed here."""
+        worst = max((q for step in self.steps.values() for q in step.quantities if q.beyond), key=_relative)
+        where = "" if worst.worst is None else f", {worst.worst.where}: {worst.worst.relative:.1e}"
+        text = f"in {self.settings.precision.autocast or 'float32'} {worst.name} differ by more than rounding{where}"
+        return replace(wide, rounding=text)
 
     @property
     def verdict(self) -> str:
@@ -40,10 +65,7 @@ class VerifyReport:
         if not self.steps:
             return f"nothing was compared: the data ended before the first step ({run})"
         if not self.agrees:
-            hint = (
-                "; verify.dtype=float64 tells rounding from error" if self.settings.verify.dtype == "configured" else ""
-            )
-            return f"DIFFERENT: the pipelined run is not the plain one ({run}){hint}"
+            return f"DIFFERENT: the pipelined run is not the plain one ({run})"
         worst = self._worst()
         if worst is None or worst.worst is None or worst.verdict == "bit for bit":
             return f"OK, bit for bit: the pipelined run is the plain one ({run})"
@@ -55,24 +77,33 @@ class VerifyReport:
 
     def _run(self) -> str:
         pipeline, steps = self.settings.pipeline, len(self.steps)
+        wide = " in float64" if self.settings.verify.dtype == "float64" else ""
         replicas = f", {pipeline.replicas} replicas" if pipeline.replicas > 1 else ""
         return (
-            f"{steps} step{'s' if steps != 1 else ''}, K={pipeline.K}, M={pipeline.M}, {pipeline.worker_count} "
+            f"{steps} step{'s' if steps != 1 else ''}{wide}, K={pipeline.K}, M={pipeline.M}, {pipeline.worker_count} "
             f"worker{'s' if pipeline.worker_count != 1 else ''}{replicas}, {pipeline.schedule}, remat {pipeline.remat}"
         )
 
     @property
     def notes(self) -> list[str]:
-        """Returns differences that are no errors, as sentences."""
-        if not self.agrees or not any(step[PASSED_BACK].beyond for step in self.steps):
-            return []
-        return [
-            "some gradients between layers differ, and no gradient of a weight does: where two values tie for a "
-            "maximum (max pooling), rounding decides which of them the gradient goes to"
-        ]
+        """Returns what is no error, as sentences."""
+        found = []
+        if self.raised != 1.0:
+            found.append(
+                f"the learning rate was raised {self.raised:.4g} times, to its peak: in the first steps of a warm-up "
+                "updates are too small to show what they do"
+            )
+        if self.rounding and self.agrees:
+            found.append(f"{self.rounding}; in float64 they agree, so it is rounding that grows from layer to layer")
+        if self.agrees and any(step[PASSED_BACK].beyond for step in self.steps.values()):
+            found.append(
+                "some gradients between layers differ, and no gradient of a weight does: where two values tie for a "
+                "maximum (max pooling), rounding decides which of them the gradient goes to"
+            )
+        return found
 
     def _worst(self) -> Quantity | None:
-        every = [quantity for step in self.steps for quantity in step.quantities]
+        every = [quantity for step in self.steps.values() for quantity in step.quantities]
         found = [quantity for quantity in every if quantity.worst is not None and not quantity.beyond]
         return max(found, key=lambda q: q.worst.relative if q.worst else 0.0, default=None)
 
@@ -87,9 +118,11 @@ class VerifyReport:
             "batchnorm": None if self.batchnorm is None else {**vars(self.batchnorm), "text": self.batchnorm.text},
             "steps": [
                 {"step": number, "quantities": [_quantity(quantity) for quantity in step.quantities]}
-                for number, step in enumerate(self.steps, start=1)
+                for number, step in self.steps.items()
             ],
             "tolerance": self.tolerance,
+            "raised": self.raised,
+            "rounding": self.rounding,
             "format": self.settings.verify.format,
             "dtype": self.settings.verify.dtype,
             "K": pipeline.K,
@@ -101,6 +134,10 @@ class VerifyReport:
             "loss": self.loss,
         }
         return dict(json_safe(plain))
+
+
+def _relative(quantity: Quantity) -> float:
+    return quantity.worst.relative if quantity.worst else 0.0
 
 
 def _quantity(quantity: Quantity) -> dict[str, Any]:

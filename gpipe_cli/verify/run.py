@@ -1,38 +1,59 @@
-"""Runs some steps of the trainer on every worker of gpipe-verify, then on rank 0 the same steps without it."""
+"""Runs steps of the trainer on every worker of gpipe-verify, and checks them on rank 0.
+
+The first steps are checked, then one with a loss that is not finite, then one after a checkpoint and a resume. Rank 0
+checks a step while the workers wait, so that only one step has to be kept.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from typing import Any, cast
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch._dynamo  # every optimizer made imports it; here it is imported once, before workers are forked
-import torch.distributed as dist
+from torch import Tensor
 
+from ..checkpoint.choose import latest
+from ..checkpoint.files import checkpoints_directory
 from ..config import Settings
 from ..distributed.world import World
-from ..factory.build import build_model, build_task
+from ..errors import ConfigurationError
+from ..factory.build import build_task
 from ..launch.context import Context
 from ..metrics.journal import Notices
 from ..micro_batch import MicroBatch
+from ..pipeline.engine import Pipeline
 from ..schedule.instruction import Op
 from ..trainer.assembly import Assembly, assemble_model, start_worker
 from ..trainer.batches import training_batches
+from ..trainer.data_source import wait_for_all
+from ..trainer.loop import Trainer
 from ..trainer.training import assemble_training
-from .batchnorm import BatchNormNote, batchnorm_note
-from .compare import compare, compare_beginnings, gradients_agree
-from .diagnose import ComparedStep, VerifiedRun, diagnose
-from .plain import PlainTraining, Together
-from .record import StepState
+from . import compare as c
+from .batchnorm_note import BatchNormNote, batchnorm_note
+from .check import Checker, ComparedStep
+from .compare import Quantity, StepComparison
+from .diagnose import diagnose
+from .initial import expected_weights
+from .layout import VerifiedRun
+from .plain import MiniBatch, PlainModel, Together
+from .record import StepRecord
 from .report import VerifyReport
-from .settings import in_wanted_dtype, refuse_what_cannot_be_verified, require_memory, tolerance_of
-from .watch import StepWatch
+from .settings import in_float64, refuse_what_cannot_be_verified, require_room, tolerance_of, with_full_rate
+from .spill import Spill
+from .watch import RunWatch
 
 
 def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
     """Runs one worker.
+
+    Where float32 differs by no more than rounding may grow to, float64 decides.
 
     Returns:
         On rank 0 the report as plain values (`VerifyReport.as_json`); None elsewhere.
@@ -43,23 +64,16 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
     """
     settings = Settings.from_config(config["settings"])
     refuse_what_cannot_be_verified(settings)
-    settings = in_wanted_dtype(settings)
     world = start_worker(context, settings)
     if world.device.type == "cuda":
         choose_repeatable_kernels()
-    journal = Notices(context.run_dir, context.emit, world.rank == 0)
-    assembly = assemble_model(context, settings, world, build_task(settings.task), journal)
-    parameters, bytes_each = assembly.layout.cut.parameters, 8 if settings.verify.dtype == "float64" else 4
-    world.broadcast(lambda: require_memory(parameters, bytes_each))
-    watch = StepWatch(assemble_training(context, config, assembly, journal, None), assembly)
-    start = watch.held()
-    watch.run_steps(settings.verify.steps)
-    begun, *steps = _gather(world, [start, *watch.states])
-    if world.rank != 0:
+    wide = settings.verify.dtype == "float64"
+    report = Verification(context, config, in_float64(settings) if wide else settings, world).run()
+    if not wide and world.broadcast(lambda: report is not None and report.may_be_rounding):
+        decided = Verification(context, config, in_float64(settings), world).run()
+        report = None if report is None or decided is None else report.decided_by(decided)
+    if report is None:
         return None
-    with suppress(OSError):  # made by the trainer's assembly, and empty: nothing is saved here
-        (context.run_dir / "checkpoints").rmdir()
-    report = compare_with_plain(assembly, begun, steps)
     (context.run_dir / "verify.json").write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
     return report.as_json()
 
@@ -71,45 +85,228 @@ def choose_repeatable_kernels() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-def compare_with_plain(assembly: Assembly, begun: StepState, steps: Sequence[StepState]) -> VerifyReport:
-    """Runs the steps again without the engine, on rank 0, and compares.
+# -- which steps -------------------------------------------------------------------------------------------------------
 
-    Where gradients agree within the tolerance, the plain optimizer uses the pipeline's: an optimizer such as Adam turns
-    the rounding of a gradient near zero into a whole step, which is no error of the pipeline.
+
+@dataclass(frozen=True)
+class Steps:
+    """Lists the steps of a verification, by number from 1.
+
+    Attributes:
+        checked: compared with the plain loop.
+        skipped: the step whose loss is made not finite; None: there is none.
+        resumed: the step before which the run is saved and resumed; None: there is none.
+    """
+
+    checked: Sequence[int]
+    skipped: int | None
+    resumed: int | None
+
+    @classmethod
+    def of(cls, settings: Settings) -> Steps:
+        """Returns as many of these steps as the run has."""
+        there = settings.trainer.steps or settings.verify.later
+        first = min(settings.verify.steps, there)
+        checked = list(range(1, first + 1))
+        last = min(max(settings.verify.later, first + 2), there)
+        if last < first + 2:
+            return cls(checked, None, None)
+        return cls([*checked, last], first + 1, last)
+
+    @property
+    def last(self) -> int:
+        return self.checked[-1]
+
+
+# -- one verification --------------------------------------------------------------------------------------------------
+
+
+class _Quiet(Notices):
+    """Reports no warning while `muted`: gpipe-verify itself is the cause."""
+
+    muted = False
+
+    def warn(self, text: str) -> None:
+        if not self.muted:
+            super().warn(text)
+
+
+class Verification:
+    """Runs and checks the steps of one configuration; every worker has one.
 
     Args:
-        begun: weights and buffers of the pipeline before the first step.
-        steps: the state after each step of the pipeline.
+        context, config: of the worker.
+        settings: of the run, perhaps in float64.
+        world: of the worker.
     """
-    settings, replicas = assembly.settings, assembly.world.replicas
-    tolerance, names = tolerance_of(settings), list(assembly.layout.layers)
-    plain = PlainTraining(build_model(settings.model), settings, assembly.task, assembly.world.device)
-    if settings.checkpoint.init_from is not None:
-        plain.load(begun)
-    together = Together.REPLICAS if settings.pipeline.sync_batchnorm and replicas > 1 else Together.NOTHING
-    compared: list[ComparedStep] = []
-    note: BatchNormNote | None = None
-    whole: StepState | None = None
-    for number, (ours, micro_batches) in enumerate(zip(steps, _mini_batches(assembly), strict=False)):
-        before, order = plain.held(), backward_order(assembly, len(micro_batches[0]))
-        if number == 0 and plain.batchnorms and sum(len(replica) for replica in micro_batches) > 1:
-            whole = plain.gradients(number, micro_batches, order, Together.EVERYTHING)
-            plain.load(before)
-        theirs = plain.gradients(number, micro_batches, order, together)
-        if number == 0 and whole is not None:
-            note = batchnorm_note(plain.batchnorms, micro_batches, (ours, theirs, whole), tolerance, names)
-        agree = gradients_agree(ours, theirs, tolerance)
-        plain.update(theirs, ours.gradients if agree else theirs.gradients)
-        found = compare(ours, theirs, before, tolerance, names)
-        if number == 0:
-            found = found.after(compare_beginnings(begun, before, tolerance))
-        compared.append(ComparedStep(number + 1, ours, theirs, before, found))
-    cells = [cell for cell, layers in enumerate(assembly.layout.cut.layers) for _ in layers]
-    clip = settings.trainer.gradient_clip
-    model = VerifiedRun(names, cells, frozenset(plain.draws_noise), settings.pipeline.M, replicas, clip)
-    findings = diagnose(compared, model, tolerance)
-    loss = steps[-1].loss if steps else math.nan
-    return VerifyReport(settings, tolerance, [one.found for one in compared], findings, note, loss)
+
+    def __init__(self, context: Context, config: Mapping[str, Any], settings: Settings, world: World) -> None:
+        self._context, self._config, self._world = context, config, world
+        self._steps = Steps.of(settings)
+        trainer = dataclasses.replace(settings.trainer, nonfinite_limit=max(2, settings.trainer.nonfinite_limit))
+        settings, self._raised = with_full_rate(settings, self._steps.last)
+        self._settings = dataclasses.replace(settings, trainer=trainer)
+        self._journal = _Quiet(context.run_dir, context.emit, world.rank == 0)
+        self._spill = Spill(context.run_dir / "verify")
+        task = build_task(settings.task)
+        self._assembly = assemble_model(context, self._settings, world, task, self._journal)
+        world.broadcast(self._require_room)
+        self._watch = RunWatch(self._assembly, context.where, self._spill)
+        self._checker = _checker(self._assembly, self._spill) if world.rank == 0 else None
+        self._compared: list[ComparedStep] = []
+        self._note: BatchNormNote | None = None
+
+    def run(self) -> VerifyReport | None:
+        """Runs all steps; returns the report on rank 0."""
+        self._journal.muted = False
+        try:
+            self._run_steps()
+        finally:
+            wait_for_all(self._world)
+            if self._world.rank == 0:
+                self._spill.close()
+                shutil.rmtree(checkpoints_directory(self._context.run_dir), ignore_errors=True)
+        if self._checker is None:
+            return None
+        findings = diagnose(self._compared, self._checker)
+        loss = self._compared[-1].ours.loss if self._compared else math.nan
+        steps = {one.number: one.found for one in self._compared}
+        return VerifyReport(self._settings, self._checker.tolerance, steps, findings, self._note, loss, self._raised)
+
+    def _require_room(self) -> None:
+        cut, size = self._assembly.layout.cut, 8 if self._settings.verify.dtype == "float64" else 4
+        require_room(max(row["parameters"] for row in cut.table), cut.parameters, size, self._context.run_dir)
+
+    def _run_steps(self) -> None:
+        trainer = self._trainer(None)
+        self._watch.hold("held 0")
+        first = self._only(lambda checker: checker.beginning("held 0", expected_weights(self._settings)))
+        batches = _mini_batches(self._assembly) if self._world.rank == 0 else iter(())
+        taken, updates = trainer.steps(), 0
+        for number in range(1, self._steps.last + 1):
+            before = f"held {number - 1}"
+            if number == self._steps.resumed:
+                self._watch.hold(before)
+                trainer = self._resume(trainer)
+                self._watch.hold("resumed")
+                first = self._only(lambda checker, held=before: checker.unchanged(c.RESUMED, held, "resumed"))
+                taken = trainer.steps()
+            recorded = number in self._steps.checked or number == self._steps.skipped
+            if recorded and number - 1 not in self._watch.records and number > 1 and number != self._steps.resumed:
+                self._watch.hold(before)
+            self._watch.active = recorded
+            with self._poisoned(number == self._steps.skipped):
+                next(taken, None)
+            if trainer.progress.step < number:
+                return  # the data has ended
+            batch = next(batches, None)
+            if recorded and not self._check(number, batch, before, updates, first):
+                return
+            first = None
+            updates += number != self._steps.skipped
+
+    def _trainer(self, resumed: Any) -> Trainer:
+        trainer = assemble_training(self._context, self._config, self._assembly, self._journal, resumed)
+        self._watch.follow(trainer)
+        return trainer
+
+    def _resume(self, trainer: Trainer) -> Trainer:
+        """Saves a checkpoint, makes every weight wrong, and continues from the checkpoint as a resumed run does."""
+        position = trainer.batches.position
+        trainer.saver.begin(trainer.exchange, dataclasses.asdict(trainer.progress), position, is_best=False)
+        trainer.saver.finish(trainer.exchange)
+        self._watch.forget()
+        wait_for_all(self._world)
+        return self._trainer(latest(self._context.run_dir).checkpoint)
+
+    @contextmanager
+    def _poisoned(self, active: bool) -> Iterator[None]:
+        """Makes the loss of one step not finite, if ``active``."""
+        engine: Pipeline = self._assembly.runtime.engine
+        loss = engine.loss
+
+        def not_finite(outputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+            value, statistics = loss(outputs, targets)
+            return value * math.nan, statistics
+
+        if active:
+            engine.loss, self._journal.muted = not_finite, True
+        try:
+            yield
+        finally:
+            engine.loss, self._journal.muted = loss, False
+
+    # -- on rank 0, while the others wait ------------------------------------------------------------------------------
+
+    def _only(self, check: Any) -> Quantity | None:
+        wait_for_all(self._world)
+        found: Quantity | None = None if self._checker is None else check(self._checker)
+        wait_for_all(self._world)
+        return found
+
+    def _check(
+        self, number: int, batch: list[list[MicroBatch]] | None, before: str, updates: int, first: Quantity | None
+    ) -> bool:
+        """Checks a recorded step; returns on every worker whether it agrees."""
+        self._watch.records.pop(number).write(self._record_of(number, self._world.rank))
+        wait_for_all(self._world)
+        agrees = True
+        if self._checker is not None:
+            record = StepRecord.read(self._record_of(number, 0))
+            for rank in range(1, self._world.size):
+                record.take(StepRecord.read(self._record_of(number, rank)))
+            compared = self._compare(self._checker, number, record, batch, before, updates)
+            if first is not None:
+                compared = dataclasses.replace(compared, found=StepComparison([first, *compared.found.quantities]))
+            self._compared.append(compared)
+            agrees = compared.found.agrees
+        wait_for_all(self._world)
+        agrees = self._world.broadcast(lambda: agrees)
+        if agrees and self._checker is not None:
+            for moment in (before, f"gradients {number}"):
+                self._spill.drop(moment)
+        return agrees
+
+    def _compare(
+        self,
+        checker: Checker,
+        number: int,
+        record: StepRecord,
+        batch: list[list[MicroBatch]] | None,
+        before: str,
+        updates: int,
+    ) -> ComparedStep:
+        if number == self._steps.skipped:
+            return checker.skipped(number, record, before, f"held {number}")
+        if batch is None:
+            raise ConfigurationError(f"the data source gave fewer mini-batches when it was read again: {number - 1}")
+        mini_batch = MiniBatch(number - 1, batch, backward_order(self._assembly, len(batch[0])))
+        compared = checker.step(number, record, mini_batch, before, updates)
+        assert compared.plain is not None
+        if number == 1 and compared.plain.counted and sum(len(replica) for replica in batch) > 1:
+            whole = checker.model.run(mini_batch, Together.EVERYTHING, checker.load(before), None)
+            tolerance, names = checker.tolerance, checker.run.names
+            self._note = batchnorm_note(batch, record, compared.plain, whole, tolerance, names)
+        return compared
+
+    def _record_of(self, number: int, rank: int) -> Path:
+        return self._context.run_dir / "verify" / f"record {number} of rank {rank}.json"
+
+
+def _checker(assembly: Assembly, spill: Spill) -> Checker:
+    settings, cut = assembly.settings, assembly.layout.cut
+    cells = [cell for cell, layers in enumerate(cut.layers) for _ in layers]
+    run = VerifiedRun(
+        names=list(assembly.layout.layers),
+        cells=cells,
+        M=settings.pipeline.M,
+        replicas=assembly.world.replicas,
+        seed=settings.seed,
+        statistics=list(assembly.task.statistics),
+        repeated=0.0 if assembly.world.device.type == "cpu" else 1e-6,
+    )
+    model = PlainModel(settings, assembly.task, assembly.world.device, [list(layers) for layers in cut.layers])
+    return Checker(settings, run, model, spill, tolerance_of(settings))
 
 
 def _mini_batches(assembly: Assembly) -> Iterator[list[list[MicroBatch]]]:
@@ -128,19 +325,3 @@ def backward_order(assembly: Assembly, micro_batches: int) -> list[int]:
     instructions = assembly.runtime.schedules.training_lists(micro_batches)[assembly.layout.cut.placement[last]]
     adds = (Op.BACKWARD, Op.WEIGHT_GRADIENT)
     return [i.micro_batch for i in instructions if i.op in adds and i.cell == last]
-
-
-def _gather(world: World, mine: list[StepState]) -> list[StepState]:
-    """Returns on rank 0 the whole model's states: tensors from the workers of replica 0, fingerprints from all."""
-    if world.replica > 0:
-        mine = [StepState(counted=state.counted, trace=state.trace) for state in mine]
-    everyone: list[list[StepState]] = [mine]
-    if world.all_ranks is not None:
-        received: list[Any] | None = [None] * world.size if world.rank == 0 else None
-        dist.gather_object(mine, received, dst=0, group=world.all_ranks)
-        everyone = cast("list[list[StepState]]", received or [mine])
-    whole = everyone[0]
-    for other in everyone[1:]:
-        for state, further in zip(whole, other, strict=True):
-            state.take(further)
-    return whole

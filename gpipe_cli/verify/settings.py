@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,12 +16,17 @@ from ..cpu import free_memory
 from ..data.source import Batch, Source
 from ..errors import ConfigurationError
 from ..layers import LayerBuilder
+from .reference import learning_rate, peak_rate
 
 TOLERANCES = {"float64": 1e-6, "bfloat16": 0.05, "configured": 1e-4}
 
-# Tensors of the model's size that rank 0 holds at the most: weights, gradients and two of optimizer state, of both
-# sides and for each of two steps, the plain model itself, and the comparison's own.
-COPIES = 16
+# Tensors of a cell's size that rank 0 holds at the most, beside the pipeline: weights and gradients of the plain cell,
+# and of one layer what the two sides are compared by.
+COPIES = 6
+LONGEST_WARM_UP = 100_000  # steps
+COPIES_ON_DISK = (
+    10  # of the model: what is held before and after a step (weights, optimizer state, averages), gradients
+)
 
 
 def refuse_what_cannot_be_verified(settings: Settings) -> None:
@@ -40,22 +47,32 @@ def refuse_what_cannot_be_verified(settings: Settings) -> None:
         )
 
 
-def require_memory(parameters: int, size: int) -> None:
-    """Refuses a model that is too large for one process; on rank 0, once its size is known.
+def require_room(cell: int, model: int, size: int, folder: Path) -> None:
+    """Refuses a run for which memory or disk has too little room; on rank 0, once its size is known.
 
     Args:
-        parameters: of the whole model.
+        cell: parameters of the largest cell.
+        model: parameters of the whole model.
         size: bytes of a parameter.
+        folder: in which tensors of the model's size are kept.
 
     Raises:
-        ConfigurationError: the model and its comparison do not fit into memory.
+        ConfigurationError: it names what is needed, and what is free.
     """
-    needed, there = parameters * size * COPIES, free_memory()
-    if there is not None and needed > there:
-        raise ConfigurationError(
-            f"gpipe-verify holds the whole model in one process, about {COPIES} times: {parameters:,} parameters need "
-            f"{needed / 1e9:.0f} GB and {there / 1e9:.0f} GB are free. Verify a small one of its kind: add debug=tiny"
-        )
+    needs = {
+        "memory": (cell * size * COPIES, free_memory(), f"{COPIES} times its largest cell, of {cell:,} parameters"),
+        f"{folder}": (
+            model * size * COPIES_ON_DISK,
+            shutil.disk_usage(folder).free,
+            f"{COPIES_ON_DISK} times the model",
+        ),
+    }
+    for where, (needed, free, what) in needs.items():
+        if free is not None and needed > free:
+            raise ConfigurationError(
+                f"gpipe-verify needs {needed / 1e9:.1f} GB in {where}, {what}, and {free / 1e9:.1f} GB are free. Use a "
+                "larger pipeline.K or another hydra.run.dir, or verify a small model of its kind: add debug=tiny"
+            )
 
 
 def tolerance_of(settings: Settings) -> float:
@@ -64,16 +81,30 @@ def tolerance_of(settings: Settings) -> float:
     return TOLERANCES[settings.precision.autocast or settings.verify.dtype] if wanted == "auto" else wanted
 
 
-def in_wanted_dtype(settings: Settings) -> Settings:
-    """Returns settings whose layers and data come in float64 where `verify.dtype=float64`."""
-    if settings.verify.dtype == "configured":
-        return settings
+def in_float64(settings: Settings) -> Settings:
+    """Returns settings whose layers and data come in float64, without autocast."""
     data = {"_target_": f"{__name__}.Float64Source", "source": settings.data}
+    assert settings.verification is not None
     return dataclasses.replace(
         settings,
         model={"_target_": f"{__name__}.float64_layers", "layers": settings.model},
         data={**data, "batch_size": settings.data.get("batch_size")},
+        precision=dataclasses.replace(settings.precision, autocast=None),
+        verification=dataclasses.replace(settings.verification, dtype="float64"),
     )
+
+
+def with_full_rate(settings: Settings, step: int) -> tuple[Settings, float]:
+    """Returns settings whose learning rate has its peak at ``step``, and the factor by which it is raised.
+
+    In a long warm-up the first updates are too small to show what they do.
+    """
+    peak = peak_rate(settings.optimizer, settings.lr_schedule, LONGEST_WARM_UP)
+    then = learning_rate(settings.optimizer, settings.lr_schedule, step)
+    if not peak or not then or peak < 2 * then:
+        return settings, 1.0
+    optimizer = {**settings.optimizer, "lr": settings.optimizer["lr"] * peak / then}
+    return dataclasses.replace(settings, optimizer=optimizer), peak / then
 
 
 def float64_layers(layers: Sequence[LayerBuilder]) -> list[LayerBuilder]:

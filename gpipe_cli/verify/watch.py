@@ -1,4 +1,4 @@
-"""Records the pipelined side of gpipe-verify: the real trainer, with hooks on its layers."""
+"""Records the pipelined side of gpipe-verify: the real trainer, with hooks on its layers and its optimizer."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from ..checkpoint.layer_state import LayerState
 from ..metrics.step_report import StepReport
 from ..pipeline.batchnorm import DeferredBatchNorm
 from ..pipeline.boundary import as_tensors
@@ -20,15 +23,16 @@ from .record import (
     RECOMPUTED,
     WEIGHTS,
     WEIGHTS_AGAIN,
+    Fingerprint,
     Key,
     LayerTrace,
-    StepState,
-    copied,
+    StepRecord,
+    fingerprint,
     modules_of,
     named,
     named_buffers,
-    optimizer_state,
 )
+from .spill import Spill
 
 
 class LayerWatch:
@@ -38,11 +42,15 @@ class LayerWatch:
         cells: the worker's.
         replica: of the worker.
         where: the micro-batch that runs and its instruction, kept up to date by the engine.
+
+    Attributes:
+        active: whether anything is recorded.
     """
 
     def __init__(self, cells: Iterable[Cell], replica: int, where: Position) -> None:
         self._replica, self._where = replica, where
         self._seen = LayerTrace()
+        self.active = False
         for layer in (layer for cell in cells for layer in cell.layers):
             # Functions, because a copy of the module then calls the same watch.
             layer.module.register_forward_pre_hook(self._before(layer.index))
@@ -55,17 +63,19 @@ class LayerWatch:
 
     def _before(self, layer: int) -> Callable[[nn.Module, Any], None]:
         def hook(module: nn.Module, inputs: Any) -> None:
-            kind = WEIGHTS_AGAIN if self._again else WEIGHTS
-            self._seen.weights(kind, self._replica, self._micro_batch, layer, module)
+            if self.active:
+                kind = WEIGHTS_AGAIN if self._again else WEIGHTS
+                self._seen.inputs(kind, self._replica, self._micro_batch, layer, module)
 
         return hook
 
     def _after(self, layer: int) -> Callable[[nn.Module, Any, object], None]:
         def hook(module: nn.Module, inputs: Any, outputs: object) -> None:
-            kind = RECOMPUTED if self._again else OUTPUT
-            (argument,) = inputs  # a tensor or a tuple of them
-            places = self._replica, self._micro_batch, layer
-            self._seen.outputs(kind, *places, as_tensors(outputs), as_tensors(argument))
+            if self.active:
+                kind = RECOMPUTED if self._again else OUTPUT
+                (argument,) = inputs  # a tensor or a tuple of them
+                places = self._replica, self._micro_batch, layer
+                self._seen.outputs(kind, *places, as_tensors(outputs), as_tensors(argument))
 
         return hook
 
@@ -78,47 +88,111 @@ class LayerWatch:
         return cast(int, self._where.micro_batch)
 
 
-class StepWatch:
-    """Keeps a record of each of the trainer's first steps on this worker."""
+class RunWatch:
+    """Records steps of this worker, and what it holds between them.
 
-    def __init__(self, trainer: Trainer, assembly: Assembly) -> None:
-        self._trainer = trainer
-        self.states: list[StepState] = []
+    Args:
+        assembly: of the worker.
+        where: of its trainer.
+        spill: where tensors of the model's size are written; replica 0 writes them.
+
+    Attributes:
+        active: whether the steps are recorded.
+        records: of the steps, as long as it was active.
+    """
+
+    def __init__(self, assembly: Assembly, where: Position, spill: Spill) -> None:
+        self._replica, self._spill = assembly.world.replica, spill
         self._layers = [(layer.index, layer.name, layer.module) for cell in assembly.cells for layer in cell.layers]
         self._named = dict(named(self._layers))
-        self._watch = LayerWatch(assembly.cells, assembly.world.replica, trainer.where)
+        self._watch = LayerWatch(assembly.cells, assembly.world.replica, where)
+        self._trainer: Trainer | None = None
+        self._used: dict[Key, float] = {}
+        self._rates: dict[Key, float] = {}
+        self.records: dict[int, StepRecord] = {}
+
+    def follow(self, trainer: Trainer) -> None:
+        """Watches the steps of a trainer from now on."""
+        self._trainer = trainer
         trainer.around_update = self._around_update
+        trainer.updater.optimizer.register_step_pre_hook(self._before_update)
 
-    def run_steps(self, count: int) -> None:
-        """Takes at most ``count`` steps, without evaluation or checkpoint; fewer where the data or the run ends."""
-        for _ in self._trainer.steps():
-            self._watch.take()  # of a step that was not finite, and so ran once more
-            if len(self.states) >= count:
-                break
+    @property
+    def active(self) -> bool:
+        return self._watch.active
 
-    def held(self) -> StepState:
-        """Returns copies of this worker's weights and buffers."""
-        return StepState(weights=copied(self._named), buffers=copied(named_buffers(self._layers)))
+    @active.setter
+    def active(self, active: bool) -> None:
+        self._watch.active = active
+
+    def hold(self, moment: str) -> dict[Key, Fingerprint]:
+        """Writes what this worker holds, layer by layer; returns its fingerprints."""
+        assert self._trainer is not None
+        states = self._trainer.updater.layer_states()
+        marks: dict[Key, Fingerprint] = {}
+        for layer in self._layers:
+            tensors = _held_by(layer, states[layer[1]])
+            marks |= {(layer[0], key): fingerprint(tensor) for key, tensor in tensors.items()}
+            if self._replica == 0:
+                self._spill.put(moment, layer[0], tensors)
+        return marks
+
+    @torch.no_grad()
+    def forget(self) -> None:
+        """Overwrites the weights and buffers of this worker, so that only what a resume restores is right."""
+        for tensor in (*self._named.values(), *named_buffers(self._layers).values()):
+            tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
+
+    def _before_update(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
+        """Records the gradients and the learning rates that the optimizer is given."""
+        if not self.active:
+            return
+        rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"] if "lr" in group}
+        for key, parameter in self._named.items():
+            if parameter in rates:
+                self._rates[key] = float(rates[parameter])
+            if parameter.grad is not None:
+                self._used[key] = float(torch.linalg.vector_norm(parameter.grad, dtype=torch.float64))
 
     @contextmanager
     def _around_update(self, report: StepReport) -> Iterator[None]:
-        """Copies the gradients before the update, whole and not yet clipped, and the weights after it."""
-        gradients = {key: parameter.grad for key, parameter in self._named.items() if parameter.grad is not None}
-        state = StepState(
+        """Writes the gradients before the update, whole and not yet clipped, and what is held after it."""
+        assert self._trainer is not None
+        number = self._trainer.progress.step + 1
+        if not self.active:
+            yield
+            return
+        self._used, self._rates = {}, {}
+        for layer in self._layers if self._replica == 0 else []:
+            own = {key: p.grad for (_, key), p in named([layer]) if p.grad is not None}
+            self._spill.put(f"gradients {number}", layer[0], own)
+        seen, counted = self._watch.take(), self._counted()
+        yield
+        self.records[number] = StepRecord(
             loss=report.loss,
             losses={(r, m): loss for r, row in enumerate(report.losses) for m, loss in enumerate(row)},
+            statistics=report.statistics,
             gradient_norm=report.gradient_norm,
-            gradients=copied(gradients),
-            counted=self._counted(),
-            trace=self._watch.take().trace,
+            counted=counted,
+            trace=seen.trace,
+            seeds=seen.seeds,
+            rates=self._rates,
+            used=self._used,
+            held={self._replica: self.hold(f"held {number}")},
         )
-        yield
-        after = self.held()
-        state.weights, state.buffers = after.weights, after.buffers
-        state.optimizer = copied(optimizer_state(self._trainer.updater.optimizer, self._named))
-        self.states.append(state)
 
     def _counted(self) -> dict[Key, float]:
         """Returns how many values a channel each BatchNorm of this worker has gathered in the step."""
         found = modules_of(DeferredBatchNorm, self._layers)
         return {key: batchnorm.gathered_count for key, batchnorm in found.items()}
+
+
+def _held_by(layer: tuple[int, str, nn.Module], state: LayerState) -> dict[str, Tensor]:
+    """Returns weights, buffers, optimizer state and averages of a layer under the names that `check.py` expects."""
+    _, name, _ = layer
+    held: dict[str, Tensor] = {f"weight/{key}": parameter for (_, key), parameter in named([layer])}
+    held |= {f"buffer/{key}": buffer for (_, key), buffer in named_buffers([layer]).items()}
+    for parameter, values in state.optimizer.items():
+        numbers = {key: value for key, value in values.items() if isinstance(value, (Tensor, int, float))}
+        held |= {f"state/{name}.{parameter}:{key}": torch.as_tensor(value) for key, value in numbers.items()}
+    return held | {f"average/{name}.{key}": average for key, average in state.averages.items()}

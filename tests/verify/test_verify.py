@@ -27,9 +27,8 @@ from gpipe_cli.jobs.job import prepare
 from gpipe_cli.launch.supervisor import Job, launch_inline
 from gpipe_cli.verify.batchnorm import run_together
 from gpipe_cli.verify.compare import GRADIENTS, PASSED_BACK, Difference, Quantity, StepComparison
-from gpipe_cli.verify.plain import PlainTraining, Together
-from gpipe_cli.verify.record import StepState
-from gpipe_cli.verify.settings import require_memory
+from gpipe_cli.verify.plain import PlainModel, Together
+from gpipe_cli.verify.settings import require_room
 
 JOBS = Path(__file__).parents[1] / "jobs"
 
@@ -48,7 +47,8 @@ def verified(run_dir: Path, *words: str, fault: str = "") -> dict[str, Any]:
 
 
 def row(report: dict[str, Any], step: int, name: str) -> dict[str, Any]:
-    (found,) = [quantity for quantity in report["steps"][step - 1]["quantities"] if quantity["name"] == name]
+    (quantities,) = [one["quantities"] for one in report["steps"] if one["step"] == step]
+    (found,) = [quantity for quantity in quantities if quantity["name"] == name]
     return dict(found)
 
 
@@ -67,7 +67,7 @@ def test_every_schedule_is_the_plain_loop(tmp_path: Path, schedule: str, remat: 
 
 def test_float32_agrees_bit_for_bit_where_kernels_are_the_same(tmp_path: Path) -> None:
     report = verified(tmp_path, "model.batchnorm=false")
-    assert report["verdict"].startswith("OK, bit for bit: the pipelined run is the plain one (2 steps, K=4, M=4")
+    assert report["verdict"].startswith("OK, bit for bit: the pipelined run is the plain one (4 steps, K=4, M=4")
     assert row(report, 1, "outputs recomputed")["compared"] > 0
 
 
@@ -83,13 +83,13 @@ def test_batchnorm_over_other_examples_is_what_explains_a_difference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plain loop has the whole mini-batch where the pipeline has micro-batches, and the other way round."""
-    gradients = PlainTraining.gradients
+    run = PlainModel.run
 
-    def exchanged(plain: PlainTraining, step: int, parts: Any, order: Any, together: Together) -> StepState:
+    def exchanged(plain: PlainModel, mini_batch: Any, together: Together, load: Any, take: Any) -> Any:
         other = Together.NOTHING if together is Together.EVERYTHING else Together.EVERYTHING
-        return gradients(plain, step, parts, order, other)
+        return run(plain, mini_batch, other, load, take)
 
-    monkeypatch.setattr(PlainTraining, "gradients", exchanged)
+    monkeypatch.setattr(PlainModel, "run", exchanged)
     report = verified(tmp_path, "verify.steps=1")
     assert not report["agrees"]
     assert report["batchnorm"]["explains"]
@@ -156,8 +156,12 @@ def test_run_together_gives_batchnorm_the_whole_and_dropout_its_own(tmp_path: Pa
             ["step 2: ", "state differs, first in layer head (cell 3)", "lost"],
         ),
         ("cell_not_updated", [], ["step 1: ", "weights of layer norm (cell 1) were not updated"]),
-        ("clipping_forgotten", ["optimizer=sgd", "optimizer.momentum=0"], ["makes of the weights", "were not clipped"]),
-        ("clipping_forgotten", [], ["step 1: gradients agree", "the optimizer's state differs", "were not clipped"]),
+        (
+            "clipping_forgotten",
+            ["optimizer=sgd", "optimizer.momentum=0"],
+            ["step 1: gradients agree", "by 1 in every cell: gradients were not clipped"],
+        ),
+        ("clipping_forgotten", [], ["clipping should have multiplied them by 0.0", "were not clipped"]),
         ("averages_never_updated", [], ["step 1: BatchNorm's norm.norm.", "differs"]),
         ("other_weights_in_one_layer", [], ["step 1: before any training layer mix_3 (cell 2) has other weights"]),
         ("", ["model.odd=dice", "pipeline.remat=always"], ["layer dice (cell 2) gives something else when it is"]),
@@ -219,7 +223,7 @@ def test_json_is_all_that_standard_output_has(tmp_path: Path, capfd: pytest.Capt
     words = ["launch.inline=true", "verify.format=json", "verify.steps=1", f"hydra.run.dir={tmp_path / 'run'}"]
     assert verify.main([*WORDS, *words]) == 0
     report = json.loads(capfd.readouterr().out)
-    assert report["agrees"] and [step["step"] for step in report["steps"]] == [1]
+    assert report["agrees"] and [step["step"] for step in report["steps"]] == [1, 2, 5]
 
 
 @pytest.mark.parametrize(
@@ -234,10 +238,12 @@ def test_what_has_no_plain_counterpart_is_refused(tmp_path: Path, words: list[st
         verified(tmp_path, *words)
 
 
-def test_a_model_too_large_for_one_process_is_refused_with_what_to_type() -> None:
-    require_memory(1000, 4)
-    with pytest.raises(ConfigurationError, match="debug=tiny"):
-        require_memory(10**12, 4)
+def test_too_little_room_for_a_cell_in_memory_or_the_model_on_disk_is_refused(tmp_path: Path) -> None:
+    require_room(1000, 4000, 4, tmp_path)
+    with pytest.raises(ConfigurationError, match=r"GB in memory, 6 times its largest cell.*debug=tiny"):
+        require_room(10**12, 10**12, 4, tmp_path)
+    with pytest.raises(ConfigurationError, match=f"GB in {tmp_path}, 10 times the model"):
+        require_room(1000, 10**14, 4, tmp_path)
 
 
 def test_a_gradient_between_layers_decides_nothing_when_all_gradients_of_weights_agree() -> None:

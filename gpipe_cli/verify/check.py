@@ -1,0 +1,312 @@
+"""Checks recorded steps of the pipeline against the plain model and the reference of its update, on rank 0.
+
+A step begins on both sides with what the pipeline held before it, which the check of the step before (or of the
+beginning) has found to be right. So any step can be checked, and rounding does not add up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import Settings
+from . import compare as c
+from .compare import Difference, Gaps, Quantity, StepComparison, measure
+from .layout import VerifiedRun
+from .plain import Load, MiniBatch, PlainCell, PlainModel, PlainStep, Together
+from .record import (
+    GRADIENT,
+    OUTPUT,
+    RECOMPUTED,
+    WEIGHTS,
+    WEIGHTS_AGAIN,
+    Key,
+    Point,
+    StepRecord,
+    of_kind,
+)
+from .reference import Update, average, learning_rate, noise_seed, update
+from .spill import Spill
+
+EXACT = 1e-12  # relative; of numbers that both sides compute in float64 by other formulas
+
+
+@dataclass(frozen=True)
+class ComparedStep:
+    """Holds both sides of one step and their comparison.
+
+    Attributes:
+        number: of the step, from 1.
+        ours: of the pipeline.
+        plain: of the plain model; None for a step that is not computed again.
+        gaps: measures of tensors, by quantity.
+        found: the comparison.
+        before: the moment of `Spill` that holds what there was before the step.
+        factor: by which clipping should have multiplied the gradients.
+    """
+
+    number: int
+    ours: StepRecord
+    plain: PlainStep | None
+    gaps: Mapping[str, Gaps]
+    found: StepComparison
+    before: str = ""
+    factor: float = 1.0
+    expected_seeds: Mapping[tuple[int, int, int], int] = field(default_factory=dict)
+
+
+@dataclass
+class Checker:
+    """Checks steps of a run.
+
+    Attributes:
+        settings: of the run.
+        run: names and places of its layers.
+        model: the plain one.
+        spill: what the workers have written.
+        tolerance: the largest relative difference that counts as rounding.
+    """
+
+    settings: Settings
+    run: VerifiedRun
+    model: PlainModel
+    spill: Spill
+    tolerance: float
+
+    @property
+    def together(self) -> Together:
+        pipeline = self.settings.pipeline
+        return Together.REPLICAS if pipeline.sync_batchnorm and pipeline.replicas > 1 else Together.NOTHING
+
+    def load(self, moment: str) -> Load:
+        """Returns the weights and buffers of a moment, as a function of the layer."""
+        return lambda layer: _held(self.spill, moment, layer)
+
+    # -- beginning, skipped steps, resume ------------------------------------------------------------------------------
+
+    def beginning(self, moment: str, expected: Load) -> Quantity:
+        """Checks the weights and buffers before the first step: freshly drawn layers, or what ``expected`` adds."""
+        gaps: Gaps = {}
+        for cell in self.model.cells:
+            built = self.model.build(cell, expected)
+            ours = {layer: _held(self.spill, moment, layer) for layer in cell}
+            for key, tensor in built.held.items():
+                gaps[key] = measure(ours[key[0]].get(key[1]), tensor)
+        return c.tensors(c.BEGIN, gaps, self.tolerance * 1e-3)
+
+    def unchanged(self, name: str, before: str, after: str) -> Quantity:
+        """Checks that what the workers held at two moments is equal, bit for bit."""
+        gaps: Gaps = {}
+        for layer in range(len(self.run.names)):
+            old, new = self.spill.get(before, layer), self.spill.get(after, layer)
+            for key in {*old, *new}:
+                gaps[layer, _shown(key)] = measure(new.get(key), old.get(key))
+        return c.exact(name, gaps)
+
+    def skipped(self, number: int, record: StepRecord, before: str, after: str) -> ComparedStep:
+        """Checks a step whose loss was not finite: it must leave everything as it was."""
+        return ComparedStep(
+            number, record, None, {}, StepComparison([self.unchanged(c.SKIPPED, before, after)]), before
+        )
+
+    # -- a whole step --------------------------------------------------------------------------------------------------
+
+    def step(self, number: int, record: StepRecord, mini_batch: MiniBatch, before: str, updates: int) -> ComparedStep:
+        """Checks one step.
+
+        Args:
+            number: from 1.
+            before: the moment of what was held before it.
+            updates: that the run had made before, skipped ones not counted.
+        """
+        gaps: dict[str, Gaps] = {c.GRADIENTS: {}, c.BUFFERS: {}}
+
+        def take(cell: int, done: PlainCell) -> None:
+            for layer in self.model.cells[cell]:
+                ours = self.spill.get(f"gradients {number}", layer)
+                keys = {k[1] for k in done.gradients if k[0] == layer} | ours.keys()
+                for name in keys:
+                    gaps[c.GRADIENTS][layer, name] = measure(ours.get(name), done.gradients.get((layer, name)))
+                now, old = _held(self.spill, f"held {number}", layer), _held(self.spill, before, layer)
+                for key, buffer in done.buffers.items():
+                    if key[0] == layer:
+                        gaps[c.BUFFERS][key] = measure(now.get(key[1]), buffer, old.get(key[1]))
+
+        plain = self.model.run(mini_batch, self.together, self.load(before), take)
+        limit, norm = self.settings.trainer.gradient_clip, record.gradient_norm
+        factor = limit / norm if limit is not None and norm > limit else 1.0
+        gaps |= self._update(number, record, before, updates, factor)
+        seeds = self._seeds(mini_batch, plain)
+        found = StepComparison(
+            [
+                *self._of_forward(record, plain, seeds),
+                c.tensors(c.GRADIENTS, gaps[c.GRADIENTS], self.tolerance),
+                c.numbers(c.NORM, {"all parameters": (norm, plain.gradient_norm)}, self.tolerance),
+                *self._of_update(number, record, gaps, factor),
+                c.numbers_by_key(c.COUNTS, record.counted, plain.counted, 0.0),
+                c.tensors(c.BUFFERS, gaps[c.BUFFERS], self.tolerance, changes=True),
+                self._of_state(gaps[c.STATE]),
+                c.tensors(c.UPDATED, gaps[c.UPDATED], self.tolerance, changes=True),
+                c.tensors(c.AVERAGES, gaps[c.AVERAGES], self.tolerance, changes=True),
+                self._of_replicas(record),
+            ]
+        )
+        present = StepComparison([quantity for quantity in found.quantities if quantity.compared])
+        return ComparedStep(number, record, plain, gaps, present, before, factor, seeds)
+
+    def _of_forward(
+        self,
+        ours: StepRecord,
+        plain: PlainStep,
+        seeds: Mapping[tuple[int, int, int], int],
+    ) -> list[Quantity]:
+        names, trace, tolerance = self.run.names, ours.trace, self.tolerance
+        forward = trace.get(OUTPUT, {})
+        # The places are the plain side's: the pipeline's report of a step that is not full has more, all zero.
+        losses = {
+            f"replica {r}, micro-batch {m}": (ours.losses.get((r, m), math.nan), loss)
+            for (r, m), loss in sorted(plain.losses.items())
+        }
+        sums = [] if plain.statistics is None else plain.statistics.tolist()
+        statistics = {
+            name: (here, there) for name, here, there in zip(self.run.statistics, ours.statistics, sums, strict=True)
+        }
+        used = {**trace.get(WEIGHTS, {})}
+        again = {Point(p.replica, p.micro_batch, p.layer, p.number): m for p, m in trace.get(WEIGHTS_AGAIN, {}).items()}
+        right = {point: plain.used[point.layer, point.number] for point in {*used, *again}}
+        drawn = self._compared_seeds(ours, seeds)
+        return [
+            c.numbers(c.LOSS, {"mini-batch": (ours.loss, plain.loss)}, tolerance),
+            c.numbers(c.LOSSES, losses, tolerance),
+            c.numbers(c.STATISTICS, statistics, tolerance),
+            _joined(c.traces(c.USED, used, right, names, EXACT), c.traces(c.USED, again, right, names, EXACT)),
+            drawn,
+            c.traces(c.OUTPUTS, forward, plain.seen.trace.get(OUTPUT, {}), names, tolerance),
+            c.traces(c.AGAIN, trace.get(RECOMPUTED, {}), forward, names, min(tolerance, self.run.repeated)),
+            c.traces(c.PASSED_BACK, trace.get(GRADIENT, {}), plain.seen.trace.get(GRADIENT, {}), names, tolerance),
+        ]
+
+    def _seeds(self, mini_batch: MiniBatch, plain: PlainStep) -> dict[tuple[int, int, int], int]:
+        """Returns the seed of every layer that draws random numbers, for every micro-batch."""
+        return {
+            (r, m, layer): noise_seed(self.settings.seed, mini_batch.step, r, m, layer)
+            for r, replica in enumerate(mini_batch.micro_batches)
+            for m in range(len(replica))
+            for layer in sorted(plain.draws_noise)
+        }
+
+    def _compared_seeds(self, ours: StepRecord, seeds: Mapping[tuple[int, int, int], int]) -> Quantity:
+        found = []
+        for kind in (WEIGHTS, WEIGHTS_AGAIN):
+            for (r, m, layer), seed in ours.seeds.get(kind, {}).items():
+                if (r, m, layer) in seeds:
+                    wrong = 0.0 if seed == seeds[r, m, layer] else math.inf
+                    where = self.run.micro_batch(layer, r, m) + (" in recompute" if kind == WEIGHTS_AGAIN else "")
+                    found.append(Difference(layer, where, wrong, wrong, Point(r, m, layer, 0)))
+        return c.judged(c.SEEDS, sorted(found, key=lambda d: d.layer), 0.0)
+
+    # -- the update ----------------------------------------------------------------------------------------------------
+
+    def rate(self, number: int) -> float | None:
+        """Returns the learning rate of a step."""
+        return learning_rate(self.settings.optimizer, self.settings.lr_schedule, number)
+
+    def _update(self, number: int, record: StepRecord, before: str, updates: int, factor: float) -> dict[str, Gaps]:
+        """Measures what the update has made of each parameter, given the pipeline's gradients and the right rate."""
+        gaps: dict[str, Gaps] = {c.STATE: {}, c.UPDATED: {}, c.AVERAGES: {}}
+        rate, decay = self.rate(number), self.settings.trainer.average
+        for layer in range(len(self.run.names)):
+            old, new = self.spill.get(before, layer), self.spill.get(f"held {number}", layer)
+            gradients = self.spill.get(f"gradients {number}", layer)
+            for name, weight in of_kind("weight", old).items():
+                expected = Update(weight, _state(old, name))
+                if name in gradients:
+                    expected = update(self.settings.optimizer, rate, expected, gradients[name] * factor)
+                gaps[c.UPDATED][layer, name] = measure(new.get(f"weight/{name}"), expected.weight, weight)
+                for kind, value in expected.state.items():
+                    if isinstance(value, (Tensor, int, float)):
+                        key = f"{name}:{kind}"
+                        gaps[c.STATE][layer, key] = measure(new.get(f"state/{key}"), torch.as_tensor(value))
+            for name, held in of_kind("average", old).items():
+                value = new.get(f"weight/{name}", new.get(f"buffer/{name}"))
+                if decay is not None and value is not None:
+                    expected_average = average(decay, updates, held, value)
+                    gaps[c.AVERAGES][layer, name] = measure(new.get(f"average/{name}"), expected_average, held)
+        return gaps
+
+    def alternative(self, step: ComparedStep, layers: Sequence[int], changed: Mapping[str, Any]) -> bool:
+        """Returns whether another update explains what the pipeline made of the weights of ``layers``.
+
+        Args:
+            changed: keys of the section `optimizer` that are different; ``state``: None forgets the state,
+                ``gradients``: a factor of the gradients, ``times``: updates in a row.
+        """
+        section = {**self.settings.optimizer, **{k: v for k, v in changed.items() if k in self.settings.optimizer}}
+        rate, times = self.rate(step.number), int(changed.get("times", 1))
+        gaps: Gaps = {}
+        for layer in layers:
+            old, new = self.spill.get(step.before, layer), self.spill.get(f"held {step.number}", layer)
+            for name, gradient in self.spill.get(f"gradients {step.number}", layer).items():
+                weight = old[f"weight/{name}"]
+                made = Update(weight, {} if "state" in changed else _state(old, name))
+                for _ in range(times):
+                    made = update(section, rate, made, gradient * step.factor * float(changed.get("gradients", 1.0)))
+                gaps[layer, name] = measure(new.get(f"weight/{name}"), made.weight, weight)
+        return not c.tensors(c.UPDATED, gaps, max(self.tolerance, 1e-3), changes=True).beyond
+
+    def _of_update(self, number: int, record: StepRecord, gaps: Mapping[str, Gaps], factor: float) -> list[Quantity]:
+        whole: dict[Key, float] = {key: gap.ours for key, gap in gaps[c.GRADIENTS].items()}
+        factors = {key: record.used[key] / norm for key, norm in whole.items() if norm and key in record.used}
+        rate, rates = self.rate(number), record.rates
+        return [
+            c.numbers_by_key(c.CLIPPED, factors, dict.fromkeys(factors, factor), max(1e-5, self.tolerance * 1e-2)),
+            c.numbers_by_key(c.RATES, rates, {} if rate is None else dict.fromkeys(rates, rate), 1e-9),
+        ]
+
+    def _of_state(self, gaps: Gaps) -> Quantity:
+        """Judges the optimizer's state, in which `exp_avg` is compared with all `exp_avg`."""
+        kinds: dict[str, Gaps] = {}
+        for key, gap in gaps.items():
+            kinds.setdefault(key[1].rpartition(":")[2], {})[key] = gap
+        return _joined(*(c.tensors(c.STATE, of_one, self.tolerance) for of_one in kinds.values()))
+
+    def _of_replicas(self, record: StepRecord) -> Quantity:
+        """Judges what further replicas hold after the step: the same as the first, bit for bit."""
+        first = record.held.get(0, {})
+        found = []
+        for replica, held in sorted(record.held.items()):
+            for key, mark in sorted(held.items()) if replica else []:
+                gap = mark.distance(first[key]) if key in first else math.inf
+                where = f"{_shown(key[1])} of replica {replica}"
+                found.append(Difference(key[0], where, gap, gap, Point(replica, 0, key[0], 0)))
+        return c.judged(c.REPLICAS, found, 0.0)
+
+
+def _held(spill: Spill, moment: str, layer: int) -> dict[str, Tensor]:
+    """Returns weights and buffers by full name."""
+    tensors = spill.get(moment, layer)
+    return {**of_kind("weight", tensors), **of_kind("buffer", tensors)}
+
+
+def _state(tensors: Mapping[str, Tensor], name: str) -> dict[str, Any]:
+    return {key.removeprefix(f"{name}:"): value for key, value in of_kind("state", tensors).items()
+            if key.startswith(f"{name}:")}  # fmt: skip
+
+
+def _shown(key: str) -> str:
+    """Returns how a name of `RunWatch.hold` is shown."""
+    kind, _, name = key.partition("/")
+    return name if kind in ("weight", "buffer", "state") else f"{name} ({kind})"
+
+
+def _joined(*quantities: Quantity) -> Quantity:
+    """Returns several quantities of one name as one."""
+    name = quantities[0].name if quantities else c.STATE
+    worst = max((q.worst for q in quantities if q.worst), key=lambda d: (d.relative, d.absolute), default=None)
+    beyond = sorted((d for q in quantities for d in q.beyond), key=lambda d: (d.layer, d.where))
+    return Quantity(name, sum(q.compared for q in quantities), worst, beyond)

@@ -1,0 +1,134 @@
+"""Explains an update that differs although the gradients agree: clipping, learning rate, decay, or the optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import compare as c
+from .check import Checker, ComparedStep
+from .compare import Difference
+from .layout import VerifiedRun
+
+
+def explain_update(now: ComparedStep, checker: Checker) -> list[str]:
+    """Returns what is wrong with an update, as sentences; empty where it is right."""
+    run = checker.run
+    return (
+        _clipping(now, run)
+        or _rate(now, checker)
+        or _unmoved(now, run)
+        or _optimizer(now, checker)
+        or _averages(now, run)
+    )
+
+
+def _clipping(now: ComparedStep, run: VerifiedRun) -> list[str]:
+    beyond = now.found[c.CLIPPED].beyond
+    if not beyond:
+        return []
+    gaps, used = now.gaps[c.GRADIENTS], now.ours.used
+    by_cell: dict[int, float] = {}
+    for difference in beyond:
+        key = difference.layer, difference.where
+        by_cell.setdefault(run.cells[difference.layer], used[key] / gaps[key].ours)
+    factors = _by_cell(by_cell, run)
+    text = f"gradients agree, but clipping should have multiplied them by {now.factor:.6g}, and multiplied by {factors}"
+    if all(abs(factor - 1) < 1e-6 for factor in by_cell.values()):
+        return [f"{text}: gradients were not clipped"]
+    return [text + _own_norm(now, run, by_cell)]
+
+
+def _own_norm(now: ComparedStep, run: VerifiedRun, by_cell: dict[int, float]) -> str:
+    """Names the norm by which gradients were clipped, if it is that of each cell alone."""
+    limit = now.factor * now.ours.gradient_norm
+    gaps = now.gaps[c.GRADIENTS]
+    for cell, factor in by_cell.items():
+        own = c.total(gap.ours for key, gap in gaps.items() if run.cells[key[0]] == cell)
+        if not own or abs(factor * own / limit - 1) > 1e-3:
+            return ""
+    return ": each cell by the norm of its own gradients, instead of the norm of all"
+
+
+def _rate(now: ComparedStep, checker: Checker) -> list[str]:
+    beyond = now.found[c.RATES].beyond
+    if not beyond:
+        return []
+    run, right, rates = checker.run, checker.rate(now.number), now.ours.rates
+    by_cell = {run.cells[d.layer]: rates[d.layer, d.where] for d in beyond}
+    used = ", ".join(f"{rate:.8g} in cell {cell}" for cell, rate in sorted(by_cell.items()))
+    if len(set(by_cell.values())) == 1 and len(by_cell) == len(set(run.cells)):
+        used = f"{beyond[0] and next(iter(by_cell.values())):.8g} in every cell"
+    near = [
+        n
+        for n in range(1, now.number + 10)
+        if n != now.number and _close(checker.rate(n), next(iter(by_cell.values())))
+    ]
+    whose = f", which is that of step {near[0]}" if near else ""
+    return [f"the learning rate of step {now.number} is {right:.8g}, but the update used {used}{whose}"]
+
+
+def _by_cell(numbers: dict[int, float], run: VerifiedRun) -> str:
+    """Returns a number of each cell as text, equal ones once."""
+    if len(numbers) == len(set(run.cells)) and len({f"{number:.6g}" for number in numbers.values()}) == 1:
+        return f"{next(iter(numbers.values())):.6g} in every cell"
+    return ", ".join(f"{number:.6g} in cell {cell}" for cell, number in sorted(numbers.items()))
+
+
+def _close(a: float | None, b: float) -> bool:
+    return a is not None and abs(a - b) <= 1e-9 * abs(b)
+
+
+def _unmoved(now: ComparedStep, run: VerifiedRun) -> list[str]:
+    beyond, gaps = now.found[c.UPDATED].beyond, now.gaps[c.UPDATED]
+    layers = sorted({d.layer for d in beyond if all(gap.ours == 0.0 for key, gap in gaps.items() if key[0] == d.layer)})
+    if not layers:
+        return []
+    return [f"gradients agree, but the weights of {run.place(layers[0])} were not updated ({run.cells_of(layers)})"]
+
+
+CAUSES: dict[str, dict[str, Any]] = {
+    "its memory of earlier steps was lost": {"state": None},
+    "weight decay was left out": {"weight_decay": 0.0},
+    "weight decay was applied to every parameter, also to those of one dimension": {"decay_only": None},
+    "weight decay was applied to matrices only": {"decay_only": "matrices"},
+    "the update was made twice": {"times": 2},
+    "the gradients were not used": {"gradients": 0.0},
+    "the gradients were subtracted with the wrong sign": {"gradients": -1.0},
+}
+
+
+def _optimizer(now: ComparedStep, checker: Checker) -> list[str]:
+    updated, state, run = now.found[c.UPDATED], now.found[c.STATE], checker.run
+    beyond = state.beyond or updated.beyond
+    if not beyond:
+        return []
+    first = beyond[0]
+    what = "the optimizer's state" if state.beyond else "what the update makes of the weights"
+    layers = updated.layers or state.layers
+    text = (
+        f"gradients agree, but {what} differs, first in {run.place(first.layer)} ({_measured(first)}, {first.where}), "
+        f"in {run.cells_of(layers)}"
+    )
+    if any(difference.where.endswith(":step") for difference in state.beyond):
+        return [f"{text}: its memory of earlier steps was lost"]
+    causes = {**CAUSES, **_swapped(checker)}
+    named = [cause for cause, changed in causes.items() if checker.alternative(now, layers, changed)]
+    return [f"{text}: {named[0] if named else 'the optimizer itself, or its settings'}"]
+
+
+def _swapped(checker: Checker) -> dict[str, dict[str, Any]]:
+    betas = checker.settings.optimizer.get("betas")
+    return {"its two decays (betas) were exchanged": {"betas": list(reversed(betas))}} if betas else {}
+
+
+def _averages(now: ComparedStep, run: VerifiedRun) -> list[str]:
+    beyond = now.found[c.AVERAGES].beyond
+    if not beyond:
+        return []
+    first = beyond[0]
+    place = f"{run.place(first.layer)} ({_measured(first)}, {first.where})"
+    return [f"the update is right, but not the moving average of the weights, first in {place}"]
+
+
+def _measured(difference: Difference) -> str:
+    return f"relative difference {difference.relative:.1e}"
