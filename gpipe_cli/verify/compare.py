@@ -17,6 +17,7 @@ from torch import Tensor
 from .record import Fingerprint, Key, Point, number_gap
 
 SMALL_SHARE = 0.01  # tensors smaller than this share of all of their kind are measured by this share of all
+SUMMED = 1e-14  # relative; float64 sums of the same numbers in another order differ by no more
 NO_LAYER = -1  # for quantities of the whole model
 
 BEGIN, RESUMED, SKIPPED = "weights at the beginning", "all that a resume restores", "unchanged by a skipped step"
@@ -208,7 +209,8 @@ def numbers_by_key(name: str, ours: Mapping[Key, float], plain: Mapping[Key, flo
 
 def _number(layer: int, where: str, ours: float, plain: float) -> Difference:
     gap = number_gap(ours, plain)
-    return Difference(layer, where, gap, gap / abs(plain) if plain and math.isfinite(plain) and gap else gap)
+    relative = gap / abs(plain) if plain and math.isfinite(plain) and gap else gap
+    return Difference(layer, where, gap, relative) if relative > SUMMED else Difference(layer, where, 0.0, 0.0)
 
 
 # -- fingerprints ------------------------------------------------------------------------------------------------------

@@ -55,14 +55,8 @@ def _rate(now: ComparedStep, checker: Checker) -> list[str]:
         return []
     run, right, rates = checker.run, checker.rate(now.number), now.ours.rates
     by_cell = {run.cells[d.layer]: rates[d.layer, d.where] for d in beyond}
-    used = ", ".join(f"{rate:.8g} in cell {cell}" for cell, rate in sorted(by_cell.items()))
-    if len(set(by_cell.values())) == 1 and len(by_cell) == len(set(run.cells)):
-        used = f"{beyond[0] and next(iter(by_cell.values())):.8g} in every cell"
-    near = [
-        n
-        for n in range(1, now.number + 10)
-        if n != now.number and _close(checker.rate(n), next(iter(by_cell.values())))
-    ]
+    used, one = _by_cell(by_cell, run), next(iter(by_cell.values()))
+    near = [n for n in range(1, now.number + 10) if n != now.number and _close(checker.rate(n), one)]
     whose = f", which is that of step {near[0]}" if near else ""
     return [f"the learning rate of step {now.number} is {right:.8g}, but the update used {used}{whose}"]
 

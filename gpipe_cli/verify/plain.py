@@ -114,7 +114,7 @@ class PlainStep:
 
     @property
     def gradient_norm(self) -> float:
-        return total(self.norms.values())
+        return total(self.norms[key] for key in sorted(self.norms))
 
 
 @dataclass(frozen=True)
