@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..checkpoint.layer_state import LayerState
+from ..checkpoint.layer_state import LayerState, named_tensors
 from ..metrics.step_report import StepReport
 from ..pipeline.batchnorm import DeferredBatchNorm
 from ..pipeline.boundary import as_tensors
@@ -139,9 +139,10 @@ class RunWatch:
 
     @torch.no_grad()
     def forget(self) -> None:
-        """Overwrites the weights and buffers of this worker, so that only what a resume restores is right."""
-        for tensor in (*self._named.values(), *named_buffers(self._layers).values()):
-            tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
+        """Overwrites this worker's weights and buffers that a checkpoint holds, so that a resume has to restore them."""
+        for _, _, module in self._layers:
+            for tensor in (tensor for tensors in named_tensors(module) for tensor in tensors.values()):
+                tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
 
     def _before_update(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
         """Records the gradients and the learning rates that the optimizer is given."""
