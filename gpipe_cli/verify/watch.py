@@ -139,7 +139,7 @@ class RunWatch:
 
     @torch.no_grad()
     def forget(self) -> None:
-        """Overwrites this worker's weights and buffers that a checkpoint holds, so that a resume has to restore them."""
+        """Overwrites what a checkpoint holds of this worker's weights and buffers: a resume has to restore it."""
         for _, _, module in self._layers:
             for tensor in (tensor for tensors in named_tensors(module) for tensor in tensors.values()):
                 tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
