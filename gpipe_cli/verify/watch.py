@@ -123,6 +123,7 @@ class RunWatch:
 
     @active.setter
     def active(self, active: bool) -> None:
+        self._watch.take()  # what a step that was not finite left: the trainer ran it once more
         self._watch.active = active
 
     def hold(self, moment: str) -> dict[Key, Fingerprint]:
