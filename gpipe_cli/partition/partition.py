@@ -116,7 +116,7 @@ def _checked_sizes(sizes: Sequence[int], K: int, L: int) -> list[int]:
     if len(sizes) != K:
         raise PartitionError(
             f"pipeline.partition={sizes} names {_count(len(sizes), 'cell')} but pipeline.K={K}: "
-            f"give {K} sizes or use pipeline.K={len(sizes)}"
+            f"give {K} sizes, or use pipeline.K={len(sizes)} or pipeline.partition=min_max"
         )
     for cell, size in enumerate(sizes):
         if size < 1:
@@ -124,7 +124,7 @@ def _checked_sizes(sizes: Sequence[int], K: int, L: int) -> list[int]:
     if sum(sizes) != L:
         raise PartitionError(
             f"pipeline.partition={sizes} adds up to {sum(sizes)} but the model has {_count(L, 'layer')}: "
-            f"change the sizes by {L - sum(sizes):+d} in all"
+            f"change the sizes by {L - sum(sizes):+d} in all, or use pipeline.partition=min_max"
         )
     return sizes
 

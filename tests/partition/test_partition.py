@@ -154,7 +154,7 @@ class TestExplicitSizes:
     @pytest.mark.parametrize(
         ("sizes", "K", "message"),
         [
-            ([2, 2], 3, r"names 2 cells but pipeline.K=3: give 3 sizes or use pipeline.K=2"),
+            ([2, 2], 3, r"names 2 cells but pipeline.K=3: give 3 sizes, or use pipeline.K=2 or"),
             ([4, 0], 2, r"cell 1 has 0 layers; use 1 or more"),
             ([2, 1], 2, r"adds up to 3 but the model has 4 layers: change the sizes by \+1 in all"),
             ([3, 3], 2, r"adds up to 6 but the model has 4 layers: change the sizes by -2 in all"),
