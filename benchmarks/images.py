@@ -59,7 +59,14 @@ def source(root: Path, data: str, size: int, count: int) -> ImageSource:
     """Returns a source with the transforms of `data=…` over the folder."""
     with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
         section: Any = OmegaConf.to_container(compose("train", [f"data={data}"]).data, resolve=False)
-    changed = {"dataset": "image_folder", "root": str(root), "images": None, "classes": 1, "workers": 0, "seed": 0}
+    changed: dict[str, Any] = {
+        "dataset": "image_folder",
+        "root": str(root),
+        "images": None,
+        "classes": 1,
+        "workers": 0,
+        "seed": 0,
+    }
     changed |= {"image_size": size, "batch_size": count, "folders": ["train", "val"], "cache_dir": str(root / "cache")}
     made = ImageSource(**{key: value for key, value in {**section, **changed}.items() if key != "_target_"})
     made.prepare(no_report)
