@@ -23,8 +23,10 @@ def _runs() -> list[object]:
     runs = []
     for model, (group, schedules), cells in product(golden_losses.MODELS, golden_losses.GROUPS.items(), (1, 2, 4)):
         for schedule in schedules:
-            if cells < 4 and (schedule == "interleaved_1f1b" or (model, schedule) == ("amoebanet", "zero_bubble")):
-                continue  # one worker: the list of interleaved_1f1b is that of 1f1b (tests/schedule); halves: see K=4
+            if cells < 4 and schedule in ("interleaved_1f1b", "zero_bubble"):
+                continue  # one worker: the order of 1f1b (tests/schedule); halves of backwards: at K=4
+            if (model, schedule, cells) == ("amoebanet", "1f1b", 4):
+                continue  # zero_bubble and interleaved_1f1b at K=4 make the same sums
             marks = () if (model, schedule, cells) in FAST else pytest.mark.slow
             runs.append(pytest.param(model, group, schedule, cells, marks=marks, id=f"{model}-{schedule}-{cells}"))
     return runs

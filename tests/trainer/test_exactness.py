@@ -91,7 +91,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ["pipeline.K=8", "pipeline.workers=3", "pipeline.remat=never", "pipeline.partition=min_variance"],
         pytest.param(["pipeline.K=4", "pipeline.workers=4", "pipeline.remat=always"], marks=pytest.mark.slow),
-        pytest.param(["pipeline.K=3", "pipeline.workers=1"], marks=pytest.mark.slow),
     ],
     ids=lambda words: "-".join(word.split(".")[-1] for word in words),
 )
@@ -215,8 +214,9 @@ def test_a_run_that_is_ended_in_a_long_evaluation_has_saved_and_goes_on_with_it(
 
 @pytest.mark.slow
 def test_jobs_of_a_sweep_train_as_the_run_alone(whole: Path, tmp_path: Path) -> None:
+    short = ["trainer.steps=2", "pipeline.workers=1"]
     done = subprocess.run(
-        [*COMMAND, "-m", *COMMON, f"hydra.sweep.dir={tmp_path / 'sweep'}", "pipeline.K=1,4", "pipeline.workers=1"],
+        [*COMMAND, "-m", *COMMON, *short, f"hydra.sweep.dir={tmp_path / 'sweep'}", "pipeline.K=1,4"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -226,7 +226,7 @@ def test_jobs_of_a_sweep_train_as_the_run_alone(whole: Path, tmp_path: Path) -> 
     jobs = sorted(path.parent for path in (tmp_path / "sweep").glob("*/metrics.jsonl"))
     assert len(jobs) == 2
     for job in jobs:
-        assert losses(job) == losses(whole)
+        assert losses(job) == losses(whole)[:2]
     assert (tmp_path / "sweep" / "sweep.json").is_file()
 
 
