@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import tempfile
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 
 from gpipe_cli.errors import PlainError
 
@@ -32,17 +33,18 @@ def writing(path: Path, advice: str = "") -> Iterator[None]:
         yield
     except OSError as error:
         named = _file_of(error) or path
-        if not (named.is_relative_to(path) or path.is_relative_to(named)):
+        if not (str(named).startswith(str(path)) or path.is_relative_to(named)):  # drafts have longer names
             raise  # about a file that is read
         raise DiskError(cannot_write(path, error) + (f": {advice}" if advice else "")) from error
 
 
-def require_room(directory: Path) -> None:
-    """Makes a directory, and finds out whether a few small files fit in it.
+def prepare_directory(directory: Path) -> None:
+    """Makes a directory, and finds out whether a few small files can be written there and nowhere else.
 
     Raises:
-        DiskError: they do not.
+        DiskError: they cannot, or a link leads out of the directory.
     """
+    refuse_links(directory)
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as file:
@@ -85,14 +87,23 @@ def room(path: Path) -> str:
 
 
 def explain(error: BaseException) -> str | None:
-    """Returns one line for an error of the disk, also where the code that wrote did not name the file; else None."""
+    """Returns one line for an error of the disk that no code has explained; None for any other error."""
     if not isinstance(error, OSError) or error.errno not in DISK:
         return None
-    if (file := _file_of(error)) is not None:
-        return cannot_write(file, error)
-    frame = traceback.extract_tb(error.__traceback__)[-1:]
-    at = f" (at {frame[0].filename}, line {frame[0].lineno})" if frame else ""
-    return f"a file cannot be written{at}: {os.strerror(error.errno)}"
+    file = _file_of(error) or _written_file(error.__traceback__)
+    return f"a file cannot be written: {os.strerror(error.errno)}" if file is None else cannot_write(file, error)
+
+
+def _written_file(stack: TracebackType | None) -> Path | None:
+    """Returns the file that code in the stack had open for writing: a failed write does not name it, unlike an open."""
+    found = None
+    while stack is not None:
+        for value in stack.tb_frame.f_locals.values():
+            name, mode = getattr(value, "name", None), getattr(value, "mode", "r")
+            if isinstance(value, io.IOBase) and isinstance(name, str) and str(mode).strip("bt") != "r":
+                found = Path(name)
+        stack = stack.tb_next
+    return found
 
 
 def _file_of(error: OSError) -> Path | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,22 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe_cli.disk import DiskError, refuse_links, require_room
+from gpipe_cli.disk import DiskError, prepare_directory, refuse_links
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import sweep, torchrun
 from gpipe_cli.jobs.job import in_words, prepare
 from gpipe_cli.terminal.frame import FAILED, REFUSED, to_stderr
 from gpipe_cli.terminal.text import relative_paths
+
+
+@contextmanager
+def _exiting() -> Iterator[None]:
+    try:
+        yield
+    except (ConfigurationError, DiskError) as error:
+        if torchrun.is_first():
+            to_stderr(in_words(relative_paths(str(error))))
+        raise SystemExit(REFUSED if isinstance(error, ConfigurationError) else FAILED) from None
 
 
 class CommandCallback(Callback):
@@ -28,16 +40,18 @@ class CommandCallback(Callback):
         """
         HydraConfig.instance().set_config(config)
         composed = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-        try:
+        with _exiting():
             prepare(composed, list(config.hydra.overrides.task))
-            refuse_links(Path(config.hydra.run.dir))
-            require_room(Path(config.hydra.run.dir))
-        except (ConfigurationError, DiskError) as error:
-            if torchrun.is_first():
-                to_stderr(in_words(relative_paths(str(error))))
-            raise SystemExit(REFUSED if isinstance(error, ConfigurationError) else FAILED) from None
+            prepare_directory(Path(config.hydra.run.dir))
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Checks the sweep's directory, and counts its jobs.
+
+        Raises:
+            SystemExit: a link leads out of the directory.
+        """
+        with _exiting():
+            refuse_links(Path(config.hydra.sweep.dir))
         jobs = sweep.count_jobs(list(config.hydra.overrides.task))
         sweep.current = sweep.Sweep(Path(config.hydra.sweep.dir).absolute(), jobs)
         sweep.name_by_swept_keys(config)

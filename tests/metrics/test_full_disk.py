@@ -14,7 +14,7 @@ import pytest
 from inline_run import train_inline
 from small_disk import fill, small_disk
 
-from gpipe_cli.disk import DiskError, cannot_write, refuse_links, writing
+from gpipe_cli.disk import DiskError, cannot_write, explain, refuse_links, writing
 from gpipe_cli.metrics.board import Board
 from gpipe_cli.metrics.metrics_file import MetricsFile
 from gpipe_cli.terminal.train_log import TrainLog
@@ -125,11 +125,24 @@ def test_tensorboard_warns_once_and_raises_nothing(disk: Path) -> None:
 def test_only_what_is_written_becomes_an_error_of_the_disk(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), writing(tmp_path / "cache"):
         (tmp_path / "corpus" / "missing.txt").read_text()
+    with pytest.raises(DiskError, match=r"summary\.json \(.*partial\) cannot"), writing(tmp_path / "summary.json"):
+        (tmp_path / "summary.json.partial").mkdir()
+        (tmp_path / "summary.json.partial").write_text("")
     with pytest.raises(DiskError, match=r"cache cannot be written: Not a directory .*: set it"):  # noqa: SIM117
         with writing(tmp_path / "file" / "cache", "set it"):
             (tmp_path / "file").write_text("")
             (tmp_path / "file" / "cache").mkdir(parents=True)
     assert "room left: unknown" not in cannot_write(tmp_path / "a" / "b", OSError(28, "full"))
+
+
+def test_a_failed_write_is_told_with_its_file_although_the_error_does_not_name_it(disk: Path) -> None:
+    fill(disk)
+    with pytest.raises(OSError) as caught, (disk / "config.yaml").open("w") as file:
+        file.write("x")
+        file.flush()
+    text = explain(caught.value)
+    assert text is not None and text.startswith(f"{disk}/config.yaml cannot be written: No space left on device (room")
+    assert explain(FileNotFoundError(2, "No such file")) is None and explain(ValueError()) is None
 
 
 def test_a_run_whose_disk_is_full_ends_in_one_line(tmp_path: Path) -> None:
