@@ -32,8 +32,8 @@ def writing(path: Path, advice: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        named = _file_of(error) or path
-        if not (str(named).startswith(str(path)) or path.is_relative_to(named)):  # drafts have longer names
+        wanted, named = path.absolute(), (_file_of(error) or path).absolute()
+        if not (str(named).startswith(str(wanted)) or wanted.is_relative_to(named)):  # drafts have longer names
             raise  # about a file that is read
         raise DiskError(cannot_write(path, error) + (f": {advice}" if advice else "")) from error
 
@@ -69,9 +69,8 @@ def refuse_links(directory: Path) -> None:
 
 def cannot_write(path: Path, error: OSError) -> str:
     """Returns one line for the console: the file, the reason, and the room that is left where it should lie."""
-    place = path if (file := _file_of(error)) in (None, path) else f"{path} ({file})"
     reason = os.strerror(error.errno) if error.errno else str(error)
-    return f"{place} cannot be written: {reason} ({room(path)})"
+    return f"{path} cannot be written: {reason} ({room(path)})"
 
 
 def room(path: Path) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 import cli_jobs
 import pytest
+from small_disk import small_disk
 
 from gpipe_cli import gpus
 from gpipe_cli.config import PipelineConfig, Settings
@@ -55,6 +56,32 @@ def test_a_run_leaves_its_configuration_its_log_and_says_where(tmp_path: Path) -
     assert {".hydra", "train.log", "summary.json"} <= {path.name for path in directory.iterdir()}
     assert "step 3/3  loss 1.6667" in (directory / "train.log").read_text()
     assert done.stdout.rstrip().endswith(f"tensorboard --logdir runs/{directory.name}")
+
+
+def test_a_link_that_leads_out_of_the_run_directory_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    directory, outside = tmp_path / "given", tmp_path / "outside"
+    directory.mkdir()
+    outside.write_text("mine\n")
+    (directory / "train.log").symlink_to(outside)
+    done = run(tmp_path, "pipeline.K=1", "trainer.steps=1", "hydra.run.dir=given")
+    assert (done.returncode, done.stdout) == (1, "")
+    said = f"given/train.log is a symbolic link to {outside}, outside the run directory: remove it"
+    assert done.stderr.replace(f"{tmp_path}/", "") == f"gpipe-train: {said}\n".replace(f"{tmp_path}/", "")
+    assert outside.read_text() == "mine\n" and [path.name for path in directory.iterdir()] == ["train.log"]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"), [("size=4k", "No space left"), ("ro", "Read-only"), ("nr_inodes=1", "No space left")]
+)
+def test_a_run_directory_that_cannot_be_written_is_told_in_one_line(options: str, reason: str, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "given", options):
+        done = run(tmp_path, "pipeline.K=1", "trainer.steps=1", "hydra.run.dir=given")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert (
+        done.stderr.count("\n") == 1
+        and f"given cannot be written: {reason}" in done.stderr
+        and "room left: " in done.stderr
+    )
 
 
 def test_workers_receive_the_resolved_configuration_and_the_start_of_the_command(tmp_path: Path) -> None:
