@@ -56,14 +56,14 @@ def refuse_links(directory: Path) -> None:
     """Refuses a directory in which a symbolic link would lead what is written to a place outside of it.
 
     Raises:
-        DiskError: there is one, or something that is neither a file nor a folder; the message names it.
+        DiskError: there is one, or a pipe or device, to which writing could wait for ever; the message names it.
     """
     home = directory.resolve()
     for folder, folders, files in os.walk(home):
         for path in (Path(folder, name) for name in (*folders, *files)):
             if path.is_symlink() and not path.resolve().is_relative_to(home):
                 raise DiskError(f"{path} is a symbolic link to {path.resolve()}, outside the run directory: remove it")
-            if path.exists() and not (path.is_file() or path.is_dir()):
+            if path.is_fifo() or path.is_char_device() or path.is_block_device():
                 raise DiskError(f"{path} is neither a file nor a folder: remove it")
 
 
