@@ -48,6 +48,10 @@ def drawn(number: int, seed: int) -> Drawn:
     family = dice.choice(SOURCES)
     layers, words = MODELS[family](dice)
     words += _pipeline(dice, layers) + _training(dice)
+    if "precision=bf16" in words:
+        # On CPUs torch's gradient of a convolution in bfloat16 with stride 2 and one pixel of input is memory that was
+        # never written; images of 16 pixels come down to one.
+        words = ["data.image_size=32" if word == "data.image_size=16" else word for word in words]
     return Drawn(family, [*words, f"seed={dice.randrange(10**6)}", f"verify.steps={dice.choice((1, 2, 2, 2, 3))}"])
 
 

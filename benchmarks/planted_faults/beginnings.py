@@ -29,13 +29,13 @@ def other_weights_in_one_layer() -> Patch:
     return replaced(cut, "build_layer", lambda make, b, i, seed, device: make(b, i, seed + (i == 5), device))
 
 
-@fault("mix", "same weights|equal weights|alike")
+@fault("layer mix_0", "before any training.*weights")
 def weights_ignore_the_layer() -> Patch:
     """Draws the same weights for layers of the same kind, on both sides."""
     return replaced(cells, "weights_of_layer", lambda draw, seed, layer: draw(seed, 0))
 
 
-@fault("mix|layer", "seed")
+@fault("layer embed", "before any training.*weights")
 def weights_ignore_the_seed() -> Patch:
     """Draws the same weights whatever the seed of the run, on both sides."""
     return replaced(cells, "weights_of_layer", lambda draw, seed, layer: draw(0, layer))
@@ -80,7 +80,7 @@ def resumed_without_momenta() -> Patch:
     return replaced(weight_update, "restore_layer", restore)
 
 
-@fault("learning rate|lr_schedule", "resume|checkpoint", "lr_schedule.warmup_steps=20")
+@fault("every cell", "learning rate.*that of step 1", "lr_schedule.warmup_steps=20")
 def resumed_with_the_first_rate() -> Patch:
     """Begins the learning rate schedule anew in a resumed run."""
     from gpipe_cli.checkpoint.lr_schedule_state import LRScheduleState
@@ -88,7 +88,7 @@ def resumed_with_the_first_rate() -> Patch:
     return replaced(LRScheduleState, "restore", lambda function, state, saved: None)
 
 
-@fault("data|mini-batch|embed", "resume|checkpoint")
+@fault("layer embed", "other data.*resume|resume.*other data")
 def resumed_at_another_batch() -> Patch:
     """Reads the data of a resumed run from one mini-batch too far."""
 

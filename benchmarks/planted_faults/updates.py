@@ -94,12 +94,12 @@ def weights_rounded() -> Patch:
 
     def narrow(trainer: Trainer, before: Before) -> None:
         for parameter in parameters(trainer, 2):
-            parameter.data = parameter.data.bfloat16().float()
+            parameter.data = parameter.data.bfloat16().to(parameter.dtype)
 
     return after_update(narrow)
 
 
-@fault(r"step 5\d: .*cell 1|cell 1.*step 5\d", ".", "verify.steps=55")
+@fault(r"step 5\d: .*cell 1", "0.001|moved", "verify.later=55")
 def drift_after_fifty_steps() -> Patch:
     """Lets the weights of cell 1 drift from step 50 on, by a thousandth of an update each."""
 
@@ -111,7 +111,7 @@ def drift_after_fifty_steps() -> Patch:
     return after_update(drift)
 
 
-@fault(r"mix_0", "frozen", "model.frozen=true", *ADAMW)
+@fault(r"layer mix_0 \(cell 0\)", "frozen", "model.frozen=true", *ADAMW)
 def frozen_layer_decays() -> Patch:
     """Gives frozen parameters a gradient of zero, so that weight decay shrinks them."""
 
@@ -200,31 +200,31 @@ def _scaled_before(factor: Any) -> Patch:
     return several(before_update(scale), replaced(weight_update, "scale_gradients", lambda function, every, f: None))
 
 
-@fault("all|every", "not clipped", *SGD)
+@fault("cells? 0, 1, 2, 3|in cell 0.*in cell 3", "not clipped", *SGD)
 def clipping_forgotten() -> Patch:
     """Applies the gradients as they are."""
     return replaced(weight_update, "scale_gradients", lambda function, every, factor: None)
 
 
-@fault("all|every", "not clipped")
+@fault("cells? 0, 1, 2, 3|in cell 0.*in cell 3", "not clipped")
 def clipping_forgotten_with_adam() -> Patch:
     """Applies the gradients as they are."""
     return replaced(weight_update, "scale_gradients", lambda function, every, factor: None)
 
 
-@fault("each cell|cell by cell|own norm", "clipped", *SGD)
+@fault("in cell 0.*in cell 3", "norm of its own gradients", *SGD)
 def clipping_by_cell() -> Patch:
     """Clips each cell by the norm of its own gradients."""
     return _scaled_before(lambda norm, limit: min(1.0, limit / norm) if norm else 1.0)
 
 
-@fault("each cell|cell by cell|own norm", "clipped")
+@fault("in cell 0.*in cell 3", "norm of its own gradients")
 def clipping_by_cell_with_adam() -> Patch:
     """Clips each cell by the norm of its own gradients."""
     return _scaled_before(lambda norm, limit: min(1.0, limit / norm) if norm else 1.0)
 
 
-@fault("cell 1", "not clipped", *SGD)
+@fault("cell 1", "clip", *SGD)
 def clipping_forgotten_in_a_cell() -> Patch:
     """Clips all cells but cell 1."""
 
@@ -237,7 +237,7 @@ def clipping_forgotten_in_a_cell() -> Patch:
 # -- learning rate -----------------------------------------------------------------------------------------------------
 
 
-@fault("learning rate|warm-?up", "step", WARM_UP)
+@fault("every cell", "learning rate", WARM_UP)
 def warm_up_off_by_one() -> Patch:
     """Begins the warm-up at 0 instead of 1 / warmup_steps, on both sides."""
 
@@ -248,7 +248,7 @@ def warm_up_off_by_one() -> Patch:
     return replaced(lr_schedules, "_with_warmup", shifted)
 
 
-@fault("learning rate", "step before|0\\.5 times", WARM_UP)
+@fault("every cell", "learning rate.*that of step 1", WARM_UP)
 def lr_schedule_stands_still() -> Patch:
     """Never moves the learning rate on."""
 
@@ -261,7 +261,7 @@ def lr_schedule_stands_still() -> Patch:
     return replaced(Updater, "update", update)
 
 
-@fault("learning rate", "2\\.5 times", WARM_UP)
+@fault("every cell", "learning rate.*that of step 5", WARM_UP)
 def lr_schedule_moves_with_micro_batches() -> Patch:
     """Moves the learning rate on for every micro-batch."""
 
@@ -286,10 +286,7 @@ def cell_with_another_rate() -> Patch:
 
 # -- skipped steps -----------------------------------------------------------------------------------------------------
 
-OVERFLOW = ("model.odd=overflow", "verify.steps=3")
-
-
-@fault("exp_avg|optimizer", "skipped|not finite", *OVERFLOW)
+@fault("exp_avg|optimizer", "skipped|not finite")
 def skipped_step_moves_momenta() -> Patch:
     """Moves the momenta on in a step that is skipped."""
 
@@ -301,7 +298,7 @@ def skipped_step_moves_momenta() -> Patch:
     return before_update(move)
 
 
-@fault("learning rate", "skipped|not finite|step before", WARM_UP, *OVERFLOW)
+@fault("every cell", "learning rate.*that of step", WARM_UP)
 def skipped_step_keeps_the_rate() -> Patch:
     """Does not move the learning rate on in a step that is skipped."""
 
@@ -315,7 +312,7 @@ def skipped_step_keeps_the_rate() -> Patch:
     return replaced(Updater, "update", update)
 
 
-@fault("average", "skipped|number of updates|update", "trainer.average=0.9", *OVERFLOW)
+@fault("average", "skipped", "trainer.average=0.9")
 def skipped_step_counts_for_the_average() -> Patch:
     """Averages the weights in after a step that is skipped, too."""
 
