@@ -286,6 +286,7 @@ def cell_with_another_rate() -> Patch:
 
 # -- skipped steps -----------------------------------------------------------------------------------------------------
 
+
 @fault("exp_avg|optimizer", "skipped|not finite")
 def skipped_step_moves_momenta() -> Patch:
     """Moves the momenta on in a step that is skipped."""

@@ -48,6 +48,7 @@ class ComparedStep:
         found: the comparison.
         before: the moment of `Spill` that holds what there was before the step.
         factor: by which clipping should have multiplied the gradients.
+        mini_batch: what the step was given; None as ``plain``.
     """
 
     number: int
@@ -58,6 +59,7 @@ class ComparedStep:
     before: str = ""
     factor: float = 1.0
     expected_seeds: Mapping[tuple[int, int, int], int] = field(default_factory=dict)
+    mini_batch: MiniBatch | None = None
 
 
 @dataclass
@@ -157,7 +159,7 @@ class Checker:
             ]
         )
         present = StepComparison([quantity for quantity in found.quantities if quantity.compared])
-        return ComparedStep(number, record, plain, gaps, present, before, factor, seeds)
+        return ComparedStep(number, record, plain, gaps, present, before, factor, seeds, mini_batch)
 
     def _of_forward(
         self,

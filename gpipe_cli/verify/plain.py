@@ -53,6 +53,9 @@ class PooledStatistics:
         self.squares = self.squares.to(values.device) + values.square().sum(1)
 
 
+Sums = Sequence[Sequence[Sequence[Place]]]
+
+
 class Together(Enum):
     """Lists which micro-batches of a mini-batch BatchNorm normalises as one."""
 
@@ -77,11 +80,18 @@ class MiniBatch:
         step: its number, from 0.
         micro_batches: of each replica.
         order: in which the gradients of a replica's micro-batches are added up; it changes only the rounding.
+        only: the places (replica, micro-batch) that are computed; None: all.
     """
 
     step: int
     micro_batches: Sequence[Sequence[MicroBatch]]
     order: Sequence[int]
+    only: frozenset[Place] | None = None
+
+    def sums(self, together: Together) -> Sums:
+        """Returns the sums of gradients that are computed apart, as in `Together.groups`."""
+        sums = together.groups(len(self.micro_batches), self.order)
+        return [[group for group in groups if self.only is None or self.only.issuperset(group)] for groups in sums]
 
 
 @dataclass
@@ -91,6 +101,7 @@ class PlainStep:
     Attributes:
         weight: of the mini-batch, by which its losses are divided.
         losses: unscaled sums by (replica, micro-batch).
+        auxiliary: the part of them that layers have added.
         statistics: sums of the task's statistics.
         norms: of each parameter's gradient.
         counted: values per channel that each BatchNorm has seen.
@@ -101,6 +112,7 @@ class PlainStep:
 
     weight: float
     losses: dict[Place, float] = field(default_factory=dict)
+    auxiliary: dict[Place, float] = field(default_factory=dict)
     statistics: Tensor | None = None
     norms: dict[Key, float] = field(default_factory=dict)
     counted: dict[Key, float] = field(default_factory=dict)
@@ -147,6 +159,10 @@ class PlainModel:
         self._settings, self._task, self._device, self.cells = settings, task, device, cells
         self._autocast: Callable[[], AbstractContextManager[Any]] = build_autocast(settings.precision, device)
 
+    def weight(self, targets: Tensors) -> float:
+        """Returns the weight of a micro-batch in the loss of its mini-batch."""
+        return self._task.weight(targets)
+
     @torch.no_grad()
     def build(self, cell: Sequence[int], load: Load = lambda layer: {}) -> _Built:
         """Builds the layers of a cell, each under its own seed, with the weights and buffers that ``load`` returns."""
@@ -178,7 +194,7 @@ class PlainModel:
         """
         replicas = mini_batch.micro_batches
         step = PlainStep(sum(self._task.weight(targets) for replica in replicas for _, targets in replica))
-        sums = together.groups(len(replicas), mini_batch.order)
+        sums = mini_batch.sums(together)
         places = [place for groups in sums for group in groups for place in group]
         given: list[dict[Place, Tensors]] = [
             {(r, m): tuple(t.to(self._device) for t in replicas[r][m][0]) for r, m in places}
@@ -276,9 +292,6 @@ class _Built:
         return named_buffers(self.layers)
 
 
-Sums = Sequence[Sequence[Sequence[Place]]]
-
-
 @dataclass
 class _CellRun:
     """Runs one cell for all micro-batches of one mini-batch."""
@@ -352,6 +365,9 @@ class _CellRun:
                 auxiliary = getattr(module, "auxiliary_loss", None)
                 if auxiliary is not None:
                     losses.append(auxiliary(returned, targets))
+                    if self.records:
+                        known = self.step.auxiliary.get(place, 0.0)
+                        self.step.auxiliary[place] = known + losses[-1].item()
                 if not all(map(torch.equal, before, generator_states(self.device))):
                     self.step.draws_noise.add(index)
                 values = outputs

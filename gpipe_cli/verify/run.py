@@ -39,7 +39,7 @@ from . import compare as c
 from .batchnorm_note import BatchNormNote, batchnorm_note
 from .check import Checker, ComparedStep
 from .compare import Quantity, StepComparison
-from .diagnose import diagnose
+from .explain.diagnose import diagnose
 from .initial import expected_weights
 from .layout import VerifiedRun
 from .plain import MiniBatch, PlainModel, Together
@@ -161,6 +161,7 @@ class Verification:
         self._journal.muted = False
         try:
             self._run_steps()
+            findings = [] if self._checker is None else diagnose(self._compared, self._checker)
         finally:
             wait_for_all(self._world)
             if self._world.rank == 0:
@@ -168,7 +169,6 @@ class Verification:
                 shutil.rmtree(checkpoints_directory(self._context.run_dir), ignore_errors=True)
         if self._checker is None:
             return None
-        findings = diagnose(self._compared, self._checker)
         loss = self._compared[-1].ours.loss if self._compared else math.nan
         steps = {one.number: one.found for one in self._compared}
         return VerifyReport(self._settings, self._checker.tolerance, steps, findings, self._note, loss, self._raised)
@@ -263,7 +263,7 @@ class Verification:
         wait_for_all(self._world)
         agrees = self._world.broadcast(lambda: agrees)
         if agrees and self._checker is not None:
-            for moment in (before, f"gradients {number}"):
+            for moment in (before, f"gradients {number - 1}"):
                 self._spill.drop(moment)
         return agrees
 

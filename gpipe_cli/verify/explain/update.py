@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import compare as c
-from .check import Checker, ComparedStep
-from .compare import Difference
-from .layout import VerifiedRun
+from .. import compare as c
+from ..check import Checker, ComparedStep
+from ..compare import Difference
+from ..layout import VerifiedRun
 
 
 def explain_update(now: ComparedStep, checker: Checker) -> list[str]:
