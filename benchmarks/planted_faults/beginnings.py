@@ -74,8 +74,8 @@ def resumed_with_another_layer() -> Patch:
 def resumed_without_momenta() -> Patch:
     """Restores the weights and no state of the optimizer."""
 
-    def restore(function: Any, name: str, module: Any, optimizer: Any, state: Any) -> None:
-        function(name, module, None, state)
+    def restore(function: Any, name: str, module: Any, optimizer: Any, *state: Any) -> None:
+        function(name, module, None, *state)
 
     return replaced(weight_update, "restore_layer", restore)
 
@@ -108,9 +108,9 @@ def resumed_without_averages() -> Patch:
 def resumed_without_buffers() -> Patch:
     """Restores the weights and not BatchNorm's moving averages."""
 
-    def restore(function: Any, name: str, module: Any, optimizer: Any, state: Any) -> None:
+    def restore(function: Any, name: str, module: Any, *state: Any) -> None:
         buffers = {key: buffer.clone() for key, buffer in module.named_buffers()}
-        function(name, module, optimizer, state)
+        function(name, module, *state)
         for key, buffer in module.named_buffers():
             buffer.copy_(buffers[key])
 
@@ -121,9 +121,9 @@ def resumed_without_buffers() -> Patch:
 def transfer_leaves_a_layer_out() -> Patch:
     """Leaves one layer as it was drawn when weights are taken from another run."""
 
-    def load(function: Any, name: str, module: Any, optimizer: Any, state: Any) -> None:
+    def load(function: Any, name: str, *state: Any) -> None:
         if name != "mix_2":
-            function(name, module, optimizer, state)
+            function(name, *state)
 
     return replaced(transfer, "restore_layer", load)
 
@@ -131,7 +131,7 @@ def transfer_leaves_a_layer_out() -> Patch:
 # -- evaluation --------------------------------------------------------------------------------------------------------
 
 
-@fault("evaluation", "mode|dropout|mix_0|norm")
+@fault(r"layer mix_0 \(cell 0\)", "not in evaluation mode")
 def evaluated_in_training_mode() -> Patch:
     """Leaves dropout and BatchNorm in training mode during an evaluation."""
 
@@ -142,7 +142,7 @@ def evaluated_in_training_mode() -> Patch:
     return replaced(Evaluator, "evaluate", evaluate)
 
 
-@fault("evaluation", "mix_2|mode|dropout")
+@fault(r"layer mix_2 \(cell 2\)", "not in evaluation mode")
 def one_cell_evaluated_in_training_mode() -> Patch:
     """Leaves dropout of cell 2 on during an evaluation."""
 
@@ -152,7 +152,7 @@ def one_cell_evaluated_in_training_mode() -> Patch:
     return replaced(Cell, "train", train)
 
 
-@fault("evaluation", "loss|micro-batch|example|counted")
+@fault("evaluation", "left out")
 def last_evaluation_batch_left_out() -> Patch:
     """Leaves the last mini-batch out of an evaluation."""
 
@@ -165,7 +165,7 @@ def last_evaluation_batch_left_out() -> Patch:
     return replaced(evaluator, "evaluation_batches", fewer)
 
 
-@fault("evaluation|average", "averages|weights", "trainer.average=0.9")
+@fault("layer embed", "evaluation.*has changed", "trainer.average=0.9")
 def averages_stay_after_an_evaluation() -> Patch:
     """Leaves the averages in the layers when an evaluation ends."""
 
@@ -177,7 +177,7 @@ def averages_stay_after_an_evaluation() -> Patch:
     return replaced(WeightAverage, "in_place_of_weights", lambda function, average: exchange(average))
 
 
-@fault("evaluation", "average", "trainer.average=0.9")
+@fault("layer embed", "in place of their averages", "trainer.average=0.9")
 def weights_evaluated_in_place_of_averages() -> Patch:
     """Evaluates the weights where their averages are asked for."""
     from contextlib import nullcontext

@@ -26,6 +26,8 @@ USED, SEEDS, OUTPUTS, AGAIN = "weights used", "seeds of dropout", "outputs of la
 PASSED_BACK, GRADIENTS, NORM = "gradients between layers", "gradients", "gradient norm"
 CLIPPED, RATES = "clipping", "learning rate"
 COUNTS, BUFFERS, STATE, UPDATED = "BatchNorm counts", "BatchNorm and other buffers", "optimizer state", "weights after"
+EVALUATED, NOT_AVERAGED = "outputs in evaluation", "outputs in evaluation, of the averages"
+METRICS, KEPT = "numbers of an evaluation", "unchanged by an evaluation"
 AVERAGES, REPLICAS = "averages of weights", "replicas after"
 
 

@@ -142,6 +142,14 @@ class PlainCell:
     buffers: dict[Key, Tensor]
 
 
+@dataclass(frozen=True)
+class PlainEvaluation:
+    """Holds the numbers of an evaluation, as the task summarizes them, and fingerprints of the layers' outputs."""
+
+    numbers: dict[str, float]
+    seen: LayerTrace
+
+
 Load = Callable[[int], Mapping[str, Tensor]]  # a layer's weights and buffers by full name; empty: as they are built
 
 
@@ -211,6 +219,26 @@ class PlainModel:
             step.norms |= {key: float(torch.linalg.vector_norm(g, dtype=torch.float64)) for key, g in gradients.items()}
             take(number, PlainCell(gradients, run.built.averaged(step)))
         return step
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[Sequence[MicroBatch]], load: Load) -> PlainEvaluation:
+        """Evaluates micro-batches, those of each replica, with the weights and buffers that ``load`` returns."""
+        places = [(r, m) for r, replica in enumerate(micro_batches) for m in range(len(replica))]
+        values = {(r, m): tuple(t.to(self._device) for t in micro_batches[r][m][0]) for r, m in places}
+        seen = LayerTrace()
+        for cell in self.cells:
+            for index, _, module in self.build(cell, load).layers:
+                module.train(False)
+                for place, given in values.items():
+                    with self._autocast():
+                        returned = as_tensors(module(given if len(given) > 1 else given[0]))
+                    values[place] = tuple(_plainly_laid_out(tensor) for tensor in returned)
+                    seen.outputs(OUTPUT, *place, index, values[place], given)
+        targets = {(r, m): tuple(t.to(self._device) for t in micro_batches[r][m][1]) for r, m in places}
+        sums = [self._task.evaluate(values[place], targets[place]).cpu() for place in places]
+        weight = sum(self._task.weight(micro_batches[r][m][1]) for r, m in places)
+        totals = dict(zip(self._task.metrics, torch.stack(sums).sum(0).tolist(), strict=True)) if sums else {}
+        return PlainEvaluation(self._task.summarize(totals, weight) if weight else {}, seen)
 
     def _begin(
         self,

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch._dynamo  # every optimizer made imports it; here it is imported once, before workers are forked
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch import Tensor
 from ..checkpoint.choose import latest
 from ..checkpoint.files import checkpoints_directory
 from ..config import Settings
+from ..data.source import Source
 from ..distributed.world import World
 from ..errors import ConfigurationError
 from ..factory.build import build_task
@@ -39,6 +40,7 @@ from . import compare as c
 from .batchnorm_note import BatchNormNote, batchnorm_note
 from .check import Checker, ComparedStep
 from .compare import Quantity, StepComparison
+from .evaluation import check_evaluation, evaluate
 from .explain.diagnose import diagnose
 from .initial import expected_weights
 from .layout import VerifiedRun
@@ -204,6 +206,23 @@ class Verification:
                 return
             first = None
             updates += number != self._steps.skipped
+        self._evaluate(trainer)
+
+    def _evaluate(self, trainer: Trainer) -> None:
+        """Evaluates after the last step, and adds what is found to its comparison."""
+        last = self._steps.last
+        self._watch.active = True
+        numbers = evaluate(trainer, self._world.replicas)
+        self._watch.active = False
+        self._watch.hold("evaluated")
+        record = self._shared(last, StepRecord(trace=self._watch.take().trace))
+        if self._checker is not None and record is not None:
+            source, held = cast(Source, self._assembly.source), f"held {last}"
+            found = check_evaluation(self._checker, numbers, record, held, source)
+            found.append(self._checker.unchanged(c.KEPT, held, "evaluated"))
+            compared = self._compared[-1]
+            quantities = [*compared.found.quantities, *(quantity for quantity in found if quantity.compared)]
+            self._compared[-1] = dataclasses.replace(compared, found=StepComparison(quantities))
 
     def _trainer(self, resumed: Any) -> Trainer:
         trainer = assemble_training(self._context, self._config, self._assembly, self._journal, resumed)
@@ -248,13 +267,9 @@ class Verification:
         self, number: int, batch: list[list[MicroBatch]] | None, before: str, updates: int, first: Quantity | None
     ) -> bool:
         """Checks a recorded step; returns on every worker whether it agrees."""
-        self._watch.records.pop(number).write(self._record_of(number, self._world.rank))
-        wait_for_all(self._world)
+        record = self._shared(number, self._watch.records.pop(number))
         agrees = True
-        if self._checker is not None:
-            record = StepRecord.read(self._record_of(number, 0))
-            for rank in range(1, self._world.size):
-                record.take(StepRecord.read(self._record_of(number, rank)))
+        if self._checker is not None and record is not None:
             compared = self._compare(self._checker, number, record, batch, before, updates)
             if first is not None:
                 compared = dataclasses.replace(compared, found=StepComparison([first, *compared.found.quantities]))
@@ -266,6 +281,17 @@ class Verification:
             for moment in (before, f"gradients {number - 1}"):
                 self._spill.drop(moment)
         return agrees
+
+    def _shared(self, number: int, own: StepRecord) -> StepRecord | None:
+        """Returns on rank 0 the record of all workers."""
+        own.write(self._record_of(number, self._world.rank))
+        wait_for_all(self._world)
+        if self._world.rank != 0:
+            return None
+        record = StepRecord.read(self._record_of(number, 0))
+        for rank in range(1, self._world.size):
+            record.take(StepRecord.read(self._record_of(number, rank)))
+        return record
 
     def _compare(
         self,

@@ -126,6 +126,10 @@ class RunWatch:
         self._watch.take()  # what a step that was not finite left: the trainer ran it once more
         self._watch.active = active
 
+    def take(self) -> LayerTrace:
+        """Returns what the layers have put out since the last step or call."""
+        return self._watch.take()
+
     def hold(self, moment: str) -> dict[Key, Fingerprint]:
         """Writes what this worker holds, layer by layer; returns its fingerprints."""
         assert self._trainer is not None

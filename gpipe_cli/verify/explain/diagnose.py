@@ -25,7 +25,7 @@ def diagnose(steps: Sequence[ComparedStep], checker: Checker) -> list[str]:
     now, before = steps[wrong], steps[wrong - 1] if wrong else None
     found = _held(now, checker.run)
     if not found and now.plain is not None:
-        found = _of_step(now, before, checker)
+        found = _of_step(now, before, checker) or _evaluation(now, checker.run)
     found = found or [f"{', '.join(q.name for q in now.found.quantities if q.beyond)}: different, in no known pattern"]
     return [f"step {now.number}: {sentence}" for sentence in found]
 
@@ -42,6 +42,7 @@ def _held(now: ComparedStep, run: VerifiedRun) -> list[str]:
     texts = {
         c.BEGIN: "before any training {place} has other weights",
         c.RESUMED: "after a checkpoint and a resume {place} does not hold what was saved",
+        c.KEPT: "the evaluation after the step has changed {place}: it must leave weights and averages as they were",
         c.SKIPPED: "the loss was not finite, so the update had to be skipped, but {place} has changed",
     }
     for name, text in texts.items():
@@ -51,3 +52,23 @@ def _held(now: ComparedStep, run: VerifiedRun) -> list[str]:
             more = f"; {len(now.found[name].layers)} layers differ" if len(now.found[name].layers) > 1 else ""
             return [f"{text.format(place=run.place(first.layer))} ({measured(first)}, {first.where}){more}"]
     return []
+
+
+def _evaluation(now: ComparedStep, run: VerifiedRun) -> list[str]:
+    assert now.plain is not None
+    numbers, averaged = now.found[c.METRICS].beyond, now.found[c.NOT_AVERAGED].beyond
+    beyond = averaged or now.found[c.EVALUATED].beyond
+    if beyond:
+        first = beyond[0]
+        text = f"in the evaluation after the step, the output of {run.place(first.layer)} is the first to differ"
+        cause = "what it computes in evaluation is another"
+        if averaged:
+            cause = "the weights were evaluated in place of their averages"
+        elif first.layer in {*now.plain.draws_noise, *(layer for layer, _ in now.plain.counted)}:
+            cause = "it was not in evaluation mode (dropout, BatchNorm)"
+        return [f"{text} ({measured(first)}, {first.where}): {cause}"]
+    if not numbers:
+        return []
+    text = f"in the evaluation after the step, {', '.join(d.where for d in numbers)} differ"
+    missing = not now.found[c.EVALUATED].compared
+    return [f"{text}: its mini-batch was left out" if missing else f"{text} although the outputs of all layers agree"]

@@ -1,4 +1,4 @@
-"""Finds from fingerprints what a tensor is instead: that of another micro-batch, zero, or a multiple of the right one."""
+"""Finds from fingerprints what a tensor is instead: that of another micro-batch, zero, or a multiple."""
 
 from __future__ import annotations
 

@@ -24,11 +24,9 @@ def explain_loss(now: ComparedStep, run: VerifiedRun) -> list[str]:
         return [_losses(now, run) + _only_reported(now)]
     if now.found[c.LOSS].beyond:
         weight = sum(now.ours.losses.values()) / now.ours.loss if now.ours.loss else math.nan
-        text = (
-            f"the losses of all micro-batches agree, but the loss is {_ratio(now):.6g} times that of the plain loop: it "
-            f"was divided by a weight of {weight:.6g} instead of {now.plain.weight:.6g}"
-        )
-        return [text + _only_reported(now)]
+        text = f"the losses of all micro-batches agree, but the loss is {_ratio(now):.6g} times that of the plain loop"
+        divided = f"it was divided by a weight of {weight:.6g} instead of {now.plain.weight:.6g}"
+        return [f"{text}: {divided}{_only_reported(now)}"]
     return [f"the losses agree, but not the task's statistics: {', '.join(d.where for d in sums)}"] if sums else []
 
 
