@@ -51,14 +51,14 @@ def evaluate(trainer: Trainer, replicas: int) -> dict[str, float]:
 
 
 def check_evaluation(
-    checker: Checker, numbers: Mapping[str, float], record: StepRecord, held: str, source: Source
+    checker: Checker, numbers: Mapping[str, float], record: StepRecord, step: int, source: Source
 ) -> list[Quantity]:
     """Compares an evaluation with that of the plain model.
 
     Args:
         numbers: the pipeline's.
         record: with the fingerprints of its layers.
-        held: the moment of `Spill` that holds the weights.
+        step: number of the step before it, from 1.
         source: of the run.
     """
     settings = checker.settings
@@ -66,11 +66,11 @@ def check_evaluation(
     reads = [evaluation_batches(source, M, replica, replicas) for replica in range(replicas)]
     micro_batches = [[pair for batch in islice(read, 1) for pair in batch.micro_batches] for read in reads]
     averaged = settings.trainer.average is not None
-    plain = _plain(checker, micro_batches, held, averaged)
+    plain = _plain(checker, micro_batches, step, averaged)
     names, mine, right = checker.run.names, record.trace.get(OUTPUT, {}), plain.seen.trace.get(OUTPUT, {})
     quantities = [c.traces(c.EVALUATED, mine, right, names, checker.tolerance)]
     if averaged and quantities[0].beyond:
-        other = _plain(checker, micro_batches, held, False).seen.trace[OUTPUT]
+        other = _plain(checker, micro_batches, step, False).seen.trace[OUTPUT]
         if not c.traces(c.EVALUATED, mine, other, names, checker.tolerance).beyond:
             quantities = [replace(quantities[0], name=c.NOT_AVERAGED)]
     pairs = {name: (numbers.get(name, float("inf")), number) for name, number in plain.numbers.items()}
@@ -78,11 +78,11 @@ def check_evaluation(
 
 
 def _plain(
-    checker: Checker, micro_batches: Sequence[Sequence[MicroBatch]], held: str, averaged: bool
+    checker: Checker, micro_batches: Sequence[Sequence[MicroBatch]], step: int, averaged: bool
 ) -> PlainEvaluation:
     def load(layer: int) -> dict[str, Tensor]:
-        tensors = checker.spill.get(held, layer)
+        tensors = checker.spill.get(f"held {step}", layer)
         of_layer = {**of_kind("weight", tensors), **of_kind("buffer", tensors)}
         return of_layer | (of_kind("average", tensors) if averaged else {})
 
-    return checker.model.evaluate(micro_batches, load)
+    return checker.model.evaluate(micro_batches, load, step - 1)

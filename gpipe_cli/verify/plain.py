@@ -221,13 +221,19 @@ class PlainModel:
         return step
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Sequence[Sequence[MicroBatch]], load: Load) -> PlainEvaluation:
-        """Evaluates micro-batches, those of each replica, with the weights and buffers that ``load`` returns."""
+    def evaluate(self, micro_batches: Sequence[Sequence[MicroBatch]], load: Load, step: int) -> PlainEvaluation:
+        """Evaluates micro-batches, those of each replica, with the weights and buffers that ``load`` returns.
+
+        Args:
+            step: the one before the evaluation, from 0; what `begin_step` has set lasts.
+        """
         places = [(r, m) for r, replica in enumerate(micro_batches) for m in range(len(replica))]
         values = {(r, m): tuple(t.to(self._device) for t in micro_batches[r][m][0]) for r, m in places}
         seen = LayerTrace()
         for cell in self.cells:
-            for index, _, module in self.build(cell, load).layers:
+            built = self.build(cell, load)
+            built.begin_step(step, self._settings.trainer.steps or 0)
+            for index, _, module in built.layers:
                 module.train(False)
                 for place, given in values.items():
                     with self._autocast():

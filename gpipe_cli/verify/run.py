@@ -217,9 +217,9 @@ class Verification:
         self._watch.hold("evaluated")
         record = self._shared(last, StepRecord(trace=self._watch.take().trace))
         if self._checker is not None and record is not None:
-            source, held = cast(Source, self._assembly.source), f"held {last}"
-            found = check_evaluation(self._checker, numbers, record, held, source)
-            found.append(self._checker.unchanged(c.KEPT, held, "evaluated"))
+            source = cast(Source, self._assembly.source)
+            found = check_evaluation(self._checker, numbers, record, last, source)
+            found.append(self._checker.unchanged(c.KEPT, f"held {last}", "evaluated"))
             compared = self._compared[-1]
             quantities = [*compared.found.quantities, *(quantity for quantity in found if quantity.compared)]
             self._compared[-1] = dataclasses.replace(compared, found=StepComparison(quantities))
