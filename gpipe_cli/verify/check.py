@@ -116,6 +116,19 @@ class Checker:
             number, record, None, {}, StepComparison([self.unchanged(c.SKIPPED, before, after)]), before
         )
 
+    def not_finite(
+        self, number: int, record: StepRecord, mini_batch: MiniBatch, before: str, after: str
+    ) -> ComparedStep:
+        """Checks a step that is not finite by itself: the plain one must not be finite either."""
+        plain = self.model.run(mini_batch, self.together, self.load(before), lambda cell, done: None)
+        norm = plain.gradient_norm if all(map(math.isfinite, plain.norms.values())) else math.nan
+        found = [
+            c.numbers(c.LOSS, {"mini-batch": (record.loss, plain.loss)}, self.tolerance),
+            c.numbers(c.NORM, {"all parameters": (record.gradient_norm, norm)}, self.tolerance),
+            self.unchanged(c.SKIPPED, before, after),
+        ]
+        return ComparedStep(number, record, plain, {}, StepComparison(found), before)
+
     # -- a whole step --------------------------------------------------------------------------------------------------
 
     def step(self, number: int, record: StepRecord, mini_batch: MiniBatch, before: str, updates: int) -> ComparedStep:

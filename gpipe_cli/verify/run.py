@@ -184,7 +184,7 @@ class Verification:
         self._watch.hold("held 0")
         first = self._only(lambda checker: checker.beginning("held 0", expected_weights(self._settings)))
         batches = _mini_batches(self._assembly) if self._world.rank == 0 else iter(())
-        taken, updates = trainer.steps(), 0
+        taken = trainer.steps()
         for number in range(1, self._steps.last + 1):
             before = f"held {number - 1}"
             if number == self._steps.resumed:
@@ -197,6 +197,7 @@ class Verification:
             if recorded and number - 1 not in self._watch.records and number > 1 and number != self._steps.resumed:
                 self._watch.hold(before)
             self._watch.active = recorded
+            updates = trainer.progress.step - trainer.progress.skipped
             with self._poisoned(number == self._steps.skipped):
                 next(taken, None)
             if trainer.progress.step < number:
@@ -205,7 +206,6 @@ class Verification:
             if recorded and not self._check(number, batch, before, updates, first):
                 return
             first = None
-            updates += number != self._steps.skipped
         self._evaluate(trainer)
 
     def _evaluate(self, trainer: Trainer) -> None:
@@ -213,9 +213,10 @@ class Verification:
         last = self._steps.last
         self._watch.active = True
         numbers = evaluate(trainer, self._world.replicas)
+        record = self._shared(last, StepRecord(trace=self._watch.take().trace))
         self._watch.active = False
         self._watch.hold("evaluated")
-        record = self._shared(last, StepRecord(trace=self._watch.take().trace))
+        wait_for_all(self._world)
         if self._checker is not None and record is not None:
             source = cast(Source, self._assembly.source)
             found = check_evaluation(self._checker, numbers, record, last, source)
@@ -307,6 +308,8 @@ class Verification:
         if batch is None:
             raise ConfigurationError(f"the data source gave fewer mini-batches when it was read again: {number - 1}")
         mini_batch = MiniBatch(number - 1, batch, backward_order(self._assembly, len(batch[0])))
+        if not record.finite:
+            return checker.not_finite(number, record, mini_batch, before, f"held {number}")
         compared = checker.step(number, record, mini_batch, before, updates)
         assert compared.plain is not None
         if number == 1 and compared.plain.counted and sum(len(replica) for replica in batch) > 1:
