@@ -15,8 +15,10 @@ from gpipe_cli.launch.context import Context
 from gpipe_cli.verify import run as verify
 
 from . import beginnings, forward, gradients, statistics, updates  # noqa: F401  (they register their faults)
-from .fault import FAULTS, Fault, planted
+from .fault import Fault, planted
 from .subject import PARTITION, WORDS
+
+SUBJECT = (*WORDS, PARTITION)  # of the command line
 
 
 def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
@@ -34,12 +36,9 @@ def verified(run_dir: Path, *words: str, fault: str = "", subject: bool = True) 
         subject: on the subject's model, data and task.
     """
     program = EntryPoint(f"{__name__}:main", ("torch", __name__))
-    report = _run("verify", program, run_dir, [*(_SUBJECT if subject else ()), *words], fault)
+    report = _run("verify", program, run_dir, [*(SUBJECT if subject else ()), *words], fault)
     assert isinstance(report, dict)
     return report
-
-
-_SUBJECT = (*WORDS, PARTITION)
 
 
 def _run(config_name: str, program: EntryPoint, run_dir: Path, typed: Sequence[str], fault: str = "") -> Any:
@@ -54,7 +53,7 @@ def _run(config_name: str, program: EntryPoint, run_dir: Path, typed: Sequence[s
 
 def trained(run_dir: Path) -> Path:
     """Trains the subject for two steps with another seed, and returns its checkpoint."""
-    _run("train", EntryPoint(), run_dir, [*_SUBJECT, "seed=7", "trainer.steps=2", "logging.tensorboard=false"])
+    _run("train", EntryPoint(), run_dir, [*SUBJECT, "seed=7", "trainer.steps=2", "logging.tensorboard=false"])
     return next((run_dir / "checkpoints").glob("step_*"))
 
 
@@ -64,6 +63,3 @@ def planted_report(run_dir: Path, fault: Fault) -> dict[str, Any]:
     if fault.workers > 1 or fault.replicas > 1:
         words += [f"pipeline.workers={fault.workers}", f"pipeline.replicas={fault.replicas}"]
     return verified(run_dir, *words, fault=fault.name)
-
-
-__all__ = ["FAULTS", "planted_report", "verified"]

@@ -3,47 +3,32 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
 from torch import nn
 from torch.nn import functional as F
-from verify_jobs import WORDS, planted
 
+from benchmarks.healthy import alarm, drawn
+from benchmarks.planted_faults.__main__ import tried
+from benchmarks.planted_faults.fault import FAULTS, Fault
+from benchmarks.planted_faults.run import SUBJECT, verified
 from gpipe_cli.commands import verify
 from gpipe_cli.commands.verify import as_text
 from gpipe_cli.config import PipelineConfig
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.jobs import own_target
-from gpipe_cli.jobs.job import prepare
-from gpipe_cli.launch.supervisor import Job, launch_inline
 from gpipe_cli.verify.batchnorm import run_together
 from gpipe_cli.verify.compare import GRADIENTS, PASSED_BACK, Difference, Quantity, StepComparison
+from gpipe_cli.verify.explain.parts import made_of
 from gpipe_cli.verify.plain import PlainModel, Together
 from gpipe_cli.verify.settings import require_room
 
-JOBS = Path(__file__).parents[1] / "jobs"
-
-
-def verified(run_dir: Path, *words: str, fault: str = "") -> dict[str, Any]:
-    """Returns the report of a verification with every cell in this process."""
-    overrides = own_target.allow_new_keys([*WORDS, "launch.inline=true", *words])
-    with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
-        config = prepare(compose("verify", overrides=overrides), overrides).config
-    run_dir.mkdir(parents=True, exist_ok=True)
-    job = Job(run_dir, 1, "gpipe_cli.verify.run:main", {"settings": config, "started_at": time.time()})
-    with planted(fault):
-        report = launch_inline(job, lambda event: None)
-    assert isinstance(report, dict)
-    return report
+ROOT = Path(__file__).parents[2]
 
 
 def row(report: dict[str, Any], step: int, name: str) -> dict[str, Any]:
@@ -121,83 +106,82 @@ def test_run_together_gives_batchnorm_the_whole_and_dropout_its_own(tmp_path: Pa
 # -- planted faults ------------------------------------------------------------------------------------------------
 
 
+def is_named(run_dir: Path, fault: Fault) -> bool:
+    row = tried(fault, run_dir)
+    print("\n".join(row["said"]))
+    return row["caught"] == row["named"] == "yes"
+
+
+@pytest.mark.parametrize("name", ["scaled_by_m", "other_noise_in_recompute", "clipping_by_cell"])
+def test_a_fault_is_caught_and_named(tmp_path: Path, name: str) -> None:
+    assert is_named(tmp_path, FAULTS[name])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "words", "said"),
+    "name",
     [
-        ("scaled_by_m", [], ["step 1: ", "layer head (cell 3)", "they are 4 times too large: scaled by M = 4"]),
+        "replica_left_out",
+        "weight_half_lost",
+        "noise_ignores_the_step",
+        "resumed_with_another_layer",
+        "one_cell_evaluated_in_training_mode",
+        "variance_of_a_sample",
+    ],
+)
+def test_faults_of_all_classes_are_caught_and_named(tmp_path: Path, name: str) -> None:
+    """Some of `python -m benchmarks.planted_faults`."""
+    assert is_named(tmp_path, FAULTS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 7, 9])
+def test_healthy_configurations_raise_no_alarm(tmp_path: Path, number: int) -> None:
+    """Some of `python -m benchmarks.healthy`."""
+    kind, said = alarm(drawn(number, 0), tmp_path)
+    assert not kind, said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["model.odd=dice"], "layer dice (cell 2) gives something else when it is computed again"),
+        (["model.odd=counter"], "the buffer counter.calls of layer counter (cell 2)"),
         (
-            "wrong_seed_in_recompute",
-            ["pipeline.remat=always"],
-            ["step 1: forward agrees", "recompute drew other random numbers than forward in layer mix_0 (cell 0)"],
-        ),
-        ("wrong_seed_in_forward", [], ["step 1: first in forward", "layer mix_2 (cell 2) drew other random numbers"]),
-        (
-            "batchnorm_counted_twice",
-            ["pipeline.remat=always"],
-            ["step 1: BatchNorm norm.norm averaged over 160 values", "instead of 80", "counted twice"],
-        ),
-        (
-            "stale_weights",
-            [],
-            ["step 2: first in forward, the output of layer mix_2 (cell 2)", "cell 2 used stale weights in forward"],
-        ),
-        (
-            "boundary_gradient_dropped",
-            [],
-            [
-                "step 1: ",
-                "crosses the boundary between layer norm (cell 1) and layer mix_2 (cell 2)",
-                "(micro-batch 2)",
-            ],
-        ),
-        (
-            "optimizer_state_lost",
-            [],
-            ["step 2: ", "state differs, first in layer head (cell 3)", "lost"],
-        ),
-        ("cell_not_updated", [], ["step 1: ", "weights of layer norm (cell 1) were not updated"]),
-        (
-            "clipping_forgotten",
-            ["optimizer=sgd", "optimizer.momentum=0"],
-            ["step 1: gradients agree", "by 1 in every cell: gradients were not clipped"],
-        ),
-        ("clipping_forgotten", [], ["clipping should have multiplied them by 0.0", "were not clipped"]),
-        ("averages_never_updated", [], ["step 1: BatchNorm's norm.norm.", "differs"]),
-        ("other_weights_in_one_layer", [], ["step 1: before any training layer mix_3 (cell 2) has other weights"]),
-        ("", ["model.odd=dice", "pipeline.remat=always"], ["layer dice (cell 2) gives something else when it is"]),
-        ("", ["model.odd=counter", "pipeline.remat=always"], ["the buffer counter.calls of layer counter (cell 2)"]),
-        (
-            "",
-            ["model.odd=moody", "model.batchnorm=false", "pipeline.remat=always"],
-            ["layer moody (cell 2) gives something else when it is computed again, and draws no random"],
+            ["model.odd=moody", "model.batchnorm=false"],
+            "layer moody (cell 2) gives something else when it is computed again, and draws no random",
         ),
     ],
 )
-def test_a_fault_is_caught_and_named(tmp_path: Path, fault: str, words: list[str], said: list[str]) -> None:
-    report = verified(tmp_path, *words, fault=fault)
-    assert not report["agrees"]
-    findings = "\n".join(report["findings"])
-    assert all(text in findings for text in said), findings
+def test_a_layer_that_cannot_be_repeated_is_named(tmp_path: Path, words: list[str], said: str) -> None:
+    report = verified(tmp_path, "pipeline.remat=always", *words)
+    assert said in "\n".join(report["findings"])
     assert as_text(report)[-1].startswith("DIFFERENT: ")
+
+
+def test_parts_of_a_gradient_are_found_where_they_are_independent() -> None:
+    first, second = torch.randn(20, dtype=torch.float64), torch.randn(20, dtype=torch.float64)
+    parts = {(0, 0): first, (0, 1): second}
+    assert made_of(2 * first, parts) == pytest.approx({(0, 0): 2, (0, 1): 0}, abs=1e-9)
+    assert made_of(torch.randn(20, dtype=torch.float64), parts) is None
+    assert made_of(first, {(0, 0): first, (0, 1): first}) is None
 
 
 # -- the command, real processes -------------------------------------------------------------------------------------
 
 
-def command(folder: Path, *words: str, fault: str = "") -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    environment |= {"PYTHONPATH": str(JOBS), "FAULT": fault}
-    line = [sys.executable, str(JOBS / "verify_jobs.py"), *words]
-    return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "gpipe_cli.commands.verify", *words, f"hydra.run.dir={folder / 'run'}"]
+    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=200)
 
 
 @pytest.mark.slow
 def test_workers_and_replicas_agree_with_one_process(tmp_path: Path) -> None:
     words = ["pipeline.workers=2", "pipeline.replicas=2", "pipeline.sync_batchnorm=true", "verify.dtype=float64"]
-    done = command(tmp_path, *words)
+    done = command(tmp_path, *SUBJECT, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the pipelined run is the plain one" in done.stdout.splitlines()[-1]
-    (run_dir,) = (tmp_path / "runs").iterdir()
+    run_dir = tmp_path / "run"
     assert json.loads((run_dir / "verify.json").read_text())["agrees"]
     assert not (run_dir / "checkpoints").exists() and not (run_dir / "metrics.jsonl").exists()
 
@@ -205,23 +189,20 @@ def test_workers_and_replicas_agree_with_one_process(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["transformer", "transformer_lm_small", "amoebanet"])
 def test_both_families_are_the_plain_loop(family: str, tmp_path: Path) -> None:
-    words = ["debug=tiny", f"model={family}", "pipeline.K=2", "pipeline.workers=2", f"hydra.run.dir={tmp_path / 'run'}"]
-    line = [sys.executable, "-m", "gpipe_cli.commands.verify", *words]
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    done = command(tmp_path, "debug=tiny", f"model={family}", "pipeline.K=2", "pipeline.workers=2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith("OK")
 
 
-@pytest.mark.slow
-def test_a_fault_between_processes_is_named_and_the_exit_code_is_1(tmp_path: Path) -> None:
-    done = command(tmp_path, "pipeline.workers=1", "pipeline.replicas=2", fault="replicas_not_added_up")
-    assert done.returncode == 1, done.stderr
-    assert "walking back from the loss, the first gradient that differs is that of layer head" in done.stdout
+def test_the_exit_code_of_a_difference_is_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["launch.inline=true", "model.odd=dice", "pipeline.remat=always", f"hydra.run.dir={tmp_path / 'run'}"]
+    assert verify.main([*SUBJECT, *words]) == 1
+    assert "DIFFERENT: " in capsys.readouterr().out
 
 
 def test_json_is_all_that_standard_output_has(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["launch.inline=true", "verify.format=json", "verify.steps=1", f"hydra.run.dir={tmp_path / 'run'}"]
-    assert verify.main([*WORDS, *words]) == 0
+    assert verify.main([*SUBJECT, *words]) == 0
     report = json.loads(capfd.readouterr().out)
     assert report["agrees"] and [step["step"] for step in report["steps"]] == [1, 2, 5]
 
