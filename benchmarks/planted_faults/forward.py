@@ -235,7 +235,7 @@ def cell_in_evaluation_mode() -> Patch:
 
 @fault(r"fading \(cell 2\)", "begin_step", "model.odd=fading", "model.dropout=0")
 def layer_not_told_the_step() -> Patch:
-    """Never tells the layers of cell 2 which step begins."""
+    """Leaves the layers of cell 2 without begin_step."""
     return replaced(Cell, "begin_step", lambda begin, cell, *a: None if cell.number == 2 else begin(cell, *a))
 
 

@@ -128,7 +128,7 @@ def micro_batch_forgotten() -> Patch:
     "pipeline.schedule=zero_bubble",
 )
 def weight_half_lost() -> Patch:
-    """Never runs the second half of one backward of cell 2."""
+    """Loses the second half of one backward of cell 2."""
 
     def lose(run: Any, step: _TrainingStep, i: Instruction) -> None:
         if (i.cell, i.micro_batch) == (2, 1):

@@ -31,7 +31,7 @@ def batchnorm_counted_twice() -> Patch:
 
 @fault(r"norm\.norm", "moving averages.*never updated")
 def averages_never_updated() -> Patch:
-    """Never updates BatchNorm's moving averages."""
+    """Leaves BatchNorm's moving averages as they begin."""
 
     def forget(finish: Any, layers: Any, replicas: Any) -> None:
         for layer in layers:

@@ -21,7 +21,7 @@ Boundary = tuple[Tensor, ...]  # x [b, t, d], mask [b, t], ids [b, t], positions
 # -- model -----------------------------------------------------------------------------------------------------------
 
 
-class Table(nn.Module):
+class WordTable(nn.Module):
     """Maps ids [b, t] to (x [b, t, d], mask [b, t] bool, ids, positions [b, t] float without gradient)."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Auxiliary(nn.Module):
         return 0.4 * F.cross_entropy(self.opinion(outputs[0]).flatten(0, 1), targets[0].flatten(), reduction="sum")
 
 
-class Classifier(nn.Module):
+class WordClassifier(nn.Module):
     """Maps x to the logits of every word."""
 
     def __init__(self) -> None:
@@ -152,10 +152,10 @@ def layers(
 ) -> list[LayerBuilder]:
     """Returns embed, mix_0, norm (or mix_1), judge, mix_2, mix_3 (or the ``odd`` layer), head; mix_0 may be frozen."""
     mix = partial(Residual, dropout)
-    made: dict[str, Any] = {"embed": Table, "mix_0": partial(Residual, dropout, frozen)}
+    made: dict[str, Any] = {"embed": WordTable, "mix_0": partial(Residual, dropout, frozen)}
     made |= {"norm": Normalised} if batchnorm else {"mix_1": mix}
     made |= {"judge": Auxiliary} if auxiliary else {}
-    made |= {"mix_2": mix, odd or "mix_3": ODD.get(odd, mix), "head": Classifier}
+    made |= {"mix_2": mix, odd or "mix_3": ODD.get(odd, mix), "head": WordClassifier}
     return [LayerBuilder(name, build) for name, build in made.items()]
 
 
@@ -169,7 +169,7 @@ def micro_batches(number: int, examples: int, parts: int) -> list[MicroBatch]:
     return [((rows,), (rows.roll(1, 1),)) for rows in ids.tensor_split(parts)]
 
 
-class Rows:
+class RandomRows:
     """Yields rows of random ids, whose targets are the ids one place further."""
 
     def __init__(self, batch_size: int = 16) -> None:
@@ -216,7 +216,7 @@ class NextWord:
 
 _HERE = "benchmarks.planted_faults.subject"
 WORDS = (
-    *(f"model._target_={_HERE}.layers", f"data._target_={_HERE}.Rows", f"task._target_={_HERE}.NextWord"),
+    *(f"model._target_={_HERE}.layers", f"data._target_={_HERE}.RandomRows", f"task._target_={_HERE}.NextWord"),
     *("data.batch_size=16", "pipeline.K=4", "pipeline.M=4", "trainer.steps=1000"),
     *("optimizer=adam", "lr_schedule=constant", "optimizer.lr=0.01", "trainer.gradient_clip=0.05"),
 )  # with `PARTITION`: cell 0: embed, mix_0; cell 1: norm, judge; cell 2: mix_2, mix_3; cell 3: head

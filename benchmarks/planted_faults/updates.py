@@ -68,7 +68,7 @@ def stale_weights_in_recompute() -> Patch:
 
 @fault(r"layer norm.*cell 1", "not updated")
 def cell_not_updated() -> Patch:
-    """Never updates cell 1."""
+    """Leaves cell 1 without an update."""
 
     def lose(trainer: Trainer, report: StepReport) -> None:
         for parameter in parameters(trainer, 1):
@@ -250,7 +250,7 @@ def warm_up_off_by_one() -> Patch:
 
 @fault("every cell", "learning rate.*that of step 1", WARM_UP)
 def lr_schedule_stands_still() -> Patch:
-    """Never moves the learning rate on."""
+    """Keeps the learning rate of the first step."""
 
     def update(function: Any, updater: Updater, *rest: Any) -> None:
         rates = [group["lr"] for group in updater.optimizer.param_groups]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..micro_batch import MicroBatch
 from .compare import OUTPUTS, Marks, Quantity, traces
 from .plain import PlainStep
-from .record import OUTPUT, StepRecord
+from .record import OUTPUT, RecordedStep
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class BatchNormNote:
 
 def batchnorm_note(
     micro_batches: Sequence[Sequence[MicroBatch]],
-    ours: StepRecord,
+    ours: RecordedStep,
     plain: PlainStep,
     whole: PlainStep,
     tolerance: float,

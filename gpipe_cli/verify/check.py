@@ -27,7 +27,7 @@ from .record import (
     WEIGHTS_AGAIN,
     Key,
     Point,
-    StepRecord,
+    RecordedStep,
     of_kind,
 )
 from .reference import Update, average, learning_rate, noise_seed, update
@@ -52,7 +52,7 @@ class ComparedStep:
     """
 
     number: int
-    ours: StepRecord
+    ours: RecordedStep
     plain: PlainStep | None
     gaps: Mapping[str, Gaps]
     found: StepComparison
@@ -110,14 +110,14 @@ class Checker:
                 gaps[layer, _shown(key)] = measure(new.get(key), old.get(key))
         return c.exact(name, gaps)
 
-    def skipped(self, number: int, record: StepRecord, before: str, after: str) -> ComparedStep:
+    def skipped(self, number: int, record: RecordedStep, before: str, after: str) -> ComparedStep:
         """Checks a step whose loss was not finite: it must leave everything as it was."""
         return ComparedStep(
             number, record, None, {}, StepComparison([self.unchanged(c.SKIPPED, before, after)]), before
         )
 
     def not_finite(
-        self, number: int, record: StepRecord, mini_batch: MiniBatch, before: str, after: str
+        self, number: int, record: RecordedStep, mini_batch: MiniBatch, before: str, after: str
     ) -> ComparedStep:
         """Checks a step that is not finite by itself: the plain one must not be finite either."""
         plain = self.model.run(mini_batch, self.together, self.load(before), lambda cell, done: None)
@@ -131,7 +131,7 @@ class Checker:
 
     # -- a whole step --------------------------------------------------------------------------------------------------
 
-    def step(self, number: int, record: StepRecord, mini_batch: MiniBatch, before: str, updates: int) -> ComparedStep:
+    def step(self, number: int, record: RecordedStep, mini_batch: MiniBatch, before: str, updates: int) -> ComparedStep:
         """Checks one step.
 
         Args:
@@ -176,7 +176,7 @@ class Checker:
 
     def _of_forward(
         self,
-        ours: StepRecord,
+        ours: RecordedStep,
         plain: PlainStep,
         seeds: Mapping[tuple[int, int, int], int],
     ) -> list[Quantity]:
@@ -215,7 +215,7 @@ class Checker:
             for layer in sorted(plain.draws_noise)
         }
 
-    def _compared_seeds(self, ours: StepRecord, seeds: Mapping[tuple[int, int, int], int]) -> Quantity:
+    def _compared_seeds(self, ours: RecordedStep, seeds: Mapping[tuple[int, int, int], int]) -> Quantity:
         found = []
         for kind in (WEIGHTS, WEIGHTS_AGAIN):
             for (r, m, layer), seed in ours.seeds.get(kind, {}).items():
@@ -231,7 +231,7 @@ class Checker:
         """Returns the learning rate of a step."""
         return learning_rate(self.settings.optimizer, self.settings.lr_schedule, number)
 
-    def _update(self, number: int, record: StepRecord, before: str, updates: int, factor: float) -> dict[str, Gaps]:
+    def _update(self, number: int, record: RecordedStep, before: str, updates: int, factor: float) -> dict[str, Gaps]:
         """Measures what the update has made of each parameter, given the pipeline's gradients and the right rate."""
         gaps: dict[str, Gaps] = {c.STATE: {}, c.UPDATED: {}, c.AVERAGES: {}}
         rate, decay = self.rate(number), self.settings.trainer.average
@@ -274,7 +274,7 @@ class Checker:
                 gaps[layer, name] = measure(new.get(f"weight/{name}"), made.weight, weight)
         return not c.tensors(c.UPDATED, gaps, max(self.tolerance, 1e-3), changes=True).beyond
 
-    def _of_update(self, number: int, record: StepRecord, gaps: Mapping[str, Gaps], factor: float) -> list[Quantity]:
+    def _of_update(self, number: int, record: RecordedStep, gaps: Mapping[str, Gaps], factor: float) -> list[Quantity]:
         whole: dict[Key, float] = {key: gap.ours for key, gap in gaps[c.GRADIENTS].items()}
         factors = {key: record.used[key] / norm for key, norm in whole.items() if norm and key in record.used}
         rate, rates = self.rate(number), record.rates
@@ -290,7 +290,7 @@ class Checker:
             kinds.setdefault(key[1].rpartition(":")[2], {})[key] = gap
         return _joined(*(c.tensors(c.STATE, of_one, self.tolerance) for of_one in kinds.values()))
 
-    def _of_replicas(self, record: StepRecord) -> Quantity:
+    def _of_replicas(self, record: RecordedStep) -> Quantity:
         """Judges what further replicas hold after the step: the same as the first, bit for bit."""
         first = record.held.get(0, {})
         found = []

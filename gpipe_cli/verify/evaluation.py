@@ -17,7 +17,7 @@ from . import compare as c
 from .check import Checker
 from .compare import Quantity
 from .plain import PlainEvaluation
-from .record import OUTPUT, StepRecord, of_kind
+from .record import OUTPUT, RecordedStep, of_kind
 
 
 class FirstBatches:
@@ -51,7 +51,7 @@ def evaluate(trainer: Trainer, replicas: int) -> dict[str, float]:
 
 
 def check_evaluation(
-    checker: Checker, numbers: Mapping[str, float], record: StepRecord, step: int, source: Source
+    checker: Checker, numbers: Mapping[str, float], record: RecordedStep, step: int, source: Source
 ) -> list[Quantity]:
     """Compares an evaluation with that of the plain model.
 

@@ -59,7 +59,7 @@ Seeds = dict[str, dict[tuple[int, int, int], int]]  # kind, then (replica, micro
 
 
 @dataclass
-class StepRecord:
+class RecordedStep:
     """Holds the record of one training step, of one worker or of the whole model.
 
     Attributes:
@@ -90,7 +90,7 @@ class StepRecord:
     def finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
 
-    def take(self, other: StepRecord) -> None:
+    def take(self, other: RecordedStep) -> None:
         """Adds the record of another worker."""
         for key, count in other.counted.items():
             self.counted[key] = self.counted.get(key, 0.0) + count
@@ -109,7 +109,7 @@ class StepRecord:
         path.write_text(json.dumps({name: _as_rows(value) for name, value in vars(self).items()}), encoding="utf-8")
 
     @classmethod
-    def read(cls, path: Path) -> StepRecord:
+    def read(cls, path: Path) -> RecordedStep:
         """Reads what `write` wrote."""
         rows = json.loads(path.read_text(encoding="utf-8"))
         return cls(

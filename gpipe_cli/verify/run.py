@@ -45,7 +45,7 @@ from .explain.diagnose import diagnose
 from .initial import expected_weights
 from .layout import VerifiedRun
 from .plain import MiniBatch, PlainModel, Together
-from .record import StepRecord
+from .record import RecordedStep
 from .report import VerifyReport
 from .settings import in_float64, refuse_what_cannot_be_verified, require_room, tolerance_of, with_full_rate
 from .spill import Spill
@@ -213,7 +213,7 @@ class Verification:
         last = self._steps.last
         self._watch.active = True
         numbers = evaluate(trainer, self._world.replicas)
-        record = self._shared(last, StepRecord(trace=self._watch.take().trace))
+        record = self._shared(last, RecordedStep(trace=self._watch.take().trace))
         self._watch.active = False
         self._watch.hold("evaluated")
         wait_for_all(self._world)
@@ -283,22 +283,22 @@ class Verification:
                 self._spill.drop(moment)
         return agrees
 
-    def _shared(self, number: int, own: StepRecord) -> StepRecord | None:
+    def _shared(self, number: int, own: RecordedStep) -> RecordedStep | None:
         """Returns on rank 0 the record of all workers."""
         own.write(self._record_of(number, self._world.rank))
         wait_for_all(self._world)
         if self._world.rank != 0:
             return None
-        record = StepRecord.read(self._record_of(number, 0))
+        record = RecordedStep.read(self._record_of(number, 0))
         for rank in range(1, self._world.size):
-            record.take(StepRecord.read(self._record_of(number, rank)))
+            record.take(RecordedStep.read(self._record_of(number, rank)))
         return record
 
     def _compare(
         self,
         checker: Checker,
         number: int,
-        record: StepRecord,
+        record: RecordedStep,
         batch: list[list[MicroBatch]] | None,
         before: str,
         updates: int,

@@ -26,7 +26,7 @@ from .record import (
     Fingerprint,
     Key,
     LayerTrace,
-    StepRecord,
+    RecordedStep,
     fingerprint,
     modules_of,
     named,
@@ -109,7 +109,7 @@ class RunWatch:
         self._trainer: Trainer | None = None
         self._used: dict[Key, float] = {}
         self._rates: dict[Key, float] = {}
-        self.records: dict[int, StepRecord] = {}
+        self.records: dict[int, RecordedStep] = {}
 
     def follow(self, trainer: Trainer) -> None:
         """Watches the steps of a trainer from now on."""
@@ -174,7 +174,7 @@ class RunWatch:
             self._spill.put(f"gradients {number}", layer[0], own)
         seen, counted = self._watch.take(), self._counted()
         yield
-        self.records[number] = StepRecord(
+        self.records[number] = RecordedStep(
             loss=report.loss,
             losses={(r, m): loss for r, row in enumerate(report.losses) for m, loss in enumerate(row)},
             statistics=report.statistics,
