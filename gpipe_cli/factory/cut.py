@@ -17,6 +17,7 @@ from ..partition.partition import PartitionError, cell_costs, cell_layers, parti
 from ..partition.sharing import Sharing, find_sharing
 from ..pipeline.cell import BuiltLayer, Cell, build_layer
 from ..pipeline.randomness import NoiseSource
+from ..position import Position
 
 
 @dataclass(frozen=True)
@@ -129,14 +130,24 @@ def _refuse_sharing_across_cells(sharing: Sharing, cell_of: Mapping[str, int]) -
 
 
 def build_cells(
-    builders: Sequence[LayerBuilder], cut: Cut, world: World, seed: int, sync_batchnorm: bool
+    builders: Sequence[LayerBuilder], cut: Cut, world: World, seed: int, sync_batchnorm: bool, where: Position
 ) -> list[Cell]:
-    """Builds this worker's cells on its device, and no others."""
+    """Builds this worker's cells on its device, and no others.
+
+    Args:
+        where: shown with an error.
+    """
+
+    def build(index: int) -> BuiltLayer:
+        where.layer = builders[index].name
+        return BuiltLayer(index, builders[index].name, build_layer(builders[index], index, seed, world.device))
+
     noise = NoiseSource(seed, world.replica, world.device)
     group = world.replica_group if sync_batchnorm else None
     cells = []
     for cell, layers in enumerate(cut.layers):
         if cut.placement[cell] == world.worker:
-            built = [BuiltLayer(i, builders[i].name, build_layer(builders[i], i, seed, world.device)) for i in layers]
-            cells.append(Cell(cell, built, noise, group))
+            where.enter(cell, None, "building")
+            cells.append(Cell(cell, [build(index) for index in layers], noise, group))
+    where.enter(None, None, None)
     return cells

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import itertools
 import os
@@ -59,6 +60,7 @@ def join(
     # end what they have started; otherwise a rank fails at its next message to one that is gone.
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())
+    faulthandler.enable(sys.__stderr__ or 2)  # a crash in compiled code prints its stack
     store_prefix = f"start{restart_count()}/job{next(_job_numbers)}"  # torchrun's store outlives a restart
 
     def open_store() -> Store:

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import dropwhile, islice, takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,6 +19,7 @@ from gpipe_cli.errors import ConfigurationError, PlainError
 
 LOG_LINES_SHOWN = 15
 LOG_COLUMNS_SHOWN = 200
+CRASH_WORDS = 3  # lines of the log before the stack of a crash, where compiled code says why it gave up
 STARTER = -1  # in place of a rank: the process that starts the workers
 
 # Errors of torch.distributed, gloo and NCCL when the other side is gone or slow.
@@ -206,7 +208,8 @@ def shown_error(record: dict[str, Any]) -> str:
 
 
 def _silent_death(directory: Path, rank: int, exit_code: int, when: float, where: dict[str, Any]) -> Failure:
-    tail = last_lines(log_path(directory, rank))
+    log = log_path(directory, rank)
+    tail = last_lines(log)
     if exit_code < 0:
         name, meaning = _signal_name(-exit_code)
         how = f"was killed by {name}"
@@ -214,8 +217,9 @@ def _silent_death(directory: Path, rank: int, exit_code: int, when: float, where
         how, meaning = f"ended with exit code {exit_code} and left no error report", ""
     # NCCL's watchdog thread aborts the whole process when a peer is gone.
     echo = exit_code == -signal.SIGABRT and COMMUNICATION.search(tail) is not None
-    seen = f"; last seen{place}" if (place := _place(where)) else ""
-    text = f"{_name(rank)} {how}{meaning}{seen}\nlast lines of {log_path(directory, rank)}:\n{tail or '(empty)'}"
+    crash = crash_lines(log) if exit_code < 0 else ""
+    said = f"{crash}\nlog: {log}" if crash else f"last lines of {log}:\n{tail or '(empty)'}"
+    text = f"{_name(rank)} {how}{meaning}{_place(where)}\n{said}"
     from_outside = echo or -exit_code in ENDING_SIGNALS
     return Failure(rank, 1 if echo else 0, when, text, cause=f"{_name(rank)} {how}", from_outside=from_outside)
 
@@ -230,12 +234,27 @@ def _signal_name(number: int) -> tuple[str, str]:
 
 
 def last_lines(log: Path, count: int = LOG_LINES_SHOWN) -> str:
-    if not log.exists():
+    return "\n".join(_tail(log)[-count:])
+
+
+def crash_lines(log: Path) -> str:
+    """Returns the calls in which the process crashed, as `faulthandler` wrote them, innermost first; empty without."""
+    lines = _tail(log)
+    begin = max((number for number, line in enumerate(lines) if line.startswith("Fatal Python error")), default=None)
+    if begin is None:
         return ""
+    stack = dropwhile(lambda line: not line.startswith("Current thread"), lines[begin:])
+    calls = list(takewhile(lambda line: line.startswith("  "), islice(stack, 1, LOG_LINES_SHOWN)))
+    before = [line for line in lines[max(0, begin - CRASH_WORDS) : begin] if line]
+    return "\n".join([*before, *(["in, the innermost call first:", *calls] if calls else [])])
+
+
+def _tail(log: Path) -> list[str]:
+    if not log.exists():
+        return []
     with log.open("rb") as stream:
         stream.seek(max(0, log.stat().st_size - 2**16))
-        lines = stream.read().decode(errors="replace").splitlines()[-count:]
-    return "\n".join(line[:LOG_COLUMNS_SHOWN] for line in lines)
+        return [line[:LOG_COLUMNS_SHOWN] for line in stream.read().decode(errors="replace").splitlines()]
 
 
 def root_cause(failures: list[Failure]) -> Failure:
@@ -258,8 +277,9 @@ def take_failure(directory: Path) -> Failure | None:
 
 
 def describe_place(where: dict[str, Any]) -> str:
-    """Returns "cell 2, micro-batch 1" for `{"cell": 2, "micro_batch": 1}`."""
-    return ", ".join(f"{key.replace('_', '-')} {value}" for key, value in where.items() if value is not None)
+    """Returns "cell 2, micro-batch 1, forward" for `{"cell": 2, "micro_batch": 1, "instruction": "forward"}`."""
+    words = [f"{key.replace('_', '-')} {value}" for key, value in where.items() if key != "instruction"]
+    return ", ".join([*words, where["instruction"].replace("_", " ")] if "instruction" in where else words)
 
 
 def who(rank: int, where: dict[str, Any]) -> str:

@@ -32,6 +32,7 @@ from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch import report
 from gpipe_cli.launch.channel import LEAVE, STOP, CommandChannel
 from gpipe_cli.launch.context import Context, call_entry
+from gpipe_cli.launch.places import Places
 from gpipe_cli.launch.report import STARTER, WorkerFailed
 from gpipe_cli.launch.stop import StopSignals
 from gpipe_cli.launch.zygote import bootstrap
@@ -148,14 +149,17 @@ class _Processes:
         pairs = {rank: socket.socketpair() for rank in ranks}
         theirs = {rank: pair[1] for rank, pair in pairs.items()}
         with socket.create_server(("127.0.0.1", 0), backlog=max(128, job.workers)) as listener:
-            inherited = [listener.fileno(), *(end.fileno() for end in theirs.values())]
-            job_file = _job_file(job, directory, listener, [theirs[rank].fileno() for rank in ranks])
+            self.places = Places(job.workers)
+            inherited = [listener.fileno(), self.places.descriptor, *(end.fileno() for end in theirs.values())]
+            sockets = [theirs[rank].fileno() for rank in ranks]
+            job_file = _job_file(job, directory, listener, self.places.descriptor, sockets)
             self.zygote = subprocess.Popen(
                 bootstrap("zygote", job_file),
                 env=_environment(job),
                 pass_fds=inherited,
                 start_new_session=True,
             )
+        os.close(self.places.descriptor)
         self.open: dict[int, CommandChannel] = {}
         self._selector = selectors.DefaultSelector()
         for rank, (ours, end) in pairs.items():
@@ -212,7 +216,6 @@ class _Watch:
     signals: StopSignals
     results: dict[int, Any] = field(default_factory=dict)
     failures: list[report.Failure] = field(default_factory=list)
-    where: dict[int, dict[str, Any]] = field(default_factory=dict)
     reports: dict[int, dict[str, Any]] = field(default_factory=dict)
     _stop_deadline: float | None = None
 
@@ -256,8 +259,6 @@ class _Watch:
                 self._show({"rank": rank, **message["event"]})
             elif "finished" in message:
                 self.results[rank] = message["finished"]
-            elif "where" in message:
-                self.where[rank] = message["where"]
             elif "failed" in message:
                 self.reports[rank] = message["failed"]
             elif "warning" in message:
@@ -274,7 +275,7 @@ class _Watch:
                 raise
 
     def _failure(self, rank: int, exit_code: int, when: float) -> report.Failure:
-        where, record = self.where.get(rank, {}), self.reports.get(rank)
+        where, record = self.processes.places.of(rank), self.reports.get(rank)
         return report.failure_of(self.directory, rank, exit_code, when, where, record)
 
     def _settled_failure(self) -> WorkerFailed | ConfigurationError:
@@ -312,11 +313,13 @@ class _Watch:
 
     def _stalled(self) -> bool:
         seconds = self.job.stall_seconds
+        if seconds is not None and self.processes.places.have_changed():
+            self._last_progress = time.monotonic()
         return seconds is not None and time.monotonic() - self._last_progress > seconds
 
     def _describe_stall(self, cause: str) -> str:
         rows = [
-            f"  worker {rank}: {report.describe_place(self.where.get(rank, {})) or 'place unknown'}"
+            f"  worker {rank}: {report.describe_place(self.processes.places.of(rank)) or 'place unknown'}"
             for rank in range(self.job.workers)
             if rank not in self.results
         ]
@@ -332,7 +335,7 @@ class _Watch:
         return self._failure(STARTER, code, time.time()).exception()
 
 
-def _job_file(job: Job, directory: Path, listener: socket.socket, sockets: list[int]) -> Path:
+def _job_file(job: Job, directory: Path, listener: socket.socket, places: int, sockets: list[int]) -> Path:
     """Writes what the zygote and the workers need, as JSON; descriptors keep their numbers in these processes."""
     fork = sys.platform == "linux" and os.environ.get("GPIPE_LAUNCH") != "spawn" if job.fork is None else job.fork
     content = {
@@ -343,6 +346,7 @@ def _job_file(job: Job, directory: Path, listener: socket.socket, sockets: list[
         "sys_path": sys.path,
         "listener": listener.fileno(),
         "port": listener.getsockname()[1],
+        "places": places,
         "control": sockets[0],
         "sockets": sockets[1:],
     }

@@ -6,12 +6,9 @@ import atexit
 import faulthandler
 import io
 import logging
-import math
 import os
 import signal
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,14 +20,11 @@ from gpipe_cli.disk import cannot_write
 from gpipe_cli.launch import report
 from gpipe_cli.launch.channel import WorkerChannel
 from gpipe_cli.launch.context import Context, call_entry
+from gpipe_cli.launch.places import open_place
 from gpipe_cli.parent import die_with_parent
-from gpipe_cli.position import Position
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-
-HEARTBEAT_SECONDS = 1.0
-LOOKS, BETWEEN_LOOKS_SECONDS = 5, 0.02
 
 
 def main(job: dict[str, Any], parent: int, rank: int) -> NoReturn:
@@ -67,8 +61,8 @@ def _run(job: dict[str, Any], rank: int) -> None:
         open_store=_store_opener(job, rank),
         emit=lambda event: channel.send({"event": event}),
         stop_requested=channel.stop_requested,
+        where=open_place(job["places"], rank),
     )
-    _start_heartbeat(context.where, channel.send, min(HEARTBEAT_SECONDS, (job["stall_seconds"] or math.inf) / 4))
     try:
         channel.finish(call_entry(job["entry"], context, job["config"], job["threads"]))
     except BaseException as error:
@@ -165,29 +159,3 @@ def _store_opener(job: dict[str, Any], rank: int) -> Callable[[], Store]:
         )
 
     return open_store
-
-
-def _start_heartbeat(where: Position, send: Callable[[dict[str, Any]], None], interval: float) -> None:
-    """Sends the worker's place to the command whenever it has changed: a killed worker can no longer report it.
-
-    A thread, since the worker may be blocked.
-    """
-
-    def beat() -> None:
-        last: dict[str, Any] = {}
-        while True:
-            time.sleep(interval)
-            if (now := place_soon(where)) != last:
-                last = now
-                send({"where": now})
-
-    threading.Thread(target=beat, name="heartbeat", daemon=True).start()
-
-
-def place_soon(where: Position) -> dict[str, Any]:
-    """Returns a worker's place; between two instructions it has no cell, and is looked at a few times more."""
-    for _ in range(LOOKS):
-        if where.cell is not None:
-            break
-        time.sleep(BETWEEN_LOOKS_SECONDS)
-    return where.known()

@@ -99,7 +99,7 @@ def _start_workers(job: dict[str, Any], job_file: Path, control: socket.socket) 
             command = bootstrap("worker", job_file, rank)
             process = os.posix_spawn(command[0], command, os.environ)
         workers[process] = rank
-    for descriptor in (job["listener"], *job["sockets"]):
+    for descriptor in (job["listener"], job["places"], *job["sockets"]):
         os.close(descriptor)  # open here, they would hide from the command that a worker is gone
     return workers
 

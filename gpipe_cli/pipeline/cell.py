@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..errors import ConfigurationError
 from ..layers import LayerBuilder
 from ..micro_batch import Tensors
+from ..position import Position
 from .batchnorm import DeferredBatchNorm, defer_batchnorm
 from .boundary import BoundarySpec, GradientLayouts, as_argument, as_tensors, canonical
 from .buffers import BufferChanged, BufferGuard
@@ -69,6 +70,9 @@ class Cell:
         layers: in order.
         noise: seeds each layer's dropout.
         sync_batchnorm: replicas over which BatchNorm's training statistics are shared.
+
+    Attributes:
+        where: the layer that runs, for error reports; the engine sets it to its own.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class Cell:
         sync_batchnorm: dist.ProcessGroup | None = None,
     ) -> None:
         self.number = number
+        self.where = Position()
         self.layers = [
             BuiltLayer(layer.index, layer.name, defer_batchnorm(layer.module, sync_batchnorm)) for layer in layers
         ]
@@ -87,6 +92,8 @@ class Cell:
         modules = list(dict.fromkeys(module for layer in self.layers for module in layer.module.modules()))
         self.batchnorms = [module for module in modules if isinstance(module, DeferredBatchNorm)]
         self._indices = [layer.index for layer in self.layers]
+        first, last = self.layers[0].name, self.layers[-1].name
+        self._span = first if first == last else f"{first} … {last}"
         self._step_aware: list[Any] = [module for module in modules if hasattr(module, "begin_step")]
         self._calls: list[Call] = [
             (layer, layer.module, getattr(layer.module, "auxiliary_loss", None)) for layer in self.layers
@@ -157,8 +164,9 @@ class Cell:
         argument = as_argument(inputs)
         auxiliary: dict[int, Tensor] = {}
         seeds, seed_noise = self._noise.seeds(step, micro_batch, self._indices), self._noise.seed
-        settled = self._layouts.settled(signature)
+        settled, where = self._layouts.settled(signature), self.where
         for (layer, forward, auxiliary_loss), seed in zip(self._guarded_calls or self._calls, seeds, strict=True):
+            where.layer = layer.name
             seed_noise(seed)
             try:
                 outputs = forward(argument)
@@ -173,6 +181,7 @@ class Cell:
                 raise
             except Exception as error:
                 raise self._failure(layer, micro_batch, error) from error
+        where.layer = None
         self._refuse_changed_inputs(inputs, versions, micro_batch)
         self._guarded_calls = []
         return as_tensors(argument), auxiliary
@@ -183,6 +192,7 @@ class Cell:
         for position, layer in enumerate(self.layers):
             argument = as_argument(values)
             decode: Any = getattr(layer.module, "decode", None)
+            self.where.layer = layer.name
             try:
                 if caches is None or decode is None:
                     outputs = layer.module(argument)
@@ -196,12 +206,14 @@ class Cell:
     @contextmanager
     def going_backward(self, micro_batch: int) -> Iterator[None]:
         """Turns an exception of autograd inside the context into a `LayerFailed` that names the cell's layers."""
+        self.where.layer = self._span
         try:
             yield
         except Exception as error:
             names = f"layers {self.layers[0].name!r} to {self.layers[-1].name!r}"
             place = f"cell {self.number}, backward of {names}, micro-batch {micro_batch}"
             raise LayerFailed(place + cuda_hint(error)) from error
+        self.where.layer = None
 
     def _failure(self, layer: BuiltLayer, micro_batch: int, error: Exception) -> LayerFailed:
         return LayerFailed(f"cell {self.number}, layer {layer.name!r}, micro-batch {micro_batch}{cuda_hint(error)}")

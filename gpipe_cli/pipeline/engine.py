@@ -138,7 +138,9 @@ class Pipeline:
         self.cells = {cell.number: cell for cell in cells}
         self.placement, self.last = tuple(placement), len(placement) - 1
         self.loss, self.n_targets, self.device, self.autocast = loss, targets, device, autocast
-        self.where = where or Position()
+        self.where = Position() if where is None else where
+        for cell in cells:
+            cell.where = self.where
         self.meter = Meter(device)
         self._transport = transport
         # Shapes that occurred, by (cell in front of the boundary, signature of the micro-batch):
@@ -274,17 +276,18 @@ class _Step:
     def run(self, meter: Meter | None) -> None:
         """Executes the list, with a time for every instruction where there is a meter."""
         where, handlers = self.pipeline.where, self.HANDLERS
+        outside = where.instruction
         for position, instruction in enumerate(self.instructions):
             self._receives.post_due(position)
-            op, where.cell, where.micro_batch = instruction.op, instruction.cell, instruction.micro_batch
-            where.instruction = op.name.lower()
+            op = instruction.op
+            where.enter(instruction.cell, instruction.micro_batch, op.name.lower())
             if meter is None:
                 handlers[op](self, instruction)
                 continue
             started = meter.mark()
             handlers[op](self, instruction)
             meter.record(instruction, started)
-        where.cell = where.micro_batch = where.instruction = None  # later errors belong to no instruction
+        where.enter(None, None, outside)  # later errors belong to no instruction
         self.pipeline.drain()
         left_over = self.buffers.left_over() + (["receives"] if self._receives else [])
         if left_over:
@@ -357,6 +360,7 @@ class _ForwardStep(_Step):
         with self.pipeline.autocast():
             outputs = cell.run_inference(self.buffers.inputs.pop(place), i.micro_batch, caches)
         if i.cell == self.pipeline.last:
+            self.pipeline.where.enter(i.cell, i.micro_batch, "scoring the outputs")
             self.sink(i.micro_batch, outputs, self.buffers.targets[i.micro_batch])
         else:
             self._pass_on(i, outputs)
@@ -428,6 +432,7 @@ class _TrainingStep(_Step):
         )
 
     def _score(self, outputs: Tensors, micro_batch: int) -> Tensor:
+        self.pipeline.where.enter(self.pipeline.last, micro_batch, "the task's loss")
         try:
             loss, statistics = self.pipeline.loss(outputs, self.buffers.targets[micro_batch])
         except ConfigurationError:

@@ -122,12 +122,17 @@ def assemble_model(context: Context, settings: Settings, world: World, task: Tas
         ConfigurationError: something in the configuration that shows only now.
     """
     pipeline = settings.pipeline
-    builders = build_model(settings.model)
+    with context.where.doing("listing the model's layers"):
+        builders = build_model(settings.model)
     refuse_more_cells_than_layers(len(builders), pipeline)  # before a corpus is prepared, which takes minutes
-    source = open_source(settings, world, journal, context.stop_requested, context.emit)
-    first, cut = world.broadcast(lambda: read_and_cut(builders, settings, world, cast(Source, source), journal.message))
+    with context.where.doing("preparing the data"):
+        source = open_source(settings, world, journal, context.stop_requested, context.emit)
+    with context.where.doing("reading the first mini-batch and cutting the model"):
+        first, cut = world.broadcast(
+            lambda: read_and_cut(builders, settings, world, cast(Source, source), journal.message)
+        )
     journal.cells(cut.table)
-    cells = build_cells(builders, cut, world, settings.seed, pipeline.sync_batchnorm)
+    cells = build_cells(builders, cut, world, settings.seed, pipeline.sync_batchnorm, context.where)
     for cell in cells:
         cell.train(True)
     transport, autocast = make_transport(world, cut.placement), build_autocast(settings.precision, world.device)

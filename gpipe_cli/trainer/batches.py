@@ -152,9 +152,8 @@ class TrainingBatches:
     def announce(self, exchange: Exchange) -> None:
         """Writes the plan of the next mini-batch; rank 0 adds whether the run ends before it."""
         if self._reader is not None:
-            self.where.instruction = "reading the next mini-batch"
-            self._reader.advance(exchange)
-            self.where.instruction = None
+            with self.where.doing("reading the next mini-batch"):
+                self._reader.advance(exchange)
         if self.world.rank == 0:
             exchange.own["stop"][0] = STOP_REASONS.index(self._stop_reason())
 

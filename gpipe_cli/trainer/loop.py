@@ -93,15 +93,15 @@ class Trainer:
     def _step(self, plan: BatchPlan) -> BatchPlan | None:
         """Trains on one mini-batch; returns the plan of the next, or None when this was the last."""
         began, step = time.perf_counter(), self.progress.step
-        world, meter = self.runtime.world, self.runtime.engine.meter
-        self.where.step = step + 1  # as the console counts
+        world, meter, where = self.runtime.world, self.runtime.engine.meter, self.where
+        where.step = step + 1  # as the console counts
         meter.begin_step()
         before = meter.phases
         steps = self.settings.trainer.steps or 0
         micro_batches = self.batches.take()
         record = self.runtime.train_step(plan, step, steps, micro_batches)
         span = meter.end_step()
-        with meter.phase("gradients"):
+        with meter.phase("gradients"), where.doing("adding up the gradients"):
             self.updater.reduce_gradients()
             self.reporter.write_record(self.exchange, world.replica, record)
             if world.replica == 0:
@@ -109,12 +109,12 @@ class Trainer:
         self.reporter.write_times(self.exchange, world, meter, before, span, self.batches.seconds_waited)
         with meter.phase("data"):
             self._announce()
-        with meter.phase("exchange"):
+        with meter.phase("exchange"), where.doing("exchanging the results of the step"):
             self.exchange.run()
         report = self.reporter.read(self.exchange, plan.total_weight)
         next_plan = self._read_plan(step + 1)
         lr = self.updater.learning_rate
-        with meter.phase("update", on_device=True), self.around_update(report):
+        with meter.phase("update", on_device=True), self.around_update(report), where.doing("updating the weights"):
             self._update(report)
         seconds, cause = time.perf_counter() - began, None
         if not report.finite:
@@ -214,7 +214,7 @@ class Trainer:
         progress = self.progress
         self.saver.finish(self.exchange)
         try:
-            with self.updater.averaged_weights():
+            with self.updater.averaged_weights(), self.where.doing("evaluating"):
                 result = self.evaluator.evaluate(final)
         except StopRequested:
             progress.stopped_by = "request"
@@ -232,7 +232,8 @@ class Trainer:
         return progress.step > 0
 
     def _save(self, is_best: bool) -> None:
-        self.saver.begin(self.exchange, asdict(self.progress), self.batches.position, is_best)
+        with self.where.doing("saving a checkpoint"):
+            self.saver.begin(self.exchange, asdict(self.progress), self.batches.position, is_best)
 
     def _finish(self) -> None:
         progress = self.progress

@@ -63,7 +63,8 @@ def assemble_training(
             journal.warn(warning)
     progress, position = Progress(), None
     if resumed is not None:
-        updater.restore(resumed, config["settings"])
+        with context.where.doing("reading the checkpoint"):
+            updater.restore(resumed, config["settings"])
         scalars: dict[str, Any] = {key: value for key, value in resumed.state.scalars.items() if value is not None}
         progress, position = Progress(step=resumed.step, **scalars), resumed.state.data_position
         journal.message(f"going on from {resumed.path}, step {resumed.step}")

@@ -72,7 +72,7 @@ def test_an_exception_in_the_data_is_told_as_one_of_the_data(tmp_path: Path) -> 
     done = train(tmp_path, broken, "trainer.evaluate_first=false")
     assert done.returncode == 1
     assert "AssertionError: a planted fault" in done.stderr
-    assert "worker 0 failed at step 7, instruction reading the next mini-batch:" in done.stderr
+    assert "worker 0 failed at step 7, reading the next mini-batch:" in done.stderr
 
 
 def test_a_loss_that_is_not_finite_skips_the_update_and_then_stops_by_name(tmp_path: Path) -> None:

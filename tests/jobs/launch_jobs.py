@@ -73,7 +73,7 @@ def deadlock(context: Context, config: dict[str, Any]) -> None:
     context.init_process_group("gloo")
     distributed.barrier()
     _ready(context)
-    context.where.cell, context.where.instruction = context.rank, f"r{context.rank}.0"
+    context.where.enter(context.rank, 0, "receive_activation")
     distributed.recv(torch.zeros(1), (context.rank + 1) % context.world_size)
 
 
@@ -86,7 +86,7 @@ def wait_in_shared_memory(context: Context, config: dict[str, Any]) -> None:
 
     ours, _theirs = socket.socketpair()
     _ready(context)
-    context.where.cell, context.where.instruction = 0, "r0.0"
+    context.where.enter(0, 0, "receive_activation")
     Incoming(ours, 1, torch.device("cpu")).receive(BoundarySpec.of((torch.zeros(1),)), 0)
 
 
@@ -98,7 +98,8 @@ def fail_beside_recv(context: Context, config: dict[str, Any]) -> None:
     context.init_process_group("gloo")
     distributed.barrier()
     if context.rank == CULPRIT:
-        vars(context.where).update(cell=1, layer="encoder.3", micro_batch=2, instruction="F1.2")
+        context.where.enter(1, 2, "forward")
+        context.where.layer = "encoder.3"
         raise ValueError("the real cause")
     distributed.recv(torch.zeros(1), CULPRIT)
 

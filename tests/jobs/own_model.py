@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import resource
 import signal
+from collections.abc import Iterator
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
+from gpipe_cli.data.images.digits import DigitsSource
+from gpipe_cli.data.source import Batch
 from gpipe_cli.layers import LayerBuilder
+from gpipe_cli.micro_batch import Tensors
+from gpipe_cli.tasks.classification import ClassificationTask
 
 DIGITS = ("data=digits", "data.image_size=8", "data.batch_size=16", "task=classification", "lr_schedule=constant")
 WORDS = (*DIGITS, "model._target_=own_model.layers", "trainer.evaluate_first=false", "trainer.evaluate_every=null")
@@ -69,6 +77,70 @@ class Overflowing(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x / 0 if self.step == 1 and self.training else x
+
+
+def die(how: str) -> None:
+    """Ends this process, or uses up its memory."""
+    if how == "exit":
+        os._exit(3)
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "crash":
+        ctypes.string_at(0)
+    if how == "eat":
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 35, -1))
+        torch.ones(1 << 36)
+
+
+class _DiesBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        die(os.environ["HOW"])
+        return gradient
+
+
+class Doomed(nn.Module):
+    """Dies when it is built, or in step 2, as the environment says (WHERE, HOW)."""
+
+    depends_on_steps = False
+    step = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        if os.environ["WHERE"] == "building" and not isinstance(torch.empty(1), FakeTensor):
+            die(os.environ["HOW"])
+
+    def begin_step(self, step: int, steps: int) -> None:
+        self.step = step
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.step == 1 and os.environ["WHERE"] == "forward":
+            die(os.environ["HOW"])
+        dies_later = self.step == 1 and os.environ["WHERE"] == "backward"
+        return cast(torch.Tensor, _DiesBackward.apply(x)) if dies_later else x
+
+
+class DoomedDigits(DigitsSource):
+    """Dies while the third mini-batch is read."""
+
+    def train(self, *arguments: Any) -> Iterator[Batch]:
+        for number, batch in enumerate(super().train(*arguments)):
+            if number == 2 and os.environ["WHERE"] == "data":
+                die(os.environ["HOW"])
+            yield batch
+
+
+class DoomedTask(ClassificationTask):
+    """Dies in its first loss."""
+
+    def loss(self, outputs: Tensors, targets: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        if os.environ["WHERE"] == "loss":
+            die(os.environ["HOW"])
+        return super().loss(outputs, targets)
 
 
 class Counting(Fading):

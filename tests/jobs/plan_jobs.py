@@ -23,6 +23,7 @@ from gpipe_cli.pipeline.cell import Cell
 from gpipe_cli.pipeline.engine import Pipeline, StepInput, _TrainingStep
 from gpipe_cli.planner.measure.example import example_micro_batch
 from gpipe_cli.planner.measure.tracking import Tracker
+from gpipe_cli.position import Position
 from gpipe_cli.schedule.instruction import Instruction
 from gpipe_cli.schedule.run_schedules import RunSchedules
 
@@ -45,7 +46,7 @@ def one_run(settings: Settings, world: World) -> dict[str, Any]:
     pipeline, builders, task = settings.pipeline, build_model(settings.model), build_task(settings.task)
     micro_batch, _ = example_micro_batch(settings.data, pipeline.M, False)
     cut = cut_model(builders, pipeline, world.workers, micro_batch)
-    cells = build_cells(builders, cut, world, 1, False)
+    cells = build_cells(builders, cut, world, 1, False, Position())
     for cell in cells:
         cell.train(True)
     transport, autocast = make_transport(world, cut.placement), build_autocast(settings.precision, CPU)

@@ -1,0 +1,49 @@
+"""A worker that dies in a user's own code is reported with the place where it was: cell, layer, micro-batch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from own_model import WORDS
+
+DOOMED = (
+    *("data._target_=own_model.DoomedDigits", "task._target_=own_model.DoomedTask", "++model.middle=Doomed"),
+    *("pipeline.K=2", "pipeline.workers=2", "pipeline.partition=[2,2]", "trainer.steps=3", "logging.tensorboard=false"),
+)
+FORWARD = "step 2, cell 1, layer middle, micro-batch 0, forward"
+BACKWARD = "step 2, cell 1, layer middle … last, micro-batch 3, backward"
+KILLED = (
+    "worker 1 was killed by SIGKILL (usually the kernel's out-of-memory killer: see `dmesg`, and use less memory per"
+)
+CRASHED = "worker 1 was killed by SIGSEGV (a crash in compiled code)"
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("where", "how", "said"),
+    [
+        ("forward", "crash", [f"{CRASHED} at {FORWARD}\nin, the innermost call first:\n", "own_model.py", "in die"]),
+        pytest.param("forward", "kill", [KILLED, f" worker) at {FORWARD}\n"], marks=SLOW),
+        pytest.param("forward", "eat", [f"worker 1 failed at {FORWARD}:\n", "allocate memory"], marks=SLOW),
+        pytest.param("backward", "crash", [f"{CRASHED} at {BACKWARD}\n", "in backward\n"], marks=SLOW),
+        pytest.param("backward", "exit", [f"exit code 3 and left no error report at {BACKWARD}\n"], marks=SLOW),
+        pytest.param("building", "exit", ["left no error report at cell 1, layer middle, building\n"], marks=SLOW),
+        pytest.param("loss", "exit", ["report at step 1, cell 1, micro-batch 0, the task's loss\n"], marks=SLOW),
+        pytest.param("data", "exit", ["worker 0 ended", "at step 2, reading the next mini-batch\n"], marks=SLOW),
+    ],
+)
+def test_the_place_of_a_death_is_told(where: str, how: str, said: list[str], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gpipe_cli.commands.train", *WORDS, *DOOMED, f"hydra.run.dir={tmp_path}"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "WHERE": where, "HOW": how},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    for text in said:
+        assert text in done.stderr, done.stderr
