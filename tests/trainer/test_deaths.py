@@ -29,10 +29,9 @@ SLOW = pytest.mark.slow
         ("forward", "crash", [f"{CRASHED} at {FORWARD}\nin, the innermost call first:\n", "own_model.py", "in die"]),
         pytest.param("forward", "kill", [KILLED, f" worker) at {FORWARD}\n"], marks=SLOW),
         pytest.param("forward", "eat", [f"worker 1 failed at {FORWARD}:\n", "allocate memory"], marks=SLOW),
-        pytest.param("backward", "crash", [f"{CRASHED} at {BACKWARD}\n", "in backward\n"], marks=SLOW),
         pytest.param("backward", "exit", [f"exit code 3 and left no error report at {BACKWARD}\n"], marks=SLOW),
         pytest.param("building", "exit", ["left no error report at cell 1, layer middle, building\n"], marks=SLOW),
-        pytest.param("loss", "exit", ["report at step 1, cell 1, micro-batch 0, the task's loss\n"], marks=SLOW),
+        pytest.param("loss", "exit", ["report at step 1, cell 1, micro-batch 3, the task's loss\n"], marks=SLOW),
         pytest.param("data", "exit", ["worker 0 ended", "at step 2, reading the next mini-batch\n"], marks=SLOW),
     ],
 )
