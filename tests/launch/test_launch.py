@@ -503,7 +503,7 @@ def test_ranks_that_nobody_watches_end_by_themselves(command: Any, entry: str, w
     ends = [rank.end() for rank in ranks]
     assert time.monotonic() - begin < 1 + 2
     assert [code for code, _ in ends] == [1] * world_size
-    assert any("instruction r0.0 had not ended 1 s after the request to stop" in errors for _, errors in ends)
+    assert any("receive activation had not ended 1 s after the request to stop" in errors for _, errors in ends)
 
 
 def test_a_rank_that_still_looks_for_the_others_ends_when_asked_to(command: Any) -> None:
