@@ -25,7 +25,6 @@ class Position:
 
     Args:
         memory: `SIZE` bytes, zero at the beginning; None: memory of its own.
-        fields: to begin with; those of `FIELDS`.
 
     Attributes:
         step: number of the training step, counted from 1; None outside of steps.
@@ -36,10 +35,8 @@ class Position:
 
     SIZE = _NUMBER.size + _PLACE.size
 
-    def __init__(self, memory: Memory | None = None, **fields: int | str) -> None:
+    def __init__(self, memory: Memory | None = None) -> None:
         self._memory = bytearray(self.SIZE) if memory is None else memory
-        for name, value in fields.items():
-            setattr(self, name, value)
 
     def enter(self, cell: int | None, micro_batch: int | None, instruction: str | None) -> None:
         """Sets the instruction that runs, and no layer."""

@@ -161,7 +161,8 @@ def test_a_weight_that_was_not_finite_before_is_named() -> None:
 
 
 def test_data_that_are_not_finite_are_named() -> None:
-    where = Position(micro_batch=2)
+    where = Position()
+    where.enter(0, 2, "forward")
     watch = FiniteWatch(0, where)
     first = BuiltLayer(0, "first", nn.Identity())
     _, call, _ = watch.watched(0, (first, first.module, None))

@@ -166,13 +166,16 @@ class QueueTransport:
 class RecordingPosition(Position):
     """Records the computations among the engine's instructions."""
 
-    calls: list[Call]
+    def __init__(self, calls: list[Call]) -> None:
+        super().__init__()
+        self._calls = calls
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name == "instruction" and value and Op[value.upper()] in COMPUTE:
-            assert self.cell is not None and self.micro_batch is not None
-            self.calls.append(Call("compute", Instruction(Op[value.upper()], self.cell, self.micro_batch)))
+    def enter(self, cell: int | None, micro_batch: int | None, instruction: str | None) -> None:
+        super().enter(cell, micro_batch, instruction)
+        op = Op.__members__.get((instruction or "").upper())
+        if op in COMPUTE:
+            assert cell is not None and micro_batch is not None
+            self._calls.append(Call("compute", Instruction(op, cell, micro_batch)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -186,8 +189,7 @@ def test_the_engine_s_calls_are_those_that_were_checked(kind: str) -> None:
         layers, noise = build_all(small_model(False, 0.0)), NoiseSource(1, 0, CPU)
         numbers = cell_layers([len(part) for part in torch.arange(7).tensor_split(len(placement))])
         cells = [Cell(k, [layers[i] for i in n], noise) for k, n in enumerate(numbers) if placement[k] == worker]
-        where = RecordingPosition()
-        object.__setattr__(where, "calls", calls[worker])
+        where = RecordingPosition(calls[worker])
         transport = QueueTransport(queues, placement, calls[worker])
         engine = Pipeline(cells, placement, transport, token_loss, 1, CPU, where=where)
         micro_batches = mini_batch(0, 8, M)
