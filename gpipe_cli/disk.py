@@ -38,6 +38,11 @@ def writing(path: Path, advice: str = "") -> Iterator[None]:
         raise DiskError(cannot_write(path, error) + (f": {advice}" if advice else "")) from error
 
 
+def open_for_writing(path: Path, flags: int = os.O_WRONLY | os.O_TRUNC) -> int:
+    """Returns a descriptor of the file itself, made if it is not there; a symbolic link in its place is an OSError."""
+    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+
+
 def prepare_directory(directory: Path) -> None:
     """Makes a directory, and finds out whether a few small files can be written there and nowhere else.
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..disk import open_for_writing
 from .files import (
     DISCARDED,
     FORMAT,
@@ -42,7 +43,7 @@ from .files import (
 def write_json(path: Path, value: object) -> None:
     """Replaces ``path`` so that a kill leaves either the old content or the new."""
     temporary = with_suffix(path, ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
+    with os.fdopen(open_for_writing(temporary), "w", encoding="utf-8") as file:
         json.dump(value, file, indent=1)
         file.flush()
         os.fsync(file.fileno())

@@ -23,6 +23,7 @@ from gpipe_cli.checkpoint.compatibility import require_compatible
 from gpipe_cli.checkpoint.files import CheckpointInfo
 from gpipe_cli.config import LaunchConfig, Settings
 from gpipe_cli.disk import DiskError, writing
+from gpipe_cli.disk import explain as explain_disk
 from gpipe_cli.errors import ConfigurationError, PlainError
 from gpipe_cli.jobs import own_target, sweep, torchrun
 from gpipe_cli.jobs.devices import settle_workers
@@ -253,7 +254,7 @@ def _run_program(
     except Exception as error:
         if not settings.inline:
             raise
-        said = str(error) if isinstance(error, PlainError) else traceback.format_exc().rstrip()
+        said = str(error) if isinstance(error, PlainError) else explain_disk(error) or traceback.format_exc().rstrip()
         raise WorkerFailed(said) from error
 
 

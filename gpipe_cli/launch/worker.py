@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from gpipe_cli.disk import cannot_write
+from gpipe_cli.disk import cannot_write, open_for_writing
 from gpipe_cli.launch import report
 from gpipe_cli.launch.channel import WorkerChannel
 from gpipe_cli.launch.context import Context, call_entry
@@ -97,7 +97,7 @@ def redirect_output(log: Path) -> str | None:
     sys.stderr.flush()
     lost, nothing = None, os.open(os.devnull, os.O_RDWR)
     try:
-        output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        output = open_for_writing(log, os.O_WRONLY | os.O_APPEND)
     except OSError as error:
         lost, output = f"{cannot_write(log, error)}; the run goes on without it", nothing
     for source, number in ((nothing, 0), (output, 1), (output, 2)):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..disk import writing
+from ..disk import open_for_writing, writing
 
 
 class MetricsFile:
@@ -76,7 +76,7 @@ class MetricsFile:
 
 
 def _open(path: Path) -> io.FileIO:
-    return io.FileIO(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
+    return io.FileIO(open_for_writing(path, os.O_RDWR | os.O_APPEND), "r+")
 
 
 def _write_all(file: io.FileIO, content: bytes) -> None:
@@ -92,7 +92,8 @@ def write_whole(path: Path, text: str) -> None:
         OSError: the file cannot be written.
     """
     temporary = path.with_name(f"{path.name}.partial")
-    temporary.write_text(text, encoding="utf-8")
+    with os.fdopen(open_for_writing(temporary), "w", encoding="utf-8") as file:
+        file.write(text)
     temporary.replace(path)
 
 

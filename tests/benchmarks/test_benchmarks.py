@@ -30,6 +30,7 @@ SMALL = {
     "plan": "--quick debug=tiny pipeline.K=1 pipeline.workers=1",
     "cell_times": "--quick debug=tiny",
     "kills": "--quick --K 2",
+    "disks": "--quick",
     "images": "--quick",
     "corpus": "--quick --tokens 20000 --batches 2",
 }

@@ -173,6 +173,31 @@ def test_a_kill_at_any_point_of_saving_leaves_a_complete_checkpoint(
     assert save(run_dir, 3, layers).step == 3
 
 
+def test_everything_is_on_disk_before_a_checkpoint_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Holds the order that a crash of the machine needs: contents and folders first, then the name, then its folder."""
+    flushed: set[int] = set()
+    unflushed: list[Path] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        flushed.add(os.fstat(descriptor).st_ino)
+
+    def checked(path: Path, target: Path) -> Path:
+        unflushed.extend(inside for inside in (path, *path.rglob("*")) if inside.stat().st_ino not in flushed)
+        flushed.clear()
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(Path, "rename", checked)
+    checkpoint_commit.prepare_directory(tmp_path / "run", None)
+    assert {folder.stat().st_ino for folder in (tmp_path, tmp_path / "run")} <= flushed
+    save(tmp_path / "run", 1, make_layers())
+    assert unflushed == [] and (tmp_path / "run" / "checkpoints").stat().st_ino in flushed
+
+
 WRITES_FOR_EVER = """
 import sys
 from itertools import count

@@ -16,9 +16,10 @@ import pytest
 from inline_run import train_inline
 from small_disk import fill, small_disk
 
+from gpipe_cli.checkpoint.commit import write_json
 from gpipe_cli.disk import DiskError, cannot_write, explain, refuse_links, writing
 from gpipe_cli.metrics.board import Board
-from gpipe_cli.metrics.metrics_file import MetricsFile
+from gpipe_cli.metrics.metrics_file import MetricsFile, write_whole
 from gpipe_cli.terminal.train_log import TrainLog
 
 
@@ -74,6 +75,12 @@ def test_a_symbolic_link_is_never_written_through(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").symlink_to(outside)
     with pytest.raises(DiskError, match=r"m\.jsonl cannot be written: Too many levels of symbolic links"):
         MetricsFile(tmp_path / "m.jsonl", 0)
+    (tmp_path / "summary.json.partial").symlink_to(outside)
+    with pytest.raises(OSError, match="symbolic links"):
+        write_whole(tmp_path / "summary.json", "{}")
+    (tmp_path / "best.json.tmp").symlink_to(outside)
+    with pytest.raises(OSError, match="symbolic links"):
+        write_json(tmp_path / "best.json", {})
     assert outside.read_text() == "mine\n"
 
 
