@@ -244,7 +244,7 @@ def make_request(overrides: Sequence[str], folder: str | None = None) -> Request
     from gpipe_cli.jobs.devices import room_for_workers
     from gpipe_cli.jobs.job import resolve
     from gpipe_cli.jobs.own_target import complete
-    from gpipe_cli.planner.options import AUTO, Options, keys, with_enough_examples
+    from gpipe_cli.planner.options import AUTO, Options, keys, with_enough_examples, with_free_cut
     from gpipe_cli.terminal.hydra_errors import KNOWN, explain
 
     words = complete(overrides)
@@ -262,6 +262,8 @@ def make_request(overrides: Sequence[str], folder: str | None = None) -> Request
     options = Options.from_section(config.pop("plan"))
     options = replace(options, find_M=config["pipeline"]["M"] == AUTO)
     config, notes = with_enough_examples(config)
+    config, lines_on_cut = with_free_cut(config, options)
+    notes += lines_on_cut
     settings = Settings.from_config(config)
     if options.device is None:
         room = 1 if settings.launch.inline else room_for_workers(settings.pipeline)[0]

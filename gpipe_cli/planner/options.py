@@ -92,6 +92,16 @@ def _device_of(value: Any) -> str | Mapping[str, Any]:
     raise ConfigurationError(f"plan.device={value}: use a name such as h100, this, or figures in braces")
 
 
+def with_free_cut(config: dict[str, Any], options: Options) -> tuple[dict[str, Any], list[str]]:
+    """Returns the configuration without sizes of cells if other cells or layers are tried, and a line that says so."""
+    search = "plan.fit" if options.fit is not None else "plan.grow" if options.grow is not None else None
+    sizes = (config.get("pipeline") or {}).get("partition")
+    if search is None or not isinstance(sizes, list):
+        return config, []
+    pipeline = {**config["pipeline"], "partition": "min_max"}
+    return {**config, "pipeline": pipeline}, [f"{search} plans with pipeline.partition=min_max in place of {sizes}"]
+
+
 def with_enough_examples(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Returns a configuration that can be planned, and a line for the person where the mini-batch was made larger.
 

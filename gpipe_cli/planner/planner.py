@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
-from itertools import repeat
 
 from ..config import PipelineConfig, Settings
 from ..errors import ConfigurationError
 from ..factory.build import build_model, build_optimizer, build_task
 from ..factory.cut import Cut, cut_by_costs
-from ..partition.partition import cell_costs, partition
 from ..partition.sharing import Sharing, find_sharing
 from ..schedule.instruction import Instruction, ScheduleError
 from ..schedule.schedule import schedule
 from ..schedule.simulate import bubble_by_formula, simulate
+from .better_cut import better_cut
 from .cells import CellFacts, build_cells
 from .measure.measurement import Measurement, Measurements
 from .measure.optimizer_state import optimizer_state_bytes
@@ -189,25 +188,10 @@ class Planner:
         return max(seconds)
 
     def _better_cut(self, measured: Measurement, pipeline: PipelineConfig, cut: Cut) -> tuple[list[int] | None, float]:
-        """Returns the cut by these times and by how much its slowest worker is faster, as a share.
+        """Returns what `better_cut` finds by these times."""
 
-        None and 0 where that is less than 1 %, or where a run would refuse the cut because it separates layers that
-        share a weight.
-        """
-        times = self._times.costs(measured.layers, measured.loss)
-        sizes = partition(times, pipeline.K, "min_max")
-        try:
-            typed = replace(pipeline, partition=sizes)
-            other = cut_by_costs(self.builders, measured.costs, typed, pipeline.worker_count, self._sharing)
-        except ConfigurationError:
-            return None, 0.0
-        best = self._slowest_worker(times, other)
-        gain = self._slowest_worker(times, cut) / best - 1 if best else 0.0
-        return (sizes, gain) if gain >= 0.01 else (None, 0.0)
+        def cut_by_sizes(typed: PipelineConfig) -> Cut:
+            return cut_by_costs(self.builders, measured.costs, typed, pipeline.worker_count, self._sharing)
 
-    def _slowest_worker(self, times: Sequence[float], cut: Cut) -> float:
-        """Returns its seconds for one micro-batch in all its cells; ``times``: of each layer at speed 1."""
-        seconds = [0.0] * (max(cut.placement) + 1)
-        for cost, worker in zip(cell_costs(times, cut.sizes), cut.placement, strict=True):
-            seconds[worker] += cost
-        return max(second / speed for second, speed in zip(seconds, self.options.speeds or repeat(1.0), strict=False))
+        times = self._times.layers(measured.layers, measured.loss)
+        return better_cut(times, pipeline, cut, cut_by_sizes, self.options.speeds)

@@ -39,12 +39,12 @@ class TimeModel:
             self.measured[facts] = self.estimate(facts)
         return self.measured[facts]
 
-    def costs(self, layers: Sequence[LayerFacts], loss: LayerFacts | None) -> list[float]:
-        """Returns the seconds of forward and backward of each layer; those of the loss are added to the last."""
-        seconds = [self.layer(facts).total for facts in layers]
+    def layers(self, layers: Sequence[LayerFacts], loss: LayerFacts | None) -> list[LayerTimes]:
+        """Returns the times of each layer; those of the loss are added to the last."""
+        times = [self.layer(facts) for facts in layers]
         if loss is not None:
-            seconds[-1] += self.layer(loss).total
-        return seconds
+            times[-1] = cell_total(times[-1:], [self.layer(loss)])
+        return times
 
     def estimate(self, facts: LayerFacts) -> LayerTimes:
         """Returns the times of one layer, worked out."""

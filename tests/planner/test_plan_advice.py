@@ -10,7 +10,7 @@ import pytest
 from own_plan import OWN, planned
 from torch import nn
 
-from gpipe_cli.commands.plan import main
+from gpipe_cli.commands.plan import main, make_request
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.planner.plan import Plan
 
@@ -55,6 +55,25 @@ def test_with_several_cells_a_worker_the_slowest_worker_decides() -> None:
     split = ("pipeline.K=4", "pipeline.partition=[1,3,3,1]", "model.layers=8")
     assert planned(*OWN, *split, "pipeline.workers=4").better_cut == [2, 2, 2, 2]
     assert planned(*OWN, *split, "pipeline.workers=2").better_cut is None
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_the_better_cut_makes_the_step_shorter_where_the_last_worker_recomputes_nothing(schedule: str) -> None:
+    words = (*OWN, "pipeline.K=3", "model.layers=24", "pipeline.M=12", f"pipeline.schedule={schedule}")
+    even = planned(*words, "pipeline.partition=[8,8,8]")
+    if schedule == "gpipe":
+        assert even.better_cut is None  # every worker recomputes as much
+    else:
+        assert even.better_cut is not None and even.better_cut[-1] > 8
+        better = planned(*words, f"pipeline.partition={even.better_cut}".replace(" ", ""))
+        assert better.better_cut is None
+        assert better.step_seconds < even.step_seconds / 1.02
+
+
+def test_a_search_over_cells_puts_aside_an_experiment_s_sizes() -> None:
+    request = make_request([*OWN, "pipeline.K=2", "pipeline.partition=[1,5]", "plan.fit=1GB"])
+    assert request.notes == ["plan.fit plans with pipeline.partition=min_max in place of [1, 5]"]
+    assert request.settings.pipeline.partition == "min_max"
 
 
 @pytest.mark.parametrize(("average", "told"), [("0.9", ", average"), ("null", "")])

@@ -152,7 +152,7 @@ class Measurements:
             return profiled_costs(self._builders, values, self._settings, self._here, notes.append)
 
     def _worked_out_costs(self, layers: Sequence[LayerFacts], loss: LayerFacts | None) -> list[LayerCost]:
-        seconds = self._times.costs(layers, loss)
+        seconds = [times.total for times in self._times.layers(layers, loss)]
         return [
             LayerCost(builder.name, facts.parameter_count, None, None, cost)
             for builder, facts, cost in zip(self._builders, layers, seconds, strict=True)

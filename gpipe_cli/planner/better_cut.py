@@ -1,0 +1,97 @@
+"""Finds the cut whose slowest worker is fastest, by the times of layers and by what the schedule recomputes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise, repeat
+
+from ..config import PipelineConfig
+from ..errors import ConfigurationError
+from ..factory.cut import Cut
+from ..partition.layer_times import LayerTimes
+from ..partition.partition import partition
+from ..schedule.instruction import Op
+from ..schedule.schedule import schedule
+
+LEAST_GAIN = 0.01
+
+
+def better_cut(
+    times: Sequence[LayerTimes],
+    pipeline: PipelineConfig,
+    cut: Cut,
+    cut_by_sizes: Callable[[PipelineConfig], Cut],
+    speeds: Sequence[float] | None,
+) -> tuple[list[int] | None, float]:
+    """Returns the sizes of the better cut's cells, and by how much its slowest worker is faster, as a share.
+
+    None and 0 where that is less than `LEAST_GAIN`, or where a run would refuse the cut because it separates layers
+    that share a weight.
+
+    Args:
+        times: of each layer; those of the loss in the last.
+        cut_by_sizes: makes the cut of a section with sizes as its `partition`, or raises ConfigurationError.
+        speeds: of each worker; None: all 1.
+    """
+    sizes = fastest_sizes(times, recomputed_shares(pipeline, cut.placement), len(set(cut.placement)))
+    try:
+        other = cut_by_sizes(replace(pipeline, partition=sizes))
+    except ConfigurationError:
+        return None, 0.0
+    best = _slowest_worker(times, pipeline, other, speeds)
+    gain = _slowest_worker(times, pipeline, cut, speeds) / best - 1 if best else 0.0
+    return (sizes, gain) if gain >= LEAST_GAIN else (None, 0.0)
+
+
+def recomputed_shares(pipeline: PipelineConfig, placement: Sequence[int]) -> list[float]:
+    """Returns the share of the micro-batches that each cell recomputes."""
+    recomputed = [0] * len(placement)
+    for instructions in schedule(pipeline.schedule, tuple(placement), pipeline.M, pipeline.remat):
+        for instruction in instructions:
+            recomputed[instruction.cell] += instruction.op is Op.RECOMPUTE
+    return [count / pipeline.M for count in recomputed]
+
+
+def fastest_sizes(times: Sequence[LayerTimes], recomputed: Sequence[float], workers: int) -> list[int]:
+    """Returns the layers of each cell, of the cut whose slowest cell is fastest.
+
+    With a cell for each worker the last one may recompute less than the others, as under 1f1b, and then takes more
+    layers. With several cells for each worker all count as the first.
+    """
+    K = len(recomputed)
+    others, last = (_seconds(times, share) for share in (recomputed[0], recomputed[-1]))
+    if K == 1 or workers < K or recomputed[0] == recomputed[-1]:
+        return partition(others, K, "min_max")
+
+    def cut_before(start: int) -> list[int]:
+        return [*partition(others[:start], K - 1, "min_max"), len(times) - start]
+
+    def slowest(start: int) -> tuple[float, float]:
+        """Returns the seconds of the slowest cell before `start`, and of the last cell."""
+        ends = [0]
+        for size in cut_before(start)[:-1]:
+            ends.append(ends[-1] + size)
+        return max(sum(others[a:b]) for a, b in pairwise(ends)), sum(last[start:])
+
+    low, high = K - 1, len(times) - 1  # the first start from which the cells before are the slower ones
+    while low < high:
+        middle = (low + high) // 2
+        before, after = slowest(middle)
+        low, high = (low, middle) if before >= after else (middle + 1, high)
+    return cut_before(min(range(max(K - 1, low - 1), low + 1), key=lambda start: max(slowest(start))))
+
+
+def _seconds(times: Sequence[LayerTimes], recomputed: float) -> list[float]:
+    return [layer.total + recomputed * layer.recompute for layer in times]
+
+
+def _slowest_worker(
+    times: Sequence[LayerTimes], pipeline: PipelineConfig, cut: Cut, speeds: Sequence[float] | None
+) -> float:
+    """Returns its seconds for one micro-batch in all its cells."""
+    seconds = [0.0] * (max(cut.placement) + 1)
+    shares = recomputed_shares(pipeline, cut.placement)
+    for layers, worker, share in zip(cut.layers, cut.placement, shares, strict=True):
+        seconds[worker] += sum(_seconds([times[layer] for layer in layers], share))
+    return max(second / speed for second, speed in zip(seconds, speeds or repeat(1.0), strict=False))
