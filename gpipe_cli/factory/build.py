@@ -1,6 +1,7 @@
 """Makes the objects that the configuration names by `_target_`: model, data source, task, optimizer, lr schedule.
 
-The only place where a `_target_` is instantiated.
+The only place where a `_target_` is instantiated. It draws from generators seeded by the run's seed and the section, so
+that what it makes is the same in every process and in every run.
 """
 
 from __future__ import annotations
@@ -15,22 +16,23 @@ from hydra.utils import get_object, instantiate
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..config import PrecisionConfig
+from ..config import FREE_FORM, PrecisionConfig
 from ..data.source import Source
 from ..errors import ConfigurationError
 from ..layers import LayerBuilder
+from ..pipeline.randomness import SECTION, seeded
 from ..tasks.base import Task
 from .checked_task import CheckedTask
 from .target_errors import explain
 
 
-def build_model(section: Mapping[str, Any]) -> list[LayerBuilder]:
+def build_model(section: Mapping[str, Any], seed: int = 0) -> list[LayerBuilder]:
     """Calls ``model._target_`` with the section's other keys and returns its layers.
 
     Raises:
         ConfigurationError: it failed, or did not return a list of `LayerBuilder`s with distinct names.
     """
-    model = _instantiate("model", section)
+    model = _instantiate("model", section, seed)
     if not isinstance(model, Sequence) or not model or not all(isinstance(layer, LayerBuilder) for layer in model):
         raise ConfigurationError(
             f"model._target_={section['_target_']} must return a non-empty list of gpipe_cli.layers.LayerBuilder, "
@@ -51,16 +53,18 @@ def build_source(section: Mapping[str, Any], seed: int) -> Source:
     """
     if "seed" not in section and "seed" in _parameters(section):
         section = {**section, "seed": seed}
-    return cast(Source, _with_methods("data", section, ("train", "evaluation")))
+    return cast(Source, _with_methods("data", section, seed, ("train", "evaluation")))
 
 
-def build_task(section: Mapping[str, Any]) -> Task:
+def build_task(section: Mapping[str, Any], seed: int = 0) -> Task:
     """Makes ``task._target_``, loss and metrics; what they return is checked at every call."""
-    task = _with_methods("task", section, ("weight", "loss", "evaluate", "summarize"))
+    task = _with_methods("task", section, seed, ("weight", "loss", "evaluate", "summarize"))
     return cast(Task, CheckedTask(cast(Task, task), section["_target_"]))
 
 
-def build_optimizer(section: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+def build_optimizer(
+    section: Mapping[str, Any], parameters: Sequence[nn.Parameter], seed: int = 0
+) -> torch.optim.Optimizer:
     """Makes ``optimizer._target_`` over this worker's parameters; without any it does nothing.
 
     The key ``decay_only`` is not the optimizer's: with ``matrices``, ``weight_decay`` applies to parameters of two or
@@ -73,7 +77,7 @@ def build_optimizer(section: Mapping[str, Any], parameters: Sequence[nn.Paramete
     """
     own = {key: value for key, value in section.items() if key != "decay_only"}
     groups = _groups(section, list(parameters) or [nn.Parameter(torch.zeros(1))])
-    optimizer = cast(torch.optim.Optimizer, _instantiate("optimizer", own, groups))
+    optimizer = cast(torch.optim.Optimizer, _instantiate("optimizer", own, seed, groups))
     closure = signature(optimizer.step).parameters.get("closure")
     if (closure is not None and closure.default is closure.empty) or isinstance(optimizer, torch.optim.SparseAdam):
         raise ConfigurationError(
@@ -97,13 +101,14 @@ def _groups(section: Mapping[str, Any], parameters: list[nn.Parameter]) -> list[
     ]
 
 
-def build_lr_schedule(section: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> LRScheduler:
+def build_lr_schedule(section: Mapping[str, Any], optimizer: torch.optim.Optimizer, seed: int = 0) -> LRScheduler:
     """Makes ``lr_schedule._target_``, the learning rate over the steps.
 
     Raises:
         ConfigurationError: it is no learning rate schedule, does not take its keys, or its `step` needs an argument.
     """
-    made = _with_methods("lr_schedule", section, ("step", "get_last_lr", "state_dict", "load_state_dict"), optimizer)
+    methods = ("step", "get_last_lr", "state_dict", "load_state_dict")
+    made = _with_methods("lr_schedule", section, seed, methods, optimizer)
     lr_schedule = cast(LRScheduler, made)
     needed = [name for name, given in signature(lr_schedule.step).parameters.items() if given.default is given.empty]
     if needed:
@@ -127,9 +132,10 @@ def build_autocast(precision: PrecisionConfig, device: torch.device) -> Callable
     return lambda: torch.autocast(device.type, dtype, cache_enabled=False)
 
 
-def _instantiate(key: str, section: Mapping[str, Any], *arguments: object) -> Any:
+def _instantiate(key: str, section: Mapping[str, Any], seed: int, *arguments: object) -> Any:
     try:
-        return instantiate(dict(section), *arguments, _convert_="all")
+        with seeded(SECTION, seed, FREE_FORM.index(key)):
+            return instantiate(dict(section), *arguments, _convert_="all")
     except ConfigurationError:
         raise
     except Exception as error:
@@ -144,8 +150,10 @@ def _parameters(section: Mapping[str, Any]) -> Collection[str]:
         return ()
 
 
-def _with_methods(key: str, section: Mapping[str, Any], methods: Sequence[str], *arguments: object) -> object:
-    made = _instantiate(key, section, *arguments)
+def _with_methods(
+    key: str, section: Mapping[str, Any], seed: int, methods: Sequence[str], *arguments: object
+) -> object:
+    made = _instantiate(key, section, seed, *arguments)
     missing = [name for name in methods if not callable(getattr(made, name, None))]
     if missing:
         raise ConfigurationError(f"{key}._target_={section['_target_']} has no method {', '.join(missing)}")

@@ -120,7 +120,7 @@ def profiled_costs(
         say(f"profile of {len(known)} layers from {kept.path}; remove the file to measure anew")
         return known
     began = time.perf_counter()
-    autocast, task = build_autocast(settings.precision, device), build_task(settings.task)
+    autocast, task = build_autocast(settings.precision, device), build_task(settings.task, settings.seed)
     targets = tuple(tensor.to(device) for tensor in micro_batch[1])
     costs = profile_layers(
         builders, micro_batch[0], device, autocast, lambda outputs: task.loss(outputs, targets)[0], targets

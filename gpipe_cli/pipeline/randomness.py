@@ -1,21 +1,23 @@
 """Seeds every random number of a run by its purpose.
 
-Weights come from (seed, layer); dropout and drop path from (seed, step, replica, micro-batch, layer). So they do not
-depend on K, on the worker or on earlier random numbers, and recompute (paper, section 2.3) draws the same numbers again
-without any stored generator state.
+What a `_target_` makes comes from (seed, section), initial weights from (seed, layer), dropout and drop path from
+(seed, step, replica, micro-batch, layer). So they do not depend on K, on the worker or on earlier random numbers, and
+recompute (paper, section 2.3) draws the same numbers again without any stored generator state.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from hashlib import blake2b
 from struct import pack, unpack
 
+import numpy as np
 import torch
 from torch import Tensor
 
-WEIGHTS, NOISE = 1, 2  # purposes of a seed, so that the two never coincide
+WEIGHTS, NOISE, SECTION = 1, 2, 3  # purposes of a seed, so that no two coincide
 _TOGETHER = 8  # seeds of eight bytes in the longest digest of blake2b
 
 
@@ -26,11 +28,24 @@ def derive_seed(*numbers: int) -> int:
 
 
 @contextmanager
-def weights_of_layer(seed: int, layer: int) -> Iterator[None]:
-    """Seeds the CPU's generator for the initial weights of layer number ``layer``; restores it afterwards."""
+def seeded(*numbers: int) -> Iterator[None]:
+    """Seeds the default generators of torch's CPU, numpy and Python by these numbers; restores them afterwards."""
+    seed = derive_seed(*numbers)
+    of_python, of_numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(derive_seed(WEIGHTS, seed, layer))
-        yield
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
+
+
+def weights_of_layer(seed: int, layer: int) -> AbstractContextManager[None]:
+    """Returns the context in which layer number ``layer`` is built: `seeded` for its initial weights."""
+    return seeded(WEIGHTS, seed, layer)
 
 
 def generator_states(device: torch.device) -> tuple[Tensor, ...]:

@@ -49,7 +49,7 @@ class Planner:
 
     def __init__(self, settings: Settings, options: Options, say: Say = say_nothing) -> None:
         self.settings, self.options = settings, options
-        self.builders = build_model(settings.model)
+        self.builders = build_model(settings.model, settings.seed)
         most_cells = settings.pipeline if options.fit is None else replace(settings.pipeline, K=len(self.builders))
         measured = replace(settings, pipeline=self._with_workers(most_cells))
         self.device = options.device or measure_device(measured.pipeline)
@@ -57,7 +57,7 @@ class Planner:
         if options.device is not None:
             self._times = TimeModel(self.device, options.efficiency, options.bandwidth_efficiency)
         self._kernels = self.device.kernels if options.kernels == "auto" else options.kernels
-        task = build_task(settings.task)
+        task = build_task(settings.task, settings.seed)
         self._measurements = Measurements(measured, options, self.builders, task, self._times, self._kernels, say)
         self._state_bytes = cache(partial(optimizer_state_bytes, partial(build_optimizer, settings.optimizer)))
 

@@ -123,7 +123,7 @@ def assemble_model(context: Context, settings: Settings, world: World, task: Tas
     """
     pipeline = settings.pipeline
     with context.where.doing("listing the model's layers"):
-        builders = build_model(settings.model)
+        builders = build_model(settings.model, settings.seed)
     refuse_more_cells_than_layers(len(builders), pipeline)  # before a corpus is prepared, which takes minutes
     with context.where.doing("preparing the data"):
         source = open_source(settings, world, journal, context.stop_requested, context.emit)
@@ -199,7 +199,7 @@ def assemble_from_checkpoint(context: Context, config: Mapping[str, Any]) -> Ass
     world = start_worker(context, settings)
     info = open_checkpoint(Path(config["checkpoint"]))
     journal = _WithoutCells(context.run_dir, context.emit, world.rank == 0)
-    assembly = assemble_model(context, settings, world, build_task(settings.task), journal)
+    assembly = assemble_model(context, settings, world, build_task(settings.task, settings.seed), journal)
     require_same_model(info, assembly.layout.layers, [])
     load_weights(info, assembly.cells, [], settings.trainer.average is not None)
     for cell in assembly.cells:

@@ -23,6 +23,7 @@ from ..launch.context import Context
 from ..metrics.journal import Journal
 from .assembly import Assembly, assemble_model, start_worker
 from .data_source import count_defects
+from .equal_replicas import require_equal_replicas
 from .loop import Trainer
 from .training import assemble_training
 
@@ -48,7 +49,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     resumed = None if settings.checkpoint.resume is None else open_checkpoint(Path(settings.checkpoint.resume))
     if world.rank == 0:
         refuse_another_run(context.run_dir, resumed)
-    task = build_task(settings.task)
+    task = build_task(settings.task, settings.seed)
     build_lr_schedule(settings.lr_schedule, build_optimizer(settings.optimizer, []))  # refused before data is prepared
     journal = Journal(
         context.run_dir,
@@ -70,6 +71,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
         with writing(folder := vocabulary_folder(context.run_dir)):
             keep_vocabularies(folder)  # so that the run translates without its data
     trainer = assemble_training(context, config, assembly, journal, resumed)
+    require_equal_replicas(world, assembly.cells)
     journal.open(0 if resumed is None else resumed.step)
     trainer.run()
     summary = summarize(trainer, assembly, config)

@@ -125,8 +125,9 @@ def transfer(
 def make_updater(settings: Settings, world: World, cells: Sequence[Cell]) -> Updater:
     """Makes optimizer, learning rate schedule and weight average of this worker's cells."""
     average = None if settings.trainer.average is None else WeightAverage(cells, settings.trainer.average)
-    optimizer = build_optimizer(settings.optimizer, [parameter for cell in cells for _, parameter in cell.parameters()])
-    lr_schedule = build_lr_schedule(settings.lr_schedule, optimizer)
+    parameters = [parameter for cell in cells for _, parameter in cell.parameters()]
+    optimizer = build_optimizer(settings.optimizer, parameters, settings.seed)
+    lr_schedule = build_lr_schedule(settings.lr_schedule, optimizer, settings.seed)
     # The schedule also counts a step whose update is skipped; torch warns when that is the very first.
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
     return Updater(cells, optimizer, lr_schedule, average, world.replica_group, settings.trainer.gradient_clip)

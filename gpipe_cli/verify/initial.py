@@ -21,7 +21,7 @@ def expected_weights(settings: Settings) -> Load:
     if config.init_from is None:
         return lambda layer: {}
     info = open_checkpoint(Path(config.init_from))
-    names = [builder.name for builder in build_model(settings.model)]
+    names = [builder.name for builder in build_model(settings.model, settings.seed)]
 
     def taken(layer: int) -> dict[str, Tensor]:
         name = names[layer]

@@ -174,7 +174,7 @@ class PlainModel:
     @torch.no_grad()
     def build(self, cell: Sequence[int], load: Load = lambda layer: {}) -> _Built:
         """Builds the layers of a cell, each under its own seed, with the weights and buffers that ``load`` returns."""
-        builders, layers = build_model(self._settings.model), []
+        builders, layers = build_model(self._settings.model, self._settings.seed), []
         for index in cell:
             with weights_drawn(self._settings.seed, index):
                 module = builders[index].build()

@@ -150,7 +150,7 @@ class Verification:
         self._settings = dataclasses.replace(settings, trainer=trainer)
         self._journal = _Quiet(context.run_dir, context.emit, world.rank == 0)
         self._spill = Spill(context.run_dir / "verify")
-        task = build_task(settings.task)
+        task = build_task(settings.task, settings.seed)
         self._assembly = assemble_model(context, self._settings, world, task, self._journal)
         world.broadcast(self._require_room)
         self._watch = RunWatch(self._assembly, context.where, self._spill)
