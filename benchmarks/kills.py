@@ -1,9 +1,11 @@
 """Kills workers of one run at random moments, one at a time, and compares its end with that of an undisturbed run.
 
-The run is `gpipe-train debug=tiny` with a worker for each cell, a checkpoint after each step and `launch.restarts`. A
-worker drawn at random gets SIGKILL: while the workers start (`starting`), during a step or an evaluation (`training`),
-or while a checkpoint is being written (`saving`). At the end all tensors of the last checkpoints (weights, buffers,
-optimizer states) and all losses must agree bit for bit; otherwise the exit code is 1.
+The run trains a tiny model with dropout and Adam on a worker for each cell, with a checkpoint after each step and
+`launch.restarts`. A worker drawn at random gets SIGKILL: while the workers start (`starting`), during a step or an
+evaluation (`training`), or while a checkpoint is being written (`saving`). The kills are spread over the steps: where
+the run lags behind, the next kill waits for the checkpoint that is due, and where it is ahead, the next comes while the
+workers start. At the end all tensors of the last checkpoints (weights, buffers, optimizer states) and all losses must
+agree bit for bit; otherwise the exit code is 1.
 """
 
 from __future__ import annotations
@@ -20,18 +22,69 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from benchmarks.common import Row, parser, report
 from gpipe_cli.checkpoint.choose import latest
+from gpipe_cli.checkpoint.files import step_directories, step_of
+from gpipe_cli.data.source import Batch
+from gpipe_cli.layers import LayerBuilder
+from gpipe_cli.micro_batch import MicroBatch
 
 POLL_SECONDS = 0.002
 PATIENCE_SECONDS = 300.0
-TRAIN = (sys.executable, "-m", "gpipe_cli.commands.train", "debug=tiny", "model.dropout=0.1", "task.generation=null")
-LEAVE_OUT = ("logging.tensorboard=false", "trainer.samples=0", "trainer.evaluate_first=false")
+TRAIN = (sys.executable, "-m", "gpipe_cli.commands.train", "model._target_=benchmarks.kills.layers")
+MORE = ("data._target_=benchmarks.kills.Points", "task=classification", "lr_schedule=constant", "trainer.samples=0")
+LEAVE_OUT = ("logging.tensorboard=false", "trainer.evaluate_first=false")
+WIDTH, DEPTH = 16, 8
+
+
+def layers() -> list[LayerBuilder]:
+    """Returns a small network with dropout."""
+    hidden = [LayerBuilder(f"hidden_{i}", partial(_hidden, WIDTH)) for i in range(DEPTH)]
+    return [*hidden, LayerBuilder("last", partial(nn.Linear, WIDTH, 2))]
+
+
+def _hidden(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.1), Slow())
+
+
+class Slow(nn.Module):
+    """Makes steps so long that a kill can hit each part of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.003)
+        return x
+
+
+class Points:
+    """Makes mini-batches of random points, labelled by the sign of their sum."""
+
+    def __init__(self, batch_size: int) -> None:
+        self._size = batch_size
+
+    def train(self, position: int | None, M: int, replica: int, replicas: int) -> Iterator[Batch]:
+        """Yields mini-batches without end."""
+        number = position or 0
+        while True:
+            micro_batches = self._make(number, M * replicas)[replica * M : (replica + 1) * M]
+            number += 1
+            yield Batch(micro_batches, number)
+
+    def evaluation(self, M: int) -> Iterator[Batch]:
+        """Yields one mini-batch."""
+        yield Batch(self._make(-1, M), 0)
+
+    def _make(self, number: int, pieces: int) -> list[MicroBatch]:
+        points = torch.randn(self._size, WIDTH, generator=torch.Generator().manual_seed(number + 1))
+        labels = (points.sum(1) > 0).long()
+        cut = zip(points.tensor_split(pieces), labels.tensor_split(pieces), strict=True)
+        return [((x,), (y,)) for x, y in cut]
 
 
 @dataclass
@@ -53,37 +106,44 @@ class Victim:
     def restarts(self) -> int:
         return len(_lines(self.run_dir / "restarts.jsonl"))
 
-    def from_step(self) -> int:
-        """Returns the step from which the last start continued."""
-        records = _lines(self.run_dir / "restarts.jsonl")
-        return int(json.loads(records[-1])["from_step"]) if records else 0
-
     def workers(self) -> list[int]:
-        """Returns the process ids of the workers: the children of the command's child."""
-        return [worker for starter in _children(self.command.pid) for worker in _children(starter)]
+        """Returns the process ids of the workers: the forks of the command's child; none before there are two."""
+        starters = _children(self.command.pid)
+        forks = [child for starter in starters for child in _children(starter) if _words(child) == _words(starter)]
+        return forks if len(forks) > 1 else []  # one alone may be about to become another program
 
-    def kill_once(self, moment: str) -> bool:
-        """Kills one worker at a random time in ``moment`` and waits for the restart; False when the run has ended."""
+    def kill_once(self, moment: str, due: int) -> bool:
+        """Kills one worker at a random time in ``moment`` and waits for the restart; False when the run has ended.
+
+        Args:
+            due: the step of whose checkpoint the kill waits, unless the moment is "starting".
+        """
         began, before = time.time(), self.restarts()
         if not self._wait(lambda: bool(self.workers())):
             return False
         if moment == "starting":
             time.sleep(self.random.uniform(0, self.starting_seconds))
         else:
-            if not self._wait(lambda: self._has_trained(began)):
+            if not self._wait(lambda: self.saved_step() >= due):
                 return False
             self.starting_seconds = time.time() - began
-            time.sleep(self.random.uniform(0, 0.2))
+            time.sleep(self.random.uniform(0, 0.1))
             if moment == "saving" and not self._wait(lambda: any(self.run_dir.glob("checkpoints/*.partial"))):
                 return False
-        with contextlib.suppress(ProcessLookupError, IndexError):  # the run has just ended or started again
-            os.kill(self.random.choice(self.workers()), signal.SIGKILL)
-        return self._wait(lambda: self.restarts() > before)
+        return self._wait(self._kill_one) and self._wait(lambda: self.restarts() > before)
 
-    def _has_trained(self, began: float) -> bool:
-        """Returns whether a step was recorded since the last start."""
-        metrics = self.run_dir / "metrics.jsonl"
-        return metrics.exists() and metrics.stat().st_mtime > began and len(_lines(metrics)) > self.from_step()
+    def _kill_one(self) -> bool:
+        """Kills a worker; False where there is none."""
+        workers = self.workers()
+        with contextlib.suppress(ProcessLookupError):
+            if workers:
+                os.kill(self.random.choice(workers), signal.SIGKILL)
+        return bool(workers)
+
+    def saved_step(self) -> int:
+        """Returns the step of the newest checkpoint."""
+        saved = step_directories(self.run_dir)
+        return step_of(saved[-1]) if saved else 0
 
     def _wait(self, condition: Callable[[], bool]) -> bool:
         deadline = time.monotonic() + PATIENCE_SECONDS
@@ -108,13 +168,23 @@ def _children(process: int) -> list[int]:
         return []
 
 
+def _words(process: int) -> bytes:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 def train(run_dir: Path, K: int, steps: int, *words: str) -> subprocess.Popen[bytes]:
     """Starts the run in ``run_dir``; its output goes to a file there."""
     run_dir.mkdir(parents=True)
     common = [f"pipeline.K={K}", f"pipeline.workers={K}", f"trainer.steps={steps}", f"hydra.run.dir={run_dir}"]
     often = [f"trainer.evaluate_every={max(1, steps // 20)}", "checkpoint.every=1", "checkpoint.keep=1"]
     with (run_dir / "output").open("wb") as output:
-        return subprocess.Popen([*TRAIN, *LEAVE_OUT, *common, *often, *words], stdout=output, stderr=output)
+        path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONPATH": path}
+        words = (*TRAIN, *MORE, *LEAVE_OUT, *common, *often, *words)
+        return subprocess.Popen(words, stdout=output, stderr=output, env=environment)
 
 
 def disturb(run_dir: Path, K: int, steps: int, kills: int, seed: int) -> Counter[str]:
@@ -123,9 +193,10 @@ def disturb(run_dir: Path, K: int, steps: int, kills: int, seed: int) -> Counter
     with train(run_dir, K, steps, f"launch.restarts={2 * kills}") as command:
         victim = Victim(command, run_dir, random.Random(seed))
         while sum(done.values()) < kills:
-            ahead = victim.from_step() / steps > sum(done.values()) / kills
-            moment = "starting" if ahead else victim.random.choice(("training", "saving"))
-            if not victim.kill_once(moment):
+            due = steps * sum(done.values()) // kills
+            ahead = victim.saved_step() > due + 1
+            moment = "starting" if ahead else victim.random.choice(("starting", "training", "saving"))
+            if not victim.kill_once(moment, due):
                 break
             done[moment] += 1
     if command.returncode != 0:
