@@ -37,6 +37,7 @@ from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.micro_batch import MicroBatch
 
 POLL_SECONDS = 0.002
+STARTING_SECONDS = 3.0
 PATIENCE_SECONDS = 300.0
 TRAIN = (sys.executable, "-m", "gpipe_cli.commands.train", "model._target_=benchmarks.kills.layers")
 MORE = ("data._target_=benchmarks.kills.Points", "task=classification", "lr_schedule=constant", "trainer.samples=0")
@@ -95,13 +96,11 @@ class Victim:
         command: the process of gpipe-train.
         run_dir: of the run.
         random: draws the moments and the workers.
-        starting_seconds: that the last start took until its first step.
     """
 
     command: subprocess.Popen[bytes]
     run_dir: Path
     random: random.Random
-    starting_seconds: float = 2.0
 
     def restarts(self) -> int:
         return len(_lines(self.run_dir / "restarts.jsonl"))
@@ -118,15 +117,15 @@ class Victim:
         Args:
             due: the step of whose checkpoint the kill waits, unless the moment is "starting".
         """
-        began, before = time.time(), self.restarts()
+        before, saved = self.restarts(), self.saved_step()
         if not self._wait(lambda: bool(self.workers())):
             return False
         if moment == "starting":
-            time.sleep(self.random.uniform(0, self.starting_seconds))
+            end = time.monotonic() + self.random.uniform(0, STARTING_SECONDS)
+            self._wait(lambda: time.monotonic() > end or self.saved_step() > saved)
         else:
             if not self._wait(lambda: self.saved_step() >= due):
                 return False
-            self.starting_seconds = time.time() - began
             time.sleep(self.random.uniform(0, 0.1))
             if moment == "saving" and not self._wait(lambda: any(self.run_dir.glob("checkpoints/*.partial"))):
                 return False

@@ -175,8 +175,8 @@ def decay_of_biases() -> Patch:
 def momentum_of_another_optimizer() -> Patch:
     """Makes the trainer's optimizer with a beta of 0.8 instead of 0.9."""
 
-    def other(make: Any, section: Any, every: Any) -> Any:
-        return make({**section, "betas": [0.8, 0.98]}, every)
+    def other(make: Any, section: Any, *others: Any) -> Any:
+        return make({**section, "betas": [0.8, 0.98]}, *others)
 
     from gpipe_cli.trainer import training
 

@@ -7,12 +7,14 @@ schedules of torch itself are taken from torch.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -37,13 +39,18 @@ def noise_seed(seed: int, step: int, replica: int, micro_batch: int, layer: int)
 
 @contextmanager
 def weights_drawn(seed: int, layer: int) -> Iterator[None]:
-    """Seeds torch's generator on the CPU for the initial weights of a layer; restores it afterwards."""
-    before = torch.get_rng_state()
-    torch.manual_seed(int.from_bytes(_digest((1, seed, layer), 8), "little") // 2)
+    """Seeds the generators of torch's CPU, numpy and Python for a layer's initial weights; restores them afterwards."""
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    number = int.from_bytes(_digest((1, seed, layer), 8), "little") // 2
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number % 2**32)
     try:
         yield
     finally:
-        torch.set_rng_state(before)
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        np.random.set_state(before[2])
 
 
 # -- learning rate -----------------------------------------------------------------------------------------------------
