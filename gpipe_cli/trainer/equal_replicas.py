@@ -44,5 +44,5 @@ def fingerprint(module: nn.Module) -> str:
     checksum = blake2b(digest_size=16)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         checksum.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
-        checksum.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        checksum.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return checksum.hexdigest()
