@@ -170,7 +170,8 @@ def measure(
 
 def measured_timeline(step: EngineStep, K: int) -> Timeline:
     """Returns the timeline of the latest step, from the meters of all workers."""
-    recordings = from_zero([Recording(spans, []) for spans in of_all_workers(step.engine.meter.spans, K)])
+    everyone = of_all_workers(Recording(step.engine.meter.spans, []).as_json(), K)
+    recordings = from_zero([Recording.from_json(rows) for rows in everyone])
     return Timeline([recording.spans for recording in recordings], tuple(range(K)))
 
 

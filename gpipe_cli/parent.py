@@ -1,10 +1,9 @@
-"""Ends a process with the one that started it. ``python -m gpipe_cli.parent PID MODULE …`` runs a module that way."""
+"""Starts Python processes that end with the one that started them."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import runpy
 import signal
 import sys
 import threading
@@ -47,12 +46,11 @@ def _watch_parent(parent: int) -> None:
             os._exit(1)
 
 
-def module_command(module: str, *arguments: str) -> list[str]:
-    """Returns the command line of a module's `main` that ends with this process, from its first moment on."""
-    return [sys.executable, "-m", __name__, str(os.getpid()), module, *arguments]
+def child_command(code: str) -> list[str]:
+    """Returns the command line of a Python process that ends with this one, from its first moment on, and runs ``code``.
 
-
-if __name__ == "__main__":
-    die_with_parent(int(sys.argv[1]))
-    del sys.argv[:2]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    It has this process's import path, whatever way this one was started (console script, -m, a clone on PYTHONPATH).
+    Python's own would begin with the working directory, where others may write.
+    """
+    start = f"import sys; sys.path[:] = {sys.path!r}; from gpipe_cli.parent import die_with_parent; "
+    return [sys.executable, "-c", f"{start}die_with_parent({os.getpid()}); {code}"]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
 from gpipe_cli.distributed.exchange import Exchange
-
-Value = TypeVar("Value")
+from gpipe_cli.distributed.values import all_gather_json
 
 START_AHEAD = 0.05  # seconds from the exchange to the common start
 
@@ -65,9 +64,6 @@ def typical(seconds: Sequence[float] | None) -> float | None:
     return statistics.median(seconds) if seconds else None
 
 
-def of_all_workers(value: Value, workers: int) -> list[Value]:
-    """Returns every worker's ``value``, in the order of the ranks, on all of them."""
-    values = [value] * workers
-    if workers > 1:
-        dist.all_gather_object(values, value)
-    return values
+def of_all_workers(value: Any, workers: int) -> list[Any]:
+    """Returns every worker's ``value``, in the order of the ranks, on all of them, as JSON keeps it."""
+    return all_gather_json(value, dist.group.WORLD if workers > 1 else None)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,8 @@ import torch.distributed as dist
 from ..errors import ConfigurationError
 from ..gpus import count_gpus
 from ..launch.context import GROUP_TIMEOUT_SECONDS, Context
-
-Value = TypeVar("Value")
+from ..launch.mailboxes import LOCAL
+from .values import all_gather_json, broadcast_json
 
 CPU = "cpu"  # the identity of a device that is not a GPU
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -69,20 +69,13 @@ class World:
         """Returns the rank of a worker of this replica."""
         return self.replica * self.workers + worker
 
-    def broadcast(self, make: Callable[[], Value]) -> Value:
-        """Calls ``make`` on rank 0 and returns its result on every rank."""
-        value = [make() if self.rank == 0 else None]
-        if self.all_ranks is not None:
-            dist.broadcast_object_list(value, src=0, group=self.all_ranks, device=torch.device("cpu"))
-        return cast(Value, value[0])
+    def broadcast(self, make: Callable[[], Any]) -> Any:
+        """Calls ``make`` on rank 0 and returns its result on every rank, as JSON keeps it."""
+        return broadcast_json(make() if self.rank == 0 else None, self.all_ranks)
 
-    def all_gather(self, value: Value) -> list[Value]:
-        """Returns every rank's ``value``, in rank order, on every rank."""
-        if self.all_ranks is None:
-            return [value]
-        values = [value] * self.size
-        dist.all_gather_object(values, value, group=self.all_ranks)
-        return values
+    def all_gather(self, value: Any) -> list[Any]:
+        """Returns every rank's ``value``, in rank order, on every rank, as JSON keeps it."""
+        return all_gather_json(value, self.all_ranks)
 
 
 def join_world(context: Context, workers: int, replicas: int, device: str, backend: str) -> World:
@@ -92,7 +85,8 @@ def join_world(context: Context, workers: int, replicas: int, device: str, backe
         workers, replicas: W and D; W·D is the number of ranks.
         device: auto, cpu or cuda.
         backend: auto, gloo or nccl. ``auto`` is NCCL when every worker of the job has a GPU of its own. Otherwise
-            messages go through the CPU: by shared memory within a machine, by gloo between machines.
+            messages go through the CPU: by shared memory and sockets without names within a machine, by gloo under
+            torchrun and between machines.
 
     Raises:
         ValueError: the number of ranks is not W·D.
@@ -105,11 +99,15 @@ def join_world(context: Context, workers: int, replicas: int, device: str, backe
     wire = chosen if name == "nccl" else torch.device("cpu")
     if context.world_size == 1:
         return World(0, 1, 1, chosen, wire, None, None, None)
-    context.init_process_group("cpu:gloo,cuda:nccl" if name == "nccl" else "gloo")
-    all_ranks = dist.group.WORLD
-    assert all_ranks is not None
-    # NCCL runs the messages between two ranks of a group in one order, so each kind and direction has its own group.
-    message_groups = tuple(_new_group(None) for _ in range(4)) if name == "nccl" else (all_ranks, all_ranks)
+    for_cpu = LOCAL if context.mailboxes is not None and backend != "gloo" else "gloo"
+    context.init_process_group(name if name == "nccl" else for_cpu)
+    world = cast(dist.ProcessGroup, dist.group.WORLD)
+    all_ranks = world
+    message_groups: tuple[dist.ProcessGroup, ...] = (world, world)
+    if name == "nccl":
+        all_ranks = _new_group(None, for_cpu)
+        # NCCL runs the messages between two ranks of a group in one order, so each kind and direction has its own.
+        message_groups = tuple(_new_group(None) for _ in range(4))
     replica_group: dist.ProcessGroup | None = None
     if replicas > 1:
         for worker in range(workers):  # torch makes a group on all ranks, also on those outside it
@@ -120,8 +118,8 @@ def join_world(context: Context, workers: int, replicas: int, device: str, backe
     return World(context.rank, workers, replicas, chosen, wire, all_ranks, message_groups, replica_group, shared_memory)
 
 
-def _new_group(ranks: list[int] | None) -> dist.ProcessGroup:
-    return cast(dist.ProcessGroup, dist.new_group(ranks))
+def _new_group(ranks: list[int] | None, backend: str | None = None) -> dist.ProcessGroup:
+    return cast(dist.ProcessGroup, dist.new_group(ranks, backend=backend))
 
 
 def choose_device(context: Context, device: str) -> torch.device:

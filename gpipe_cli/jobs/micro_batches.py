@@ -15,7 +15,7 @@ from gpipe_cli.config import Settings
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import torchrun
 from gpipe_cli.jobs.devices import settle_workers
-from gpipe_cli.parent import module_command
+from gpipe_cli.parent import child_command
 from gpipe_cli.terminal.frame import REFUSED
 
 AUTO = "auto"
@@ -38,7 +38,7 @@ def settle_micro_batches(config: Mapping[str, Any]) -> tuple[dict[str, Any], str
 
 @lru_cache(maxsize=8)  # a run is checked twice: before its directory is made, and when it starts
 def _ask_planner(config: str) -> int:
-    command = module_command("gpipe_cli.planner.search.search")
+    command = child_command("from gpipe_cli.planner.search.search import main; sys.exit(main())")
     done = subprocess.run(command, input=config, capture_output=True, text=True)
     if done.returncode == REFUSED:
         raise ConfigurationError(f"pipeline.M=auto: {done.stderr.strip()}")

@@ -12,7 +12,6 @@ gone.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import selectors
@@ -22,8 +21,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.cpu import GLOO_ON_ONE_MACHINE
@@ -32,10 +34,11 @@ from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch import report
 from gpipe_cli.launch.channel import LEAVE, STOP, CommandChannel
 from gpipe_cli.launch.context import Context, call_entry
+from gpipe_cli.launch.mailboxes import mailbox
 from gpipe_cli.launch.places import Places
 from gpipe_cli.launch.report import STARTER, WorkerFailed
 from gpipe_cli.launch.stop import StopSignals
-from gpipe_cli.launch.zygote import bootstrap
+from gpipe_cli.launch.zygote import bootstrap, hand_over
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -148,22 +151,34 @@ class _Processes:
         ranks = (STARTER, *range(job.workers))
         pairs = {rank: socket.socketpair() for rank in ranks}
         theirs = {rank: pair[1] for rank, pair in pairs.items()}
-        with socket.create_server(("127.0.0.1", 0), backlog=max(128, job.workers)) as listener:
+        self._until_end = ExitStack()
+        with ExitStack() as handed_over:
+            ends = {rank: handed_over.enter_context(end).fileno() for rank, end in theirs.items()}
+            mailboxes = [[handed_over.enter_context(end).fileno() for end in mailbox()] for _ in range(job.workers)]
+            store, memory = _make_store(handed_over, self._until_end)
             self.places = Places(job.workers)
-            inherited = [listener.fileno(), self.places.descriptor, *(end.fileno() for end in theirs.values())]
-            sockets = [theirs[rank].fileno() for rank in ranks]
-            job_file = _job_file(job, directory, listener, self.places.descriptor, sockets)
+            handed_over.callback(os.close, self.places.descriptor)
+            content = {
+                **_as_json(job, directory),
+                "control": ends[STARTER],
+                "channels": [ends[rank] for rank in range(job.workers)],
+                "mailboxes": mailboxes,
+                "places": self.places.descriptor,
+                "store": store,
+                "store_memory": memory,
+            }
             self.zygote = subprocess.Popen(
-                bootstrap("zygote", job_file),
+                bootstrap("zygote"),
+                stdin=subprocess.PIPE,
                 env=_environment(job),
-                pass_fds=inherited,
+                pass_fds=[*ends.values(), *chain(*mailboxes), self.places.descriptor, *memory],
                 start_new_session=True,
             )
-        os.close(self.places.descriptor)
+        assert self.zygote.stdin is not None
+        hand_over(content, self.zygote.stdin)
         self.open: dict[int, CommandChannel] = {}
         self._selector = selectors.DefaultSelector()
-        for rank, (ours, end) in pairs.items():
-            end.close()
+        for rank, (ours, _) in pairs.items():
             self.open[rank] = CommandChannel(ours)
             self._selector.register(ours, selectors.EVENT_READ, rank)
 
@@ -201,6 +216,7 @@ class _Processes:
         for rank in list(self.open):
             self._close(rank)
         self._selector.close()
+        self._until_end.close()
         try:
             self.zygote.wait(GONE_SECONDS)
         except subprocess.TimeoutExpired:  # stuck in a driver: nothing more can be done from here
@@ -335,25 +351,22 @@ class _Watch:
         return self._failure(STARTER, code, time.time()).exception()
 
 
-def _job_file(job: Job, directory: Path, listener: socket.socket, places: int, sockets: list[int]) -> Path:
-    """Writes what the zygote and the workers need, as JSON; descriptors keep their numbers in these processes."""
+def _as_json(job: Job, directory: Path) -> dict[str, Any]:
     fork = sys.platform == "linux" and os.environ.get("GPIPE_LAUNCH") != "spawn" if job.fork is None else job.fork
-    content = {
-        **asdict(job),
-        "run_dir": str(directory.parent),
-        "fork": fork,
-        "directory": str(directory),
-        "sys_path": sys.path,
-        "listener": listener.fileno(),
-        "port": listener.getsockname()[1],
-        "places": places,
-        "control": sockets[0],
-        "sockets": sockets[1:],
-    }
-    path = directory / "job.json"
-    with writing(path):
-        path.write_text(json.dumps(content, indent=1))
-    return path
+    return {**asdict(job), "run_dir": str(directory.parent), "directory": str(directory), "fork": fork}
+
+
+def _make_store(handed_over: ExitStack, until_end: ExitStack) -> tuple[str, list[int]]:
+    """Makes the file behind the workers' key-value store, which no process of another user can open.
+
+    Returns:
+        Its path, and the descriptors that the workers inherit for it: on Linux it is memory without a name.
+    """
+    if not hasattr(os, "memfd_create"):
+        return str(Path(until_end.enter_context(TemporaryDirectory(prefix="gpipe-"))) / "store"), []
+    memory = os.memfd_create("gpipe-store")
+    handed_over.callback(os.close, memory)
+    return f"/proc/self/fd/{memory}", [memory]
 
 
 def _environment(job: Job) -> dict[str, str]:

@@ -10,9 +10,8 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,6 +19,7 @@ from gpipe_cli.disk import cannot_write, open_for_writing
 from gpipe_cli.launch import report
 from gpipe_cli.launch.channel import WorkerChannel
 from gpipe_cli.launch.context import Context, call_entry
+from gpipe_cli.launch.mailboxes import Mailboxes
 from gpipe_cli.launch.places import open_place
 from gpipe_cli.parent import die_with_parent
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def main(job: dict[str, Any], parent: int, rank: int) -> NoReturn:
-    """Runs worker `rank` of the job in the supervisor's job file (see supervisor.py, `_job_file`); never returns.
+    """Runs worker `rank` of the job that the command describes (supervisor.py); never returns.
 
     The process always ends by `os._exit`: a normal interpreter exit runs destructors that may wait for peers.
     """
@@ -48,9 +48,7 @@ def _run(job: dict[str, Any], rank: int) -> None:
     directory = Path(job["directory"])
     lost = redirect_output(report.log_path(directory, rank))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
-    for other in set(job["sockets"]) - {job["sockets"][rank]}:
-        os.close(other)
-    channel = WorkerChannel(job["sockets"][rank])
+    channel, mailboxes = _take_descriptors(job, rank)
     if lost:
         channel.send({"warning": lost})
     context = Context(
@@ -58,9 +56,10 @@ def _run(job: dict[str, Any], rank: int) -> None:
         world_size=job["workers"],
         local_rank=rank,
         run_dir=Path(job["run_dir"]),
-        open_store=_store_opener(job, rank),
+        open_store=partial(_open_store, job["store"], job["workers"]),
         emit=lambda event: channel.send({"event": event}),
         stop_requested=channel.stop_requested,
+        mailboxes=mailboxes,
         where=open_place(job["places"], rank),
     )
     try:
@@ -138,24 +137,18 @@ def _mask_sigterm(how: int) -> None:
     signal.pthread_sigmask(how, {signal.SIGTERM})
 
 
-def _store_opener(job: dict[str, Any], rank: int) -> Callable[[], Store]:
-    """Returns how to open the store; rank 0 serves it on the socket that the command already listens on."""
-    listener: int = job["listener"]
-    os.set_inheritable(listener, False)
-    if rank != 0:
-        os.close(listener)
+def _take_descriptors(job: dict[str, Any], rank: int) -> tuple[WorkerChannel, Mailboxes]:
+    """Takes this worker's own descriptors out of the job's, and closes those that only another worker may have."""
+    channels, mailboxes = job["channels"], job["mailboxes"]
+    for other in set(range(job["workers"])) - {rank}:
+        os.close(channels[other])
+        os.close(mailboxes[other][0])
+    for memory in job["store_memory"]:
+        os.set_inheritable(memory, False)
+    return WorkerChannel(channels[rank]), Mailboxes(rank, mailboxes[rank][0], [sending for _, sending in mailboxes])
 
-    def open_store() -> Store:
-        from torch.distributed import TCPStore
 
-        return TCPStore(
-            "127.0.0.1",
-            job["port"],
-            job["workers"],
-            is_master=rank == 0,
-            timeout=timedelta(seconds=300),
-            wait_for_workers=False,
-            master_listen_fd=listener if rank == 0 else None,
-        )
+def _open_store(path: str, workers: int) -> Store:
+    from torch.distributed import FileStore
 
-    return open_store
+    return FileStore(path, workers)

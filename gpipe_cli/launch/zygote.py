@@ -8,35 +8,37 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import signal
 import socket
 import sys
 import time
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from gpipe_cli.launch import report, worker
 from gpipe_cli.launch.channel import encode
 from gpipe_cli.launch.worker import redirect_output
-from gpipe_cli.parent import outlive_parent
+from gpipe_cli.parent import child_command, outlive_parent
 
 TICK_SECONDS = 0.02
 
-# Run with the job file's path and integers, of which the first is the process that starts it; gives the new process the
-# command's import path, whatever way the command was started (console script, -m, a clone on PYTHONPATH).
-BOOTSTRAP = (
-    "import json, sys; job = json.load(open(sys.argv[1])); sys.path[:] = job['sys_path']; "
-    "from gpipe_cli.parent import die_with_parent; die_with_parent(int(sys.argv[2])); "
-    "from gpipe_cli.launch.{module} import main; main(job, *map(int, sys.argv[2:]))"
-)
+
+def bootstrap(module: str, *arguments: int) -> list[str]:
+    """Returns the command line that runs `main` of gpipe_cli.launch.`module`; it reads the job from its input."""
+    integers = ", ".join(map(str, (os.getpid(), *arguments)))
+    return child_command(
+        f"import json; from gpipe_cli.launch.{module} import main; main(json.load(sys.stdin), {integers})"
+    )
 
 
-def bootstrap(module: str, job_file: Path, *arguments: int) -> list[str]:
-    """Returns the command line that runs `main` of gpipe_cli.launch.`module`, and ends with this process."""
-    numbers = map(str, (os.getpid(), *arguments))
-    return [sys.executable, "-c", BOOTSTRAP.format(module=module), str(job_file), *numbers]
+def hand_over(job: dict[str, Any], pipe: IO[bytes]) -> None:
+    """Writes the job to a new process's input. It has no file: whoever could change one would decide what is run."""
+    with contextlib.suppress(BrokenPipeError), pipe:  # broken: the process has ended, which is reported elsewhere
+        pipe.write(json.dumps(job).encode())
 
 
 def main(job: dict[str, Any], parent: int) -> None:
@@ -53,7 +55,7 @@ def main(job: dict[str, Any], parent: int) -> None:
     if lost := redirect_output(report.log_path(directory, report.STARTER)):
         control.sendall(encode({"warning": lost}))
     try:
-        workers = _start_workers(job, directory / "job.json", control)
+        workers = _start_workers(job, control)
     except Exception as error:
         control.sendall(encode({"failed": report.record_of(report.STARTER, error, {})}))
         raise
@@ -76,7 +78,7 @@ def _watch(workers: dict[int, int], control: socket.socket, parent: int) -> None
             time.sleep(TICK_SECONDS)
 
 
-def _start_workers(job: dict[str, Any], job_file: Path, control: socket.socket) -> dict[int, int]:
+def _start_workers(job: dict[str, Any], control: socket.socket) -> dict[int, int]:
     """Returns the rank of each process id."""
     fork = job["fork"]
     if fork:
@@ -96,12 +98,23 @@ def _start_workers(job: dict[str, Any], job_file: Path, control: socket.socket) 
                 control.close()
                 worker.main(job, parent, rank)
         else:  # not by `subprocess`, which may reap a child that `os.waitpid` waits for
-            command = bootstrap("worker", job_file, rank)
-            process = os.posix_spawn(command[0], command, os.environ)
+            process = _spawn(job, rank)
         workers[process] = rank
-    for descriptor in (job["listener"], job["places"], *job["sockets"]):
+    for descriptor in (*job["channels"], *chain(*job["mailboxes"]), job["places"], *job["store_memory"]):
         os.close(descriptor)  # open here, they would hide from the command that a worker is gone
     return workers
+
+
+def _spawn(job: dict[str, Any], rank: int) -> int:
+    """Returns the process id of a worker that is a new interpreter."""
+    command = bootstrap("worker", rank)
+    read_end, write_end = os.pipe()
+    process = os.posix_spawn(
+        command[0], command, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, read_end, sys.stdin.fileno())]
+    )
+    os.close(read_end)
+    hand_over(job, os.fdopen(write_end, "wb"))
+    return process
 
 
 def _reason_not_to_fork() -> str:

@@ -73,9 +73,9 @@ class PredictionKeeper:
 
     def finish(self) -> Predictions | None:
         """Gathers the predictions of all workers on rank 0 and resets; returns None elsewhere and without data."""
-        mine = torch.cat(self._rows).numpy() if self._rows else None
+        mine = torch.cat(self._rows).tolist() if self._rows else None
         images, self._rows, self._images = self._images, [], SpreadExamples(IMAGES)
-        seen = [rows for rows in self._world.all_gather(mine) if isinstance(rows, np.ndarray)]
+        seen = [np.array(rows, dtype=np.float32) for rows in self._world.all_gather(mine) if rows is not None]
         if self._world.rank != 0 or not seen:
             return None
         rows = np.concatenate(seen)

@@ -15,7 +15,7 @@ from typing import Any
 from ..distributed.world import World, machine_id
 from ..pipeline.meter import Meter, Phase
 from ..schedule.critical_path import Place, critical_path
-from ..schedule.instruction import COMPUTE
+from ..schedule.instruction import COMPUTE, Instruction
 from ..schedule.simulate import Span, Timeline
 from .metrics_file import write_whole
 
@@ -29,6 +29,16 @@ class Recording:
 
     spans: list[Span]
     phases: list[Phase]
+
+    def as_json(self) -> list[Any]:
+        """Returns the recording as JSON values, for another worker."""
+        return [[(str(span.instruction), span.start, span.end) for span in self.spans], self.phases]
+
+    @classmethod
+    def from_json(cls, rows: list[Any]) -> Recording:
+        """Reads what `as_json` returned."""
+        spans, phases = rows
+        return cls([Span(Instruction.parse(text), *times) for text, *times in spans], [Phase(*row) for row in phases])
 
     def shifted(self, seconds: float, scale: float = 1.0) -> Recording:
         """Returns the recording with ``seconds`` added to all times, which are then multiplied by ``scale``."""
@@ -48,7 +58,8 @@ def record_everyone(world: World, meter: Meter, met_at: float) -> list[Recording
         met_at: when the last exchange of all workers ended, in seconds of this worker's clock.
     """
     meter.settle()
-    return on_one_clock(world.all_gather((machine_id(), met_at, Recording(meter.spans, meter.phases))))
+    everyone = world.all_gather((machine_id(), met_at, Recording(meter.spans, meter.phases).as_json()))
+    return on_one_clock([(machine, met, Recording.from_json(rows)) for machine, met, rows in everyone])
 
 
 def on_one_clock(ranks: Sequence[tuple[str, float, Recording]]) -> list[Recording]:

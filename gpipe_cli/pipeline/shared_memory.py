@@ -29,6 +29,7 @@ from .boundary import BoundarySpec, unpack
 from .process_group import ProcessGroupTransport, Wait, message_tag, routes, spec_tag
 
 _TOKEN = struct.Struct("<qii")  # tag, slot, whether the slot's memory comes behind it
+_CREDENTIALS = struct.Struct("3i")  # process, user, group: struct ucred of <sys/socket.h>
 _BYTE = b"\0"
 _NAME_BYTES = 64
 _PATIENCE = 1800.0  # seconds, as a process group's: the end of a peer is seen at once, this is for one that hangs
@@ -262,7 +263,22 @@ def connect_receiver(sender: int, control: dist.ProcessGroup, tag: int, patience
     if listener is None:
         return None
     with listener:
-        return _patient(listener.accept()[0], patience) if answer.item() else None
+        return _patient(_accept(listener), patience) if answer.item() else None
+
+
+def _accept(listener: socket.socket) -> socket.socket:
+    """Returns the connection of a process of this user: any user's may connect to an abstract name."""
+    while True:
+        peer = listener.accept()[0]
+        if _belongs_to_this_user(peer):
+            return peer
+        peer.close()
+
+
+def _belongs_to_this_user(peer: socket.socket) -> bool:
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    return bool(user == os.geteuid())
 
 
 def _listen(name: bytes) -> socket.socket | None:
@@ -288,6 +304,8 @@ def _reach(name: bytes) -> socket.socket | None:
             peer = undo.enter_context(socket.socket(socket.AF_UNIX))
             peer.connect(_BYTE + name)
         except OSError:
+            return None
+        if not _belongs_to_this_user(peer):
             return None
         undo.pop_all()
         return peer

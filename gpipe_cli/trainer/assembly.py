@@ -6,7 +6,7 @@ Every command that runs the pipeline begins here; `training.py` adds what traini
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -128,9 +128,7 @@ def assemble_model(context: Context, settings: Settings, world: World, task: Tas
     with context.where.doing("preparing the data"):
         source = open_source(settings, world, journal, context.stop_requested, context.emit)
     with context.where.doing("reading the first mini-batch and cutting the model"):
-        first, cut = world.broadcast(
-            lambda: read_and_cut(builders, settings, world, cast(Source, source), journal.message)
-        )
+        first, cut = agree_on_cut(builders, settings, world, source, journal.message)
     journal.cells(cut.table)
     cells = build_cells(builders, cut, world, settings.seed, pipeline.sync_batchnorm, context.where)
     for cell in cells:
@@ -142,6 +140,24 @@ def assemble_model(context: Context, settings: Settings, world: World, task: Tas
     codec = BatchPlanCodec(first.shape, pipeline.M, world.replica, world.replicas)
     runtime = PipelineRuntime(world, engine, schedules, codec)
     return Assembly(settings, task, source, first, lay_out_model(world, cells, cut), cells, runtime)
+
+
+def agree_on_cut(
+    builders: Sequence[LayerBuilder],
+    settings: Settings,
+    world: World,
+    source: Source | None,
+    say: Callable[[str], None],
+) -> tuple[FirstBatch, Cut]:
+    """Returns what `read_and_cut` makes on rank 0, on every rank."""
+
+    def make() -> list[dict[str, Any]]:
+        return [asdict(part) for part in read_and_cut(builders, settings, world, cast(Source, source), say)]
+
+    first, cut = world.broadcast(make)
+    shape = BatchShape(tuple(first["shape"]["inputs"]), tuple(first["shape"]["targets"]))
+    cut["placement"] = tuple(cut["placement"])
+    return FirstBatch(shape, first["examples"], SpecialTokens(**first["tokens"])), Cut(**cut)
 
 
 def read_and_cut(

@@ -209,7 +209,7 @@ def test_a_run_directory_that_is_in_use_is_refused(tmp_path: Path) -> None:
     with subprocess.Popen(
         [*COMMAND, *words, f"seed={cli_jobs.SLOW}"], cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.DEVNULL
     ) as first:
-        wait_for(tmp_path / "here" / "workers" / "job.json")
+        wait_for(tmp_path / "here" / "workers" / "starter.log")
         second = run(tmp_path, *words)
         first.terminate()
     assert second.returncode == 2

@@ -71,7 +71,7 @@ ROOMS: dict[str, set[str]] = {
         "trainer",
     },
     "planner": {
-        *("conf", "data", "distributed", "factory", "optim", "partition", "pipeline", "schedule", "tasks"),
+        *("conf", "data", "distributed", "factory", "launch", "optim", "partition", "pipeline", "schedule", "tasks"),
     },
     "bench": {"distributed", "launch", "metrics", "models", "partition", "pipeline", "planner", "schedule", "terminal"},
     "jobs": {"checkpoint", "launch", "terminal"},

@@ -140,7 +140,7 @@ def compare_as_processes(context: Context, config: dict[str, Any]) -> list[str]:
     """Runs cell k on worker k in float64 and compares it with the plain module and with one process."""
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
-    context.init_process_group("gloo")
+    context.init_process_group()
     K = context.world_size
     world = dist.group.WORLD
     assert world is not None

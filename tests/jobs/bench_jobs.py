@@ -109,7 +109,7 @@ def run_with(build: Any, context: Context, config: dict[str, Any]) -> Any:
 
 def greedy(context: Context, config: dict[str, Any]) -> None:
     """Entry point: one worker asks for a million gigabytes, the other waits for it."""
-    context.init_process_group("gloo")
+    context.init_process_group()
     if context.rank == 0:
         torch.distributed.barrier()
         return

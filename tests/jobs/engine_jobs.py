@@ -134,7 +134,7 @@ def differences(case: Case, ours: list[dict[str, Any]], plain: list[dict[str, An
 def compare_as_processes(context: Context, config: dict[str, Any]) -> list[str]:
     """Entry point of a worker: cell k on worker k, or two cells a worker, round robin, where the layers suffice."""
     torch.set_default_dtype(torch.float64)
-    context.init_process_group("gloo")
+    context.init_process_group()
     workers = context.world_size
     world = dist.group.WORLD
     assert world is not None
@@ -179,7 +179,7 @@ def compare_with_torch_pipelining(context: Context, config: dict[str, Any]) -> l
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
     torch.set_default_dtype(torch.float64)
-    context.init_process_group("gloo")
+    context.init_process_group()
     K, rank = context.world_size, context.rank
     world = dist.group.WORLD
     assert world is not None

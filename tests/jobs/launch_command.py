@@ -82,13 +82,16 @@ class Command:
     def press_ctrl_c(self) -> None:
         os.killpg(self.process.pid, signal.SIGINT)
 
-    def left_over(self) -> list[str]:
-        """Returns the command lines of processes that carry this command's mark; a zombie's environment is empty."""
-        found = []
+    def processes(self) -> dict[Path, str]:
+        """Returns the command lines of processes that carry this command's mark, by their folder in /proc.
+
+        A zombie's environment is empty.
+        """
+        found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 if f"{MARK}={self.mark}".encode() in (folder / "environ").read_bytes():
-                    found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+                    found[folder] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             except OSError:
                 continue
         return found
@@ -101,7 +104,7 @@ class Command:
         allowed = GONE_SECONDS if self.ready else GONE_SECONDS + START_UP_SECONDS
         deadline = time.monotonic() + allowed
         code = self.process.wait(timeout=allowed)
-        while (left := self.left_over()) and time.monotonic() < deadline:
+        while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not left
         return code, self.errors.read_text()

@@ -58,7 +58,7 @@ def all_reduce(context: Context, config: dict[str, Any]) -> float:
     import torch
     from torch import distributed
 
-    context.init_process_group("gloo")
+    context.init_process_group()
     total = torch.tensor([float(context.rank + 1)])
     distributed.all_reduce(total)
     context.emit({"event": "reduced"})
@@ -70,7 +70,7 @@ def deadlock(context: Context, config: dict[str, Any]) -> None:
     import torch
     from torch import distributed
 
-    context.init_process_group("gloo")
+    context.init_process_group()
     distributed.barrier()
     _ready(context)
     context.where.enter(context.rank, 0, "receive_activation")
@@ -95,7 +95,7 @@ def fail_beside_recv(context: Context, config: dict[str, Any]) -> None:
     import torch
     from torch import distributed
 
-    context.init_process_group("gloo")
+    context.init_process_group()
     distributed.barrier()
     if context.rank == CULPRIT:
         context.where.enter(1, 2, "forward")
@@ -108,7 +108,7 @@ def kill_beside_recv(context: Context, config: dict[str, Any]) -> None:
     import torch
     from torch import distributed
 
-    context.init_process_group("gloo")
+    context.init_process_group()
     distributed.barrier()
     if context.rank == CULPRIT:
         print("allocating", flush=True)
@@ -121,7 +121,7 @@ def fail_after_leaving_group(context: Context, config: dict[str, Any]) -> None:
     import torch
     from torch import distributed
 
-    context.init_process_group("gloo")
+    context.init_process_group()
     distributed.barrier()
     if context.rank == CULPRIT:
         distributed.destroy_process_group()
@@ -210,6 +210,60 @@ def prepare_data(context: Context, config: dict[str, Any]) -> list[float]:
     return world.all_gather(began)
 
 
+def meet_and_wait(context: Context, config: dict[str, Any]) -> None:
+    """Joins the world as the trainer does, uses all of its groups, and waits for the request to stop."""
+    import torch
+
+    from gpipe_cli.distributed.exchange import Exchange
+    from gpipe_cli.distributed.runtime import make_transport
+    from gpipe_cli.distributed.world import join_world
+    from gpipe_cli.pipeline.replicas import sum_over_replicas
+
+    world = join_world(context, 2, context.world_size // 2, "cpu", "auto")
+    make_transport(world, (0, 1))
+    exchange = Exchange({"met": 1}, world.all_ranks)
+    exchange.run()
+    assert world.replica_group is not None
+    sum_over_replicas(torch.ones(8), world.replica_group)
+    assert world.all_gather(context.rank) == list(range(context.world_size))
+    _ready(context)
+    while not context.stop_requested():
+        time.sleep(0.02)
+
+
+def send_pickle(context: Context, config: dict[str, Any]) -> None:
+    """Sends a pickle that runs code from the culprit, where the other rank expects a value."""
+    import pickle
+
+    import torch
+
+    from gpipe_cli.distributed import values
+    from gpipe_cli.distributed.world import join_world
+
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (context.run_dir / "code has run",)
+
+    if context.rank == CULPRIT:
+        evil = torch.frombuffer(bytearray(pickle.dumps(Evil())), dtype=torch.uint8)
+        values._to_bytes = lambda value: evil
+        values._from_bytes = lambda content: None
+    join_world(context, 2, 1, "cpu", "auto").all_gather("a value")
+    time.sleep(120)
+
+
+def refuse_operation(context: Context, config: dict[str, Any]) -> str:
+    import torch
+    from torch import distributed
+
+    context.init_process_group()
+    try:
+        distributed.reduce(torch.zeros(1), 0)
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
 def run_until_stopped(context: Context, config: dict[str, Any]) -> str:
     """Stops when rank 0 is asked to; a file carries its decision to the others."""
     _ready(context)
@@ -228,7 +282,7 @@ def exchange_until_stopped(context: Context, config: dict[str, Any]) -> str:
     import torch
     from torch import distributed
 
-    context.init_process_group("gloo")
+    context.init_process_group()
     _ready(context)
     stop = torch.zeros(1)
     while not stop.item():

@@ -25,7 +25,7 @@ WINDOW = send_window(2)
 
 def join(context: Context, shared: bool = True) -> Transport:
     """Connects worker 0, which sends activations, with worker 1, which sends gradients."""
-    context.init_process_group("gloo")
+    context.init_process_group()
     world = dist.group.WORLD
     assert world is not None
     return connect_workers((0, 1), CPU, CPU, (world, world), world, shared)

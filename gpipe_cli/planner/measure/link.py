@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -15,8 +11,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ...cpu import GLOO_ON_ONE_MACHINE, as_worker
-from ...parent import module_command
+from ...errors import ConfigurationError
+from ...launch.context import Context
+from ...launch.report import WorkerFailed
+from ...launch.supervisor import Job, launch
 from ...pipeline.boundary import BoundarySpec, TensorSpec
 from ...pipeline.transport import Transport, connect_workers
 from ...schedule.instruction import Message
@@ -24,7 +22,7 @@ from ...schedule.instruction import Message
 MESSAGES = 20  # of each kind
 _PAUSE = 0.002  # seconds before each: a worker that has just computed sends with a cold cache
 _LARGE = 1 << 20  # numbers of a message whose time is its bytes'
-_PATIENCE = 60.0  # seconds for two processes that load torch and exchange 80 messages
+_PATIENCE = 60.0  # seconds without a sign of life
 
 
 class LinkTimes(NamedTuple):
@@ -48,29 +46,12 @@ def link_between_processes(shared_memory: bool = True) -> LinkTimes | None:
         shared_memory: as of `connect_workers`; otherwise over gloo.
     """
     with tempfile.TemporaryDirectory(prefix="gpipe-link-") as directory:
-        command = module_command(__name__, directory, str(int(shared_memory)))
-        # In a session of their own: Ctrl-C is for the command to handle.
-        how: dict[str, Any] = {
-            "stderr": subprocess.DEVNULL,
-            "start_new_session": True,
-            "env": os.environ | GLOO_ON_ONE_MACHINE,
-        }
-        ends = [subprocess.Popen([*command, str(rank)], **how) for rank in range(2)]
+        entry, config = f"{__name__}:main", {"shared_memory": shared_memory}
+        job = Job(Path(directory), 2, entry, config, preload=(__name__,), stall_seconds=_PATIENCE)
         try:
-            codes = [end.wait(_PATIENCE) for end in ends]
-        except subprocess.TimeoutExpired:
+            return LinkTimes(*launch(job, lambda event: None))
+        except (WorkerFailed, ConfigurationError):
             return None
-        finally:
-            for end in ends:
-                end.kill()
-                end.wait()
-        if any(codes):
-            return None
-        return LinkTimes(*json.loads(_answer(directory).read_text(encoding="utf-8")))
-
-
-def _answer(directory: str) -> Path:
-    return Path(directory) / "times.json"
 
 
 def measure_link(transport: Transport, rank: int) -> LinkTimes:
@@ -124,18 +105,10 @@ def _typical(seconds: list[float]) -> float:
     return median(seconds) if seconds else 0.0
 
 
-def main(directory: str, shared_memory: bool, rank: int) -> None:
+def main(context: Context, config: dict[str, Any]) -> LinkTimes:
     """Runs one of the two processes."""
-    cpu = torch.device("cpu")
-    dist.init_process_group("gloo", store=dist.FileStore(str(Path(directory) / "store"), 2), rank=rank, world_size=2)
+    cpu, shared_memory = torch.device("cpu"), config["shared_memory"]
+    context.init_process_group(None if shared_memory else "gloo")
     world = dist.group.WORLD
     assert world is not None
-    with as_worker(1):
-        times = measure_link(connect_workers((0, 1), cpu, cpu, (world, world), world, shared_memory), rank)
-    if rank == 0:
-        _answer(directory).write_text(json.dumps(times), encoding="utf-8")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2] == "1", int(sys.argv[3]))
+    return measure_link(connect_workers((0, 1), cpu, cpu, (world, world), world, shared_memory), context.rank)

@@ -192,7 +192,3 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,188 @@
+"""Makes a process group of torch.distributed from the `Messenger` of a worker.
+
+gloo would listen on a TCP port in every process, and could not tell who connects. Here nothing listens.
+"""
+
+# torch calls an overridden method in one of the ways that its own has.
+# mypy: disable-error-code="override, assignment"
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gpipe_cli.launch.mailboxes import LOCAL
+from gpipe_cli.launch.messenger import Address, Messenger, Parcel
+
+_COLLECTIVE = -1  # tag, beside those of point-to-point messages, which are not negative
+_REDUCTIONS: list[tuple[dist.ReduceOp.RedOpType, Callable[[Tensor, Tensor], Tensor]]] = [
+    (dist.ReduceOp.SUM, torch.add),
+    (dist.ReduceOp.PRODUCT, torch.mul),
+    (dist.ReduceOp.MIN, torch.minimum),
+    (dist.ReduceOp.MAX, torch.maximum),
+]
+
+
+def register_local_backend(messenger: Messenger) -> None:
+    """Makes ``backend="local"`` of `init_process_group` and `new_group` a `LocalGroup` over this messenger."""
+
+    def create(options: Any, _: object) -> LocalGroup:
+        ranks = options.global_ranks_in_group or range(options.group_size)  # the default group names none
+        channel = zlib.crc32(options.group_id.encode())
+        return LocalGroup(messenger, options.group_rank, list(ranks), channel, options.timeout.total_seconds())
+
+    dist.Backend.register_backend(LOCAL, create, extended_api=True, devices=["cpu"])
+
+
+class LocalGroup(dist.ProcessGroup):
+    """Sends CPU tensors between workers of one machine.
+
+    Sums are added up in the order of the ranks, so all workers get the same bits.
+
+    Args:
+        rank: of this worker, in the group.
+        ranks: of all workers of the group, in the job.
+        channel: a number that no other group has.
+        seconds: the longest wait for another worker.
+    """
+
+    def __init__(self, messenger: Messenger, rank: int, ranks: Sequence[int], channel: int, seconds: float) -> None:
+        super().__init__(rank, len(ranks))
+        self._messenger, self._rank, self._ranks, self._channel = messenger, rank, ranks, channel
+        self._seconds = seconds
+
+    def getBackendName(self) -> str:
+        return LOCAL
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int = 0) -> dist.Work:
+        return _Transfer(self._messenger, [self._start_to_send(tensors[0], rank, tag)], self._seconds)
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int = 0) -> dist.Work:
+        return _Transfer(self._messenger, [self._start_to_receive(tensors[0], rank, tag)], self._seconds)
+
+    def broadcast(self, tensors: list[Tensor], options: Any = None) -> dist.Work:
+        root, (tensor,) = options.rootRank, tensors
+        if self._rank == root:
+            others = [rank for rank in range(len(self._ranks)) if rank != root]
+            parcels = [self._start_to_send(tensor, rank, _COLLECTIVE) for rank in others]
+        else:
+            parcels = [self._start_to_receive(tensor, root, _COLLECTIVE)]
+        return self._finished(parcels)
+
+    def allreduce(self, tensors: list[Tensor], options: Any = None) -> dist.Work:
+        (tensor,), wanted = tensors, dist.ReduceOp.SUM if options is None else options.reduceOp
+        reduce = next((function for operation, function in _REDUCTIONS if wanted == operation), None)
+        if reduce is None:
+            raise ValueError(f"a process group of one machine reduces by SUM, PRODUCT, MIN or MAX, not by {wanted}")
+        total, *others = self._from_all(tensor)
+        for other in others:
+            total = reduce(total, other)
+        tensor.copy_(total)
+        return self._finished([])
+
+    def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], options: Any = None) -> dist.Work:
+        for place, tensor in zip(outputs[0], self._from_all(tensors[0]), strict=True):
+            place.copy_(tensor)
+        return self._finished([])
+
+    def gather(self, outputs: list[list[Tensor]], tensors: list[Tensor], options: Any = None) -> dist.Work:
+        if self._rank != options.rootRank:
+            return self._finished([self._start_to_send(tensors[0], options.rootRank, _COLLECTIVE)])
+        outputs[0][self._rank].copy_(tensors[0])
+        others = [(rank, place) for rank, place in enumerate(outputs[0]) if rank != self._rank]
+        return self._finished([self._start_to_receive(place, rank, _COLLECTIVE) for rank, place in others])
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, options: Any = None) -> dist.Work:
+        self._swap([tensor] * len(self._ranks), output.view(-1).chunk(len(self._ranks)))
+        return self._finished([])
+
+    def all_to_all_single(
+        self, output: Tensor, tensor: Tensor, output_sizes: list[int], sizes: list[int], options: Any = None
+    ) -> dist.Work:
+        self._swap(self._divided(tensor, sizes), self._divided(output, output_sizes))
+        return self._finished([])
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        self._from_all(torch.zeros(1))
+        return self._finished([])
+
+    _allgather_base, alltoall_base = all_gather_single, all_to_all_single  # their names in earlier releases of torch
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(
+            "the process group of one machine has send, recv, broadcast, gather, all_reduce, all_gather, "
+            "all_to_all_single and barrier: for other operations use pipeline.backend=gloo"
+        )
+
+    reduce = scatter = alltoall = reduce_scatter = _refuse
+    reduce_scatter_single = _reduce_scatter_base = recv_anysource = _refuse
+
+    def _divided(self, tensor: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+        return torch.split(tensor, sizes) if sizes else tensor.chunk(len(self._ranks))
+
+    def _from_all(self, tensor: Tensor) -> list[Tensor]:
+        """Returns the tensor of every worker, in the order of the ranks."""
+        everyone = [torch.empty_like(tensor) for _ in self._ranks]
+        self._swap([tensor] * len(self._ranks), everyone)
+        return everyone
+
+    def _swap(self, give: Sequence[Tensor], take: Sequence[Tensor]) -> None:
+        """Sends ``give[r]`` to each worker r and receives ``take[r]`` from it.
+
+        In rounds, each with one other worker on either side, so that few messages are on their way at a time.
+        """
+        size = len(self._ranks)
+        take[self._rank].copy_(give[self._rank].view_as(take[self._rank]))
+        for distance in range(1, size):
+            to, from_ = (self._rank + distance) % size, (self._rank - distance) % size
+            arriving = self._start_to_receive(take[from_], from_, _COLLECTIVE)
+            self._finished([self._start_to_send(give[to], to, _COLLECTIVE), arriving])
+
+    def _start_to_send(self, tensor: Tensor, rank: int, tag: int) -> Parcel:
+        return self._messenger.send(self._address(rank, tag), _bytes_of(tensor))
+
+    def _start_to_receive(self, tensor: Tensor, rank: int, tag: int) -> Parcel:
+        return self._messenger.receive(self._address(rank, tag), _bytes_of(tensor))
+
+    def _address(self, rank: int, tag: int) -> Address:
+        return Address(self._ranks[rank], self._channel, tag)
+
+    def _finished(self, parcels: list[Parcel]) -> dist.Work:
+        work = _Transfer(self._messenger, parcels, self._seconds)
+        work.wait()
+        return work
+
+
+class _Transfer(dist.Work):
+    """Waits for parcels."""
+
+    def __init__(self, messenger: Messenger, parcels: list[Parcel], seconds: float) -> None:
+        super().__init__()
+        self._messenger, self._parcels, self._seconds = messenger, parcels, seconds
+
+    def wait(self, timeout: Any = None) -> bool:
+        seconds = timeout.total_seconds() if timeout else self._seconds
+        for parcel in self._parcels:
+            self._messenger.wait(parcel, seconds)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(parcel.done for parcel in self._parcels)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Returns the memory of a contiguous CPU tensor.
+
+    Raises:
+        ValueError: the tensor is another one.
+    """
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(
+            "a process group of one machine sends contiguous CPU tensors only: use tensor.cpu().contiguous()"
+        )
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy().data)
