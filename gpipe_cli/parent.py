@@ -47,7 +47,7 @@ def _watch_parent(parent: int) -> None:
 
 
 def child_command(code: str) -> list[str]:
-    """Returns the command line of a Python process that ends with this one, from its first moment on, and runs ``code``.
+    """Returns the command line of a Python process that runs ``code``, and ends with this one from its start on.
 
     It has this process's import path, whatever way this one was started (console script, -m, a clone on PYTHONPATH).
     Python's own would begin with the working directory, where others may write.
