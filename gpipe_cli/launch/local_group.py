@@ -90,13 +90,6 @@ class LocalGroup(dist.ProcessGroup):
             place.copy_(tensor)
         return self._finished([])
 
-    def gather(self, outputs: list[list[Tensor]], tensors: list[Tensor], options: Any = None) -> dist.Work:
-        if self._rank != options.rootRank:
-            return self._finished([self._start_to_send(tensors[0], options.rootRank, _COLLECTIVE)])
-        outputs[0][self._rank].copy_(tensors[0])
-        others = [(rank, place) for rank, place in enumerate(outputs[0]) if rank != self._rank]
-        return self._finished([self._start_to_receive(place, rank, _COLLECTIVE) for rank, place in others])
-
     def all_gather_single(self, output: Tensor, tensor: Tensor, options: Any = None) -> dist.Work:
         self._swap([tensor] * len(self._ranks), output.view(-1).chunk(len(self._ranks)))
         return self._finished([])
@@ -115,11 +108,11 @@ class LocalGroup(dist.ProcessGroup):
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError(
-            "the process group of one machine has send, recv, broadcast, gather, all_reduce, all_gather, "
-            "all_to_all_single and barrier: for other operations use pipeline.backend=gloo"
+            "the process group of one machine has send, recv, broadcast, all_reduce, all_gather, all_to_all_single and "
+            "barrier: for other operations use pipeline.backend=gloo"
         )
 
-    reduce = scatter = alltoall = reduce_scatter = _refuse
+    reduce = gather = scatter = alltoall = reduce_scatter = _refuse
     reduce_scatter_single = _reduce_scatter_base = recv_anysource = _refuse
 
     def _divided(self, tensor: Tensor, sizes: list[int]) -> Sequence[Tensor]:

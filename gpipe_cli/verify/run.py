@@ -277,7 +277,7 @@ class Verification:
             self._compared.append(compared)
             agrees = compared.found.agrees
         wait_for_all(self._world)
-        agrees = self._world.broadcast(lambda: agrees)
+        agrees = bool(self._world.broadcast(lambda: agrees))
         if agrees and self._checker is not None:
             for moment in (before, f"gradients {number - 1}"):
                 self._spill.drop(moment)
