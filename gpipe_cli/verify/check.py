@@ -195,14 +195,17 @@ class Checker:
         again = {Point(p.replica, p.micro_batch, p.layer, p.number): m for p, m in trace.get(WEIGHTS_AGAIN, {}).items()}
         right = {point: plain.used[point.layer, point.number] for point in {*used, *again}}
         drawn = self._compared_seeds(ours, seeds)
+        again_out = trace.get(RECOMPUTED, {})
+        repeated = {point: mark for point, mark in forward.items() if point in again_out}
         return [
             c.numbers(c.LOSS, {"mini-batch": (ours.loss, plain.loss)}, tolerance),
             c.numbers(c.LOSSES, losses, tolerance),
             c.numbers(c.STATISTICS, statistics, tolerance),
             _joined(c.traces(c.USED, used, right, names, EXACT), c.traces(c.USED, again, right, names, EXACT)),
             drawn,
+            self._modes(ours, plain),
             c.traces(c.OUTPUTS, forward, plain.seen.trace.get(OUTPUT, {}), names, tolerance),
-            c.traces(c.AGAIN, trace.get(RECOMPUTED, {}), forward, names, min(tolerance, self.run.repeated)),
+            c.traces(c.AGAIN, again_out, repeated, names, min(tolerance, self.run.repeated)),
             c.traces(c.PASSED_BACK, trace.get(GRADIENT, {}), plain.seen.trace.get(GRADIENT, {}), names, tolerance),
         ]
 
@@ -224,6 +227,17 @@ class Checker:
                     where = self.run.micro_batch(layer, r, m) + (" in recompute" if kind == WEIGHTS_AGAIN else "")
                     found.append(Difference(layer, where, wrong, wrong, Point(r, m, layer, 0)))
         return c.judged(c.SEEDS, sorted(found, key=lambda d: d.layer), 0.0)
+
+    def _modes(self, ours: StepRecord, plain: PlainStep) -> Quantity:
+        """Judges whether layers run in training mode and with the autocast of the run, in forward and recompute."""
+        right, found = plain.seen.modes.get(OUTPUT, {}), []
+        for kind in (WEIGHTS, WEIGHTS_AGAIN):
+            for (r, m, layer), mode in sorted(ours.modes.get(kind, {}).items(), key=lambda one: one[0][2]):
+                wrong = 0.0 if right.get((r, m, layer), mode) == mode else math.inf
+                again = " in recompute" if kind == WEIGHTS_AGAIN else ""
+                where = f"{self.run.micro_batch(layer, r, m)}{again} {mode}"
+                found.append(Difference(layer, where, wrong, wrong, Point(r, m, layer, 0)))
+        return c.judged(c.MODES, found, 0.0)
 
     # -- the update ----------------------------------------------------------------------------------------------------
 

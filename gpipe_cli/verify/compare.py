@@ -22,7 +22,8 @@ NO_LAYER = -1  # for quantities of the whole model
 
 BEGIN, RESUMED, SKIPPED = "weights at the beginning", "all that a resume restores", "unchanged by a skipped step"
 LOSS, LOSSES, STATISTICS = "loss", "losses of micro-batches", "statistics of the task"
-USED, SEEDS, OUTPUTS, AGAIN = "weights used", "seeds of dropout", "outputs of layers", "outputs recomputed"
+USED, SEEDS, MODES = "weights used", "seeds of dropout", "modes of layers"
+OUTPUTS, AGAIN = "outputs of layers", "outputs recomputed"
 PASSED_BACK, GRADIENTS, NORM = "gradients between layers", "gradients", "gradient norm"
 CLIPPED, RATES = "clipping", "learning rate"
 COUNTS, BUFFERS, STATE, UPDATED = "BatchNorm counts", "BatchNorm and other buffers", "optimizer state", "weights after"
@@ -221,13 +222,17 @@ Marks = Mapping[Point, Fingerprint]
 
 
 def traces(name: str, ours: Marks, plain: Marks, layers: Sequence[str], tolerance: float) -> Quantity:
-    """Judges the points that both sides have: an unused output has no gradient, or zero where a cut follows."""
+    """Judges fingerprints; what only the plain side has is a difference, but for a gradient of zero (of the unused)."""
     largest: dict[int, float] = {}
     for point, mark in plain.items():
         largest[point.layer] = max(largest.get(point.layer, 0.0), mark.norm)
-    points = sorted(ours.keys() & plain.keys(), key=lambda p: (p.layer, p.replica, p.micro_batch, p.number))
     found = []
-    for point in points:
+    for point in sorted(plain, key=lambda p: (p.layer, p.replica, p.micro_batch, p.number)):
+        if point not in ours:
+            if plain[point].norm:
+                where = f"{layers[point.layer]}, micro-batch {point.micro_batch}: missing"
+                found.append(Difference(point.layer, where, math.inf, math.inf, point))
+            continue
         gap = ours[point].distance(plain[point])
         scale = max(plain[point].norm, SMALL_SHARE * largest[point.layer])
         relative = gap / scale if scale and math.isfinite(gap) and math.isfinite(scale) else gap

@@ -392,6 +392,8 @@ class _CellRun:
             for index, _, module in self.built.layers:
                 torch.manual_seed(noise_seed(self.seed, self.mini_batch.step, replica, number, index))
                 before = generator_states(self.device)
+                if self.records:
+                    self.step.seen.mode(OUTPUT, (replica, number, index), module, self.device)
                 returned = module(values if len(values) > 1 else values[0])
                 outputs = tuple(_plainly_laid_out(tensor) for tensor in as_tensors(returned))
                 if self.records:

@@ -32,15 +32,19 @@ WIDTH = 4096  # of a row, when a tensor is projected row by row
 
 
 class Fingerprint(NamedTuple):
-    """Holds a tensor's norm, its projection on a fixed vector, and its type; almost any error changes one of them."""
+    """Holds a tensor's norm, its projection on a fixed vector, its number of elements and its type.
+
+    Almost any error changes one of them.
+    """
 
     norm: float
     projection: float
+    size: int
     dtype: str
 
     def distance(self, other: Fingerprint) -> float:
-        """Returns the larger difference of the two numbers (see `number_gap`); infinite where the types differ."""
-        if self.dtype != other.dtype:
+        """Returns the larger difference of the two numbers (see `number_gap`); infinite where sizes or types differ."""
+        if (self.size, self.dtype) != (other.size, other.dtype):
             return math.inf
         return max(number_gap(self.norm, other.norm), number_gap(self.projection, other.projection))
 
@@ -55,7 +59,9 @@ class Point(NamedTuple):
 
 
 Trace = dict[str, dict[Point, Fingerprint]]  # kind, then point
-Seeds = dict[str, dict[tuple[int, int, int], int]]  # kind, then (replica, micro-batch, layer)
+Call = tuple[int, int, int]  # (replica, micro-batch, layer)
+Seeds = dict[str, dict[Call, int]]  # kind, then call
+Modes = dict[str, dict[Call, str]]
 
 
 @dataclass
@@ -70,6 +76,7 @@ class RecordedStep:
         counted: the number of values per channel over which each BatchNorm has averaged in the mini-batch.
         trace: fingerprints of the layers.
         seeds: of the random numbers that each layer could draw.
+        modes: of the layers: training or evaluation, and autocast.
         rates: the learning rate of each parameter in the update.
         used: the norm of each gradient that the optimizer was given.
         held: fingerprints of everything held after the step, by replica.
@@ -82,6 +89,7 @@ class RecordedStep:
     counted: dict[Key, float] = field(default_factory=dict)
     trace: Trace = field(default_factory=dict)
     seeds: Seeds = field(default_factory=dict)
+    modes: Modes = field(default_factory=dict)
     rates: dict[Key, float] = field(default_factory=dict)
     used: dict[Key, float] = field(default_factory=dict)
     held: dict[int, dict[Key, Fingerprint]] = field(default_factory=dict)
@@ -98,6 +106,8 @@ class RecordedStep:
             self.trace.setdefault(kind, {}).update(points)
         for kind, seeds in other.seeds.items():
             self.seeds.setdefault(kind, {}).update(seeds)
+        for kind, modes in other.modes.items():
+            self.modes.setdefault(kind, {}).update(modes)
         for replica, held in other.held.items():
             self.held.setdefault(replica, {}).update(held)
         self.rates |= other.rates
@@ -120,6 +130,7 @@ class RecordedStep:
             counted=_by_key(rows["counted"]),
             trace={kind: {Point(*p): Fingerprint(*mark) for p, mark in points} for kind, points in rows["trace"]},
             seeds={kind: {(r, m, layer): s for (r, m, layer), s in seeds} for kind, seeds in rows["seeds"]},
+            modes={kind: {(r, m, layer): mode for (r, m, layer), mode in modes} for kind, modes in rows["modes"]},
             rates=_by_key(rows["rates"]),
             used=_by_key(rows["used"]),
             held={r: {(i, name): Fingerprint(*mark) for (i, name), mark in held} for r, held in rows["held"]},
@@ -141,11 +152,11 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
     """Computes the fingerprint in float64, of the values in logical order, whatever the memory layout."""
     values, dtype = tensor.detach().reshape(-1), str(tensor.dtype).removeprefix("torch.")
     if not values.numel():
-        return Fingerprint(0.0, 0.0, dtype)
+        return Fingerprint(0.0, 0.0, 0, dtype)
     values = values.double()
     rows = F.pad(values, (0, -len(values) % min(WIDTH, len(values)))).view(-1, min(WIDTH, len(values)))
     projection = rows @ _direction(rows.shape[1], values.device) @ _direction(len(rows), values.device)
-    return Fingerprint(float(torch.linalg.vector_norm(values)), float(projection), dtype)
+    return Fingerprint(float(torch.linalg.vector_norm(values)), float(projection), len(values), dtype)
 
 
 @lru_cache(maxsize=256)
@@ -167,6 +178,7 @@ class LayerTrace:
     def __init__(self) -> None:
         self.trace: Trace = {}
         self.seeds: Seeds = {}
+        self.modes: Modes = {}
         self._known: dict[int, tuple[int, int, Fingerprint]] = {}  # of a parameter: address, version, fingerprint
 
     def inputs(self, kind: str, replica: int, micro_batch: int, layer: int, module: nn.Module) -> None:
@@ -178,6 +190,13 @@ class LayerTrace:
                 self._known[id(parameter)] = parameter.data_ptr(), parameter._version, mark
             self.trace.setdefault(kind, {})[Point(replica, micro_batch, layer, number)] = mark
         self.seeds.setdefault(kind, {})[replica, micro_batch, layer] = torch.initial_seed()
+
+    def mode(self, kind: str, call: Call, module: nn.Module, device: torch.device) -> None:
+        """Records how a layer runs: in training or evaluation mode, and with which autocast."""
+        still = [name or "itself" for name, part in module.named_modules() if not part.training]
+        cast = str(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else "no"
+        mode = f"in evaluation mode ({still[0]})" if still else "in training mode"
+        self.modes.setdefault(kind, {})[call] = f"{mode} with {cast.removeprefix('torch.')} autocast"
 
     def outputs(
         self, kind: str, replica: int, micro_batch: int, layer: int, outputs: Tensors, inputs: Iterable[Tensor]

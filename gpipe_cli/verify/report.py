@@ -11,7 +11,7 @@ from . import compare as c
 from .batchnorm_note import BatchNormNote
 from .compare import PASSED_BACK, Quantity, StepComparison
 
-EXACT = {c.BEGIN, c.RESUMED, c.SKIPPED, c.USED, c.SEEDS, c.AGAIN, c.CLIPPED, c.RATES, c.COUNTS, c.REPLICAS}
+EXACT = {c.BEGIN, c.RESUMED, c.SKIPPED, c.USED, c.SEEDS, c.MODES, c.AGAIN, c.CLIPPED, c.RATES, c.COUNTS, c.REPLICAS}
 MOST_ROUNDING = 0.5  # relative; what differs by more is no rounding
 
 

@@ -95,7 +95,7 @@ class Steps:
     """Lists the steps of a verification, by number from 1.
 
     Attributes:
-        checked: compared with the plain loop.
+        checked: compared with the plain loop; the one after the skipped step among them.
         skipped: the step whose loss is made not finite; None: there is none.
         resumed: the step before which the run is saved and resumed; None: there is none.
     """
@@ -113,7 +113,7 @@ class Steps:
         last = min(max(settings.verify.later, first + 2), there)
         if last < first + 2:
             return cls(checked, None, None)
-        return cls([*checked, last], first + 1, last)
+        return cls(sorted({*checked, first + 2, last}), first + 1, last)
 
     @property
     def last(self) -> int:
@@ -124,9 +124,13 @@ class Steps:
 
 
 class _Quiet(Notices):
-    """Reports no warning while `muted`: gpipe-verify itself is the cause."""
+    """Reports nothing while `muted`: gpipe-verify itself is the cause."""
 
     muted = False
+
+    def message(self, text: str) -> None:
+        if not self.muted:
+            super().message(text)
 
     def warn(self, text: str) -> None:
         if not self.muted:
@@ -147,7 +151,8 @@ class Verification:
         self._steps = Steps.of(settings)
         trainer = dataclasses.replace(settings.trainer, nonfinite_limit=max(2, settings.trainer.nonfinite_limit))
         settings, self._raised = with_full_rate(settings, self._steps.last)
-        self._settings = dataclasses.replace(settings, trainer=trainer)
+        launch = dataclasses.replace(settings.launch, grace_seconds=math.inf)  # no warning: nothing is worth a save
+        self._settings = dataclasses.replace(settings, trainer=trainer, launch=launch)
         self._journal = _Quiet(context.run_dir, context.emit, world.rank == 0)
         self._spill = Spill(context.run_dir / "verify")
         task = build_task(settings.task, settings.seed)
@@ -237,7 +242,11 @@ class Verification:
         trainer.saver.finish(trainer.exchange)
         self._watch.forget()
         wait_for_all(self._world)
-        return self._trainer(latest(self._context.run_dir).checkpoint)
+        self._journal.muted = True
+        try:
+            return self._trainer(latest(self._context.run_dir).checkpoint)
+        finally:
+            self._journal.muted = False
 
     @contextmanager
     def _poisoned(self, active: bool) -> Iterator[None]:

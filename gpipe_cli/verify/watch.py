@@ -40,15 +40,15 @@ class LayerWatch:
 
     Args:
         cells: the worker's.
-        replica: of the worker.
+        replica, device: of the worker.
         where: the micro-batch that runs and its instruction, kept up to date by the engine.
 
     Attributes:
         active: whether anything is recorded.
     """
 
-    def __init__(self, cells: Iterable[Cell], replica: int, where: Position) -> None:
-        self._replica, self._where = replica, where
+    def __init__(self, cells: Iterable[Cell], replica: int, device: torch.device, where: Position) -> None:
+        self._replica, self._device, self._where = replica, device, where
         self._seen = LayerTrace()
         self.active = False
         for layer in (layer for cell in cells for layer in cell.layers):
@@ -66,6 +66,7 @@ class LayerWatch:
             if self.active:
                 kind = WEIGHTS_AGAIN if self._again else WEIGHTS
                 self._seen.inputs(kind, self._replica, self._micro_batch, layer, module)
+                self._seen.mode(kind, (self._replica, self._micro_batch, layer), module, self._device)
 
         return hook
 
@@ -105,7 +106,7 @@ class RunWatch:
         self._replica, self._spill = assembly.world.replica, spill
         self._layers = [(layer.index, layer.name, layer.module) for cell in assembly.cells for layer in cell.layers]
         self._named = dict(named(self._layers))
-        self._watch = LayerWatch(assembly.cells, assembly.world.replica, where)
+        self._watch = LayerWatch(assembly.cells, assembly.world.replica, assembly.world.device, where)
         self._trainer: Trainer | None = None
         self._used: dict[Key, float] = {}
         self._rates: dict[Key, float] = {}
@@ -182,6 +183,7 @@ class RunWatch:
             counted=counted,
             trace=seen.trace,
             seeds=seen.seeds,
+            modes=seen.modes,
             rates=self._rates,
             used=self._used,
             held={self._replica: self.hold(f"held {number}")},
