@@ -191,9 +191,8 @@ class Checker:
         statistics = {
             name: (here, there) for name, here, there in zip(self.run.statistics, ours.statistics, sums, strict=True)
         }
-        used = {**trace.get(WEIGHTS, {})}
-        again = {Point(p.replica, p.micro_batch, p.layer, p.number): m for p, m in trace.get(WEIGHTS_AGAIN, {}).items()}
-        right = {point: plain.used[point.layer, point.number] for point in {*used, *again}}
+        used = [trace.get(kind, {}) for kind in (WEIGHTS, WEIGHTS_AGAIN)]
+        right = [{point: plain.used[point.layer, point.number] for point in marks} for marks in used]
         drawn = self._compared_seeds(ours, seeds)
         again_out = trace.get(RECOMPUTED, {})
         repeated = {point: mark for point, mark in forward.items() if point in again_out}
@@ -201,7 +200,7 @@ class Checker:
             c.numbers(c.LOSS, {"mini-batch": (ours.loss, plain.loss)}, tolerance),
             c.numbers(c.LOSSES, losses, tolerance),
             c.numbers(c.STATISTICS, statistics, tolerance),
-            _joined(c.traces(c.USED, used, right, names, EXACT), c.traces(c.USED, again, right, names, EXACT)),
+            _joined(*(c.traces(c.USED, *sides, names, EXACT) for sides in zip(used, right, strict=True))),
             drawn,
             self._modes(ours, plain),
             c.traces(c.OUTPUTS, forward, plain.seen.trace.get(OUTPUT, {}), names, tolerance),
@@ -253,7 +252,7 @@ class Checker:
             old, new = self.spill.get(before, layer), self.spill.get(f"held {number}", layer)
             gradients = self.spill.get(f"gradients {number}", layer)
             for name, weight in of_kind("weight", old).items():
-                expected = Update(weight, _state(old, name))
+                expected = Update(weight, state_of(old, name))
                 if name in gradients:
                     expected = update(self.settings.optimizer, rate, expected, gradients[name] * factor)
                 gaps[c.UPDATED][layer, name] = measure(new.get(f"weight/{name}"), expected.weight, weight)
@@ -282,7 +281,7 @@ class Checker:
             old, new = self.spill.get(step.before, layer), self.spill.get(f"held {step.number}", layer)
             for name, gradient in self.spill.get(f"gradients {step.number}", layer).items():
                 weight = old[f"weight/{name}"]
-                made = Update(weight, {} if "state" in changed else _state(old, name))
+                made = Update(weight, {} if "state" in changed else state_of(old, name))
                 for _ in range(times):
                     made = update(section, rate, made, gradient * step.factor * float(changed.get("gradients", 1.0)))
                 gaps[layer, name] = measure(new.get(f"weight/{name}"), made.weight, weight)
@@ -322,7 +321,8 @@ def _held(spill: Spill, moment: str, layer: int) -> dict[str, Tensor]:
     return {**of_kind("weight", tensors), **of_kind("buffer", tensors)}
 
 
-def _state(tensors: Mapping[str, Tensor], name: str) -> dict[str, Any]:
+def state_of(tensors: Mapping[str, Tensor], name: str) -> dict[str, Any]:
+    """Returns the optimizer's state of a parameter, of what `Spill` holds of its layer."""
     return {key.removeprefix(f"{name}:"): value for key, value in of_kind("state", tensors).items()
             if key.startswith(f"{name}:")}  # fmt: skip
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from .. import compare as c
-from ..check import Checker, ComparedStep
-from ..compare import Difference
+from ..check import Checker, ComparedStep, state_of
+from ..compare import Difference, measure
 from ..layout import VerifiedRun
+from ..record import of_kind
+from ..reference import Update, update
+from .backward import common_factor
 
 
 def explain_update(now: ComparedStep, checker: Checker) -> list[str]:
@@ -103,11 +109,50 @@ def _optimizer(now: ComparedStep, checker: Checker) -> list[str]:
         f"gradients agree, but {what} differs, first in {run.place(first.layer)} ({_measured(first)}, {first.where}), "
         f"in {run.cells_of(layers)}"
     )
-    if any(difference.where.endswith(":step") for difference in state.beyond):
-        return [f"{text}: its memory of earlier steps was lost"]
     causes = {**CAUSES, **_swapped(checker)}
     named = [cause for cause, changed in causes.items() if checker.alternative(now, layers, changed)]
+    if not named and any(difference.where.endswith(":step") for difference in state.beyond):
+        named = ["its memory of earlier steps was lost"]
+    named = named or _state_of_another(now, checker, first) or _rounded(now, checker, layers) or _farther(now)
     return [f"{text}: {named[0] if named else 'the optimizer itself, or its settings'}"]
+
+
+def _state_of_another(now: ComparedStep, checker: Checker, first: Difference) -> list[str]:
+    """Names the parameter whose state the optimizer used for another of the same shape."""
+    name = first.where.rpartition(":")[0] or first.where
+    old = checker.spill.get(now.before, first.layer)
+    new, weight = checker.spill.get(f"held {now.number}", first.layer), old.get(f"weight/{name}")
+    gradient = checker.spill.get(f"gradients {now.number}", first.layer).get(name)
+    if weight is None or gradient is None:
+        return []
+    for layer in range(len(checker.run.names)):
+        tensors = checker.spill.get(now.before, layer)
+        for other, value in of_kind("weight", tensors).items():
+            if value.shape != weight.shape or other == name:
+                continue
+            before = Update(weight, state_of(tensors, other))
+            made = update(checker.settings.optimizer, checker.rate(now.number), before, gradient * now.factor)
+            gap = measure(new.get(f"weight/{name}"), made.weight, weight)
+            if gap.distance <= 1e-3 * gap.plain:
+                return [f"it used the state of {other} for {name}"]
+    return []
+
+
+def _rounded(now: ComparedStep, checker: Checker, layers: Sequence[int]) -> list[str]:
+    """Names a type with fewer digits in which the weights are after the update."""
+    for dtype in (torch.bfloat16, torch.float16):
+        held = [checker.spill.get(f"held {now.number}", layer) for layer in layers]
+        weights = [weight for tensors in held for weight in of_kind("weight", tensors).values()]
+        if weights and all(torch.equal(weight.to(dtype).to(weight.dtype), weight) for weight in weights):
+            return [f"the weights were rounded to {str(dtype).removeprefix('torch.')}"]
+    return []
+
+
+def _farther(now: ComparedStep) -> list[str]:
+    """Names the factor if all weights moved in the right direction, but another way."""
+    gaps = now.gaps[c.UPDATED]
+    factor = common_factor([gaps[d.layer, d.where].factor for d in now.found[c.UPDATED].beyond])
+    return [] if factor is None else [f"the weights moved {factor:.4g} times as far, as with another learning rate"]
 
 
 def _swapped(checker: Checker) -> dict[str, dict[str, Any]]:
@@ -121,7 +166,14 @@ def _averages(now: ComparedStep, run: VerifiedRun) -> list[str]:
         return []
     first = beyond[0]
     place = f"{run.place(first.layer)} ({_measured(first)}, {first.where})"
-    return [f"the update is right, but not the moving average of the weights, first in {place}"]
+    text = f"the update is right, but not the moving average of the weights, first in {place}"
+    gaps = [now.gaps[c.AVERAGES][d.layer, d.where] for d in beyond]
+    if all(gap.ours == 0.0 for gap in gaps):
+        return [f"{text}: it was not updated in {run.cells_of(d.layer for d in beyond)}"]
+    factor = common_factor([gap.factor for gap in gaps])
+    if factor is None:
+        return [f"{text}: it follows other weights, such as those before the update"]
+    return [f"{text}: it moved {factor:.4g} times as far as trainer.average says, as after another number of updates"]
 
 
 def _measured(difference: Difference) -> str:
