@@ -227,7 +227,7 @@ class Checker:
                     found.append(Difference(layer, where, wrong, wrong, Point(r, m, layer, 0)))
         return c.judged(c.SEEDS, sorted(found, key=lambda d: d.layer), 0.0)
 
-    def _modes(self, ours: StepRecord, plain: PlainStep) -> Quantity:
+    def _modes(self, ours: RecordedStep, plain: PlainStep) -> Quantity:
         """Judges whether layers run in training mode and with the autocast of the run, in forward and recompute."""
         right, found = plain.seen.modes.get(OUTPUT, {}), []
         for kind in (WEIGHTS, WEIGHTS_AGAIN):
