@@ -10,7 +10,7 @@ from typing import Any, cast
 from ..checkpoint.choose import open_checkpoint
 from ..checkpoint.commit import prepare_directory
 from ..checkpoint.compatibility import fingerprint, require_same_steps
-from ..checkpoint.files import CheckpointInfo, shorten
+from ..checkpoint.files import CheckpointError, CheckpointInfo, shorten
 from ..checkpoint.transfer import load_weights, patterns_without_effect, require_same_model
 from ..checkpoint.writer import CheckpointWriter
 from ..config import CheckpointConfig, Settings
@@ -66,7 +66,10 @@ def assemble_training(
         with context.where.doing("reading the checkpoint"):
             updater.restore(resumed, config["settings"])
         scalars: dict[str, Any] = {key: value for key, value in resumed.state.scalars.items() if value is not None}
-        progress, position = Progress(step=resumed.step, **scalars), resumed.state.data_position
+        try:
+            progress, position = Progress(step=resumed.step, **scalars), resumed.state.data_position
+        except TypeError as error:
+            raise CheckpointError(f"{resumed.path}/manifest.json is damaged: {error}") from error
         journal.message(f"going on from {resumed.path}, step {resumed.step}")
     report_batchnorm(journal, world, cells, settings, assembly.first.examples)
     stop, where = context.stop_requested, context.where

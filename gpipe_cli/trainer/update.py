@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..checkpoint.files import CheckpointInfo, Json
+from ..checkpoint.files import CheckpointError, CheckpointInfo, Json
 from ..checkpoint.layer_state import LayerState, layer_state, load_layer, named_tensors, restore_layer
 from ..checkpoint.lr_schedule_state import LRScheduleState
 from ..checkpoint.optimizer_state import StateForms
@@ -114,6 +114,9 @@ class Updater:
 
         Args:
             settings: the resolved configuration.
+
+        Raises:
+            CheckpointError: something in the checkpoint does not fit this run, or is damaged.
         """
         saved, forms = info.state.configuration, StateForms(self.optimizer)
         for layer in self._layers:
@@ -126,11 +129,19 @@ class Updater:
                     if name in weights and not forms.faults(name, weights[name], values)
                 }
                 state = replace(state, optimizer=fitting)
-            restore_layer(layer.name, layer.module, self.optimizer, state, forms)
-            if self._average is not None:
-                self._average.restore(layer.name, state.averages)
+            try:
+                restore_layer(layer.name, layer.module, self.optimizer, state, forms)
+                if self._average is not None:
+                    self._average.restore(layer.name, state.averages)
+            except CheckpointError as error:
+                raise CheckpointError(f"{info.path}: {error}") from None
         if all(saved.get(section) == settings.get(section) for section in ("optimizer", "lr_schedule")):
-            self._schedule_state.restore(cast("Mapping[str, Json]", info.state.schedule))
+            try:
+                self._schedule_state.restore(cast("Mapping[str, Json]", info.state.schedule))
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"{info.path}: its learning rate schedule cannot be restored: {error!r}"
+                ) from error
         else:
             self._schedule_state.replay(info.step)
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from inline_run import train_inline
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tiny_images import CLASSES, image_folder
 from torch import Tensor
 
-from gpipe_cli.checkpoint.files import CheckpointError, read_manifest, step_directory
+from gpipe_cli.checkpoint.files import CheckpointError, read_manifest, sha256_of, step_directory
 
 TINY = ["debug=tiny", "model=amoebanet", "model.L=3", "checkpoint.every=null", "trainer.evaluate_every=null"]
 
@@ -133,3 +137,46 @@ def test_resume_auto_goes_on_and_does_not_begin_again(digits: Path, tmp_path: Pa
         assert ("weights from" in done.stdout) == (steps == 1)
     rows = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert rows == [1, 2]
+
+
+def cut_tensor(checkpoint: Path, kind: str) -> None:
+    """Gives one tensor of a checkpoint another shape, and the manifest the sums of the file that holds it."""
+    info = read_manifest(checkpoint)
+    path = info.layer_path("head")
+    with safe_open(path, "pt") as file:
+        held, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118  # no dict
+    name = next(name for name in held if name.startswith(f"{kind}:") and held[name].dim())
+    save_file({**held, name: held[name][:1].clone()}, path, metadata)
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    entry = next(entry for entry in manifest["layers"] if entry["name"] == "head")
+    entry.update(bytes=path.stat().st_size, sha256=sha256_of(path))
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+def damage_schedule(checkpoint: Path, kind: str) -> None:
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["state"][kind] = {"optimizer_groups": []}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("damage", "kind", "message"),
+    [
+        (cut_tensor, "optimizer", r"layer head does not fit its checkpoint: optimizer state '\w+' of .* saved is"),
+        (cut_tensor, "average", r"layer head does not fit its checkpoint: average .* should be"),
+        (cut_tensor, "weight", r"layer head does not fit its checkpoint: parameter .* should be"),
+        (damage_schedule, "schedule", r"its learning rate schedule cannot be restored"),
+        (damage_schedule, "scalars", r"manifest\.json is damaged: .*optimizer_groups"),
+    ],
+)
+def test_a_run_does_not_go_on_with_state_that_does_not_fit(
+    damage: Callable[[Path, str], None], kind: str, message: str, digits: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(digits.parent.parent, run_dir)
+    checkpoint = step_directory(run_dir, 2)
+    damage(checkpoint, kind)
+    words = ["trainer.steps=2", "trainer.average=0.9", f"checkpoint.resume={checkpoint}"]
+    with pytest.raises(CheckpointError, match=f"^{re.escape(str(checkpoint))}.*{message}"):
+        train_inline(run_dir, *TINY, *words)
