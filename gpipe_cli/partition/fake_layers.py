@@ -15,6 +15,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.nn.parameter import UninitializedParameter
 
 from ..layers import LayerBuilder
 
@@ -76,18 +77,41 @@ def build_without_memory(builder: LayerBuilder, fake: FakeTensorMode) -> nn.Modu
     """
     try:
         with fake:
-            return builder.build()
+            module = builder.build()
     except Exception:
         return build_or_explain(builder)
+    refuse_parameters(builder.name, module)
+    return module
 
 
 def build_or_explain(builder: LayerBuilder) -> nn.Module:
     try:
-        return builder.build()
+        module = builder.build()
     except Exception as error:
         raise CostError(
             f"layer {builder.name!r} cannot be built: {type(error).__name__}: {error}; call its builder by hand"
         ) from error
+    refuse_parameters(builder.name, module)
+    return module
+
+
+def refuse_parameters(layer: str, module: nn.Module) -> None:
+    """Refuses parameters without a shape and complex ones.
+
+    Raises:
+        CostError: it names the layer, the parameter and what to use instead.
+    """
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise CostError(
+                f"layer {layer!r}: parameter {name!r} gets its shape only from the first input, as nn.LazyLinear's "
+                "does: give the sizes, as nn.Linear(in_features, out_features)"
+            )
+        if parameter.is_complex():
+            raise CostError(
+                f"layer {layer!r}: parameter {name!r} is complex ({str(parameter.dtype).removeprefix('torch.')}): keep "
+                "a real parameter with a last dimension of 2, and use torch.view_as_complex(parameter) in forward"
+            )
 
 
 @contextmanager
