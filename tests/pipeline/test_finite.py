@@ -68,20 +68,22 @@ def faulty(index: int, way: int, micro_batch: int) -> Callable[[Pipeline], None]
     return plant
 
 
-def first_bad(engine: Pipeline, kind: str, remat: str, micro_batches: list[MicroBatch]) -> Origin | None:
+def first_bad(
+    engine: Pipeline, kind: str, remat: str, micro_batches: list[MicroBatch], weight: float | None = None
+) -> Origin | None:
     """Runs a step without watching and then again; the second must not change the first one's gradients."""
     K = len(engine.cells)
     instructions = schedule(kind, (0,) * K, M, remat)[0]
     signatures = tuple(tuple(inputs[0].shape) for inputs, _ in micro_batches)
-    step_input = StepInput(0, 1, signatures, 1 / weight_of(micro_batches))
-    weights = [weight for cell in engine.cells.values() for _, weight in cell.parameters()]
+    step_input = StepInput(0, 1, signatures, 1 / (weight or weight_of(micro_batches)))
+    weights = [parameter for cell in engine.cells.values() for _, parameter in cell.parameters()]
     runs = []
     found = FiniteWatch(0, engine.where)
     for watch in (None, found):
         engine.train_step(instructions, step_input, micro_batches, watch=watch)
-        runs.append([weight.grad for weight in weights])
-        for weight in weights:
-            weight.grad = None
+        runs.append([parameter.grad for parameter in weights])
+        for parameter in weights:
+            parameter.grad = None
     for one, again in zip(*runs, strict=True):
         assert one is not None and again is not None and torch.equal(one.nan_to_num(), again.nan_to_num())
     return found.first
@@ -158,6 +160,20 @@ def test_an_auxiliary_loss_is_named(change: Callable[[Tensor], Tensor], way: int
 def test_a_weight_that_was_not_finite_before_is_named() -> None:
     origin = first_bad(engine_with(3, bad_weight), "gpipe", "except_last", mini_batch(0, 8, M))
     assert origin is not None and (origin.micro_batch, origin.layer, origin.weight) == (0, "mix_2", "linear.weight")
+
+
+@pytest.mark.parametrize("way", [FORWARD, BACKWARD])
+def test_layers_that_write_into_the_outputs_of_others_can_be_watched(way: int) -> None:
+    modules = [nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 3)]
+    layers = [BuiltLayer(i, name, module) for i, (name, module) in enumerate(zip("abc", modules, strict=True))]
+    engine = Pipeline([Cell(0, layers, NoiseSource(1, 0, CPU))], (0,), None, row_loss, 0, CPU)
+    faulty(2, way, 1)(engine)
+    origin = first_bad(engine, "gpipe", "except_last", [((torch.ones(2, 3),), ()) for _ in range(M)], weight=1.0)
+    assert origin is not None and (origin.way, origin.micro_batch, origin.layer) == (way, 1, "c")
+
+
+def row_loss(outputs: Tensors, targets: Tensors) -> tuple[Tensor, Tensor]:
+    return outputs[0].square().sum(), torch.zeros(0, dtype=torch.float64)
 
 
 def test_data_that_are_not_finite_are_named() -> None:
