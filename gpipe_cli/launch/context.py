@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 from collections.abc import Callable
@@ -120,6 +121,12 @@ def call_entry(
         raise
     _leave_group()
     return value
+
+
+def show_crashes() -> None:
+    """Makes a crash in compiled code print the Python calls that led to it, for a process without a supervisor."""
+    if not faulthandler.is_enabled():
+        faulthandler.enable(sys.__stderr__ or 2)
 
 
 def _leave_group() -> None:

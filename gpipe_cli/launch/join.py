@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import functools
 import itertools
 import os
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from gpipe_cli.disk import cannot_write
 from gpipe_cli.launch import report
-from gpipe_cli.launch.context import Context, call_entry
+from gpipe_cli.launch.context import Context, call_entry, show_crashes
 from gpipe_cli.launch.stop import StopDeadline, StopSignals
 from gpipe_cli.launch.supervisor import Job, OnEvent
 from gpipe_cli.launch.worker import leave
@@ -60,7 +59,7 @@ def join(
     # end what they have started; otherwise a rank fails at its next message to one that is gone.
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())
-    faulthandler.enable(sys.__stderr__ or 2)  # a crash in compiled code prints its stack
+    show_crashes()
     store_prefix = f"start{restart_count()}/job{next(_job_numbers)}"  # torchrun's store outlives a restart
 
     def open_store() -> Store:

@@ -33,7 +33,7 @@ from gpipe_cli.disk import writing
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch import report
 from gpipe_cli.launch.channel import LEAVE, STOP, CommandChannel
-from gpipe_cli.launch.context import Context, call_entry
+from gpipe_cli.launch.context import Context, call_entry, show_crashes
 from gpipe_cli.launch.mailboxes import mailbox
 from gpipe_cli.launch.places import Places
 from gpipe_cli.launch.report import STARTER, WorkerFailed
@@ -135,6 +135,7 @@ def launch_inline(job: Job, on_event: OnEvent) -> Any:
         emit=lambda event: on_event({"rank": 0, **event}),
         stop_requested=lambda: False,
     )
+    show_crashes()
     return call_entry(job.entry, context, job.config, job.threads, always_leave_group=True)
 
 
