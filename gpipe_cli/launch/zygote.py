@@ -45,7 +45,7 @@ def main(job: dict[str, Any], parent: int) -> None:
     """Starts the workers of `job`, reports each one's end to the command, and leaves after the last.
 
     Args:
-        parent: the command. Until the workers run, this process is killed with it (`BOOTSTRAP`).
+        parent: the command. Until the workers run, this process is killed with it (`child_command`).
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # the supervisor sends SIGTERM to the whole process group
         signal.signal(number, signal.SIG_IGN)
