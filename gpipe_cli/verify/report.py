@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config import Settings
@@ -25,6 +25,7 @@ class VerifyReport:
         batchnorm: the effect of M on BatchNorm; None where there is none.
         loss: of the last step.
         raised: factor by which the learning rate was raised.
+        memory: peak bytes of rank 0: after the first step, and at the end.
         rounding: what differed in the configured precision, where float64 has decided that it is rounding.
     """
 
@@ -35,6 +36,7 @@ class VerifyReport:
     batchnorm: BatchNormNote | None
     loss: float
     raised: float = 1.0
+    memory: dict[str, int] = field(default_factory=dict)
     rounding: str = ""
 
     @property
@@ -121,6 +123,7 @@ class VerifyReport:
             ],
             "tolerance": self.tolerance,
             "raised": self.raised,
+            "memory_bytes": self.memory,
             "rounding": self.rounding,
             "format": self.settings.verify.format,
             "dtype": self.settings.verify.dtype,

@@ -28,6 +28,7 @@ from ..errors import ConfigurationError
 from ..factory.build import build_task
 from ..launch.context import Context
 from ..metrics.journal import Notices
+from ..metrics.step_report import peak_memory
 from ..micro_batch import MicroBatch
 from ..pipeline.engine import Pipeline
 from ..schedule.instruction import Op
@@ -162,6 +163,7 @@ class Verification:
         self._checker = _checker(self._assembly, self._spill) if world.rank == 0 else None
         self._compared: list[ComparedStep] = []
         self._note: BatchNormNote | None = None
+        self._memory: dict[str, int] = {}  # the peak of rank 0 in bytes, before the first check and at the end
 
     def run(self) -> VerifyReport | None:
         """Runs all steps; returns the report on rank 0."""
@@ -178,7 +180,9 @@ class Verification:
             return None
         loss = self._compared[-1].ours.loss if self._compared else math.nan
         steps = {one.number: one.found for one in self._compared}
-        return VerifyReport(self._settings, self._checker.tolerance, steps, findings, self._note, loss, self._raised)
+        memory = {**self._memory, "verifying": peak_memory(self._world.device)}
+        tolerance = self._checker.tolerance
+        return VerifyReport(self._settings, tolerance, steps, findings, self._note, loss, self._raised, memory)
 
     def _require_room(self) -> None:
         cut, size = self._assembly.layout.cut, 8 if self._settings.verify.dtype == "float64" else 4
@@ -277,6 +281,7 @@ class Verification:
         self, number: int, batch: list[list[MicroBatch]] | None, before: str, updates: int, first: Quantity | None
     ) -> bool:
         """Checks a recorded step; returns on every worker whether it agrees."""
+        self._memory.setdefault("training", peak_memory(self._world.device))
         record = self._shared(number, self._watch.records.pop(number))
         agrees = True
         if self._checker is not None and record is not None:
