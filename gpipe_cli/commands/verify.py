@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 DIFFERENT = FAILED
 HELP = """\
-gpipe-verify: runs two steps of a configuration as gpipe-train would (its workers, K, M, schedule), the same two steps
-in one process by a plain loop without the engine, and compares: loss, outputs of layers, every gradient by name, the
-gradient norm, BatchNorm statistics, optimizer state, weights after each step.
+gpipe-verify: runs a few steps of a configuration as gpipe-train would (its workers, K, M, schedule), the same steps in
+one process by a plain loop without the engine, and compares: loss, outputs of layers, every gradient by name, clipping,
+learning rate, optimizer state, weights, a step that is skipped, a resume, an evaluation.
 
     gpipe-verify model=transformer pipeline.K=4 pipeline.M=8
     gpipe-verify debug=tiny pipeline.schedule=1f1b          the same in seconds, for large models
