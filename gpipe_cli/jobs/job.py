@@ -121,7 +121,7 @@ def resolve(composed: DictConfig, overrides: Sequence[str]) -> tuple[dict[str, A
         raise ConfigurationError(explain(error, overrides)) from error
     assert isinstance(plain, dict)
     config: dict[str, Any] = {str(key): value for key, value in plain.items()}
-    return config, [own_target.describe(section, config[section], keys) for section, keys in left_out.items() if keys]
+    return config, own_target.describe(config, left_out)
 
 
 def _not_made_tiny(place: Any) -> list[str]:

@@ -20,11 +20,14 @@ ALWAYS_KEPT = {"data": ("batch_size",), "optimizer": ("lr",)}  # every data set 
 
 
 def complete(words: Sequence[str]) -> list[str]:
-    """Returns the command line as Hydra must read it: new keys marked, and no averaging for a user's own model."""
-    marked = allow_new_keys(words)
-    if "model" in _typed_keys(words) and not any(
-        word.startswith(("trainer.average=", "experiment=")) for word in words
-    ):
+    """Returns the command line as Hydra must read it: new keys marked, and what a user's own model needs."""
+    marked, typed = allow_new_keys(words), filter(None, map(_parsed, words))
+    target = next((override.value() for override in typed if override.key_or_group == "model._target_"), None)
+    if not isinstance(target, str) or any(word.startswith("experiment=") for word in words):
+        return marked
+    if not any(word.startswith("name=") for word in words):
+        marked.append(f"name={target}")  # else the run directory has the name of the group model=transformer
+    if not any(word.startswith("trainer.average=") for word in words):
         marked.append("trainer.average=null")  # conf/trainer/transformer.yaml sets it for the Transformer
     return marked
 
@@ -55,13 +58,20 @@ def typed_sections(overrides: Sequence[str]) -> set[str]:
     return set(_typed_keys(overrides))
 
 
-def describe(section: str, values: Mapping[str, Any], left_out: Sequence[str]) -> str:
-    """Returns a line for the console; ``values`` are those passed on."""
-    passed = ", ".join(key for key in values if key != "_target_") or "no keys"
-    return (
-        f"{section}._target_={values['_target_']}: called with {passed}; "
-        f"left out, because they are not its own: {', '.join(left_out)}"
-    )
+def describe(config: Mapping[str, Any], left_out: Mapping[str, Sequence[str]]) -> list[str]:
+    """Returns a line for the console about the sections whose keys are left out, or none.
+
+    Args:
+        config: with the keys that are passed on.
+        left_out: by section.
+    """
+    calls = [
+        f"{section}._target_={config[section]['_target_']}: called with "
+        + (", ".join(key for key in config[section] if key != "_target_") or "no keys")
+        for section, keys in left_out.items()
+        if keys
+    ]
+    return [f"{'; '.join(calls)} (keys that were not typed belong to other functions)"] if calls else []
 
 
 def _typed_keys(words: Sequence[str]) -> dict[str, set[str]]:

@@ -305,7 +305,8 @@ def test_a_typed_target_gets_the_typed_keys_alone(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     received = json.loads((only(tmp_path / "runs") / "received.json").read_text())["settings"]
     assert received["model"] == {"_target_": "my_module.my_layers", "width": 64}
-    assert "left out, because they are not its own: L, H, A" in done.stdout
+    assert done.stdout.count("model._target_=my_module.my_layers: called with width (keys that were not typed") == 1
+    assert only(tmp_path / "runs").name.endswith("_my_module.my_layers")
 
 
 def test_a_typed_data_target_keeps_the_batch_size() -> None:
