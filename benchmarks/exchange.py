@@ -60,7 +60,8 @@ def main() -> None:
         for workers in arguments.workers:
             yield {"workers": workers, **run_workers("benchmarks.exchange:worker", workers, {"rounds": rounds})}
 
-    report({"workers": "d", "all_reduce, ms": ".2f", "exchange, ms": ".2f"}, rows(), arguments.output)
+    kinds = ("all_reduce by gloo, ms", "exchange by gloo, ms", "exchange, ms")
+    report({"workers": "d", **dict.fromkeys(kinds, ".2f")}, rows(), arguments.output)
 
 
 if __name__ == "__main__":
