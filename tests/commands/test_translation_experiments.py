@@ -64,6 +64,8 @@ def test_each_has_the_paper_s_recipe(name: str) -> None:
         5,
     )
     assert (config["task"]["generation"]["beam"], config["task"]["generation"]["length_exponent"]) == (8, 0.5)
+    assert config["task"]["generation"]["per_language_at_end"] is None  # whole test sets, as figure 3
+    assert config["data"]["evaluation_per_language"] is None
 
 
 @pytest.mark.parametrize("name", PAPER)

@@ -322,6 +322,12 @@ def test_an_archive_that_grows_as_no_text_does_is_refused(
     assert f"{root}/train.de{ending} unpacks to more than 200 times its size" in refusal(root)
 
 
+@pytest.mark.parametrize(("wanted", "sentences"), [(7, 7), (None, 20)])
+def test_an_evaluation_reads_so_many_sentences_or_the_whole_set(root: Path, wanted: int | None, sentences: int) -> None:
+    batches = source(root, evaluation_per_language=wanted).evaluation(1)
+    assert sum(len(inputs[0]) for batch in batches for inputs, _ in batch.micro_batches) == sentences
+
+
 # --- vocabularies
 
 
