@@ -18,9 +18,11 @@ from ..errors import ConfigurationError
 from .batchnorm import DeferredBatchNorm
 from .boundary import as_tensors
 
+LEAF_CHANGED = "leaf Variable that requires grad is being used in an in-place operation"
+
 
 class BufferChanged(ConfigurationError):
-    """Raised when a layer changes a buffer in a training forward; names both and what to use instead."""
+    """Raised when a layer changes a buffer or its input in a training forward; names it and what to use instead."""
 
 
 class _Seen(NamedTuple):
@@ -32,7 +34,10 @@ class _Seen(NamedTuple):
 
 
 class BufferGuard:
-    """Calls a layer and compares its buffers before and after.
+    """Calls a layer and compares its buffers and its input before and after.
+
+    A change of the input in place is refused wherever the layer stands: at the start of a cell the input is kept for
+    re-materialization, and where cells start depends on K.
 
     Where they differ the layer is called once more, on a copy of its input: a buffer that is made at first use, such
     as a table of positions, does not change again, and is allowed.
@@ -49,9 +54,18 @@ class BufferGuard:
         """Returns the layer's outputs.
 
         Raises:
-            BufferChanged: a buffer has changed.
+            BufferChanged: a buffer or the input has changed.
         """
-        outputs, changed = self._changes(argument, self._module)
+        inputs = as_tensors(argument)
+        versions = [tensor._version for tensor in inputs]
+        try:
+            outputs, changed = self._changes(argument, self._module)
+        except RuntimeError as error:
+            if LEAF_CHANGED in str(error):  # autograd's own answer at the start of a cell
+                raise self._input_changed() from error
+            raise
+        if [tensor._version for tensor in inputs] != versions:
+            raise self._input_changed()
         if changed:
             _, changed = self._changes(argument, self._once_more)
         if changed:
@@ -62,6 +76,12 @@ class BufferGuard:
                 "the engine keeps; what counts steps belongs into begin_step (docs/your-own-model.md)"
             )
         return outputs
+
+    def _input_changed(self) -> BufferChanged:
+        return BufferChanged(
+            f"layer {self._name!r} changes its input in place, but the input of a cell is kept for re-materialization, "
+            "and any layer may be the first of a cell: use inplace=False there, or a copy (x.clone())"
+        )
 
     def _changes(self, argument: Any, call: Callable[[Any], Any]) -> tuple[Any, str | None]:
         """Returns the result of ``call``, and the name of the first buffer that it replaces or changes."""

@@ -1,0 +1,22 @@
+"""A layer that changes its input in place is refused in the same words, wherever the cut puts it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_cli.pipeline.buffers import BufferChanged, BufferGuard
+
+
+@pytest.mark.parametrize("starts_cell", [True, False], ids=["at a cell's start", "inside a cell"])
+def test_a_change_in_place_has_one_answer(starts_cell: bool) -> None:
+    leaf = torch.randn(2, 3, requires_grad=True)
+    given: Tensor = leaf if starts_cell else leaf * 2
+    with pytest.raises(BufferChanged, match=r"layer 'relu' changes its input in place.*inplace=False"):
+        BufferGuard("relu", nn.ReLU(inplace=True))(given)
+
+
+def test_a_layer_may_change_what_it_has_made_itself() -> None:
+    layer = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True))
+    assert BufferGuard("layer", layer)(torch.randn(2, 3, requires_grad=True)).shape == (2, 3)
