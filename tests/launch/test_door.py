@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -38,8 +38,20 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
 
 def sockets_of(folder: Path) -> set[str]:
     """Returns the inodes of a process's sockets."""
-    links = [str(entry.readlink()) for entry in (folder / "fd").iterdir()]
+    links = []
+    with suppress(OSError):  # the process, or one of its descriptors, is gone
+        for entry in (folder / "fd").iterdir():
+            with suppress(FileNotFoundError):
+                links.append(str(entry.readlink()))
     return {link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:")}
+
+
+def marked(mark: str) -> Iterator[Path]:
+    """Yields the folders in /proc of all processes with this setting in their environment."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if mark.encode() in (folder / "environ").read_bytes():
+                yield folder
 
 
 def table(name: str) -> list[list[str]]:
@@ -82,6 +94,23 @@ def test_no_process_of_a_job_has_a_socket_of_the_internet(running: Command) -> N
     ours = set().union(*map(sockets_of, processes))
     assert len(ours) > 10
     assert not ours & {row[9] for name in INTERNET for row in table(name)}
+
+
+@pytest.mark.slow
+def test_nothing_of_a_whole_run_has_a_socket_of_the_internet(tmp_path: Path) -> None:
+    keys = ["model=amoebanet", "debug=tiny", "pipeline.K=4", "pipeline.replicas=2", "pipeline.sync_batchnorm=true"]
+    run = [sys.executable, "-m", "gpipe_cli.commands.train", *keys, "trainer.steps=4", f"hydra.run.dir={tmp_path}"]
+    mark = f"GPIPE_TEST_MARK={tmp_path}"
+    most, wrong = 0, set()
+    with subprocess.Popen(["env", mark, *run], stdout=subprocess.DEVNULL) as command:
+        while command.poll() is None:
+            ours = {folder: sockets for folder in marked(mark) if (sockets := sockets_of(folder))}
+            most = max(most, len(ours))
+            wrong |= set().union(*ours.values()) & {row[9] for name in INTERNET for row in table(name)}
+    assert command.returncode == 0
+    assert (tmp_path / "evaluations.jsonl").exists()
+    assert most >= 4
+    assert not wrong
 
 
 def test_no_socket_of_a_job_has_a_name(running: Command) -> None:
