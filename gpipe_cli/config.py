@@ -8,11 +8,24 @@ that the command refuses a wrong value within half a second.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.typed_section import Count, CountOrZero, Positive, Share, read_section, shown, unknown_key
+from gpipe_cli.errors import Problems
+from gpipe_cli.targets import Seed, contradictions, read_target
+from gpipe_cli.typed_section import (
+    Count,
+    CountOrZero,
+    Length,
+    Positive,
+    Seconds,
+    Share,
+    read_values,
+    read_what_fits,
+    shown,
+    unknown_key,
+)
 
 MESSAGE_TAGS = 1 << 30  # messages between cells have tags below; those of the exchange begin here
 TAGS_PER_CELL = 3  # of a micro-batch in a cell: its activation, its gradient, and a description of the boundary
@@ -41,7 +54,7 @@ class PipelineConfig:
     M: Count
     remat: Literal["always", "except_last", "never"]
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
-    partition: Literal["min_max", "min_variance"] | list[Count]
+    partition: Literal["min_max", "min_variance"] | Annotated[list[Count], Length()]
     cost: Literal["flops", "parameters", "declared", "profile"]
     workers: Literal["auto"] | Count
     replicas: Count
@@ -100,7 +113,7 @@ class TrainerConfig:
 
     steps: Count | None
     epochs: Positive | None
-    seconds: Positive | None
+    seconds: Seconds | None
     evaluate_every: Count | None
     evaluate_first: bool
     gradient_clip: Positive | None
@@ -179,8 +192,8 @@ class LaunchConfig:
         inline: runs everything inside the command's own process, for a debugger.
     """
 
-    grace_seconds: Positive
-    stall_seconds: Positive | None
+    grace_seconds: Seconds
+    stall_seconds: Seconds | None
     restarts: CountOrZero
     inline: bool
 
@@ -241,32 +254,45 @@ class Settings:
         Raises:
             ConfigurationError: it has one line for each wrong key or value: name, limit, what to type instead.
         """
-        problems = [unknown_key(key, SECTIONS) for key in config if key not in (*SECTIONS, "verify")]
+        problems = Problems()
+        settings = cls.read(config, problems)
+        problems.refuse()
+        return settings
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any], problems: Problems, checks: Checks = ()) -> Settings:
+        """Checks a resolved configuration as `from_config`, and adds each defect to ``problems``.
+
+        Args:
+            checks: further ones.
+
+        Returns:
+            Without defects the settings; else an object that has the right values alone.
+        """
+        problems += [unknown_key(key, SECTIONS) for key in config if key not in (*SECTIONS, "verify")]
         problems += [f"{key} is missing from the configuration" for key in SECTIONS if key not in config]
-        values: dict[str, Any] = {}
-        for key, read in SECTIONS.items():
-            if key in config:
-                try:
-                    values[key] = read(config[key])
-                except ConfigurationError as error:
-                    problems.append(str(error))
-        if problems:
-            raise ConfigurationError("\n".join(problems))
-        verify = read_section(VerifyConfig, config["verify"], "verify") if "verify" in config else None
-        settings = cls(**values, verification=verify)
-        if problems := [problem for check in CHECKS if (problem := check(settings))]:
-            raise ConfigurationError("\n".join(problems))
+        values: dict[str, Any] = {"verification": None, **read_values(TOP_LEVEL, config, "", problems)}
+        for section in filter(config.__contains__, FREE_FORM):
+            values[section] = read_target(section, config[section], problems)
+        for section, kind in filter(lambda item: item[0] in config, TYPED.items()):
+            values[section] = read_what_fits(kind, config[section], section, problems)
+        if "verify" in config:
+            values["verification"] = read_what_fits(VerifyConfig, config["verify"], "verify", problems)
+        settings = object.__new__(cls)
+        for key, value in values.items():
+            object.__setattr__(settings, key, value)  # the dataclass is frozen
+        with_values = suppress(AttributeError) if problems else nullcontext()
+        for check in (*CHECKS, *checks):
+            with with_values:  # a check of what is wrong is left out
+                if problem := check(settings):
+                    problems.append(problem)
+        problems += contradictions(*(values.get(section, {}) for section in FREE_FORM))
         return settings
 
 
-@dataclass(frozen=True)
-class _TopLevel:
-    """Holds the keys outside all sections."""
-
-    name: str | None
-    seed: CountOrZero
-
-
+Checks = tuple[Callable[[Settings], str | None], ...]
+TOP_LEVEL: dict[str, Any] = {"name": str | None, "seed": Seed}
+FREE_FORM = ("model", "data", "task", "optimizer", "lr_schedule")
 TYPED: dict[str, type] = {
     "pipeline": PipelineConfig,
     "trainer": TrainerConfig,
@@ -275,7 +301,7 @@ TYPED: dict[str, type] = {
     "logging": LoggingConfig,
     "launch": LaunchConfig,
 }
-FREE_FORM = ("model", "data", "task", "optimizer", "lr_schedule")
+SECTIONS = (*TOP_LEVEL, *FREE_FORM, *TYPED)
 
 
 def known_keys() -> list[str]:
@@ -288,34 +314,7 @@ def keys_of(section: str, kind: type) -> list[str]:
     return [f"{section}.{field.name}" for field in fields(kind)]
 
 
-def _top_level_reader(name: str) -> Callable[[Any], Any]:
-    other = {"name": None, "seed": 0}  # valid values for the other key
-    return lambda value: getattr(read_section(_TopLevel, {**other, name: value}, ""), name)
-
-
-def _typed_reader(section: str) -> Callable[[Any], Any]:
-    return lambda value: read_section(TYPED[section], value, section)
-
-
-def _free_form_reader(section: str) -> Callable[[Any], dict[str, Any]]:
-    def read(value: Any) -> dict[str, Any]:
-        if not isinstance(value, Mapping):
-            raise ConfigurationError(f"{section} must be a section with keys, not {shown(value)}")
-        if not isinstance(value.get("_target_"), str):
-            raise ConfigurationError(
-                f"{section}._target_={shown(value.get('_target_'))}: use the dotted name of what to call, "
-                f"as {section}._target_=my_module.my_{section}"
-            )
-        return dict(value)
-
-    return read
-
-
-SECTIONS: dict[str, Callable[[Any], Any]] = {
-    **{name: _top_level_reader(name) for name in ("name", "seed")},
-    **{section: _free_form_reader(section) for section in FREE_FORM},
-    **{section: _typed_reader(section) for section in TYPED},
-}
+# -- relations between keys --------------------------------------------------------------------------------------------
 
 
 def _enough_examples(settings: Settings) -> str | None:
@@ -333,13 +332,6 @@ def _enough_examples(settings: Settings) -> str | None:
         f"{needs} needs {parts} examples in a mini-batch but data.batch_size={size}: "
         f"use data.batch_size>={parts} or {lower}"
     )
-
-
-def _learning_rate_is_a_number(settings: Settings) -> str | None:
-    lr = settings.optimizer.get("lr")
-    if lr is None or (isinstance(lr, (int, float)) and not isinstance(lr, bool) and lr >= 0):
-        return None
-    return f"optimizer.lr={shown(lr)}: use a number, at least 0"
 
 
 def _workers_have_cells(settings: Settings) -> str | None:
@@ -444,9 +436,8 @@ def _begins_in_one_way(settings: Settings) -> str | None:
     )
 
 
-CHECKS: tuple[Callable[[Settings], str | None], ...] = (
+CHECKS: Checks = (
     _enough_examples,
-    _learning_rate_is_a_number,
     _workers_have_cells,
     _tags_suffice,
     _cells_go_round,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class PlainError(Exception):
     """Raised when the message alone explains the failure; it is printed without a traceback."""
@@ -12,3 +15,29 @@ class ConfigurationError(PlainError, ValueError):
 
     The command ends with exit code 2, also when a worker raises it.
     """
+
+
+class Problems(list[str]):
+    """Collects everything that is wrong with a request, so that it is told at once.
+
+    Example:
+        problems = Problems()
+        with problems.collected():
+            check_one_thing()
+        with problems.collected():
+            check_another()
+        problems.refuse()
+    """
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Adds the message of a ConfigurationError that the block raises."""
+        try:
+            yield
+        except ConfigurationError as error:
+            self.append(str(error))
+
+    def refuse(self) -> None:
+        """Raises ConfigurationError, each message once, if there are any."""
+        if self:
+            raise ConfigurationError("\n".join(dict.fromkeys(self)))

@@ -10,34 +10,78 @@ import difflib
 import math
 import types
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.errors import Problems
 
 T = TypeVar("T")
+LONGEST_SHOWN = 60  # characters of a wrong value in a message
 
 
 @dataclass(frozen=True)
 class Limit:
-    """Describes the range of a number."""
+    """Describes the range of a number; `infinite`: infinity is in it."""
 
     at_least: float = -math.inf
     above: float = -math.inf
     below: float = math.inf
+    at_most: float = math.inf
+    multiple_of: int = 1
+    infinite: bool = False
 
     def allows(self, value: float) -> bool:
-        return value >= self.at_least and self.above < value < self.below
+        if isinstance(value, float) and math.isinf(value):
+            return self.infinite and value > 0
+        if isinstance(value, int) and value % self.multiple_of:
+            return False
+        return self.at_least <= value <= self.at_most and self.above < value < self.below
 
-    def __str__(self) -> str:
-        least = f"at least {self.at_least:g}" if self.at_least > -math.inf else f"more than {self.above:g}"
-        return least if self.below == math.inf else f"{least} and less than {self.below:g}"
+    def in_words(self, kind: str, value: object) -> str:
+        """Returns what to type in place of ``value``: "a whole number, at least 1".
+
+        Args:
+            kind: "a number" or "a whole number".
+        """
+        too_large = isinstance(value, (int, float)) and self.at_most < value
+        if isinstance(value, float) and math.isinf(value) and kind == "a number":
+            kind = "a finite number"
+        elif too_large:
+            return f"{kind}, at most {self.at_most}"
+        bounds = (("at least", self.at_least), ("more than", self.above), ("less than", self.below))
+        words = [f"{word} {bound:g}" for word, bound in bounds if math.isfinite(bound)]
+        multiple = [f"a multiple of {self.multiple_of}"] if self.multiple_of > 1 else []
+        return ", ".join([kind, *([" and ".join(words)] if words else []), *multiple])
 
 
-Count = Annotated[int, Limit(at_least=1)]
-CountOrZero = Annotated[int, Limit(at_least=0)]
+LARGEST = 10**15  # of a count
+FOREVER = 10**9  # seconds: 31 years, which every timer of the system takes
+Count = Annotated[int, Limit(at_least=1, at_most=LARGEST)]
+CountOrZero = Annotated[int, Limit(at_least=0, at_most=LARGEST)]
+Number = Annotated[float, Limit()]
+NotNegative = Annotated[float, Limit(at_least=0)]
 Positive = Annotated[float, Limit(above=0)]
+Seconds = Annotated[float, Limit(above=0, at_most=FOREVER)]
 Share = Annotated[float, Limit(above=0, below=1)]
+ShareOrZero = Annotated[float, Limit(at_least=0, below=1)]
+
+
+@dataclass(frozen=True)
+class Length:
+    """Describes the number of items of a list."""
+
+    least: int = 1
+    most: float = math.inf
+
+    def allows(self, value: list[Any]) -> bool:
+        return self.least <= len(value) <= self.most
+
+    def in_words(self, kind: str, value: object) -> str:
+        """Returns what to type: "a list of 2 items such as [0.5,0.9], each a number"."""
+        if self.least == self.most:
+            return kind.replace("a list", f"a list of {self.least} items", 1).replace("[3,5,4]", "[3,5]")
+        return kind if value else f"{kind}, and not empty"
 
 
 class _Misfit(ValueError):
@@ -55,23 +99,48 @@ def read_section(kind: type[T], values: object, prefix: str) -> T:
     Raises:
         ConfigurationError: it has one line for each key that is unknown, missing or has a wrong value.
     """
+    problems = Problems()
+    section = read_what_fits(kind, values, prefix, problems)
+    problems.refuse()
+    return section
+
+
+def read_what_fits(kind: type[T], values: object, prefix: str, problems: Problems) -> T:
+    """Makes a ``kind`` as `read_section` does; one whose attributes are the keys with right values alone.
+
+    Args:
+        problems: gets one line for each key that is unknown, missing or has a wrong value.
+    """
+    section = object.__new__(kind)
     if not isinstance(values, Mapping):
-        raise ConfigurationError(f"{prefix} must be a section with keys, not {shown(values)}")
+        problems.append(f"{prefix} must be a section with keys, not {shown(values)}")
+        return section
     hints = get_type_hints(kind, include_extras=True)
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # T is always a dataclass here
     dot = f"{prefix}." if prefix else ""
-    problems = [unknown_key(f"{dot}{key}", [dot + name for name in names]) for key in values if key not in names]
+    problems += [unknown_key(f"{dot}{key}", [dot + name for name in names]) for key in values if key not in names]
     problems += [f"{dot}{name} is missing: every key of {prefix} needs a value" for name in names if name not in values]
+    for name, value in read_values({n: hints[n] for n in names if n in values}, values, dot, problems).items():
+        object.__setattr__(section, name, value)  # the dataclass is frozen
+    return section
+
+
+def read_values(hints: Mapping[str, Any], values: Mapping[str, Any], prefix: str, problems: Problems) -> dict[str, Any]:
+    """Returns the values that fit their types, converted; adds a line to ``problems`` for each other one.
+
+    Args:
+        hints: the type of each key; one that is not in ``values`` is passed over.
+        prefix: of the keys in messages, with its dot.
+    """
     taken = {}
-    for name in names:
-        if name in values:
-            try:
-                taken[name] = _fit(values[name], hints[name])
-            except _Misfit:
-                problems.append(f"{dot}{name}={shown(values[name])}: use {_wanted(hints[name])}")
-    if problems:
-        raise ConfigurationError("\n".join(problems))
-    return kind(**taken)
+    for name, hint in hints.items():
+        if name not in values:
+            continue
+        try:
+            taken[name] = _fit(values[name], hint)
+        except _Misfit:
+            problems.append(f"{prefix}{name}={shown(values[name])}: use {_wanted(hint, values[name])}")
+    return taken
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
@@ -105,19 +174,30 @@ def nearest(word: str, known: Iterable[str]) -> list[str]:
 
 
 def shown(value: object) -> str:
-    """Returns a value as it is typed on the command line."""
+    """Returns a value as it is typed on the command line, shortened if it is long."""
+    text = _typed(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 1]}…"
+
+
+def _typed(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (list, tuple)):
-        return "[" + ",".join(shown(item) for item in value) + "]"
-    return str(value)
+        return "[" + ",".join(_typed(item) for item in value) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_typed(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, int) and abs(value) >= 10**300:
+        return "(hundreds of digits)"
+    return str(value).replace("\n", "\\n")
 
 
 def _fit(value: object, hint: Any) -> Any:
     """Returns the value converted to the type: 1e5 fits a whole number, and a whole number fits a float."""
     origin = get_origin(hint)
+    if hint is Any:
+        return value
     if origin is Annotated:
         base, limit = get_args(hint)
         fitted = _fit(value, base)
@@ -148,37 +228,45 @@ def _fit_any(value: object, hints: Iterable[Any]) -> Any:
 
 
 def _fit_plain(value: object, kind: type) -> Any:
-    if kind in (int, float) and isinstance(value, (int, float)) and not isinstance(value, bool):
-        if kind is int and float(value).is_integer():
-            return int(value)
-        if kind is float and not math.isnan(value):
-            return float(value)
-    elif kind in (bool, str) and isinstance(value, kind):
+    if isinstance(value, bool) or kind in (bool, str, types.NoneType):
+        if isinstance(value, kind) and isinstance(value, bool) == (kind is bool):
+            return value
+    elif kind is int and isinstance(value, int):
         return value
-    elif kind is types.NoneType and value is None:
-        return None
+    elif kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    elif kind is float and isinstance(value, (int, float)) and not math.isnan(value):
+        with suppress(OverflowError):  # a whole number of hundreds of digits
+            return float(value)
     raise _Misfit
 
 
-def _wanted(hint: Any) -> str:
-    """Returns the type in words: "a whole number, at least 1"."""
+def _wanted(hint: Any, value: object = None) -> str:
+    """Returns the type in words: "a whole number, at least 1".
+
+    Args:
+        value: the one that does not fit, if it decides what to say.
+    """
     origin = get_origin(hint)
     if origin is Annotated:
         base, limit = get_args(hint)
-        return f"{_wanted(base)}, {limit}"
+        return str(limit.in_words(_wanted(base), value))
     if origin in (Union, types.UnionType):
-        return " or ".join(_wanted(part) for part in get_args(hint))
+        return " or ".join(_wanted(part, value) for part in get_args(hint))
     if origin is Literal:
-        return " or ".join(str(choice) for choice in get_args(hint))
+        return " or ".join(_typed(choice) for choice in get_args(hint))
     if origin is list:
-        return _wanted_list(get_args(hint)[0])
+        return _wanted_list(get_args(hint)[0], value)
+    if hint is str and isinstance(value, (int, float)):
+        return f"a text (a {'word' if isinstance(value, bool) else 'number'} in quotes: \"'{_typed(value)}'\")"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", types.NoneType: "null"}
     return words[hint]
 
 
-def _wanted_list(item: Any) -> str:
+def _wanted_list(item: Any, value: object) -> str:
     if item is str:
-        return "a list such as [a,b]"
+        return f"a list such as [{value if isinstance(value, str) and value.isalnum() else 'a,b'}]"
     if get_origin(item) is Literal:
         return f"a list of {_wanted(item)}, as [{','.join(map(str, get_args(item)))}]"
-    return f"a list such as [3,5,4], each {_wanted(item)}"
+    whole = get_args(item)[0] is int if get_origin(item) is Annotated else item is int
+    return f"a list such as {'[3,5,4]' if whole else '[0.5,0.9]'}, each {_wanted(item)}"

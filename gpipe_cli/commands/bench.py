@@ -17,12 +17,12 @@ from gpipe_cli.bench.capacity_table import PlanFailed
 from gpipe_cli.bench.options import BenchOptions
 from gpipe_cli.bench.table import Table
 from gpipe_cli.bench.workers import machine, machine_line
-from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.terminal.frame import FAILED, answer, exit_code, to_stderr
+from gpipe_cli.errors import ConfigurationError, Problems
+from gpipe_cli.terminal.frame import FAILED, run_command, to_stderr
 from gpipe_cli.terminal.help import conf_folder
 from gpipe_cli.terminal.output import show
 from gpipe_cli.terminal.text import duration
-from gpipe_cli.typed_section import read_section, unknown_key
+from gpipe_cli.typed_section import read_what_fits, unknown_key
 
 HELP = """\
 gpipe-bench: measures one of the paper's tables here and sets the paper's figures beside it.
@@ -47,8 +47,7 @@ MAKERS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code: 0, 1 when a measurement failed, 2 for a wrong call."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    code = answer(words, lambda: HELP + keys_text(), "gpipe-bench", needs_words=True)
-    return exit_code("gpipe-bench", lambda: run(parse(words))) if code is None else code
+    return run_command("gpipe-bench", words, lambda: HELP + keys_text(), lambda: run(parse(words)), needs_words=True)
 
 
 def keys_text() -> str:
@@ -64,17 +63,19 @@ def parse(words: Sequence[str]) -> BenchOptions:
         ConfigurationError: a key is unknown, a value does not fit, or the table is missing.
     """
     values: dict[str, Any] = yaml.safe_load((conf_folder() / "bench.yaml").read_text(encoding="utf-8"))
-    hints = get_type_hints(BenchOptions)
+    hints, problems = get_type_hints(BenchOptions), Problems()
     for word in words:
         key, equals, value = word.partition("=")
         if key not in values:
-            raise ConfigurationError(unknown_key(key, values))
-        if not equals:
-            raise ConfigurationError(f"{word}: write {key}=VALUE (see gpipe-bench --help)")
-        values[key] = read_value(value, "list" in str(hints[key]))
-    options = read_section(BenchOptions, values, "")
-    if options.table is None:
-        raise ConfigurationError("which table? gpipe-bench table=1, 2, 3 or 4 (see --help)")
+            problems.append(unknown_key(key, values))
+        elif not equals:
+            problems.append(f"{word}: write {key}=VALUE (see gpipe-bench --help)")
+        else:
+            values[key] = read_value(value, "list" in str(hints[key]))
+    options = read_what_fits(BenchOptions, values, "", problems)
+    if getattr(options, "table", 0) is None:
+        problems.append("which table? gpipe-bench table=1, 2, 3 or 4 (see --help)")
+    problems.refuse()
     return options
 
 

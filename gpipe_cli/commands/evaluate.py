@@ -10,9 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.terminal.frame import answer, exit_code, split_words
-from gpipe_cli.terminal.output import show
+from gpipe_cli.errors import ConfigurationError, Problems
+from gpipe_cli.terminal.flags import CommandLine
+from gpipe_cli.terminal.frame import run_command, split_words
+from gpipe_cli.terminal.output import require_writable, show
 from gpipe_cli.terminal.text import text_table
 
 if TYPE_CHECKING:
@@ -47,11 +48,9 @@ REPORT = "evaluation.json"  # written by trainer/evaluate.py
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code: 0, 1 when a worker failed, 2 for a wrong call, 130 after Ctrl-C."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    code = answer(words, HELP, "gpipe-eval", needs_words=True)
-    if code is not None:
-        return code
     is_comparison = any(word.startswith(("compare=", "baseline=")) for word in words)
-    return exit_code("gpipe-eval", partial(compare if is_comparison else evaluate, words))
+    work = partial(compare if is_comparison else evaluate, words)
+    return run_command("gpipe-eval", words, HELP, work, needs_words=True)
 
 
 def evaluate(words: Sequence[str]) -> int:
@@ -65,13 +64,16 @@ def evaluate(words: Sequence[str]) -> int:
     from gpipe_cli.jobs.job import EntryPoint, launch_program
     from gpipe_cli.terminal.console import Console
 
-    chosen, overrides = split_words(words, OWN, EXAMPLE)
+    problems = Problems()
+    chosen, overrides = split_words(words, OWN, EXAMPLE, problems)
     split = chosen.get("split", "dev")
-    overrides += split_overrides(split)
-    run = open_run(chosen["checkpoint"], overrides, chosen.get("step", "last"), chosen.get("trust", ""))
+    with problems.collected():
+        overrides += split_overrides(split)
+    step, trusted = chosen.get("step", "last"), chosen.get("trust", "")
+    run = open_run(chosen.get("checkpoint", ""), overrides, step, trusted, problems)
     default = run.run_dir / "evaluations" / f"{run.info.path.name}_{split}"
     folder = Path(chosen["output"]) if "output" in chosen else default
-    folder.mkdir(parents=True, exist_ok=True)
+    require_writable("output", folder)
     name = run.prepared.settings.name or run.run_dir.name
     about = {"name": name, "run": str(run.run_dir.absolute()), "step": run.info.step, "split": split}
     config = {"settings": run.config, "checkpoint": str(run.info.path.absolute()), "about": about}
@@ -169,7 +171,7 @@ def compare(words: Sequence[str]) -> int:
     reports, single = ([read_report(path) for run in given for path in expand(run)] for given in (runs, baselines))
     require_alike([*reports, *single])
     name_apart(reports)
-    output.mkdir(parents=True, exist_ok=True)
+    require_writable("output", output)
     models = [ModelScores(str(r["name"]), r["parameters"], languages_of(r["numbers"])) for r in reports]
     sizes = {code: size for report in reports for code, size in report["sizes"].items()}
     try:
@@ -193,22 +195,17 @@ def read_compare_words(words: Sequence[str]) -> tuple[list[str], list[str], Path
     Raises:
         ConfigurationError: a word is wrong, or there is no run to compare.
     """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from gpipe_cli.jobs.composition import parsed
 
-    from gpipe_cli.terminal.hydra_errors import KNOWN
-
-    try:
-        overrides = OverridesParser.create().parse_overrides(list(words))
-    except KNOWN as error:
-        raise ConfigurationError(f"{str(error).splitlines()[0]}; for example: {COMPARE_EXAMPLE}") from error
-    given: dict[str, Any] = {}
-    for override in overrides:
+    problems, given = Problems(), dict[str, Any]()
+    for override in parsed(CommandLine(list(words)), problems):
         if override.key_or_group not in ("compare", "baseline", "output"):
-            raise ConfigurationError(f"{override.input_line}: with compare there are only baseline= and output=")
+            problems.append(f"{override.input_line}: with compare there are only baseline= and output=")
         given[override.key_or_group] = override.value()
     runs, baselines = (_as_list(given.get(key, [])) for key in ("compare", "baseline"))
     if not runs:
-        raise ConfigurationError(f"compare= names no run; for example: {COMPARE_EXAMPLE}")
+        problems.append(f"compare= names no run; for example: {COMPARE_EXAMPLE}")
+    problems.refuse()
     return runs, baselines, Path(str(given.get("output", "comparison")))
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from gpipe_cli.checkpoint.choose import choose
 from gpipe_cli.checkpoint.files import CheckpointInfo, with_suffix
-from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.terminal.frame import answer, exit_code, is_true, split_words, to_stderr
+from gpipe_cli.errors import ConfigurationError, Problems
+from gpipe_cli.terminal.frame import is_true, run_command, split_words, to_stderr
 from gpipe_cli.terminal.output import show
 from gpipe_cli.typed_section import unknown_key
 
@@ -44,21 +44,23 @@ SUFFIXES = (".safetensors", ".pt")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code: 0, or 2 for a wrong call or a checkpoint that cannot be exported."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    code = answer(words, HELP, "gpipe-export", needs_words=True)
-    return exit_code("gpipe-export", partial(_run, words)) if code is None else code
+    return run_command("gpipe-export", words, HELP, partial(_run, words), needs_words=True)
 
 
 def _run(words: Sequence[str]) -> int:
-    chosen, others = split_words(words, OWN, EXAMPLE)
-    if others:
-        raise ConfigurationError(unknown_key(others[0].partition("=")[0], OWN))
-    average, overwrite = is_true(chosen, "average"), is_true(chosen, "overwrite")
-    info, warnings = choose(Path(chosen["checkpoint"]).expanduser(), chosen.get("step", "last"))
+    problems = Problems()
+    chosen, others = split_words(words, OWN, EXAMPLE, problems)
+    problems += [unknown_key(word.partition("=")[0], OWN) for word in others]
+    average, overwrite = is_true(chosen, "average", problems), is_true(chosen, "overwrite", problems)
+    if "output" in chosen:
+        problems += _wrong_output(Path(chosen["output"]), overwrite)
+    with problems.collected():
+        info, warnings = choose(Path(chosen.get("checkpoint", "")).expanduser(), chosen.get("step", "last"))
+    problems.refuse()
     output = Path(chosen["output"]) if "output" in chosen else info.path.parent.parent / "model.safetensors"
-    if output.suffix not in SUFFIXES:
-        raise ConfigurationError(f"output={output}: the name must end in {' or '.join(SUFFIXES)}")
-    if output.exists() and not overwrite:
-        raise ConfigurationError(f"output={output} exists: add overwrite=true to replace it")
+    if "output" not in chosen:
+        problems += _wrong_output(output, overwrite)
+        problems.refuse()
     for warning in warnings:
         to_stderr(f"gpipe-export: warning: {warning}")
     try:
@@ -66,6 +68,12 @@ def _run(words: Sequence[str]) -> int:
     except OSError as error:
         raise ConfigurationError(f"output={output}: {error.strerror or error}") from error
     return 0
+
+
+def _wrong_output(output: Path, overwrite: bool) -> list[str]:
+    if output.suffix not in SUFFIXES:
+        return [f"output={output}: the name must end in {' or '.join(SUFFIXES)}"]
+    return [f"output={output} exists: add overwrite=true to replace it"] if output.exists() and not overwrite else []
 
 
 def export(info: CheckpointInfo, output: Path, average: bool = False) -> str:

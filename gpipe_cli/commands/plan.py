@@ -15,11 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.terminal.frame import REFUSED, answer, exit_code, to_stderr
+from gpipe_cli.errors import ConfigurationError, Problems
+from gpipe_cli.terminal.flags import FOR_PLANS, CommandLine, read_words
+from gpipe_cli.terminal.frame import REFUSED, run_command, to_stderr
 from gpipe_cli.terminal.output import show
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from gpipe_cli.config import Settings
     from gpipe_cli.planner.options import Options
     from gpipe_cli.planner.plan import Plan
@@ -83,8 +86,7 @@ class Request:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code: 0, or 2 for a wrong call or when nothing fits."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    code = answer(words, _help_text, "gpipe-plan")
-    return exit_code("gpipe-plan", partial(_run, words)) if code is None else code
+    return run_command("gpipe-plan", words, _help_text, partial(_run, words))
 
 
 def _help_text() -> str:
@@ -94,13 +96,17 @@ def _help_text() -> str:
 
 
 def _run(words: Sequence[str]) -> int:
-    overrides, folder, is_sweep = read_words(words)
-    jobs, swept = expand(overrides) if is_sweep else ([overrides], [])
-    requests = [make_request(job, folder) for job in jobs]
+    problems, requests = Problems(), list[Request]()
+    line = read_words(words, "gpipe-plan", problems, FOR_PLANS)
+    jobs, swept = expand(line) if line.is_sweep else ([line.overrides], [])
+    for job in jobs:
+        with problems.collected():
+            requests.append(make_request(job, line.folder, Problems(problems)))
+    problems.refuse()
     for request in requests:
-        _check_picture(request.options.picture, is_sweep)
+        _check_picture(request.options.picture, line.is_sweep)
     # Only now, so that a wrong configuration is refused before torch is imported.
-    return _plan_all(requests, swept) if is_sweep else _plan_one(requests[0])
+    return _plan_all(requests, swept) if line.is_sweep else _plan_one(requests[0])
 
 
 def _plan_all(requests: Sequence[Request], swept: Sequence[str]) -> int:
@@ -180,95 +186,69 @@ def _not_writable(picture: str, error: OSError) -> ConfigurationError:
     )
 
 
-def read_words(words: Sequence[str]) -> tuple[list[str], str | None, bool]:
-    """Returns the overrides, the folder of `--config-dir`, and whether `-m` asks for a sweep.
-
-    Raises:
-        ConfigurationError: there is another word with a dash.
-    """
-    overrides: list[str] = []
-    folder, is_sweep, rest = None, False, list(words)
-    while rest:
-        word = rest.pop(0)
-        flag, equals, value = word.partition("=")
-        if flag in ("--config-dir", "-cd"):
-            if not equals and not rest:
-                raise ConfigurationError("--config-dir needs a folder: --config-dir my_conf")
-            folder = value if equals else rest.pop(0)
-        elif word in ("-m", "--multirun"):
-            is_sweep = True
-        elif word.startswith("-"):
-            raise ConfigurationError(f"there is no option {word}; `gpipe-plan --help` shows what there is")
-        else:
-            overrides.append(word)
-    return overrides, folder, is_sweep
-
-
-def expand(overrides: Sequence[str]) -> tuple[list[list[str]], list[str]]:
+def expand(line: CommandLine) -> tuple[list[list[str]], list[str]]:
     """Returns the overrides of each job of a sweep, the last key changing fastest, and the keys that are swept.
 
     Raises:
         ConfigurationError: an override that cannot be read or swept.
     """
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
 
-    from gpipe_cli.terminal.hydra_errors import explain
+    from gpipe_cli.jobs.composition import parsed
 
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException as error:
-        raise ConfigurationError(explain(error, overrides)) from error
-    for override in parsed:
+    problems = Problems()
+    overrides = list(parsed(line, problems, "gpipe-plan"))
+    for override in overrides:
         if override.is_sweep_override() and not (override.is_choice_sweep() or override.is_range_sweep()):
-            raise ConfigurationError(f"{override.input_line}: a plan sweeps over values, as pipeline.K=2,4,8")
-    swept = [override.get_key_element() for override in parsed if override.is_sweep_override()]
-    return BasicSweeper.split_arguments(parsed, None)[0], swept
+            problems.append(f"{override.input_line}: a plan sweeps over values, as pipeline.K=2,4,8")
+    problems.refuse()
+    swept = [override.get_key_element() for override in overrides if override.is_sweep_override()]
+    return BasicSweeper.split_arguments(overrides, None)[0], swept
 
 
-def make_request(overrides: Sequence[str], folder: str | None = None) -> Request:
+def make_request(overrides: Sequence[str], folder: str | None = None, problems: Problems | None = None) -> Request:
     """Composes and checks the configuration of one job.
 
     Args:
         overrides: as typed, without a sweep.
         folder: of `--config-dir`.
+        problems: of the command line's options, to be told with those found here.
 
     Raises:
-        ConfigurationError: the configuration is wrong.
+        ConfigurationError: it has one line for each mistake.
     """
-    from hydra import compose, initialize_config_module
-    from hydra.core.global_hydra import GlobalHydra
-
-    from gpipe_cli.config import Settings
+    from gpipe_cli.jobs.composition import Composer
     from gpipe_cli.jobs.devices import room_for_workers
-    from gpipe_cli.jobs.job import resolve
-    from gpipe_cli.jobs.own_target import complete
-    from gpipe_cli.planner.options import AUTO, Options, keys, with_enough_examples, with_free_cut
-    from gpipe_cli.terminal.hydra_errors import KNOWN, explain
+    from gpipe_cli.planner.options import AUTO, keys
 
-    words = complete(overrides)
-    if folder is not None:
-        if not Path(folder).is_dir():
-            raise ConfigurationError(f"--config-dir {folder}: there is no such folder")
-        words.append(f"hydra.searchpath=[file://{Path(folder).absolute()}]")
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
-            composed = compose("plan", words)
-    except KNOWN as error:
-        raise ConfigurationError(explain(error, overrides, ["plan", *keys()])) from error
-    config, lines = resolve(composed, overrides)
-    options = Options.from_section(config.pop("plan"))
+    problems = Problems() if problems is None else problems
+    line = CommandLine(list(overrides), {"--config-dir": folder} if folder else {})
+    composer = Composer("plan", ("plan", *keys()), "gpipe-plan")
+    composed = composer.compose(line, problems, lambda composed: _check(composed, overrides, problems))
+    config, options, settings, lines, notes = _check(composed, overrides, problems)
+    problems.refuse()
     options = replace(options, find_M=config["pipeline"]["M"] == AUTO)
-    config, notes = with_enough_examples(config)
-    config, lines_on_cut = with_free_cut(config, options)
-    notes += lines_on_cut
-    settings = Settings.from_config(config)
     if options.device is None:
         room = 1 if settings.launch.inline else room_for_workers(settings.pipeline)[0]
         options = replace(options, room=room)
     return Request(list(overrides), settings, options, lines, notes)
+
+
+def _check(
+    composed: DictConfig, overrides: Sequence[str], problems: Problems
+) -> tuple[dict[str, Any], Options, Settings, list[str], list[str]]:
+    """Returns the parts of a request; adds everything that is wrong with them to ``problems``."""
+    from gpipe_cli.config import Settings
+    from gpipe_cli.jobs.job import resolve
+    from gpipe_cli.planner.options import Options, with_enough_examples, with_free_cut
+
+    config, lines = resolve(composed, overrides, problems)
+    options = Options.read(config.pop("plan", {}), problems)
+    enough, notes = with_enough_examples(config)
+    if not problems:
+        enough, on_cut = with_free_cut(enough, options)
+        notes += on_cut
+    return config, options, Settings.read(enough, problems), lines, notes
 
 
 if __name__ == "__main__":

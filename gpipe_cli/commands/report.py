@@ -9,8 +9,8 @@ from pathlib import Path
 
 from gpipe_cli.bench.run_table import run_table
 from gpipe_cli.bench.runs import find_runs
-from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.terminal.frame import FAILED, answer, exit_code, to_stderr
+from gpipe_cli.errors import ConfigurationError, Problems
+from gpipe_cli.terminal.frame import FAILED, run_command, to_stderr
 from gpipe_cli.terminal.output import show
 from gpipe_cli.typed_section import unknown_key
 
@@ -31,8 +31,7 @@ K·M/(M+K-1) beside it, as in the paper's table 2. Runs that failed, are not fin
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code: 0, 1 when there is no run to show, 2 for a wrong call."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    code = answer(words, HELP, "gpipe-report", needs_words=True)
-    return exit_code("gpipe-report", partial(_run, words)) if code is None else code
+    return run_command("gpipe-report", words, HELP, partial(_run, words), needs_words=True)
 
 
 def _run(words: Sequence[str]) -> int:
@@ -60,19 +59,20 @@ def read_words(words: Sequence[str]) -> tuple[list[Path], Path]:
     Raises:
         ConfigurationError: a word is an option or an unknown key, or no run is named.
     """
-    paths, output = [], "bench"
+    problems, paths, output = Problems(), list[Path](), "bench"
     for word in words:
         key, equals, value = word.partition("=")
         if word.startswith("-"):
-            raise ConfigurationError(f"there is no option {word}; give runs and output=DIR (see --help)")
-        if equals and key == "output":
+            problems.append(f"there is no option {word}; give runs and output=DIR (see --help)")
+        elif equals and key == "output":
             output = value
         elif equals and key.isidentifier() and not Path(word).exists():
-            raise ConfigurationError(unknown_key(key, ["output"]))
+            problems.append(unknown_key(key, ["output"]))
         else:
             paths.append(Path(word))
     if not paths:
-        raise ConfigurationError("which runs? gpipe-report sweeps/NAME (see --help)")
+        problems.append("which runs? gpipe-report sweeps/NAME (see --help)")
+    problems.refuse()
     return paths, Path(output)
 
 

@@ -14,10 +14,11 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.terminal.frame import FAILED, REFUSED, answer, exit_code, to_stderr
+from gpipe_cli.errors import ConfigurationError, Problems
+from gpipe_cli.terminal.flags import CommandLine, read_words
+from gpipe_cli.terminal.frame import FAILED, REFUSED, run_command, to_stderr
+from gpipe_cli.terminal.output import OutputFailed
 from gpipe_cli.terminal.text import command_name
-from gpipe_cli.typed_section import nearest
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -25,27 +26,22 @@ if TYPE_CHECKING:
     from gpipe_cli.jobs.job import EntryPoint
     from gpipe_cli.jobs.sweep import Sweep
 
-HYDRA_FLAGS = (
-    *("--hydra-help", "--cfg", "-c", "--resolve", "--package", "-p", "--run", "-r", "--multirun", "-m"),
-    *("--shell-completion", "-sc", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
-    *("--experimental-rerun", "--info", "-i"),
-)
-FLAGS = ("--help", "-h", "--version", *HYDRA_FLAGS)
 
-
-def main(arguments: Sequence[str] | None = None, program: EntryPoint | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None, program: EntryPoint | None = None, help_text: str | None = None
+) -> int:
     """Runs the command.
 
     Args:
         arguments: the words of the command line; None: those of this process.
         program: the entry point of the workers; None: the trainer.
+        help_text: the page of --help; None: that of gpipe-train.
 
     Returns:
         The exit code: 0; 1 when a run failed; 2 when its configuration was refused; 130 after Ctrl-C.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    code = answer(words, _help_text, "gpipe-train")
-    return exit_code(command_name(), partial(_run, words, program), _say) if code is None else code
+    return run_command(command_name(), words, help_text or _help_text, partial(_run, words, program), say=_say)
 
 
 def _help_text() -> str:
@@ -63,52 +59,83 @@ def _say(text: str) -> None:
         time.sleep(HEAD_START)
 
 
-def refuse_unknown_flags(words: Sequence[str]) -> None:
-    """Refuses unknown options, before Hydra's parser would print all of its own.
-
-    Raises:
-        ConfigurationError: a word begins with a dash and is no option.
-    """
-    for word in words:
-        flag = word.partition("=")[0]
-        if not word.startswith("-") or flag in FLAGS:
-            continue
-        if "=" in word:
-            raise ConfigurationError(f"{word}: keys have no dashes, type {word.lstrip('-')}")
-        near = nearest(flag, FLAGS)
-        guess = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ConfigurationError(f"there is no option {word}; {guess}`gpipe-train --help` shows what there is")
-
-
 def _run(words: Sequence[str], program: EntryPoint | None) -> int:
-    refuse_unknown_flags(words)
-    import hydra
-
-    from gpipe_cli.jobs import own_target, sweep
-    from gpipe_cli.jobs.job import EntryPoint, run_job
-    from gpipe_cli.terminal.hydra_errors import KNOWN, explain
+    problems = Problems()
+    line = read_words(words, command_name(), problems)
+    from gpipe_cli.jobs import sweep
+    from gpipe_cli.jobs.job import EntryPoint
 
     started_at = time.time() - time.process_time()  # Python's start and the imports so far are CPU time
     codes: list[int] = []
-
-    chosen = program or EntryPoint()
-
-    def task(composed: DictConfig) -> float:
-        code, loss = run_job(composed, chosen, started_at)
-        codes.append(code)
-        return loss
-
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises exceptions instead of printing them and exiting
     sweep.current = None
     try:
-        with _command_line(own_target.complete(words)):
-            hydra.main(version_base="1.3", config_path="pkg://gpipe_cli.conf", config_name=chosen.config_name)(task)()
-    except KNOWN as error:
-        raise ConfigurationError(explain(error, words, chosen.own_keys)) from error
+        if problems or _has_unknown_key(line, program or EntryPoint()):
+            refuse(line, program or EntryPoint(), problems)
+        _run_jobs(line, program or EntryPoint(), started_at, codes)
     finally:
         if sweep.current is not None:
             codes.append(_end_sweep(sweep.current))
     return next((code for code in codes if code), 0) if sweep.current is None else codes[-1]
+
+
+def _has_unknown_key(line: CommandLine, program: EntryPoint) -> bool:
+    """Returns whether a typed section has no such key, so that Hydra need not be asked first."""
+    from gpipe_cli.config import TYPED, known_keys
+
+    known = {*known_keys(), *program.own_keys}
+    keys = (word.partition("=")[0] for word in line.overrides)
+    return any(key not in known and key.partition(".")[0] in TYPED for key in keys)
+
+
+def _run_jobs(line: CommandLine, program: EntryPoint, started_at: float, codes: list[int]) -> None:
+    """Runs one job or all of a sweep; Hydra composes their configurations.
+
+    Args:
+        codes: gets the exit code of each job.
+    """
+    import hydra
+
+    from gpipe_cli.jobs.job import run_job
+    from gpipe_cli.jobs.own_target import complete
+
+    has_begun = False
+
+    def task(composed: DictConfig) -> float:
+        nonlocal has_begun
+        has_begun = True
+        code, loss = run_job(composed, program, started_at)
+        codes.append(code)
+        return loss
+
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises exceptions instead of printing them and exiting
+    try:
+        with _command_line([*line.option_words, *complete(line.overrides)]):
+            hydra.main(version_base="1.3", config_path="pkg://gpipe_cli.conf", config_name=program.config_name)(task)()
+    except Exception as error:
+        if has_begun or isinstance(error, ConfigurationError):
+            raise
+        if isinstance(error, OSError) and error.filename is None:  # what Hydra prints for --cfg and --info
+            raise OutputFailed(error) from error
+        refuse(line, program, Problems(), error)
+
+
+def refuse(line: CommandLine, program: EntryPoint, problems: Problems, error: Exception | None = None) -> None:
+    """Refuses a command line.
+
+    Args:
+        problems: of its options.
+        error: what Hydra said.
+
+    Raises:
+        ConfigurationError: one line for each mistake.
+    """
+    from gpipe_cli.jobs.composition import Composer
+    from gpipe_cli.jobs.job import check
+    from gpipe_cli.jobs.limits import TRAINING
+
+    composer = Composer(program.config_name, program.own_keys, command_name())
+    composer.find_mistakes(line, problems, lambda composed: check(composed, line.overrides, problems, TRAINING), error)
+    raise ConfigurationError("\n".join(dict.fromkeys(problems))) from error
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
-from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.terminal.frame import FAILED, answer, exit_code, is_true, split_words
+from gpipe_cli.errors import ConfigurationError, Problems
+from gpipe_cli.terminal.frame import is_true, run_command, split_words
 from gpipe_cli.terminal.frame import to_stderr as say  # standard output holds translations only
 
 if TYPE_CHECKING:
@@ -53,29 +53,24 @@ PREPARATION_SECONDS = 5.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code: 0, 1 when it failed, 2 when it was refused, 130 after Ctrl-C."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    code = answer(words, HELP, "gpipe-translate", needs_words=True)
-    if code is not None:
-        return code
-    try:
-        return exit_code("gpipe-translate", partial(_translate, words))
-    except BrokenPipeError:  # the reader stopped early, as `head` does
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # otherwise Python would fail to flush at its end
-        return FAILED
+    return run_command("gpipe-translate", words, HELP, partial(_translate, words), needs_words=True)
 
 
 def _translate(words: Sequence[str]) -> int:
     from gpipe_cli.jobs.checkpointed import open_run
     from gpipe_cli.jobs.job import EntryPoint, launch_program
 
-    chosen, overrides = split_words(words, KEYS, EXAMPLE)
-    scores = is_true(chosen, "scores")
-    references = _read_references(chosen.get("references"))
-    if references is not None and "input" in chosen:
-        with _opened(chosen["input"]) as lines:
+    problems = Problems()
+    chosen, overrides = split_words(words, KEYS, EXAMPLE, problems)
+    scores = is_true(chosen, "scores", problems)
+    references = None
+    with problems.collected():
+        references = _read_references(chosen.get("references"))
+    with problems.collected(), _opened(chosen.get("input", os.devnull)) as lines:
+        if references is not None and "input" in chosen:
             refuse_other_count(sum(1 for _ in lines), references)
-    run = open_run(chosen["checkpoint"], overrides, chosen.get("step", "last"), chosen.get("trust", ""))
+    step, trusted = chosen.get("step", "last"), chosen.get("trust", "")
+    run = open_run(chosen.get("checkpoint", ""), overrides, step, trusted, problems)
     for line in (*run.warnings, *run.prepared.lines):
         say(line)
     config = worker_config(run)

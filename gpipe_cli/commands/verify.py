@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpipe_cli.terminal.frame import FAILED, answer
+from gpipe_cli.terminal.frame import FAILED
 
 if TYPE_CHECKING:
     from gpipe_cli.terminal.console import Console
@@ -40,9 +40,6 @@ Exit code: 0 the same, 1 different (or the run failed), 2 refused. More: docs/ve
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    code = answer(words, HELP, "gpipe-verify")
-    if code is not None:
-        return code
     from gpipe_cli.commands import train
     from gpipe_cli.config import VerifyConfig, keys_of
     from gpipe_cli.jobs.job import EntryPoint
@@ -51,8 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     program = EntryPoint("gpipe_cli.verify.run:main", conclude=conclude, config_name="verify", own_keys=own_keys)
     if "verify.format=json" in words:
         with redirect_stdout(sys.stderr):
-            return train.main(words, program)
-    return train.main(words, program)
+            return train.main(words, program, HELP)
+    return train.main(words, program, HELP)
 
 
 def conclude(report: Any, run_dir: Path, console: Console) -> int:

@@ -16,20 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_module
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.checkpoint.choose import choose
 from gpipe_cli.checkpoint.files import CheckpointInfo
-from gpipe_cli.config import FREE_FORM, TYPED
-from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.config import TYPED
+from gpipe_cli.errors import ConfigurationError, Problems
 from gpipe_cli.jobs import trust
-from gpipe_cli.jobs.job import Prepared, prepare, resolve
+from gpipe_cli.jobs.composition import Composer, is_group, parsed, refuses
+from gpipe_cli.jobs.job import Prepared, check, prepare
 from gpipe_cli.jobs.own_target import allow_new_keys
 from gpipe_cli.launch.join import joined
-from gpipe_cli.terminal.hydra_errors import KNOWN, explain
+from gpipe_cli.terminal.flags import CommandLine
 
 ANEW: Mapping[str, Any] = {
     "pipeline.workers": "auto",
@@ -68,7 +67,9 @@ class Checkpointed:
         return pipeline.worker_count * pipeline.replicas
 
 
-def open_run(checkpoint: str, words: Sequence[str], step: str = "last", trusted: str = "") -> Checkpointed:
+def open_run(
+    checkpoint: str, words: Sequence[str], step: str = "last", trusted: str = "", problems: Problems | None = None
+) -> Checkpointed:
     """Opens a checkpoint and applies overrides to the configuration recorded in it.
 
     Args:
@@ -76,6 +77,7 @@ def open_run(checkpoint: str, words: Sequence[str], step: str = "last", trusted:
         words: overrides: ``pipeline.K=4``, ``task.generation.beam=1``, ``precision=bf16``.
         step: of a run directory: a number, "best" or "last".
         trusted: the value of `trust=`: what the checkpoint may call beside gpipe-cli's own code.
+        problems: found before in the command line, to be told with those found here.
 
     Raises:
         ConfigurationError: there is no such run or checkpoint (CheckpointError), the configuration is wrong, it calls
@@ -83,25 +85,33 @@ def open_run(checkpoint: str, words: Sequence[str], step: str = "last", trusted:
     """
     if joined():
         raise ConfigurationError("it starts its own workers: call it without torchrun")
-    info, warnings = choose(Path(checkpoint).expanduser(), step)
-    trust.refuse_interpolations(info.state.configuration, info.path)
+    problems = Problems() if problems is None else problems
+    composer, line = Composer(), CommandLine(allow_new_keys(words))
+    overrides = list(parsed(line, problems))
     try:
-        overrides = OverridesParser.create().parse_overrides(allow_new_keys(words))
-        composed = _composed(info.state.configuration, overrides)
-    except KNOWN as error:
-        raise ConfigurationError(explain(error, words)) from error
+        info, warnings = choose(Path(checkpoint).expanduser(), step)
+        trust.refuse_interpolations(info.state.configuration, info.path)
+    except ConfigurationError as error:
+        if checkpoint:
+            problems.append(str(error))
+        composer.find_mistakes(line, problems)
+        problems.refuse()
+        raise
+    composed = _composed(info.state.configuration, overrides, composer, problems)
     # Before anything else is settled, since pipeline.M=auto makes the model.
     names = [*trust.trusted_names(trusted), *trust.typed_names(overrides)]
-    trust.refuse_foreign(resolve(composed, words)[0], names, info.path)
+    with problems.collected():
+        trust.refuse_foreign(check(composed, words, problems)[0], names, info.path)
+    problems.refuse()
     return Checkpointed(info.path.parent.parent, info, prepare(composed, words), warnings)
 
 
-def _composed(recorded: Mapping[str, Any], overrides: Sequence[Override]) -> DictConfig:
-    """Returns the recorded configuration with the overrides, not resolved."""
-    if swept := next((override for override in overrides if override.is_sweep_override()), None):
-        raise ConfigurationError(f"{swept.input_line}: there is one value for each key here")
-    groups = [override for override in overrides if _is_group(override)]
-    values = [override for override in overrides if not _is_group(override)]
+def _composed(
+    recorded: Mapping[str, Any], overrides: Sequence[Override], composer: Composer, problems: Problems
+) -> DictConfig:
+    """Returns the recorded configuration with those overrides that can be applied, not resolved."""
+    groups = [override for override in overrides if is_group(override) and not refuses(override, [], problems)]
+    values = [override for override in overrides if not is_group(override)]
     with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
         default = compose("train", [str(override.input_line) for override in groups])
     config = OmegaConf.create(_with_new_keys(recorded, default))
@@ -117,7 +127,8 @@ def _composed(recorded: Mapping[str, Any], overrides: Sequence[Override]) -> Dic
         if key.startswith("task.") and default.task._target_ == config.task._target_ and _has(default, key):
             override.type = OverrideType.FORCE_ADD  # a key that is newer than the run
     OmegaConf.set_struct(config, True)
-    ConfigLoaderImpl._apply_overrides_to_config(values, config)
+    for override in values:
+        composer.apply(override, config, problems)
     return config
 
 
@@ -138,8 +149,3 @@ def _with_new_keys(recorded: Mapping[str, Any], default: DictConfig) -> dict[str
         saved = {key: value for key, value in recorded.get(section, {}).items() if key in known}
         config[section] = {**defaults[section], **saved}
     return config
-
-
-def _is_group(override: Override) -> bool:
-    """Returns whether the override chooses an option of a group, as ``precision=bf16``, and sets no single value."""
-    return override.key_or_group in (*FREE_FORM, *TYPED) and isinstance(override.value(), str)

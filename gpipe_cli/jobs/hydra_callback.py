@@ -15,7 +15,9 @@ from gpipe_cli.disk import DiskError, prepare_directory, refuse_links
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import sweep, torchrun
 from gpipe_cli.jobs.job import in_words, prepare
-from gpipe_cli.terminal.frame import FAILED, REFUSED, to_stderr
+from gpipe_cli.jobs.limits import TRAINING
+from gpipe_cli.terminal.frame import FAILED, REFUSED, one_screen, to_stderr
+from gpipe_cli.terminal.output import require_writable
 from gpipe_cli.terminal.text import relative_paths
 
 
@@ -25,7 +27,7 @@ def _exiting() -> Iterator[None]:
         yield
     except (ConfigurationError, DiskError) as error:
         if torchrun.is_first():
-            to_stderr(in_words(relative_paths(str(error))))
+            to_stderr(one_screen(in_words(relative_paths(str(error)))))
         raise SystemExit(REFUSED if isinstance(error, ConfigurationError) else FAILED) from None
 
 
@@ -41,17 +43,19 @@ class CommandCallback(Callback):
         HydraConfig.instance().set_config(config)
         composed = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
         with _exiting():
-            prepare(composed, list(config.hydra.overrides.task))
-            prepare_directory(Path(config.hydra.run.dir))
+            prepare(composed, list(config.hydra.overrides.task), TRAINING)
+            refuse_links(Path(str(config.hydra.run.dir)))
+            require_writable("hydra.run.dir", config.hydra.run.dir)
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Checks the sweep's directory, and counts its jobs.
+        """Makes the sweep's directory, and counts its jobs.
 
         Raises:
-            SystemExit: a link leads out of the directory.
+            SystemExit: the directory cannot be made, or a link leads out of it.
         """
         with _exiting():
-            refuse_links(Path(config.hydra.sweep.dir))
+            refuse_links(Path(str(config.hydra.sweep.dir)))
+            require_writable("hydra.sweep.dir", config.hydra.sweep.dir)
         jobs = sweep.count_jobs(list(config.hydra.overrides.task))
         sweep.current = sweep.Sweep(Path(config.hydra.sweep.dir).absolute(), jobs)
         sweep.name_by_swept_keys(config)

@@ -16,17 +16,18 @@ from typing import IO, TYPE_CHECKING, Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
 
 from gpipe_cli.checkpoint import choose as checkpoints
 from gpipe_cli.checkpoint.compatibility import require_compatible
 from gpipe_cli.checkpoint.files import CheckpointInfo
-from gpipe_cli.config import LaunchConfig, Settings
+from gpipe_cli.config import Checks, LaunchConfig, Settings
 from gpipe_cli.disk import DiskError, writing
 from gpipe_cli.disk import explain as explain_disk
-from gpipe_cli.errors import ConfigurationError, PlainError
+from gpipe_cli.errors import ConfigurationError, PlainError, Problems
 from gpipe_cli.jobs import own_target, sweep, torchrun
+from gpipe_cli.jobs.composition import plain_values
 from gpipe_cli.jobs.devices import settle_workers
+from gpipe_cli.jobs.limits import MACHINE
 from gpipe_cli.jobs.micro_batches import AUTO, settle_micro_batches
 from gpipe_cli.jobs.restarts import Restarts
 from gpipe_cli.launch.join import join, joined, restart_count
@@ -34,7 +35,6 @@ from gpipe_cli.launch.report import WorkerFailed
 from gpipe_cli.launch.supervisor import Job, OnEvent, launch, launch_inline
 from gpipe_cli.terminal.frame import FAILED, REFUSED
 from gpipe_cli.terminal.help import conf_folder
-from gpipe_cli.terminal.hydra_errors import explain
 from gpipe_cli.terminal.text import command_name, relative_paths
 
 if TYPE_CHECKING:
@@ -78,21 +78,24 @@ class Prepared:
     lines: list[str]
 
 
-def prepare(composed: DictConfig, overrides: Sequence[str]) -> Prepared:
+def prepare(composed: DictConfig, overrides: Sequence[str], checks: Checks = MACHINE) -> Prepared:
     """Resolves and checks a composed configuration.
 
     Args:
         composed: without Hydra's own node.
         overrides: as typed.
+        checks: beside those of the configuration itself.
 
     Raises:
-        ConfigurationError: the configuration is wrong.
+        ConfigurationError: it has one line for each wrong key or value.
     """
-    config, lines = resolve(composed, overrides)
+    problems = Problems()
+    config, settings, lines = check(composed, overrides, problems, checks)
+    problems.refuse()
     if OmegaConf.select(composed, "pipeline.M") == AUTO:
         config, line = settle_micro_batches(config)
         lines.append(line)
-    settings = Settings.from_config(config)
+        settings = Settings.from_config(config)
     workers, line = settle_workers(settings.pipeline, settings.launch.inline, torchrun.world_size())
     config["pipeline"] = {**config["pipeline"], "workers": workers}
     if joined() and settings.launch.stall_seconds is not None:
@@ -104,23 +107,32 @@ def prepare(composed: DictConfig, overrides: Sequence[str]) -> Prepared:
     return Prepared(config, Settings.from_config(config), [line, *lines])
 
 
-def resolve(composed: DictConfig, overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def check(
+    composed: DictConfig, overrides: Sequence[str], problems: Problems, checks: Checks = MACHINE
+) -> tuple[dict[str, Any], Settings, list[str]]:
+    """Returns plain values, settings and lines about left-out keys; adds everything that is wrong to ``problems``.
+
+    `pipeline.M=auto` counts as 1. With problems the values and settings are not complete.
+    """
+    config, lines = resolve(composed, overrides, problems)
+    pipeline = config.get("pipeline")
+    if isinstance(pipeline, dict) and pipeline.get("M") == AUTO:
+        pipeline = {**pipeline, "M": 1}
+    return config, Settings.read({**config, "pipeline": pipeline}, problems, checks), lines
+
+
+def resolve(composed: DictConfig, overrides: Sequence[str], problems: Problems) -> tuple[dict[str, Any], list[str]]:
     """Returns a composed configuration as plain values, and a line for each `_target_` whose section leaves out keys.
 
-    Raises:
-        ConfigurationError: a value is missing or refers to nothing.
+    Args:
+        problems: gets one line for each value that is missing or refers to nothing.
     """
     composed, left_out = copy.deepcopy(composed), own_target.keys_left_out(composed, overrides)
     with open_dict(composed):
         for section, keys in left_out.items():
             for key in keys:
                 del composed[section][key]
-    try:
-        plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        raise ConfigurationError(explain(error, overrides)) from error
-    assert isinstance(plain, dict)
-    config: dict[str, Any] = {str(key): value for key, value in plain.items()}
+    config = plain_values(composed, problems)
     return config, own_target.describe(config, left_out)
 
 

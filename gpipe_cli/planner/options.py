@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
-from ..errors import ConfigurationError
-from ..typed_section import Count, Positive, read_section
+from ..errors import ConfigurationError, Problems
+from ..typed_section import Count, Positive, read_what_fits, shown
 from .devices import Device, describe, parse_bytes
 
 THIS, AUTO = "this", "auto"
@@ -64,21 +64,30 @@ class Options(_Typed):
         Raises:
             ConfigurationError: one line for each key that is wrong.
         """
-        free = {key: section.get(key) for key in ("device", "memory", "fit")}
-        typed = read_section(_Typed, {key: value for key, value in section.items() if key not in free}, "plan")
-        device = None if free["device"] == THIS else describe(_device_of(free["device"]))
-        memory, fit = (
-            None if free[key] is None else parse_bytes(free[key], f"plan.{key}") for key in ("memory", "fit")
-        )
-        options = cls(device=device, memory=memory, fit=fit, **vars(typed))
-        options._check()
+        problems = Problems()
+        options = cls.read(section, problems)
+        problems.refuse()
         return options
 
-    def _check(self) -> None:
-        if sum(map(bool, (self.fit, self.best, self.grow))) > 1:
-            raise ConfigurationError("plan.fit, plan.best and plan.grow look for different things: give one of them")
-        if self.picture is not None and Path(self.picture).suffix not in PICTURES:
-            raise ConfigurationError(f"plan.picture={self.picture}: the name must end in {', '.join(PICTURES)}")
+    @classmethod
+    def read(cls, section: Mapping[str, Any], problems: Problems) -> Options:
+        """Returns the section `plan`; with problems, of which each adds a line, not all of it."""
+        if not isinstance(section, Mapping):
+            problems.append(f"plan must be a section with keys, not {shown(section)}")
+            return object.__new__(cls)
+        free = {key: section.get(key) for key in ("device", "memory", "fit")}
+        rest = {key: value for key, value in section.items() if key not in free}
+        values = {"device": None, "memory": None, "fit": None, **vars(read_what_fits(_Typed, rest, "plan", problems))}
+        with problems.collected():
+            values["device"] = None if free["device"] == THIS else describe(_device_of(free["device"]))
+        for key in ("memory", "fit"):
+            with problems.collected():
+                values[key] = None if free[key] is None else parse_bytes(free[key], f"plan.{key}")
+        if sum(bool(values.get(key)) for key in ("fit", "best", "grow")) > 1:
+            problems.append("plan.fit, plan.best and plan.grow look for different things: give one of them")
+        if (picture := values.get("picture")) is not None and Path(picture).suffix not in PICTURES:
+            problems.append(f"plan.picture={picture}: the name must end in {', '.join(PICTURES)}")
+        return object.__new__(cls) if problems else cls(**values)
 
 
 def keys() -> list[str]:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from gpipe_cli import __version__
 from gpipe_cli.disk import DiskError, explain
-from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.terminal.output import show
+from gpipe_cli.errors import ConfigurationError, Problems
+from gpipe_cli.terminal.output import OutputFailed, discard, open_closed_streams, reader_is_gone, show
 from gpipe_cli.terminal.text import relative_paths
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130  # exit codes: failed; wrong configuration; Ctrl-C
+SCREEN_LINES, SCREEN_COLUMNS = 24, 120
+LONGEST_LINE = 5 * SCREEN_COLUMNS
 
 
 def answer(
@@ -40,15 +44,15 @@ def answer(
     return None
 
 
-def split_words(words: Sequence[str], own: Sequence[str], example: str) -> tuple[dict[str, str], list[str]]:
+def split_words(
+    words: Sequence[str], own: Sequence[str], example: str, problems: Problems
+) -> tuple[dict[str, str], list[str]]:
     """Separates a command's own ``key=value`` words from overrides of the run's configuration.
 
     Args:
         own: the command's keys. `checkpoint` is one of them and must be given; a bare word stands for it.
         example: a correct call, for error messages.
-
-    Raises:
-        ConfigurationError: a word is not ``key=value``, or an own key has no value or appears twice.
+        problems: gets one line for each word that is not ``key=value``, or whose own key has no value or came before.
     """
     chosen: dict[str, str] = {}
     overrides = []
@@ -57,47 +61,82 @@ def split_words(words: Sequence[str], own: Sequence[str], example: str) -> tuple
         if not equals and "checkpoint" not in chosen and not word.startswith(("-", "~")):
             key, value = "checkpoint", word
         elif word.startswith("-") or not (equals or word.startswith("~")):
-            raise ConfigurationError(f"{word}: write key=value, as in {example} (see --help)")
+            problems.append(f"{word}: write key=value, as in {example} (see --help)")
+            continue
         if key not in own:
             overrides.append(word)
         elif not value or key in chosen:
-            raise ConfigurationError(f"{word}: give {key} one value, as in {example}")
+            problems.append(f"{word}: give {key} one value, as in {example}")
         else:
             chosen[key] = value
     if "checkpoint" not in chosen:
-        raise ConfigurationError(f"checkpoint= is missing: which run? For example: {example}")
+        problems.append(f"checkpoint= is missing: which run? For example: {example}")
     return chosen, overrides
 
 
-def is_true(chosen: dict[str, str], key: str) -> bool:
+def is_true(chosen: dict[str, str], key: str, problems: Problems) -> bool:
     """Returns the value of a switch, false by default.
 
-    Raises:
-        ConfigurationError: the value is neither true nor false.
+    Args:
+        problems: gets a line if the value is neither true nor false.
     """
     value = chosen.get(key, "false")
     if value not in ("true", "false"):
-        raise ConfigurationError(f"{key}={value}: use true or false")
+        problems.append(f"{key}={value}: use true or false")
     return value == "true"
 
 
 def to_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    with suppress(OSError):  # nobody reads it
+        print(text, file=sys.stderr, flush=True)
 
 
-def exit_code(name: str, work: Callable[[], int], say: Callable[[str], None] = to_stderr) -> int:
-    """Runs a command's work and returns its exit code, or the code of the error that ended it.
+def run_command(
+    name: str,
+    words: Sequence[str],
+    help_text: str | Callable[[], str],
+    work: Callable[[], int],
+    needs_words: bool = False,
+    say: Callable[[str], None] = to_stderr,
+) -> int:
+    """Runs a command and returns its exit code, or the code of the error that ended it.
 
     Args:
         name: of the command, printed before the reason of a refusal.
-        say: prints the reason.
+        words: of the command line.
+        help_text: the page, or a function that makes it.
+        needs_words: shows the page, as for a wrong call, when there are no words.
+        say: prints the reason of a refusal or a failure.
     """
+    open_closed_streams()
+    try:
+        Path.cwd()
+    except OSError:
+        say(f"{name}: the current directory has been deleted: change to another one with cd")
+        return REFUSED
+    try:
+        code = answer(words, help_text, name, needs_words)
+        code = exit_code(name, work, say) if code is None else code
+        sys.stdout.flush()
+    except (OutputFailed, BrokenPipeError) as error:
+        if isinstance(error, BrokenPipeError) and not reader_is_gone():
+            raise  # it was another pipe
+        discard(sys.stdout)
+        if isinstance(error, BrokenPipeError) or error.reader_is_gone:
+            return 0  # a reader that stops early, as `head` does
+        say(f"{name}: {error}")
+        return FAILED
+    return code
+
+
+def exit_code(name: str, work: Callable[[], int], say: Callable[[str], None] = to_stderr) -> int:
+    """Runs a command's work and returns its exit code, or the code of the error that ended it."""
     from gpipe_cli.launch.report import WorkerFailed
 
     try:
         return work()
     except ConfigurationError as error:
-        say(f"{name}: {relative_paths(str(error))}")
+        say(one_screen(f"{name}: {relative_paths(str(error))}"))
         return REFUSED
     except (WorkerFailed, DiskError) as error:
         say(relative_paths(str(error)))
@@ -109,3 +148,16 @@ def exit_code(name: str, work: Callable[[], int], say: Callable[[str], None] = t
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def one_screen(text: str) -> str:
+    """Returns a text of at most `SCREEN_LINES` lines of a terminal with `SCREEN_COLUMNS` columns."""
+    shown, rows = list[str](), 0
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        short = line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}…"
+        rows += max(1, -(-len(short) // SCREEN_COLUMNS))
+        if rows > SCREEN_LINES - (number + 1 < len(lines)):
+            return "\n".join([*shown, f"… and {len(lines) - number} more"])
+        shown.append(short)
+    return "\n".join(shown)

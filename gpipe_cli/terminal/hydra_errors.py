@@ -1,61 +1,62 @@
-"""Rewrites errors of Hydra and OmegaConf as messages that say what to type instead."""
+"""Rewrites errors of Hydra and OmegaConf as one line that says what to type instead."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+import traceback
+from typing import Any
 
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
-from hydra import compose, initialize_config_module
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
+from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf.errors import (
+    GrammarParseError,
+    InterpolationKeyError,
+    InterpolationResolutionError,
+    MissingMandatoryValue,
+    UnsupportedInterpolationType,
+)
 
-from gpipe_cli.config import FREE_FORM, known_keys
-from gpipe_cli.typed_section import nearest, unknown_key
+from gpipe_cli.typed_section import nearest
 
-KNOWN = (HydraException, OmegaConfBaseException, yaml.YAMLError)  # errors that `explain` rewrites
-NO_KEY = re.compile(r"Could not override '([^'=]+)")
-NOTHING_TO_DELETE = re.compile(r"Could not delete from config\. '([^'=]+)")
-NO_GROUP = re.compile(r"Could not override '([^']+)'\.\s*No match in the defaults list")
 REFERENCE = re.compile(r"Interpolation key '([^']+)' not found")
-SWEEP_WITHOUT_M = re.compile(r"Ambiguous value for argument '([^']+)'")
+RESOLVER = re.compile(r"Unsupported interpolation type (\S+)")
+LONGEST = 300  # characters of a foreign message
 
 
-def explain(error: Exception, words: Sequence[str], own_keys: Sequence[str] = ()) -> str:
+def explain(error: Exception, key: str | None = None) -> str:
     """Returns the message for the console.
 
     Args:
-        error: one of `KNOWN`.
-        words: the command line.
-        own_keys: dotted keys of the command beside those of gpipe-train.
+        key: whose value cannot be set or read, if that is known.
     """
     text = str(error)
+    key = key or getattr(error, "full_key", None) or "a key"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _missing_option(error)
-    if match := SWEEP_WITHOUT_M.search(text):
-        key, _, value = match[1].partition("=")
-        return f"{match[1]} is a sweep: type gpipe-train -m … {match[1]}, or {key}=[{value}] for one list"
     if isinstance(error, OverrideParseException):
         return (
             f"could not read {error.override!r}: write key=value, with '…' around the whole word if the value has "
-            f"spaces or brackets ({_first_line(text)})"
+            f"spaces or brackets ({_one_line(text)})"
         )
-    if match := NO_GROUP.search(text) or NO_KEY.search(text):
-        return _unknown(match[1], words, own_keys)
-    if match := NOTHING_TO_DELETE.search(text):
-        return _nothing_to_delete(match[1], words, own_keys)
     if isinstance(error, MissingMandatoryValue):
-        key = getattr(error, "full_key", None) or text
         return f"{key} needs a value: type {key}=…"
     if isinstance(error, InterpolationKeyError) and (match := REFERENCE.search(text)):
-        key = getattr(error, "full_key", None) or "a key"
         section = match[1].partition(".")[0]
         return (
             f"{key} is taken from {match[1]}, which the chosen {section} does not have: "
             f"choose another {section}, or type {key}=…"
         )
-    return _first_lines(error)
+    if isinstance(error, UnsupportedInterpolationType) and (match := RESOLVER.search(text)):
+        return f"{key}: there is no ${{{match[1]}:…}}: a key is ${{section.key}}, a variable ${{oc.env:NAME}}"
+    if isinstance(error, GrammarParseError):
+        return f"{key}: ${{…}} is not complete or has a wrong character ({_one_line(text)})"
+    if isinstance(error, InterpolationResolutionError):
+        return f"{key}: its ${{…}} cannot be computed ({_one_line(text)})"
+    if isinstance(error, RecursionError):
+        return _endless(error)
+    if isinstance(error, yaml.YAMLError):
+        return " ".join(text.split())
+    return _one_line(text) or type(error).__name__
 
 
 def _missing_option(error: MissingConfigException) -> str:
@@ -68,55 +69,19 @@ def _missing_option(error: MissingConfigException) -> str:
     return f"there is no {group}={option}; {guess}{group} can be: {', '.join(options) or '(nothing yet)'}"
 
 
-def _unknown(key: str, words: Sequence[str], own_keys: Sequence[str]) -> str:
-    keys = _keys_beside(key, words, own_keys)
-    text = unknown_key(key, keys)
-    if _is_passed_on(key) and not nearest(key, keys):
-        text += f"; to pass it to {key.partition('.')[0]}._target_ all the same, type +{key}=…"
-    return text
+def _endless(error: RecursionError) -> str:
+    """Names the files whose lists of defaults lead back to themselves."""
+    names: dict[str, None] = {}  # in order
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        parent: Any = frame.f_locals.get("parent")
+        if hasattr(parent, "get_config_path"):
+            names.setdefault(str(parent.get_config_path()))
+    circle = [name for name in names if name not in ("hydra/config", "_dummy_empty_config_")][-3:]
+    return f"the defaults of {', '.join(circle) or 'a YAML file'} include themselves: take one entry out of `defaults:`"
 
 
-def _nothing_to_delete(key: str, words: Sequence[str], own_keys: Sequence[str]) -> str:
-    """Returns the message for ~key; Hydra treats a key that is null as missing."""
-    keys = _keys_beside(key, words, own_keys)
-    return f"{key} is null, and so cannot be deleted: leave out ~{key}" if key in keys else unknown_key(key, keys)
-
-
-def _is_passed_on(key: str) -> bool:
-    """Returns whether the `_target_` of its section receives the key, so that no list of keys exists."""
-    return "." in key and key.partition(".")[0] in FREE_FORM
-
-
-def _keys_beside(key: str, words: Sequence[str], own_keys: Sequence[str]) -> list[str]:
-    """Returns all dotted keys that could be meant."""
-    return _keys_of_chosen_groups(words) if _is_passed_on(key) else [*known_keys(), *own_keys]
-
-
-def _keys_of_chosen_groups(words: Sequence[str]) -> list[str]:
-    """Returns the dotted keys of sections that a `_target_` receives, for the groups chosen on the command line."""
-    chosen = [word for word in words if re.fullmatch(r"[\w/]+=[\w/]+", word)]
-    for overrides in (chosen, []):
-        try:
-            with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
-                return list(_dotted(compose("train", overrides)))
-        except KNOWN:
-            continue  # a group is wrong: suggest from the default groups
-    return []
-
-
-def _dotted(config: DictConfig, prefix: str = "") -> Iterator[str]:
-    for key in map(str, config):
-        yield f"{prefix}{key}"
-        value = None if OmegaConf.is_interpolation(config, key) else config._get_node(key)
-        if isinstance(value, DictConfig):
-            yield from _dotted(value, f"{prefix}{key}.")
-
-
-def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0]
-
-
-def _first_lines(error: Exception) -> str:
-    """Returns Hydra's own message without blank lines and object types."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    return "\n".join(line for line in lines if line and not line.startswith(("object_type", "full_key")))
+def _one_line(text: str) -> str:
+    """Returns a foreign message on one line, without the types of objects."""
+    lines = [line.strip() for line in text.splitlines()]
+    kept = [line for line in lines if line and not line.startswith(("object_type", "full_key", "See https"))]
+    return " ".join(kept)[:LONGEST]

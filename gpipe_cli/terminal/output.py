@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import IO
+
+from gpipe_cli.disk import DISK, DiskError, require_room
+from gpipe_cli.errors import ConfigurationError, PlainError
 
 log = logging.getLogger("gpipe_cli")
 
@@ -49,8 +54,7 @@ class OutputStream:
             action(self._stream)
         except (OSError, ValueError) as error:  # ValueError: the stream was closed in this process
             failed, self._stream = self._stream, None
-            with suppress(OSError, ValueError):
-                _redirect_to_nothing(failed)
+            discard(failed)
             # Not a warning, which the console would print: this may be rich's thread, which holds rich's lock.
             name = getattr(failed, "name", "the output")
             log.info("%s cannot be written to (%s): nothing more is printed there, the run goes on", name, error)
@@ -72,14 +76,67 @@ def _redirect_to_nothing(stream: IO[str]) -> None:
         os.close(nothing)
 
 
+class OutputFailed(PlainError):
+    """Raised when standard output cannot be written."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(f"standard output cannot be written ({error.strerror})")
+        self.reader_is_gone = isinstance(error, BrokenPipeError)
+
+
 def show(text: str) -> None:
-    """Prints ``text``. A reader that stops early, such as `head`, is no error; a full disk is.
+    """Prints ``text``.
 
     Raises:
-        OSError: the text cannot be written.
+        OutputFailed: it cannot be written.
     """
     try:
         _write(sys.stdout, f"{text}\n")
         sys.stdout.flush()
-    except BrokenPipeError:
-        _redirect_to_nothing(sys.stdout)
+    except OSError as error:
+        raise OutputFailed(error) from error
+
+
+def open_closed_streams() -> None:
+    """Opens /dev/null in place of closed standard streams, so that no other file gets their numbers."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115  # open to the end
+
+
+def require_writable(key: str, folder: str | Path) -> None:
+    """Makes a folder in which files can be written.
+
+    Args:
+        key: that names the folder.
+
+    Raises:
+        ConfigurationError: it cannot be made, or nothing may be written there.
+        DiskError: its disk is full or fails.
+    """
+    try:
+        require_room(Path(str(folder)).expanduser())
+    except (DiskError, ValueError, RuntimeError) as error:  # a NUL character; a home that is not known
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno in DISK:
+            raise
+        raise ConfigurationError(f"{key}={folder}: {error}: name a folder that can be made and written") from error
+
+
+def reader_is_gone() -> bool:
+    """Returns whether standard output is a pipe or terminal that nobody reads any more."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def discard(stream: IO[str]) -> None:
+    """Sends what waits in the stream, and all that follows, to /dev/null."""
+    with suppress(OSError, ValueError):
+        _redirect_to_nothing(stream)

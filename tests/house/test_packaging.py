@@ -36,6 +36,7 @@ GROUND = {
     "parent",
     "position",
     "typed_section",
+    "targets",
     "config",
 }  # single files that every room may use
 ROOMS: dict[str, set[str]] = {
@@ -74,7 +75,7 @@ ROOMS: dict[str, set[str]] = {
         *("conf", "data", "distributed", "factory", "launch", "optim", "partition", "pipeline", "schedule", "tasks"),
     },
     "bench": {"distributed", "launch", "metrics", "models", "partition", "pipeline", "planner", "schedule", "terminal"},
-    "jobs": {"checkpoint", "launch", "terminal"},
+    "jobs": {"checkpoint", "data", "launch", "terminal"},
     "commands": {
         *("bench", "checkpoint", "data", "jobs", "launch", "metrics", "planner", "schedule", "tasks", "terminal"),
     },
