@@ -25,7 +25,7 @@ from gpipe_cli.typed_section import (
     unknown_key,
 )
 
-Choice = Literal["drop", "refuse"]
+Choice = Literal["drop", "keep", "refuse"]
 Pixels = Annotated[int, Limit(at_least=8, at_most=65_536)]  # of a side
 Layers = Annotated[int, Limit(at_least=1, at_most=100_000)]
 Part = Annotated[float, Limit(at_least=0, at_most=1)]
@@ -88,18 +88,25 @@ PAIRS = {
     "batch_tokens": Count | None,
     "cache_dir": str | None,
     "seed": Any,
-    "evaluation_per_language": Count,
+    "evaluation_per_language": Count | None,
     "evaluation_split": Literal["dev", "test"],
     "corpus_seed": Seed,
 }
+SMALLER = {"smaller_vocabulary": bool}
 CORPUS = {"largest": Count, "smallest": Count, "vocabulary": Annotated[int, Limit(at_least=8, at_most=65_536)]}
-HELD_OUT = {"evaluation_per_language": Annotated[int, Limit(at_least=1, at_most=300)]}
-DEFECTS = dict.fromkeys(("misaligned", "undecodable", "malformed", "empty", "too_long", "no_dev"), Choice)
+HELD_OUT = {"evaluation_per_language": Annotated[int, Limit(at_least=1, at_most=300)] | None}
+DEFECTS = dict.fromkeys(
+    (
+        *("misaligned", "undecodable", "malformed", "empty", "too_long", "no_dev"),
+        *("nul", "byte_order_mark", "held_out", "copied"),
+    ),
+    Choice,
+)
 IMAGE_SETS = (
     *("image_folder", "imagenet", "cifar10", "cifar100", "stanford_cars", "oxford_pets", "food101", "fgvc_aircraft"),
 )
 DATA: dict[str, dict[str, Any]] = {
-    "gpipe_cli.data.cldr.source.TranslationSource": {**PAIRS, **CORPUS, **HELD_OUT},
+    "gpipe_cli.data.cldr.source.TranslationSource": {**PAIRS, **CORPUS, **HELD_OUT, **SMALLER},
     "gpipe_cli.data.cldr.text.TextSource": {
         **CORPUS,
         **HELD_OUT,
@@ -112,6 +119,7 @@ DATA: dict[str, dict[str, Any]] = {
     },
     "gpipe_cli.data.parallel.source.ParallelTextSource": {
         **PAIRS,
+        **SMALLER,
         "root": str | None,
         "target": str,
         "vocabulary": Vocabulary | None,
@@ -164,7 +172,8 @@ TASKS: dict[str, dict[str, Any]] = {
 }
 TASKS["gpipe_cli.tasks.translation.TranslationTask"] = TASKS["gpipe_cli.tasks.language_model.LanguageModelTask"]
 GENERATION = {
-    **dict.fromkeys(("per_language", "per_language_at_end", "group", "beam", "beam_during_run", "max_length"), Count),
+    **dict.fromkeys(("per_language", "per_language_at_end"), Count | None),
+    **dict.fromkeys(("group", "beam", "beam_during_run", "max_length"), Count),
     "length_exponent": NotNegative,
     "length_ratio": NotNegative,
     "length_extra": CountOrZero,

@@ -114,7 +114,9 @@ def _run_jobs(line: CommandLine, program: EntryPoint, started_at: float, codes: 
     except Exception as error:
         if has_begun or isinstance(error, ConfigurationError):
             raise
-        if isinstance(error, OSError) and error.filename is None:  # what Hydra prints for --cfg and --info
+        if (
+            isinstance(error, OSError) and error.errno is not None and error.filename is None
+        ):  # what Hydra prints for --cfg and --info
             raise OutputFailed(error) from error
         refuse(line, program, Problems(), error)
 
