@@ -63,8 +63,10 @@ def _run(words: Sequence[str], program: EntryPoint | None) -> int:
     problems = Problems()
     line = read_words(words, command_name(), problems)
     from gpipe_cli.jobs import sweep
+    from gpipe_cli.jobs.composition import misread_choices
     from gpipe_cli.jobs.job import EntryPoint
 
+    problems += misread_choices(line)
     started_at = time.time() - time.process_time()  # Python's start and the imports so far are CPU time
     codes: list[int] = []
     sweep.current = None

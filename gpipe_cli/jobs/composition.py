@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ class Composer:
         Raises:
             ConfigurationError: one line for each mistake.
         """
+        problems += misread_choices(line)
         try:
             if not problems:
                 return self._composed(complete(line.overrides), [line.folder] if line.folder else [])
@@ -77,7 +79,6 @@ class Composer:
         """
         folders = list(_user_folders(line, problems))
         words = list(parsed(replace(line, overrides=complete(line.overrides)), problems, self.command))
-        problems += (problem for folder in folders for problem in _unreadable(folder))
         groups = [override for override in words if is_group(override, folders)]
         fitting = [override for override in groups if not refuses(override, folders, problems)]
         composed = self._base(fitting, [str(folder) for folder in folders], problems)
@@ -87,6 +88,8 @@ class Composer:
                     self.apply(override, composed, problems)
             if check is not None:
                 check(OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"]))
+        if error is not None and not problems:
+            problems += (problem for folder in folders for path in folder.rglob("*.yaml") for problem in _misread(path))
         if error is not None and not problems:
             problems.append(explain(error))
 
@@ -131,7 +134,8 @@ class Composer:
         if override.is_add():
             return f"{override.input_line}: {key} exists, type {key}=… without +"
         if key in keys or (section == "hydra" and not str(error).startswith("Could not override")):
-            return explain(error.__cause__ if isinstance(error.__cause__, Exception) else error, key)
+            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            return f"{override.input_line}: {explain(cause, key)}"
         text = unknown_key(key, keys)
         if passed_on and not nearest(key, keys):
             text += f"; to pass it to {section}._target_ all the same, type +{key}=…"
@@ -187,22 +191,31 @@ def _user_folders(line: CommandLine, problems: Problems) -> Iterator[Path]:
             problems.append(f"{option} {name}: there is no such folder")
 
 
-def _unreadable(folder: Path) -> Iterator[str]:
-    """Yields a line for each YAML file of the folder that cannot be read as a configuration."""
-    for path in sorted(folder.rglob("*.yaml")):
-        try:
-            with path.open(encoding="utf-8") as file:
-                content = yaml.safe_load(file)
-        except UnicodeDecodeError as error:
-            line = path.read_bytes()[: error.start].count(b"\n") + 1
-            yield f"{path}, line {line}: not UTF-8 ({error.reason}): save the file as UTF-8"
-        except yaml.YAMLError as error:
-            yield explain(error)
-        except OSError as error:
-            yield f"{path} cannot be read: {error.strerror}"
-        else:
-            if content is not None and not isinstance(content, Mapping):
-                yield f"{path} holds {shown(content)}: a configuration is made of lines `key: value`"
+def misread_choices(line: CommandLine) -> Iterator[str]:
+    """Yields a line for each file of `--config-dir` that a word chooses and that is no configuration."""
+    if line.folder is not None:
+        for group, _, option in (word.lstrip("+").partition("=") for word in line.overrides):
+            path = Path(line.folder, group, f"{option.removesuffix('.yaml')}.yaml").absolute()
+            with suppress(OSError, ValueError):  # such as a name that is too long: it is no file
+                if path.is_file():
+                    yield from _misread(path)
+
+
+def _misread(path: Path) -> Iterator[str]:
+    """Yields the reason why a YAML file cannot be read as a configuration."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            content = yaml.safe_load(file)
+    except UnicodeDecodeError as error:
+        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        yield f"{path}, line {line}: not UTF-8 ({error.reason}): save the file as UTF-8"
+    except yaml.YAMLError as error:
+        yield explain(error)
+    except OSError as error:
+        yield f"{path} cannot be read: {error.strerror}"
+    else:
+        if content is not None and not isinstance(content, Mapping):
+            yield f"{path} holds {shown(content)}: a configuration is made of lines `key: value`"
 
 
 def is_group(override: Override, folders: Sequence[Path] = ()) -> bool:

@@ -185,7 +185,7 @@ def test_a_run_from_before_a_key_existed_has_its_default_and_takes_an_override(r
     [
         ("pipeline.k=4", "did you mean pipeline.K?"),
         ("task.generation.beem=4", "did you mean task.generation.beam?"),
-        ("pipeline.K=1,2", "there is one value for each key here"),
+        ("pipeline.K=1,2", "is a sweep: give one value"),
         ("~task.generatoin", "there is no key task.generatoin; did you mean task.generation?"),
         ("precision=fp8", "fp8"),
         ("pipeline.K=none", "pipeline.K=none"),
