@@ -80,7 +80,12 @@ class Composer:
         folders = list(_user_folders(line, problems))
         words = list(parsed(replace(line, overrides=complete(line.overrides)), problems, self.command))
         groups = [override for override in words if is_group(override, folders)]
-        fitting = [override for override in groups if not refuses(override, folders, problems)]
+        fitting = [
+            override
+            for override in groups
+            if not refuses(override, folders, problems)
+            and not any(misread_choices(replace(line, overrides=[str(override.input_line)])))
+        ]
         composed = self._base(fitting, [str(folder) for folder in folders], problems)
         if composed is not None:
             for override in words:

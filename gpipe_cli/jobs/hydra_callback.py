@@ -10,13 +10,15 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from gpipe_cli.disk import DiskError, prepare_directory, refuse_links
+from gpipe_cli.disk import DiskError, refuse_links
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import sweep, torchrun
 from gpipe_cli.jobs.job import in_words, prepare
 from gpipe_cli.jobs.limits import TRAINING
 from gpipe_cli.terminal.frame import FAILED, REFUSED, one_screen, to_stderr
+from gpipe_cli.terminal.hydra_errors import explain
 from gpipe_cli.terminal.output import require_writable
 from gpipe_cli.terminal.text import relative_paths
 
@@ -25,10 +27,11 @@ from gpipe_cli.terminal.text import relative_paths
 def _exiting() -> Iterator[None]:
     try:
         yield
-    except (ConfigurationError, DiskError) as error:
+    except (ConfigurationError, DiskError, OmegaConfBaseException) as error:
+        text = explain(error, "hydra") if isinstance(error, OmegaConfBaseException) else str(error)
         if torchrun.is_first():
-            to_stderr(one_screen(in_words(relative_paths(str(error)))))
-        raise SystemExit(REFUSED if isinstance(error, ConfigurationError) else FAILED) from None
+            to_stderr(one_screen(in_words(relative_paths(text))))
+        raise SystemExit(FAILED if isinstance(error, DiskError) else REFUSED) from None
 
 
 class CommandCallback(Callback):
@@ -44,7 +47,6 @@ class CommandCallback(Callback):
         composed = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
         with _exiting():
             prepare(composed, list(config.hydra.overrides.task), TRAINING)
-            refuse_links(Path(str(config.hydra.run.dir)))
             require_writable("hydra.run.dir", config.hydra.run.dir)
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:

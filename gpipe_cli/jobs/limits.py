@@ -69,9 +69,8 @@ def _model(settings: Settings) -> str | None:
     if needed <= memory:
         return None
     copies = f" × {settings.pipeline.replicas} replicas" if settings.pipeline.replicas > 1 else ""
-    sizes = ", ".join(
-        f"model.{key}={settings.model[key]}" for key in ("L", "H", "A", "D", "d_model") if key in settings.model
-    )
+    keys = [key for key in ("L", "H", "A", "D", "d_model") if key in settings.model]
+    sizes = ", ".join(f"model.{key}={settings.model[key]}" for key in keys)
     return (
         f"{sizes}: at least {parameters:,} parameters, whose weights and gradients{copies} take {_size(needed)}; this "
         f"machine has {_size(memory)}: make the model smaller (gpipe-plan shows what fits)"

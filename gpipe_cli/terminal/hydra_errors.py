@@ -76,7 +76,7 @@ def _endless(error: RecursionError) -> str:
         parent: Any = frame.f_locals.get("parent")
         if hasattr(parent, "get_config_path"):
             names.setdefault(str(parent.get_config_path()))
-    circle = [name for name in names if name not in ("hydra/config", "_dummy_empty_config_")][-3:]
+    circle = [name for name in names if name not in ("hydra/config", "_dummy_empty_config_", "<root>")][-3:]
     return f"the defaults of {', '.join(circle) or 'a YAML file'} include themselves: take one entry out of `defaults:`"
 
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from gpipe_cli.disk import DISK, DiskError, require_room
+from gpipe_cli.disk import DISK, DiskError, prepare_directory
 from gpipe_cli.errors import ConfigurationError, PlainError
 
 log = logging.getLogger("gpipe_cli")
@@ -119,12 +119,13 @@ def require_writable(key: str, folder: str | Path) -> None:
 
     Raises:
         ConfigurationError: it cannot be made, or nothing may be written there.
-        DiskError: its disk is full or fails.
+        DiskError: its disk is full or fails, or a link leads out of it.
     """
     try:
-        require_room(Path(str(folder)).expanduser())
+        prepare_directory(Path(str(folder)).expanduser())
     except (DiskError, ValueError, RuntimeError) as error:  # a NUL character; a home that is not known
-        if isinstance(error.__cause__, OSError) and error.__cause__.errno in DISK:
+        cause = error.__cause__
+        if isinstance(error, DiskError) and (not isinstance(cause, OSError) or cause.errno in DISK):
             raise
         raise ConfigurationError(f"{key}={folder}: {error}: name a folder that can be made and written") from error
 

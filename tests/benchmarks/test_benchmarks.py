@@ -33,6 +33,7 @@ SMALL = {
     "disks": "--quick",
     "images": "--quick",
     "corpus": "--quick --tokens 20000 --batches 2",
+    "wrong_configurations": "--count 3",
 }
 
 
