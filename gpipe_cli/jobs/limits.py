@@ -90,9 +90,9 @@ def parameters_of(model: Mapping[str, Any]) -> int | None:
             return int(60 * model["L"] * model["D"] ** 2)  # those of the paper have about 100 · L · D²
         else:
             return None
+        return int(model["d_model"] * (model["L"] * layer + words))
     except KeyError:  # a wrong value
         return None
-    return int(model["d_model"] * (model["L"] * layer + words))
 
 
 def _batch(settings: Settings) -> str | None:

@@ -1,0 +1,59 @@
+"""Tests that wrong command lines are refused in one screen that names every mistake."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from benchmarks.wrong_configurations import SCREEN, Answer, Case, drawn, run, single_mistakes
+from gpipe_cli.config import Settings
+from gpipe_cli.errors import ConfigurationError, Problems
+from gpipe_cli.terminal.frame import one_screen
+
+KINDS = {case.kind: case for case in reversed(single_mistakes())}  # the first case of each kind
+TOGETHER = next(case for case in drawn(20) if case.kind == "several")
+OUTSIDE = ("no directory", "closed stream", "size", "file", "word", "hydra key", "eval", "translate", "plan", "group")
+
+
+@pytest.mark.parametrize("case", [KINDS[kind] for kind in OUTSIDE] + [TOGETHER], ids=lambda case: case.kind)
+def test_a_real_command_refuses_a_wrong_command_line(case: Case) -> None:
+    assert run(case).faults(case) == []
+
+
+INSIDE = [case for case in single_mistakes()[::9] if case.shell == '"$@"' and not case.files and case.words]
+
+
+@pytest.mark.parametrize("case", [*INSIDE, *drawn(10)], ids=lambda case: " ".join(case.words))
+def test_the_answer_names_every_mistake(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = import_module(f"gpipe_cli.commands.{case.command}").main(case.words)
+    except SystemExit as end:
+        code = end.code
+    written = capsys.readouterr()
+    assert Answer(code, written.out + written.err, 0.0, 0.0).faults(case) == []
+
+
+def test_a_long_answer_fits_one_screen_and_says_how_much_is_left_out() -> None:
+    lines = one_screen("\n".join(f"problem {number}" for number in range(100))).splitlines()
+    assert (len(lines), lines[-1]) == (SCREEN, "… and 77 more")
+
+
+def test_problems_are_collected_and_told_once() -> None:
+    problems = Problems(["b"])
+    with problems.collected():
+        raise ConfigurationError("a")
+    with pytest.raises(ConfigurationError, match=r"^b\na$"):
+        Problems([*problems, "a"]).refuse()
+
+
+def test_wrong_values_leave_out_the_checks_that_need_them() -> None:
+    problems = Problems()
+    Settings.read({"pipeline": {"K": 0, "workers": 5}, "trainer": 3}, problems)
+    assert "pipeline.K=0: use a whole number, at least 1" in problems
+    assert "trainer must be a section with keys, not 3" in problems
+    assert not any("a worker needs at least one cell" in problem for problem in problems)
