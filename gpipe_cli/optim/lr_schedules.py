@@ -36,13 +36,17 @@ def transformer(optimizer: Optimizer, d_model: int, factor: float, warmup_steps:
 def cosine(optimizer: Optimizer, steps: int | None, warmup_steps: int = 0, final: float = 0.0) -> LambdaLR:
     """Rises linearly to `optimizer.lr`, then falls along half a cosine to `final` of it after `steps` updates.
 
+    Args:
+        warmup_steps: of the rise; at most half of `steps`, so that a short run has both.
+
     Raises:
-        ValueError: `steps` is None, or not more than `warmup_steps`.
+        ValueError: `steps` is None.
     """
     if steps is None:
         raise ValueError("lr_schedule.steps=null: a cosine must know its end, set trainer.steps or lr_schedule.steps")
     _require("warmup_steps", warmup_steps, 0)
-    _require("steps", steps, warmup_steps + 1)
+    _require("steps", steps, 1)
+    warmup_steps = min(warmup_steps, steps // 2)
 
     def fall(t: int) -> float:
         done = min(1.0, (t - warmup_steps) / (steps - warmup_steps))

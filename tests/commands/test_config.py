@@ -195,6 +195,10 @@ def test_cosine_rises_falls_and_stays_at_its_end() -> None:
     assert rates(lr_schedules.cosine, 6, steps=4, warmup_steps=2, final=0.5) == pytest.approx(expected)
 
 
+def test_a_cosine_shorter_than_its_warm_up_rises_for_half_of_its_steps() -> None:
+    assert rates(lr_schedules.cosine, 4, steps=4, warmup_steps=50) == pytest.approx([0.5, 1.0, 1.0, 0.5])
+
+
 def test_constant_is_constant_after_its_warm_up() -> None:
     assert rates(lr_schedules.constant, 4, warmup_steps=2) == [0.5, 1.0, 1.0, 1.0]
     assert rates(lr_schedules.constant, 2) == [1.0, 1.0]
