@@ -117,7 +117,7 @@ def statistics_of_one_replica() -> Patch:
 
 @fault(
     r"between layer mix_0 \(cell 0\) and layer norm \(cell 1\)",
-    "BatchNorm",
+    "comes from the BatchNorm of layer norm",
     "pipeline.sync_batchnorm=true",
     "verify.dtype=float64",
     replicas=2,

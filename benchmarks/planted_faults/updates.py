@@ -366,7 +366,7 @@ def average_of_a_cell_forgotten() -> Patch:
 # -- replicas ----------------------------------------------------------------------------------------------------------
 
 
-@fault("replica 1", "weights", replicas=2)
+@fault(r"replica 1.*layer mix_2 \(cell 2\)", "ended the step with other values", replicas=2)
 def replica_drifts() -> Patch:
     """Updates the weights of replica 1 a little further."""
 
@@ -378,7 +378,7 @@ def replica_drifts() -> Patch:
     return after_update(drift)
 
 
-@fault("replica 1", "optimizer|state", replicas=2)
+@fault("replica 1.*layer embed", "ended the step with other values.*exp_avg", replicas=2)
 def replica_loses_momenta() -> Patch:
     """Clears the momenta of replica 1 after the last step."""
 

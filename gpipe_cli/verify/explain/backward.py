@@ -91,12 +91,12 @@ def _where_it_comes_in(now: ComparedStep, first: int, checker: Checker) -> list[
     if layer == len(run.names) - 1:
         return [f"already the gradient that the loss hands to {run.place(layer)} differs ({which}){like}"]
     behind = _behind(now, layer, run)
-    between = f"between {run.place(layer)} and {run.place(behind)}"
-    if run.cells[layer] != run.cells[behind]:
-        return [f"the gradient that crosses the boundary {between} is the first to differ ({which}){like}"]
     norm = any(other == behind for other, _ in now.plain.counted)
-    cause = f"; it comes from the BatchNorm of {run.names[behind]}" if norm else ""
-    return [f"the gradient {between} is the first to differ ({which}){like}{cause}"]
+    cause = f"; it comes from the BatchNorm of layer {run.names[behind]}" if norm else ""
+    crosses = run.cells[layer] != run.cells[behind]
+    which_one = "the gradient that crosses the boundary" if crosses else "the gradient"
+    between = f"between {run.place(layer)} and {run.place(behind)}"
+    return [f"{which_one} {between} is the first to differ ({which}){like}{cause}"]
 
 
 def _behind(now: ComparedStep, layer: int, run: VerifiedRun) -> int:
