@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gpipe_cli.metrics.step_report import StepReport, StepReporter
-from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm, _SumOverReplicas
+from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm, _SumOverReplicas, finish_batchnorm
 from gpipe_cli.pipeline.engine import TASK, StepRecord, _TrainingStep
 from gpipe_cli.trainer import update as weight_update
 from gpipe_cli.trainer.update import Updater
@@ -141,18 +141,16 @@ def mean_of_unequal_means() -> Patch:
     return replaced(DeferredBatchNorm, "_gather", alike)
 
 
-@fault(r"norm\.norm", "skipped|step before")
-def statistics_of_a_skipped_step() -> Patch:
-    """Keeps the statistics of a step that is not finite for the next one."""
+@fault(r"layer norm \(cell 1\)", "had to be skipped.*norm\\.norm")
+def averages_updated_by_a_skipped_step() -> Patch:
+    """Updates BatchNorm's moving averages in a step that is not finite, too."""
 
-    def keep(update: Any, updater: Updater, report: StepReport, *rest: Any) -> None:
-        kept = [norm._pooled for norm in updater._batchnorms]
-        update(updater, report, *rest)
+    def update(function: Any, updater: Updater, report: StepReport, *rest: Any) -> None:
         if not report.finite:
-            for norm, pooled in zip(updater._batchnorms, kept, strict=True):
-                norm._pooled = pooled
+            finish_batchnorm(updater._batchnorms, None)
+        function(updater, report, *rest)
 
-    return replaced(Updater, "update", keep)
+    return replaced(Updater, "update", update)
 
 
 # -- loss and report ---------------------------------------------------------------------------------------------------

@@ -142,13 +142,12 @@ def optimizer_state_lost() -> Patch:
 
 @fault(r"mix_2\.linear\.weight", "mix_3\\.linear\\.weight")
 def momenta_exchanged() -> Patch:
-    """Exchanges the momenta of two parameters of the same shape before the second update."""
+    """Exchanges what the optimizer keeps of two parameters of the same shape before the second update."""
 
     def exchange(trainer: Trainer, report: StepReport) -> None:
         state, own = trainer.updater.optimizer.state, parameters(trainer, 2)
         if trainer.progress.step == 1:
-            one, other = state[own[0]], state[own[2]]
-            one["exp_avg"], other["exp_avg"] = other["exp_avg"], one["exp_avg"]
+            state[own[0]], state[own[2]] = state[own[2]], state[own[0]]
 
     return before_update(exchange)
 

@@ -85,8 +85,8 @@ def _where_it_comes_in(now: ComparedStep, first: int, checker: Checker) -> list[
         return []
     points = sorted(d.point for d in beyond if d.layer == layer and d.point is not None)
     which = run.micro_batches((point.replica, point.micro_batch) for point in points)
-    right = now.plain.seen.trace[GRADIENT]
-    likes = {likeness(now.ours.trace[GRADIENT][point], point, right, run) for point in points}
+    right, came = now.plain.seen.trace[GRADIENT], now.ours.trace.get(GRADIENT, {})
+    likes = {likeness(came[point], point, right, run) if point in came else "it never came" for point in points}
     like = f": {next(iter(likes))}" if len(likes) == 1 and "" not in likes else ""
     if layer == len(run.names) - 1:
         return [f"already the gradient that the loss hands to {run.place(layer)} differs ({which}){like}"]

@@ -58,6 +58,9 @@ def _evaluation(now: ComparedStep, run: VerifiedRun) -> list[str]:
     assert now.plain is not None
     numbers, averaged = now.found[c.METRICS].beyond, now.found[c.NOT_AVERAGED].beyond
     beyond = averaged or now.found[c.EVALUATED].beyond
+    left_out = "in the evaluation after the step, {} differ: its mini-batch was left out"
+    if beyond and all(d.where.endswith("missing") for d in beyond):
+        return [left_out.format(", ".join(d.where for d in numbers))]
     if beyond:
         first = beyond[0]
         text = f"in the evaluation after the step, the output of {run.place(first.layer)} is the first to differ"
@@ -69,6 +72,7 @@ def _evaluation(now: ComparedStep, run: VerifiedRun) -> list[str]:
         return [f"{text} ({measured(first)}, {first.where}): {cause}"]
     if not numbers:
         return []
-    text = f"in the evaluation after the step, {', '.join(d.where for d in numbers)} differ"
-    missing = not now.found[c.EVALUATED].compared
-    return [f"{text}: its mini-batch was left out" if missing else f"{text} although the outputs of all layers agree"]
+    names = ", ".join(d.where for d in numbers)
+    if not now.found[c.EVALUATED].compared:
+        return [left_out.format(names)]
+    return [f"in the evaluation after the step, {names} differ although the outputs of all layers agree"]

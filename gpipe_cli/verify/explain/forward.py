@@ -24,7 +24,7 @@ def explain_forward(now: ComparedStep, before: ComparedStep | None, checker: Che
     absent = _absent(now, run)
     if absent:
         return absent
-    causes = _used_weights(now, before, run, WEIGHTS) or _noise(now, run, WEIGHTS)
+    causes = _used_weights(now, before, run, WEIGHTS) or _modes(now, run, False) or _noise(now, run, WEIGHTS)
     beyond = now.found[c.OUTPUTS].beyond
     if not beyond:
         return causes
@@ -45,7 +45,13 @@ def _of_layer(now: ComparedStep, first: Difference, checker: Checker) -> str:
     """Explains a layer that has the right weights and random numbers, and is the first to put out something else."""
     assert now.plain is not None and first.point is not None
     run, place, right = checker.run, checker.run.place(first.layer), now.plain.seen.trace[OUTPUT]
-    like = likeness(now.ours.trace[OUTPUT][first.point], first.point, right, run)
+    mark = now.ours.trace.get(OUTPUT, {}).get(first.point)
+    if mark is None:
+        return f"{place} put out nothing for {run.micro_batches([first.point[:2]])}"
+    if mark.size != right[first.point].size:
+        what = f"{mark.size} elements instead of {right[first.point].size}"
+        return f"what {place} puts out for {run.micro_batches([first.point[:2]])} has {what}: rows were cut or added"
+    like = likeness(mark, first.point, right, run)
     if first.layer == 0:
         return f"{place} is the first: it was given other data{f'; {like}' if like else ''}{_after_resume(now)}"
     if like.startswith("it is that of"):
@@ -136,21 +142,28 @@ def _owner(seed: int, step: int, replica: int, micro_batch: int, layer: int, run
     return ""
 
 
+def _modes(now: ComparedStep, run: VerifiedRun, again: bool) -> list[str]:
+    """Names the first layer that ran in evaluation mode, or with another autocast than the run's."""
+    wrong = [d for d in now.found[c.MODES].beyond if (" in recompute" in d.where) == again]
+    return [f"{run.place(wrong[0].layer)} did not run as the run says: {wrong[0].where}"] if wrong else []
+
+
 # -- recompute ---------------------------------------------------------------------------------------------------------
 
 
 def explain_recompute(now: ComparedStep, before: ComparedStep | None, run: VerifiedRun) -> list[str]:
     """Returns what is wrong with a recompute, as sentences; empty where it repeats forward."""
     beyond = now.found[c.AGAIN].beyond
+    again = WEIGHTS_AGAIN
+    causes = _used_weights(now, before, run, again) or _modes(now, run, True) or _noise(now, run, again)
     if not beyond:
-        return _used_weights(now, before, run, WEIGHTS_AGAIN) or _noise(now, run, WEIGHTS_AGAIN)
+        return causes
     first = beyond[0]
     place = run.place(first.layer)
     head = (
         f"forward agrees, but computed again for backward the output of {place} is another "
         f"({measured(first)}, {first.where})"
     )
-    causes = _used_weights(now, before, run, WEIGHTS_AGAIN) or _noise(now, run, WEIGHTS_AGAIN)
     return [head, *(causes or [_not_repeatable(first.layer, run)])]
 
 
