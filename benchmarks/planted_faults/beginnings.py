@@ -45,12 +45,12 @@ def weights_ignore_the_seed() -> Patch:
 def replica_begins_elsewhere() -> Patch:
     """Draws the weights of one layer by another seed in replica 1."""
 
-    def build(make: Any, builders: Any, found: Any, world: Any, seed: int, sync: bool) -> Any:
+    def build(make: Any, builders: Any, found: Any, world: Any, *rest: Any) -> Any:
         def draw(one: Any, b: Any, i: int, seed: int, device: Any) -> Any:
             return one(b, i, seed + (world.replica == 1 and i == 4), device)
 
         with replaced(cut, "build_layer", draw):
-            return make(builders, found, world, seed, sync)
+            return make(builders, found, world, *rest)
 
     from gpipe_cli.trainer import assembly
 

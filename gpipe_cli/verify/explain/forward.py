@@ -49,8 +49,9 @@ def _of_layer(now: ComparedStep, first: Difference, checker: Checker) -> str:
     if mark is None:
         return f"{place} put out nothing for {run.micro_batches([first.point[:2]])}"
     if mark.size != right[first.point].size:
-        what = f"{mark.size} elements instead of {right[first.point].size}"
-        return f"what {place} puts out for {run.micro_batches([first.point[:2]])} has {what}: rows were cut or added"
+        given = "it was given other data" if first.layer == 0 else "it was given, or puts out, other shapes"
+        what = f"{mark.size} elements instead of {right[first.point].size} in {run.micro_batches([first.point[:2]])}"
+        return f"{place}: {given}, {what}: rows were cut or added, or it is another mini-batch{_after_resume(now)}"
     like = likeness(mark, first.point, right, run)
     if first.layer == 0:
         return f"{place} is the first: it was given other data{f'; {like}' if like else ''}{_after_resume(now)}"
