@@ -73,7 +73,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
     wide = settings.verify.dtype == "float64"
     report = Verification(context, config, in_float64(settings) if wide else settings, world).run()
     if not wide and world.broadcast(lambda: report is not None and report.may_be_rounding):
-        decided = Verification(context, config, in_float64(settings), world).run()
+        decided = Verification(context, config, in_float64(settings), world, once_more=True).run()
         report = None if report is None or decided is None else report.decided_by(decided)
     if report is None:
         return None
@@ -129,6 +129,10 @@ class _Quiet(Notices):
 
     muted = False
 
+    def cells(self, table: Sequence[Mapping[str, Any]]) -> None:
+        if not self.muted:
+            super().cells(table)
+
     def message(self, text: str) -> None:
         if not self.muted:
             super().message(text)
@@ -145,9 +149,17 @@ class Verification:
         context, config: of the worker.
         settings: of the run, perhaps in float64.
         world: of the worker.
+        once_more: the console has shown the cells of this run already.
     """
 
-    def __init__(self, context: Context, config: Mapping[str, Any], settings: Settings, world: World) -> None:
+    def __init__(
+        self,
+        context: Context,
+        config: Mapping[str, Any],
+        settings: Settings,
+        world: World,
+        once_more: bool = False,
+    ) -> None:
         self._context, self._config, self._world = context, config, world
         self._steps = Steps.of(settings)
         trainer = dataclasses.replace(settings.trainer, nonfinite_limit=max(2, settings.trainer.nonfinite_limit))
@@ -155,6 +167,7 @@ class Verification:
         launch = dataclasses.replace(settings.launch, grace_seconds=math.inf)  # no warning: nothing is worth a save
         self._settings = dataclasses.replace(settings, trainer=trainer, launch=launch)
         self._journal = _Quiet(context.run_dir, context.emit, world.rank == 0)
+        self._journal.muted = once_more
         self._spill = Spill(context.run_dir / "verify")
         task = build_task(settings.task, settings.seed)
         self._assembly = assemble_model(context, self._settings, world, task, self._journal)
