@@ -28,7 +28,18 @@ def as_tensors(value: object) -> Tensors:
         return (value,)
     if isinstance(value, (tuple, list)) and all(isinstance(item, Tensor) for item in value):
         return tuple(value)
-    raise TypeError(f"a layer returns a tensor or a tuple of tensors, not {type(value).__name__}")
+    raise TypeError(f"a layer returns a tensor or a tuple of tensors, not {_found(value)}")
+
+
+def _found(value: object) -> str:
+    """Returns what a layer returned, with the way out where several tensors are grouped."""
+    if isinstance(value, (tuple, list)):
+        number, item = next((number, item) for number, item in enumerate(value) if not isinstance(item, Tensor))
+        kind = "None" if item is None else f"a {type(item).__name__}"
+        return f"a {type(value).__name__} with {kind} as item {number}: return its tensors one beside the other"
+    if isinstance(value, dict):
+        return f"a dict with the keys {', '.join(map(str, value))}: return its values as a tuple"
+    return "None" if value is None else type(value).__name__
 
 
 def as_argument(tensors: Sequence[Tensor]) -> Tensor | Tensors:
