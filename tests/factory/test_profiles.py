@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 def profile(cache: Path, *words: str, batch: int = 2) -> tuple[list[LayerCost], str]:
     """Returns the costs of a tiny language model's layers, and the messages about them."""
-    common = ["model=transformer_lm_small", "debug=tiny", "model.vocabulary=50", "model.L=1", "launch.inline=true"]
+    common = ["model=transformer_lm_small", "debug=tiny", "data.vocabulary=50", "model.L=1", "launch.inline=true"]
     with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
         composed = compose("train", overrides=[*common, *words])
     settings = Settings.from_config(prepare(composed, list(words)).config)
