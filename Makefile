@@ -42,8 +42,8 @@ deep: $(INSTALLED) ## train very deep models with and without depth-scaled initi
 		hydra.sweep.dir=sweeps/deep
 	$(BIN)/python -m benchmarks.deep sweeps/deep output=sweeps/deep/deep.png
 
-PYTEST := $(BIN)/python -m pytest $(if $(SLOW),--slow)
-test: $(INSTALLED) ## run the tests on two cores; SLOW=1: the slow ones too (tests/README.md)
+PYTEST := $(BIN)/python -m pytest $(if $(SLOW),--slow) $(if $(filter 2,$(SLOW)),--slow)
+test: $(INSTALLED) ## run the tests on two cores; SLOW=1: the slow ones too; SLOW=2: all (tests/README.md)
 	$(PYTEST) -m alone
 	$(PYTEST) -m "not alone" -n 2 --dist worksteal
 

@@ -26,22 +26,30 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="run the slow tests too (make test SLOW=1)")
+    parser.addoption(
+        "--slow", action="count", default=0, help="run the slow tests too (make test SLOW=1); twice: all (SLOW=2)"
+    )
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    return None if _runs_slow(config) else "slow tests are left out: make test SLOW=1, or pytest --slow"
+    left_out = {0: "slow tests are left out: make test SLOW=1, or pytest --slow", 1: "SLOW=2 runs some tests more"}
+    return left_out.get(_level(config))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if _runs_slow(config):
-        return
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    config.hook.pytest_deselected(items=slow)
-    items[:] = [item for item in items if item not in slow]
+    level = _level(config)
+    left_out = [item for item in items if _slowness(item) > level]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
-def _runs_slow(config: pytest.Config) -> bool:
-    """Returns whether slow tests run: --slow is given, or a test or the mark is named."""
+def _slowness(item: pytest.Item) -> int:
+    """Returns 0 for a fast test, the argument of its mark `slow` (1 if it has none) for a slow one."""
+    marks = [mark.args[0] if mark.args else 1 for mark in item.iter_markers("slow")]
+    return max(marks, default=0)
+
+
+def _level(config: pytest.Config) -> int:
+    """Returns how slow the tests may be that run: as --slow says; any, if a test or the mark is named."""
     named = any("::" in word for word in config.args) or "slow" in config.getoption("-m")
-    return named or bool(config.getoption("--slow"))
+    return 2 if named else int(config.getoption("--slow"))

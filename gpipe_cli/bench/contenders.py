@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_cli.distributed.world import join_world
 from gpipe_cli.launch.context import Context
+from gpipe_cli.launch.mailboxes import LOCAL
 from gpipe_cli.micro_batch import Tensors
 from gpipe_cli.pipeline.boundary import as_argument, as_tensors
 from gpipe_cli.schedule.instruction import COMPUTE
@@ -196,6 +198,13 @@ class RealStage(nn.Sequential):
         return super().forward(as_argument(inputs))  # type: ignore[no-untyped-call]  # torch's own annotation
 
 
+@cache
+def peer_group() -> dist.ProcessGroup | None:
+    """Returns the group for torch's pipelining: gloo where the job has a group of ours, which it cannot use."""
+    ours = dist.is_initialized() and dist.get_backend() == LOCAL
+    return dist.new_group(backend="gloo") if ours else None
+
+
 def torch_step(kind: str, cells: int, work: Workload) -> Step | None:
     """Builds the step of torch.distributed.pipelining on this worker.
 
@@ -210,8 +219,10 @@ def torch_step(kind: str, cells: int, work: Workload) -> Step | None:
     interleaved = cells > K
     if (M % K if interleaved else kind == "1f1b" and M < K) or len(work.examples[0]) % M or work.shares_gpu:
         return None
+    group = peer_group()
     stages = [
-        PipelineStage(stage_module(work, cells, cell), cell, cells, work.device) for cell in range(rank, cells, K)
+        PipelineStage(stage_module(work, cells, cell), cell, cells, work.device, group=group)
+        for cell in range(rank, cells, K)
     ]
     loss = work.scaled_loss
     schedule: Any

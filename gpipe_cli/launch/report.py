@@ -68,7 +68,6 @@ class Failure:
         is_configuration: the worker refused the configuration.
         cause: one line: the worker's name, and the signal, exit code or exception.
         is_plain: the text explains everything: what ran found the failure itself.
-        is_configuration: the worker refused the configuration.
         is_memory: there was no memory for a tensor.
         from_outside: the worker was killed, or lost the connection to another one.
     """

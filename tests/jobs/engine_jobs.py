@@ -180,6 +180,7 @@ def compare_with_torch_pipelining(context: Context, config: dict[str, Any]) -> l
 
     torch.set_default_dtype(torch.float64)
     context.init_process_group()
+    peers = dist.new_group(backend="gloo")  # torch's pipelining cannot use our group
     K, rank = context.world_size, context.rank
     world = dist.group.WORLD
     assert world is not None
@@ -201,7 +202,7 @@ def compare_with_torch_pipelining(context: Context, config: dict[str, Any]) -> l
                 schedule(kind, range(K), M, "always")[rank], step_input, micro_batches if rank == 0 else None
             )
             dist.barrier()
-            stage = PipelineStage(theirs, rank, K, CPU)
+            stage = PipelineStage(theirs, rank, K, CPU, group=peers)
             runner = peer(stage, M, loss_fn=lambda y, t: sum_of_losses((y,), (t,))[0] / 12, scale_grads=False)
             runner.step(*([x] if rank == 0 else []), **({"target": wanted} if rank == K - 1 else {}))
             pairs = zip(
