@@ -12,6 +12,7 @@ many workers as there are free cores.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from gpipe_cli.factory.cut import build_cells, cut_model
 from gpipe_cli.launch.context import Context
 from gpipe_cli.micro_batch import Tensors
 from gpipe_cli.partition.layer_times import LayerTimes, cell_total
-from gpipe_cli.partition.profile import ModelProfile, profile_layers
+from gpipe_cli.partition.profile import profile_layers
 from gpipe_cli.planner.measure.background_load import background_load
 from gpipe_cli.planner.measure.example import example_micro_batch
 
@@ -54,22 +55,23 @@ def worker(context: Context, config: Mapping[str, Any]) -> list[list[list[Row]]]
     def loss(outputs: Tensors) -> torch.Tensor:
         return task.loss(outputs, targets)[0]
 
-    def profile() -> ModelProfile:
+    def profile() -> list[dict[str, float]]:
         with background_load(world.size - 1, pipeline.threads):
-            return profile_layers(builders, inputs, CPU, autocast, loss, targets)
+            found = profile_layers(builders, inputs, CPU, autocast, loss, targets)
+        return [asdict(times) for times in (*found.times, found.loss) if times is not None]
 
     rounds = []
     for _ in range(config["rounds"]):
-        times = planned_times(world.broadcast(profile), cut.layers[mine.number])
+        times = planned_times([LayerTimes(**each) for each in world.broadcast(profile)], cut.layers[mine.number])
         planned = {kind: getattr(times, field) for kind, field in KINDS[pipeline.remat].items()}
         rounds.append(list(cell_rows(mine.number, planned, measured_steps(step, config["steps"]), pipeline.M)))
     return world.all_gather(rounds)
 
 
-def planned_times(profile: ModelProfile, layers: range) -> LayerTimes:
-    """Returns the times of one cell, as a plan adds them up."""
-    loss = [profile.loss] if profile.loss is not None and layers.stop == len(profile.times) else []
-    return cell_total([profile.times[layer] for layer in layers], loss)
+def planned_times(times: Sequence[LayerTimes], layers: range) -> LayerTimes:
+    """Returns the times of one cell, as a plan adds them up; the last of ``times`` are those of the task's loss."""
+    *model, loss = times
+    return cell_total([model[layer] for layer in layers], [loss] if layers.stop == len(model) else [])
 
 
 def measured_steps(step: EngineStep, steps: int) -> list[dict[str, float]]:

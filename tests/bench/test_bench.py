@@ -189,7 +189,7 @@ def test_the_largest_that_fits_is_one_that_was_tried_and_never_beyond_the_cap(
     assert len(tried) <= {"even": 7, "uneven": 12, "level": 20}[slope]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(2)
 def test_a_trial_that_finds_no_room_ends_its_workers_and_counts_as_one_that_does_not_fit() -> None:
     told: list[str] = []
     trial = {"width": 128, "tokens": 64, "texts": 32, "M": 8, "remat": "always", "budget": 9_000_000}
@@ -219,7 +219,7 @@ def test_the_present_device_s_own_memory_is_a_budget_for_each_of_two_workers() -
     assert tokens == SHORT or torch.cuda.is_available()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(2)
 def test_table_4_has_the_paper_s_shares_of_every_column(tmp_path: Path) -> None:
     figures = bench(tmp_path, "table=4", "M=2", "quick=true", "train=[debug=tiny]", *TINY)
     assert list(figures["columns"]) == ["paper", "Transformer-48, small, emulated", "gpipe-train here"]

@@ -90,7 +90,7 @@ class Transposed(nn.Module):
         return x, x.T
 
 
-@pytest.mark.slow
+@pytest.mark.slow(2)
 def test_what_does_not_fit_costs_its_own_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices with room for two examples: M=2 fits, M=1 does not, of any contender."""
     monkeypatch.setattr(throughput_table, "WORKER", "bench_jobs:hungry")
@@ -107,7 +107,7 @@ def test_what_does_not_fit_costs_its_own_cells(tmp_path: Path, monkeypatch: pyte
     assert "The paper's figures are in units of its own, K=2, M=1" in figures["text"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(2)
 def test_a_model_of_which_nothing_fits_has_dashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(throughput_table, "WORKER", "bench_jobs:starving")
     figures = bench(tmp_path, "M=2", "peers=false", "schedules=gpipe")
@@ -117,7 +117,7 @@ def test_a_model_of_which_nothing_fits_has_dashes(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "table2.png").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(2)
 def test_another_failure_ends_the_command_with_its_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,13 +31,14 @@ SMALL = {
     "cell_times": "--quick debug=tiny",
     "kills": "--quick --K 2",
     "disks": "--quick",
+    "healthy": "--count 1",
     "images": "--quick",
     "corpus": "--quick --tokens 20000 --batches 2",
     "wrong_configurations": "--count 3",
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("name", [name for name in SMALL if name != "memory"])
 def test_the_benchmark_prints_a_table_and_writes_its_figures(name: str, tmp_path: Path) -> None:
     figures_of(name, tmp_path)
@@ -58,11 +59,11 @@ def figures_of(name: str, tmp_path: Path) -> list[dict[str, Any]]:
 
 
 def test_every_benchmark_is_tried() -> None:
-    scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if "def main()" in path.read_text()}
+    scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if "def main(" in path.read_text()}
     assert scripts == set(SMALL)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(2)
 def test_memory_kept_with_rematerialization_is_what_the_paper_promises(tmp_path: Path) -> None:
     for row in figures_of("memory", tmp_path):
         assert row["ratio"] < 1.2, row

@@ -93,7 +93,7 @@ def test_a_loss_that_is_not_finite_skips_the_update_and_then_stops_by_name(tmp_p
 @pytest.mark.parametrize(
     ("old", "new", "words", "message", "code"),
     [
-        ("return x + F.relu", "x += 1\n        return x + F.relu", ["pipeline.K=8"], "in-place operation", 1),
+        ("return x + F.relu", "x += 1\n        return x + F.relu", ["pipeline.K=8"], "use inplace=False there", 2),
         ("def layers(width: int = 64, depth", "def layers(width: int = 64, deep", [], "model._target_=spirals.la", 2),
         pytest.param(
             'LayerBuilder("last"', 'LayerBuilder("first"', [], "two layers named 'first'", 2, marks=pytest.mark.slow

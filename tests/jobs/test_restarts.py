@@ -168,7 +168,7 @@ def test_a_cause_says_how_a_worker_ended_and_whether_it_came_from_outside(tmp_pa
     assert report.failure_of(tmp_path, 1, 1, 0.0, {}, record).cause == "worker 1 failed: ValueError: no"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(2)
 def test_under_torchrun_a_restart_finds_its_run_and_continues_it_bit_for_bit(tmp_path: Path) -> None:
     words = [*WORDS, "pipeline.K=2", "trainer.steps=8", "checkpoint.every=2", "trainer.average=null"]
     train_inline(tmp_path / "whole", *words, "++model.middle=Dying")

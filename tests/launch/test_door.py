@@ -96,7 +96,7 @@ def test_no_process_of_a_job_has_a_socket_of_the_internet(running: Command) -> N
     assert not ours & {row[9] for name in INTERNET for row in table(name)}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(2)
 def test_nothing_of_a_whole_run_has_a_socket_of_the_internet(tmp_path: Path) -> None:
     keys = ["model=amoebanet", "debug=tiny", "pipeline.K=4", "pipeline.replicas=2", "pipeline.sync_batchnorm=true"]
     run = [sys.executable, "-m", "gpipe_cli.commands.train", *keys, "trainer.steps=4", f"hydra.run.dir={tmp_path}"]

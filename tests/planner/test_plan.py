@@ -163,7 +163,7 @@ def test_the_times_of_a_cell_are_those_of_its_layers_and_the_loss_is_in_the_last
     assert [cell.layers for cell in by_time.cells] == [7, 1]  # 7 · 6 s, and 6 s with a loss of 60
 
 
-@pytest.mark.slow
+@pytest.mark.slow(2)
 def test_layers_and_loss_are_timed_on_this_machine() -> None:
     made = planned(*OWN[:-1], "plan.device=this", "pipeline.K=2", "task._target_=own_plan.SleepingTask")
     assert made.notes == []
@@ -285,7 +285,7 @@ def test_under_torchrun_only_the_first_process_asks_for_a_number(monkeypatch: py
     settle_micro_batches({**config, "pipeline": {**config["pipeline"], "M": "auto"}})
 
 
-@pytest.mark.slow
+@pytest.mark.slow(2)
 def test_micro_batches_too_small_for_batchnorm_are_no_choice() -> None:
     images = (*FAMILIES["images"], "data.batch_size=4")
     request = make_request((*images, "pipeline.M=auto"))

@@ -210,7 +210,7 @@ def test_epochs_without_a_source_that_counts_them_are_refused(tmp_path: Path) ->
     [
         ("pipeline.K=99", r"pipeline\.K=99 but the model has"),
         ("+optimizer.speed=3", "unexpected keyword argument 'speed'"),
-        ("+lr_schedule.speed=3", "unexpected keyword argument 'speed'"),
+        ("+lr_schedule.speed=3", r"there is no key lr_schedule\.speed"),
     ],
 )
 def test_what_needs_no_data_is_refused_before_data_is_prepared(tmp_path: Path, word: str, message: str) -> None:

@@ -30,7 +30,7 @@ def test_float64_decides_what_is_rounding(tmp_path: Path, monkeypatch: pytest.Mo
     assert "in float64, K=4" in report["verdict"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(2)
 def test_synchronised_batchnorm_in_amoebanet_raises_no_alarm(tmp_path: Path) -> None:
     """An untrained AmoebaNet makes a whole difference of the rounding of its first layers."""
     words = ["debug=tiny", "model=amoebanet", "pipeline.sync_batchnorm=true", "pipeline.replicas=2", "pipeline.K=2"]

@@ -187,7 +187,9 @@ def test_workers_and_replicas_agree_with_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["transformer", "transformer_lm_small", "amoebanet"])
+@pytest.mark.parametrize(
+    "family", ["transformer", "transformer_lm_small", pytest.param("amoebanet", marks=pytest.mark.slow(2))]
+)
 def test_both_families_are_the_plain_loop(family: str, tmp_path: Path) -> None:
     done = command(tmp_path, "debug=tiny", f"model={family}", "pipeline.K=2", "pipeline.workers=2")
     assert done.returncode == 0, done.stdout + done.stderr
