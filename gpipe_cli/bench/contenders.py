@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -202,7 +202,7 @@ class RealStage(nn.Sequential):
 def peer_group() -> dist.ProcessGroup | None:
     """Returns the group for torch's pipelining: gloo where the job has a group of ours, which it cannot use."""
     ours = dist.is_initialized() and dist.get_backend() == LOCAL
-    return dist.new_group(backend="gloo") if ours else None
+    return cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if ours else None
 
 
 def torch_step(kind: str, cells: int, work: Workload) -> Step | None:
