@@ -56,7 +56,7 @@ def test_the_paper_s_row_above_the_bound_is_its_transformer_with_M_4() -> None:
     assert above == {(2, 4), (4, 4), (8, 4)}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(2)
 def test_table_2_as_real_processes(tmp_path: Path) -> None:
     figures = bench(tmp_path, "table=2", "M=1,2", *TINY)
     rows = {(row["K"], row["M"]): row for row in figures["rows"]}

@@ -127,7 +127,7 @@ def test_a_path_without_a_run_is_refused_before_any_worker_starts(tmp_path: Path
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(2)
 def test_resume_auto_goes_on_and_does_not_begin_again(digits: Path, tmp_path: Path) -> None:
     words = [f"checkpoint.init_from={digits}", "checkpoint.resume=auto", f"hydra.run.dir={tmp_path / 'run'}"]
     words += ["launch.inline=true", "lr_schedule.steps=9"]

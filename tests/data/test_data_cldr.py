@@ -218,7 +218,7 @@ def test_the_store_is_the_same_bytes_however_many_processes_make_it(
     assert asked == [3]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(2)
 def test_a_script_without_a_guard_may_build_it(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -212,7 +212,7 @@ def test_a_run_that_is_ended_in_a_long_evaluation_has_saved_and_goes_on_with_it(
     assert [row["step"] for row in evaluations(resumed)] == list(range(2, 22, 2))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(2)
 def test_jobs_of_a_sweep_train_as_the_run_alone(whole: Path, tmp_path: Path) -> None:
     short = ["trainer.steps=2", "pipeline.workers=1"]
     done = subprocess.run(
