@@ -26,6 +26,7 @@ def block(language: str, text: str = SECTION) -> str:
     return found[1]
 
 
+@pytest.mark.slow
 def test_the_source_of_the_page_trains_as_printed(tmp_path: Path) -> None:
     (tmp_path / "counting.py").write_text(block("python"))
     words = shlex.split(block("sh").replace("\\\n", " ").splitlines()[1])[1:]

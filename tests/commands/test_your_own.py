@@ -150,6 +150,7 @@ def test_layers_that_share_their_weights_train_as_one_layer_that_applies_them_as
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_all_replicas_stop_when_the_data_of_one_ends(tmp_path: Path) -> None:
     ends = changed("while True:", "while replica == 0 or number < 3:")
     done = train(

@@ -231,6 +231,7 @@ def test_a_module_that_cannot_be_preloaded_is_named(command: Any) -> None:
     assert "No module named 'no_such_module'" in errors
 
 
+@pytest.mark.slow
 def test_a_stalled_job_ends_with_who_waits_where_and_the_stacks_in_the_logs(command: Any) -> None:
     started = command("deadlock", preload=["torch"], stall_seconds=6.0)
     started.wait_until_ready(3)

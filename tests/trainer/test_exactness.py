@@ -136,6 +136,7 @@ def test_a_killed_run_goes_on_at_another_k_as_if_it_had_never_stopped(whole: Pat
     assert same_bits(resumed, whole)
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_the_run_goes_on_exactly(whole: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     words = [*COMMAND, *COMMON, f"hydra.run.dir={run_dir}", "pipeline.K=3", "checkpoint.every=null"]
