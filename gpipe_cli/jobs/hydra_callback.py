@@ -34,6 +34,11 @@ def _exiting() -> Iterator[None]:
         raise SystemExit(FAILED if isinstance(error, DiskError) else REFUSED) from None
 
 
+def _typed_words(config: DictConfig) -> list[str]:
+    """Returns the overrides as they were typed; a `${…}` among them is not resolved here."""
+    return [str(word) for word in OmegaConf.to_container(config.hydra.overrides.task, resolve=False)]
+
+
 class CommandCallback(Callback):
     """Refuses a wrong single run before Hydra makes its directory; of a sweep, sets `sweep.current`."""
 
@@ -46,7 +51,7 @@ class CommandCallback(Callback):
         HydraConfig.instance().set_config(config)
         composed = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
         with _exiting():
-            prepare(composed, list(config.hydra.overrides.task), TRAINING)
+            prepare(composed, _typed_words(config), TRAINING)
             require_writable("hydra.run.dir", config.hydra.run.dir)
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
@@ -58,6 +63,6 @@ class CommandCallback(Callback):
         with _exiting():
             refuse_links(Path(str(config.hydra.sweep.dir)))
             require_writable("hydra.sweep.dir", config.hydra.sweep.dir)
-        jobs = sweep.count_jobs(list(config.hydra.overrides.task))
+        jobs = sweep.count_jobs(_typed_words(config))
         sweep.current = sweep.Sweep(Path(config.hydra.sweep.dir).absolute(), jobs)
         sweep.name_by_swept_keys(config)

@@ -41,7 +41,9 @@ def explain(error: Exception, key: str | None = None) -> str:
     if isinstance(error, MissingMandatoryValue):
         return f"{key} needs a value: type {key}=…"
     if isinstance(error, InterpolationKeyError) and (match := REFERENCE.search(text)):
-        section = match[1].partition(".")[0]
+        section, dot, _ = match[1].partition(".")
+        if not dot:
+            return f"{key} is taken from {match[1]}, and there is no such key: type {key}=…"
         return (
             f"{key} is taken from {match[1]}, which the chosen {section} does not have: "
             f"choose another {section}, or type {key}=…"
