@@ -36,7 +36,9 @@ def _exiting() -> Iterator[None]:
 
 def _typed_words(config: DictConfig) -> list[str]:
     """Returns the overrides as they were typed; a `${…}` among them is not resolved here."""
-    return [str(word) for word in OmegaConf.to_container(config.hydra.overrides.task, resolve=False)]
+    words = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+    assert isinstance(words, list)
+    return [str(word) for word in words]
 
 
 class CommandCallback(Callback):
