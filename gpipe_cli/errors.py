@@ -38,6 +38,10 @@ class Problems(list[str]):
             self.append(str(error))
 
     def refuse(self) -> None:
-        """Raises ConfigurationError, each message once, if there are any."""
+        """Raises `error` if there are any."""
         if self:
-            raise ConfigurationError("\n".join(dict.fromkeys(self)))
+            raise self.error()
+
+    def error(self) -> ConfigurationError:
+        """Returns the error with a line for each message, each once."""
+        return ConfigurationError("\n".join(dict.fromkeys(self)))

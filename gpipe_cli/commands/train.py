@@ -139,7 +139,7 @@ def refuse(line: CommandLine, program: EntryPoint, problems: Problems, error: Ex
 
     composer = Composer(program.config_name, program.own_keys, command_name())
     composer.find_mistakes(line, problems, lambda composed: check(composed, line.overrides, problems, TRAINING), error)
-    raise ConfigurationError("\n".join(dict.fromkeys(problems))) from error
+    raise problems.error() from error
 
 
 @contextmanager

@@ -49,7 +49,7 @@ class PipelineRuntime:
             watch: as in `Pipeline.train_step`.
         """
         M, worker = len(plan.signatures), self.world.worker
-        posts = self.schedules.training_posts(M)[worker] if self.engine.receives_block_device else None
+        posts = self.schedules.training_posts(M, self.engine.receives_block_device)[worker]
         step_input = StepInput(step, steps, plan.signatures, 1 / plan.total_weight if plan.total_weight else 0.0)
         instructions = self.schedules.training_lists(M)[worker]
         return self.engine.train_step(instructions, step_input, micro_batches, posts, watch)
@@ -63,7 +63,7 @@ class PipelineRuntime:
     ) -> None:
         """Runs micro-batches forward only; the arguments are those of `Pipeline.run_forward`."""
         M, worker = len(signatures), self.world.worker
-        posts = self.schedules.forward_posts(M)[worker] if self.engine.receives_block_device else None
+        posts = self.schedules.forward_posts(M, self.engine.receives_block_device)[worker]
         instructions = self.schedules.forward_lists(M)[worker]
         self.engine.run_forward(instructions, signatures, micro_batches, sink, caches, posts)
 

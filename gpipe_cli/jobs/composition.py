@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpipe_cli.config import FREE_FORM, known_keys
-from gpipe_cli.errors import ConfigurationError, Problems
+from gpipe_cli.errors import Problems
 from gpipe_cli.jobs.own_target import complete
 from gpipe_cli.terminal.flags import CommandLine
 from gpipe_cli.terminal.help import conf_folder
@@ -66,7 +66,7 @@ class Composer:
             self.find_mistakes(line, problems, check, error)
         else:
             self.find_mistakes(line, problems, check)
-        raise ConfigurationError("\n".join(dict.fromkeys(problems)))
+        raise problems.error()
 
     def find_mistakes(
         self, line: CommandLine, problems: Problems, check: Check | None = None, error: Exception | None = None

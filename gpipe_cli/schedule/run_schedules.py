@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from .instruction import Instruction
-from .posting import Posts, post_when_sent
+from .posting import Posts, post_ahead, post_when_sent
 from .schedule import forward_only, schedule
 from .validate import validate
 
@@ -39,10 +39,18 @@ class RunSchedules:
         validate(lists, self.placement, M)
         return lists
 
-    def _training_posts(self, M: int) -> list[Posts]:
-        """Returns for each worker when it posts the receives of a training step, where they block the device."""
-        return post_when_sent(self.training_lists(M))
+    def _training_posts(self, M: int, when_sent: bool) -> list[Posts]:
+        """Returns for each worker when it posts the receives of a training step.
 
-    def _forward_posts(self, M: int) -> list[Posts]:
+        Args:
+            when_sent: by `post_when_sent`, for receives that occupy the device; else by `post_ahead`.
+        """
+        return _posts(self.training_lists(M), when_sent)
+
+    def _forward_posts(self, M: int, when_sent: bool) -> list[Posts]:
         """Returns the same for a forward-only step."""
-        return post_when_sent(self.forward_lists(M))
+        return _posts(self.forward_lists(M), when_sent)
+
+
+def _posts(lists: list[list[Instruction]], when_sent: bool) -> list[Posts]:
+    return post_when_sent(lists) if when_sent else [post_ahead(instructions) for instructions in lists]
