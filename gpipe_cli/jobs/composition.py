@@ -27,7 +27,7 @@ from gpipe_cli.errors import Problems
 from gpipe_cli.jobs.own_target import complete
 from gpipe_cli.terminal.flags import CommandLine
 from gpipe_cli.terminal.help import conf_folder
-from gpipe_cli.terminal.hydra_errors import explain
+from gpipe_cli.terminal.hydra_errors import explain, no_such_option
 from gpipe_cli.typed_section import nearest, shown, unknown_key
 
 MOST_SWEPT = 50  # values of one key of a sweep that are tried
@@ -245,14 +245,10 @@ def refuses(override: Override, folders: Sequence[Path], problems: Problems) -> 
         return True
     if values is None and group in ("experiment", "debug"):
         return False
-    listed = ", ".join(options) or "(nothing yet)"
     if not isinstance(values, list) or not override.is_sweep_override():
         values = [values]
     wrong = [value for value in values if str(value).removesuffix(".yaml") not in options]
-    for value in wrong:
-        near = nearest(str(value), options)
-        guess = f"did you mean {' or '.join(f'{group}={name}' for name in near)}? " if near else ""
-        problems.append(f"there is no {group}={shown(value)}; {guess}{group} can be: {listed}")
+    problems += [no_such_option(group, shown(value), options) for value in wrong]
     return bool(wrong) or override.is_sweep_override()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
@@ -66,6 +67,11 @@ def _missing_option(error: MissingConfigException) -> str:
     group, slash, option = path.rpartition("/") if path.startswith("hydra/") else path.partition("/")
     if not slash:
         return f"there is no configuration {path}.yaml: leave out --config-name, or give --config-dir too"
+    return no_such_option(group, option, options)
+
+
+def no_such_option(group: str, option: str, options: Sequence[str]) -> str:
+    """Returns the message for an option that a group does not have."""
     near = nearest(option, options)
     guess = f"did you mean {' or '.join(f'{group}={name}' for name in near)}? " if near else ""
     return f"there is no {group}={option}; {guess}{group} can be: {', '.join(options) or '(nothing yet)'}"
