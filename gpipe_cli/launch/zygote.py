@@ -36,7 +36,7 @@ def bootstrap(module: str, *arguments: int) -> list[str]:
 
 
 def hand_over(job: dict[str, Any], pipe: IO[bytes]) -> None:
-    """Writes the job to a new process's input. It has no file: whoever could change one would decide what is run."""
+    """Writes the job to a new process's input; not to a file, which another user might change."""
     with contextlib.suppress(BrokenPipeError), pipe:  # broken: the process has ended, which is reported elsewhere
         pipe.write(json.dumps(job).encode())
 

@@ -131,7 +131,7 @@ def require_writable(key: str, folder: str | Path) -> None:
 
 
 def reader_is_gone() -> bool:
-    """Returns whether standard output is a pipe or terminal that nobody reads any more."""
+    """Returns whether standard output is a pipe or terminal without a reader."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

@@ -66,7 +66,7 @@ def all_reduce(context: Context, config: dict[str, Any]) -> float:
 
 
 def deadlock(context: Context, config: dict[str, Any]) -> None:
-    """Every rank waits inside gloo for a message that nobody sends."""
+    """Waits, on every rank, for a message that no rank sends."""
     import torch
     from torch import distributed
 
