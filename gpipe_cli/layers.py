@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,8 +23,12 @@ class LayerBuilder:
         build: makes the module, on the CPU, with freshly drawn weights. ``functools.partial`` of a class with plain
             values is the usual form: equal partials are measured once when costs are counted.
         cost: the paper's optional c_i, in any unit that is the same for all layers; None lets the engine count FLOPs.
+        tied: parameters that are one with those of earlier layers, which may lie in other cells: own name, as
+            ``weight``, to ``<layer>.<parameter>``, as ``embedding.weight``. Shape, type and requires_grad must be the
+            same; what ``build`` draws for them is not used. Builders that return one module need not say it.
     """
 
     name: str
     build: Callable[[], nn.Module]
     cost: float | None = None
+    tied: Mapping[str, str] = field(default_factory=dict, hash=False)

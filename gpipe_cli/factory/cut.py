@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..micro_batch import MicroBatch
 from ..partition.cost import LayerCost, layer_costs
 from ..partition.fake_layers import CostError, TooFewExamples
 from ..partition.partition import PartitionError, cell_costs, cell_layers, partition, placement
-from ..partition.sharing import Sharing, find_sharing
+from ..partition.ties import Ties, find_ties
 from ..pipeline.cell import BuiltLayer, Cell, build_layer
 from ..pipeline.randomness import NoiseSource
 from ..position import Position
@@ -68,7 +68,7 @@ def cut_model(
         raise ConfigurationError(error.with_way_out(config.M)) from error
     except (PartitionError, CostError) as error:
         raise ConfigurationError(str(error)) from error
-    return cut_by_costs(builders, costs, config, workers, find_sharing(builders))
+    return cut_by_costs(builders, costs, config, workers, find_ties(builders))
 
 
 def refuse_more_cells_than_layers(layers: int, config: PipelineConfig) -> None:
@@ -84,7 +84,7 @@ def cut_by_costs(
     costs: Sequence[LayerCost],
     config: PipelineConfig,
     workers: int,
-    sharing: Sharing,
+    ties: Ties,
 ) -> Cut:
     """Computes partition and placement from the layers' costs.
 
@@ -99,9 +99,8 @@ def cut_by_costs(
     except PartitionError as error:
         raise ConfigurationError(str(error)) from error
     cells = cell_layers(sizes)
-    _refuse_sharing_across_cells(sharing, {builders[i].name: cell for cell, layers in enumerate(cells) for i in layers})
-    again = [sum(repeated.values()) for repeated in sharing.repeated]
-    parameters = [cost.parameters - repeated for cost, repeated in zip(costs, again, strict=True)]
+    _refuse_ties_across_cells(builders, ties, cells)
+    parameters = [cost.parameters - repeated for cost, repeated in zip(costs, ties.repeated, strict=True)]
     whole = sum(totals) or 1.0
     table = [
         {
@@ -119,14 +118,18 @@ def cut_by_costs(
     return Cut(list(sizes), tuple(worker_of), table, sum(parameters))
 
 
-def _refuse_sharing_across_cells(sharing: Sharing, cell_of: Mapping[str, int]) -> None:
-    for shared in sharing.pairs:
-        if cell_of[shared.layers[0]] != cell_of[shared.layers[1]]:
-            raise ConfigurationError(
-                f"layers {shared.layers[0]!r} and {shared.layers[1]!r} share the weight {shared.parameters[0]!r} but "
-                "lie in different cells, where each would train its own copy: untie them, or choose "
-                "pipeline.partition sizes that put both in one cell"
-            )
+def _refuse_ties_across_cells(builders: Sequence[LayerBuilder], ties: Ties, cells: Sequence[range]) -> None:
+    names = [builder.name for builder in builders]
+    cell_of = {f"{names[i]}.": cell for cell, layers in enumerate(cells) for i in layers}
+    for index, tied in enumerate(ties.owners):
+        for owner in tied.values():
+            layer = max((name for name in cell_of if owner.startswith(name)), key=len)
+            if cell_of[layer] != cell_of[f"{names[index]}."]:
+                raise ConfigurationError(
+                    f"layers {layer[:-1]!r} and {names[index]!r} share the weight {owner[len(layer) :]!r} but "
+                    "lie in different cells, where each would train its own copy: untie them, or choose "
+                    "pipeline.partition sizes that put both in one cell"
+                )
 
 
 def build_cells(

@@ -14,7 +14,7 @@ from ..config import PipelineConfig, Settings
 from ..errors import ConfigurationError
 from ..factory.build import build_model, build_optimizer, build_task
 from ..factory.cut import Cut, cut_by_costs
-from ..partition.sharing import Sharing, find_sharing
+from ..partition.ties import Ties, find_ties
 from ..schedule.instruction import Instruction, ScheduleError
 from ..schedule.schedule import schedule
 from ..schedule.simulate import bubble_by_formula, simulate
@@ -67,9 +67,9 @@ class Planner:
         return replace(pipeline, workers=pipeline.planned_workers if room is None else pipeline.workers_in(room))
 
     @cached_property
-    def _sharing(self) -> Sharing:
-        """Returns the layers that share weights; after the layers were measured, whose errors are clearer."""
-        return find_sharing(self.builders)
+    def _ties(self) -> Ties:
+        """Returns the tied parameters; after the layers were measured, whose errors are clearer."""
+        return find_ties(self.builders)
 
     @property
     def limit(self) -> float:
@@ -92,8 +92,8 @@ class Planner:
         """
         pipeline = self._with_workers(pipeline or self.settings.pipeline)
         measured = self._measurements.of(pipeline.M * pipeline.replicas)
-        cut = cut_by_costs(self.builders, measured.costs, pipeline, pipeline.worker_count, self._sharing)
-        boundary, repeated = (measured.inputs, measured.target_bytes), self._sharing.repeated
+        cut = cut_by_costs(self.builders, measured.costs, pipeline, pipeline.worker_count, self._ties)
+        boundary, repeated = (measured.inputs, measured.target_bytes), self._ties.owners
         cells = build_cells(measured.layers, measured.loss, cut.layers, *boundary, repeated)
         try:
             lists = schedule(pipeline.schedule, cut.placement, pipeline.M, pipeline.remat)
@@ -191,7 +191,7 @@ class Planner:
         """Returns what `better_cut` finds by these times."""
 
         def cut_by_sizes(typed: PipelineConfig) -> Cut:
-            return cut_by_costs(self.builders, measured.costs, typed, pipeline.worker_count, self._sharing)
+            return cut_by_costs(self.builders, measured.costs, typed, pipeline.worker_count, self._ties)
 
         times = self._times.layers(measured.layers, measured.loss)
         return better_cut(times, pipeline, cut, cut_by_sizes, self.options.speeds)

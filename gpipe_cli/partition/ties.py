@@ -1,0 +1,124 @@
+"""Finds tied parameters, which several layers use, such as one table for embedding and softmax, before a run begins.
+
+Layers tie them by builders that return one module or one parameter, or declare it (`LayerBuilder.tied`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..errors import ConfigurationError
+from ..layers import LayerBuilder
+from .fake_layers import build_key, build_without_memory, fake_mode
+
+
+@dataclass(frozen=True)
+class Ties:
+    """Describes the parameters that layers of a model use after an earlier layer: the owner, the first that uses them.
+
+    Attributes:
+        owners: for every layer, the owner's full name (`<layer>.<parameter>`) of each such parameter, by its own name.
+        repeated: for every layer, the number of elements of these parameters.
+    """
+
+    owners: list[dict[str, str]]
+    repeated: list[int]
+
+
+def find_ties(builders: Sequence[LayerBuilder]) -> Ties:
+    """Finds the tied parameters of a model.
+
+    Raises:
+        CostError: a layer cannot be built.
+        ConfigurationError: a declared tie cannot be; it names both ends.
+    """
+    search = _Search()
+    with torch.random.fork_rng(devices=[]):
+        for index, builder in enumerate(builders):
+            search.add(builder, index)
+    return search.ties
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """Describes one parameter of a layer.
+
+    Attributes:
+        names: all that it has in the layer.
+        owner: full name in the first layer that holds this very object; None: this layer.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trained: bool
+    owner: str | None
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{'' if self.trained else ', frozen'}"
+
+
+@dataclass
+class _Search:
+    ties: Ties = field(default_factory=lambda: Ties([], []))
+    # Weak references: the builders keep alive what they share, and everything else is freed at once.
+    _holders: dict[int, tuple[weakref.ref[nn.Parameter], str]] = field(default_factory=dict)
+    _of_equal: dict[Hashable, list[list[_Parameter]]] = field(default_factory=dict)
+    _known: dict[str, _Parameter] = field(default_factory=dict)  # by full name, of the layers so far
+    _owner_of: dict[str, str] = field(default_factory=dict)  # of tied parameters, by full name
+
+    def add(self, builder: LayerBuilder, index: int) -> None:
+        """Looks at the next layer of the model."""
+        equal = self._of_equal.setdefault(build_key(builder, index), [])
+        if len(equal) < 2:  # a third of equal layers shares what the second does
+            equal.append(self._parameters(builder))
+        parameters = equal[-1]
+        declared = self._declared(builder, parameters)
+        tied: dict[str, str] = {}
+        repeated = 0
+        for parameter in parameters:
+            owner = declared.get(parameter.names[0], parameter.owner)
+            if owner is not None:
+                tied |= dict.fromkeys(parameter.names, owner)
+                repeated += torch.Size(parameter.shape).numel()
+        self._known |= {f"{builder.name}.{name}": parameter for parameter in parameters for name in parameter.names}
+        self._owner_of |= {f"{builder.name}.{name}": owner for name, owner in tied.items()}
+        self.ties.owners.append(tied)
+        self.ties.repeated.append(repeated)
+
+    def _parameters(self, builder: LayerBuilder) -> list[_Parameter]:
+        objects: dict[int, tuple[nn.Parameter, list[str]]] = {}
+        module = build_without_memory(builder, fake_mode())
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            objects.setdefault(id(parameter), (parameter, []))[1].append(name)
+        found = []
+        for parameter, names in objects.values():
+            holder, owner = self._holders.get(id(parameter), (None, ""))
+            shared = holder is not None and holder() is parameter
+            if not shared:
+                first = f"{builder.name}.{names[0]}"
+                self._holders[id(parameter)] = weakref.ref(parameter), first
+            form = tuple(parameter.shape), parameter.dtype, parameter.requires_grad
+            found.append(_Parameter(tuple(names), *form, owner if shared else None))
+        return found
+
+    def _declared(self, builder: LayerBuilder, parameters: Sequence[_Parameter]) -> Mapping[str, str]:
+        """Returns the owners that the builder declares, by the first name of the parameter."""
+        own = {name: parameter for parameter in parameters for name in parameter.names}
+        found = {}
+        for name, other in builder.tied.items():
+            tie = f"layer {builder.name!r}: its parameter {name!r} is tied to {other!r}"
+            if name not in own:
+                raise ConfigurationError(f"{tie}, but it has only {', '.join(own) or 'no parameters'}")
+            if other not in self._known:
+                raise ConfigurationError(f"{tie}, which is no parameter of an earlier layer: write <layer>.<parameter>")
+            here, there = str(own[name]), str(self._known[other])
+            if here != there:
+                raise ConfigurationError(f"{tie}, but one is {here} and the other {there}: they must be alike")
+            found[own[name].names[0]] = self._owner_of.get(other, other)
+        return found

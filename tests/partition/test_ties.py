@@ -1,0 +1,133 @@
+"""Tied parameters: found without memory, whether layers share them or declare them; counted once."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import own_model
+import pytest
+import torch
+from own_plan import planned
+from torch import nn
+
+from gpipe_cli.commands.plan import make_request
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.factory.cut import Cut, cut_model
+from gpipe_cli.layers import LayerBuilder
+from gpipe_cli.partition.profile import profile_layers
+from gpipe_cli.partition.ties import find_ties
+from gpipe_cli.pipeline.cell import BuiltLayer, Cell, build_layer
+from gpipe_cli.pipeline.randomness import NoiseSource
+
+CPU = torch.device("cpu")
+TWICE = (*own_model.DIGITS, "model._target_=own_model.with_a_layer_twice", "pipeline.K=2")
+
+
+def builders(*builds: Any) -> list[LayerBuilder]:
+    return [LayerBuilder(f"layer{i}", build) for i, build in enumerate(builds)]
+
+
+def cut(sizes: str, cost: str = "flops") -> Cut:
+    config = make_request([*TWICE, f"pipeline.partition={sizes}", f"pipeline.cost={cost}"]).settings.pipeline
+    example = ((torch.zeros(1, 3, 8, 8, dtype=torch.uint8),), (torch.zeros(1),))
+    layers = own_model.with_a_layer_twice()
+    return cut_model(layers, config, 2, example, lambda: profile_layers(layers, example[0], CPU).costs)
+
+
+def test_fresh_modules_share_nothing() -> None:
+    ties = find_ties(builders(*[partial(nn.Linear, 8, 8)] * 3, lambda: nn.Linear(8, 8)))
+    assert (ties.owners, ties.repeated) == ([{}] * 4, [0] * 4)
+
+
+def test_a_module_in_a_closure_is_found_with_both_its_names() -> None:
+    table = nn.Embedding(7, 8)
+    ties = find_ties(builders(lambda: table, nn.ReLU, lambda: nn.Sequential(nn.ReLU(), table)))
+    assert (ties.owners, ties.repeated) == ([{}, {}, {"1.weight": "layer0.weight"}], [0, 0, 56])
+
+
+def test_a_module_in_equal_partials_is_found_and_repeats_in_each_but_the_first() -> None:
+    ties = find_ties(builders(*[partial(nn.Sequential, nn.Linear(8, 8))] * 4))
+    assert ties.owners == [{}, *[{"0.weight": "layer0.0.weight", "0.bias": "layer0.0.bias"}] * 3]
+    assert ties.repeated == [0, 72, 72, 72]
+
+
+def test_one_parameter_tied_into_two_modules_is_found() -> None:
+    weight = nn.Parameter(torch.zeros(8, 8))
+
+    def tied() -> nn.Module:
+        layer = nn.Linear(8, 8)
+        layer.weight = weight
+        return layer
+
+    ties = find_ties(builders(tied, tied))
+    assert (ties.owners, ties.repeated) == ([{}, {"weight": "layer0.weight"}], [0, 64])
+
+
+def declared(tied: dict[str, str], last: Any = nn.Linear) -> list[LayerBuilder]:
+    table, middle = LayerBuilder("table", partial(nn.Embedding, 7, 8)), LayerBuilder("middle", nn.ReLU)
+    return [table, middle, LayerBuilder("softmax", partial(last, 8, 7), tied=tied)]
+
+
+def test_a_declared_tie_is_found_though_every_builder_makes_its_own() -> None:
+    ties = find_ties(declared({"weight": "table.weight"}))
+    assert (ties.owners, ties.repeated) == ([{}, {}, {"weight": "table.weight"}], [0, 0, 56])
+
+
+def test_a_tie_to_a_tied_parameter_leads_to_the_first_layer_that_uses_it() -> None:
+    third = LayerBuilder("third", partial(nn.Linear, 8, 7), tied={"weight": "softmax.weight"})
+    assert find_ties([*declared({"weight": "table.weight"}), third]).owners[3] == {"weight": "table.weight"}
+
+
+class TwoNames(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.again = self.weight
+
+
+def test_a_tie_within_a_layer_stays_the_layers_own_and_a_tie_of_one_name_is_a_tie_of_both() -> None:
+    assert find_ties(builders(partial(TwoNames, 8, 8))).owners == [{}]
+    found = find_ties(declared({"again": "table.weight"}, TwoNames))
+    assert (found.owners[2], found.repeated) == (dict.fromkeys(("weight", "again"), "table.weight"), [0, 0, 56])
+
+
+def frozen(*sizes: int) -> nn.Module:
+    return nn.Linear(*sizes).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("tied", "last", "message"),
+    [
+        ({"weight": "tabel.weight"}, nn.Linear, "'softmax': its parameter 'weight' is tied to 'tabel.weight', "),
+        ({"weight": "softmax.bias"}, nn.Linear, "no parameter of an earlier layer: write <layer>.<parameter>"),
+        ({"wieght": "table.weight"}, nn.Linear, "'wieght' is tied to 'table.weight', but it has only weight, bias"),
+        ({"bias": "table.weight"}, nn.Linear, r"one is float32\[7\] and the other float32\[7, 8\]: they must be"),
+        ({"weight": "table.weight"}, partial(nn.Linear, dtype=torch.float64), r"one is float64\[7, 8\] and the other"),
+        ({"weight": "table.weight"}, frozen, r"one is float32\[7, 8\], frozen and the other float32\[7, 8\]"),
+    ],
+)
+def test_a_declared_tie_that_cannot_be_is_refused_by_name(tied: dict[str, str], last: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        find_ties(declared(tied, last))
+
+
+def test_a_cut_between_two_holders_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"'once' and 'again' share the weight 'weight' but lie in different"):
+        cut("[3,2]")
+
+
+@pytest.mark.parametrize("cost", ["flops", "parameters", "profile"])
+def test_a_run_counts_what_a_cell_holds_twice_once(cost: str) -> None:
+    layers = own_model.with_a_layer_twice()
+    built = [BuiltLayer(index, layers[index].name, build_layer(layers[index], index, 1, CPU)) for index in (2, 3, 4)]
+    held = sum(parameter.numel() for _, parameter in Cell(1, built, NoiseSource(0, 0, CPU)).parameters())
+    found = cut("[2,3]", cost)
+    assert [row["parameters"] for row in found.table] == [1544, held]
+    assert found.parameters == 1706 == 1544 + held
+
+
+def test_a_plan_counts_it_once_and_so_all_that_comes_with_it() -> None:
+    plan = planned(*TWICE, "pipeline.partition=[2,3]", "trainer.average=null", "optimizer=adam")
+    assert (plan.parameters, plan.weight_bytes, plan.gradient_bytes) == (1706, 4 * 1706, 4 * 1706)
+    tensors = 2 + 2 + 2  # Adam keeps two numbers for each, and a step of 4 bytes for each tensor
+    assert plan.optimizer_bytes == 8 * 1706 + 4 * tensors
