@@ -112,6 +112,8 @@ def open_images(
     try:
         if root is None:
             raise ConfigurationError("data.root is not set")
+        if download and known.download is None:
+            raise ConfigurationError(f"data.download=true: {known.title} cannot be downloaded by program")
         if known.torchvision is None:
             train, evaluation = (read_folder(Path(root).expanduser() / folder, cache, report) for folder in folders)
             return train, _relabelled(evaluation, train)
@@ -140,8 +142,6 @@ def _relabelled(evaluation: ImageFiles, train: ImageFiles) -> ImageFiles:
 def _from_torchvision(known: ImageDataset, root: Path, download: bool, report: Report) -> tuple[Images, Images]:
     from torchvision import datasets  # type: ignore[import-untyped] # two seconds to import
 
-    if download and known.download is None:
-        raise ConfigurationError(f"data.download=true: {known.title} cannot be downloaded by program")
     if download:
         report(f"{known.title}: downloading up to {known.download}", 0, 1)
     opened = []
