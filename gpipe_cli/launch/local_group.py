@@ -172,7 +172,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     """Returns the memory of a contiguous CPU tensor.
 
     Raises:
-        ValueError: the tensor is another one.
+        ValueError: the tensor lies on another device, or is not contiguous.
     """
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(

@@ -109,7 +109,7 @@ class FiniteWatch:
         return layer, watched_forward, None if auxiliary_loss is None else watched_loss
 
     def watched_task(self, loss: Loss) -> Loss:
-        """Returns the task's loss with a look at the targets, its value and what it passes back."""
+        """Wraps the task's loss: looks at the targets, the loss and the gradient that it passes back."""
 
         def watched_loss(outputs: Tensors, targets: Tensors) -> tuple[Tensor, Tensor]:
             for number, tensor in enumerate(targets):

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def marks(change: int | None) -> Any:
-    """Returns what the only worker of a replica sends; the weights of layer number ``change`` are others."""
+    """Returns what the only worker of a replica sends; the weights of layer number ``change`` differ."""
     layers = build_all(small_model(batchnorm=True))
     if change is not None:
         with torch.no_grad():

@@ -64,7 +64,7 @@ def _evaluation(now: ComparedStep, run: VerifiedRun) -> list[str]:
     if beyond:
         first = beyond[0]
         text = f"in the evaluation after the step, the output of {run.place(first.layer)} is the first to differ"
-        cause = "what it computes in evaluation is another"
+        cause = "it computes something else in evaluation"
         if averaged:
             cause = "the weights were evaluated in place of their averages"
         elif first.layer in {*now.plain.draws_noise, *(layer for layer, _ in now.plain.counted)}:

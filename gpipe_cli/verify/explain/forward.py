@@ -68,7 +68,7 @@ def _of_layer(now: ComparedStep, first: Difference, checker: Checker) -> str:
         return _not_repeatable(first.layer, run)
     if BFLOAT16[0] < first.relative < BFLOAT16[1]:
         return f"{place} has the right weights; a difference of this size is that of bfloat16: its input was rounded"
-    return f"{place} used the right weights: its input, or what it computes, is another{f'; {like}' if like else ''}"
+    return f"{place} used the right weights: its input or its computation differs{f'; {like}' if like else ''}"
 
 
 def _after_resume(now: ComparedStep) -> str:
@@ -162,7 +162,7 @@ def explain_recompute(now: ComparedStep, before: ComparedStep | None, run: Verif
     first = beyond[0]
     place = run.place(first.layer)
     head = (
-        f"forward agrees, but computed again for backward the output of {place} is another "
+        f"forward agrees, but when it is recomputed for backward, the output of {place} differs "
         f"({measured(first)}, {first.where})"
     )
     return [head, *(causes or [_not_repeatable(first.layer, run)])]

@@ -29,7 +29,7 @@ def likeness(mark: Fingerprint, point: Point, plain: Marks, run: VerifiedRun) ->
 
 
 def place_in_words(place: Place, instead_of: Point, run: VerifiedRun) -> str:
-    """Returns "micro-batch 1", or "replica 0" where only the replica is another."""
+    """Returns "micro-batch 1", or "replica 0" where only the replica differs."""
     if run.replicas > 1 and place[1] == instead_of.micro_batch:
         return f"replica {place[0]}"
     return run.micro_batches([place])

@@ -1,8 +1,8 @@
 """Explains gradients that differ by what they are made of: how often each micro-batch counts, and what was left over.
 
-The gradient of a mini-batch is the sum of those of its micro-batches. Where the pipeline's is another sum of the same
-parts, their factors say what went wrong: a micro-batch left out or counted twice, a replica not added, a mean in place
-of a sum, the gradients of the step before still there.
+The gradient of a mini-batch is the sum of those of its micro-batches. Where the pipeline's is a sum of the same parts
+with other factors, these say what went wrong: a micro-batch left out or counted twice, a replica not added, a mean in
+place of a sum, the gradients of the step before still there.
 """
 
 from __future__ import annotations

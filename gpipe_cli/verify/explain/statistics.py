@@ -58,11 +58,11 @@ def _losses(now: ComparedStep, run: VerifiedRun) -> str:
     factors = {round(ours[place] / plain[place], 5) for place in wrong if plain[place]}
     if len(factors) == 1:
         return f"{text}, {factors.pop():g} times what it should be each"
-    return f"{text}: their targets, or the task's loss, are others"
+    return f"{text}: their targets, or the task's loss, differ"
 
 
 def _times_auxiliary(now: ComparedStep, wrong: list[Place]) -> float | None:
-    """Returns how often the auxiliary losses count, if that explains all losses that differ."""
+    """Returns the factor of the auxiliary losses, if one factor explains all losses that differ."""
     assert now.plain is not None
     plain, parts = now.plain.losses, now.plain.auxiliary
     if not all(parts.get(place) for place in wrong):
@@ -142,7 +142,7 @@ def _counts(now: ComparedStep, before: ComparedStep | None) -> list[str]:
 
 
 def _of_averages(now: ComparedStep, first: Difference, checker: Checker) -> str:
-    """Explains a moving average that was updated once, and is another."""
+    """Explains a moving average that was updated once and has a wrong value."""
     gaps, name = now.gaps[c.BUFFERS], first.where.rpartition(".")[0]
     mean = gaps[first.layer, f"{name}.running_mean"]
     factor = gaps[first.layer, first.where].factor

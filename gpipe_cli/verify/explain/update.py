@@ -149,7 +149,7 @@ def _rounded(now: ComparedStep, checker: Checker, layers: Sequence[int]) -> list
 
 
 def _farther(now: ComparedStep) -> list[str]:
-    """Names the factor if all weights moved in the right direction, but another way."""
+    """Explains weights that moved in the right direction by a wrong distance: names the factor."""
     gaps = now.gaps[c.UPDATED]
     factor = common_factor([gaps[d.layer, d.where].factor for d in now.found[c.UPDATED].beyond])
     return [] if factor is None else [f"the weights moved {factor:.4g} times as far, as with another learning rate"]
