@@ -15,8 +15,8 @@ class LayerBuilder:
     """Describes how to make one layer, the smallest thing that a cut can separate.
 
     A worker calls ``build`` only for the layers of its own cells, so a list that describes 84 billion parameters is
-    as cheap to hold as a small one. The built module maps a tensor or a tuple of tensors to a tensor or a tuple of
-    tensors; floating-point tensors have gradients, integer and bool tensors are passed on as they are.
+    as cheap to hold as a small one. The built module maps a tensor, or tensors in tuples, lists and dicts, to
+    such; floating-point tensors have gradients, integer and bool tensors are passed on as they are.
 
     Attributes:
         name: unique in the list and stable over time; parameters and checkpoints are keyed by it.

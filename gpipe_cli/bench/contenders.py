@@ -18,7 +18,7 @@ from gpipe_cli.distributed.world import join_world
 from gpipe_cli.launch.context import Context
 from gpipe_cli.launch.mailboxes import LOCAL
 from gpipe_cli.micro_batch import Tensors
-from gpipe_cli.pipeline.boundary import as_argument, as_tensors
+from gpipe_cli.pipeline.grouping import as_argument, as_tensors
 from gpipe_cli.schedule.instruction import COMPUTE
 
 from .emulated import Link, emulated_workload, join_emulation, link_seconds, warm_up
@@ -192,7 +192,8 @@ class RealStage(nn.Sequential):
             outputs = checkpoint(self._run, *received, use_reentrant=False, preserve_rng_state=True)
         else:
             outputs = self._run(*received)
-        return as_argument([y.contiguous() for y in as_tensors(outputs)])
+        made: Tensor | Tensors = as_argument([y.contiguous() for y in as_tensors(outputs)])
+        return made
 
     def _run(self, *inputs: Tensor) -> Any:
         return super().forward(as_argument(inputs))  # type: ignore[no-untyped-call]  # torch's own annotation

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..layers import LayerBuilder
 from ..micro_batch import Tensors
-from ..pipeline.boundary import as_argument, as_tensors
+from ..pipeline.grouping import as_argument, as_tensors, grouped_like, grouping_of
 from .fake_layers import CostError, TensorShape, build_key, build_without_memory, explaining_failures, fake_mode
 
 
@@ -97,7 +97,7 @@ def _count_flops(builders: Sequence[LayerBuilder], example_inputs: Tensors) -> l
     costs = []
     with torch.random.fork_rng(devices=[]):
         for index, builder in enumerate(builders[:counted]):
-            key = (build_key(builder, index), shapes)
+            key = (build_key(builder, index), shapes, grouping_of(shapes))
             if key not in known:
                 known[key] = _measure_without_memory(builder, shapes)
             cost = known[key].cost if builder.cost is None else float(builder.cost)
@@ -112,10 +112,10 @@ def _measure_without_memory(builder: LayerBuilder, shapes: tuple[TensorShape, ..
     counter = FlopCounterMode(display=False)
     plain_attention = sdpa_kernel(SDPBackend.MATH)  # matrix products, which every release of torch counts
     with explaining_failures(builder, shapes), fake, torch.no_grad(), plain_attention, counter:
-        outputs = as_tensors(module(as_argument([shape.empty() for shape in shapes])))
+        outputs = as_tensors(module(as_argument(grouped_like((shape.empty() for shape in shapes), shapes))))
     elements = sum(tensor.numel() for tensor in outputs if tensor.is_floating_point())
     flops = counter.get_total_flops()
-    made = tuple(TensorShape.of(tensor) for tensor in outputs)
+    made = grouped_like(map(TensorShape.of, outputs), outputs)
     return LayerCost(builder.name, number_of_parameters(module), flops, made, float(flops + max(1, elements)))
 
 

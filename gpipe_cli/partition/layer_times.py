@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from ..micro_batch import Tensors
 from ..pipeline.batchnorm import DeferredBatchNorm, defer_batchnorm
-from ..pipeline.boundary import GradientLayouts, as_argument, as_tensors, canonical_gradient, is_channels_last
+from ..pipeline.boundary import GradientLayouts, canonical_gradient, is_channels_last
+from ..pipeline.grouping import as_argument, as_tensors, grouped_like
 from ..pipeline.halves import backward_of_inputs
 from ..pipeline.meter import event_now
 from ..pipeline.randomness import NoiseSource
@@ -116,14 +117,15 @@ class LayerTrial:
     def outputs(self) -> Tensors:
         """Runs once, as a warm-up, and returns the next layer's inputs: leaves with `requires_grad` of the outputs."""
         self.forward()
-        made = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self._kept[-1][1])
+        kept = self._kept[-1][1]
+        made = grouped_like((tensor.detach().requires_grad_(tensor.requires_grad) for tensor in kept), kept)
         self.backward()
         return made
 
     def infer(self) -> None:
         """Runs forward without a graph."""
         with torch.no_grad():
-            values = tuple(tensor.clone() for tensor in self._inputs)
+            values = grouped_like((tensor.clone() for tensor in self._inputs), self._inputs)
             with self._clock.running("inference"), self._autocast():
                 self._settled(values)
 
@@ -142,7 +144,7 @@ class LayerTrial:
     def _forward(self, phase: str) -> None:
         leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self._inputs]
         # Clones, because a layer may change its input in place, which autograd forbids for a leaf.
-        values = tuple(leaf.clone() for leaf in leaves)
+        values = grouped_like((leaf.clone() for leaf in leaves), self._inputs)
         with self._clock.running(phase), self._autocast():
             outputs, losses = self._settled(values)
         self._kept.append((leaves, outputs, losses))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..layers import LayerBuilder
 from ..micro_batch import Tensors
+from ..pipeline.grouping import grouped_like, grouping_of
 from .cost import LayerCost, number_of_parameters
 from .fake_layers import CostError, TensorShape, build_key, build_or_explain, explaining_failures
 from .layer_times import Autocast, LayerTimes, LayerTrial, Trials
@@ -66,14 +67,14 @@ def profile_layers(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         values = tuple(tensor.to(device) for tensor in example_inputs)
         for index, builder in enumerate(builders):
-            shapes = tuple(TensorShape.of(tensor) for tensor in values)
-            keys.append((build_key(builder, index), shapes, tuple(tensor.requires_grad for tensor in values)))
+            shapes, trained = tuple(map(TensorShape.of, values)), tuple(tensor.requires_grad for tensor in values)
+            keys.append((build_key(builder, index), shapes, trained, grouping_of(values)))
             if keys[-1] not in known:
                 module = build_or_explain(builder).to(device)
                 trial = LayerTrial.of(module, values, device, autocast, targets)
                 with explaining_failures(builder, shapes):
                     outputs = trial.outputs()
-                made = tuple(TensorShape.of(tensor) for tensor in outputs)
+                made = grouped_like(map(TensorShape.of, outputs), outputs)
                 known[keys[-1]] = LayerCost(builder.name, number_of_parameters(module), None, made, 0.0), outputs
                 trials.add(keys[-1], trial, sum(t.numel() * t.element_size() for t in (*module.parameters(), *outputs)))
             values = known[keys[-1]][1]

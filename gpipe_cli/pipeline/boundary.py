@@ -14,37 +14,9 @@ import torch
 from torch import Tensor
 
 from ..micro_batch import Tensors
+from .grouping import grouped, grouped_like, grouping_of
 
 ALIGNMENT = 64  # bytes; each tensor of a packed message starts at a multiple, so that any dtype can view it
-
-
-def as_tensors(value: object) -> Tensors:
-    """Returns a layer's output as a tuple.
-
-    Raises:
-        TypeError: the output is neither a tensor nor a tuple or list of tensors.
-    """
-    if isinstance(value, Tensor):
-        return (value,)
-    if isinstance(value, (tuple, list)) and all(isinstance(item, Tensor) for item in value):
-        return tuple(value)
-    raise TypeError(f"a layer returns a tensor or a tuple of tensors, not {_found(value)}")
-
-
-def _found(value: object) -> str:
-    """Returns what a layer returned, with the way out where several tensors are grouped."""
-    if isinstance(value, (tuple, list)):
-        number, item = next((number, item) for number, item in enumerate(value) if not isinstance(item, Tensor))
-        kind = "None" if item is None else f"a {type(item).__name__}"
-        return f"a {type(value).__name__} with {kind} as item {number}: return its tensors one beside the other"
-    if isinstance(value, dict):
-        return f"a dict with the keys {', '.join(map(str, value))}: return its values as a tuple"
-    return "None" if value is None else type(value).__name__
-
-
-def as_argument(tensors: Sequence[Tensor]) -> Tensor | Tensors:
-    """Returns the argument of a layer: one tensor alone, several as a tuple."""
-    return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 
 def is_channels_last(tensor: Tensor) -> bool:
@@ -104,11 +76,14 @@ class GradientLayouts:
 
         Tensors that the layer only passes on from its ``inputs`` are canonical already.
         """
-        made = tuple(
-            tensor
-            if any(tensor is passed for passed in inputs)
-            else self._settle_one(canonical(tensor), (layer, number, signature))
-            for number, tensor in enumerate(outputs)
+        made = grouped_like(
+            (
+                tensor
+                if any(tensor is passed for passed in inputs)
+                else self._settle_one(canonical(tensor), (layer, number, signature))
+                for number, tensor in enumerate(outputs)
+            ),
+            outputs,
         )
         if len(made) == 1 and made[0] is outputs[0] and self._odd.get((layer, 0, signature)) is False:
             self._settled[signature].add(layer)
@@ -167,13 +142,18 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class BoundarySpec:
-    """Describes the tensors of one boundary, for one shape of micro-batch."""
+    """Describes the tensors of one boundary, for one shape of micro-batch; ``grouping``: see `grouping.py`."""
 
     tensors: tuple[TensorSpec, ...]
+    grouping: str | None = None
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> BoundarySpec:
-        return cls(tuple(TensorSpec.of(tensor) for tensor in tensors))
+        return cls(tuple(TensorSpec.of(tensor) for tensor in tensors), grouping_of(tensors))
+
+    def followed_by(self, tensors: Sequence[Tensor]) -> BoundarySpec:
+        """Returns the description of a message that holds these tensors behind the boundary's own."""
+        return BoundarySpec(self.tensors + BoundarySpec.of(tensors).tensors, self.grouping)
 
     @cached_property
     def gradients(self) -> BoundarySpec:
@@ -203,12 +183,17 @@ class BoundarySpec:
         return self.offsets[-1]
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Returns whether the tensors have the described shapes."""
-        return all(tensor.shape == described.shape for tensor, described in zip(tensors, self.tensors, strict=True))
+        """Returns whether the tensors are as many as described, with these shapes and this grouping."""
+        return (
+            len(tensors) == len(self.tensors)
+            and grouping_of(tensors) == self.grouping
+            and all(tensor.shape == described.shape for tensor, described in zip(tensors, self.tensors, strict=True))
+        )
 
     def shapes(self) -> str:
-        """Returns the shapes as text."""
-        return ", ".join(str(list(described.shape)) for described in self.tensors)
+        """Returns the shapes and the grouping as text."""
+        shapes = ", ".join(str(list(described.shape)) for described in self.tensors)
+        return shapes if self.grouping is None else f"{shapes} (grouped as {self.grouping})"
 
     def to_json(self) -> str:
         """Encodes the description for the next worker; nothing that arrives from another process is unpickled."""
@@ -216,13 +201,14 @@ class BoundarySpec:
             [list(t.shape), str(t.dtype).removeprefix("torch."), t.needs_gradient, t.channels_last]
             for t in self.tensors
         ]
-        return json.dumps(rows)
+        return json.dumps([rows, self.grouping])
 
     @classmethod
     def from_json(cls, text: str) -> BoundarySpec:
         """Decodes what `to_json` encoded."""
-        rows = json.loads(text)
-        return cls(tuple(TensorSpec(tuple(shape), getattr(torch, dtype), *flags) for shape, dtype, *flags in rows))
+        rows, grouping = json.loads(text)
+        tensors = tuple(TensorSpec(tuple(shape), getattr(torch, dtype), *flags) for shape, dtype, *flags in rows)
+        return cls(tensors, grouping)
 
 
 def pack(tensors: Sequence[Tensor], spec: BoundarySpec, device: torch.device) -> Tensor:
@@ -247,7 +233,8 @@ def unpack(message: Tensor, spec: BoundarySpec) -> Tensors:
 
 def fresh_leaves(tensors: Tensors, spec: BoundarySpec) -> Tensors:
     """Returns the boundary in front of a cell: detached, and collecting gradients where they will be sent back."""
-    return tuple(
+    leaves = (
         tensor.detach().requires_grad_(described.needs_gradient)
         for tensor, described in zip(tensors, spec.tensors, strict=True)
     )
+    return grouped(leaves, grouping_of(tensors))

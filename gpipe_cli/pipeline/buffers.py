@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigurationError
 from .batchnorm import DeferredBatchNorm
-from .boundary import as_tensors
+from .grouping import as_tensors, replace_tensors
 
 LEAF_CHANGED = "leaf Variable that requires grad is being used in an in-place operation"
 
@@ -97,11 +97,11 @@ class BufferGuard:
     def _once_more(self, argument: Any) -> None:
         """Calls the layer without effect on the input, on later random numbers and on BatchNorm's statistics."""
         gathering = [m for m in self._module.modules() if isinstance(m, DeferredBatchNorm) and m.gathering]
-        copies = tuple(tensor.detach().clone() for tensor in as_tensors(argument))
+        copies = replace_tensors(argument, lambda tensor: tensor.detach().clone())
         for batchnorm in gathering:
             batchnorm.gathering = False
-        with torch.random.fork_rng(devices=[tensor.device for tensor in copies if tensor.is_cuda]):
-            self._module(copies[0] if isinstance(argument, Tensor) else copies)
+        with torch.random.fork_rng(devices=[tensor.device for tensor in as_tensors(argument) if tensor.is_cuda]):
+            self._module(copies)
         for batchnorm in gathering:
             batchnorm.gathering = True
 

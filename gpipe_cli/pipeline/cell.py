@@ -17,8 +17,9 @@ from ..layers import LayerBuilder
 from ..micro_batch import Tensors
 from ..position import Position
 from .batchnorm import DeferredBatchNorm, defer_batchnorm
-from .boundary import BoundarySpec, GradientLayouts, as_argument, as_tensors, canonical
+from .boundary import BoundarySpec, GradientLayouts, canonical
 from .buffers import BufferChanged, BufferGuard
+from .grouping import as_argument, as_tensors, grouped_like, grouping_of, replace_tensors
 from .randomness import NoiseSource, weights_of_layer
 
 
@@ -89,6 +90,7 @@ class Cell:
         ]
         self._noise = noise
         self._layouts = GradientLayouts()
+        self._groupings: dict[Hashable, tuple[int, str | None]] = {}  # by layer and shapes: tensors, and their grouping
         modules = list(dict.fromkeys(module for layer in self.layers for module in layer.module.modules()))
         self.batchnorms = [module for module in modules if isinstance(module, DeferredBatchNorm)]
         self._indices = [layer.index for layer in self.layers]
@@ -96,7 +98,7 @@ class Cell:
         self._span = first if first == last else f"{first} … {last}"
         self._step_aware: list[Any] = [module for module in modules if hasattr(module, "begin_step")]
         self._calls: list[Call] = [
-            (layer, layer.module, getattr(layer.module, "auxiliary_loss", None)) for layer in self.layers
+            (layer, _forward_of(layer.module), getattr(layer.module, "auxiliary_loss", None)) for layer in self.layers
         ]
         self._guarded_calls: list[Call] = []  # for the first micro-batch, where buffers are guarded
 
@@ -175,8 +177,9 @@ class Cell:
                 if layer.index in settled and isinstance(outputs, Tensor) and outputs.is_contiguous():
                     argument = outputs
                 else:
-                    values = self._layouts.settle(as_tensors(outputs), as_tensors(argument), layer.index, signature)
-                    argument = as_argument(values)
+                    values = as_tensors(outputs)
+                    self._refuse_new_grouping(values, layer.index, signature)
+                    argument = as_argument(self._layouts.settle(values, as_tensors(argument), layer.index, signature))
             except BufferChanged:
                 raise
             except Exception as error:
@@ -198,7 +201,8 @@ class Cell:
                     outputs = layer.module(argument)
                 else:
                     outputs = decode(argument, caches[position])
-                values = tuple(canonical(tensor) for tensor in as_tensors(outputs))
+                returned = as_tensors(outputs)
+                values = grouped_like(map(canonical, returned), returned)
             except Exception as error:
                 raise self._failure(layer, micro_batch, error) from error
         return values
@@ -217,6 +221,15 @@ class Cell:
 
     def _failure(self, layer: BuiltLayer, micro_batch: int, error: Exception) -> LayerFailed:
         return LayerFailed(f"cell {self.number}, layer {layer.name!r}, micro-batch {micro_batch}{cuda_hint(error)}")
+
+    def _refuse_new_grouping(self, values: Tensors, layer: int, signature: Hashable) -> None:
+        found = len(values), grouping_of(values)
+        known = self._groupings.setdefault((layer, signature), found)
+        if found != known:
+            raise TypeError(
+                f"the layer returned {_shown(*known)} before, for inputs of the same shapes, and now {_shown(*found)}: "
+                "what it returns may depend on the shapes of its inputs, not on their values"
+            )
 
     def refuse_new_shapes(self, message: Tensors, expected: BoundarySpec, micro_batch: int) -> None:
         """Checks the shapes of a message: the receiver has posted a receive for the shapes of earlier such inputs.
@@ -240,3 +253,24 @@ class Cell:
                 f"cell {self.number} (first layer {self.layers[0].name!r}), micro-batch {micro_batch}: a layer changes "
                 "its input in place, but the input of a cell is kept for re-materialization; use inplace=False there"
             )
+
+
+def _forward_of(module: nn.Module) -> Callable[..., Any]:
+    """Returns the call of a layer that gives the same bits without a graph as with one.
+
+    oneDNN's LSTM computes in another order without a graph, so it always has one; without gradient mode it is dropped.
+    """
+    if not any(isinstance(inner, nn.LSTM) for inner in module.modules()):
+        return module
+
+    def forward(argument: Any) -> Any:
+        if torch.is_grad_enabled():
+            return module(argument)
+        with torch.enable_grad():
+            return replace_tensors(module(argument), Tensor.detach)
+
+    return forward
+
+
+def _shown(tensors: int, grouping: str | None) -> str:
+    return f"{tensors} tensor{'s' * (tensors != 1)}{'' if grouping is None else f' grouped as {grouping}'}"

@@ -31,6 +31,7 @@ from ..schedule.posting import Posts, post_ahead
 from .boundary import BoundarySpec, canonical_gradient, fresh_leaves, is_channels_last
 from .cell import Cell, LayerFailed
 from .finite import FiniteWatch
+from .grouping import grouped, grouped_like, grouping_of
 from .halves import WeightHalf, backward_of_inputs
 from .meter import Meter
 from .process_group import Wait
@@ -310,7 +311,7 @@ class _Step:
         if self._is_local(i.cell):
             self.buffers.inputs[i.cell + 1, i.micro_batch] = fresh_leaves(outputs, spec)
         else:
-            self.buffers.outputs[i.cell, i.micro_batch] = tuple(tensor.detach() for tensor in outputs)
+            self.buffers.outputs[i.cell, i.micro_batch] = grouped_like((tensor.detach() for tensor in outputs), outputs)
 
     def _send_activation(self, i: Instruction) -> None:
         """Sends activations and, behind them, the micro-batch's targets, which travel on to the last cell."""
@@ -318,10 +319,10 @@ class _Step:
         targets = self.buffers.targets[i.micro_batch]
         spec = pipeline.messages.get(key)
         if spec is None:
-            spec = BoundarySpec(pipeline.boundaries[key].tensors + BoundarySpec.of(targets).tensors)
-            pipeline.messages[key] = spec
+            spec = pipeline.messages[key] = pipeline.boundaries[key].followed_by(targets)
             pipeline.transport.send_spec(i.cell, spec)
-        tensors = self.buffers.outputs.pop((i.cell, i.micro_batch)) + targets
+        outputs = self.buffers.outputs.pop((i.cell, i.micro_batch))
+        tensors = grouped(outputs + targets, grouping_of(outputs))
         pipeline.cells[i.cell].refuse_new_shapes(tensors, spec, i.micro_batch)
         self._send(i, tensors, spec)
 
@@ -335,10 +336,11 @@ class _Step:
             pipeline.messages[key] = pipeline.transport.receive_spec(i.cell - 1)
         tensors = self._receive(i, separate=pipeline.n_targets)  # targets stay until the step ends
         split = len(tensors) - pipeline.n_targets
-        for tensor, described in zip(tensors[:split], pipeline.messages[key].tensors, strict=False):
+        spec = pipeline.messages[key]
+        for tensor, described in zip(tensors[:split], spec.tensors, strict=False):
             if described.needs_gradient:  # it collects the gradient that will be sent back
                 tensor.requires_grad_()
-        self.buffers.inputs[i.cell, i.micro_batch] = tensors[:split]
+        self.buffers.inputs[i.cell, i.micro_batch] = grouped(tensors[:split], spec.grouping)
         self.buffers.targets[i.micro_batch] = tensors[split:]
 
     def _receive(self, i: Instruction, separate: int = 0) -> Tensors:

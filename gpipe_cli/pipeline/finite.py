@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ..micro_batch import Loss, Tensors
 from ..position import Position
-from .boundary import as_argument, as_tensors
 from .cell import BuiltLayer, Call
+from .grouping import as_tensors, replace_tensors
 
 FORWARD, BACKWARD = 0, 1
 DATA, LOSS = -1, 1 << 40  # before the first layer, behind the last
@@ -94,15 +94,15 @@ class FiniteWatch:
             if layer.index == 0:
                 for number, tensor in enumerate(inputs):
                     self._look(FORWARD, DATA, None, None, f"input {number}", tensor)
-            outputs = forward(as_argument(_aliases(inputs, partial(back, "gradient of the input"))))
+            outputs = forward(replace_tensors(argument, partial(_alias, look=partial(back, "gradient of the input"))))
             for tensor in as_tensors(outputs):
                 ahead("output", tensor)
             return outputs
 
         def watched_loss(outputs: Any, targets: Tensors) -> Tensor:
             assert auxiliary_loss is not None
-            aliases = _aliases(as_tensors(outputs), partial(back, "gradient of the auxiliary loss"))
-            loss = auxiliary_loss(aliases[0] if isinstance(outputs, Tensor) else type(outputs)(aliases), targets)
+            looked_at = partial(_alias, look=partial(back, "gradient of the auxiliary loss"))
+            loss = auxiliary_loss(replace_tensors(outputs, looked_at), targets)
             ahead("auxiliary loss", loss)
             return loss
 
@@ -115,7 +115,7 @@ class FiniteWatch:
             for number, tensor in enumerate(targets):
                 self._look(FORWARD, DATA, None, None, f"target {number}", tensor)
             taken = partial(self._look, BACKWARD, -LOSS, None, None, "gradient of the input")
-            value, statistics = loss(_aliases(outputs, taken), targets)
+            value, statistics = loss(tuple(_alias(output, taken) for output in outputs), targets)
             self._look(FORWARD, LOSS, None, None, "value", value)
             return value, statistics
 
@@ -155,14 +155,10 @@ def _bad_weight(layer: BuiltLayer) -> str | None:
     return next((name for name, weight in layer.module.named_parameters() if not_finite(weight)), None)
 
 
-def _aliases(tensors: Tensors, look: Callable[[Tensor], None]) -> Tensors:
-    """Returns views of the tensors that show ``look`` the gradient that comes back to each."""
-
-    def alias(tensor: Tensor) -> Tensor:
-        if not (torch.is_grad_enabled() and tensor.requires_grad):
-            return tensor
-        view = tensor.view_as(tensor)
-        view.register_hook(look)  # type: ignore[no-untyped-call]  # torch's own
-        return view
-
-    return tuple(map(alias, tensors))
+def _alias(tensor: Tensor, look: Callable[[Tensor], None]) -> Tensor:
+    """Returns a view of the tensor that shows ``look`` the gradient that comes back to it."""
+    if not (torch.is_grad_enabled() and tensor.requires_grad):
+        return tensor
+    view = tensor.view_as(tensor)
+    view.register_hook(look)  # type: ignore[no-untyped-call]  # torch's own
+    return view

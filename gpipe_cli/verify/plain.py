@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..config import Settings
 from ..factory.build import build_autocast, build_model
 from ..micro_batch import MicroBatch, Tensors
-from ..pipeline.boundary import as_tensors
+from ..pipeline.grouping import as_argument, as_tensors, grouped_like
 from ..pipeline.randomness import generator_states
 from ..tasks.base import Task
 from .batchnorm import run_together
@@ -237,8 +237,8 @@ class PlainModel:
                 module.train(False)
                 for place, given in values.items():
                     with self._autocast():
-                        returned = as_tensors(module(given if len(given) > 1 else given[0]))
-                    values[place] = tuple(_plainly_laid_out(tensor) for tensor in returned)
+                        returned = as_tensors(module(as_argument(given)))
+                    values[place] = grouped_like(map(_plainly_laid_out, returned), returned)
                     seen.outputs(OUTPUT, *place, index, values[place], given)
         targets = {(r, m): tuple(t.to(self._device) for t in micro_batches[r][m][1]) for r, m in places}
         sums = [self._task.evaluate(values[place], targets[place]).cpu() for place in places]
@@ -394,8 +394,9 @@ class _CellRun:
                 before = generator_states(self.device)
                 if self.records:
                     self.step.seen.mode(OUTPUT, (replica, number, index), module, self.device)
-                returned = module(values if len(values) > 1 else values[0])
-                outputs = tuple(_plainly_laid_out(tensor) for tensor in as_tensors(returned))
+                returned = module(as_argument(values))
+                tensors = as_tensors(returned)
+                outputs = grouped_like(map(_plainly_laid_out, tensors), tensors)
                 if self.records:
                     self.step.seen.outputs(OUTPUT, replica, number, index, outputs, values)
                 auxiliary = getattr(module, "auxiliary_loss", None)
@@ -420,7 +421,7 @@ class _CellRun:
 
 def _cut(tensors: Tensors) -> Tensors:
     """Returns leaves that collect a gradient where the tensors would."""
-    return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors)
+    return grouped_like((tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors), tensors)
 
 
 def _trained(tensors: Tensors) -> list[Tensor]:

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from ..checkpoint.layer_state import LayerState, named_tensors
 from ..metrics.step_report import StepReport
 from ..pipeline.batchnorm import DeferredBatchNorm
-from ..pipeline.boundary import as_tensors
 from ..pipeline.cell import Cell
+from ..pipeline.grouping import as_tensors
 from ..position import Position
 from ..trainer.assembly import Assembly
 from ..trainer.loop import Trainer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,16 +32,22 @@ class Embed(nn.Module):
 
 
 class Mix(nn.Module):
-    """Adds a residual branch that uses all tensors of the boundary."""
+    """Adds a residual branch that uses all tensors of the boundary, in either of their groupings."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        x, mask, ids, positions = inputs
+    def forward(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *others = inputs
+        if len(others) == 2:
+            named, (positions, nothing) = others
+            assert nothing is None and list(named) == ["mask", 7]
+            mask = named["mask"]
+        else:
+            mask, _, positions = others
         branch = torch.tanh(self.linear(x) + 0.1 * positions[..., None])
-        return x + self.dropout(branch).masked_fill(mask[..., None], 0.0), mask, ids, positions
+        return x + self.dropout(branch).masked_fill(mask[..., None], 0.0), *others
 
 
 class Norm(nn.Module):
@@ -55,16 +62,17 @@ class Norm(nn.Module):
 
 
 class Judge(nn.Module):
-    """Passes everything on and adds an auxiliary loss in the middle of the pipeline."""
+    """Passes everything on, in another grouping, and adds an auxiliary loss in the middle of the pipeline."""
 
     def __init__(self) -> None:
         super().__init__()
         self.opinion = nn.Linear(WIDTH, WORDS)
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return inputs
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        x, mask, ids, positions = inputs
+        return x, {"mask": mask, 7: ids}, [positions, None]
 
-    def auxiliary_loss(self, outputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> Tensor:
+    def auxiliary_loss(self, outputs: tuple[Any, ...], targets: tuple[Tensor, ...]) -> Tensor:
         return 0.4 * F.cross_entropy(self.opinion(outputs[0]).flatten(0, 1), targets[0].flatten(), reduction="sum")
 
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from gpipe_cli.micro_batch import MicroBatch, Tensors
 from gpipe_cli.partition.partition import cell_layers
-from gpipe_cli.pipeline.boundary import as_tensors
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
 from gpipe_cli.pipeline.engine import Pipeline, StepInput
 from gpipe_cli.pipeline.finite import BACKWARD, DATA, FORWARD, LOSS, FiniteWatch, Origin, not_finite
+from gpipe_cli.pipeline.grouping import as_tensors, replace_tensors
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.position import Position
 from gpipe_cli.schedule.orders import KINDS
@@ -58,9 +58,9 @@ def faulty(index: int, way: int, micro_batch: int) -> Callable[[Pipeline], None]
         def change(module: nn.Module, inputs: Any, outputs: Any) -> Any:
             if engine.where.micro_batch != micro_batch:
                 return None
-            first, *others = as_tensors(outputs)
+            first = as_tensors(outputs)[0]
             bad = first * math.nan if way == FORWARD else PoisonBack.apply(first)
-            return (bad, *others) if others else bad
+            return replace_tensors(outputs, lambda tensor: bad if tensor is first else tensor)
 
         (layer,) = (layer for cell in engine.cells.values() for layer in cell.layers if layer.index == index)
         layer.module.register_forward_hook(change)

@@ -1,26 +1,131 @@
-"""What a layer may return; anything else is told with what was found."""
+"""What a layer may return, how it arrives at the next one, and how anything else is told."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
 import pytest
 import torch
+from inline_run import train_inline
+from own_model import DIGITS
+from torch import Tensor, nn
 
-from gpipe_cli.pipeline.boundary import as_tensors
+from gpipe_cli.layers import LayerBuilder
+from gpipe_cli.pipeline.boundary import BoundarySpec
+from gpipe_cli.pipeline.cell import BuiltLayer, Cell, LayerFailed
+from gpipe_cli.pipeline.grouping import as_argument, as_tensors, grouping_of, replace_tensors
+from gpipe_cli.pipeline.randomness import NoiseSource
 
-ONE = torch.zeros(1)
+ONE, TWO = torch.zeros(1), torch.arange(2)
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: Any
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        (ONE, None),
+        (ONE, (TWO, ONE)),
+        {"x": ONE, "mask": TWO},
+        [ONE, {3: (TWO,)}, (), []],
+        ({"x": {"tensor": ONE}}, "tensor", 7, 0.1, True, None),
+    ],
+    ids=str,
+)
+def test_groups_of_tensors_arrive_as_they_were(value: object) -> None:
+    tensors = as_tensors(value)
+    spec = BoundarySpec.from_json(BoundarySpec.of(tensors).to_json())
+    assert spec.grouping == grouping_of(tensors) and spec.fits(tensors)
+    assert str(as_argument(tensors)) == str(value) == str(replace_tensors(value, torch.clone))
+
+
+@pytest.mark.parametrize(
+    ("value", "argument"),
+    [((ONE,), ONE), ([ONE, TWO], (ONE, TWO)), (Pair(ONE, TWO), (ONE, TWO)), ((), ())],
+    ids=["one alone", "a list", "a named tuple", "nothing"],
+)
+def test_plain_tuples_need_no_grouping(value: object, argument: object) -> None:
+    tensors = as_tensors(value)
+    assert type(tensors) is tuple and grouping_of(tensors) is None
+    assert str(as_argument(tensors)) == str(argument)
 
 
 @pytest.mark.parametrize(
     ("value", "found"),
     [
-        ((ONE, None), "not a tuple with None as item 1"),
-        ((ONE, (ONE, ONE)), "not a tuple with a tuple as item 1: return its tensors one beside"),
-        ({"x": ONE, "mask": ONE}, "not a dict with the keys x, mask: return its values as a tuple"),
-        (None, "not None"),
-        (3, "not int"),
+        (None, "not None: return its tensors"),
+        (3, "not a int:"),
+        ((None, 3), "not a tuple:"),
+        ((ONE, [ONE, {1}]), r"not a set at output\[1\]\[1\]:"),
+        ((ONE, Pair(ONE, None)), r"not a Pair at output\[1\]:"),
+        ({"x": OrderedDict(y=ONE)}, r"not a OrderedDict with the keys 'y' at output\['x'\]:"),
+        ({"x": ONE, (0, 1): ONE}, r"not a dict with the keys 'x', \(0, 1\):"),
+        ({}, "not an empty dict:"),
     ],
-    ids=["None in a tuple", "LSTM", "dict", "None", "int"],
+    ids=str,
 )
-def test_what_a_layer_may_not_return_is_named(value: object, found: str) -> None:
-    with pytest.raises(TypeError, match=f"a layer returns a tensor or a tuple of tensors, {found}"):
+def test_what_a_layer_may_not_return_is_named_with_its_place(value: object, found: str) -> None:
+    with pytest.raises(TypeError, match=f"a layer returns a tensor, or tensors in tuples, .* {found}"):
         as_tensors(value)
+
+
+@pytest.mark.parametrize("others", [(TWO, None), (TWO, 4), ()], ids=str)
+def test_another_grouping_for_the_same_shapes_is_refused_by_name(others: Sequence[object]) -> None:
+    class Moody(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> object:
+            self.calls += 1
+            return (x * 2, *(others if self.calls == 3 else (TWO, 3)))
+
+    cell = Cell(0, [BuiltLayer(0, "moody", Moody())], NoiseSource(1, 0, torch.device("cpu")))
+    for _ in range(2):
+        cell.run_training((ONE,), (), 0, 0, signature=None, first_time=True)
+    with pytest.raises(LayerFailed, match="layer 'moody'") as failed:
+        cell.run_training((ONE,), (), 0, 0, signature=None, first_time=True)
+    assert "before, for inputs of the same shapes, and now" in str(failed.value.__cause__)
+
+
+class Rows(nn.Module):
+    def forward(self, images: Tensor) -> Tensor:
+        return images.flatten(1).view(len(images), 8, 24) / 255
+
+
+class LastState(nn.Module):
+    """Takes what `nn.LSTM` returns."""
+
+    def forward(self, returned: tuple[Tensor, tuple[Tensor, Tensor]]) -> dict[str, Any]:
+        outputs, (hidden, cell) = returned
+        return {"x": outputs[:, -1] + hidden[-1] + cell[0], "none": None}
+
+
+class Logits(nn.Linear):
+    def forward(self, named: dict[str, Any]) -> Tensor:
+        return super().forward(named["x"])
+
+
+def recurrent() -> list[LayerBuilder]:
+    """Returns a model with `nn.LSTM` as it is."""
+    return [
+        LayerBuilder("rows", Rows),
+        LayerBuilder("lstm", partial(nn.LSTM, 24, 8, num_layers=2, dropout=0.2, batch_first=True)),
+        LayerBuilder("last_state", LastState),
+        LayerBuilder("logits", partial(Logits, 8, 10)),
+    ]
+
+
+def test_an_lstm_as_it_is_trains_with_the_same_bits_at_every_k(tmp_path: Path) -> None:
+    """Without a graph oneDNN's LSTM gives other bits than with one, and K decides which layers have a graph."""
+    words = (*DIGITS, "model._target_=test_layer_outputs.recurrent", "trainer.steps=3", "pipeline.workers=1")
+    found = []
+    for K in (1, 2, 4):
+        summary, events = train_inline(tmp_path / str(K), *words, f"pipeline.K={K}", "trainer.evaluate_first=false")
+        found.append([summary["evaluation"], [e["loss"] for e in events if "loss" in e]])
+    assert found[0] == found[1] == found[2]

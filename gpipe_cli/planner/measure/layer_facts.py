@@ -31,7 +31,8 @@ from ...partition.fake_layers import (
     refuse_too_few_examples,
 )
 from ...pipeline.batchnorm import DeferredBatchNorm, defer_batchnorm
-from ...pipeline.boundary import as_argument, as_tensors, canonical
+from ...pipeline.boundary import canonical
+from ...pipeline.grouping import as_argument, as_tensors, grouped_like, grouping_of
 from ...pipeline.halves import backward_of_inputs
 from .tracking import Operation, Saved, Tracker, storage_key
 
@@ -142,7 +143,7 @@ class LayerFacts:
     @property
     def boundary(self) -> tuple[BoundaryTensor, ...]:
         """Returns the tensors that the next layer gets."""
-        return tuple(output.tensor for output in self.outputs)
+        return grouped_like((output.tensor for output in self.outputs), self.outputs)
 
     @property
     def parameter_count(self) -> int:
@@ -170,7 +171,7 @@ def measure_layers(
     facts = []
     with torch.random.fork_rng(devices=[]), kernels_of(kernels):
         for index, builder in enumerate(builders):
-            key = (build_key(builder, index), boundary)
+            key = (build_key(builder, index), boundary, grouping_of(boundary))
             if key not in known:
                 known[key] = _measure_layer(builder, boundary, target_shapes, autocast)
             facts.append(known[key])
@@ -253,7 +254,7 @@ def _measure_layer(
         wanted = tuple(shape.empty() for shape in targets)
 
     def run(*values: Tensor) -> tuple[Any, Tensor | None]:
-        outputs = module(as_argument(values))
+        outputs = module(as_argument(grouped_like(values, boundary)))
         return outputs, None if auxiliary_loss is None else auxiliary_loss(outputs, wanted)
 
     given = f"layer {builder.name!r}, given {', '.join(str(tensor.shape) for tensor in boundary)}"
@@ -329,7 +330,8 @@ def _run_forward(run: Run, inputs: Sequence[Tensor], autocast: Autocast) -> tupl
     with autocast(), torch.enable_grad():
         # As between the layers of a cell: not leaves, so that a layer may work in place on what autograd allows.
         outputs, loss = run(*(value.view_as(value) for value in inputs))
-    return tuple(canonical(tensor) for tensor in as_tensors(outputs)), loss
+    tensors = as_tensors(outputs)
+    return grouped_like(map(canonical, tensors), tensors), loss
 
 
 def _run_halves(tracker: Tracker, roots: list[Tensor], inputs: Sequence[Tensor]) -> BackwardHalves:
@@ -364,7 +366,7 @@ def _describe(inputs: Sequence[Tensor], outputs: Tensors) -> tuple[LayerOutput, 
         storage = numbers.setdefault(key, len(numbers))
         shape = BoundaryTensor(TensorShape.of(tensor), tensor.requires_grad)
         described.append(LayerOutput(shape, of_inputs.get(key), storage, tensor.untyped_storage().nbytes()))
-    return tuple(described)
+    return grouped_like(described, outputs)
 
 
 def _what_is_saved(
