@@ -44,7 +44,7 @@ def worker(context: Context, config: Mapping[str, Any]) -> list[list[list[Row]]]
     # Ones, as in a plan, are valid tokens, labels and pixels.
     inputs, targets = (tuple(torch.ones_like(tensor, device=CPU) for tensor in side) for side in (inputs, targets))
     cut = cut_model(builders, pipeline, world.workers, (inputs, targets))
-    cells = build_cells(builders, cut, world, 1, False, context.where)
+    cells = build_cells(builders, cut, world, settings, context.where)
     (mine,) = cells
     mine.train(True)
     micro_batches = [(inputs, targets)] * pipeline.M

@@ -136,9 +136,13 @@ class PrecisionConfig:
 
     Attributes:
         autocast: the type of matrix products; null: that of the weights, float32.
+        boundaries: the type of the tensors between two layers; null: that in which a layer returns them.
+        tf32: whether a GPU may round the factors of float32 products to TF32, which has 10 bits for 23.
     """
 
     autocast: Literal["bfloat16"] | None
+    boundaries: Literal["bfloat16", "float16"] | None
+    tf32: bool
 
 
 @dataclass(frozen=True)

@@ -35,12 +35,18 @@ ADDED: dict[str, dict[str, Any]] = {
     },
 }
 
+# Keys of typed sections that are new since, with the value that does what was done before.
+ADDED_TO_SECTIONS: dict[str, dict[str, Any]] = {"precision": {"boundaries": None, "tf32": False}}
+
 
 def with_todays_names(configuration: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the configuration with today's sections, keys and ``_target_``s, at any depth."""
     renamed = {SECTIONS.get(name, name): _with_todays_targets(value) for name, value in configuration.items()}
     for name in REMOVED:
         renamed.pop(name, None)
+    for name, added in ADDED_TO_SECTIONS.items():
+        if isinstance(renamed.get(name), Mapping):
+            renamed[name] = _completed(renamed[name], added)
     model = renamed.get("model")
     if isinstance(model, dict) and str(model.get("_target_")).startswith("gpipe_cli.models."):
         renamed["model"] = {key: value for key, value in model.items() if key not in REMOVED_FROM_OUR_MODELS}

@@ -132,6 +132,18 @@ def build_autocast(precision: PrecisionConfig, device: torch.device) -> Callable
     return lambda: torch.autocast(device.type, dtype, cache_enabled=False)
 
 
+def boundary_type_of(precision: PrecisionConfig) -> torch.dtype | None:
+    """Returns the type of floating-point tensors between two layers; None: as a layer returns them."""
+    return None if precision.boundaries is None else cast(torch.dtype, getattr(torch, precision.boundaries))
+
+
+def allow_tf32(precision: PrecisionConfig, device: torch.device) -> None:
+    """Allows, or forbids, that a GPU rounds the factors of float32 products to TF32; torch allows convolutions to."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = precision.tf32
+
+
 def _instantiate(key: str, section: Mapping[str, Any], seed: int, *arguments: object) -> Any:
     try:
         with seeded(SECTION, seed, FREE_FORM.index(key)):

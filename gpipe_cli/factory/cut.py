@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import PipelineConfig
+from ..config import PipelineConfig, Settings
 from ..distributed.world import World
 from ..errors import ConfigurationError
 from ..layers import LayerBuilder
@@ -18,6 +18,7 @@ from ..partition.ties import Ties, find_ties
 from ..pipeline.cell import BuiltLayer, Cell, build_layer
 from ..pipeline.randomness import NoiseSource
 from ..position import Position
+from .build import boundary_type_of
 
 
 @dataclass(frozen=True)
@@ -133,20 +134,22 @@ def _refuse_ties_across_cells(builders: Sequence[LayerBuilder], ties: Ties, cell
 
 
 def build_cells(
-    builders: Sequence[LayerBuilder], cut: Cut, world: World, seed: int, sync_batchnorm: bool, where: Position
+    builders: Sequence[LayerBuilder], cut: Cut, world: World, settings: Settings, where: Position
 ) -> list[Cell]:
     """Builds this worker's cells on its device, and no others.
 
     Args:
         where: shown with an error.
     """
+    seed, boundary_type = settings.seed, boundary_type_of(settings.precision)
 
     def build(index: int) -> BuiltLayer:
         where.layer = builders[index].name
-        return BuiltLayer(index, builders[index].name, build_layer(builders[index], index, seed, world.device))
+        module = build_layer(builders[index], index, seed, world.device)
+        return BuiltLayer(index, builders[index].name, module, boundary_type if index < len(builders) - 1 else None)
 
     noise = NoiseSource(seed, world.replica, world.device)
-    group = world.replica_group if sync_batchnorm else None
+    group = world.replica_group if settings.pipeline.sync_batchnorm else None
     cells = []
     for cell, layers in enumerate(cut.layers):
         if cut.placement[cell] == world.worker:

@@ -26,7 +26,7 @@ from ..micro_batch import MicroBatch
 from ..partition.cost import LayerCost
 from ..partition.fake_layers import TensorShape
 from ..partition.profile import profile_layers
-from .build import build_autocast, build_task
+from .build import boundary_type_of, build_autocast, build_task
 
 FORMAT = 2  # of the files; profiles in another format are measured again
 
@@ -65,6 +65,7 @@ class KeptProfile:
             "device": device_name(device),
             "threads": torch.get_num_threads(),
             "autocast": settings.precision.autocast,
+            "boundaries": settings.precision.boundaries,
             "torch": torch.__version__,
         }
         text = json.dumps(values, sort_keys=True, default=str)
@@ -123,7 +124,13 @@ def profiled_costs(
     autocast, task = build_autocast(settings.precision, device), build_task(settings.task, settings.seed)
     targets = tuple(tensor.to(device) for tensor in micro_batch[1])
     costs = profile_layers(
-        builders, micro_batch[0], device, autocast, lambda outputs: task.loss(outputs, targets)[0], targets
+        builders,
+        micro_batch[0],
+        device,
+        autocast,
+        lambda outputs: task.loss(outputs, targets)[0],
+        targets,
+        boundary_type_of(settings.precision),
     ).costs
     seconds = time.perf_counter() - began
     place = f", kept in {kept.path}" if kept.write(costs) else ""

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from ..micro_batch import Tensors
 from ..pipeline.batchnorm import DeferredBatchNorm, defer_batchnorm
-from ..pipeline.boundary import GradientLayouts, canonical_gradient, is_channels_last
+from ..pipeline.boundary import GradientLayouts, canonical_gradient, is_channels_last, passed_on
 from ..pipeline.grouping import as_argument, as_tensors, grouped_like
 from ..pipeline.halves import backward_of_inputs
 from ..pipeline.meter import event_now
 from ..pipeline.randomness import NoiseSource
+from ..pipeline.weight_casts import WeightCasts
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 _REPEATS = 5  # timed rounds per layer, after one that warms up
@@ -77,6 +78,7 @@ class LayerTrial:
         device: where it runs.
         autocast: returns the context in which forward runs.
         batchnorms: inside the layer; they gather nothing while it is recomputed.
+        casts: of the layer's weights.
     """
 
     def __init__(
@@ -86,11 +88,12 @@ class LayerTrial:
         device: torch.device,
         autocast: Autocast = nullcontext,
         batchnorms: Sequence[DeferredBatchNorm] = (),
+        casts: WeightCasts | None = None,
     ) -> None:
         self._run, self._inputs, self._autocast = run, inputs, autocast
         self._layouts, self._noise = GradientLayouts(), NoiseSource(0, 0, device)
-        self._clock = _Clock(device)
-        self._batchnorms = batchnorms
+        self._clock, self._device = _Clock(device), device
+        self._batchnorms, self._casts = batchnorms, WeightCasts([]) if casts is None else casts
         self._kept: list[tuple[list[Tensor], Tensors, Tensors]] = []  # leaves, outputs and losses of each graph
 
     @classmethod
@@ -101,6 +104,7 @@ class LayerTrial:
         device: torch.device,
         autocast: Autocast = nullcontext,
         targets: Tensors | None = None,
+        boundary_type: torch.dtype | None = None,
     ) -> LayerTrial:
         """Makes the trial of a module on ``device``, with its ``auxiliary_loss`` if there are ``targets``."""
         layer = defer_batchnorm(module)
@@ -110,13 +114,14 @@ class LayerTrial:
         def run(values: Tensors) -> tuple[Tensors, Tensors]:
             outputs = layer(as_argument(values))
             losses = () if auxiliary_loss is None else (auxiliary_loss(outputs, targets),)
-            return as_tensors(outputs), losses
+            return passed_on(as_tensors(outputs), values, boundary_type), losses
 
-        return cls(run, inputs, device, autocast, batchnorms)
+        return cls(run, inputs, device, autocast, batchnorms, WeightCasts([layer]))
 
     def outputs(self) -> Tensors:
         """Runs once, as a warm-up, and returns the next layer's inputs: leaves with `requires_grad` of the outputs."""
         self.forward()
+        self._casts.begin_step()
         kept = self._kept[-1][1]
         made = grouped_like((tensor.detach().requires_grad_(tensor.requires_grad) for tensor in kept), kept)
         self.backward()
@@ -175,7 +180,8 @@ class LayerTrial:
 
     def _settled(self, values: Tensors) -> tuple[Tensors, Tensors]:
         self._noise.seed_layer(0, 0, 0)
-        outputs, losses = self._run(values)
+        with self._casts.used_on(self._device):
+            outputs, losses = self._run(values)
         return self._layouts.settle(outputs, values, 0, None), losses
 
     def times(self) -> LayerTimes:

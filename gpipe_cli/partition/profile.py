@@ -47,6 +47,7 @@ def profile_layers(
     autocast: Autocast = nullcontext,
     loss: Callable[[Tensors], Tensor] | None = None,
     targets: Tensors | None = None,
+    boundary_type: torch.dtype | None = None,
 ) -> ModelProfile:
     """Times forward and backward of every layer, the median of some repeats; equal layers are timed once.
 
@@ -57,6 +58,7 @@ def profile_layers(
         autocast: returns the context in which forward runs.
         loss: of the last layer's outputs; None: it is not timed.
         targets: of the micro-batch, for layers with an ``auxiliary_loss``; None: those losses are not timed.
+        boundary_type: of the floating-point tensors between two layers; None: as a layer returns them.
 
     Raises:
         CostError: a layer or the loss fails; the message names it, and for a layer the way out.
@@ -71,7 +73,8 @@ def profile_layers(
             keys.append((build_key(builder, index), shapes, trained, grouping_of(values)))
             if keys[-1] not in known:
                 module = build_or_explain(builder).to(device)
-                trial = LayerTrial.of(module, values, device, autocast, targets)
+                passed_as = boundary_type if index < len(builders) - 1 else None
+                trial = LayerTrial.of(module, values, device, autocast, targets, passed_as)
                 with explaining_failures(builder, shapes):
                     outputs = trial.outputs()
                 made = grouped_like(map(TensorShape.of, outputs), outputs)

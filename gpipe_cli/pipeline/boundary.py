@@ -35,6 +35,20 @@ def canonical(tensor: Tensor) -> Tensor:
     return tensor if is_channels_last(tensor) else tensor.contiguous()
 
 
+def passed_on(outputs: Tensors, inputs: Tensors, dtype: torch.dtype | None) -> Tensors:
+    """Returns a layer's outputs as the next layer gets them: floating-point ones in ``dtype``; None: as they are.
+
+    Tensors that the layer only passes on from its ``inputs`` stay as they came.
+    """
+    if dtype is None:
+        return outputs
+    cast = (
+        tensor.to(dtype) if tensor.is_floating_point() and not any(tensor is one for one in inputs) else tensor
+        for tensor in outputs
+    )
+    return grouped_like(cast, outputs)
+
+
 def _has_odd_strides(tensor: Tensor) -> bool:
     """Returns whether a stride is not the usual one: a dimension of size 1 may have any, and some kernels use it."""
     expected = 1

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,10 +17,11 @@ from ..layers import LayerBuilder
 from ..micro_batch import Tensors
 from ..position import Position
 from .batchnorm import DeferredBatchNorm, defer_batchnorm
-from .boundary import BoundarySpec, GradientLayouts, canonical
+from .boundary import BoundarySpec, GradientLayouts, canonical, passed_on
 from .buffers import BufferChanged, BufferGuard
 from .grouping import as_argument, as_tensors, grouped_like, grouping_of, replace_tensors
 from .randomness import NoiseSource, weights_of_layer
+from .weight_casts import WeightCasts
 
 
 class LayerFailed(RuntimeError):
@@ -36,11 +37,20 @@ def cuda_hint(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class BuiltLayer:
-    """Holds a layer of this worker: its index in the model's list, its name and its module."""
+    """Holds a layer of this worker.
+
+    Attributes:
+        index: in the model's list.
+        boundary_type: of the floating-point tensors that it passes to the next layer; None: as it returns them.
+    """
 
     index: int
     name: str
     module: nn.Module
+    boundary_type: torch.dtype | None = None
+
+    def passes_as_it_is(self, output: Tensor) -> bool:
+        return output.is_contiguous() and self.boundary_type in (None, output.dtype)
 
 
 def build_layer(builder: LayerBuilder, index: int, seed: int, device: torch.device) -> nn.Module:
@@ -85,9 +95,7 @@ class Cell:
     ) -> None:
         self.number = number
         self.where = Position()
-        self.layers = [
-            BuiltLayer(layer.index, layer.name, defer_batchnorm(layer.module, sync_batchnorm)) for layer in layers
-        ]
+        self.layers = [replace(layer, module=defer_batchnorm(layer.module, sync_batchnorm)) for layer in layers]
         self._noise = noise
         self._layouts = GradientLayouts()
         self._groupings: dict[Hashable, tuple[int, str | None]] = {}  # by layer and shapes: tensors, and their grouping
@@ -96,6 +104,7 @@ class Cell:
         self._indices = [layer.index for layer in self.layers]
         first, last = self.layers[0].name, self.layers[-1].name
         self._span = first if first == last else f"{first} … {last}"
+        self._casts = WeightCasts([layer.module for layer in self.layers])
         self._step_aware: list[Any] = [module for module in modules if hasattr(module, "begin_step")]
         self._calls: list[Call] = [
             (layer, _forward_of(layer.module), getattr(layer.module, "auxiliary_loss", None)) for layer in self.layers
@@ -131,9 +140,18 @@ class Cell:
             self._calls = calls
 
     def begin_step(self, step: int, steps: int) -> None:
-        """Calls ``begin_step`` of the layers that have it (drop-path schedules)."""
+        """Calls ``begin_step`` of the layers that have it (drop-path schedules), and casts weights for autocast."""
         for module in self._step_aware:
             module.begin_step(step, steps)
+        self._casts.begin_step()
+
+    def end_step(self) -> None:
+        """Frees what lives for one step."""
+        self._casts.end_step()
+
+    def weights_cast(self, device: torch.device) -> AbstractContextManager[None]:
+        """Returns the context in which layers under autocast use weights that `begin_step` has cast."""
+        return self._casts.used_on(device)
 
     def run_training(
         self,
@@ -174,12 +192,13 @@ class Cell:
                 outputs = forward(argument)
                 if auxiliary_loss is not None:
                     auxiliary[layer.index] = auxiliary_loss(outputs, targets)
-                if layer.index in settled and isinstance(outputs, Tensor) and outputs.is_contiguous():
+                if layer.index in settled and isinstance(outputs, Tensor) and layer.passes_as_it_is(outputs):
                     argument = outputs
                 else:
-                    values = as_tensors(outputs)
-                    self._refuse_new_grouping(values, layer.index, signature)
-                    argument = as_argument(self._layouts.settle(values, as_tensors(argument), layer.index, signature))
+                    made, given = as_tensors(outputs), as_tensors(argument)
+                    self._refuse_new_grouping(made, layer.index, signature)
+                    made = passed_on(made, given, layer.boundary_type)
+                    argument = as_argument(self._layouts.settle(made, given, layer.index, signature))
             except BufferChanged:
                 raise
             except Exception as error:
@@ -201,8 +220,8 @@ class Cell:
                     outputs = layer.module(argument)
                 else:
                     outputs = decode(argument, caches[position])
-                returned = as_tensors(outputs)
-                values = grouped_like(map(canonical, returned), returned)
+                made = passed_on(as_tensors(outputs), values, layer.boundary_type)
+                values = grouped_like(map(canonical, made), made)
             except Exception as error:
                 raise self._failure(layer, micro_batch, error) from error
         return values

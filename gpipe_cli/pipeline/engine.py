@@ -186,6 +186,8 @@ class Pipeline:
         )
         with nullcontext() if watch is None else self._watched(watch):
             step.run(self.meter if watch is None else None)
+        for cell in self.cells.values():
+            cell.end_step()
         return step.record
 
     @contextmanager
@@ -424,14 +426,16 @@ class _TrainingStep(_Step):
         return outputs
 
     def _run(self, i: Instruction, first_time: bool) -> tuple[Tensors, dict[int, Tensor]]:
-        return self.pipeline.cells[i.cell].run_training(
-            self.buffers.inputs[i.cell, i.micro_batch],
-            self.buffers.targets[i.micro_batch],
-            self.step,
-            i.micro_batch,
-            self.signatures[i.micro_batch],
-            first_time,
-        )
+        cell = self.pipeline.cells[i.cell]
+        with cell.weights_cast(self.pipeline.device):
+            return cell.run_training(
+                self.buffers.inputs[i.cell, i.micro_batch],
+                self.buffers.targets[i.micro_batch],
+                self.step,
+                i.micro_batch,
+                self.signatures[i.micro_batch],
+                first_time,
+            )
 
     def _score(self, outputs: Tensors, micro_batch: int) -> Tensor:
         self.pipeline.where.enter(self.pipeline.last, micro_batch, "the task's loss")

@@ -37,7 +37,8 @@ class CellSizes:
     """Holds the bytes of one micro-batch in one cell.
 
     Attributes:
-        gathered: kept until the mini-batch has ended, once for all micro-batches: the sums of BatchNorm.
+        gathered: kept until the mini-batch has ended, once for all micro-batches: the sums of BatchNorm, and weights
+            that autocast uses in half precision.
         message: the message from the cell before: all tensors in front of the cell, and the targets.
         targets: targets of the micro-batch.
         graph: kept by forward for backward, without inputs and outputs.

@@ -24,7 +24,7 @@ from ..distributed.batch_plan import BatchPlanCodec, BatchShape
 from ..distributed.exchange import Exchange, never
 from ..distributed.runtime import PipelineRuntime, make_transport
 from ..distributed.world import World, join_world
-from ..factory.build import build_autocast, build_model, build_task
+from ..factory.build import allow_tf32, build_autocast, build_model, build_task
 from ..factory.cut import Cut, build_cells, cut_model, refuse_more_cells_than_layers
 from ..factory.profiles import profiled_costs
 from ..launch.context import Context
@@ -112,7 +112,9 @@ def start_worker(context: Context, settings: Settings) -> World:
     pipeline = settings.pipeline
     torch.set_num_threads(pipeline.threads)  # torchrun sets another number, and the last bits depend on it
     workers = context.world_size // pipeline.replicas
-    return join_world(context, workers, pipeline.replicas, pipeline.device, pipeline.backend)
+    world = join_world(context, workers, pipeline.replicas, pipeline.device, pipeline.backend)
+    allow_tf32(settings.precision, world.device)
+    return world
 
 
 def assemble_model(context: Context, settings: Settings, world: World, task: Task, journal: Journal) -> Assembly:
@@ -130,7 +132,7 @@ def assemble_model(context: Context, settings: Settings, world: World, task: Tas
     with context.where.doing("reading the first mini-batch and cutting the model"):
         first, cut = agree_on_cut(builders, settings, world, source, journal.message)
     journal.cells(cut.table)
-    cells = build_cells(builders, cut, world, settings.seed, pipeline.sync_batchnorm, context.where)
+    cells = build_cells(builders, cut, world, settings, context.where)
     for cell in cells:
         cell.train(True)
     transport, autocast = make_transport(world, cut.placement), build_autocast(settings.precision, world.device)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..config import Settings
-from ..factory.build import build_autocast, build_model
+from ..factory.build import boundary_type_of, build_autocast, build_model
 from ..micro_batch import MicroBatch, Tensors
 from ..pipeline.grouping import as_argument, as_tensors, grouped_like
 from ..pipeline.randomness import generator_states
@@ -166,6 +166,7 @@ class PlainModel:
     def __init__(self, settings: Settings, task: Task, device: torch.device, cells: Sequence[Sequence[int]]) -> None:
         self._settings, self._task, self._device, self.cells = settings, task, device, cells
         self._autocast: Callable[[], AbstractContextManager[Any]] = build_autocast(settings.precision, device)
+        self._boundary_type, self._last = boundary_type_of(settings.precision), cells[-1][-1]
 
     def weight(self, targets: Tensors) -> float:
         """Returns the weight of a micro-batch in the loss of its mini-batch."""
@@ -238,13 +239,17 @@ class PlainModel:
                 for place, given in values.items():
                     with self._autocast():
                         returned = as_tensors(module(as_argument(given)))
-                    values[place] = grouped_like(map(_plainly_laid_out, returned), returned)
-                    seen.outputs(OUTPUT, *place, index, values[place], given)
+                    values[place] = _as_passed_on(returned, given, self._type_behind(index))
+                    seen.outputs(OUTPUT, *place, index, returned, given)
         targets = {(r, m): tuple(t.to(self._device) for t in micro_batches[r][m][1]) for r, m in places}
         sums = [self._task.evaluate(values[place], targets[place]).cpu() for place in places]
         weight = sum(self._task.weight(micro_batches[r][m][1]) for r, m in places)
         totals = dict(zip(self._task.metrics, torch.stack(sums).sum(0).tolist(), strict=True)) if sums else {}
         return PlainEvaluation(self._task.summarize(totals, weight) if weight else {}, seen)
+
+    def _type_behind(self, layer: int) -> torch.dtype | None:
+        """Returns the type of the tensors between this layer and the next; None: as the layer returns them."""
+        return None if layer == self._last else self._boundary_type
 
     def _begin(
         self,
@@ -261,7 +266,8 @@ class PlainModel:
             built.fingerprint_weights(step)
         task = self._task if number == len(self.cells) - 1 else None
         seed = self._settings.seed
-        return _CellRun(built, mini_batch, task, seed, self._device, self._autocast, step, given, records)
+        types = {index: self._type_behind(index) for index, _, _ in built.layers}
+        return _CellRun(built, mini_batch, task, seed, self._device, self._autocast, types, step, given, records)
 
 
 class _Built:
@@ -336,6 +342,7 @@ class _CellRun:
     seed: int
     device: torch.device
     autocast: Callable[[], AbstractContextManager[Any]]
+    types: Mapping[int, torch.dtype | None]  # behind each layer
     step: PlainStep
     given: dict[Place, Tensors]  # the inputs of the cell
     records: bool
@@ -395,10 +402,9 @@ class _CellRun:
                 if self.records:
                     self.step.seen.mode(OUTPUT, (replica, number, index), module, self.device)
                 returned = module(as_argument(values))
-                tensors = as_tensors(returned)
-                outputs = grouped_like(map(_plainly_laid_out, tensors), tensors)
+                outputs = _as_passed_on(as_tensors(returned), values, self.types[index])
                 if self.records:
-                    self.step.seen.outputs(OUTPUT, replica, number, index, outputs, values)
+                    self.step.seen.outputs(OUTPUT, replica, number, index, as_tensors(returned), values)
                 auxiliary = getattr(module, "auxiliary_loss", None)
                 if auxiliary is not None:
                     losses.append(auxiliary(returned, targets))
@@ -426,6 +432,16 @@ def _cut(tensors: Tensors) -> Tensors:
 
 def _trained(tensors: Tensors) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor.requires_grad]
+
+
+def _as_passed_on(outputs: Tensors, inputs: Tensors, dtype: torch.dtype | None) -> Tensors:
+    """Returns a layer's outputs as the next gets them; ``dtype``: of those that it has made, None: their own."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        changes = dtype is not None and tensor.is_floating_point() and not any(tensor is one for one in inputs)
+        return tensor.to(dtype) if changes else tensor
+
+    return grouped_like((_plainly_laid_out(cast(tensor)) for tensor in outputs), outputs)
 
 
 def _plainly_laid_out(tensor: Tensor) -> Tensor:

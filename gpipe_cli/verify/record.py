@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -181,9 +181,9 @@ class LayerTrace:
         self.modes: Modes = {}
         self._known: dict[int, tuple[int, int, Fingerprint]] = {}  # of a parameter: address, version, fingerprint
 
-    def inputs(self, kind: str, replica: int, micro_batch: int, layer: int, module: nn.Module) -> None:
+    def inputs(self, kind: str, replica: int, micro_batch: int, layer: int, weights: Sequence[Tensor]) -> None:
         """Records a layer's weights and the seed of its random numbers, before it runs."""
-        for number, parameter in enumerate(module.parameters()):
+        for number, parameter in enumerate(weights):
             address, version, mark = self._known.get(id(parameter), (0, -1, None))
             if mark is None or (address, version) != (parameter.data_ptr(), parameter._version):
                 mark = fingerprint(parameter)

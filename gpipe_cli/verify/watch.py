@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..checkpoint.layer_state import LayerState, named_tensors
 from ..metrics.step_report import StepReport
 from ..pipeline.batchnorm import DeferredBatchNorm
-from ..pipeline.cell import Cell
+from ..pipeline.cell import BuiltLayer, Cell
 from ..pipeline.grouping import as_tensors
 from ..position import Position
 from ..trainer.assembly import Assembly
@@ -53,7 +53,7 @@ class LayerWatch:
         self.active = False
         for layer in (layer for cell in cells for layer in cell.layers):
             # Functions, because a copy of the module then calls the same watch.
-            layer.module.register_forward_pre_hook(self._before(layer.index))
+            layer.module.register_forward_pre_hook(self._before(layer))
             layer.module.register_forward_hook(self._after(layer.index))
 
     def take(self) -> LayerTrace:
@@ -61,12 +61,14 @@ class LayerWatch:
         seen, self._seen = self._seen, LayerTrace()
         return seen
 
-    def _before(self, layer: int) -> Callable[[nn.Module, Any], None]:
+    def _before(self, layer: BuiltLayer) -> Callable[[nn.Module, Any], None]:
+        weights = list(layer.module.parameters())  # while the layer runs, casts may stand in their place
+
         def hook(module: nn.Module, inputs: Any) -> None:
             if self.active:
                 kind = WEIGHTS_AGAIN if self._again else WEIGHTS
-                self._seen.inputs(kind, self._replica, self._micro_batch, layer, module)
-                self._seen.mode(kind, (self._replica, self._micro_batch, layer), module, self._device)
+                self._seen.inputs(kind, self._replica, self._micro_batch, layer.index, weights)
+                self._seen.mode(kind, (self._replica, self._micro_batch, layer.index), module, self._device)
 
         return hook
 

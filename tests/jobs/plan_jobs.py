@@ -46,7 +46,7 @@ def one_run(settings: Settings, world: World) -> dict[str, Any]:
     pipeline, builders, task = settings.pipeline, build_model(settings.model), build_task(settings.task)
     micro_batch, _ = example_micro_batch(settings.data, pipeline.M, False)
     cut = cut_model(builders, pipeline, world.workers, micro_batch)
-    cells = build_cells(builders, cut, world, 1, False, Position())
+    cells = build_cells(builders, cut, world, settings, Position())
     for cell in cells:
         cell.train(True)
     transport, autocast = make_transport(world, cut.placement), build_autocast(settings.precision, CPU)

@@ -61,7 +61,7 @@ RUNS = [
     ("translation", (*SPREAD, "pipeline.remat=always")),
     ("translation", (*SPREAD, "pipeline.remat=never", "pipeline.schedule=1f1b")),
     ("language model", (*SPREAD, "pipeline.remat=except_last")),
-    ("language model", ("pipeline.K=2", "pipeline.M=4", "precision=bf16")),
+    ("language model", ("pipeline.K=2", "pipeline.M=4", "precision=bf16", "precision.boundaries=bfloat16")),
     ("images", (*SPREAD, "pipeline.remat=never", "trainer.average=0.9")),
     ("images", (*SPREAD, "pipeline.remat=always", "pipeline.schedule=1f1b")),
     ("images", (*SPREAD, "pipeline.remat=always", "pipeline.backend=gloo")),

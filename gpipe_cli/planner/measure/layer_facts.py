@@ -31,14 +31,15 @@ from ...partition.fake_layers import (
     refuse_too_few_examples,
 )
 from ...pipeline.batchnorm import DeferredBatchNorm, defer_batchnorm
-from ...pipeline.boundary import canonical
+from ...pipeline.boundary import canonical, passed_on
 from ...pipeline.grouping import as_argument, as_tensors, grouped_like, grouping_of
 from ...pipeline.halves import backward_of_inputs
+from ...pipeline.weight_casts import WeightCasts
 from .tracking import Operation, Saved, Tracker, storage_key
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 Loss = Callable[[Tensors, Tensors], tuple[Tensor, Tensor]]
-Run = Callable[..., tuple[Any, Tensor | None]]  # inputs to outputs, and the auxiliary loss of a layer that has one
+Run = Callable[..., tuple[Tensors, Tensor | None]]  # inputs to outputs, and the auxiliary loss of a layer that has one
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class LayerFacts:
         saves_inputs: numbers of the inputs that the graph keeps.
         saves_outputs: numbers of the output storages that the graph keeps.
         saves_inside: bytes of everything else that the graph keeps, without weights.
-        gathered: bytes kept until the mini-batch has ended: the sums of BatchNorm.
+        gathered: bytes kept until the mini-batch has ended: the sums of BatchNorm, weights cast for autocast.
         outputs: in order.
     """
 
@@ -151,7 +152,12 @@ class LayerFacts:
 
 
 def measure_layers(
-    builders: Sequence[LayerBuilder], inputs: Tensors, targets: Tensors, autocast: Autocast, kernels: str
+    builders: Sequence[LayerBuilder],
+    inputs: Tensors,
+    targets: Tensors,
+    autocast: Autocast,
+    boundary_type: torch.dtype | None,
+    kernels: str,
 ) -> list[LayerFacts]:
     """Returns the facts of every layer.
 
@@ -160,6 +166,7 @@ def measure_layers(
         inputs: inputs of one micro-batch; only their shapes matter, so they may be meta tensors.
         targets: targets of the same, for layers with an ``auxiliary_loss``.
         autocast: makes the context in which forward runs.
+        boundary_type: of the floating-point tensors between two layers; None: as a layer returns them.
         kernels: see `kernels_of`.
 
     Raises:
@@ -171,9 +178,10 @@ def measure_layers(
     facts = []
     with torch.random.fork_rng(devices=[]), kernels_of(kernels):
         for index, builder in enumerate(builders):
-            key = (build_key(builder, index), boundary, grouping_of(boundary))
+            passed_as = boundary_type if index < len(builders) - 1 else None
+            key = (build_key(builder, index), boundary, grouping_of(boundary), passed_as)
             if key not in known:
-                known[key] = _measure_layer(builder, boundary, target_shapes, autocast)
+                known[key] = _measure_layer(builder, boundary, target_shapes, autocast, passed_as)
             facts.append(known[key])
             boundary = known[key].boundary
     return facts
@@ -191,7 +199,7 @@ def measure_loss(loss: Loss, outputs: Sequence[BoundaryTensor], targets: Tensors
         logits = [output.fake() for output in outputs]
         wanted = tuple(torch.empty_like(target, device="meta") for target in targets)
     try:
-        return _measure(lambda *values: (loss(values, wanted)[0], None), logits, nn.Module(), wanted, autocast)
+        return _measure(lambda *values: ((loss(values, wanted)[0],), None), logits, nn.Module(), wanted, autocast)
     except Exception as error:
         raise CostError(
             f"the task's loss fails on tensors without values: {type(error).__name__}: {error}; it is planned as if it "
@@ -244,7 +252,11 @@ def _attention(func: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any,
 
 
 def _measure_layer(
-    builder: LayerBuilder, boundary: Sequence[BoundaryTensor], targets: Sequence[TensorShape], autocast: Autocast
+    builder: LayerBuilder,
+    boundary: Sequence[BoundaryTensor],
+    targets: Sequence[TensorShape],
+    autocast: Autocast,
+    boundary_type: torch.dtype | None,
 ) -> LayerFacts:
     fake = fake_mode()
     module = defer_batchnorm(build_without_memory(builder, fake)).train()
@@ -253,9 +265,10 @@ def _measure_layer(
         inputs = [tensor.fake() for tensor in boundary]
         wanted = tuple(shape.empty() for shape in targets)
 
-    def run(*values: Tensor) -> tuple[Any, Tensor | None]:
+    def run(*values: Tensor) -> tuple[Tensors, Tensor | None]:
         outputs = module(as_argument(grouped_like(values, boundary)))
-        return outputs, None if auxiliary_loss is None else auxiliary_loss(outputs, wanted)
+        loss = None if auxiliary_loss is None else auxiliary_loss(outputs, wanted)
+        return passed_on(as_tensors(outputs), values, boundary_type), loss
 
     given = f"layer {builder.name!r}, given {', '.join(str(tensor.shape) for tensor in boundary)}"
     try:
@@ -274,15 +287,16 @@ def _measure(run: Run, inputs: list[Tensor], module: nn.Module, others: Tensors,
     for _, parameter in parameters:  # as in every micro-batch but the first: gradients are added to what is there
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     grads = [p.grad for _, p in parameters if p.grad is not None]
-    known = [*inputs, *(p for _, p in parameters), *buffers, *grads, *others]
+    casts = _cast_weights(run, inputs, module, autocast)
+    known = [*inputs, *(p for _, p in parameters), *buffers, *grads, *others, *casts.held]
     tracker, saved = Tracker(), Saved()
     tracker.ignore(known)
-    with tracker:
+    with tracker, casts.in_place():
         tracker.begin()
         with torch.no_grad(), autocast():
             run(*inputs)
         inference = LayerPass(tuple(tracker.operations), tracker.peak)
-        gathered = _take_gathered(module)
+        gathered = _take_gathered(module) + sum(cast.nbytes for cast in casts.held)
         tracker.begin()
         with saved.watch():
             outputs, loss = _run_forward(run, inputs, autocast)
@@ -315,6 +329,18 @@ def _measure(run: Run, inputs: list[Tensor], module: nn.Module, others: Tensors,
     )
 
 
+def _cast_weights(run: Run, inputs: Sequence[Tensor], module: nn.Module, autocast: Autocast) -> WeightCasts:
+    """Returns the casts that a step begins with; which ones, a first run shows."""
+    casts = WeightCasts([module])
+    with torch.no_grad(), autocast():
+        if torch.is_autocast_enabled("cpu"):
+            with casts.used_on(torch.device("cpu")):
+                run(*inputs)
+            _take_gathered(module)
+    casts.begin_step()
+    return casts
+
+
 def _averaged_buffer_bytes(module: nn.Module) -> int:
     averaged = {id(tensor): tensor for tensor in averaged_tensors(module).values()}
     return sum(tensor.nbytes for tensor in averaged.values() if not isinstance(tensor, nn.Parameter))
@@ -329,8 +355,7 @@ def _take_gathered(module: nn.Module) -> int:
 def _run_forward(run: Run, inputs: Sequence[Tensor], autocast: Autocast) -> tuple[Tensors, Tensor | None]:
     with autocast(), torch.enable_grad():
         # As between the layers of a cell: not leaves, so that a layer may work in place on what autograd allows.
-        outputs, loss = run(*(value.view_as(value) for value in inputs))
-    tensors = as_tensors(outputs)
+        tensors, loss = run(*(value.view_as(value) for value in inputs))
     return grouped_like(map(canonical, tensors), tensors), loss
 
 

@@ -15,7 +15,7 @@ import torch
 from ...config import Settings
 from ...cpu import as_worker, usable_cores
 from ...errors import ConfigurationError
-from ...factory.build import build_autocast
+from ...factory.build import boundary_type_of, build_autocast
 from ...factory.profiles import KeptProfile, profiled_costs
 from ...layers import LayerBuilder
 from ...micro_batch import MicroBatch
@@ -100,10 +100,12 @@ class Measurements:
     def _measure(self, count: int) -> Measurement:
         micro_batch, examples = example_micro_batch(self._settings.data, count, self._options.longest)
         inputs, targets = micro_batch
-        autocast = build_autocast(self._settings.precision, torch.device("cpu"))
+        precision = self._settings.precision
+        autocast = build_autocast(precision, torch.device("cpu"))
         notes: list[str] = []
         try:
-            layers = measure_layers(self._builders, inputs, targets, autocast, self._kernels)
+            passed_as = boundary_type_of(precision)
+            layers = measure_layers(self._builders, inputs, targets, autocast, passed_as, self._kernels)
             try:
                 loss = measure_loss(self._task.loss, layers[-1].boundary, targets, autocast)
             except CostError as error:
@@ -199,6 +201,7 @@ class Measurements:
                 autocast,
                 lambda outputs: self._task.loss(outputs, targets)[0],
                 targets,
+                boundary_type_of(self._settings.precision),
             )
 
     def _with_values(self, micro_batch: MicroBatch) -> MicroBatch:

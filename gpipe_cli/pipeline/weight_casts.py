@@ -1,0 +1,110 @@
+"""Casts weights to half precision once a step, where autocast would cast them in every micro-batch.
+
+A cast keeps its place in the graph, between the weight and the one operation that uses it, so the gradient of each
+micro-batch is computed, widened and added up as without this file: the same bits. (Autocast's own cache also keeps the
+casts of a cell's inputs, and those made without a graph, so that bits would depend on the cut.)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class WeightCasts:
+    """Holds the casts of a cell's weights during a step.
+
+    Which weights are cast is seen in the first run of the layers: those of which each run makes one cast and nothing
+    else. Others are left to autocast: a weight that two layers share, or that is used twice, has gradients that must
+    be added up in the weight's own type.
+
+    Args:
+        layers: of the cell.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._layers = layers
+        self._wanted: list[tuple[nn.Parameter, torch.dtype]] | None = None  # None: the layers have not run
+        self._slots: list[tuple[dict[str, Any], str, nn.Parameter, int]] = []  # of a module, with the number of a cast
+        self._casts: list[Tensor] = []
+
+    def begin_step(self) -> None:
+        """Casts the weights, which stay as they are until `end_step`."""
+        self.end_step()
+        if self._wanted:
+            with torch.enable_grad():
+                self._casts = [parameter.to(dtype) for parameter, dtype in self._wanted]
+
+    def end_step(self) -> None:
+        """Frees the casts."""
+        self._casts = []
+
+    @property
+    def held(self) -> list[Tensor]:
+        """Returns the casts of the step."""
+        return self._casts
+
+    def used_on(self, device: torch.device) -> AbstractContextManager[None]:
+        """Returns the context in which the layers run on the device; the first time it notes which casts they make."""
+        if not torch.is_autocast_enabled(device.type):
+            return nullcontext()
+        return self._noting() if self._wanted is None else self.in_place()
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        with _CastsSeen() as seen:
+            yield
+        self._settle(seen.casts)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Makes the modules use the casts of the step inside the context."""
+        slots = self._slots if self._casts else []
+        for parameters, name, _, number in slots:
+            parameters[name] = self._casts[number]
+        try:
+            yield
+        finally:
+            for parameters, name, weight, _ in slots:
+                parameters[name] = weight
+
+    def _settle(self, seen: Mapping[int, torch.dtype]) -> None:
+        users = Counter(id(parameter) for layer in self._layers for parameter in layer.parameters())
+        self._wanted, numbers = [], {}
+        for module in dict.fromkeys(module for layer in self._layers for module in layer.modules()):
+            for name, parameter in module._parameters.items():
+                if parameter is None or id(parameter) not in seen or users[id(parameter)] > 1:
+                    continue
+                if id(parameter) not in numbers:
+                    numbers[id(parameter)] = len(self._wanted)
+                    self._wanted.append((parameter, seen[id(parameter)]))
+                self._slots.append((module._parameters, name, parameter, numbers[id(parameter)]))
+
+
+class _CastsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """Notes the tensors of which one cast to half precision is made, and nothing else, by their ids."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self._uses: Counter[int] = Counter()
+        self._types: dict[int, torch.dtype] = {}
+
+    @property
+    def casts(self) -> dict[int, torch.dtype]:
+        """Returns the type of each such cast."""
+        return {key: dtype for key, dtype in self._types.items() if self._uses[key] == 1}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, nn.Parameter)]
+        self._uses.update(given)
+        if given and func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (torch.bfloat16, torch.float16):
+            self._types[given[0]] = kwargs["dtype"]
+        return func(*args, **kwargs)
