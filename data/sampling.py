@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from .source import permutation
+
+Item = TypeVar("Item")
 
 
 def temperature_shares(sizes: Sequence[int], temperature: float) -> npt.NDArray[np.float64]:
@@ -36,7 +39,7 @@ class TemperatureSampler:
     """
 
     def __init__(self, blocks: Sequence[Sequence[int]], temperature: float, chunk: int, seed: int) -> None:
-        self._orders = [_EpochOrder(sizes, (seed, number)) for number, sizes in enumerate(blocks)]
+        self._orders = [EpochOrder(sizes, (seed, number)) for number, sizes in enumerate(blocks)]
         self._seed, self.chunk = seed, chunk
         shares = temperature_shares([order.size for order in self._orders], temperature)
         # Whole numbers from here on, so that a place far down the stream is as exact as the first one.
@@ -57,10 +60,15 @@ class TemperatureSampler:
         return [high - low for low, high in pairwise(floors)]
 
 
-class _EpochOrder:
-    """Yields one collection's items without end: all of them in every epoch, each epoch in another order."""
+class EpochOrder:
+    """Yields one collection's items without end: all of them in every epoch, each epoch in another order.
 
-    def __init__(self, blocks: Sequence[int], key: tuple[int, int]) -> None:
+    Args:
+        blocks: the number of items in each block.
+        key: decides the order.
+    """
+
+    def __init__(self, blocks: Sequence[int], key: tuple[object, ...]) -> None:
         self._starts = np.cumsum([0, *blocks])
         self.size = int(self._starts[-1])
         self._key = key
@@ -98,3 +106,35 @@ class _EpochOrder:
             self._within = permutation(count, *key).astype(np.int32)
             self._known = (epoch, block)
         return self._within
+
+
+class EvenSample(Generic[Item]):
+    """Holds every stride-th item of a sequence of unknown length, from the first one on.
+
+    Args:
+        wanted: items; up to twice as many are kept.
+    """
+
+    def __init__(self, wanted: int) -> None:
+        self.stride, self.total = 1, 0
+        self._most = max(1, 2 * wanted)
+        self._kept: list[tuple[int, Item]] = []
+
+    @property
+    def items(self) -> list[Item]:
+        return [item for _, item in self._kept]
+
+    def places(self, count: int) -> range:
+        """Returns which of the next `count` items are in the sample."""
+        return range(-self.total % self.stride, count, self.stride)
+
+    def keep(self, place: int, item: Item) -> None:
+        """Takes the item at one of these places."""
+        self._kept.append((self.total + place, item))
+
+    def go_on(self, count: int) -> None:
+        """Passes over the `count` items."""
+        self.total += count
+        while len(self._kept) > self._most:
+            self.stride *= 2
+            self._kept = [entry for entry in self._kept if entry[0] % self.stride == 0]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
+import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -61,6 +64,27 @@ def train_vocabulary(
     return model.getvalue()
 
 
+def cached_vocabulary(
+    cache: Path, sentences: Sequence[str], size: int, character_coverage: float, key: str, smaller: bool
+) -> bytes:
+    """Returns the model from a cache folder, or trains it: equal sentences and size need only one training.
+
+    The arguments are those of `train_vocabulary`.
+    """
+    content = [size, character_coverage, smaller, sentencepiece.__version__]
+    digest = hashlib.blake2b(json.dumps(content).encode(), digest_size=8)
+    for sentence in sentences:
+        digest.update(sentence.encode() + b"\n")
+    kept = cache / "vocabularies" / f"{digest.hexdigest()}.model"
+    if not kept.exists():
+        model = train_vocabulary(sentences, size, character_coverage, key, smaller)
+        kept.parent.mkdir(exist_ok=True)
+        draft = kept.with_name(f".{kept.name}-{os.getpid()}")
+        draft.write_bytes(model)
+        draft.replace(kept)
+    return kept.read_bytes()
+
+
 def _explained(size: int, message: str, key: str) -> str:
     """Returns SentencePiece's message with the key and a size that works."""
     if largest := re.search(r"set it to a value <= (\d+)", message):
@@ -96,6 +120,8 @@ class Vocabulary:
     Raises:
         ConfigurationError: it is no such model.
     """
+
+    eos_id = EOS
 
     def __init__(self, model: bytes, name: object = "the vocabulary") -> None:
         try:

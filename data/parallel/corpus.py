@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 import sentencepiece
 
-from ...cpu import usable_cores
-from ..source import Report, cache_folder, writing_cache
+from ..defects import Defect, in_words, refuse
+from ..prepared import prepared_folder, worker_count
+from ..source import Report
 from ..store import DEFECTS, FORMAT, Store
 from ..vocabulary import smaller_notice
-from .defects import Defect, in_words, refuse
 from .folders import PairFiles, find_pairs
-from .preparation import WORK, ParallelText, Preparation
+from .preparation import ParallelText, Preparation
 
 log = logging.getLogger(__name__)
-
-SMALL_BYTES = 4 * 2**20  # text that one process prepares before others have started
 
 
 def open_parallel_store(
@@ -41,17 +37,12 @@ def open_parallel_store(
         ConfigurationError: files are missing, a defect is to be refused, or a vocabulary size does not fit the text.
     """
     pairs = find_pairs(text.root, text.languages, text.target)
-    cache = cache_folder(cache_dir)
-    folder = cache / f"parallel-{_digest(text, pairs)}"
-    if not folder.is_dir():
-        with writing_cache(cache):
-            cache.mkdir(parents=True, exist_ok=True)
-            lock = (cache / f".{folder.name}.lock").open("w")
-        with writing_cache(cache), lock, _locked(lock.fileno(), folder.name, report):
-            if not folder.is_dir():
-                Preparation(text, pairs, policy, folder, _worker_count(pairs, workers), report).run()
-    shutil.rmtree(folder / WORK, ignore_errors=True)
-    store = Store(folder)
+    files = [file for pair in pairs for file in pair.files]
+
+    def make(folder: Path) -> None:
+        Preparation(text, pairs, policy, folder, worker_count(files, workers), report).run()
+
+    store = Store(prepared_folder(cache_dir, f"parallel-{_digest(text, pairs)}", make, report))
     _tell(store, text, policy)
     return store
 
@@ -64,24 +55,6 @@ def _digest(text: ParallelText, pairs: Sequence[PairFiles]) -> str:
     ]
     content = [FORMAT, asdict(text), stats, sentencepiece.__version__]
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
-
-
-@contextmanager
-def _locked(file: int, name: str, report: Report) -> Iterator[None]:
-    """Allows one preparation at a time; the lock ends with the process."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        report(f"parallel text: waiting for another process that prepares {name}", 0, 0)
-        fcntl.flock(file, fcntl.LOCK_EX)
-    except OSError:  # a file system without locks, where two preparations at once would disturb each other
-        log.warning("no locks on the file system of %s: prepare one run at a time", name)
-    yield
-
-
-def _worker_count(pairs: Sequence[PairFiles], workers: int | None) -> int:
-    size = sum(file.stat().st_size for pair in pairs for file in pair.files)
-    return workers or (1 if size < SMALL_BYTES else usable_cores())
 
 
 def _tell(store: Store, text: ParallelText, policy: Mapping[str, str]) -> None:

@@ -5,7 +5,7 @@
     de-en/train.tsv, de/…, train.de-en.tsv       source, tab, target; plain train.tsv if one language is chosen
 
 The language is the name beside the target language. dev may be called valid or validation. Each file may be
-compressed: .gz or .zst.
+compressed: .gz, .zst, .xz or .bz2.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ SPLITS = {"train": "train", "dev": "dev", "valid": "dev", "validation": "dev", "
 DEPTH = 4  # levels of folders below the root that are searched
 LAYOUTS = (
     "xx-en/opus.xx-en-train.xx beside .en (OPUS-100), train.xx beside train.en, or xx-en/train.tsv (source, tab, "
-    "target); dev, valid or validation, and test likewise; each may end in .gz or .zst"
+    "target); dev, valid or validation, and test likewise; each may end in .gz, .zst, .xz or .bz2"
 )
 
 _LANGUAGE = r"[a-z]{2,3}(?:[-_][A-Za-z0-9]{2,8})*"
 _NAME = re.compile(
     rf"^(?:.*[._-])?(?P<split>{'|'.join(SPLITS)})(?:[._-](?P<pair>{_LANGUAGE}-{_LANGUAGE}))?"
-    rf"\.(?P<ending>tsv|{_LANGUAGE})(?:\.(?:gz|zst))?$"
+    rf"\.(?P<ending>tsv|{_LANGUAGE})(?:\.(?:gz|zst|xz|bz2))?$"
 )
 
 

@@ -14,6 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ..defects import DefectCount
+from ..packed import check_encoding
+from ..sampling import EvenSample
 from ..source import permutation, random_words
 from ..store import (
     LanguageSummary,
@@ -27,9 +30,8 @@ from ..store import (
     write_shard,
 )
 from ..vocabulary import Vocabulary
-from .defects import DefectCount
 from .folders import PairFiles
-from .text_files import Line, Piece, check_encoding, count_lines, defect_at, read_pieces, readable, texts_of, too_long
+from .text_files import Line, Piece, count_lines, defect_at, read_pieces, readable, texts_of, too_long
 
 LONGEST_SAMPLE = 4_192  # characters; SentencePiece leaves out sentences of more bytes
 AT_ONCE = 65_536  # pairs that are shuffled at once: more would need more memory for indices
@@ -78,20 +80,16 @@ def scan(job: ScanJob) -> Scan:
     if not result.exists():
         for path in job.files.files:
             check_encoding(path)
-        kept: list[tuple[int, str, str]] = []
-        stride, total = 1, 0
+        sample = EvenSample[tuple[str, str]](job.wanted)
         for piece in read_pieces(job.files, job.piece):
-            for place in range(-total % stride, len(piece.sources), stride):
+            for place in sample.places(len(piece.sources)):
                 pair = texts_of(piece, place)
                 if isinstance(pair, tuple) and all(pair) and max(map(len, pair)) <= LONGEST_SAMPLE:
-                    kept.append((total + place, *pair))
-            total += len(piece.sources)
-            while len(kept) > max(1, 2 * job.wanted):
-                stride *= 2
-                kept = [entry for entry in kept if entry[0] % stride == 0]
-        lines = [total] if job.files.target is None else [count_lines(path) for path in job.files.files]
-        write_text(job.out, "".join(json.dumps([s, t], ensure_ascii=False) + "\n" for _, s, t in kept))
-        write_text(result, json.dumps(asdict(Scan(lines, stride))))
+                    sample.keep(place, pair)
+            sample.go_on(len(piece.sources))
+        lines = [sample.total] if job.files.target is None else [count_lines(path) for path in job.files.files]
+        write_text(job.out, "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in sample.items))
+        write_text(result, json.dumps(asdict(Scan(lines, sample.stride))))
     return Scan(**json.loads(result.read_text()))
 
 

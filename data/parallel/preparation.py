@@ -6,7 +6,6 @@ shuffled. All of this happens in `<store>.partial` in the cache, which becomes t
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,20 +13,18 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
-import sentencepiece
 
 from ...errors import ConfigurationError
+from ..defects import Defect, DefectCount, Ledger
+from ..prepared import WORK
 from ..sampling import temperature_shares
 from ..source import Report
 from ..store import DEFECTS, LanguageSummary, Sizes, publish, whole_file, write_description
-from ..vocabulary import train_vocabulary
+from ..vocabulary import cached_vocabulary
 from ..workers import Workers
-from .defects import Defect, DefectCount, Ledger
 from .folders import PairFiles
 from .pieces import EncodeJob, MergeJob, Scan, ScanJob, encode, merge, pair_digest, scan, write_text
 from .text_files import Piece, read_pieces, readable
-
-WORK = "work"  # folder of the intermediate files, in a store that is being made
 
 
 @dataclass(frozen=True)
@@ -171,7 +168,8 @@ class Preparation:
                         f"data.root={self._text.root}: no pair of lines has text on both sides; the first file is "
                         f"{self._pairs[0].source}"
                     )
-                model.write_bytes(self._cached_vocabulary(sentences, size, key))
+                coverage, cache = wanted.character_coverage, self._folder.parent
+                model.write_bytes(cached_vocabulary(cache, sentences, size, coverage, key, wanted.smaller))
 
     def _vocabulary_pairs(self, scans: Mapping[str, Scan]) -> Iterator[list[str]]:
         """Yields pairs drawn with temperature from the samples; pairs of small languages may repeat."""
@@ -186,23 +184,6 @@ class Preparation:
             yield from (
                 sample[i * len(sample) // count if count < len(sample) else i % len(sample)] for i in range(count)
             )
-
-    def _cached_vocabulary(self, sentences: Sequence[str], size: int, key: str) -> bytes:
-        """Returns the model from the cache, or trains it: equal sentences and size need only one training."""
-        coverage = self._text.vocabularies.character_coverage
-        smaller = self._text.vocabularies.smaller
-        content = [size, coverage, smaller, sentencepiece.__version__]
-        digest = hashlib.blake2b(json.dumps(content).encode(), digest_size=8)
-        for sentence in sentences:
-            digest.update(sentence.encode() + b"\n")
-        kept = self._folder.parent / "vocabularies" / f"{digest.hexdigest()}.model"
-        if not kept.exists():
-            model = train_vocabulary(sentences, size, coverage, key, smaller)
-            kept.parent.mkdir(exist_ok=True)
-            draft = kept.with_name(f".{kept.name}-{self._folder.name}")
-            draft.write_bytes(model)
-            draft.replace(kept)
-        return kept.read_bytes()
 
     def _encode(self, workers: Workers, scans: Mapping[str, Scan]) -> dict[str, LanguageSummary]:
         summaries, total, done = {}, sum(result.pairs for result in scans.values()), 0

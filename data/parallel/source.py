@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ...errors import ConfigurationError
+from ..defects import KEEPABLE, check_policy
 from ..source import Report, check_limits
 from ..store import LONGEST, Store
 from ..translation import PairSource, chosen_languages
 from .corpus import open_parallel_store
-from .defects import KEEPABLE, check_policy
 from .preparation import ParallelText, Vocabularies
 
 

@@ -1,28 +1,18 @@
-"""Reads pairs of lines from plain, gzip- and zstd-compressed files, and finds the lines that cannot be used.
-
-Neither a line without an end nor a file that unpacks without end can fill the memory.
-"""
+"""Reads pairs of lines, and finds those that cannot be used. A line without an end cannot fill the memory."""
 
 from __future__ import annotations
 
-import gzip
-import io
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, cast
+from typing import NamedTuple
 
-from ...errors import ConfigurationError
-from .defects import Defect, DefectCount
+from ..defects import Defect, DefectCount
+from ..packed import BYTE_ORDER_MARK, reading
 from .folders import PairFiles
 
 LONGEST_PIECE = 16  # characters of a SentencePiece piece; with more than this per token a line is certainly too long
 MOST_LINE = 2**22  # bytes that are kept of a line: more than any data.max_length allows
 MOST_PIECE = 2**26  # bytes after which a piece ends
-MOST_UNPACKED = 2**28  # bytes after which an archive is judged by how much it has grown
-MOST_GROWTH = 200  # bytes from one packed byte; text grows ten times
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-FOREIGN = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 FOUND = {
     "undecodable": "is not UTF-8",
     "nul": "has a NUL byte",
@@ -58,79 +48,6 @@ class Line(NamedTuple):
     target: str
 
 
-class _Unpacked(io.RawIOBase):
-    """Reads an archive's content, and refuses one that grows as no text does."""
-
-    def __init__(self, archive: BinaryIO, path: Path) -> None:
-        self._archive, self._path, self._read = archive, path, 0
-        self._most = max(MOST_UNPACKED, MOST_GROWTH * path.stat().st_size)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override] # the base class takes any buffer
-        count: int = self._archive.readinto(buffer)  # type: ignore[attr-defined] # both kinds of archive have it
-        self._read += count
-        if self._read > self._most:
-            raise ConfigurationError(
-                f"{self._path} unpacks to more than {MOST_GROWTH} times its size, which no text does: if it is one, "
-                "unpack it yourself"
-            )
-        return count
-
-    def close(self) -> None:
-        self._archive.close()
-        super().close()
-
-
-def open_lines(path: Path) -> BinaryIO:
-    """Opens a file for reading its uncompressed bytes.
-
-    Raises:
-        ConfigurationError: it cannot be opened.
-    """
-    try:
-        if path.suffix == ".gz":
-            return io.BufferedReader(_Unpacked(cast(BinaryIO, gzip.open(path, "rb")), path), 1 << 20)
-        if path.suffix == ".zst":
-            import zstandard
-
-            reader = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True, closefd=True)
-            return io.BufferedReader(_Unpacked(cast(BinaryIO, reader), path), 1 << 20)
-        return path.open("rb")
-    except OSError as error:
-        raise ConfigurationError(f"{path}: cannot be read ({error})") from error
-
-
-@contextmanager
-def _read(path: Path) -> Iterator[BinaryIO]:
-    """Yields the opened file.
-
-    Raises:
-        ConfigurationError: it cannot be opened or unpacked.
-    """
-    with open_lines(path) as file:
-        try:
-            yield file
-        except ConfigurationError:
-            raise
-        except Exception as error:  # a torn archive raises OSError, EOFError, zlib.error or zstandard.ZstdError
-            raise ConfigurationError(f"{path}: cannot be unpacked ({error}): the file is torn or no archive") from error
-
-
-def check_encoding(path: Path) -> None:
-    """Raises ConfigurationError for an empty file, and for one that begins as UTF-16 or UTF-32 text."""
-    with _read(path) as file:
-        start = file.read(4096)
-    if not start:
-        raise ConfigurationError(f"{path} is empty: put its text there, or remove the files of this language")
-    encoding = next((name for mark, name in FOREIGN.items() if start.startswith(mark)), None)
-    if encoding is None and 4 * start.count(0) > len(start):  # without a mark, half of the bytes of Latin letters
-        encoding = "UTF-16"
-    if encoding is not None:
-        raise ConfigurationError(f"{path} is {encoding} text, not UTF-8: iconv -f {encoding} -t UTF-8 converts it")
-
-
 def read_pieces(files: PairFiles, size: int) -> Iterator[Piece]:
     """Yields the lines in pieces, up to the end of the shorter file. Only "\\n" ends a line.
 
@@ -158,7 +75,7 @@ def _take(rows: Iterator[tuple[bytes, ...]], size: int) -> list[tuple[bytes, ...
 
 def _lines(path: Path) -> Iterator[bytes]:
     """Yields the lines; of a very long one its first `MOST_LINE` bytes, without half a character."""
-    with _read(path) as file:
+    with reading(path) as file:
         while line := file.readline(MOST_LINE):
             if len(line) == MOST_LINE and not line.endswith(b"\n"):
                 while (rest := file.readline(MOST_LINE)) and not rest.endswith(b"\n"):
@@ -170,7 +87,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 def count_lines(path: Path) -> int:
     """Returns the number of lines of a file; a last one without a line feed counts."""
     count, last = 0, b"\n"
-    with _read(path) as file:
+    with reading(path) as file:
         while block := file.read(1 << 20):
             count += block.count(b"\n")
             last = block[-1:]

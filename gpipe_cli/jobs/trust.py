@@ -27,6 +27,7 @@ OURS = frozenset(
         "gpipe_cli.data.images.source.ImageSource",
         "gpipe_cli.data.parallel.source.ParallelTextSource",
         "gpipe_cli.data.cldr.text.TextSource",
+        "gpipe_cli.data.text.source.TextFilesSource",
         "gpipe_cli.data.cldr.source.TranslationSource",
         "gpipe_cli.tasks.classification.ClassificationTask",
         "gpipe_cli.tasks.language_model.LanguageModelTask",

@@ -239,7 +239,7 @@ def test_next_ids_are_the_ids_one_place_later(cache: str) -> None:
 
 def test_every_block_comes_once_per_epoch(cache: str) -> None:
     source = text(cache, batch_size=1)
-    blocks = source._blocks
+    blocks = source._count()
     seen = Counter(str(rows(batch)) for batch in first(source.train(None, 1, 0, 1), 2 * blocks))
     assert set(seen.values()) == {2}
 

@@ -13,7 +13,7 @@ import parallel_folder
 import pytest
 from inline_run import train_inline
 
-from gpipe_cli.data.parallel.defects import KINDS, check_policy
+from gpipe_cli.data.defects import KINDS, check_policy
 from gpipe_cli.data.parallel.folders import find_pairs
 from gpipe_cli.data.parallel.source import ParallelTextSource
 from gpipe_cli.data.source import no_report
@@ -112,7 +112,7 @@ def test_pair_and_languages_together_are_refused(tmp_path: Path) -> None:
 def test_a_root_without_text_says_what_was_expected(root: str | None, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     parallel_folder.write(tmp_path / "unknown" / "corpus.txt", ["a line"])
-    with pytest.raises(ConfigurationError, match=r"data\.root.*xx-en/opus\.xx-en-train\.xx.*train\.tsv.*\.gz or \.zst"):
+    with pytest.raises(ConfigurationError, match=r"data\.root.*xx-en/opus\.xx-en-train\.xx.*train\.tsv.*\.gz, \.zst"):
         find_pairs(None if root is None else str(tmp_path / root), None, "en")
 
 
@@ -318,7 +318,7 @@ def test_an_archive_that_grows_as_no_text_does_is_refused(
 ) -> None:
     root = parallel_folder.plain(tmp_path / "text", ending)
     parallel_folder.write(root / f"train.de{ending}", ["a" * 2**22] * 4)
-    monkeypatch.setattr("gpipe_cli.data.parallel.text_files.MOST_UNPACKED", 2**20)
+    monkeypatch.setattr("gpipe_cli.data.packed.MOST_UNPACKED", 2**20)
     assert f"{root}/train.de{ending} unpacks to more than 200 times its size" in refusal(root)
 
 

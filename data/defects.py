@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...errors import ConfigurationError
+from ..errors import ConfigurationError
 
 KINDS = {
     "misaligned": "files of a pair with different numbers of lines; dropped: the whole pair of files",
     "undecodable": "a line that is not UTF-8",
     "nul": "a line with a NUL byte",
-    "malformed": "a line of a TSV file without exactly one tab",
-    "empty": "an empty line on a side",
-    "too_long": "more tokens on a side than data.max_length",
+    "malformed": "a line of a TSV file without exactly one tab; a line of JSON without the text",
+    "empty": "a line that is empty on a side; an empty text in a line of JSON",
+    "too_long": "more tokens on a side than data.max_length; a line of plain text of many megabytes",
     "byte_order_mark": "a line that begins with a byte order mark; dropped: the mark alone",
     "held_out": "a training pair that is in the dev or test set of its language, too",
     "copied": "a training pair whose source equals its target",
     "no_dev": "a language without a dev set; dropped: trained on, never evaluated",
 }
+OF_TEXT = ("undecodable", "nul", "malformed", "empty", "too_long", "byte_order_mark")  # kinds in text of one side
 KEEPABLE = ("held_out", "copied")  # kinds of pairs that can be trained on
 DEFAULTS = {**dict.fromkeys(KINDS, "drop"), "misaligned": "refuse", "copied": "keep"}
 EXAMPLES = 20  # of each kind and language, listed in defects.json
@@ -41,19 +42,21 @@ class Defect:
         return f"{place}: {self.found}"
 
 
-def check_policy(on_defect: str | Mapping[str, str]) -> dict[str, str]:
+def check_policy(on_defect: str | Mapping[str, str], kinds: Collection[str] = tuple(KINDS)) -> dict[str, str]:
     """Returns "drop", "keep" or "refuse" for each kind of defect, from the key `data.on_defect`.
 
     Args:
         on_defect: one word for all kinds, or a word for each; `DEFAULTS` holds the others.
+        kinds: those that a text of this sort can have.
 
     Raises:
         ConfigurationError: a kind or word is unknown.
     """
-    policy = dict.fromkeys(KINDS, on_defect) if isinstance(on_defect, str) else {**DEFAULTS, **on_defect}
+    defaults = {kind: DEFAULTS[kind] for kind in kinds}
+    policy = dict.fromkeys(kinds, on_defect) if isinstance(on_defect, str) else {**defaults, **on_defect}
     for kind, word in policy.items():
-        if kind not in KINDS:
-            raise ConfigurationError(f"data.on_defect.{kind}: there are only {', '.join(KINDS)}")
+        if kind not in kinds:
+            raise ConfigurationError(f"data.on_defect.{kind}: there are only {', '.join(kinds)}")
         words = ("drop", "keep", "refuse") if kind in KEEPABLE else ("drop", "refuse")
         if word not in words:
             raise ConfigurationError(f"data.on_defect.{kind}={word}: use {' or '.join(words)}")

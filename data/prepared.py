@@ -1,0 +1,52 @@
+"""Makes a prepared text in the cache, in one process at a time; the others wait for it."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..cpu import usable_cores
+from .source import Report, cache_folder, writing_cache
+
+WORK = "work"  # folder of the intermediate files, in a folder that is being made
+SMALL_BYTES = 4 * 2**20  # text that one process prepares before others have started
+
+
+def prepared_folder(cache_dir: str | None, name: str, make: Callable[[Path], None], report: Report) -> Path:
+    """Returns a folder of the cache; calls `make` first, which puts it there as a whole, if it is not there.
+
+    Raises:
+        DiskError: the cache cannot be written.
+    """
+    cache = cache_folder(cache_dir)
+    folder = cache / name
+    if not folder.is_dir():
+        with writing_cache(cache):
+            cache.mkdir(parents=True, exist_ok=True)
+            lock = (cache / f".{name}.lock").open("w")
+        with writing_cache(cache), lock, _locked(lock.fileno(), name, report):
+            if not folder.is_dir():
+                make(folder)
+    shutil.rmtree(folder / WORK, ignore_errors=True)
+    return folder
+
+
+def worker_count(files: Sequence[Path], workers: int | None) -> int:
+    """Returns the number of processes that prepare these files: as many as asked for, else one per core."""
+    return workers or (1 if sum(file.stat().st_size for file in files) < SMALL_BYTES else usable_cores())
+
+
+@contextmanager
+def _locked(file: int, name: str, report: Report) -> Iterator[None]:
+    """Allows one preparation at a time; the lock ends with the process."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        report(f"text: waiting for another process that prepares {name}", 0, 0)
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError:  # a file system without locks, where two preparations at once would disturb each other
+        report(f"text: the file system of {name} has no locks: prepare one run at a time", 0, 0)
+    yield

@@ -1,0 +1,96 @@
+"""Divides pieces of text into documents, and finds the lines that cannot be used."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from ..defects import Defect, DefectCount
+from ..packed import BYTE_ORDER_MARK
+from . import files
+from .files import TextPiece, is_json
+
+MOST_DOCUMENT = 2**20  # characters of a document of plain text; a longer one is divided
+TEXT = "text"  # stands for the language in `Defect`
+Ends = Literal["blank_line", "line"]
+SEPARATORS = {"blank_line": (b"\n\n", b"\n"), "line": (b"\n",)}
+
+
+class Document(NamedTuple):
+    """Holds a text, and the number of its first line."""
+
+    line: int
+    text: str
+
+
+def documents(piece: TextPiece, ends: str, key: str, defects: DefectCount) -> Iterator[Document]:
+    """Yields the documents of a piece.
+
+    Args:
+        ends: what ends a document of plain text, see `Ends`. A line of JSON is a document.
+        key: of the text in a line of JSON.
+        defects: gets what cannot be used.
+    """
+    if is_json(piece.file):
+        for line in _lines(piece, defects):
+            text = _text_of(line, key)
+            if line.text and isinstance(text, str) and text.strip():
+                yield Document(line.line, text)
+            elif line.text:
+                kind, found = ("empty", "has an empty text") if isinstance(text, str) else ("malformed", text[0])
+                defects.add(_defect(piece, line.line, kind, found))
+        return
+    held, size, first = list[str](), 0, piece.first
+    for number, line_text in _lines(piece, defects):
+        if held and (not line_text or ends == "line" or size + len(line_text) > MOST_DOCUMENT):
+            yield Document(first, "\n".join(held))
+            held, size = [], 0
+        if line_text:
+            first = first if held else number
+            held.append(line_text)
+            size += len(line_text) + 1
+    if held:
+        yield Document(first, "\n".join(held))
+
+
+def _lines(piece: TextPiece, defects: DefectCount) -> Iterator[Document]:
+    """Yields the lines that can be read, without blanks at their ends."""
+    for number, line in enumerate(piece.content.split(b"\n"), start=piece.first):
+        if number == 1 and line.startswith(BYTE_ORDER_MARK):
+            line = line.removeprefix(BYTE_ORDER_MARK)
+            defects.add(_defect(piece, number, "byte_order_mark", "begins with a byte order mark"))
+        if len(line) > files.MOST_LINE:
+            defects.add(_defect(piece, number, "too_long", f"has more than {files.MOST_LINE:,} bytes"))
+            continue
+        try:
+            text = line.decode().rstrip()
+        except UnicodeDecodeError:
+            defects.add(_defect(piece, number, "undecodable", "is not UTF-8"))
+            continue
+        if "\0" in text:
+            defects.add(_defect(piece, number, "nul", "has a NUL byte"))
+            continue
+        yield Document(number, text)
+
+
+def _text_of(line: Document, key: str) -> str | tuple[str]:
+    """Returns the text in a line of JSON, or a tuple with what is wrong with the line."""
+    try:
+        content = json.loads(line.text) if line.text else None
+    except (ValueError, RecursionError) as error:
+        return (f"is no JSON ({error})",)
+    if not isinstance(content, dict):
+        return ("is no JSON object",)
+    if not isinstance(content.get(key), str):
+        known = ", ".join(name for name, value in content.items() if isinstance(value, str))
+        return (f"has no text under {key!r} (data.json_key), only under: {known or 'nothing'}",)
+    try:
+        content[key].encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can write
+        return (f"has half of a character under {key!r}",)
+    return str(content[key])
+
+
+def _defect(piece: TextPiece, line: int, kind: str, found: str) -> Defect:
+    return Defect(kind, TEXT, str(piece.file), line, found)

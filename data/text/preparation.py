@@ -1,0 +1,244 @@
+"""Makes the store of a text, with several processes; continues where a killed preparation stopped.
+
+A vocabulary is trained on a sample, or a tokenizer.json is copied; pieces of the files become ids, each in files of its
+own. All of this happens in `<store>.partial` in the cache, which becomes the store at the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...errors import ConfigurationError
+from ..defects import DefectCount, Ledger
+from ..prepared import WORK
+from ..sampling import EvenSample
+from ..source import Report
+from ..store import DEFECTS, publish, whole_file
+from ..vocabulary import Vocabulary, cached_vocabulary
+from ..workers import Workers
+from .documents import SEPARATORS, TEXT, Document, documents
+from .files import TextPiece, check_text, read_text
+from .store import FORMAT, SENTENCEPIECE, SPLITS, TOKENIZER, open_vocabulary
+
+LONGEST_SAMPLE = 1_000  # characters; SentencePiece leaves out texts of more than 4,192 bytes
+
+
+@dataclass(frozen=True)
+class TextForm:
+    """Holds all that decides the bytes of a store, besides the text.
+
+    Attributes:
+        document, json_key: see `documents`.
+        held_out: share of the documents that are held out; 0: none.
+        seed: of their draw.
+        tokenizer: a tokenizer.json; None: SentencePiece is trained.
+        end_token: see `TokenizerFile`.
+        vocabulary: pieces of the SentencePiece model.
+        character_coverage, smaller: see `train_vocabulary`.
+        samples: texts of at most `LONGEST_SAMPLE` characters given to SentencePiece.
+        piece: bytes of text that one process takes at a time.
+    """
+
+    document: str
+    json_key: str
+    held_out: float
+    seed: int
+    tokenizer: str | None
+    end_token: str | None
+    vocabulary: int
+    character_coverage: float
+    smaller: bool
+    samples: int
+    piece: int
+
+    def holds_out(self, text: str) -> bool:
+        """Returns whether a document is held out: a function of its text and the seed."""
+        digest = hashlib.blake2b(text.encode(), digest_size=8, key=self.seed.to_bytes(8, "little")).digest()
+        return int.from_bytes(digest, "little") < self.held_out * 2**64
+
+
+class TextPreparation:
+    """Makes one store; each step leaves files from which the next run sees that it is done.
+
+    Args:
+        files: to train on; a share of their documents is held out.
+        held_out: files that are held out as a whole.
+        policy: what is done about each kind of defect.
+        folder: of the finished store.
+        workers: number of processes.
+    """
+
+    def __init__(
+        self,
+        form: TextForm,
+        files: Sequence[Path],
+        held_out: Sequence[Path],
+        policy: Mapping[str, str],
+        folder: Path,
+        workers: int,
+        report: Report,
+    ) -> None:
+        self._form, self._files, self._held_out = form, files, held_out
+        self._folder, self._report = folder, report
+        self._draft = folder.with_name(f"{folder.name}.partial")
+        self._ledger = Ledger(policy)
+        self._workers = workers
+
+    def run(self) -> None:
+        """Does all steps that are not done yet.
+
+        Raises:
+            ConfigurationError: a file or a defect is refused, or no vocabulary of this size can be trained.
+        """
+        (self._draft / WORK).mkdir(parents=True, exist_ok=True)
+        for file in (*self._files, *self._held_out):
+            check_text(file)
+        with Workers(self._workers) as workers:
+            if self._form.tokenizer is not None:
+                with whole_file(self._draft / TOKENIZER) as draft:
+                    shutil.copyfile(Path(self._form.tokenizer).expanduser(), draft)
+            elif not (self._draft / SENTENCEPIECE).exists():
+                self._train_vocabulary(workers)
+            pieces = self._encode(workers)
+        self._finish(pieces)
+
+    def _train_vocabulary(self, workers: Workers) -> None:
+        form, texts = self._form, list[str]()
+        for done, sample in enumerate(workers.map(sample_texts, self._sample_jobs())):
+            self._report("text: reading it for the vocabulary", done, len(self._files))
+            texts += sample
+        self._report("text: vocabulary", 0, 0)
+        count = min(len(texts), form.samples)
+        if not count:
+            raise ConfigurationError(f"{self._files[0].parent}: no line of the text can be used for training")
+        texts = [texts[i * len(texts) // count] for i in range(count)]
+        arguments = (form.vocabulary, form.character_coverage, "vocabulary", form.smaller)
+        (self._draft / SENTENCEPIECE).write_bytes(cached_vocabulary(self._folder.parent, texts, *arguments))
+
+    def _sample_jobs(self) -> Iterator[SampleJob]:
+        """Yields the jobs; a file's sample is twice its share of the texts, judged by its size."""
+        sizes = [file.stat().st_size for file in self._files]
+        for number, (file, size) in enumerate(zip(self._files, sizes, strict=True)):
+            wanted = min(int(2 * size / sum(sizes) * self._form.samples) + 1, self._form.samples)
+            yield SampleJob(file, wanted, self._form, self._draft / WORK / f"sample-{number:05}.json")
+
+    def _encode(self, workers: Workers) -> list[dict[str, Any]]:
+        """Makes the ids of all pieces; returns their descriptions."""
+        pieces, tokens = [], 0
+        for piece in workers.map(encode_piece, self._encode_jobs()):
+            self._ledger.add(TEXT, DefectCount.from_json(piece.pop("found")))
+            pieces.append(piece)
+            tokens += sum(piece[split] for split in SPLITS)
+            self._report("text: tokens", tokens, 0)
+        return pieces
+
+    def _encode_jobs(self) -> Iterator[PieceJob]:
+        own, form = len(self._files), self._form
+        for number, file in enumerate((*self._files, *self._held_out)):
+            of_file = form if number < own else replace(form, held_out=1.0)
+            for piece in read_text(file, form.piece, SEPARATORS[form.document]):
+                job = PieceJob(piece, of_file, self._draft, f"{number:05}-{piece.number:05}")
+                yield replace(job, piece=piece._replace(content=b"")) if job.result.exists() else job
+
+    def _finish(self, pieces: list[dict[str, Any]]) -> None:
+        found = self._ledger.as_json(sum(piece["documents"] for piece in pieces))
+        (self._draft / DEFECTS).write_text(json.dumps(found, indent=1, ensure_ascii=False), encoding="utf-8")
+        made_of = {key: value for key, value in asdict(self._form).items() if key != "tokenizer"}
+        content = {"format": FORMAT, "end_token": self._form.end_token, "made_of": made_of, "pieces": pieces}
+        with whole_file(self._draft / "store.json") as draft:
+            draft.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
+        publish(self._draft, self._folder)
+        tokens = sum(piece[split] for piece in pieces for split in SPLITS)
+        self._report("text: tokens", tokens, tokens)
+
+
+# -- in the processes --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SampleJob:
+    """Describes a file of which to take an even sample; `out`: the sample's file."""
+
+    file: Path
+    wanted: int
+    form: TextForm
+    out: Path
+
+
+def sample_texts(job: SampleJob) -> list[str]:
+    """Returns an even sample of the texts that are trained on, in slices of at most `LONGEST_SAMPLE` characters."""
+    if not job.out.exists():
+        sample, form = EvenSample[str](job.wanted), job.form
+        for piece in read_text(job.file, form.piece, SEPARATORS[form.document]):
+            for document in documents(piece, form.document, form.json_key, DefectCount()):
+                starts = range(0, len(document.text), LONGEST_SAMPLE)
+                chosen = sample.places(len(starts))
+                if len(chosen) and not form.holds_out(document.text):
+                    for place in chosen:
+                        sample.keep(place, document.text[starts[place] : starts[place] + LONGEST_SAMPLE])
+                sample.go_on(len(starts))
+        with whole_file(job.out) as draft:
+            draft.write_text(json.dumps(sample.items), encoding="utf-8")
+    texts: list[str] = json.loads(job.out.read_text(encoding="utf-8"))
+    return texts
+
+
+@dataclass(frozen=True)
+class PieceJob:
+    """Describes a piece of text to encode; `folder`: of the store, `name`: of the piece's files."""
+
+    piece: TextPiece
+    form: TextForm
+    folder: Path
+    name: str
+    result: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "result", self.folder / WORK / f"{self.name}.json")
+
+
+def encode_piece(job: PieceJob) -> dict[str, Any]:
+    """Writes the ids of a piece's documents; returns its description, with the defects under "found"."""
+    if not job.result.exists():
+        form, found = job.form, DefectCount()
+        texts = list(documents(job.piece, form.document, form.json_key, found))
+        held_out = [form.holds_out(document.text) for document in texts]
+        content: dict[str, Any] = {"name": job.name, "documents": len(texts)}
+        for split, wanted in zip(SPLITS, (False, True), strict=True):
+            chosen = [document for document, is_out in zip(texts, held_out, strict=True) if is_out == wanted]
+            tokens = _tokens(chosen, job)
+            with whole_file(job.folder / f"{job.name}.{split}.npy") as draft, draft.open("wb") as file:
+                np.save(file, tokens)
+            content |= {split: len(tokens)}
+            if split == "train":
+                content |= {"digest": hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest()}
+        with whole_file(job.result) as draft:
+            draft.write_text(json.dumps({**content, "found": found.as_json()}, ensure_ascii=False), encoding="utf-8")
+    described: dict[str, Any] = json.loads(job.result.read_text(encoding="utf-8"))
+    return described
+
+
+def _tokens(texts: Sequence[Document], job: PieceJob) -> np.ndarray[Any, Any]:
+    """Returns the ids of each document and an end token."""
+    vocabulary = _opened(job.folder, job.form.end_token)
+    ids = vocabulary.encode([document.text for document in texts], threads=1)
+    count = sum(map(len, ids)) + len(ids)
+    kind = np.uint32 if len(vocabulary) > 65_536 else np.uint16
+    return np.fromiter(chain.from_iterable((*of, vocabulary.eos_id) for of in ids), kind, count)
+
+
+@lru_cache(maxsize=2)
+def _opened(folder: Path, end_token: str | None) -> Vocabulary | Any:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
+    return open_vocabulary(folder, end_token)

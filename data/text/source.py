@@ -1,0 +1,206 @@
+"""Yields windows of your own text, for language models: `data=text data.root=FOLDER`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import sentencepiece
+
+from ...errors import ConfigurationError
+from ..defects import OF_TEXT, Defect, check_policy, in_words, refuse
+from ..prepared import prepared_folder, worker_count
+from ..source import Report, check_limits
+from ..store import DEFECTS, whole_file
+from ..tokenizer import TokenizerFile
+from ..vocabulary import BOS, smaller_notice
+from ..windows import TokenSequence, WindowSource
+from .documents import SEPARATORS
+from .files import find_texts
+from .preparation import TextForm, TextPreparation
+from .store import FORMAT, TextStore, vocabulary_file
+
+log = logging.getLogger(__name__)
+
+PIECE = 2**24  # bytes of text that one process takes at a time
+
+
+class TextFilesSource(WindowSource):
+    """Reads text files, as one sequence of documents with an end token after each.
+
+    Args:
+        root: a file or a folder, see `files.KINDS`.
+        document: what ends a document of plain text: "blank_line" or "line". A line of JSON is a document.
+        json_key: of the text in a line of JSON.
+        held_out: share of the documents that are held out, drawn by a hash of each.
+        evaluation_root: a file or folder that is held out, in place of a share of `root`.
+        tokenizer: a tokenizer.json; None: a SentencePiece vocabulary is trained on the text.
+        end_token: the text of the tokenizer's token that ends a document; None: found by its usual names.
+        vocabulary: pieces of the SentencePiece vocabulary, or the most ids that a tokenizer may have.
+        smaller_vocabulary: where the text supports fewer pieces, the vocabulary has fewer; else it is refused.
+        character_coverage: share of the text's characters that get pieces of their own.
+        vocabulary_samples: texts of at most 1,000 characters that the vocabulary is trained on.
+        on_defect: drop or refuse, one word for all kinds of defect or a word for each (`defects.OF_TEXT`).
+        preparation_workers: processes that prepare the text; None: one per core.
+        sequence_length, batch_size, seed, pad_id, evaluation_windows: see `WindowSource`.
+        corpus_seed: of the draw of held-out documents.
+        cache_dir: folder of the store; None: `$GPIPE_CACHE` or `~/.cache/gpipe`.
+
+    Raises:
+        ValueError: a value is outside its limits.
+        ConfigurationError: the tokenizer is missing or has more ids than `vocabulary`.
+    """
+
+    bos_id = BOS
+
+    def __init__(
+        self,
+        root: str | None,
+        document: str = "blank_line",
+        json_key: str = "text",
+        held_out: float = 0.01,
+        evaluation_root: str | None = None,
+        tokenizer: str | None = None,
+        end_token: str | None = None,
+        vocabulary: int = 32_000,
+        smaller_vocabulary: bool = True,
+        character_coverage: float = 0.9995,
+        vocabulary_samples: int = 50_000,
+        on_defect: str | Mapping[str, str] | None = None,
+        preparation_workers: int | None = None,
+        sequence_length: int = 1024,
+        batch_size: int = 32,
+        pad_id: int = -100,
+        evaluation_windows: int | None = 256,
+        corpus_seed: int = 0,
+        seed: int = 0,
+        cache_dir: str | None = None,
+    ) -> None:
+        super().__init__(sequence_length, batch_size, seed, pad_id, evaluation_windows)
+        if document not in SEPARATORS:
+            raise ValueError(f"data.document={document}: use {' or '.join(SEPARATORS)}")
+        check_limits(
+            held_out=(held_out, 0, 0.9),
+            vocabulary=(vocabulary, 8, 2**31),
+            character_coverage=(character_coverage, 0.9, 1.0),
+            vocabulary_samples=(vocabulary_samples, 1, None),
+            preparation_workers=(preparation_workers, 1, None),
+        )
+        self.pad_id, self._vocabulary = pad_id, vocabulary
+        self._root, self._evaluation_root = root, evaluation_root
+        self._policy = check_policy(on_defect or {}, OF_TEXT)
+        self._workers, self._cache_dir = preparation_workers, cache_dir
+        if tokenizer is not None:
+            ids = len(TokenizerFile(Path(tokenizer).expanduser(), end_token))
+            if ids > vocabulary:
+                raise ConfigurationError(
+                    f"data.vocabulary={vocabulary}, but data.tokenizer={tokenizer} has ids up to {ids - 1}: use "
+                    f"data.vocabulary={ids}, which the model reads"
+                )
+        share = held_out if evaluation_root is None else 0.0
+        pieces = (vocabulary, character_coverage, smaller_vocabulary, vocabulary_samples)
+        self.form = TextForm(document, json_key, share, corpus_seed, tokenizer, end_token, *pieces, PIECE)
+        self._store: TextStore | None = None
+
+    def prepare(self, report: Report) -> None:
+        """Makes the store unless it is in the cache, and opens it.
+
+        Raises:
+            ConfigurationError: files are missing or no text, a defect is to be refused, or there is too little text.
+        """
+        files = find_texts(self._root, "data.root")
+        held_out = [] if self._evaluation_root is None else find_texts(self._evaluation_root, "data.evaluation_root")
+
+        def make(folder: Path) -> None:
+            workers = worker_count([*files, *held_out], self._workers)
+            TextPreparation(self.form, files, held_out, self._policy, folder, workers, report).run()
+
+        name = f"text-{_digest(self.form, files, held_out)}"
+        self._store = store = TextStore(prepared_folder(self._cache_dir, name, make, report))
+        self._tell(store)
+        if len(store.train) <= self._length:
+            raise ConfigurationError(
+                f"data.root={self._root} has {len(store.train):,} tokens to train on, less than a window: lower "
+                f"data.sequence_length={self._length}, or give more text"
+            )
+        if len(store.dev) < 2:
+            raise ConfigurationError(
+                f"none of the {self._documents(store):,} documents of data.root={self._root} is held out by "
+                f"data.held_out={self.form.held_out}: raise it, name other text as data.evaluation_root=FILE, or use "
+                "data.document=line if each line is a document"
+            )
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns the ids of each text."""
+        return self._opened.vocabulary.encode(texts)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of the ids up to the first end token."""
+        return self._opened.vocabulary.decode(ids)
+
+    @property
+    def eos_id(self) -> int:
+        """Returns the id of the token that ends a document."""
+        return self._opened.vocabulary.eos_id
+
+    def keep_vocabularies(self, folder: Path) -> None:
+        """Copies what ids mean to a folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        source = vocabulary_file(self._opened.folder)
+        with whole_file(folder / source.name) as draft:
+            shutil.copyfile(source, draft)
+
+    @property
+    def prepared_defects(self) -> dict[str, int]:
+        """Returns how many defects of each kind the text has; these lines are left out."""
+        return self._opened.defects
+
+    def fingerprint(self) -> str:
+        """Returns that of the tokens that are trained on, which the order of reading does not change."""
+        return self._opened.fingerprint()
+
+    @property
+    def _opened(self) -> TextStore:
+        if self._store is None:
+            raise RuntimeError("TextFilesSource: call prepare() before reading")
+        return self._store
+
+    def _training_tokens(self) -> TokenSequence:
+        return self._opened.train
+
+    def _held_out_tokens(self) -> TokenSequence:
+        return self._opened.dev
+
+    def _documents(self, store: TextStore) -> int:
+        return sum(piece["documents"] for piece in store.description["pieces"])
+
+    def _tell(self, store: TextStore) -> None:
+        """Warns of what was left out when the store was made, and of a vocabulary smaller than asked for.
+
+        Raises:
+            ConfigurationError: it was made with defects dropped that are to be refused now.
+        """
+        content = json.loads((store.folder / DEFECTS).read_text(encoding="utf-8"))
+        refuse([Defect(**defect) for defect in content["defects"]], self._policy)
+        if found := in_words(store.defects, self._policy):
+            used = f"{self._documents(store):,} documents are used"
+            log.warning("text: %s: lines: %s; which ones: %s", used, found, store.folder / DEFECTS)
+        if isinstance(store.vocabulary, TokenizerFile):
+            return
+        if notice := smaller_notice("vocabulary", self._vocabulary, store.vocabulary):
+            log.warning("%s", notice)
+
+
+def _digest(form: TextForm, files: Sequence[Path], held_out: Sequence[Path]) -> str:
+    tokenizer = [] if form.tokenizer is None else [Path(form.tokenizer).expanduser()]
+    stats = [
+        [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in group]
+        for group in (files, held_out, tokenizer)
+    ]
+    content = [FORMAT, asdict(form), stats, sentencepiece.__version__]
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,103 @@
+"""Reads a prepared text: token ids in memory-mapped files.
+
+store.json              the pieces and how many tokens of each are trained on and held out; written last
+source.model or tokenizer.json
+defects.json            what was found when the store was made
+<piece>.train.npy, <piece>.dev.npy      uint16 or uint32: the ids of each document and an end token
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..source import fingerprint_of
+from ..store import DEFECTS
+from ..tokenizer import TokenizerFile
+from ..vocabulary import Vocabulary
+
+FORMAT = 1  # raised when the same parameters would give other bytes
+SENTENCEPIECE, TOKENIZER = "source.model", "tokenizer.json"
+SPLITS = ("train", "dev")
+
+
+class TokenFiles:
+    """Holds one long sequence of token ids that lies in several files; each is mapped when it is first read.
+
+    Args:
+        paths: of the files, in order.
+        lengths: tokens of each.
+    """
+
+    def __init__(self, paths: Sequence[Path], lengths: Sequence[int]) -> None:
+        self._paths = paths
+        self._ends = np.cumsum([0, *lengths])
+        self._mapped: dict[int, npt.NDArray[Any]] = {}
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, places: npt.NDArray[np.int64], /) -> npt.NDArray[np.int64]:
+        """Returns the ids at these places."""
+        flat = places.reshape(-1)
+        file_of = np.searchsorted(self._ends, flat, side="right") - 1
+        ids = np.empty(len(flat), np.int64)
+        for number in np.unique(file_of).tolist():
+            mine = file_of == number
+            ids[mine] = self._file(number)[flat[mine] - self._ends[number]]
+        return ids.reshape(places.shape)
+
+    def _file(self, number: int) -> npt.NDArray[Any]:
+        if number not in self._mapped:
+            self._mapped[number] = np.load(self._paths[number], mmap_mode="r")
+        return self._mapped[number]
+
+
+class TextStore:
+    """Opens a prepared text; reads neither the tokens nor, with SentencePiece, anything large.
+
+    Attributes:
+        vocabulary: of the ids.
+        train, dev: the tokens.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.description = json.loads((folder / "store.json").read_text(encoding="utf-8"))
+        self.vocabulary = open_vocabulary(folder, self.description["end_token"])
+        self.train, self.dev = (self._tokens(split) for split in SPLITS)
+
+    def _tokens(self, split: str) -> TokenFiles:
+        counts = {piece["name"]: piece[split] for piece in self.description["pieces"] if piece[split]}
+        return TokenFiles([self.folder / f"{name}.{split}.npy" for name in counts], list(counts.values()))
+
+    @property
+    def defects(self) -> dict[str, int]:
+        """Returns how many defects of each kind were found when the store was made."""
+        content = json.loads((self.folder / DEFECTS).read_text(encoding="utf-8"))
+        return {kind: count for counts in content["counts"].values() for kind, count in counts.items()}
+
+    def fingerprint(self) -> str:
+        """Returns a digest of the vocabulary and of all tokens that are trained on."""
+        digests = json.dumps([piece["digest"] for piece in self.description["pieces"] if piece["train"]]).encode()
+        return fingerprint_of(digests, vocabulary_file(self.folder).read_bytes())
+
+
+def vocabulary_file(folder: Path) -> Path:
+    """Returns the file in a folder that says what ids mean."""
+    return folder / (TOKENIZER if (folder / TOKENIZER).exists() else SENTENCEPIECE)
+
+
+def open_vocabulary(folder: Path, end_token: str | None) -> Vocabulary | TokenizerFile:
+    """Returns the vocabulary of a store.
+
+    Raises:
+        ConfigurationError: it is damaged.
+    """
+    path = vocabulary_file(folder)
+    return TokenizerFile(path, end_token) if path.name == TOKENIZER else Vocabulary.read(path)

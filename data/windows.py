@@ -1,0 +1,124 @@
+"""Yields windows of one long sequence of tokens, for language models.
+
+`cldr.text.TextSource` makes its sequence from CLDR, `text.source.TextFilesSource` from files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .sampling import EpochOrder
+from .source import Batch, check_limits, read_ahead, slices_of_replica, split_evenly
+from .vocabulary import PAD
+
+if TYPE_CHECKING:
+    from ..micro_batch import MicroBatch
+
+Numbers = npt.NDArray[np.int64]
+
+TOGETHER = 2**22  # windows whose order is held in memory, 20 bytes each
+
+
+class TokenSequence(Protocol):
+    """Holds token ids, in memory or in files."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, places: Numbers, /) -> npt.NDArray[Any]:
+        """Returns the ids at these places, an array of the same shape."""
+
+
+class WindowSource:
+    """Yields mini-batches of windows of `sequence_length` tokens; each token is predicted from those before it.
+
+    A micro-batch is `((ids [b, T],), (next_ids [b, T],))`, int64. Every epoch reads all windows in another order. Only
+    the last window of an evaluation has padding. Subclasses give the tokens.
+
+    Args:
+        sequence_length: T, tokens of a window.
+        batch_size: windows of a mini-batch, over all micro-batches and replicas.
+        seed: decides the order of the windows.
+        pad_id: the target in place of padding.
+        evaluation_windows: in `evaluation`, evenly spread over the held-out tokens; None: all.
+
+    Raises:
+        ValueError: a value is outside its limits.
+    """
+
+    def __init__(
+        self,
+        sequence_length: int,
+        batch_size: int,
+        seed: int,
+        pad_id: int = PAD,
+        evaluation_windows: int | None = None,
+    ) -> None:
+        check_limits(
+            sequence_length=(sequence_length, 1, None),
+            batch_size=(batch_size, 1, None),
+            evaluation_windows=(evaluation_windows, 1, None),
+        )
+        self._length, self._batch_size, self._seed = sequence_length, batch_size, seed
+        self._pad_id, self._evaluation_windows = pad_id, evaluation_windows
+
+    def _training_tokens(self) -> TokenSequence:
+        raise NotImplementedError
+
+    def _held_out_tokens(self) -> TokenSequence:
+        raise NotImplementedError
+
+    def typical_micro_batch(self, micro_batches: int, longest: bool) -> tuple[MicroBatch, int]:
+        """Returns a micro-batch on the meta device, without data, and the examples of a mini-batch."""
+        ids = torch.empty(-(-self._batch_size // micro_batches), self._length, dtype=torch.int64, device="meta")
+        return ((ids,), (ids.clone(),)), self._batch_size
+
+    def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
+        """Yields mini-batches without end; a position is `{"batch": n}`, the number of the next one."""
+        slices = slices_of_replica(self._batch_size, M, replica, replicas, "data.batch_size")
+        return read_ahead(self._train((position or {"batch": 0})["batch"], slices))
+
+    def evaluation(self, M: int) -> Iterator[Batch]:
+        """Yields windows of the held-out tokens, one after the other; the last one is filled up with padding."""
+        tokens = self._held_out_tokens()
+        windows = -(-(len(tokens) - 1) // self._length)
+        wanted = windows if self._evaluation_windows is None else min(windows, self._evaluation_windows)
+        for first in range(0, wanted, self._batch_size):
+            chosen = np.arange(first, min(first + self._batch_size, wanted)) * windows // wanted
+            ids, next_ids = self._windows(tokens, chosen)
+            cuts = split_evenly(len(chosen), min(M, len(chosen)))
+            yield Batch([_micro_batch(ids[cut], next_ids[cut]) for cut in cuts], first)
+
+    def epoch(self, position: Any) -> float:
+        """Returns how often the whole text was read up to `position`."""
+        return float((position or {"batch": 0})["batch"] * self._batch_size / self._count())
+
+    def _count(self) -> int:
+        """Returns the number of windows that are trained on."""
+        return (len(self._training_tokens()) - 1) // self._length
+
+    def _train(self, start: int, slices: list[slice]) -> Iterator[Batch]:
+        tokens, windows = self._training_tokens(), self._count()
+        blocks = [min(TOGETHER, windows - first) for first in range(0, windows, TOGETHER)]
+        order = EpochOrder(blocks, (self._seed, "blocks"))
+        for number in count(start):
+            chosen = order.items(number * self._batch_size, (number + 1) * self._batch_size)
+            ids, next_ids = self._windows(tokens, chosen)
+            yield Batch([_micro_batch(ids[cut], next_ids[cut]) for cut in slices], {"batch": number + 1})
+
+    def _windows(self, tokens: TokenSequence, chosen: Numbers) -> tuple[Numbers, Numbers]:
+        """Returns the ids of windows and the ids that follow each; padding where the tokens have ended."""
+        places = chosen[:, None] * self._length + np.arange(self._length + 1)
+        last = len(tokens) - 1
+        ids = tokens[np.minimum(places, last)].astype(np.int64)
+        known = places[:, 1:] <= last
+        return np.where(known, ids[:, :-1], PAD), np.where(known, ids[:, 1:], self._pad_id)
+
+
+def _micro_batch(ids: Numbers, next_ids: Numbers) -> MicroBatch:
+    return (torch.from_numpy(ids),), (torch.from_numpy(next_ids),)

@@ -1,0 +1,270 @@
+"""Your own text: every kind of file gives the same tokens, and every defect is named with its file and line."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import multiprocessing
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+from inline_run import train_inline
+
+from gpipe_cli.data.cldr import pairs as cldr
+from gpipe_cli.data.source import no_report
+from gpipe_cli.data.text.source import TextFilesSource
+from gpipe_cli.errors import ConfigurationError
+
+SMALL: dict[str, Any] = {
+    "vocabulary": 300,
+    "sequence_length": 16,
+    "batch_size": 4,
+    "held_out": 0.1,
+    "character_coverage": 1.0,
+}
+PACK: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".xz": lzma.compress,
+    ".bz2": bz2.compress,
+    ".zst": zstandard.compress,
+}
+
+
+def documents(count: int = 120) -> list[str]:
+    """Returns texts of letters that each vocabulary knows, whichever texts are held out."""
+    texts = [pair.target for pair in cldr.train_pairs("de", 4 * count, seed=0)]
+    letters = Counter(letter for text in texts for letter in set(text))
+    return [text for text in texts if all(letters[letter] > 20 for letter in text)][:count]
+
+
+def write(path: Path, content: str | bytes, packed: str = "") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = content.encode() if isinstance(content, str) else content
+    path = path.with_name(path.name + packed)
+    path.write_bytes(PACK[packed](data))
+    return path
+
+
+def as_json(texts: list[str], key: str = "text") -> str:
+    return "".join(json.dumps({"id": number, key: text}) + "\n" for number, text in enumerate(texts))
+
+
+def source(root: Path, **changes: Any) -> TextFilesSource:
+    made = TextFilesSource(str(root), **{**SMALL, "cache_dir": str(root.parent / "cache"), **changes})
+    made.prepare(no_report)
+    return made
+
+
+def refusal(root: Path, **changes: Any) -> str:
+    with pytest.raises(ConfigurationError) as error:
+        source(root, **changes)
+    return str(error.value)
+
+
+def ids(tokens: Any) -> list[int]:
+    return list(tokens[np.arange(len(tokens))].tolist())
+
+
+def texts_of(made: TextFilesSource, split: str = "train") -> list[str]:
+    """Returns the documents of a store, decoded."""
+    store = made._opened
+    row = np.array(ids(getattr(store, split)))
+    ends = np.flatnonzero(row == store.vocabulary.eos_id) + 1
+    return [store.vocabulary.decode(part.tolist()) for part in np.split(row, ends)[:-1]]
+
+
+def places(made: TextFilesSource) -> list[tuple[str, str, int]]:
+    said = json.loads((made._opened.folder / "defects.json").read_text())
+    return [(one["kind"], Path(one["file"]).name, one["line"]) for one in said["defects"]]
+
+
+# --- what is read
+
+
+@pytest.mark.parametrize("packed", PACK)
+@pytest.mark.parametrize("kind", ["blank_line", "line", "json"])
+def test_every_kind_of_file_gives_the_same_documents(kind: str, packed: str, tmp_path: Path) -> None:
+    wanted = documents()
+    content = {"blank_line": "\n\n".join(wanted), "line": "\r\n".join(wanted), "json": as_json(wanted, "body")}[kind]
+    write(tmp_path / "text" / ("a.jsonl" if kind == "json" else "a.txt"), content, packed)
+    made = source(tmp_path / "text", document="line" if kind == "line" else "blank_line", json_key="body")
+    trained, held_out = texts_of(made), texts_of(made, "dev")
+    assert sorted(trained + held_out) == sorted(wanted) and 2 < len(held_out) < 30
+    assert trained == [text for text in wanted if text in set(trained)]  # in their order
+
+
+def test_a_share_is_held_out_by_content_or_a_file_is_named(tmp_path: Path) -> None:
+    wanted = documents()
+    write(tmp_path / "text" / "b" / "2.txt", "\n\n".join(wanted[60:]))
+    write(tmp_path / "text" / "a.md", "\n\n".join(wanted[:60]))
+    one = write(tmp_path / "one.txt", "\n\n".join(reversed(wanted)))
+    by_hash = source(tmp_path / "text")
+    assert set(texts_of(by_hash, "dev")) == set(texts_of(source(one), "dev"))
+    assert set(texts_of(by_hash, "dev")) != set(texts_of(source(one, corpus_seed=1), "dev"))
+    named = source(tmp_path / "text" / "b", evaluation_root=str(tmp_path / "text" / "a.md"))
+    assert texts_of(named) == wanted[60:] and len(texts_of(named, "dev")) == 60
+
+
+def test_windows_follow_the_text_and_each_comes_once_an_epoch(tmp_path: Path) -> None:
+    made = source(write(tmp_path / "text.txt", "\n\n".join(documents())), sequence_length=8)
+    row, windows = ids(made._opened.train), made._count()
+    batches = list(islice(made.train(None, 2, 0, 1), -(-windows // 4)))
+    pairs = [pair for batch in batches for pair in batch.micro_batches]
+    seen = [[*i, t[-1]] for (x,), (y,) in pairs for i, t in zip(x.tolist(), y.tolist(), strict=True)][:windows]
+    assert sorted(seen) == sorted(row[first : first + 9] for first in range(0, 8 * windows, 8))
+    assert seen != [row[first : first + 9] for first in range(0, 8 * windows, 8)]
+    halves = [next(made.train(batches[4].position, 1, replica, 2)).micro_batches[0] for replica in (0, 1)]
+    assert [x.tolist() for (x,), _ in halves] == [x.tolist() for (x,), _ in batches[5].micro_batches]
+
+
+def test_an_evaluation_reads_the_held_out_text_once_or_a_share_of_it(tmp_path: Path) -> None:
+    root = write(tmp_path / "text.txt", "\n\n".join(documents()))
+    made = source(root, sequence_length=8, evaluation_windows=None)
+    targets = np.concatenate([t[0].numpy().reshape(-1) for batch in made.evaluation(3) for _, t in batch.micro_batches])
+    assert targets[targets != -100].tolist() == ids(made._opened.dev)[1:] and (targets == -100).sum() < 8
+    fewer = source(root, sequence_length=8, evaluation_windows=5)
+    assert sum(len(t[0]) for batch in fewer.evaluation(3) for _, t in batch.micro_batches) == 5
+
+
+# --- the same bytes by any number of processes, also after a kill
+
+
+def store_bytes(made: TextFilesSource) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in made._opened.folder.iterdir()}
+
+
+def prepare_and_die(root: Path, changes: dict[str, Any]) -> None:
+    """Ends as a killed process does, after the tokens of three pieces."""
+    reports = []
+
+    def report(text: str, done: int, total: int) -> None:
+        reports.append(text)
+        if reports.count("text: tokens") == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    TextFilesSource(str(root), **changes).prepare(report)
+
+
+def test_processes_and_kills_change_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "text" / "a.txt", "\n\n".join(documents(80)))
+    write(tmp_path / "text" / "b.jsonl", as_json(documents(120)[80:]), ".gz")
+    monkeypatch.setattr("gpipe_cli.data.text.source.PIECE", 500)
+    wanted = store_bytes(source(tmp_path / "text", preparation_workers=1))
+    assert len(wanted) > 20
+    assert store_bytes(source(tmp_path / "text", preparation_workers=2, cache_dir=str(tmp_path / "two"))) == wanted
+    changes = {**SMALL, "cache_dir": str(tmp_path / "killed"), "preparation_workers": 1}
+    process = multiprocessing.get_context("fork").Process(target=prepare_and_die, args=(tmp_path / "text", changes))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    (left,) = (tmp_path / "killed").glob("*.partial")
+    before = {path.name: path.stat().st_mtime_ns for path in left.glob("*.train.npy")}
+    made = source(tmp_path / "text", **changes)
+    assert store_bytes(made) == wanted and len(before) >= 3
+    assert {name: (made._opened.folder / name).stat().st_mtime_ns for name in before} == before
+
+
+# --- what cannot be used
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "line"),
+    [
+        ("undecodable", "a.txt", b"caf\xe9"),
+        ("nul", "a.txt", b"a\0b"),
+        ("malformed", "a.jsonl", b'{"text": "torn'),
+        ("malformed", "a.jsonl", b'["text"]'),
+        ("malformed", "a.jsonl", b'{"body": "elsewhere"}'),
+        ("malformed", "a.jsonl", b'{"text": "\\ud83d"}'),
+        ("empty", "a.jsonl", b'{"text": " "}'),
+        ("too_long", "a.txt", b"x" * 5000),
+    ],
+)
+def test_a_bad_line_is_dropped_counted_and_named_or_refused(
+    kind: str, file: str, line: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpipe_cli.data.text.files.MOST_LINE", 4000)
+    monkeypatch.setattr("gpipe_cli.data.text.source.PIECE", 1000)
+    good = "\n".join(documents()).encode() if file == "a.txt" else as_json(documents()).encode().rstrip(b"\n")
+    root = write(tmp_path / "text" / file, b"\n".join([good, line, good])).parent
+    made = source(root, document="line", preparation_workers=1)
+    assert places(made) == [(kind, file, 121)] and made.prepared_defects == {kind: 1}
+    assert len(texts_of(made)) + len(texts_of(made, "dev")) == 240
+    said = refusal(root, document="line", on_defect={kind: "refuse"})
+    assert f"{file}, line 121: " in said and f"data.on_defect.{kind}=drop" in said
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "a.txt is empty"),
+        (bytes(range(256)) * 40, "a.txt is no text in UTF-8 (line 2, for example)"),
+        ("Füße, Bäume, Häuser, Öl und Übel\n".encode("latin-1") * 50, "iconv -f LATIN1 -t UTF-8"),
+        ("text\n".encode("utf-16") * 50, "a.txt is UTF-16 text"),
+        (gzip.compress(b"words " * 99)[:-9], "a.txt.gz: cannot be unpacked"),
+    ],
+    ids=["empty", "binary", "latin-1", "utf-16", "torn"],
+)
+def test_a_file_that_is_no_text_is_refused_by_its_name(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "text" / ("a.txt.gz" if "gz" in message else "a.txt")
+    write(path, content)
+    assert message in refusal(tmp_path / "text")
+
+
+def test_a_wrong_place_or_too_little_text_says_what_to_type(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "text" / "a.txt", "\n".join(documents()))
+    write(tmp_path / "twice" / "a.txt", "a")
+    write(tmp_path / "twice" / "a.txt", "a", ".gz")
+    assert "data.root=" in refusal(tmp_path / "empty") and ".jsonl" in refusal(tmp_path / "empty")
+    assert "there is no such file" in refusal(tmp_path / "nowhere")
+    assert "are one text twice" in refusal(tmp_path / "twice")
+    assert "data.document=line" in refusal(tmp_path / "text", held_out=0.0)
+    assert "lower data.sequence_length=100000" in refusal(tmp_path / "text", document="line", sequence_length=100_000)
+
+
+# --- training
+
+
+def test_it_trains_a_language_model_by_one_command_and_keeps_what_ids_mean(tmp_path: Path) -> None:
+    root = write(tmp_path / "text.txt", "\n\n".join(documents()))
+    words = ["debug=tiny", "model=transformer_lm", "data=text", f"data.root={root}", "trainer.steps=1"]
+    words += ["model.L=1", "trainer.evaluate_first=false", "data.evaluation_windows=4"]
+    losses = []
+    for K in (1, 3):
+        run = tmp_path / f"run{K}"
+        more = [f"data.cache_dir={tmp_path}/cache", f"pipeline.K={K}", "data.held_out=0.1"]
+        losses.append(train_inline(run, *words, *more)[0]["loss"])
+        assert (run / "vocabulary" / "source.model").is_file()
+    assert losses[0] == losses[1] > 0
+
+
+def test_a_tokenizer_json_gives_its_ids(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    two_lines = [f"{text}\n{text}" for text in documents()]
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer, made.decoder = tokenizers.pre_tokenizers.ByteLevel(False), tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>", "<pad>"])
+    made.train_from_iterator(two_lines, trainer)
+    made.save(str(tmp_path / "tokenizer.json"))
+    root = write(tmp_path / "text" / "a.jsonl", as_json(two_lines)).parent
+    ours = source(root, tokenizer=str(tmp_path / "tokenizer.json"))
+    assert sorted(texts_of(ours) + texts_of(ours, "dev")) == sorted(two_lines) and ours.eos_id == 0
+    ours.keep_vocabularies(tmp_path / "kept")
+    assert (tmp_path / "kept" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
+    with pytest.raises(ConfigurationError, match=r"has no token <end>.*its special tokens: <\|endoftext\|>, <pad>"):
+        source(root, tokenizer=str(tmp_path / "tokenizer.json"), end_token="<end>")
+    with pytest.raises(ConfigurationError, match=r"use data\.vocabulary=\d+"):
+        source(root, tokenizer=str(tmp_path / "tokenizer.json"), vocabulary=100)
+    assert "is no tokenizer.json" in refusal(root, tokenizer=str(root / "a.jsonl"))
