@@ -12,7 +12,7 @@ import lzma
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from ..errors import ConfigurationError
 
@@ -21,7 +21,7 @@ MOST_GROWTH = 200  # bytes from one packed byte; text grows ten times
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 FOREIGN = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 PACKED = (".gz", ".zst", ".xz", ".bz2")
-OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 
 
 class _Unpacked(io.RawIOBase):
