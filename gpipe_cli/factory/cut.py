@@ -11,7 +11,7 @@ from ..distributed.world import World
 from ..errors import ConfigurationError
 from ..layers import LayerBuilder
 from ..micro_batch import MicroBatch
-from ..partition.cost import LayerCost, layer_costs
+from ..partition.cost import LayerCost, keep_shapes_that_depend_on_values_together, layer_costs
 from ..partition.fake_layers import CostError, TooFewExamples
 from ..partition.partition import PartitionError, cell_costs, cell_layers, partition, placement
 from ..partition.ties import Ties, find_ties
@@ -49,12 +49,14 @@ def cut_model(
     workers: int,
     example: MicroBatch,
     profile: Callable[[], list[LayerCost]] | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Cut:
     """Computes costs, partition and placement.
 
     Args:
         example: a micro-batch; only its shapes matter.
         profile: returns the costs for `pipeline.cost=profile`; None: they are measured now and not kept.
+        say: receives one line about layers that were counted on random values, and one about places without a cut.
 
     Raises:
         ConfigurationError: more cells than layers, sizes that do not add up, or weights shared across a cut.
@@ -65,11 +67,31 @@ def cut_model(
             costs = profile()
         else:
             costs = layer_costs(builders, example[0], config.cost)
+        if config.cost != "flops" and config.K > 1:
+            costs = keep_shapes_that_depend_on_values_together(costs, builders, example[0])
     except TooFewExamples as error:
         raise ConfigurationError(error.with_way_out(config.M)) from error
     except (PartitionError, CostError) as error:
         raise ConfigurationError(str(error)) from error
+    for line in notes_on_values(costs):
+        say(line)
     return cut_by_costs(builders, costs, config, workers, find_ties(builders))
+
+
+def notes_on_values(costs: Sequence[LayerCost]) -> list[str]:
+    """Returns a line about the layers whose costs were counted on random values, and one about places without a cut."""
+    counted = [cost.name for cost in costs if cost.by_values]
+    joined = [cost.name for cost in costs[:-1] if not cost.may_end_cell]
+    lines = []
+    if counted:
+        lines.append(f"operations depend on values in {_some(counted)}: their FLOPs are those for random values")
+    if joined:
+        lines.append(f"no cut behind {_some(joined)}: the shape of what is returned there depends on values")
+    return lines
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more layers" if len(names) > 3 else "")
 
 
 def refuse_more_cells_than_layers(layers: int, config: PipelineConfig) -> None:
@@ -94,7 +116,8 @@ def cut_by_costs(
             across a cut.
     """
     try:
-        sizes = partition([layer.cost for layer in costs], config.K, config.partition)
+        inseparable = {number: layer.name for number, layer in enumerate(costs[:-1]) if not layer.may_end_cell}
+        sizes = partition([layer.cost for layer in costs], config.K, config.partition, inseparable)
         totals = cell_costs([layer.cost for layer in costs], sizes)
         worker_of = placement(config.schedule, totals, workers)
     except PartitionError as error:

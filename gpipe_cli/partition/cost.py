@@ -17,7 +17,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..layers import LayerBuilder
 from ..micro_batch import Tensors
 from ..pipeline.grouping import as_argument, as_tensors, grouped_like, grouping_of
-from .fake_layers import CostError, TensorShape, build_key, build_without_memory, explaining_failures, fake_mode
+from .drawn_values import Drawn, draw, have_one_shape, run_on
+from .fake_layers import (
+    CostError,
+    TensorShape,
+    TooFewExamples,
+    build_key,
+    build_or_explain,
+    build_without_memory,
+    explaining_failures,
+    fake_mode,
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,8 @@ class LayerCost:
             counts two); None where the layer was not run on fake tensors.
         outputs: shapes of the layer's outputs; None where it was not run.
         cost: c_i, for the partitioner.
+        by_values: whether the layer does not run on fake tensors, and was counted on random values.
+        may_end_cell: False where the shapes of its outputs depend on values, so that no message could carry them.
     """
 
     name: str
@@ -38,6 +50,8 @@ class LayerCost:
     flops: int | None
     outputs: tuple[TensorShape, ...] | None
     cost: float
+    by_values: bool = False
+    may_end_cell: bool = True
 
 
 def layer_costs(builders: Sequence[LayerBuilder], example_inputs: Tensors, how: str) -> list[LayerCost]:
@@ -48,7 +62,8 @@ def layer_costs(builders: Sequence[LayerBuilder], example_inputs: Tensors, how: 
         example_inputs: of the first layer, for one micro-batch; fake and meta tensors will do.
         how: ``flops``: the forward's FLOPs on fake tensors, plus one for each floating-point number that the layer puts
             out, so that elementwise work counts a little and no cost is zero; a builder's ``cost``, where it has one,
-            stands for that sum. ``parameters``: their number. ``declared``: each builder's ``cost``.
+            stands for that sum. A layer that does not run on fake tensors is counted on random values.
+            ``parameters``: their number. ``declared``: each builder's ``cost``.
 
     Raises:
         CostError: a layer's cost cannot be found in this way; it names the layer and the way out.
@@ -93,30 +108,68 @@ def _count_flops(builders: Sequence[LayerBuilder], example_inputs: Tensors) -> l
     # The last layers need not run if they all declare their cost: the way out for layers that fake tensors cannot pass.
     counted = 1 + max((index for index, builder in enumerate(builders) if builder.cost is None), default=-1)
     shapes = tuple(TensorShape.of(tensor) for tensor in example_inputs)
-    known: dict[Hashable, LayerCost] = {}
+    drawn: Drawn | None = None
+    known: dict[Hashable, tuple[LayerCost, Drawn | None]] = {}
     costs = []
     with torch.random.fork_rng(devices=[]):
         for index, builder in enumerate(builders[:counted]):
-            key = (build_key(builder, index), shapes, grouping_of(shapes))
+            key = (build_key(builder, index), shapes, grouping_of(shapes)) if drawn is None else index
             if key not in known:
-                known[key] = _measure_without_memory(builder, shapes)
-            cost = known[key].cost if builder.cost is None else float(builder.cost)
-            costs.append(replace(known[key], name=builder.name, cost=cost))
-            shapes = known[key].outputs or ()
+                known[key] = _count(builder, shapes) if drawn is None else _count_on_values(builder, drawn)
+            found, drawn = known[key]
+            cost = found.cost if builder.cost is None else float(builder.cost)
+            costs.append(replace(found, name=builder.name, cost=cost))
+            shapes = found.outputs or ()
     return costs + layer_costs(builders[counted:], (), "declared")
 
 
-def _measure_without_memory(builder: LayerBuilder, shapes: tuple[TensorShape, ...]) -> LayerCost:
+def _count(builder: LayerBuilder, shapes: tuple[TensorShape, ...]) -> tuple[LayerCost, Drawn | None]:
+    """Returns the cost, and the outputs of each draw where their shapes depend on values."""
     fake = fake_mode()
     module = build_without_memory(builder, fake)
+    try:
+        with explaining_failures(builder, shapes), fake:
+            return _run(builder, module, grouped_like((shape.empty() for shape in shapes), shapes))[0], None
+    except TooFewExamples:
+        raise
+    except CostError:  # it looks at values, or fails on real tensors too
+        return _count_on_values(builder, draw(shapes))
+
+
+def _count_on_values(builder: LayerBuilder, drawn: Drawn) -> tuple[LayerCost, Drawn | None]:
+    torch.manual_seed(0)  # every start of a run cuts alike
+    module = build_or_explain(builder)
+    with explaining_failures(builder, [TensorShape.of(tensor) for tensor in drawn[0]]):
+        counted, first = _run(builder, module, drawn[0])
+        outputs = [first, *run_on(module, drawn[1:])]
+    fixed = have_one_shape(outputs)
+    return replace(counted, by_values=True, may_end_cell=fixed), None if fixed else outputs
+
+
+def _run(builder: LayerBuilder, module: nn.Module, inputs: Tensors) -> tuple[LayerCost, Tensors]:
     counter = FlopCounterMode(display=False)
     plain_attention = sdpa_kernel(SDPBackend.MATH)  # matrix products, which every release of torch counts
-    with explaining_failures(builder, shapes), fake, torch.no_grad(), plain_attention, counter:
-        outputs = as_tensors(module(as_argument(grouped_like((shape.empty() for shape in shapes), shapes))))
+    with torch.no_grad(), plain_attention, counter:
+        outputs = as_tensors(module(as_argument(inputs)))
     elements = sum(tensor.numel() for tensor in outputs if tensor.is_floating_point())
     flops = counter.get_total_flops()
     made = grouped_like(map(TensorShape.of, outputs), outputs)
-    return LayerCost(builder.name, number_of_parameters(module), flops, made, float(flops + max(1, elements)))
+    cost = LayerCost(builder.name, number_of_parameters(module), flops, made, float(flops + max(1, elements)))
+    return cost, outputs
+
+
+def keep_shapes_that_depend_on_values_together(
+    costs: Sequence[LayerCost], builders: Sequence[LayerBuilder], example_inputs: Tensors
+) -> list[LayerCost]:
+    """Returns costs that were found without running the layers on draws, with `LayerCost.may_end_cell` of each.
+
+    Nothing is known about layers that cannot be counted by FLOPs.
+    """
+    try:
+        counted = _count_flops(builders, example_inputs)
+    except CostError:
+        return list(costs)
+    return [replace(cost, may_end_cell=other.may_end_cell) for cost, other in zip(costs, counted, strict=True)]
 
 
 def number_of_parameters(module: nn.Module) -> int:

@@ -14,7 +14,7 @@ from math import prod
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import UninitializedParameter
 
 from ..layers import LayerBuilder
@@ -120,11 +120,6 @@ def explaining_failures(builder: LayerBuilder, shapes: Sequence[TensorShape]) ->
     given = f"layer {builder.name!r}, given {', '.join(map(str, shapes))}"
     try:
         yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise CostError(
-            f"{given}: its operations depend on the values of its inputs ({error}), which FLOPs cannot be counted "
-            "without; give it and all layers after it a `cost`, or use pipeline.cost=parameters"
-        ) from error
     except Exception as error:
         refuse_too_few_examples(error, given)
         raise CostError(

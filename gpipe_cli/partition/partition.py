@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,12 @@ class PartitionError(ValueError):
     """Raised when layers cannot be cut, or cells cannot be placed, as asked."""
 
 
-def partition(costs: Sequence[float], K: int, objective: str | Sequence[int]) -> list[int]:
+def partition(
+    costs: Sequence[float | Fraction],
+    K: int,
+    objective: str | Sequence[int],
+    inseparable: Mapping[int, str] = MappingProxyType({}),
+) -> list[int]:
     """Cuts the layers into K cells.
 
     Args:
@@ -33,18 +39,26 @@ def partition(costs: Sequence[float], K: int, objective: str | Sequence[int]) ->
         K: cells.
         objective: ``min_max``: the smallest possible cost of the most expensive cell and, among the cuts that reach
             it, the least variance; ``min_variance``: the least variance; or the K sizes themselves.
+        inseparable: names of the layers behind which no cut may lie, by their numbers.
 
     Returns:
         Layers in each cell: K positive numbers with sum L. Where cuts tie exactly, the later cells take more layers:
         under 1F1B the earlier ones keep more micro-batches.
 
     Raises:
-        PartitionError: K is not within 1 … L, the sizes do not fit, the objective is unknown, or a cost is negative or
-            not finite.
+        PartitionError: K is not within 1 … L, the sizes do not fit, the objective is unknown, a cost is negative or not
+            finite, or cuts would have to lie where they may not.
     """
     L = len(costs)
     if not isinstance(objective, str):
-        return _checked_sizes(objective, K, L)
+        sizes = _checked_sizes(objective, K, L)
+        for end in accumulate(sizes[:-1]):
+            if end - 1 in inseparable:
+                raise PartitionError(
+                    f"pipeline.partition={sizes} cuts behind layer {inseparable[end - 1]!r}, where the shape of what "
+                    "is returned depends on values: move the cut, or use pipeline.partition=min_max"
+                )
+        return sizes
     if objective not in OBJECTIVES:
         raise PartitionError(
             f"pipeline.partition={objective}: use {', '.join(OBJECTIVES)} or the cells' sizes, as [3,5,4]"
@@ -55,10 +69,32 @@ def partition(costs: Sequence[float], K: int, objective: str | Sequence[int]) ->
         raise PartitionError(
             f"pipeline.K={K} but the model has {_count(L, 'layer')}: use pipeline.K<={L} or a deeper model"
         )
+    for layer, cost in enumerate(costs):
+        if not (math.isfinite(cost) and cost >= 0):
+            raise PartitionError(f"the cost of layer {layer} is {cost}: give a finite number, 0 or more")
+    if inseparable:
+        return _partition_groups(costs, K, objective, inseparable)
     sums = _prefix_sums(costs)
     limit = _smallest_limit(sums, K) if objective == "min_max" else sums[-1]
     ends = _least_squares(sums, K, limit)
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _partition_groups(
+    costs: Sequence[float | Fraction], K: int, objective: str, inseparable: Mapping[int, str]
+) -> list[int]:
+    """Cuts between groups of layers that belong together, as if each group were a layer."""
+    ends = [number + 1 for number in range(len(costs)) if number not in inseparable or number + 1 == len(costs)]
+    if len(ends) < K:
+        raise PartitionError(
+            f"pipeline.K={K} but the model can be cut into {_count(len(ends), 'cell')}: the shapes of what "
+            f"{', '.join(inseparable.values())} return depend on values, so that no cut may lie behind them: use "
+            f"pipeline.K<={len(ends)}"
+        )
+    groups = [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    together = [sum((Fraction(costs[layer]) for layer in group), Fraction()) for group in groups]
+    sizes = partition(together, K, objective)
+    return [sum(len(groups[number]) for number in numbers) for numbers in cell_layers(sizes)]
 
 
 def cell_layers(sizes: Sequence[int]) -> list[range]:
@@ -133,14 +169,11 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _prefix_sums(costs: Sequence[float]) -> list[int]:
+def _prefix_sums(costs: Sequence[float | Fraction]) -> list[int]:
     """Returns [0, c_0, c_0 + c_1, ...] times the factor that makes them the smallest integers.
 
     Floats are exact fractions, so nothing is rounded: equal sums stay equal.
     """
-    for layer, cost in enumerate(costs):
-        if not (math.isfinite(cost) and cost >= 0):
-            raise PartitionError(f"the cost of layer {layer} is {cost}: give a finite number, 0 or more")
     fractions = [Fraction(cost) for cost in costs]
     if not any(fractions):
         return list(range(len(costs) + 1))

@@ -169,7 +169,7 @@ def read_and_cut(
     micro_batches = first_batch(source, settings.pipeline.M, world.replicas).micro_batches
     example = micro_batches[0]
     profile = partial(profiled_costs, builders, example, settings, world.device, say)
-    cut = cut_model(builders, settings.pipeline, world.workers, example, profile)
+    cut = cut_model(builders, settings.pipeline, world.workers, example, profile, say)
     tokens = SpecialTokens(*(int(getattr(source, name, 0)) for name in ("bos_id", "eos_id", "pad_id")))
     return FirstBatch(BatchShape.of(example), sum(len(inputs[0]) for inputs, _ in micro_batches), tokens), cut
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,10 +22,12 @@ from torch.overrides import TorchFunctionMode
 from ...layers import LayerBuilder
 from ...micro_batch import Tensors
 from ...optim.average import averaged_tensors
+from ...partition.drawn_values import Drawn, draw, have_one_shape, run_on
 from ...partition.fake_layers import (
     CostError,
     TensorShape,
     build_key,
+    build_or_explain,
     build_without_memory,
     fake_mode,
     refuse_too_few_examples,
@@ -124,6 +126,8 @@ class LayerFacts:
         saves_inside: bytes of everything else that the graph keeps, without weights.
         gathered: bytes kept until the mini-batch has ended: the sums of BatchNorm, weights cast for autocast.
         outputs: in order.
+        by_values: whether the layer does not run on fake tensors, and was measured on random values.
+        may_end_cell: False where the shapes of its outputs depend on values.
     """
 
     parameters: tuple[tuple[str, TensorShape], ...]
@@ -140,6 +144,8 @@ class LayerFacts:
     saves_inside: int
     gathered: int
     outputs: tuple[LayerOutput, ...] = field(repr=False)
+    by_values: bool = False
+    may_end_cell: bool = True
 
     @property
     def boundary(self) -> tuple[BoundaryTensor, ...]:
@@ -170,20 +176,26 @@ def measure_layers(
         kernels: see `kernels_of`.
 
     Raises:
-        CostError: a layer does not run on fake tensors; the message names it.
+        CostError: a layer runs neither on fake tensors nor on random values; the message names it.
     """
     boundary = tuple(BoundaryTensor(TensorShape.of(tensor), False) for tensor in inputs)
     target_shapes = tuple(TensorShape.of(tensor) for tensor in targets)
-    known: dict[Hashable, LayerFacts] = {}
+    known: dict[Hashable, tuple[LayerFacts, Drawn | None]] = {}
     facts = []
+    drawn: Drawn | None = None
     with torch.random.fork_rng(devices=[]), kernels_of(kernels):
         for index, builder in enumerate(builders):
             passed_as = boundary_type if index < len(builders) - 1 else None
-            key = (build_key(builder, index), boundary, grouping_of(boundary), passed_as)
+            key = index if drawn else (build_key(builder, index), boundary, grouping_of(boundary), passed_as)
             if key not in known:
-                known[key] = _measure_layer(builder, boundary, target_shapes, autocast, passed_as)
-            facts.append(known[key])
-            boundary = known[key].boundary
+                known[key] = (
+                    _measure_layer(builder, boundary, target_shapes, autocast, passed_as)
+                    if drawn is None
+                    else _measure_on_values(builder, boundary, drawn, target_shapes, autocast, passed_as)
+                )
+            found, drawn = known[key]
+            facts.append(found)
+            boundary = found.boundary
     return facts
 
 
@@ -257,28 +269,64 @@ def _measure_layer(
     targets: Sequence[TensorShape],
     autocast: Autocast,
     boundary_type: torch.dtype | None,
-) -> LayerFacts:
+) -> tuple[LayerFacts, Drawn | None]:
+    """Returns the facts, and the outputs of each draw where their shapes depend on values."""
     fake = fake_mode()
-    module = defer_batchnorm(build_without_memory(builder, fake)).train()
-    auxiliary_loss = getattr(module, "auxiliary_loss", None)
-    with fake:
-        inputs = [tensor.fake() for tensor in boundary]
-        wanted = tuple(shape.empty() for shape in targets)
-
-    def run(*values: Tensor) -> tuple[Tensors, Tensor | None]:
-        outputs = module(as_argument(grouped_like(values, boundary)))
-        loss = None if auxiliary_loss is None else auxiliary_loss(outputs, wanted)
-        return passed_on(as_tensors(outputs), values, boundary_type), loss
-
-    given = f"layer {builder.name!r}, given {', '.join(str(tensor.shape) for tensor in boundary)}"
+    module = build_without_memory(builder, fake)
     try:
         with fake:
-            return _measure(run, inputs, module, wanted, autocast)
+            inputs = grouped_like((tensor.fake() for tensor in boundary), boundary)
+            wanted = tuple(shape.empty() for shape in targets)
+            return _measure_module(module, inputs, wanted, autocast, boundary_type), None
     except Exception as error:
-        refuse_too_few_examples(error, given)
-        raise CostError(
-            f"{given}, cannot be planned on tensors without values: {type(error).__name__}: {error}"
-        ) from error
+        refuse_too_few_examples(error, _given(builder, boundary))
+        drawn = draw(grouped_like((tensor.shape for tensor in boundary), boundary))
+        return _measure_on_values(builder, boundary, drawn, targets, autocast, boundary_type)
+
+
+def _measure_on_values(
+    builder: LayerBuilder,
+    boundary: Sequence[BoundaryTensor],
+    drawn: Drawn,
+    targets: Sequence[TensorShape],
+    autocast: Autocast,
+    boundary_type: torch.dtype | None,
+) -> tuple[LayerFacts, Drawn | None]:
+    torch.manual_seed(0)
+    module = build_or_explain(builder)
+    inputs = grouped_like(
+        (
+            tensor.to(described.shape.dtype).requires_grad_(described.needs_gradient)
+            for tensor, described in zip(drawn[0], boundary, strict=True)
+        ),
+        boundary,
+    )
+    try:
+        outputs = run_on(module, drawn)
+        found = _measure_module(module, inputs, draw(targets)[0], autocast, boundary_type)
+    except Exception as error:
+        refuse_too_few_examples(error, _given(builder, boundary))
+        raise CostError(f"{_given(builder, boundary)}, cannot be planned: {type(error).__name__}: {error}") from error
+    fixed = have_one_shape(outputs)
+    return replace(found, by_values=True, may_end_cell=fixed), None if fixed else outputs
+
+
+def _given(builder: LayerBuilder, boundary: Sequence[BoundaryTensor]) -> str:
+    return f"layer {builder.name!r}, given {', '.join(str(tensor.shape) for tensor in boundary)}"
+
+
+def _measure_module(
+    plain: nn.Module, inputs: Tensors, targets: Tensors, autocast: Autocast, boundary_type: torch.dtype | None
+) -> LayerFacts:
+    module = defer_batchnorm(plain).train()
+    auxiliary_loss = getattr(module, "auxiliary_loss", None)
+
+    def run(*values: Tensor) -> tuple[Tensors, Tensor | None]:
+        outputs = module(as_argument(grouped_like(values, inputs)))
+        loss = None if auxiliary_loss is None else auxiliary_loss(outputs, targets)
+        return passed_on(as_tensors(outputs), values, boundary_type), loss
+
+    return _measure(run, list(inputs), module, targets, autocast)
 
 
 def _measure(run: Run, inputs: list[Tensor], module: nn.Module, others: Tensors, autocast: Autocast) -> LayerFacts:

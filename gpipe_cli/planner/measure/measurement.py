@@ -6,7 +6,7 @@ Both run on tensors without values; under `plan.device=this` they are run and ti
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from ...config import Settings
 from ...cpu import as_worker, usable_cores
 from ...errors import ConfigurationError
 from ...factory.build import boundary_type_of, build_autocast
+from ...factory.cut import notes_on_values
 from ...factory.profiles import KeptProfile, profiled_costs
 from ...layers import LayerBuilder
 from ...micro_batch import MicroBatch
@@ -116,7 +117,11 @@ class Measurements:
                 notes.append(
                     f"{self._sharing} workers share a GPU of this machine: each has that part of its memory and speed"
                 )
-            costs = self._costs(layers, loss, micro_batch, timed, notes)
+            costs = [
+                replace(cost, by_values=facts.by_values, may_end_cell=facts.may_end_cell)
+                for cost, facts in zip(self._costs(layers, loss, micro_batch, timed, notes), layers, strict=True)
+            ]
+            notes += notes_on_values(costs)
         except TooFewExamples as error:
             raise ConfigurationError(error.with_way_out(count // self._settings.pipeline.replicas)) from error
         except CostError as error:

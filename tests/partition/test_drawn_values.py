@@ -1,0 +1,83 @@
+"""Layers that look at values are counted on random ones, and no cut lies where a shape depends on values."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from inline_run import train_inline
+from mixture_of_experts import layers
+from own_model import DIGITS
+
+from gpipe_cli.config import PipelineConfig
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.factory.cut import cut_model
+from gpipe_cli.micro_batch import MicroBatch
+from gpipe_cli.partition.cost import LayerCost, layer_costs
+from gpipe_cli.planner.measure.layer_facts import measure_layers
+
+IMAGES = torch.zeros(6, 3, 8, 8, dtype=torch.uint8, device="meta")
+EXAMPLE: MicroBatch = ((IMAGES,), (torch.zeros(6, dtype=torch.long, device="meta"),))
+JOINED = ["choose", "change"]
+
+
+def cut(words: dict[str, Any]) -> tuple[list[int], list[str]]:
+    said: list[str] = []
+    config = SimpleNamespace(**{"schedule": "gpipe", "partition": "min_max", "cost": "flops", **words})
+    return cut_model(layers(), cast(PipelineConfig, config), 1, EXAMPLE, None, said.append).sizes, said
+
+
+@pytest.fixture(scope="module")
+def costs() -> list[LayerCost]:
+    return layer_costs(layers(), EXAMPLE[0], "flops")
+
+
+def test_every_row_is_counted_once_whichever_expert_it_goes_to(costs: list[LayerCost]) -> None:
+    assert [cost.flops for cost in costs[1:4]] == [2 * 6 * 192 * 8, *[2 * 6 * 8 * (3 + 8)] * 2]
+    assert [cost.name for cost in costs if cost.by_values] == ["experts_0", "experts_1", "choose", "change", "put_back"]
+    assert [cost.name for cost in costs if not cost.may_end_cell] == JOINED
+
+
+def test_every_start_counts_alike(costs: list[LayerCost]) -> None:
+    torch.manual_seed(7)
+    assert layer_costs(layers(), EXAMPLE[0], "flops") == costs
+
+
+def test_the_planner_finds_the_same() -> None:
+    facts = measure_layers(layers(), *EXAMPLE, nullcontext, None, "cpu")
+    assert [layer.by_values for layer in facts] == [False, False, True, True, True, True, True, False]
+    assert [number for number, layer in enumerate(facts) if not layer.may_end_cell] == [4, 5]
+    assert facts[2].parameter_count == 243 and facts[6].boundary[0].shape.shape == (6, 8)
+
+
+@pytest.mark.parametrize("cost", ["flops", "parameters"])
+def test_the_cut_avoids_the_place_by_itself(cost: str) -> None:
+    sizes, said = cut({"K": 6, "cost": cost})
+    assert sizes == [1, 1, 1, 1, 3, 1]
+    assert said[-1] == "no cut behind choose, change: the shape of what is returned there depends on values"
+    assert len(said) == 2 - (cost == "parameters")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"K": 7}, r"pipeline.K=7 but the model can be cut into 6 cells: .* choose, change .* use pipeline.K<=6"),
+        ({"K": 2, "partition": [5, 3]}, r"pipeline.partition=\[5, 3\] cuts behind layer 'choose', where the shape"),
+    ],
+)
+def test_a_cut_that_is_asked_for_there_is_refused_in_words(words: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        cut(words)
+
+
+def test_it_trains_with_the_same_bits_at_every_k(tmp_path: Path) -> None:
+    words = (*DIGITS, "model._target_=mixture_of_experts.layers", "trainer.steps=3", "pipeline.workers=1")
+    found = []
+    for K in (1, 6):
+        summary, events = train_inline(tmp_path / str(K), *words, f"pipeline.K={K}", "trainer.evaluate_first=false")
+        found.append([summary["evaluation"], [e["loss"] for e in events if "loss" in e]])
+    assert found[0] == found[1]
