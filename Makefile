@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 TYPES := build/types
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train family deep test table1 table2 table3 table4 lint format types check clean
+.PHONY: help venv train family deep test table1 table2 table3 table4 gpu wheelhouse lint format types check clean
 
 help: ## show this list
 	@grep -E '^[a-z0-9 ]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9 ]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -49,6 +49,12 @@ test: $(INSTALLED) ## run the tests on two cores; SLOW=1: the slow ones too; SLO
 
 table1 table2 table3 table4: $(INSTALLED) ## measure one of the paper's tables on this machine, into bench/
 	$(BIN)/gpipe-bench table=$(@:table%=%)
+
+gpu: ## prove and measure everything on this machine's GPUs, in at most eight minutes (docs/gpu.md)
+	$(PYTHON) -m benchmarks.gpu
+
+wheelhouse: ## collect all but torch for a machine without a network; PYTHON=3.12: the Python there
+	python3 -m benchmarks.gpu.wheelhouse $(PYTHON) wheelhouse
 
 lint: $(INSTALLED) ## check the style and the format of the code
 	$(BIN)/ruff check .

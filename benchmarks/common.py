@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from gpipe_cli.bench.table import markdown
 from gpipe_cli.bench.workers import machine, machine_line
 
 WARM_UP = 2  # rounds that do not count
+ROOT = Path(__file__).parents[1]
+MODULES = {"eval": "evaluate"}  # commands whose module has another name
 Row = dict[str, Any]
 
 
@@ -65,15 +68,27 @@ def report(
         output.write_text(json.dumps({"machine": machine(), "rows": kept, "notes": said}, indent=1) + "\n")
 
 
-def run_command(command: str, words: Sequence[str]) -> str:
-    """Runs an installed command and returns its output.
+def run_command(command: str, words: Sequence[str], folder: Path | None = None, codes: Sequence[int] = (0,)) -> str:
+    """Runs a command and returns what it prints on standard output.
+
+    Args:
+        command: as "gpipe-train"; it is run as a module, which needs no installation.
+        folder: the current directory of the command; None: that of this process.
+        codes: exit codes that are no failure.
 
     Raises:
         SystemExit: the command failed; its output is the message.
     """
-    path = Path(sys.executable).with_name(command)
-    done = subprocess.run([path, *words], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
+    module = command.removeprefix("gpipe-")
+    done = subprocess.run(
+        [sys.executable, "-m", f"gpipe_cli.commands.{MODULES.get(module, module)}", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode not in codes:
         raise SystemExit(f"{command} {' '.join(words)} failed:\n{done.stdout}{done.stderr}")
     return done.stdout
 

@@ -43,12 +43,13 @@ def planned(words: Sequence[str]) -> dict[str, Any]:
     return plan
 
 
-def measured(words: Sequence[str], steps: int) -> list[Row]:
-    """Returns the rows of metrics.jsonl of a run, without the first."""
+def measured(words: Sequence[str], steps: int) -> tuple[list[Row], Row]:
+    """Returns the rows of metrics.jsonl of a run, without the first, and its summary."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
         run_command("gpipe-train", [*words, *RUN, f"trainer.steps={WARM_UP + steps}", f"hydra.run.dir={directory}"])
         lines = (Path(directory) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines[WARM_UP:]]
+        summary = json.loads((Path(directory) / "summary.json").read_text(encoding="utf-8"))
+    return [json.loads(line) for line in lines[WARM_UP:]], summary
 
 
 def compare(plans: Sequence[Row], steps: Sequence[Row]) -> Iterator[Row]:
@@ -131,7 +132,7 @@ def main() -> None:
         for name, words in configurations(arguments):
             rounds, plans = [], [planned(words)]
             for _ in range(arguments.rounds):
-                taken = measured(words, arguments.steps)
+                taken, _ = measured(words, arguments.steps)
                 plans.append(planned(words))
                 rounds.append(list(compare(plans[-2:], taken)))
             yield from ({**name, **row} for row in medians(rounds))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from gpipe_cli.schedule.schedule import schedule
 
 CPU = torch.device("cpu")
 Step = Callable[[], None]
+Autocast = Callable[[], AbstractContextManager[Any]]  # makes the context in which forward runs
 SumLoss = Callable[[Tensor, Tensor], Tensor]  # outputs and targets of a micro-batch to the sum of its examples' losses
 
 
@@ -145,6 +148,7 @@ def engine_step(
     loss: Loss = squared_loss,
     scale: float = 1.0,
     device: torch.device = CPU,
+    autocast: Autocast = nullcontext,
 ) -> EngineStep:
     """Builds the engine's step from this worker's cells.
 
@@ -153,14 +157,18 @@ def engine_step(
         micro_batches: every worker passes the same shapes; only the first worker's values count.
         scale: as in `Workload`.
     """
-    engine = Pipeline(cells, placement, transport, loss, len(micro_batches[0][1]), device)
+    engine = Pipeline(cells, placement, transport, loss, len(micro_batches[0][1]), device, autocast)
     instructions = schedule(kind, placement, len(micro_batches), remat)[rank]
     shapes = tuple(tuple(tensor.shape for tensor in inputs + targets) for inputs, targets in micro_batches)
     return EngineStep(engine, instructions, StepInput(0, 1, shapes, scale), micro_batches if rank == 0 else None)
 
 
 def plain_step(
-    modules: Sequence[nn.Module], micro_batches: Sequence[MicroBatch], loss: Loss = squared_loss, kind: str = "1f1b"
+    modules: Sequence[nn.Module],
+    micro_batches: Sequence[MicroBatch],
+    loss: Loss = squared_loss,
+    kind: str = "1f1b",
+    autocast: Autocast = nullcontext,
 ) -> Step:
     """Builds a training step without an engine, in the order that a schedule has on a single worker.
 
@@ -171,20 +179,26 @@ def plain_step(
 
     def step() -> None:
         if kind == "gpipe":
-            losses = [forward(modules, micro_batch, loss) for micro_batch in micro_batches]
+            losses = [forward(modules, micro_batch, loss, autocast) for micro_batch in micro_batches]
             while losses:
                 losses.pop().backward()  # type: ignore[no-untyped-call]  # torch's own annotation
             return
         for micro_batch in micro_batches:
-            forward(modules, micro_batch, loss).backward()  # type: ignore[no-untyped-call]  # torch's own annotation
+            forward(modules, micro_batch, loss, autocast).backward()  # type: ignore[no-untyped-call]  # torch's own
 
     return step
 
 
-def forward(modules: Sequence[nn.Module], micro_batch: MicroBatch, loss: Loss = squared_loss) -> Tensor:
+def forward(
+    modules: Sequence[nn.Module],
+    micro_batch: MicroBatch,
+    loss: Loss = squared_loss,
+    autocast: Autocast = nullcontext,
+) -> Tensor:
     """Returns the loss of one micro-batch."""
     inputs, targets = micro_batch
     values: Tensor | Tensors = as_argument(inputs)
-    for module in modules:
-        values = module(values)
-    return loss(as_tensors(values), targets)[0]
+    with autocast():
+        for module in modules:
+            values = module(values)
+        return loss(as_tensors(values), targets)[0]

@@ -23,6 +23,7 @@ MESSAGES = 20  # of each kind
 _PAUSE = 0.002  # seconds before each: a worker that has just computed sends with a cold cache
 _LARGE = 1 << 20  # numbers of a message whose time is its bytes'
 _PATIENCE = 60.0  # seconds without a sign of life
+_CPU = torch.device("cpu")
 
 
 class LinkTimes(NamedTuple):
@@ -54,29 +55,39 @@ def link_between_processes(shared_memory: bool = True) -> LinkTimes | None:
             return None
 
 
-def measure_link(transport: Transport, rank: int) -> LinkTimes:
-    """Measures messages from worker 0 to worker 1; all workers of the process group call it and get the same result."""
+def measure_link(
+    transport: Transport, rank: int, device: torch.device = _CPU, control: dist.ProcessGroup | None = None
+) -> LinkTimes:
+    """Measures messages from worker 0 to worker 1; all workers of the process group call it and get the same result.
+
+    Args:
+        device: of the tensors that are sent.
+        control: a CPU group of all workers; None: the default group is one.
+    """
     for _ in range(2):  # the first time warms up
-        sending, receiving, arrival = _messages(transport, rank, 1)
-        whole = _messages(transport, rank, _LARGE)[2]
+        sending, receiving, arrival = _messages(transport, rank, 1, device, control)
+        whole = _messages(transport, rank, _LARGE, device, control)[2]
     times = torch.tensor([sending, receiving, arrival, whole], dtype=torch.float64)
-    dist.all_reduce(times)  # each was measured by one worker, the others add 0
+    dist.all_reduce(times, group=control)  # each was measured by one worker, the others add 0
     sending, receiving, arrival, whole = times.tolist()
     latency = max(0.0, arrival - sending)
     return LinkTimes((sending + receiving) / 2, latency, 8 * _LARGE / max(whole - arrival, 1e-9))
 
 
-def _messages(transport: Transport, rank: int, numbers: int) -> tuple[float, float, float]:
+def _messages(
+    transport: Transport, rank: int, numbers: int, device: torch.device, control: dist.ProcessGroup | None
+) -> tuple[float, float, float]:
     """Returns the median seconds of a send, of a receive whose message is there, and from a send's start to arrival."""
     # As in the engine: activations, followed by the targets of the micro-batch.
     spec = BoundarySpec((TensorSpec((numbers,), torch.float64, False), TensorSpec((8,), torch.int64, False)))
-    content, targets = torch.zeros(numbers, dtype=torch.float64), torch.zeros(8, dtype=torch.int64)
+    content = torch.zeros(numbers, dtype=torch.float64, device=device)
+    targets = torch.zeros(8, dtype=torch.int64, device=device)
     sending: list[float] = []
     receiving: list[float] = []
     arrival: list[float] = []
     for number in range(2 * MESSAGES):
         awaited = number % 2 == 0  # otherwise the message arrives before the receiver waits for it
-        dist.barrier()  # nothing else is on its way
+        dist.barrier(group=control)  # nothing else is on its way
         if rank == 0:
             time.sleep(_PAUSE)
             begin = time.perf_counter()

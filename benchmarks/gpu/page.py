@@ -1,0 +1,91 @@
+"""Writes docs/gpu.md: what has run on a GPU, what is only proven by rule, and all figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from gpipe_cli.terminal.text import markdown_table
+
+from .part import Row
+from .parts import PARTS
+from .records import DONE, LATE, SKIPPED, Record, Records
+
+HEAD = """\
+# On GPUs
+
+    python -m benchmarks.gpu        # or: make gpu
+
+proves and measures what follows on a machine with one or more GPUs, without a network, in at most eight minutes. Each
+part is a process of its own with its own limit of time. What there is no time for is named, and the same command goes
+on with it. It writes `docs/gpu.json`, and this page from it. `python -m benchmarks.gpu exact bits` runs only these
+parts; `--again` repeats what has passed; `--device cpu --tiny` tries every part without a GPU, as
+`tests/benchmarks/test_gpu.py` does.
+
+It needs this repository, torch (2.11 or newer) and the packages of `pyproject.toml`. For a machine without a network:
+
+    make wheelhouse PYTHON=3.12                                              # here; 3.12 is the Python there
+    python3 -m pip install --no-index --find-links wheelhouse gpipe-cli pytest    # there, beside its own torch
+    python3 -m benchmarks.gpu                                                # there, in this folder
+"""
+# A promise, the part that shows it on a GPU, and the test that shows it by rule, without one.
+PROMISES = (
+    ("K, workers, schedule: the gradients of a plain model", "exact", "tests/verify/test_verify.py"),
+    ("K changes no bit", "bits", "tests/test_golden.py"),
+    ("K changes no bit in bf16 and other types", "precision", "tests/trainer/test_trainer.py"),
+    ("killed, and gone on on another kind of device", "resume", "tests/checkpoint/test_snapshot.py"),
+    ("messages over NCCL cannot stall", "exact", "tests/pipeline/test_nccl_rules.py"),
+)
+
+
+def write_page(records: Records, path: Path) -> None:
+    """Writes the page from the records."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page(records), encoding="utf-8")
+
+
+def page(records: Records) -> str:
+    """Returns the page as Markdown."""
+    rows = [
+        [promise, shown(records.of.get(part), f"`{test}`"), f"[{part}](#{part})"] for promise, part, test in PROMISES
+    ]
+    paragraphs = [HEAD, "## What has run on a GPU\n", markdown_table(["promise", "state", "part"], rows), ""]
+    for part in PARTS:
+        record = records.of.get(part.name)
+        paragraphs += [f"## {part.name}\n", f"{part.title[0].upper()}{part.title[1:]}. {told(record)}\n"]
+        if record is not None and record.rows:
+            paragraphs += [table(record.rows), ""]
+    return "\n".join(paragraphs).rstrip() + "\n"
+
+
+def shown(record: Record | None, test: str) -> str:
+    """Returns the state of a promise: shown on a GPU, or by which test."""
+    if record is None or record.where == "CPU" or record.status in (SKIPPED, LATE):
+        return f"by rule only: {test}"
+    if record.status == DONE:
+        return f"has run on {record.where}, {record.date}; by rule: {test}"
+    return f"**failed** on {record.where}, {record.date}; by rule: {test}"
+
+
+def told(record: Record | None) -> str:
+    """Returns when and where a part has run."""
+    if record is None:
+        return "Has not run on a GPU."
+    place = f"{record.where}, torch {record.torch}, {record.date}, {record.seconds:.0f} s"
+    why = f": {record.why.splitlines()[-1]}" if record.why else ""
+    return f"{record.status.capitalize()}{why} ({place})."
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Returns rows as a Markdown table, with a column for every key."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    return markdown_table(columns, [list(_cells(row, columns)) for row in rows])
+
+
+def _cells(row: Row, columns: Sequence[str]) -> Iterator[str]:
+    for column in columns:
+        value = row.get(column)
+        if isinstance(value, bool):
+            yield "yes" if value else "**no**"
+        else:
+            yield f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
