@@ -181,7 +181,6 @@ def relations() -> list[Case]:
         ("data=parallel_text", "data.root=nowhere"): ("data.root",),
         ("model=amoebanet", "data=image_folder"): ("data.classes",),
         ("model=amoebanet", "model.L=4"): ("model.L",),
-        ("model.tie_embeddings=true",): ("model.tie_embeddings",),
         ("task.generation.length_ratio=0", "task.generation.length_extra=0"): ("task.generation.length_ratio",),
         ("hydra.run.dir=/proc/1/x",): ("hydra.run.dir",),
         ("hydra.run.dir=/dev/null/x",): ("hydra.run.dir",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -32,3 +32,8 @@ class LayerBuilder:
     build: Callable[[], nn.Module]
     cost: float | None = None
     tied: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+
+def layer_of(parameter: str, layers: Iterable[str]) -> str:
+    """Returns the name of the layer that a full parameter name, ``<layer>.<parameter>``, begins with."""
+    return max((layer for layer in layers if parameter.startswith(f"{layer}.")), key=len)

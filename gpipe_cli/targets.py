@@ -39,7 +39,7 @@ Pair = Length(2, 2)
 
 SIZES = {"H": Count, "A": Count, "d_model": Annotated[int, Limit(at_least=2, multiple_of=2)]}
 DROPOUT = {"dropout": ShareOrZero, "input_dropout": ShareOrZero, "attention_dropout": ShareOrZero}
-DEPTH = {"depth_scaled_init": bool, "depth_scale_exponent": Number, "tie_embeddings": Literal[False]}
+DEPTH = {"depth_scaled_init": bool, "depth_scale_exponent": Number, "tie_embeddings": bool}
 MODELS: dict[str, dict[str, Any]] = {
     "gpipe_cli.models.transformer.transformer": {
         "L": Layers,

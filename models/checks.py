@@ -20,12 +20,3 @@ def check_fractions(**fractions: float) -> None:
     for key, fraction in fractions.items():
         if not isinstance(fraction, (int, float)) or not 0 <= fraction < 1:
             raise ValueError(f"model.{key}={fraction}: use a probability from 0 up to, but not including, 1")
-
-
-def refuse_tied(tie_embeddings: bool) -> None:
-    """Raises ValueError if tables are to be shared: the layers that share one may lie in different cells."""
-    if tie_embeddings:
-        raise ValueError(
-            "model.tie_embeddings=true: embeddings and softmax would share a table across layers that may lie in "
-            "different cells, which is not supported: use model.tie_embeddings=false"
-        )

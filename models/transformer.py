@@ -28,7 +28,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..layers import LayerBuilder
-from .checks import check_fractions, check_sizes, refuse_tied
+from .checks import check_fractions, check_sizes
 from .transformer_layers import (
     CausalAttention,
     CrossAttention,
@@ -115,7 +115,7 @@ def transformer(
         dropout, input_dropout, attention_dropout: of each residual branch, both embeddings, the attention weights.
         depth_scaled_init: multiply the Xavier bound of the feed-forward matrices by n^-depth_scale_exponent.
         depth_scale_layers: what n counts: "both" stacks (2·L) or "one" (L).
-        tie_embeddings: not supported: the three tables are separate, as in the paper.
+        tie_embeddings: one table for target embedding and softmax; in the paper all three are separate.
         pad_id: the id of padding in the source.
 
     Raises:
@@ -124,7 +124,6 @@ def transformer(
     vocabularies = {"source_vocabulary": source_vocabulary, "target_vocabulary": target_vocabulary}
     check_sizes(L=L, H=H, A=A, d_model=d_model, **vocabularies)
     check_fractions(dropout=dropout, input_dropout=input_dropout, attention_dropout=attention_dropout)
-    refuse_tied(tie_embeddings)
     if depth_scale_layers not in ("both", "one"):
         raise ValueError(f"model.depth_scale_layers={depth_scale_layers}: use both (n = 2·L) or one (n = L)")
     depth = 2 * L if depth_scale_layers == "both" else L
@@ -137,6 +136,7 @@ def transformer(
         "cross_attention": partial(CrossAttention, *heads),
         **feed_forward,
     }
+    table = {"weight": "target_embedding.weight"} if tie_embeddings else {}
     return [
         LayerBuilder("source_embedding", partial(SourceEmbedding, source_vocabulary, d_model, input_dropout, pad_id)),
         *stacked("encoder", L, encoder),
@@ -144,5 +144,5 @@ def transformer(
         LayerBuilder("target_embedding", partial(TargetEmbedding, target_vocabulary, d_model, input_dropout)),
         *stacked("decoder", L, decoder),
         LayerBuilder("decoder.norm", partial(DecoderNorm, d_model)),
-        LayerBuilder("softmax", partial(VocabularyProjection, d_model, target_vocabulary)),
+        LayerBuilder("softmax", partial(VocabularyProjection, d_model, target_vocabulary), tied=table),
     ]

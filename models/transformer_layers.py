@@ -218,7 +218,7 @@ class TokenEmbedding(nn.Module):
 class VocabularyProjection(nn.Linear):
     """Computes logits [b, t, V] from y [b, t, d]; the softmax itself is part of the loss.
 
-    The matrix is not tied to the embeddings; it is drawn with standard deviation d^-½, the bias is zero.
+    The matrix is drawn with standard deviation d^-½, the bias is zero.
     """
 
     def reset_parameters(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..layers import LayerBuilder
-from .checks import check_fractions, check_sizes, refuse_tied
+from .checks import check_fractions, check_sizes
 from .transformer_layers import (
     CausalAttention,
     FeedForward,
@@ -61,23 +61,23 @@ def transformer_lm(
         dropout, input_dropout, attention_dropout: of each residual branch, the embedding, the attention weights.
         depth_scaled_init: multiply the Xavier bound of the feed-forward matrices by L^-depth_scale_exponent.
         final_norm: adds a norm before the softmax; the paper's parameter counts have none.
-        tie_embeddings: not supported: embedding and softmax are separate, as in the paper.
+        tie_embeddings: one table for embedding and softmax; in the paper they are separate.
 
     Raises:
         ValueError: a value is outside its limits; the message names the key.
     """
     check_sizes(L=L, H=H, A=A, vocabulary=vocabulary, d_model=d_model)
     check_fractions(dropout=dropout, input_dropout=input_dropout, attention_dropout=attention_dropout)
-    refuse_tied(tie_embeddings)
     init_scale = depth_scale(L, depth_scale_exponent) if depth_scaled_init else 1.0
     sublayers: Sublayers = {
         "attention": partial(CausalAttention, d_model, A, dropout, attention_dropout),
         "feed_forward": partial(FeedForward, d_model, H, dropout, init_scale),
     }
+    table = {"weight": "embedding.weight"} if tie_embeddings else {}
     norm = [LayerBuilder("norm", partial(nn.LayerNorm, d_model))] if final_norm else []
     return [
         LayerBuilder("embedding", partial(LanguageModelEmbedding, vocabulary, d_model, input_dropout)),
         *stacked("decoder", L, sublayers),
         *norm,
-        LayerBuilder("softmax", partial(VocabularyProjection, d_model, vocabulary)),
+        LayerBuilder("softmax", partial(VocabularyProjection, d_model, vocabulary), tied=table),
     ]

@@ -62,7 +62,7 @@ def sync_directory(path: Path) -> None:
 
 def write_part(directory: Path, worker: int, layers: Mapping[str, LayerFile]) -> None:
     """Records the files that ``worker`` has written into the partial checkpoint ``directory``."""
-    write_json(_part_path(directory, worker), {name: asdict(file) for name, file in layers.items()})
+    write_json(_part_path(directory, worker), {name: file.as_json() for name, file in layers.items()})
 
 
 def complete(
@@ -198,7 +198,7 @@ def _read_part(directory: Path, worker: int) -> dict[str, LayerFile]:
             f"worker {worker} has finished its part of {directory}, but {path.name} is not to be seen here: the run "
             "directory must be on a file system that all machines of the run share (hydra.run.dir=...)"
         ) from error
-    return {name: LayerFile(**{**file, "parameters": tuple(file["parameters"])}) for name, file in content.items()}
+    return {name: LayerFile.from_json(file) for name, file in content.items()}
 
 
 def _join_parts(parts: Sequence[Mapping[str, LayerFile]], step: int) -> dict[str, LayerFile]:
@@ -238,7 +238,7 @@ def _manifest(info: CheckpointInfo) -> dict[str, Any]:
         "state": asdict(info.state),
         "versions": dict(info.versions),
         "layers": [
-            {"name": name, "file": info.layer_path(name).relative_to(info.path).as_posix(), **asdict(file)}
+            {"name": name, "file": info.layer_path(name).relative_to(info.path).as_posix(), **file.as_json()}
             for name, file in info.layers.items()
         ],
     }

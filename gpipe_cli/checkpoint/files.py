@@ -55,11 +55,23 @@ class LayerFile:
         bytes: size of the file.
         sha256: checksum of the whole file, in hexadecimal.
         parameters: names inside the layer, such as ``attention.query.weight``.
+        tied: those of them that another layer's file holds, to its ``<layer>.<parameter>``.
     """
 
     bytes: int
     sha256: str
     parameters: tuple[str, ...]
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> LayerFile:
+        """Makes it of what `as_json` returns."""
+        return cls(content["bytes"], content["sha256"], tuple(content["parameters"]), content.get("tied", {}))
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns plain values; without ties as ever."""
+        tied = {"tied": dict(self.tied)} if self.tied else {}
+        return {"bytes": self.bytes, "sha256": self.sha256, "parameters": list(self.parameters), **tied}
 
 
 @dataclass(frozen=True)
@@ -157,10 +169,7 @@ def read_manifest(directory: Path) -> CheckpointInfo:
         content = json.loads(path.read_text(encoding="utf-8"))
         if int(content["format"]) > FORMAT:
             raise NewerFormat(_newer(path, content))
-        layers = {
-            entry["name"]: LayerFile(entry["bytes"], entry["sha256"], tuple(entry["parameters"]))
-            for entry in content["layers"]
-        }
+        layers = {entry["name"]: LayerFile.from_json(entry) for entry in content["layers"]}
         state = RunState(**content["state"])
         state = replace(state, configuration=with_todays_names(state.configuration))
         info = CheckpointInfo(directory, int(content["step"]), state, layers, content["versions"])

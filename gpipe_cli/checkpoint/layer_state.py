@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..layers import layer_of
 from . import files
 from .choose import require_whole
 from .files import CheckpointError, CheckpointInfo, LayerFile
@@ -40,12 +41,15 @@ class LayerState:
         buffers: persistent buffers, likewise.
         optimizer: parameter name -> state key -> value; parameters without optimizer state are absent.
         averages: moving averages of weights and buffers by the same names; empty where the run keeps none.
+        tied: parameters that another layer's file holds: own name to ``<layer>.<parameter>``. A state that was read
+            has their values too.
     """
 
     weights: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     optimizer: Mapping[str, Mapping[str, OptimizerValue]] = field(default_factory=dict)
     averages: Mapping[str, Tensor] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def averaged(self) -> dict[str, Tensor]:
@@ -62,25 +66,30 @@ class LayerState:
             {name: _copy(tensor) for name, tensor in tensors.items()}
             for tensors in (self.weights, self.buffers, self.averages)
         )
-        return LayerState(weights, buffers, optimizer, averages)
+        return LayerState(weights, buffers, optimizer, averages, self.tied)
 
 
 # --- between a layer and its state -----------------------------------------------------------------------------------
 
 
 def layer_state(
-    module: nn.Module, optimizer: Optimizer | None, averages: Mapping[str, Tensor] | None = None
+    module: nn.Module,
+    optimizer: Optimizer | None,
+    averages: Mapping[str, Tensor] | None = None,
+    tied: Mapping[str, str] | None = None,
 ) -> LayerState:
     """Returns the state of one layer. It refers to the live tensors: copy it before training goes on.
 
     Args:
         optimizer: the worker's one optimizer over all its layers; None for a state without optimizer.
         averages: of the layer; None: there are none.
+        tied: as in `LayerState`; None: no parameter is.
 
     Raises:
         CheckpointError: the optimizer keeps something other than tensors, numbers, strings and None per parameter.
     """
     weights, buffers = named_tensors(module)
+    weights = {name: weight for name, weight in weights.items() if name not in (tied or {})}
     kept: dict[str, Mapping[str, OptimizerValue]] = {}
     for name, parameter in weights.items():
         values = optimizer.state.get(parameter) if optimizer is not None else None
@@ -88,7 +97,8 @@ def layer_state(
             for key, value in values.items():
                 _require_storable(optimizer, name, key, value)
             kept[name] = dict(values)
-    return LayerState({name: weight.detach() for name, weight in weights.items()}, buffers, kept, averages or {})
+    held = {name: weight.detach() for name, weight in weights.items()}
+    return LayerState(held, buffers, kept, averages or {}, tied or {})
 
 
 @torch.no_grad()
@@ -120,8 +130,9 @@ def restore_layer(
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     for key, parameter in weights.items():
         optimizer.state.pop(parameter, None)
-        if values := state.optimizer.get(key):
-            on_device = any(groups.get(parameter, {}).get(option) for option in ("capturable", "fused"))
+        # Early releases saved the state of a tied parameter with every layer; today its owner alone has one.
+        if (values := state.optimizer.get(key)) and parameter in groups:
+            on_device = any(groups[parameter].get(option) for option in ("capturable", "fused"))
             optimizer.state[parameter] = {
                 # torch's own rule: step counters stay on the CPU unless the update runs in a fused or captured kernel
                 state_key: _copy(value, cpu if state_key == "step" and not on_device else parameter.device)
@@ -211,7 +222,7 @@ def write_layer(directory: Path, step: int, name: str, state: LayerState) -> Lay
         size = os.fstat(file.fileno()).st_size
     checksum = files.sha256_of(temporary)
     temporary.replace(path)
-    return LayerFile(size, checksum, tuple(state.weights))
+    return LayerFile(size, checksum, (*state.weights, *state.tied), state.tied)
 
 
 def load_layer(info: CheckpointInfo, name: str) -> LayerState:
@@ -239,10 +250,22 @@ def load_layer(info: CheckpointInfo, name: str) -> LayerState:
                     optimizer.setdefault(parameter, {})[state_key] = tensor
                 else:
                     tensors[kind][rest] = tensor
+        for own, owner in info.layers[name].tied.items():
+            for kind, tensor in _load_parameter(info, owner).items():
+                tensors[kind][own] = tensor
         weights = {parameter: tensors["weight"].pop(parameter) for parameter in info.layers[name].parameters}
     except (SafetensorError, KeyError, ValueError) as error:
         raise CheckpointError(f"{info.layer_path(name)} is not the layer file of its manifest: {error!r}") from error
-    return LayerState(weights, tensors["buffer"], optimizer, tensors["average"])
+    return LayerState(weights, tensors["buffer"], optimizer, tensors["average"], info.layers[name].tied)
+
+
+def _load_parameter(info: CheckpointInfo, full_name: str) -> dict[str, Tensor]:
+    """Reads one parameter, as "weight", and its moving average, as "average", where there is one."""
+    layer = layer_of(full_name, info.layers)
+    require_whole(info, layer)
+    with safe_open(info.layer_path(layer), framework="pt", device="cpu") as file:
+        names = {kind: f"{kind}:{full_name.removeprefix(f'{layer}.')}" for kind in ("weight", "average")}
+        return {kind: file.get_tensor(key).clone() for kind, key in names.items() if key in file.keys()}  # noqa: SIM118
 
 
 def export_state_dict(info: CheckpointInfo, average: bool = False) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 from ..micro_batch import MicroBatch, Tensors
 from ..pipeline.engine import Pipeline, StepInput, StepRecord
 from ..pipeline.finite import FiniteWatch
+from ..pipeline.ties import ReplicaLink
 from ..pipeline.transport import Transport, connect_workers
 from ..schedule.run_schedules import RunSchedules
 from .batch_plan import BatchPlan, BatchPlanCodec
@@ -66,6 +67,12 @@ class PipelineRuntime:
         posts = self.schedules.forward_posts(M, self.engine.receives_block_device)[worker]
         instructions = self.schedules.forward_lists(M)[worker]
         self.engine.run_forward(instructions, signatures, micro_batches, sink, caches, posts)
+
+
+def replica_link(world: World) -> ReplicaLink:
+    """Returns how this worker reaches those of its replica for tied parameters."""
+    group = None if world.message_groups is None else world.message_groups[0]
+    return ReplicaLink(world.worker, [world.rank_of(worker) for worker in range(world.workers)], world.wire, group)
 
 
 def make_transport(world: World, placement: Sequence[int]) -> Transport | None:

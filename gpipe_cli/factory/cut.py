@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
+
+from torch import nn
 
 from ..config import PipelineConfig, Settings
 from ..distributed.world import World
 from ..errors import ConfigurationError
-from ..layers import LayerBuilder
+from ..layers import LayerBuilder, layer_of
 from ..micro_batch import MicroBatch
 from ..partition.cost import LayerCost, keep_shapes_that_depend_on_values_together, layer_costs
 from ..partition.fake_layers import CostError, TooFewExamples
@@ -17,6 +20,7 @@ from ..partition.partition import PartitionError, cell_costs, cell_layers, parti
 from ..partition.ties import Ties, find_ties
 from ..pipeline.cell import BuiltLayer, Cell, build_layer
 from ..pipeline.randomness import NoiseSource
+from ..pipeline.ties import Use
 from ..position import Position
 from .build import boundary_type_of
 
@@ -30,17 +34,29 @@ class Cut:
         placement: worker of each cell.
         table: one row a cell: cell, worker, layers (first, last, count), parameters, cost, share of the whole cost.
         parameters: of the whole model.
+        ties: for every layer, its parameters that an earlier layer owns: `Ties.owners`.
     """
 
     sizes: list[int]
     placement: tuple[int, ...]
     table: list[dict[str, Any]]
     parameters: int
+    ties: list[dict[str, str]]
 
     @property
     def layers(self) -> list[range]:
         """Returns the indices of each cell's layers."""
         return cell_layers(self.sizes)
+
+    def uses(self, names: Sequence[str]) -> list[list[Use]]:
+        """Returns the uses of every tied parameter, in layer order; ``names``: of the model's layers."""
+        worker = [self.placement[cell] for cell, layers in enumerate(self.layers) for _ in layers]
+        found: dict[str, list[Use]] = {}
+        for index, tied in enumerate(self.ties):
+            for own, owner in tied.items():
+                first = Use(owner, worker[names.index(layer_of(owner, names))])
+                found.setdefault(owner, [first]).append(Use(f"{names[index]}.{own}", worker[index]))
+        return list(found.values())
 
 
 def cut_model(
@@ -59,7 +75,7 @@ def cut_model(
         say: receives one line about layers that were counted on random values, and one about places without a cut.
 
     Raises:
-        ConfigurationError: more cells than layers, sizes that do not add up, or weights shared across a cut.
+        ConfigurationError: more cells than layers, sizes that do not add up, or a declared tie that cannot be.
     """
     refuse_more_cells_than_layers(len(builders), config)  # before costs are counted
     try:
@@ -112,8 +128,7 @@ def cut_by_costs(
     """Computes partition and placement from the layers' costs.
 
     Raises:
-        ConfigurationError: more cells than layers, sizes that do not add up, more workers than cells, or weights shared
-            across a cut.
+        ConfigurationError: more cells than layers, sizes that do not add up, or more workers than cells.
     """
     try:
         inseparable = {number: layer.name for number, layer in enumerate(costs[:-1]) if not layer.may_end_cell}
@@ -123,7 +138,6 @@ def cut_by_costs(
     except PartitionError as error:
         raise ConfigurationError(str(error)) from error
     cells = cell_layers(sizes)
-    _refuse_ties_across_cells(builders, ties, cells)
     parameters = [cost.parameters - repeated for cost, repeated in zip(costs, ties.repeated, strict=True)]
     whole = sum(totals) or 1.0
     table = [
@@ -139,21 +153,7 @@ def cut_by_costs(
         }
         for cell, layers in enumerate(cells)
     ]
-    return Cut(list(sizes), tuple(worker_of), table, sum(parameters))
-
-
-def _refuse_ties_across_cells(builders: Sequence[LayerBuilder], ties: Ties, cells: Sequence[range]) -> None:
-    names = [builder.name for builder in builders]
-    cell_of = {f"{names[i]}.": cell for cell, layers in enumerate(cells) for i in layers}
-    for index, tied in enumerate(ties.owners):
-        for owner in tied.values():
-            layer = max((name for name in cell_of if owner.startswith(name)), key=len)
-            if cell_of[layer] != cell_of[f"{names[index]}."]:
-                raise ConfigurationError(
-                    f"layers {layer[:-1]!r} and {names[index]!r} share the weight {owner[len(layer) :]!r} but "
-                    "lie in different cells, where each would train its own copy: untie them, or choose "
-                    "pipeline.partition sizes that put both in one cell"
-                )
+    return Cut(list(sizes), tuple(worker_of), table, sum(parameters), ties.owners)
 
 
 def build_cells(
@@ -166,10 +166,13 @@ def build_cells(
     """
     seed, boundary_type = settings.seed, boundary_type_of(settings.precision)
 
+    held: set[int] = set()
+
     def build(index: int) -> BuiltLayer:
         where.layer = builders[index].name
-        module = build_layer(builders[index], index, seed, world.device)
-        return BuiltLayer(index, builders[index].name, module, boundary_type if index < len(builders) - 1 else None)
+        module = _own(build_layer(builders[index], index, seed, world.device), held)
+        passed = boundary_type if index < len(builders) - 1 else None
+        return BuiltLayer(index, builders[index].name, module, passed, _with_all_names(cut.ties[index], module))
 
     noise = NoiseSource(seed, world.replica, world.device)
     group = world.replica_group if settings.pipeline.sync_batchnorm else None
@@ -180,3 +183,26 @@ def build_cells(
             cells.append(Cell(cell, [build(index) for index in layers], noise, group))
     where.enter(None, None, None)
     return cells
+
+
+def _own(module: nn.Module, held: set[int]) -> nn.Module:
+    """Returns the module, or a copy where an earlier layer holds something of it: every use has gradients of its own.
+
+    So a BatchNorm in a module that several layers share has statistics for each of them.
+
+    Args:
+        held: ids of the tensors of earlier layers; gets those of this one.
+    """
+    tensors = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    if tensors & held:
+        module = deepcopy(module)
+        tensors = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    held |= tensors
+    return module
+
+
+def _with_all_names(tied: Mapping[str, str], module: nn.Module) -> dict[str, str]:
+    """Returns the owner of each tied parameter under all names that it has in its layer."""
+    named = dict(module.named_parameters(remove_duplicate=False))
+    owners = {id(named[name]): owner for name, owner in tied.items()}
+    return {name: owners[id(parameter)] for name, parameter in named.items() if id(parameter) in owners}

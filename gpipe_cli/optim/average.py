@@ -30,10 +30,12 @@ class WeightAverage:
         self._live: list[Tensor] = []
         self._averages: list[Tensor] = []
         self._places: dict[str, dict[str, int]] = {}  # by layer, then name: the index in both lists
-        known: dict[int, int] = {}  # a tensor with two names, in one layer or in two, is averaged once
+        known: dict[int, int] = {}  # a tensor with two names is averaged once
         for layer in (layer for cell in cells for layer in cell.layers):
             places = self._places[layer.name] = {}
             for name, tensor in averaged_tensors(layer.module).items():
+                if name in layer.tied:
+                    continue
                 places[name] = known.setdefault(id(tensor), len(known))
                 if places[name] == len(self._live):
                     self._live.append(tensor)

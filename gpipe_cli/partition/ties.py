@@ -22,7 +22,8 @@ class Ties:
     """Describes the parameters that layers of a model use after an earlier layer: the owner, the first that uses them.
 
     Attributes:
-        owners: for every layer, the owner's full name (`<layer>.<parameter>`) of each such parameter, by its own name.
+        owners: for every layer, the owner's full name (`<layer>.<parameter>`) of each such parameter, by its own name;
+            the first one, where the layer has the parameter under several.
         repeated: for every layer, the number of elements of these parameters.
     """
 
@@ -84,10 +85,15 @@ class _Search:
         for parameter in parameters:
             owner = declared.get(parameter.names[0], parameter.owner)
             if owner is not None:
-                tied |= dict.fromkeys(parameter.names, owner)
+                tied[parameter.names[0]] = owner
                 repeated += torch.Size(parameter.shape).numel()
         self._known |= {f"{builder.name}.{name}": parameter for parameter in parameters for name in parameter.names}
-        self._owner_of |= {f"{builder.name}.{name}": owner for name, owner in tied.items()}
+        self._owner_of |= {
+            f"{builder.name}.{name}": owner
+            for parameter in parameters
+            if (owner := tied.get(parameter.names[0])) is not None
+            for name in parameter.names
+        }
         self.ties.owners.append(tied)
         self.ties.repeated.append(repeated)
 

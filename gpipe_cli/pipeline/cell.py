@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,12 +42,14 @@ class BuiltLayer:
     Attributes:
         index: in the model's list.
         boundary_type: of the floating-point tensors that it passes to the next layer; None: as it returns them.
+        tied: parameters that an earlier layer owns, under all their names: the owner's full name (`ties.py`).
     """
 
     index: int
     name: str
     module: nn.Module
     boundary_type: torch.dtype | None = None
+    tied: Mapping[str, str] = field(default_factory=dict)
 
     def passes_as_it_is(self, output: Tensor) -> bool:
         return output.is_contiguous() and self.boundary_type in (None, output.dtype)
@@ -114,13 +116,14 @@ class Cell:
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Returns (full name, parameter) of every parameter in layer order; ``encoder.0.attention.query.weight``.
 
-        A parameter that several layers share is listed once, under its first name: it has one gradient and one update.
+        A tied parameter is listed by its owner: it has one update.
         """
-        named = [(f"{layer.name}.{name}", p) for layer in self.layers for name, p in layer.module.named_parameters()]
-        first: dict[int, tuple[str, nn.Parameter]] = {}
-        for name, parameter in named:
-            first.setdefault(id(parameter), (name, parameter))
-        return list(first.values())
+        return [
+            (f"{layer.name}.{name}", parameter)
+            for layer in self.layers
+            for name, parameter in layer.module.named_parameters()
+            if name not in layer.tied
+        ]
 
     def train(self, training: bool) -> None:
         for layer in self.layers:

@@ -22,7 +22,7 @@ from ..decoding.decoding import Decoder, SpecialTokens
 from ..decoding.generation import Generator
 from ..distributed.batch_plan import BatchPlanCodec, BatchShape
 from ..distributed.exchange import Exchange, never
-from ..distributed.runtime import PipelineRuntime, make_transport
+from ..distributed.runtime import PipelineRuntime, make_transport, replica_link
 from ..distributed.world import World, join_world
 from ..factory.build import allow_tf32, build_autocast, build_model, build_task
 from ..factory.cut import Cut, build_cells, cut_model, refuse_more_cells_than_layers
@@ -33,6 +33,7 @@ from ..metrics.journal import Journal, Notices
 from ..metrics.predictions import PredictionKeeper
 from ..pipeline.cell import Cell
 from ..pipeline.engine import TASK, Pipeline
+from ..pipeline.ties import TiedParameters
 from ..schedule.run_schedules import RunSchedules
 from ..tasks.base import GenerationSettings, Task
 from .batches import first_batch
@@ -63,7 +64,7 @@ class CellLayout:
 
     Attributes:
         cut: into cells.
-        layers: names of each layer's parameters, by layer; a shared one under all its names.
+        layers: names of each layer's parameters, by layer; a tied one in every layer, under all its names.
         parameter_names: full names of all parameters in layer order, each once.
         own_parameters: the indices of this worker's parameters among them.
         losses: indices of the layers with an auxiliary loss, and last `TASK`.
@@ -84,6 +85,7 @@ class Assembly:
         source: of the data; on the first worker of each replica, None elsewhere.
         first: the same on every worker.
         cells: of this worker, in order.
+        ties: the tied parameters of the model.
     """
 
     settings: Settings
@@ -92,6 +94,7 @@ class Assembly:
     first: FirstBatch
     layout: CellLayout
     cells: list[Cell]
+    ties: TiedParameters
     runtime: PipelineRuntime
 
     @property
@@ -141,7 +144,8 @@ def assemble_model(context: Context, settings: Settings, world: World, task: Tas
     schedules = RunSchedules(pipeline.schedule, cut.placement, pipeline.remat)
     codec = BatchPlanCodec(first.shape, pipeline.M, world.replica, world.replicas)
     runtime = PipelineRuntime(world, engine, schedules, codec)
-    return Assembly(settings, task, source, first, lay_out_model(world, cells, cut), cells, runtime)
+    ties = TiedParameters(cut.uses([builder.name for builder in builders]), cells, replica_link(world))
+    return Assembly(settings, task, source, first, lay_out_model(world, cells, cut), cells, ties, runtime)
 
 
 def agree_on_cut(

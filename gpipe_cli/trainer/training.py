@@ -52,7 +52,7 @@ def assemble_training(
     _check_steps(config, assembly, resumed)
     if resumed is None and settings.checkpoint.init_from is not None:
         transfer(settings.checkpoint, world, cells, assembly.layout.layers, journal)
-    updater = make_updater(settings, world, cells)
+    updater = make_updater(settings, assembly)
     saver = make_saver(context, config, assembly, updater, journal)
     reporter = make_reporter(assembly)
     codec = assembly.runtime.codec
@@ -71,6 +71,7 @@ def assemble_training(
         except TypeError as error:
             raise CheckpointError(f"{resumed.path}/manifest.json is damaged: {error}") from error
         journal.message(f"going on from {resumed.path}, step {resumed.step}")
+    assembly.ties.spread()
     report_batchnorm(journal, world, cells, settings, assembly.first.examples)
     stop, where = context.stop_requested, context.where
     return Trainer(
@@ -125,15 +126,16 @@ def transfer(
     journal.message(f"weights from {info.path}; begun anew: {', '.join(sorted(names)) or 'nothing'}")
 
 
-def make_updater(settings: Settings, world: World, cells: Sequence[Cell]) -> Updater:
+def make_updater(settings: Settings, assembly: Assembly) -> Updater:
     """Makes optimizer, learning rate schedule and weight average of this worker's cells."""
+    cells, group = assembly.cells, assembly.world.replica_group
     average = None if settings.trainer.average is None else WeightAverage(cells, settings.trainer.average)
     parameters = [parameter for cell in cells for _, parameter in cell.parameters()]
     optimizer = build_optimizer(settings.optimizer, parameters, settings.seed)
     lr_schedule = build_lr_schedule(settings.lr_schedule, optimizer, settings.seed)
     # The schedule also counts a step whose update is skipped; torch warns when that is the very first.
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-    return Updater(cells, optimizer, lr_schedule, average, world.replica_group, settings.trainer.gradient_clip)
+    return Updater(cells, optimizer, lr_schedule, average, assembly.ties, group, settings.trainer.gradient_clip)
 
 
 def make_saver(

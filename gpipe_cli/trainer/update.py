@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import cast
 
@@ -21,6 +21,7 @@ from ..optim.average import WeightAverage
 from ..pipeline.batchnorm import finish_batchnorm
 from ..pipeline.cell import Cell
 from ..pipeline.gradients import clip_factor, fill_gradients, reduce_over_replicas, scale_gradients, squared_norms
+from ..pipeline.ties import TiedParameters
 
 
 class Updater:
@@ -31,6 +32,7 @@ class Updater:
         optimizer: over the cells' parameters.
         lr_schedule: of the optimizer, before its first step.
         average: of the cells' weights; None: the run keeps none.
+        ties: the tied parameters.
         replica_group: the ranks that hold the same layers; None without replicas.
         clip: the largest norm of the whole gradient; None: no limit.
     """
@@ -41,11 +43,13 @@ class Updater:
         optimizer: torch.optim.Optimizer,
         lr_schedule: LRScheduler,
         average: WeightAverage | None,
+        ties: TiedParameters,
         replica_group: dist.ProcessGroup | None,
         clip: float | None,
     ) -> None:
         self.optimizer = optimizer
         self._lr_schedule, self._average, self._replica_group, self._clip = lr_schedule, average, replica_group, clip
+        self._ties = ties
         self._schedule_state = LRScheduleState(lr_schedule, optimizer)
         self._layers = [layer for cell in cells for layer in cell.layers]
         self._parameters = [parameter for cell in cells for _, parameter in cell.parameters()]
@@ -57,8 +61,9 @@ class Updater:
         return float(self._lr_schedule.get_last_lr()[0])
 
     def reduce_gradients(self) -> None:
-        """Sums the gradients over the replicas; parameters that nothing used get a gradient of zero."""
+        """Sums the gradients over uses and replicas; parameters that nothing used get a gradient of zero."""
         fill_gradients(self._parameters)
+        self._ties.add_gradients()
         if self._replica_group is not None:
             reduce_over_replicas(self._parameters, self._replica_group)
 
@@ -75,6 +80,7 @@ class Updater:
         if report.finite:
             scale_gradients(self._parameters, clip_factor(report.gradient_norm, self._clip))
             self.optimizer.step()
+            self._ties.spread()
             finish_batchnorm(self._batchnorms, self._replica_group)
             if self._average is not None:
                 self._average.update(updates_before)
@@ -86,10 +92,16 @@ class Updater:
         for batchnorm in self._batchnorms:
             batchnorm.take_pooled()
         self.optimizer.zero_grad(set_to_none=True)
+        self._ties.forget_gradients()
 
-    def averaged_weights(self) -> AbstractContextManager[None]:
-        """Returns a context in which the layers hold their averages, where the run keeps them."""
-        return nullcontext() if self._average is None else self._average.in_place_of_weights()
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Makes the layers hold their averages while the context lasts, where the run keeps them."""
+        if self._average is None:
+            yield
+            return
+        with self._average.in_place_of_weights(), self._ties.spread_for_a_while():
+            yield
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
@@ -97,7 +109,9 @@ class Updater:
         """Returns weights, buffers, optimizer state and averages of this worker's layers by name."""
         average = self._average
         return {
-            layer.name: layer_state(layer.module, self.optimizer, None if average is None else average.of(layer.name))
+            layer.name: layer_state(
+                layer.module, self.optimizer, None if average is None else average.of(layer.name), layer.tied
+            )
             for layer in self._layers
         }
 
@@ -132,7 +146,8 @@ class Updater:
             try:
                 restore_layer(layer.name, layer.module, self.optimizer, state, forms)
                 if self._average is not None:
-                    self._average.restore(layer.name, state.averages)
+                    own = {name: value for name, value in state.averages.items() if name not in layer.tied}
+                    self._average.restore(layer.name, own)
             except CheckpointError as error:
                 raise CheckpointError(f"{info.path}: {error}") from None
         if all(saved.get(section) == settings.get(section) for section in ("optimizer", "lr_schedule")):

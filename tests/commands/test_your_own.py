@@ -133,7 +133,7 @@ def test_mistakes_are_named(tmp_path: Path, old: str, new: str, words: list[str]
 
 @pytest.mark.slow
 def test_layers_that_share_their_weights_train_as_one_layer_that_applies_them_as_often(tmp_path: Path) -> None:
-    """Loss and gradient norm of every step: one gradient, one update, one set of statistics."""
+    """Loss and gradient norm of every step: one gradient, summed in another order, and one update."""
     pieces = "torch.manual_seed(3)\n    same, last = Hidden(width), nn.Linear(width, 2)\n    hidden = "
     one_last = changed("partial(nn.Linear, width, 2)", "lambda: last")
     shared = one_last.replace("partial(Hidden, width)", "lambda: same")
@@ -146,8 +146,8 @@ def test_layers_that_share_their_weights_train_as_one_layer_that_applies_them_as
         done = train(folder, module.replace("hidden = ", pieces), *words)
         assert done.returncode == 0, done.stderr
         rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-        found.append([(row["loss"], row["grad_norm"]) for row in rows])
-    assert found[0] == found[1]
+        found.append([row[key] for row in rows for key in ("loss", "grad_norm")])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 @pytest.mark.slow
@@ -168,14 +168,3 @@ def test_a_builder_that_keeps_what_it_makes_is_refused_by_name(tmp_path: Path) -
     done = train(tmp_path, module, "pipeline.K=1")
     assert done.returncode == 2
     assert "layer 'hidden_0': its builder keeps the module that it makes" in done.stderr
-
-
-def test_weights_shared_across_cells_are_refused_by_name(tmp_path: Path) -> None:
-    sharing = changed(
-        'LayerBuilder(f"hidden_{i}", partial(Hidden, width)) for i in range(depth)]',
-        'LayerBuilder(f"hidden_{i}", lambda: same) for i in range(depth)]',
-    ).replace("    hidden = [", "    same = Hidden(width)\n    hidden = [")
-    done = train(tmp_path, sharing, "pipeline.K=4")
-    assert done.returncode != 0
-    assert "share the weight" in done.stderr
-    assert "hidden_" in done.stderr

@@ -6,7 +6,7 @@ import ctypes
 import os
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -45,6 +45,43 @@ def with_a_layer_twice() -> list[LayerBuilder]:
     both = nn.Linear(8, 8)
     first, last = layers()[:2], layers()[-1]
     return [*first, LayerBuilder("once", lambda: both), LayerBuilder("again", lambda: nn.Sequential(both)), last]
+
+
+def with_ties(kind: str = "declared") -> list[LayerBuilder]:
+    """Returns five layers, of which the second, the fourth and the last use one matrix of 1,920 numbers.
+
+    Args:
+        kind: how they say so: "declared", "shared", both as a "frozen" one; "untied": each has its own.
+    """
+    tied = {"weight": "first.weight"} if kind in ("declared", "frozen") else {}
+    first: Callable[[], nn.Module] = partial(_without_bias, kind == "frozen")
+    back: Callable[[], nn.Module] = partial(Back, kind == "frozen")
+    if kind == "shared":
+        one, other = first(), back()
+        other.weight = one.weight
+        first, back = lambda: one, lambda: other
+    return [
+        LayerBuilder("flatten", Flatten),
+        LayerBuilder("first", first),
+        LayerBuilder("middle", partial(nn.Linear, 10, 10)),
+        LayerBuilder("back", back, tied=tied),
+        LayerBuilder("last", first, tied=tied),
+    ]
+
+
+def _without_bias(frozen: bool) -> nn.Module:
+    return nn.Linear(192, 10, bias=False).requires_grad_(not frozen)
+
+
+class Back(nn.Module):
+    """Multiplies by the transposed matrix of a linear map, and bends."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(10, 192) / 10, not frozen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.weight)
 
 
 class Flatten(nn.Module):

@@ -21,6 +21,7 @@ from gpipe_cli.models.transformer_layers import (
 )
 from gpipe_cli.models.transformer_lm import transformer_lm
 from gpipe_cli.partition.cost import count_parameters
+from gpipe_cli.partition.ties import find_ties
 
 WORDS, PAD = 13, 0
 small = partial(transformer, L=2, H=24, A=2, d_model=16, source_vocabulary=WORDS, target_vocabulary=WORDS)
@@ -321,7 +322,6 @@ def test_depth_scaled_initialisation_shrinks_both_feed_forward_matrices(keys: di
         ({"A": 2.5}, r"model\.A=2\.5: use a whole number from 1 on"),
         ({"d_model": 15}, r"model\.d_model=15: .* use model\.d_model=16"),
         ({"dropout": 1.0}, r"model\.dropout=1\.0: use a probability"),
-        ({"tie_embeddings": True}, r"model\.tie_embeddings=true: .* use model\.tie_embeddings=false"),
         ({"depth_scale_layers": "all"}, r"model\.depth_scale_layers=all: use both"),
     ],
     ids=str,
@@ -331,6 +331,7 @@ def test_a_wrong_key_is_named_with_what_to_type_instead(keys: dict[str, Any], me
         small(**keys)
 
 
-def test_tied_embeddings_of_the_language_model_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"model\.tie_embeddings=true"):
-        small_lm(tie_embeddings=True)
+@pytest.mark.parametrize(("make", "table"), [(small, "target_embedding"), (small_lm, "embedding")])
+def test_tied_embeddings_are_one_table_of_the_embedding_and_the_softmax(make: Any, table: str) -> None:
+    assert find_ties(make(tie_embeddings=True)).owners[-1] == {"weight": f"{table}.weight"}
+    assert not any(find_ties(make()).owners)

@@ -1,0 +1,155 @@
+"""Keeps tied parameters one: adds up the gradients of their uses and gives all of them the owner's value.
+
+Every use has an `nn.Parameter` of its own, also within a worker, so that its gradients are summed up apart; once a step
+the sums are added in layer order, and the bits do not depend on the cut. The first use in the model is the owner: it
+alone has an optimizer state, an average and a place in checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .cell import Cell
+from .gradients import fill_gradients
+
+_TAG = 0  # no other message has it
+
+
+class Use(NamedTuple):
+    """Names one use of a tied parameter: full name, and the worker that runs the layer."""
+
+    name: str
+    worker: int
+
+
+@dataclass(frozen=True)
+class ReplicaLink:
+    """Describes how a worker reaches the others of its replica.
+
+    Attributes:
+        worker: this one.
+        ranks: of all workers.
+        wire: the device whose tensors are sent.
+        group: for messages; None where there is one worker.
+    """
+
+    worker: int
+    ranks: Sequence[int]
+    wire: torch.device
+    group: dist.ProcessGroup | None
+
+    def send(self, tensor: Tensor, worker: int) -> None:
+        """Sends the values of a tensor, in logical order."""
+        dist.send(tensor.detach().to(self.wire).contiguous(), self.ranks[worker], group=self.group, tag=_TAG)
+
+    @torch.no_grad()
+    def receive(self, into: Tensor, worker: int) -> None:
+        """Receives the values of a tensor."""
+        if into.device == self.wire and into.is_contiguous():
+            dist.recv(into.detach(), self.ranks[worker], group=self.group, tag=_TAG)
+            return
+        arrived = torch.empty(into.shape, dtype=into.dtype, device=self.wire)
+        dist.recv(arrived, self.ranks[worker], group=self.group, tag=_TAG)
+        into.copy_(arrived)
+
+
+class TiedParameters:
+    """Holds the tied parameters of a model, as one worker sees them.
+
+    All workers of a replica call each method at the same time, and go through ties and uses in the same order: of the
+    messages that are not done, both ends of the first are at it, so no order of sends and receives can wait for itself.
+
+    Args:
+        ties: the uses of every tied parameter of the model, in layer order.
+        cells: of this worker.
+        link: to the other workers.
+    """
+
+    def __init__(self, ties: Sequence[Sequence[Use]], cells: Sequence[Cell], link: ReplicaLink) -> None:
+        self._ties, self._link = ties, link
+        names = {use.name for uses in ties for use in uses}
+        layers = [layer for cell in cells for layer in cell.layers]
+        self._own = {
+            full: parameter
+            for layer in layers
+            for name, parameter in layer.module.named_parameters(remove_duplicate=False)
+            if (full := f"{layer.name}.{name}") in names
+        }
+
+    @cached_property
+    def users(self) -> list[nn.Parameter]:
+        """Returns this worker's tied parameters whose owner is another."""
+        own = (use.name for owner, *others in self._ties for use in others if use.worker == self._link.worker)
+        return [self._own[name] for name in own]
+
+    def add_gradients(self) -> None:
+        """Adds the gradients of all uses, in layer order, to the owners', which have one, and clears the others."""
+        fill_gradients(self.users)
+        for owner, *others in self._ties:
+            for use in others:
+                gradient = self._brought_to(owner, use)
+                if gradient is not None:
+                    total = self._own[owner.name].grad
+                    assert total is not None
+                    total += gradient
+        self.forget_gradients()
+
+    def _brought_to(self, owner: Use, use: Use) -> Tensor | None:
+        """Returns the gradient of a use on the owner's worker; None elsewhere, and where it is frozen."""
+        here = self._link.worker
+        if here not in (owner.worker, use.worker):
+            return None
+        if here == use.worker:
+            gradient = self._own[use.name].grad
+            if gradient is None or here == owner.worker:
+                return gradient
+            self._link.send(gradient, owner.worker)
+            return None
+        parameter = self._own[owner.name]
+        if not parameter.requires_grad:
+            return None
+        gradient = torch.empty_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
+        self._link.receive(gradient, use.worker)
+        return gradient
+
+    def forget_gradients(self) -> None:
+        """Clears the gradients of all uses but the owners'."""
+        for parameter in self.users:
+            parameter.grad = None
+
+    def spread(self) -> None:
+        """Gives every use the value of its owner; the uses on one worker share the memory of the first of them."""
+        here = self._link.worker
+        for owner, *others in self._ties:
+            first = {owner.worker: owner}
+            for use in others:
+                if use.worker in first:
+                    if here == use.worker:
+                        self._own[use.name].data = self._own[first[here].name].data
+                    continue
+                first[use.worker] = use
+                if here == owner.worker:
+                    self._link.send(self._own[owner.name], use.worker)
+                elif here == use.worker:
+                    self._link.receive(self._own[use.name].data, owner.worker)
+
+    @contextmanager
+    def spread_for_a_while(self) -> Iterator[None]:
+        """Gives every use the present value of its owner; at the end each has its former value, without messages."""
+        former = [parameter.data for parameter in self.users]
+        for parameter in self.users:
+            parameter.data = torch.empty_like(parameter.data)
+        self.spread()
+        try:
+            yield
+        finally:
+            for parameter, data in zip(self.users, former, strict=True):
+                parameter.data = data

@@ -1,0 +1,136 @@
+"""Tied parameters between workers: sums in layer order, values from the owner, whoever comes first to a message."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_cli.pipeline.cell import BuiltLayer, Cell
+from gpipe_cli.pipeline.randomness import NoiseSource
+from gpipe_cli.pipeline.ties import ReplicaLink, TiedParameters, Use
+
+CPU = torch.device("cpu")
+# Three parameters, tied thrice, twice (owned by the last worker but one) and within a worker.
+TIES = [("a.x", "b.x", "c.x", "e.x"), ("b.y", "d.y"), ("c.z", "d.z")]
+LAYERS = {"a": "x", "b": "xy", "c": "xz", "d": "yz", "e": "x"}
+
+
+class InMemory(ReplicaLink):
+    """Sends through queues; a send waits until it is received, as a process group's may."""
+
+    queues: dict[tuple[int, int], tuple[Queue[Tensor], Queue[None]]]
+
+    def send(self, tensor: Tensor, worker: int) -> None:
+        there, back = self.queues[self.worker, worker]
+        there.put(tensor.detach().clone())
+        back.get(timeout=10)
+
+    def receive(self, into: Tensor, worker: int) -> None:
+        there, back = self.queues[worker, self.worker]
+        into.copy_(there.get(timeout=10))
+        back.put(None)
+
+
+def made(placement: Sequence[int], trained: bool = True) -> list[tuple[TiedParameters, dict[str, nn.Parameter]]]:
+    """Returns every worker's side, and its parameters by full name; cell i has the i-th layer."""
+    worker_of = dict(zip(LAYERS, placement, strict=True))
+    queues: dict[tuple[int, int], tuple[Queue[Tensor], Queue[None]]] = defaultdict(lambda: (Queue(), Queue()))
+    for pair in [(i, j) for i in placement for j in placement]:
+        assert queues[pair]
+    InMemory.queues = queues
+    sides = []
+    for worker in sorted(set(placement)):
+        cells, own = [], {}
+        for number, (layer, names) in enumerate(LAYERS.items()):
+            if worker_of[layer] == worker:
+                values = {
+                    name: nn.Parameter(torch.randn(1000, generator=drawn(layer + name)), trained) for name in names
+                }
+                cells.append(
+                    Cell(number, [BuiltLayer(number, layer, nn.ParameterDict(values))], NoiseSource(0, 0, CPU))
+                )
+                own |= {
+                    f"{layer}.{name}": parameter for name, parameter in cells[-1].layers[0].module.named_parameters()
+                }
+        uses = [[Use(name, worker_of[name[0]]) for name in tie] for tie in TIES]
+        sides.append((TiedParameters(uses, cells, InMemory(worker, range(5), CPU, None)), own))
+    return sides
+
+
+def drawn(name: str) -> torch.Generator:
+    return torch.Generator().manual_seed(sum(map(ord, name)))
+
+
+def on_all(sides: Sequence[tuple[TiedParameters, object]], do: Callable[[TiedParameters], None]) -> None:
+    with ThreadPoolExecutor(len(sides)) as pool:
+        list(pool.map(lambda side: do(side[0]), sides))
+
+
+PLACEMENTS = ([0, 0, 0, 0, 0], [0, 1, 2, 3, 4], [0, 1, 0, 1, 0], [2, 1, 0, 1, 0])
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_gradients_are_added_in_layer_order_and_only_the_owner_keeps_one(placement: list[int]) -> None:
+    sides = made(placement)
+    own = {name: parameter for _, parameters in sides for name, parameter in parameters.items()}
+    for name, parameter in own.items():
+        parameter.grad = torch.randn(1000, generator=drawn(name)) * 1e3
+    own["c.x"].grad = None  # nothing used it
+    expected = {}
+    for owner, *others in TIES:
+        total = own[owner].grad
+        assert total is not None
+        for name in others:
+            gradient = own[name].grad
+            total = total + (0 if gradient is None else gradient)
+        expected[owner] = total
+    on_all(sides, TiedParameters.add_gradients)
+    found = {name: parameter.grad for name, parameter in own.items() if parameter.grad is not None}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_every_use_gets_the_owners_value_and_a_worker_keeps_it_once(placement: list[int]) -> None:
+    sides = made(placement)
+    on_all(sides, TiedParameters.spread)
+    own = {name: parameter for _, parameters in sides for name, parameter in parameters.items()}
+    assert all(torch.equal(own[name], own[uses[0]]) for uses in TIES for name in uses)
+    for _, parameters in sides:
+        for uses in TIES:
+            assert len({parameters[name].data_ptr() for name in uses if name in parameters}) <= 1
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_values_for_a_while_go_without_a_message_even_after_a_failure(placement: list[int]) -> None:
+    sides = made(placement)
+    on_all(sides, TiedParameters.spread)
+    own = {name: parameter for _, parameters in sides for name, parameter in parameters.items()}
+    before = {name: parameter.detach().clone() for name, parameter in own.items()}
+
+    def evaluate(side: TiedParameters) -> None:
+        averages = {uses[0]: torch.full((1000,), 7.0) for uses in TIES}
+        owners = {name: parameter for name, parameter in side._own.items() if name in averages}
+        live = {name: parameter.data for name, parameter in owners.items()}
+        for name, parameter in owners.items():
+            parameter.data = averages[name]
+        with pytest.raises(ZeroDivisionError), side.spread_for_a_while():
+            assert all(bool((parameter == 7).all()) for parameter in side._own.values())
+            raise ZeroDivisionError
+        for name, parameter in owners.items():
+            parameter.data = live[name]
+
+    on_all(sides, evaluate)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in own.items())
+
+
+def test_frozen_uses_have_no_gradient_and_send_none() -> None:
+    sides = made([0, 1, 2, 3, 4], trained=False)
+    on_all(sides, TiedParameters.add_gradients)
+    assert all(parameter.grad is None for _, parameters in sides for parameter in parameters.values())
