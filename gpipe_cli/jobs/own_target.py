@@ -16,6 +16,7 @@ from hydra.errors import HydraException
 
 from gpipe_cli.config import FREE_FORM
 
+OWN_LR_SCHEDULE = "constant"  # suits any model
 ALWAYS_KEPT = {"data": ("batch_size",), "optimizer": ("lr",)}  # every data set and every optimizer has these
 
 
@@ -25,11 +26,13 @@ def complete(words: Sequence[str]) -> list[str]:
     target = next((override.value() for override in typed if override.key_or_group == "model._target_"), None)
     if not isinstance(target, str) or any(word.startswith("experiment=") for word in words):
         return marked
-    if not any(word.startswith("name=") for word in words):
-        marked.append(f"name={target}")  # else the run directory has the name of the group model=transformer
-    if not any(word.startswith("trainer.average=") for word in words):
-        marked.append("trainer.average=null")  # conf/trainer/transformer.yaml sets it for the Transformer
-    return marked
+    own = {
+        "name": target,  # else the run directory has the name of the group model=transformer
+        "trainer.average": "null",  # conf/trainer/transformer.yaml sets it for the Transformer
+        "lr_schedule": OWN_LR_SCHEDULE,  # conf/model/transformer.yaml chooses one for the Transformer
+    }
+    typed_keys = {word.partition("=")[0] for word in words}
+    return [*marked, *(f"{key}={value}" for key, value in own.items() if key not in typed_keys)]
 
 
 def allow_new_keys(words: Sequence[str]) -> list[str]:
@@ -59,7 +62,7 @@ def typed_sections(overrides: Sequence[str]) -> set[str]:
 
 
 def describe(config: Mapping[str, Any], left_out: Mapping[str, Sequence[str]]) -> list[str]:
-    """Returns a line for the console about the sections whose keys are left out, or none.
+    """Returns lines for the console: the sections whose keys are left out, and the learning rate of an own model.
 
     Args:
         config: with the keys that are passed on.
@@ -71,7 +74,13 @@ def describe(config: Mapping[str, Any], left_out: Mapping[str, Sequence[str]]) -
         for section, keys in left_out.items()
         if keys
     ]
-    return [f"{'; '.join(calls)} (keys that were not typed belong to other functions)"] if calls else []
+    lines = [f"{'; '.join(calls)} (keys that were not typed belong to other functions)"] if calls else []
+    lr_schedule = config.get("lr_schedule", {})
+    if "model" in left_out and lr_schedule.get("_target_") == f"gpipe_cli.optim.lr_schedules.{OWN_LR_SCHEDULE}":
+        lr, steps = config.get("optimizer", {}).get("lr"), lr_schedule.get("warmup_steps")
+        rise = f" after a rise over {steps} steps" if steps else ""
+        lines.append(f"learning rate: {lr} in every step{rise} (lr_schedule=constant; for others type lr_schedule=…)")
+    return lines
 
 
 def _typed_keys(words: Sequence[str]) -> dict[str, set[str]]:

@@ -306,6 +306,7 @@ def test_a_typed_target_gets_the_typed_keys_alone(tmp_path: Path) -> None:
     received = json.loads((only(tmp_path / "runs") / "received.json").read_text())["settings"]
     assert received["model"] == {"_target_": "my_module.my_layers", "width": 64}
     assert done.stdout.count("model._target_=my_module.my_layers: called with width (keys that were not typed") == 1
+    assert done.stdout.count("learning rate: 0.003 in every step (lr_schedule=constant; for others type") == 1
     assert only(tmp_path / "runs").name.endswith("_my_module.my_layers")
 
 

@@ -260,8 +260,27 @@ def test_averaging_is_the_trainer_s_and_comes_with_the_transformer() -> None:
     assert composed("model=transformer")["trainer"]["average"] == 0.98
     assert composed("model=transformer_lm")["trainer"]["average"] is None
     assert composed("trainer.average=null")["trainer"]["average"] is None
-    own = own_target.complete(["model._target_=my_module.layers"])
-    assert composed(*own)["trainer"]["average"] is None
+
+
+@pytest.mark.parametrize("words", [[], ["lr_schedule.warmup_steps=20"], ["model=transformer_lm"]], ids=str)
+def test_a_model_of_one_s_own_begins_with_what_suits_any_model(words: list[str]) -> None:
+    config = composed(*own_target.complete(["model._target_=my_module.layers", *words]))
+    assert config["trainer"]["average"] is None and config["name"] == "my_module.layers"
+    assert config["lr_schedule"]["_target_"].endswith(".constant")
+    assert config["lr_schedule"]["warmup_steps"] == (20 if "lr_schedule.warmup_steps=20" in words else 0)
+
+
+def test_what_is_typed_for_an_own_model_wins() -> None:
+    typed = ["model._target_=my_module.layers", "lr_schedule=cosine", "name=mine", "trainer.average=0.5"]
+    config = composed(*own_target.complete(typed))
+    assert (config["name"], config["trainer"]["average"]) == ("mine", 0.5)
+    assert config["lr_schedule"]["_target_"].endswith(".cosine")
+
+
+def test_the_transformers_bring_their_learning_rate_schedule() -> None:
+    for model in ("transformer", "transformer_lm", "transformer_lm_small"):
+        assert composed(f"model={model}")["lr_schedule"] == composed("lr_schedule=inverse_sqrt")["lr_schedule"]
+        assert composed(f"model={model}", "lr_schedule=step")["lr_schedule"]["gamma"] == 0.5
 
 
 def test_the_keys_of_gpipe_verify_are_not_gpipe_train_s() -> None:
