@@ -1,4 +1,4 @@
-"""Translates without a corpus: keeps a run's vocabularies beside its checkpoints and makes a source of them."""
+"""Reads and writes text without a corpus: keeps a run's vocabularies beside its checkpoints, makes a source of them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any
 from ..errors import ConfigurationError
 from .source import Batch, Report
 from .store import whole_file
+from .tokenizer import TokenizerFile
 from .vocabulary import BOS, EOS, PAD, Vocabulary
 
-SOURCE, TARGET = "source.model", "target.model"
+SOURCE, TARGET, TOKENIZER = "source.model", "target.model", "tokenizer.json"
 EXAMPLE = (8, 16)  # sentences and tokens of the only batch, by which the model's costs are counted
 
 
 def keep_vocabularies(store: Path, folder: Path) -> None:
-    """Copies a store's vocabularies; the target's is removed if both sides share one."""
+    """Copies a store's vocabularies; those that it does not have are removed."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (SOURCE, TARGET):
+    for name in (SOURCE, TARGET, TOKENIZER):
         if (store / name).exists():
             with whole_file(folder / name) as draft:
                 shutil.copyfile(store / name, draft)
@@ -28,8 +29,34 @@ def keep_vocabularies(store: Path, folder: Path) -> None:
 
 
 def are_kept(folder: Path) -> bool:
-    """Returns whether the folder holds what `SentenceSource` reads."""
-    return (folder / SOURCE).is_file()
+    """Returns whether the folder holds what `SentenceSource` or `PromptSource` reads."""
+    return vocabulary_file(folder).is_file()
+
+
+def vocabulary_file(folder: Path) -> Path:
+    """Returns the file in a folder that says what a text's ids mean."""
+    return folder / (TOKENIZER if (folder / TOKENIZER).exists() else SOURCE)
+
+
+def open_vocabulary(folder: Path, end_token: str | None = None) -> Vocabulary | TokenizerFile:
+    """Returns the vocabulary of a text.
+
+    Args:
+        end_token: see `TokenizerFile`.
+
+    Raises:
+        ConfigurationError: it is damaged.
+    """
+    path = vocabulary_file(folder)
+    return TokenizerFile(path, end_token) if path.name == TOKENIZER else Vocabulary.read(path)
+
+
+def check_pieces(path: Path, vocabulary: Vocabulary | TokenizerFile, most: int | None) -> None:
+    """Raises ConfigurationError for a vocabulary with more pieces than the model knows; None: not checked."""
+    if most is not None and len(vocabulary) > most:
+        raise ConfigurationError(
+            f"{path} has {len(vocabulary):,} pieces, but the model knows {most:,}: not of this run"
+        )
 
 
 class SentenceSource:
@@ -50,11 +77,7 @@ class SentenceSource:
         self._source = Vocabulary.read(source)
         self._target = Vocabulary.read(target) if target.exists() else self._source
         for path, vocabulary, most in ((source, self._source, source_pieces), (target, self._target, target_pieces)):
-            if most is not None and len(vocabulary) > most:
-                file = path if path.exists() else source
-                raise ConfigurationError(
-                    f"{file} has {len(vocabulary):,} pieces, but the model knows {most:,}: not of this run"
-                )
+            check_pieces(path if path.exists() else source, vocabulary, most)
 
     def prepare(self, report: Report) -> None:
         """Does nothing: the vocabularies are ready."""
@@ -73,6 +96,54 @@ class SentenceSource:
 
         tokens = torch.full(EXAMPLE, PAD)
         yield Batch([((tokens, tokens), (tokens,))] * M, None)
+
+    def evaluation(self, M: int) -> Iterator[Batch]:
+        """Yields nothing."""
+        yield from ()
+
+
+class PromptSource:
+    """Encodes and decodes the text of a language model; its only batch is of end tokens, to show the shapes.
+
+    Args:
+        vocabularies: a folder made by `keep_vocabularies`.
+        sequence_length: tokens of an example in training.
+        pieces: the most pieces that the model knows; None: not checked.
+        end_token: see `TokenizerFile`.
+
+    Raises:
+        ConfigurationError: the vocabulary is damaged, or has more pieces.
+    """
+
+    def __init__(
+        self, vocabularies: str, sequence_length: int, pieces: int | None = None, end_token: str | None = None
+    ) -> None:
+        folder = Path(vocabularies)
+        self._vocabulary, self._length = open_vocabulary(folder, end_token), sequence_length
+        check_pieces(vocabulary_file(folder), self._vocabulary, pieces)
+
+    @property
+    def eos_id(self) -> int:
+        """Returns the id of the token that ends a document."""
+        return self._vocabulary.eos_id
+
+    def prepare(self, report: Report) -> None:
+        """Does nothing: the vocabulary is ready."""
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns the ids of each text."""
+        return self._vocabulary.encode(texts)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of the ids up to the first end token."""
+        return self._vocabulary.decode(ids)
+
+    def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
+        """Yields one mini-batch of end tokens."""
+        import torch  # imported late: `are_kept` does not need it
+
+        tokens = torch.full((1, self._length), self.eos_id)
+        yield Batch([((tokens,), (tokens,))] * M, None)
 
     def evaluation(self, M: int) -> Iterator[Batch]:
         """Yields nothing."""

@@ -23,13 +23,14 @@ from ...errors import ConfigurationError
 from ..defects import DefectCount, Ledger
 from ..prepared import WORK
 from ..sampling import EvenSample
+from ..sentences import SOURCE, TOKENIZER, open_vocabulary
 from ..source import Report
 from ..store import DEFECTS, publish, whole_file
 from ..vocabulary import Vocabulary, cached_vocabulary
 from ..workers import Workers
 from .documents import SEPARATORS, TEXT, Document, documents
 from .files import TextPiece, check_text, read_text
-from .store import FORMAT, SENTENCEPIECE, SPLITS, TOKENIZER, open_vocabulary
+from .store import FORMAT, SPLITS
 
 LONGEST_SAMPLE = 1_000  # characters; SentencePiece leaves out texts of more than 4,192 bytes
 
@@ -108,7 +109,7 @@ class TextPreparation:
             if self._form.tokenizer is not None:
                 with whole_file(self._draft / TOKENIZER) as draft:
                     shutil.copyfile(Path(self._form.tokenizer).expanduser(), draft)
-            elif not (self._draft / SENTENCEPIECE).exists():
+            elif not (self._draft / SOURCE).exists():
                 self._train_vocabulary(workers)
             pieces = self._encode(workers)
         self._finish(pieces)
@@ -124,7 +125,7 @@ class TextPreparation:
             raise ConfigurationError(f"{self._files[0].parent}: no line of the text can be used for training")
         texts = [texts[i * len(texts) // count] for i in range(count)]
         arguments = (form.vocabulary, form.character_coverage, "vocabulary", form.smaller)
-        (self._draft / SENTENCEPIECE).write_bytes(cached_vocabulary(self._folder.parent, texts, *arguments))
+        (self._draft / SOURCE).write_bytes(cached_vocabulary(self._folder.parent, texts, *arguments))
 
     def _sample_jobs(self) -> Iterator[SampleJob]:
         """Yields the jobs; a file's sample is twice its share of the texts, judged by its size."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,15 +14,16 @@ import sentencepiece
 from ...errors import ConfigurationError
 from ..defects import OF_TEXT, Defect, check_policy, in_words, refuse
 from ..prepared import prepared_folder, worker_count
+from ..sentences import keep_vocabularies
 from ..source import Report, check_limits
-from ..store import DEFECTS, whole_file
+from ..store import DEFECTS
 from ..tokenizer import TokenizerFile
 from ..vocabulary import BOS, smaller_notice
 from ..windows import TokenSequence, WindowSource
 from .documents import SEPARATORS
 from .files import find_texts
 from .preparation import TextForm, TextPreparation
-from .store import FORMAT, TextStore, vocabulary_file
+from .store import FORMAT, TextStore
 
 log = logging.getLogger(__name__)
 
@@ -150,10 +150,7 @@ class TextFilesSource(WindowSource):
 
     def keep_vocabularies(self, folder: Path) -> None:
         """Copies what ids mean to a folder."""
-        folder.mkdir(parents=True, exist_ok=True)
-        source = vocabulary_file(self._opened.folder)
-        with whole_file(folder / source.name) as draft:
-            shutil.copyfile(source, draft)
+        keep_vocabularies(self._opened.folder, folder)
 
     @property
     def prepared_defects(self) -> dict[str, int]:

@@ -16,13 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..sentences import open_vocabulary, vocabulary_file
 from ..source import fingerprint_of
 from ..store import DEFECTS
-from ..tokenizer import TokenizerFile
-from ..vocabulary import Vocabulary
 
 FORMAT = 1  # raised when the same parameters would give other bytes
-SENTENCEPIECE, TOKENIZER = "source.model", "tokenizer.json"
 SPLITS = ("train", "dev")
 
 
@@ -86,18 +84,3 @@ class TextStore:
         """Returns a digest of the vocabulary and of all tokens that are trained on."""
         digests = json.dumps([piece["digest"] for piece in self.description["pieces"] if piece["train"]]).encode()
         return fingerprint_of(digests, vocabulary_file(self.folder).read_bytes())
-
-
-def vocabulary_file(folder: Path) -> Path:
-    """Returns the file in a folder that says what ids mean."""
-    return folder / (TOKENIZER if (folder / TOKENIZER).exists() else SENTENCEPIECE)
-
-
-def open_vocabulary(folder: Path, end_token: str | None) -> Vocabulary | TokenizerFile:
-    """Returns the vocabulary of a store.
-
-    Raises:
-        ConfigurationError: it is damaged.
-    """
-    path = vocabulary_file(folder)
-    return TokenizerFile(path, end_token) if path.name == TOKENIZER else Vocabulary.read(path)

@@ -1,8 +1,8 @@
-"""Runs beam search through the pipeline: one token per hypothesis and round, several groups of sentences in flight.
+"""Generates through the pipeline: one token per row and round, several groups of sources in flight.
 
-Each round runs the forward-only schedule once; a group of sentences is a micro-batch. The worker of the last cell holds
-the search. One exchange after each round distributes which hypotheses go on (parent row and next token), so that all
-workers reorder the caches of their layers alike, drop finished sentences and groups, and end together.
+Each round runs the forward-only schedule once; a group of sources is a micro-batch. The worker of the last cell holds
+the search. One exchange after each round distributes which rows go on (parent row and next token), so that all workers
+reorder the caches of their layers alike, drop finished rows and groups, and end together.
 The result does not depend on where the cells are.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,25 +19,55 @@ from torch import Tensor
 from ..distributed.exchange import Exchange, never, run_unless_stopped
 from ..distributed.runtime import Caches, PipelineRuntime
 from ..micro_batch import MicroBatch, Tensors
-from ..tasks.base import GenerationSettings
-from .beam import BeamSearch, Hypothesis
+from .beam import Continuation, Hypothesis
 
-Sources = Sequence[Sequence[int]]
-
-
-class GenerationTask(Protocol):
-    """Defines what decoding calls of a task."""
-
-    def log_probabilities(self, logits: Tensor) -> Tensor: ...
+Sources = Sequence[Any]
+"""What is to be continued, as a `DecodingForm` reads it; `len` is its number of tokens."""
 
 
-@dataclass(frozen=True)
-class SpecialTokens:
-    """Holds the ids of the tokens that begin and end a sentence, and of padding."""
+class Search(Protocol):
+    """Chooses the next tokens of one group."""
 
-    bos_id: int
-    eos_id: int
-    pad_id: int
+    def advance(self, log_probabilities: Tensor) -> Continuation:
+        """Takes the log-probabilities of the next token, [rows, V]; returns the next rows, none when all are done."""
+
+    def best(self) -> list[Hypothesis]:
+        """Returns what was found for each source, once all are done."""
+
+
+class DecodingForm(Protocol):
+    """Defines how sources become inputs of the model, and its outputs tokens.
+
+    Attributes:
+        group: sources that are decoded together.
+        width: rows of a source, at most.
+        longest: tokens of a hypothesis, at most.
+        uses_caches: whether a call after the first one has the new tokens alone.
+    """
+
+    @property
+    def group(self) -> int: ...
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def longest(self) -> int: ...
+
+    @property
+    def uses_caches(self) -> bool: ...
+
+    def first(self, sources: Sources) -> MicroBatch:
+        """Returns the inputs of a group's first call; the targets are for the two methods below."""
+
+    def later(self, before: MicroBatch, parents: Tensor, tokens: Tensor) -> MicroBatch:
+        """Returns those of the next call: its rows' parents in the call before, and their tokens, both [rows]."""
+
+    def search(self, targets: Tensors, beam: int) -> Search:
+        """Returns the search of a group, from the targets of its first call."""
+
+    def log_probabilities(self, outputs: Tensors, targets: Tensors) -> Tensor:
+        """Returns those of each row's next token, [rows, V]."""
 
 
 @dataclass
@@ -55,47 +85,43 @@ class _Round:
     groups: list[int]
     signatures: tuple[tuple[object, ...], ...]
     micro_batches: list[MicroBatch] | None
-    caches: Caches
-    searches: dict[int, BeamSearch]
+    caches: Caches | None
+    searches: dict[int, Search]
 
 
 class Decoder:
-    """Translates token sequences; every worker calls `decode` at the same time.
+    """Continues token sequences; every worker calls `decode` at the same time.
 
     Args:
-        task: computes the log-probabilities of the next token from the last cell's outputs.
         stop_requested: whether this worker was asked to stop.
     """
 
     def __init__(
         self,
         runtime: PipelineRuntime,
-        task: GenerationTask,
-        settings: GenerationSettings,
-        tokens: SpecialTokens,
+        form: DecodingForm,
         stop_requested: Callable[[], bool] = never,
     ) -> None:
-        self._runtime, self._world, self._task = runtime, runtime.world, task
-        self._settings, self._tokens, self._stop_requested = settings, tokens, stop_requested
-        replicas, groups, size = self._world.replicas, runtime.codec.M, settings.group
-        self._rows_shape = (replicas, groups, size * settings.widest)
+        self._runtime, self._world, self._form = runtime, runtime.world, form
+        self._stop_requested = stop_requested
+        replicas, groups, size = self._world.replicas, runtime.codec.M, form.group
+        self._rows_shape = (replicas, groups, size * form.width)
         self._sentences_shape = (replicas, groups, size)
-        rows, sentences = (replicas * groups * size * each for each in (settings.widest, 1))
+        rows, sentences = (replicas * groups * size * each for each in (form.width, 1))
         group = self._world.all_ranks
         self._round = Exchange({**runtime.codec.fields(), "parents": rows, "tokens": rows, "stop": 1}, group)
-        results = {"lengths": sentences, "log_probabilities": sentences, "tokens": sentences * settings.max_length}
+        results = {"lengths": sentences, "log_probabilities": sentences, "tokens": sentences * form.longest}
         self._results = Exchange(results, group)
 
-    def decode(self, sources: Sources, beam: int) -> list[Hypothesis]:
-        """Translates sentences.
+    def decode(self, sources: Sources, beam: int = 1) -> list[Hypothesis]:
+        """Generates what follows each source.
 
         Args:
-            sources: token ids with their end-of-sentence token; the same on the first worker of each replica, which
-                reads the data, and nothing elsewhere.
-            beam: hypotheses of each sentence, at most `settings.widest`.
+            sources: the same on the first worker of each replica, which reads the data, and nothing elsewhere.
+            beam: rows of each source, at most `DecodingForm.width`.
 
         Returns:
-            The translation of each of `sources`; nothing on workers that gave none.
+            What was found for each of `sources`; nothing on workers that gave none.
 
         Raises:
             StopRequested: a worker was asked to stop.
@@ -106,23 +132,23 @@ class Decoder:
         for turn in count():
             share = batches[turn * replicas : (turn + 1) * replicas]  # one batch a replica
             own = share[replica] if replica < len(share) else []
-            if not self._translate([[sources[i] for i in group] for group in own], beam):
+            if not self._run([[sources[i] for i in group] for group in own], beam):
                 break
             for number, groups in enumerate(share):
                 found |= self._read_results(number, groups)
         return [found[i] for i in range(len(sources))]
 
     def _batches(self, sources: Sources) -> list[list[list[int]]]:
-        """Returns batches of M groups of source indices; the sentences of a group have similar lengths."""
+        """Returns batches of M groups of source indices; the sources of a group have similar lengths."""
         order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
-        size, M = self._settings.group, self._runtime.codec.M
+        size, M = self._form.group, self._runtime.codec.M
         groups = [order[first : first + size] for first in range(0, len(order), size)]
         return [groups[first : first + M] for first in range(0, len(groups), M)]
 
     # -- one batch ---------------------------------------------------------------------------------------------
 
-    def _translate(self, groups: Sequence[Sources], beam: int) -> bool:
-        """Translates one batch of groups and exchanges the results; False when no replica had any."""
+    def _run(self, groups: Sequence[Sources], beam: int) -> bool:
+        """Decodes one batch of groups and exchanges the results; False when no replica had any."""
         going = self._first_round(groups, beam)
         if going is None:
             return False
@@ -137,22 +163,15 @@ class Decoder:
         return True
 
     def _first_round(self, groups: Sequence[Sources], beam: int) -> _Round | None:
-        micro_batches = [self._first_micro_batch(group) for group in groups] if self._world.reads_data else None
+        micro_batches = [self._form.first(group) for group in groups] if self._world.reads_data else None
         if micro_batches is not None:
             self._runtime.codec.write(self._round, micro_batches, [1.0] * len(micro_batches))
         run_unless_stopped(self._round, self._stop_requested)
         plan = self._runtime.codec.read(self._round, "generate")
         if plan.total_micro_batches == 0:
             return None
-        return _Round(beam, list(range(len(plan.signatures))), plan.signatures, micro_batches, {}, {})
-
-    def _first_micro_batch(self, sources: Sources) -> MicroBatch:
-        """Returns sources and first tokens; as targets, for the search, the longest length of each translation."""
-        width = max(len(source) for source in sources)
-        padded = torch.tensor([[*source, *[self._tokens.pad_id] * (width - len(source))] for source in sources])
-        first = torch.full((len(sources), 1), self._tokens.bos_id)
-        limits = torch.tensor([[self._settings.longest(len(source))] for source in sources])
-        return (padded, first), (limits,)
+        caches: Caches | None = {} if self._form.uses_caches else None
+        return _Round(beam, list(range(len(plan.signatures))), plan.signatures, micro_batches, caches, {})
 
     def _search(self, going: _Round) -> Callable[[int, Tensors, Tensors], None]:
         """Returns what the worker of the last cell calls with a group's outputs: one step of its search."""
@@ -161,9 +180,8 @@ class Decoder:
         def advance(micro_batch: int, outputs: Tensors, targets: Tensors) -> None:
             group = going.groups[micro_batch]
             if group not in going.searches:
-                exponent = self._settings.length_exponent
-                going.searches[group] = BeamSearch(targets[0][:, 0], going.beam, exponent, self._tokens.eos_id)
-            continuation = going.searches[group].advance(self._task.log_probabilities(outputs[0]))
+                going.searches[group] = self._form.search(targets, going.beam)
+            continuation = going.searches[group].advance(self._form.log_probabilities(outputs, targets))
             place = (self._world.replica, group, slice(0, len(continuation.parents)))
             parents[place] = (continuation.parents + 1).double()  # 0: this row does not go on
             tokens[place] = continuation.tokens.double()
@@ -171,7 +189,7 @@ class Decoder:
         return advance
 
     def _next_round(self, going: _Round) -> _Round | None:
-        """Returns the round that the exchange describes; None where no replica has sentences left."""
+        """Returns the round that the exchange describes; None where no replica has rows left."""
         parents, tokens = (self._round.total[name].view(self._rows_shape).long() for name in ("parents", "tokens"))
         if not bool(parents.any()):
             return None
@@ -179,19 +197,26 @@ class Decoder:
         rows = {group: int((parents[replica, group] > 0).sum()) for group in going.groups}
         left = [(number, group) for number, group in enumerate(going.groups) if rows[group]]
         chosen = [(number, parents[replica, group, : rows[group]] - 1) for number, group in left]
-        micro_batches = [_later_micro_batch(tokens[replica, group, : rows[group], None]) for _, group in left]
+        micro_batches = None
+        if going.micro_batches is not None:
+            next_tokens = [tokens[replica, group, : rows[group]] for _, group in left]
+            micro_batches = [
+                self._form.later(going.micro_batches[number], parents_of, of_group)
+                for (number, parents_of), of_group in zip(chosen, next_tokens, strict=True)
+            ]
+        caches = going.caches
         return _Round(
             beam=going.beam,
             groups=[group for _, group in left],
             signatures=tuple(("generate on", rows[group]) for _, group in left),
-            micro_batches=micro_batches if self._world.reads_data else None,
-            caches=reorder_caches(going.caches, chosen, self._world.device),
+            micro_batches=micro_batches,
+            caches=None if caches is None else reorder_caches(caches, chosen, self._world.device),
             searches=going.searches,
         )
 
     # -- its results -------------------------------------------------------------------------------------------
 
-    def _write_results(self, searches: dict[int, BeamSearch]) -> None:
+    def _write_results(self, searches: dict[int, Search]) -> None:
         lengths, log_probabilities, tokens = self._result_fields(self._results.own)
         for group, search in searches.items():
             for sentence, hypothesis in enumerate(search.best()):
@@ -203,10 +228,10 @@ class Decoder:
         """Returns lengths and log-probabilities, [replicas, groups, sentences], and tokens, [..., longest length]."""
         shape = self._sentences_shape
         numbers = fields["lengths"].view(shape), fields["log_probabilities"].view(shape)
-        return *numbers, fields["tokens"].view(*shape, self._settings.max_length)
+        return *numbers, fields["tokens"].view(*shape, self._form.longest)
 
     def _read_results(self, replica: int, groups: Sequence[Sequence[int]]) -> dict[int, Hypothesis]:
-        """Returns the translations of a replica's batch by the index of the source."""
+        """Returns what was found for a replica's batch by the index of the source."""
         lengths, log_probabilities, tokens = self._result_fields(self._results.total)
         found = {}
         for group, sources in enumerate(groups):
@@ -240,8 +265,3 @@ def reorder_caches(caches: Caches, chosen: Sequence[tuple[int, Tensor]], device:
                         cache[name] = value.index_select(0, rows)
             reordered[cell, number] = layers
     return reordered
-
-
-def _later_micro_batch(tokens: Tensor) -> MicroBatch:
-    """Returns one more token for each row and no source; the targets are not used."""
-    return (tokens.new_zeros(len(tokens), 0), tokens), (tokens,)

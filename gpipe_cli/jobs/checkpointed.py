@@ -1,4 +1,4 @@
-"""Opens a run again, for the commands that use its weights: gpipe-eval, gpipe-translate. Imports no torch.
+"""Opens a run again, for the commands that use its weights: gpipe-eval, -translate, -generate. Imports no torch.
 
     run = open_run("runs/NAME", ["pipeline.K=4"])
     config = {"settings": run.config, "checkpoint": str(run.info.path), …}  # for assemble_from_checkpoint

@@ -18,8 +18,9 @@ from ..checkpoint.layer_state import named_tensors
 from ..checkpoint.transfer import load_weights, require_same_model
 from ..config import Settings
 from ..data.source import Source
-from ..decoding.decoding import Decoder, SpecialTokens
+from ..decoding.decoding import Decoder
 from ..decoding.generation import Generator
+from ..decoding.translation import SpecialTokens, TranslationForm
 from ..distributed.batch_plan import BatchPlanCodec, BatchShape
 from ..distributed.exchange import Exchange, never
 from ..distributed.runtime import PipelineRuntime, make_transport, replica_link
@@ -251,7 +252,7 @@ def assemble_decoder(
 ) -> Decoder:
     """Makes the beam search through the pipeline; the cells must be in evaluation mode when it runs."""
     task, tokens = cast(Any, assembly.task), assembly.first.tokens
-    return Decoder(assembly.runtime, task, generation, tokens, stop_requested)
+    return Decoder(assembly.runtime, TranslationForm(task, generation, tokens), stop_requested)
 
 
 def generation_settings(task: Task) -> GenerationSettings | None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.decoding.beam import Hypothesis
-from gpipe_cli.decoding.decoding import Decoder, SpecialTokens
+from gpipe_cli.decoding.decoding import Decoder, DecodingForm
+from gpipe_cli.decoding.translation import SpecialTokens, TranslationForm
 from gpipe_cli.distributed.batch_plan import BatchPlanCodec, BatchShape
 from gpipe_cli.distributed.runtime import PipelineRuntime, make_transport
 from gpipe_cli.distributed.world import World, join_world
@@ -57,7 +58,16 @@ def through_pipeline(
     K: int, beam: int, chosen: GenerationSettings, sources: Sequence[Sequence[int]], world: World = ALONE
 ) -> list[Hypothesis]:
     """Decodes with K cells over the workers of ``world``, three groups in flight."""
-    layers, placement = build(), [k * world.workers // K for k in range(K)]
+    form = TranslationForm(TranslationTask(pad_id=PAD), chosen, SpecialTokens(BOS, EOS, PAD))
+    decoder = decoder_of(build(), K, form, BatchShape((2, 2), (2,)), world)
+    return decoder.decode(sources if world.reads_data else [], beam)
+
+
+def decoder_of(
+    layers: Sequence[BuiltLayer], K: int, form: DecodingForm, shape: BatchShape, world: World = ALONE
+) -> Decoder:
+    """Makes a decoder with K cells over the workers of ``world``, three groups in flight."""
+    placement = [k * world.workers // K for k in range(K)]
     sizes = [len(part) for part in torch.arange(len(layers)).tensor_split(K)]
     cells = [
         Cell(k, [layers[i] for i in numbers], NoiseSource(1, 0, CPU))
@@ -66,14 +76,9 @@ def through_pipeline(
     ]
     for cell in cells:
         cell.train(False)
-    transport = make_transport(world, placement)
-    task = TranslationTask(pad_id=PAD)
-    engine = Pipeline(cells, placement, transport, task.loss, 1, CPU)
-    codec = BatchPlanCodec(BatchShape((2, 2), (2,)), 3, world.replica, world.replicas)
-    runtime = PipelineRuntime(world, engine, RunSchedules("gpipe", placement, "never"), codec)
-    return Decoder(runtime, task, chosen, SpecialTokens(BOS, EOS, PAD)).decode(
-        sources if world.reads_data else [], beam
-    )
+    engine = Pipeline(cells, placement, make_transport(world, placement), TranslationTask(pad_id=PAD).loss, 1, CPU)
+    codec = BatchPlanCodec(shape, 3, world.replica, world.replicas)
+    return Decoder(PipelineRuntime(world, engine, RunSchedules("gpipe", placement, "never"), codec), form)
 
 
 def log_probabilities(layers: Sequence[BuiltLayer], source: Sequence[int], prefixes: Tensor) -> Tensor:

@@ -1,0 +1,128 @@
+"""Implements ``gpipe-generate``: continues prompts with the language model of a run. It never imports torch itself."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+import yaml
+
+from gpipe_cli.commands.lines import answer_lines, line_config, opened
+from gpipe_cli.errors import ConfigurationError, Problems
+from gpipe_cli.targets import Seed
+from gpipe_cli.terminal.frame import is_true, run_command, split_words
+from gpipe_cli.terminal.frame import to_stderr as say  # standard output holds the texts only
+from gpipe_cli.typed_section import Count, Limit, NotNegative, read_values
+
+if TYPE_CHECKING:
+    from gpipe_cli.jobs.checkpointed import Checkpointed
+
+EXAMPLE = "gpipe-generate checkpoint=RUN prompt='Once upon a time'"
+SAMPLING: dict[str, Any] = {
+    "length": Annotated[int, Limit(at_least=1, at_most=65_536)],
+    "temperature": NotNegative,
+    "top_k": Count,
+    "top_p": Annotated[float, Limit(above=0, at_most=1)],
+    "seed": Seed,
+    "samples": Annotated[int, Limit(at_least=1, at_most=1024)],
+}
+KEYS = ("checkpoint", "step", "prompt", "input", "output", "scores", "trust", *SAMPLING)
+HELP = """\
+gpipe-generate: continues texts with the language model of a run, in cells on workers as in training.
+
+    gpipe-generate checkpoint=RUN prompt='Once upon a time'
+    gpipe-generate checkpoint=RUN temperature=0 < beginnings.txt > texts.txt
+    gpipe-generate checkpoint=RUN prompt= samples=5 top_p=0.9 length=200
+
+checkpoint=PATH   a run directory, or one checkpoint: RUN/checkpoints/step_00000100
+step=N            of a run: the checkpoint of step N; step=best: the one with the lowest loss; step=last (default)
+prompt=TEXT       the beginning of a text; nothing after the = begins a new text
+input=FILE        instead of a prompt: UTF-8 text, one beginning a line; default: standard input
+output=FILE       default: standard output. Each text with its beginning; of lines one text a line, in their order
+scores=true       before each text the log-probability of what was added, and a tab
+trust=[NAMES]     code of your own that the checkpoint may call, such as trust=[my_module.layers]
+
+length=64         tokens that are added, at most; a text ends before if the model ends it
+temperature=1     divides the logits: below 1 more probable texts; 0: always the most probable token (greedy)
+top_k=N           draws from the N most probable tokens only
+top_p=P           draws from the fewest most probable tokens that have the probability P together
+seed=0            of the draws: the same seed gives the same texts, in any number of cells
+samples=1         texts for each beginning
+
+Any key of the run can be typed too, such as pipeline.K=4: any number of cells fits any checkpoint.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit code: 0, 1 when it failed, 2 when it was refused, 130 after Ctrl-C."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    return run_command("gpipe-generate", words, HELP, partial(_generate, words), needs_words=True)
+
+
+def _generate(words: Sequence[str]) -> int:
+    from gpipe_cli.jobs.checkpointed import open_run
+
+    problems = Problems()
+    prompt = next((word.partition("=")[2] for word in words if word.startswith("prompt=")), None)
+    others = [word for word in words if word != "prompt="]  # an empty prompt begins a text
+    chosen, overrides = split_words(others, KEYS, EXAMPLE, problems)
+    scores, sampling = is_true(chosen, "scores", problems), read_sampling(chosen, problems)
+    if prompt is not None and "input" in chosen:
+        problems.append("prompt= is one beginning, input= a file of them: leave out one of the two")
+    with problems.collected(), opened(chosen.get("input", os.devnull)):
+        pass
+    run = open_run(
+        chosen.get("checkpoint", ""), overrides, chosen.get("step", "last"), chosen.get("trust", ""), problems
+    )
+    for line in (*run.warnings, *run.prepared.lines):
+        say(line)
+    config = {**worker_config(run), "sampling": {"length": 64, **sampling}}
+    if prompt is not None:
+        config["prompt"] = prompt
+    result, writer = answer_lines("gpipe_cli.trainer.generate:main", config, chosen, scores)
+    writer.print_end(result)
+    return 0
+
+
+def read_sampling(chosen: Mapping[str, str], problems: Problems) -> dict[str, Any]:
+    """Returns the typed keys of `SAMPLING`; adds a line to ``problems`` for each wrong value."""
+    typed: dict[str, Any] = {}
+    for key in SAMPLING:
+        if key in chosen:
+            try:
+                typed[key] = yaml.safe_load(chosen[key])
+            except yaml.YAMLError:
+                typed[key] = chosen[key]
+    return read_values(SAMPLING, typed, "", problems)
+
+
+def worker_config(run: Checkpointed) -> dict[str, Any]:
+    """Returns the workers' configuration: the run's, with its saved vocabulary in place of its text.
+
+    A run that saved none, such as one with a user's own data source, opens its data.
+
+    Raises:
+        ConfigurationError: the run's model translates, or there is more than one replica.
+    """
+    from gpipe_cli.checkpoint.files import vocabulary_folder
+    from gpipe_cli.data.sentences import are_kept
+
+    data, vocabularies, source = run.config["data"], vocabulary_folder(run.run_dir), None
+    if run.config["task"].get("generation"):
+        raise ConfigurationError(f"{run.run_dir} translates, it does not continue texts: use gpipe-translate")
+    if are_kept(vocabularies):
+        source = {
+            "_target_": "gpipe_cli.data.sentences.PromptSource",
+            "vocabularies": str(vocabularies),
+            "sequence_length": data.get("sequence_length", 1),
+            "pieces": run.config["model"].get("vocabulary"),
+            "end_token": data.get("end_token"),
+        }
+    return line_config(run, "gpipe-generate", source)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""Defines how a language model continues prompts: by the most probable token, or by one drawn at random.
+
+A draw is a function of the seed, the prompt's and the sample's number and the place of the token alone, so that it
+depends neither on the cut nor on what else is decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigurationError
+from ..micro_batch import MicroBatch, Tensors
+from ..pipeline.randomness import derive_seed
+from .beam import Continuation, Hypothesis
+
+DRAW = 4  # the purpose of these seeds, beside those in pipeline/randomness.py
+LIMIT, PROMPT, SAMPLE, LAST = range(4)  # columns of the targets; LAST: the place whose output predicts the next token
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """Describes how tokens are chosen.
+
+    Attributes:
+        length: tokens after which a continuation ends anyway.
+        temperature: divides the logits; 0: the most probable token, without a draw.
+        top_k: of so many most probable tokens one is drawn; None: of all.
+        top_p: of the most probable tokens one is drawn that together have this probability; 1: of all.
+        seed: of the draws.
+        samples: continuations of each prompt.
+    """
+
+    length: int
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+    samples: int = 1
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Holds a sequence to continue; `number` and `sample` tell it from the others of the command."""
+
+    ids: Sequence[int]
+    number: int
+    sample: int
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class ContinuationForm:
+    """Decodes prompts, a group being the samples of one; a `DecodingForm`.
+
+    Attributes:
+        eos_id: of the token that ends a document.
+        window: tokens of every input where the layers keep no caches; the last ones count. None: caches are used.
+    """
+
+    settings: SamplingSettings
+    eos_id: int
+    window: int | None
+
+    width: int = 1
+
+    @property
+    def group(self) -> int:
+        return self.settings.samples
+
+    @property
+    def longest(self) -> int:
+        return self.settings.length
+
+    @property
+    def uses_caches(self) -> bool:
+        return self.window is None
+
+    def first(self, sources: Sequence[Prompt]) -> MicroBatch:
+        """Returns the prompts, which are of one length."""
+        ids = torch.tensor([list(source.ids) for source in sources])
+        of_row = torch.tensor([[self.settings.length, source.number, source.sample, 0] for source in sources])
+        return self._inputs(ids, of_row)
+
+    def later(self, before: MicroBatch, parents: Tensor, tokens: Tensor) -> MicroBatch:
+        """Returns the new tokens; after the earlier ones where there are no caches."""
+        (ids,), (of_row,) = before
+        of_row, ids = of_row[parents], ids[parents]
+        if self.window is None:
+            return self._inputs(tokens[:, None], of_row)
+        return self._inputs(torch.cat((ids[:, : int(of_row[0, LAST]) + 1], tokens[:, None]), 1), of_row)
+
+    def _inputs(self, ids: Tensor, of_row: Tensor) -> MicroBatch:
+        of_row = of_row.clone()
+        if self.window is not None:  # padding on the right: a causal model does not see it
+            ids = ids[:, -self.window :]
+            of_row[:, LAST] = ids.shape[1] - 1
+            ids = torch.nn.functional.pad(ids, (0, self.window - ids.shape[1]), value=self.eos_id)
+        else:
+            of_row[:, LAST] = ids.shape[1] - 1
+        return (ids,), (of_row,)
+
+    def search(self, targets: Tensors, beam: int) -> Sampling:
+        """Returns the choice of tokens for a group."""
+        return Sampling(targets[0], self.settings, self.eos_id)
+
+    def log_probabilities(self, outputs: Tensors, targets: Tensors) -> Tensor:
+        """Returns float64 [rows, V] of the next tokens, on the CPU.
+
+        Raises:
+            ConfigurationError: the model's outputs are no logits of tokens.
+        """
+        logits = outputs[0]
+        if logits.dim() != 3:
+            raise ConfigurationError(
+                f"the model's outputs are of shape {list(logits.shape)}, not logits [rows, tokens, vocabulary]: it is "
+                "no language model that continues a text"
+            )
+        return logits[:, int(targets[0][0, LAST])].cpu().double().log_softmax(-1)
+
+
+class Sampling:
+    """Chooses the tokens of one group of rows; a `Search`.
+
+    Args:
+        targets: of the group's first call, [rows, 4].
+        eos_id: ends a row.
+    """
+
+    def __init__(self, targets: Tensor, settings: SamplingSettings, eos_id: int) -> None:
+        self._settings, self._eos = settings, eos_id
+        self._keys = targets[:, [PROMPT, SAMPLE]].tolist()
+        self._open = list(range(len(self._keys)))  # rows that go on
+        self._tokens: list[list[int]] = [[] for _ in self._keys]
+        self._totals = [0.0] * len(self._keys)
+
+    def advance(self, log_probabilities: Tensor) -> Continuation:
+        """Takes the log-probabilities of the next token, [rows, V]; returns the next rows, none when all are done."""
+        left: list[int] = []
+        for place, row in enumerate(self._open):
+            token = self._choose(log_probabilities[place], row)
+            self._totals[row] += float(log_probabilities[place, token])
+            if token != self._eos:
+                self._tokens[row].append(token)
+                if len(self._tokens[row]) < self._settings.length:
+                    left.append(place)
+        self._open = [self._open[place] for place in left]
+        return Continuation(torch.tensor(left, dtype=torch.int64), self._last())
+
+    def best(self) -> list[Hypothesis]:
+        """Returns each row's tokens."""
+        return [Hypothesis(tokens, total) for tokens, total in zip(self._tokens, self._totals, strict=True)]
+
+    def _last(self) -> Tensor:
+        return torch.tensor([self._tokens[row][-1] for row in self._open], dtype=torch.int64)
+
+    def _choose(self, log_probabilities: Tensor, row: int) -> int:
+        settings = self._settings
+        if settings.temperature == 0:
+            return int(log_probabilities.argmax())
+        order = torch.sort(log_probabilities, descending=True, stable=True).indices[: settings.top_k]
+        shares = (log_probabilities[order] / settings.temperature).softmax(0)
+        if settings.top_p < 1:
+            shares = shares[: 1 + int((shares.cumsum(0) < settings.top_p).sum())]
+        bounds = shares.cumsum(0)
+        drawn = derive_seed(DRAW, settings.seed, *self._keys[row], len(self._tokens[row])) / 2**63
+        place = int(torch.searchsorted(bounds, drawn * float(bounds[-1]), right=True))
+        return int(order[min(place, len(shares) - 1)])

@@ -1,0 +1,74 @@
+"""gpipe-generate: beginnings in, texts out, the same for any number of cells; wrong calls say what to type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from inline_run import train_inline
+
+from gpipe_cli.commands import generate
+
+INLINE = ["launch.inline=true", "pipeline.workers=1"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trains a language model on text of its own for one step; what it says is nonsense."""
+    folder = tmp_path_factory.mktemp("run")
+    lines = [f"{number} {one} on the {two}" for number, (one, two) in enumerate([("cat", "mat"), ("dog", "log")] * 99)]
+    (folder / "text.txt").write_text("\n\n".join(lines))
+    words = ["debug=tiny", "model=transformer_lm", "model.L=1", "data=text", f"data.root={folder / 'text.txt'}"]
+    words += ["data.vocabulary=60", f"data.cache_dir={folder / 'cache'}", "trainer.steps=1", "pipeline.K=2"]
+    train_inline(folder / "run", *words, "trainer.evaluate_every=null", "data.held_out=0.1", "pipeline.M=2")
+    (folder / "text.txt").unlink()
+    return folder / "run"
+
+
+def said(run: Path, capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    assert generate.main([f"checkpoint={run}", "length=6", *INLINE, *words]) == 0
+    text = capsys.readouterr().out
+    assert text.endswith("\n")
+    return text[:-1].split("\n")
+
+
+def test_each_beginning_has_its_text_for_every_number_of_cells(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lines.txt").write_text("7 cat on\n\n8 dog\n")
+    words = [f"input={tmp_path / 'lines.txt'}", "seed=3", "temperature=2", "samples=2"]
+    found = said(run, capsys, *words)
+    assert len(set(found)) == 6
+    begins = ["7 cat on", "", "8 dog"]
+    assert [text[: len(begin)] for text, begin in zip(found[::2], begins, strict=True)] == begins
+    assert said(run, capsys, *words, "pipeline.K=3", "pipeline.M=3") == found
+    scored = said(run, capsys, *words, "scores=true")
+    assert [line.partition("\t")[2] for line in scored] == found
+    assert all(float(line.partition("\t")[0]) < 0 for line in scored)
+
+
+def test_a_prompt_may_be_empty_and_greedy_needs_no_seed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(run, capsys, "prompt=", "temperature=0") == said(run, capsys, "prompt=", "temperature=0", "seed=9")
+    assert said(run, capsys, "prompt=7 cat = 8", "top_k=1")[0].startswith("7 cat")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["prompt=a"], "checkpoint= is missing"),
+        (["checkpoint={run}", "prompt=a", "input=b"], "leave out one of the two"),
+        (["checkpoint={run}", "input=nowhere"], "input=nowhere: No such file"),
+        (["checkpoint={run}", "prompt=a", "temperature=-1"], "temperature=-1: use a number"),
+        (["checkpoint={run}", "prompt=a", "top_p=0"], "top_p=0: use a number, more than 0"),
+        (["checkpoint={run}", "prompt=a", "top_k=few"], "top_k=few: use a whole number"),
+        (["checkpoint={run}", "prompt=a", "lenght=3"], "lenght"),
+        (["checkpoint={run}", "prompt=a", "pipeline.replicas=2"], "pipeline.replicas is 1 here"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_wrong_call_says_what_to_type(
+    words: list[str], message: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert generate.main([word.format(run=run) for word in words]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and not printed.out
