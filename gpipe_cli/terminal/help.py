@@ -49,7 +49,7 @@ Groups (group=option, the default marked *):
 
 -m runs a sweep, --cfg job prints the whole configuration, --config-dir DIR adds YAML files of your own.
 Every key with its meaning: {conf}. More: README.md and docs/.
-Also: gpipe-plan (before a run), gpipe-verify, gpipe-eval, gpipe-translate, gpipe-generate, gpipe-report, gpipe-bench, gpipe-export.
+Also: gpipe-plan (before a run), gpipe-verify, -eval, -translate, -generate, -report, -bench and -export.
 """
 
 
