@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]  # it has no types of its own
 
 from gpipe_cli.commands.lines import answer_lines, line_config, opened
 from gpipe_cli.errors import ConfigurationError, Problems
