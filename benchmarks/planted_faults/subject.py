@@ -148,15 +148,31 @@ ODD = {"counter": Counting, "moody": Moody, "dice": Dice, "fading": Fading, "ove
 
 
 def layers(
-    batchnorm: bool = True, dropout: float = 0.2, odd: str = "", auxiliary: bool = True, frozen: bool = False
+    batchnorm: bool = True,
+    dropout: float = 0.2,
+    odd: str = "",
+    auxiliary: bool = True,
+    frozen: bool = False,
+    tied: str = "",
 ) -> list[LayerBuilder]:
-    """Returns embed, mix_0, norm (or mix_1), judge, mix_2, mix_3 (or the ``odd`` layer), head; mix_0 may be frozen."""
+    """Returns embed, mix_0, norm (or mix_1), judge, mix_2, mix_3 (or the ``odd`` layer), head.
+
+    Args:
+        frozen: mix_0 is.
+        tied: "declared": judge and head use the matrix of embed; "shared": by modules that they share.
+    """
     mix = partial(Residual, dropout)
     made: dict[str, Any] = {"embed": WordTable, "mix_0": partial(Residual, dropout, frozen)}
     made |= {"norm": Normalised} if batchnorm else {"mix_1": mix}
     made |= {"judge": Auxiliary} if auxiliary else {}
     made |= {"mix_2": mix, odd or "mix_3": ODD.get(odd, mix), "head": WordClassifier}
-    return [LayerBuilder(name, build) for name, build in made.items()]
+    if tied == "shared":
+        judge, embed, head = Auxiliary(), WordTable(), WordClassifier()
+        judge.opinion.weight = head.out.weight = embed.table.weight
+        made |= {"judge": lambda: judge, "embed": lambda: embed, "head": lambda: head}
+    owner = "embed.table.weight"
+    ties = {"judge": {"opinion.weight": owner}, "head": {"out.weight": owner}} if tied == "declared" else {}
+    return [LayerBuilder(name, build, tied=ties.get(name, {})) for name, build in made.items()]
 
 
 # -- data and task -----------------------------------------------------------------------------------------------------

@@ -248,14 +248,21 @@ class Checker:
         """Measures what the update has made of each parameter, given the pipeline's gradients and the right rate."""
         gaps: dict[str, Gaps] = {c.STATE: {}, c.UPDATED: {}, c.AVERAGES: {}}
         rate, decay = self.rate(number), self.settings.trainer.average
+        owned: dict[Key, Tensor] = {}  # expected values of tied parameters
         for layer in range(len(self.run.names)):
             old, new = self.spill.get(before, layer), self.spill.get(f"held {number}", layer)
             gradients = self.spill.get(f"gradients {number}", layer)
             for name, weight in of_kind("weight", old).items():
+                owner = self.model.owners.get((layer, name))
+                if owner is not None:
+                    gaps[c.UPDATED][layer, name] = measure(new.get(f"weight/{name}"), owned[owner], weight)
+                    continue
                 expected = Update(weight, state_of(old, name))
                 if name in gradients:
                     expected = update(self.settings.optimizer, rate, expected, gradients[name] * factor)
                 gaps[c.UPDATED][layer, name] = measure(new.get(f"weight/{name}"), expected.weight, weight)
+                if (layer, name) in self.model.owners.values():
+                    owned[layer, name] = expected.weight
                 for kind, value in expected.state.items():
                     if isinstance(value, (Tensor, int, float)):
                         key = f"{name}:{kind}"

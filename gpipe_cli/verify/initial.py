@@ -12,6 +12,7 @@ from torch import Tensor
 from ..checkpoint.choose import open_checkpoint
 from ..config import Settings
 from ..factory.build import build_model
+from ..layers import layer_of
 from .plain import Load
 
 
@@ -30,6 +31,12 @@ def expected_weights(settings: Settings) -> Load:
             return {}
         kinds = ("weight:", "buffer:", "average:") if config.init_average else ("weight:", "buffer:")
         tensors = load_file(path)
+        for own, owner in info.layers[name].tied.items():
+            other = layer_of(owner, info.layers)
+            of_owner = load_file(info.layer_path(other))
+            for kind in ("weight:", "average:"):
+                if (value := of_owner.get(kind + owner.removeprefix(f"{other}."))) is not None:
+                    tensors[kind + own] = value
         found = {}
         for kind in kinds:  # an average replaces its weight
             for key, tensor in tensors.items():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from ..layers import layer_of
+from .record import Key
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,20 @@ class VerifiedRun:
         text = listed("micro-batch", {number for _, number in found})
         replicas = {replica for replica, _ in found}
         return f"{text} of {listed('replica', replicas)}" if self.replicas > 1 else text
+
+
+def owners_of(ties: Sequence[Mapping[str, str]], names: Sequence[str]) -> dict[Key, Key]:
+    """Returns the owner of every other use of a tied parameter.
+
+    Args:
+        ties: of every layer, as in `Cut`.
+        names: of the layers.
+    """
+    return {
+        (index, f"{names[index]}.{own}"): (names.index(layer_of(owner, names)), owner)
+        for index, tied in enumerate(ties)
+        for own, owner in tied.items()
+    }
 
 
 def listed(noun: str, numbers: Iterable[int]) -> str:

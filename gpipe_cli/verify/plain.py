@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -104,6 +105,7 @@ class PlainStep:
         auxiliary: the part of them that layers have added.
         statistics: sums of the task's statistics.
         norms: of each parameter's gradient.
+        uses: fingerprints of what the uses of a tied parameter add to its gradient, by the owner and the use.
         counted: values per channel that each BatchNorm has seen.
         seen: fingerprints of the layers.
         used: fingerprints of weights, by layer and their number in it.
@@ -115,6 +117,7 @@ class PlainStep:
     auxiliary: dict[Place, float] = field(default_factory=dict)
     statistics: Tensor | None = None
     norms: dict[Key, float] = field(default_factory=dict)
+    uses: dict[Key, dict[Key, Fingerprint]] = field(default_factory=dict)
     counted: dict[Key, float] = field(default_factory=dict)
     seen: LayerTrace = field(default_factory=LayerTrace)
     used: dict[tuple[int, int], Fingerprint] = field(default_factory=dict)
@@ -161,10 +164,19 @@ class PlainModel:
         task: for the loss.
         device: where it runs.
         cells: the layers of each cell.
+        owners: of the tied parameters of later layers.
     """
 
-    def __init__(self, settings: Settings, task: Task, device: torch.device, cells: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        task: Task,
+        device: torch.device,
+        cells: Sequence[Sequence[int]],
+        owners: Mapping[Key, Key],
+    ) -> None:
         self._settings, self._task, self._device, self.cells = settings, task, device, cells
+        self.owners = owners
         self._autocast: Callable[[], AbstractContextManager[Any]] = build_autocast(settings.precision, device)
         self._boundary_type, self._last = boundary_type_of(settings.precision), cells[-1][-1]
 
@@ -174,18 +186,48 @@ class PlainModel:
 
     @torch.no_grad()
     def build(self, cell: Sequence[int], load: Load = lambda layer: {}) -> _Built:
-        """Builds the layers of a cell, each under its own seed, with the weights and buffers that ``load`` returns."""
+        """Builds the layers of a cell, each under its own seed, with the weights and buffers that ``load`` returns.
+
+        A tied parameter has its owner's value.
+        """
         builders, layers = build_model(self._settings.model, self._settings.seed), []
+        used: set[int] = set()
         for index in cell:
             with weights_drawn(self._settings.seed, index):
                 module = builders[index].build()
+            if not used.isdisjoint(map(id, (*module.parameters(), *module.buffers()))):
+                module = deepcopy(module)  # layers that share a module: each collects its own gradients
+            used.update(map(id, (*module.parameters(), *module.buffers())))
             layer = index, builders[index].name, module.to(self._device).train()
             held: dict[str, Tensor] = {name: parameter for (_, name), parameter in named([layer])}
             held |= {name: buffer for (_, name), buffer in named_buffers([layer]).items()}
             for name, tensor in load(index).items():
                 held[name].copy_(tensor)
+            for (tied, name), (other, owner) in self.owners.items():
+                if tied == index:
+                    value = load(other).get(owner)
+                    held[name].copy_(self.build([other], load).held[other, owner] if value is None else value)
             layers.append(layer)
         return _Built(layers)
+
+    def _summed(
+        self, gradients: dict[Key, Tensor], waiting: dict[Key, dict[Key, Tensor]], step: PlainStep
+    ) -> dict[Key, Tensor]:
+        """Returns a cell's gradients with those of all uses of its tied parameters.
+
+        Args:
+            waiting: of later uses, by their owner; gets those of this cell.
+            step: gets the fingerprints of the uses.
+        """
+        for key, owner in self.owners.items():
+            if key in gradients:
+                waiting.setdefault(owner, {})[key] = gradients.pop(key)
+        for owner in waiting.keys() & gradients.keys():
+            later = waiting.pop(owner)
+            step.uses[owner] = {key: fingerprint(g) for key, g in [(owner, gradients[owner]), *later.items()]}
+            for _, gradient in sorted(later.items()):
+                gradients[owner] = gradients[owner] + gradient
+        return gradients
 
     def run(
         self,
@@ -214,9 +256,11 @@ class PlainModel:
         if take is None:
             return step
         back: dict[Place, Tensors] = {}
+        waiting: dict[Key, dict[Key, Tensor]] = {}
         for number in reversed(range(len(self.cells))):
             run = self._begin(number, mini_batch, load, step, given.pop(), records=True)
             gradients, back = run.forward_and_back(sums, back)
+            gradients = self._summed(gradients, waiting, step)
             step.norms |= {key: float(torch.linalg.vector_norm(g, dtype=torch.float64)) for key, g in gradients.items()}
             take(number, PlainCell(gradients, run.built.averaged(step)))
         return step

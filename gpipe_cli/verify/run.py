@@ -44,7 +44,7 @@ from .compare import Quantity, StepComparison
 from .evaluation import check_evaluation, evaluate
 from .explain.diagnose import diagnose
 from .initial import expected_weights
-from .layout import VerifiedRun
+from .layout import VerifiedRun, owners_of
 from .plain import MiniBatch, PlainModel, Together
 from .record import RecordedStep
 from .report import VerifyReport
@@ -361,7 +361,8 @@ def _checker(assembly: Assembly, spill: Spill) -> Checker:
         statistics=list(assembly.task.statistics),
         repeated=0.0 if assembly.world.device.type == "cpu" else 1e-6,
     )
-    model = PlainModel(settings, assembly.task, assembly.world.device, [list(layers) for layers in cut.layers])
+    cells_of_layers, owners = [list(layers) for layers in cut.layers], owners_of(cut.ties, run.names)
+    model = PlainModel(settings, assembly.task, assembly.world.device, cells_of_layers, owners)
     return Checker(settings, run, model, spill, tolerance_of(settings))
 
 

@@ -56,6 +56,22 @@ def test_float32_agrees_bit_for_bit_where_kernels_are_the_same(tmp_path: Path) -
     assert row(report, 1, "outputs recomputed")["compared"] > 0
 
 
+def test_a_model_with_a_tied_parameter_is_the_plain_loop(tmp_path: Path) -> None:
+    """Embed, judge and head share a matrix; a resume and an evaluation of averages are among the steps."""
+    report = verified(tmp_path, "model.tied=shared", "model.batchnorm=false", "trainer.average=0.9")
+    assert report["verdict"].startswith("OK, bit for bit"), report["findings"]
+    compared = {
+        name: row(report, 2, name)["compared"] for name in ("gradients", "averages of weights", "weights after")
+    }
+    assert compared == {"gradients": 11, "averages of weights": 11, "weights after": 13}
+
+
+@pytest.mark.slow(2)
+def test_a_tied_parameter_on_four_workers_of_two_replicas_is_that_of_the_plain_loop(tmp_path: Path) -> None:
+    words = ("pipeline.workers=4", "pipeline.replicas=2", "pipeline.schedule=1f1b")
+    assert verified(tmp_path, "model.tied=declared", *words)["agrees"]
+
+
 def test_batchnorm_explains_what_m_does(tmp_path: Path) -> None:
     note = verified(tmp_path)["batchnorm"]
     assert (note["layers"], note["micro_batch"], note["mini_batch"]) == (1, 4, 16)
@@ -127,6 +143,9 @@ def test_a_fault_is_caught_and_named(tmp_path: Path, name: str) -> None:
         "resumed_with_another_layer",
         "one_cell_evaluated_in_training_mode",
         "variance_of_a_sample",
+        "tied_gradient_lost",
+        "tied_value_not_sent",
+        "tied_parameters_trained_apart",
     ],
 )
 def test_faults_of_all_classes_are_caught_and_named(tmp_path: Path, name: str) -> None:

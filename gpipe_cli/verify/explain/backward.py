@@ -15,6 +15,7 @@ from ..record import GRADIENT
 from .forward import measured
 from .likeness import in_factors, likeness
 from .parts import explain_parts
+from .tied import explain_tied_gradient
 
 
 def explain_backward(now: ComparedStep, checker: Checker) -> list[str]:
@@ -30,6 +31,8 @@ def explain_backward(now: ComparedStep, checker: Checker) -> list[str]:
         f"forward agrees; walking back from the loss, the first gradient that differs is that of {run.place(layer)} "
         f"({measured(worst)}, {worst.where}); {share} differ, in {run.cells_of(d.layer for d in beyond)}"
     )
+    if tied := explain_tied_gradient(now, beyond, checker):
+        return [head, *tied]
     frozen = [d.where for d in own if (layer, d.where) not in now.plain.norms] if now.plain is not None else []
     if frozen:
         return [head, f"{frozen[0]} is frozen and got a gradient all the same, so that weight decay may change it"]

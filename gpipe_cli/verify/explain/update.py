@@ -14,6 +14,7 @@ from ..layout import VerifiedRun
 from ..record import of_kind
 from ..reference import Update, update
 from .backward import common_factor
+from .tied import explain_tied_value
 
 
 def explain_update(now: ComparedStep, checker: Checker) -> list[str]:
@@ -22,6 +23,7 @@ def explain_update(now: ComparedStep, checker: Checker) -> list[str]:
     return (
         _clipping(now, run)
         or _rate(now, checker)
+        or explain_tied_value(now, checker)
         or _unmoved(now, run)
         or _optimizer(now, checker)
         or _averages(now, run)
