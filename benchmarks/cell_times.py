@@ -26,12 +26,12 @@ from gpipe_cli.distributed.runtime import make_transport
 from gpipe_cli.distributed.world import join_world
 from gpipe_cli.factory.build import build_autocast, build_model, build_task
 from gpipe_cli.factory.cut import build_cells, cut_model
+from gpipe_cli.factory.example import example_micro_batch
 from gpipe_cli.launch.context import Context
 from gpipe_cli.micro_batch import Tensors
 from gpipe_cli.partition.layer_times import LayerTimes, cell_total
 from gpipe_cli.partition.profile import profile_layers
 from gpipe_cli.planner.measure.background_load import background_load
-from gpipe_cli.planner.measure.example import example_micro_batch
 
 
 def worker(context: Context, config: Mapping[str, Any]) -> list[list[list[Row]]]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+NOT_THE_USERS = frozenset({*sys.stdlib_module_names, "hydra", "omegaconf", "torch", "numpy", "gpipe_cli"})
 
 
 class PlainError(Exception):
@@ -45,3 +49,13 @@ class Problems(list[str]):
     def error(self) -> ConfigurationError:
         """Returns the error with a line for each message, each once."""
         return ConfigurationError("\n".join(dict.fromkeys(self)))
+
+
+def place_in_users_code(error: BaseException) -> str | None:
+    """Returns file and line of the innermost call in the user's own code; None if there is none."""
+    calls = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in NOT_THE_USERS
+    ]
+    return f"{calls[-1][0]}, line {calls[-1][1]}" if calls else None

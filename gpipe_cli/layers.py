@@ -9,6 +9,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
+SPAN = ".."  # in the name of a layer: several modules of a larger one, the first and the last, as ``conv1..bn1``
+
+
+def own_name(layer: str, parameter: str) -> str:
+    """Returns the name of a parameter or buffer in a plain state_dict: ``<layer>.<parameter>``.
+
+    In a layer that spans several modules parameters have whole names already, as ``conv1.weight`` in ``conv1..bn1``.
+    """
+    return parameter if SPAN in layer else f"{layer}.{parameter}"
+
 
 @dataclass(frozen=True)
 class LayerBuilder:

@@ -77,6 +77,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "auxiliary_label_smoothing": ShareOrZero,
         "auxiliary_width": Annotated[float, Limit(at_least=1 / 128)],
     },
+    "gpipe_cli.models.traced.layers.layers": {
+        "inputs": list[str] | None,
+        "output": str | int | None,
+        "pad_id": CountOrZero,
+        "mean": list[Number],
+        "std": list[Positive],
+        **dict.fromkeys(("module", "arguments", "masks", "example"), Any),
+    },
 }
 
 PAIRS = {

@@ -22,11 +22,11 @@ from gpipe_cli.commands.plan import Request, make_request
 from gpipe_cli.distributed.world import World
 from gpipe_cli.factory.build import build_autocast, build_model, build_optimizer, build_task
 from gpipe_cli.factory.cut import build_cells, cut_model
+from gpipe_cli.factory.example import example_micro_batch
 from gpipe_cli.metrics.step_report import peak_memory
 from gpipe_cli.micro_batch import MicroBatch, Tensors
 from gpipe_cli.partition.cost import layer_costs
 from gpipe_cli.planner.devices import PRESETS, Device
-from gpipe_cli.planner.measure.example import example_micro_batch
 from gpipe_cli.planner.measure.this_device import measure_rates
 from gpipe_cli.planner.planner import Planner
 from gpipe_cli.position import Position

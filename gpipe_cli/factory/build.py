@@ -27,12 +27,12 @@ from .target_errors import explain
 
 
 def build_model(section: Mapping[str, Any], seed: int = 0) -> list[LayerBuilder]:
-    """Calls ``model._target_`` with the section's other keys and returns its layers.
+    """Calls ``model._target_`` with the section's other keys, and ``seed`` if it takes one, and returns its layers.
 
     Raises:
         ConfigurationError: it failed, or did not return a list of `LayerBuilder`s with distinct names.
     """
-    model = _instantiate("model", section, seed)
+    model = _instantiate("model", _with_seed(section, seed), seed)
     if not isinstance(model, Sequence) or not model or not all(isinstance(layer, LayerBuilder) for layer in model):
         raise ConfigurationError(
             f"model._target_={section['_target_']} must return a non-empty list of gpipe_cli.layers.LayerBuilder, "
@@ -51,9 +51,7 @@ def build_source(section: Mapping[str, Any], seed: int) -> Source:
     Raises:
         ConfigurationError: it failed, or lacks a method.
     """
-    if "seed" not in section and "seed" in _parameters(section):
-        section = {**section, "seed": seed}
-    return cast(Source, _with_methods("data", section, seed, ("train", "evaluation")))
+    return cast(Source, _with_methods("data", _with_seed(section, seed), seed, ("train", "evaluation")))
 
 
 def build_task(section: Mapping[str, Any], seed: int = 0) -> Task:
@@ -154,7 +152,11 @@ def _instantiate(key: str, section: Mapping[str, Any], seed: int, *arguments: ob
         raise ConfigurationError(explain(key, section, error)) from error
 
 
-def _parameters(section: Mapping[str, Any]) -> Collection[str]:
+def _with_seed(section: Mapping[str, Any], seed: int) -> Mapping[str, Any]:
+    return {**section, "seed": seed} if "seed" not in section and "seed" in parameters_of(section) else section
+
+
+def parameters_of(section: Mapping[str, Any]) -> Collection[str]:
     """Returns the names of the parameters of ``_target_``; none where it is not found, as `_instantiate` tells."""
     try:
         return signature(get_object(section["_target_"])).parameters

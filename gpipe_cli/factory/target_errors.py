@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
 from collections.abc import Mapping
 from typing import Any
 
-NOT_THE_USERS = frozenset({*sys.stdlib_module_names, "hydra", "omegaconf", "torch", "numpy", "gpipe_cli"})
+from ..errors import place_in_users_code
+
 LINES_SHOWN = 2  # of an exception's message
 
 
@@ -50,15 +49,5 @@ def _summary(error: BaseException) -> str:
         return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     message = "\n".join(lines[:LINES_SHOWN]) or type(error).__name__
-    place = _place(error)
+    place = place_in_users_code(error)
     return message if place is None else f"{type(error).__name__}: {message} ({place})"
-
-
-def _place(error: BaseException) -> str | None:
-    """Returns file and line of the innermost call in the user's own code; None if there is none."""
-    calls = [
-        (frame.f_code.co_filename, line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if str(frame.f_globals.get("__name__")).partition(".")[0] not in NOT_THE_USERS
-    ]
-    return f"{calls[-1][0]}, line {calls[-1][1]}" if calls else None

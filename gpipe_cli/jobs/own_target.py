@@ -23,7 +23,8 @@ ALWAYS_KEPT = {"data": ("batch_size",), "optimizer": ("lr",)}  # every data set 
 def complete(words: Sequence[str]) -> list[str]:
     """Returns the command line as Hydra must read it: new keys marked, and what a user's own model needs."""
     marked, typed = allow_new_keys(words), filter(None, map(_parsed, words))
-    target = next((override.value() for override in typed if override.key_or_group == "model._target_"), None)
+    names = ("model._target_", "model.module._target_")
+    target = next((override.value() for override in typed if override.key_or_group in names), None)
     if not isinstance(target, str) or any(word.startswith("experiment=") for word in words):
         return marked
     own = {
@@ -36,13 +37,16 @@ def complete(words: Sequence[str]) -> list[str]:
 
 
 def allow_new_keys(words: Sequence[str]) -> list[str]:
-    """Returns the words with `++` before the keys of each section whose `_target_` is typed."""
-    own, marked = _typed_keys(words), []
-    for word in words:
-        override = _parsed(word)
-        is_new = override is not None and override.type == OverrideType.CHANGE and _section(override) in own
-        marked.append(f"++{word}" if is_new else word)
-    return marked
+    """Returns the words with `++` before the keys of each section, or part of one, whose `_target_` is typed."""
+    parsed = [*map(_parsed, words)]
+    keys = [override.key_or_group for override in parsed if override is not None and _section(override)]
+    own = tuple(key.removesuffix("_target_") for key in keys if key.endswith("._target_"))
+    return [
+        f"++{word}"
+        if override is not None and override.type == OverrideType.CHANGE and override.key_or_group.startswith(own)
+        else word
+        for word, override in zip(words, parsed, strict=True)
+    ]
 
 
 def keys_left_out(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, list[str]]:

@@ -22,6 +22,7 @@ OURS = frozenset(
         "gpipe_cli.models.amoebanet.amoebanet",
         "gpipe_cli.models.transformer.transformer",
         "gpipe_cli.models.transformer_lm.transformer_lm",
+        "gpipe_cli.models.traced.layers.layers",
         "gpipe_cli.data.images.digits.DigitsSource",
         "gpipe_cli.data.examples.ExampleSource",
         "gpipe_cli.data.images.source.ImageSource",

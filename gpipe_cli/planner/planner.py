@@ -14,6 +14,7 @@ from ..config import PipelineConfig, Settings
 from ..errors import ConfigurationError
 from ..factory.build import build_model, build_optimizer, build_task
 from ..factory.cut import Cut, cut_by_costs
+from ..factory.example import asks_for_example, example_micro_batch, with_example
 from ..partition.ties import Ties, find_ties
 from ..schedule.instruction import Instruction, ScheduleError
 from ..schedule.schedule import schedule
@@ -48,6 +49,9 @@ class Planner:
     """
 
     def __init__(self, settings: Settings, options: Options, say: Say = say_nothing) -> None:
+        if asks_for_example(settings.model):
+            (inputs, _), _ = example_micro_batch(settings.data, 1, options.longest)
+            settings = replace(settings, model=with_example(settings.model, inputs))
         self.settings, self.options = settings, options
         self.builders = build_model(settings.model, settings.seed)
         most_cells = settings.pipeline if options.fit is None else replace(settings.pipeline, K=len(self.builders))

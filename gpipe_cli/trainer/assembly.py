@@ -6,7 +6,7 @@ Every command that runs the pipeline begins here; `training.py` adds what traini
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -27,6 +27,7 @@ from ..distributed.runtime import PipelineRuntime, make_transport, replica_link
 from ..distributed.world import World, join_world
 from ..factory.build import allow_tf32, build_autocast, build_model, build_task
 from ..factory.cut import Cut, build_cells, cut_model, refuse_more_cells_than_layers
+from ..factory.example import asks_for_example, with_example
 from ..factory.profiles import profiled_costs
 from ..launch.context import Context
 from ..layers import LayerBuilder
@@ -127,12 +128,16 @@ def assemble_model(context: Context, settings: Settings, world: World, task: Tas
     Raises:
         ConfigurationError: something in the configuration that shows only now.
     """
-    pipeline = settings.pipeline
-    with context.where.doing("listing the model's layers"):
-        builders = build_model(settings.model, settings.seed)
-    refuse_more_cells_than_layers(len(builders), pipeline)  # before a corpus is prepared, which takes minutes
+    pipeline, builders = settings.pipeline, None
+    if not asks_for_example(settings.model):  # before a corpus is prepared, which takes minutes
+        builders = list_layers(context, settings)
     with context.where.doing("preparing the data"):
         source = open_source(settings, world, journal, context.stop_requested, context.emit)
+    if builders is None:
+        with context.where.doing("reading the first mini-batch"):
+            model = world.broadcast(lambda: _with_first_inputs(settings, world, cast(Source, source)))
+        settings = replace(settings, model=model)
+        builders = list_layers(context, settings)
     with context.where.doing("reading the first mini-batch and cutting the model"):
         first, cut = agree_on_cut(builders, settings, world, source, journal.message)
     journal.cells(cut.table)
@@ -147,6 +152,23 @@ def assemble_model(context: Context, settings: Settings, world: World, task: Tas
     runtime = PipelineRuntime(world, engine, schedules, codec)
     ties = TiedParameters(cut.uses([builder.name for builder in builders]), cells, replica_link(world))
     return Assembly(settings, task, source, first, lay_out_model(world, cells, cut), cells, ties, runtime)
+
+
+def list_layers(context: Context, settings: Settings) -> list[LayerBuilder]:
+    """Makes the model's list of layers.
+
+    Raises:
+        ConfigurationError: it cannot be made, or has fewer layers than cells.
+    """
+    with context.where.doing("listing the model's layers"):
+        builders = build_model(settings.model, settings.seed)
+    refuse_more_cells_than_layers(len(builders), settings.pipeline)
+    return builders
+
+
+def _with_first_inputs(settings: Settings, world: World, source: Source) -> dict[str, Any]:
+    inputs, _ = first_batch(source, settings.pipeline.M, world.replicas).micro_batches[0]
+    return with_example(settings.model, inputs)
 
 
 def agree_on_cut(

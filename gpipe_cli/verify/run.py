@@ -204,7 +204,7 @@ class Verification:
     def _run_steps(self) -> None:
         trainer = self._trainer(None)
         self._watch.hold("held 0")
-        first = self._only(lambda checker: checker.beginning("held 0", expected_weights(self._settings)))
+        first = self._only(lambda checker: checker.beginning("held 0", expected_weights(self._assembly.settings)))
         batches = _mini_batches(self._assembly) if self._world.rank == 0 else iter(())
         taken = trainer.steps()
         for number in range(1, self._steps.last + 1):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from ..config import Settings
 from ..cpu import free_memory
 from ..data.source import Batch, Source
 from ..errors import ConfigurationError
+from ..factory.build import build_model
 from ..layers import LayerBuilder
 from .reference import learning_rate, peak_rate
 
@@ -87,7 +88,7 @@ def in_float64(settings: Settings) -> Settings:
     assert settings.verification is not None
     return dataclasses.replace(
         settings,
-        model={"_target_": f"{__name__}.float64_layers", "layers": settings.model},
+        model={"_target_": f"{__name__}.float64_layers", "layers": settings.model, "_recursive_": False},
         data={**data, "batch_size": settings.data.get("batch_size")},
         precision=dataclasses.replace(settings.precision, autocast=None),
         verification=dataclasses.replace(settings.verification, dtype="float64"),
@@ -107,9 +108,13 @@ def with_full_rate(settings: Settings, step: int) -> tuple[Settings, float]:
     return dataclasses.replace(settings, optimizer=optimizer), peak / then
 
 
-def float64_layers(layers: Sequence[LayerBuilder]) -> list[LayerBuilder]:
-    """Returns ``layers`` with float64 parameters and buffers; weights are drawn in float32, then converted."""
-    return [dataclasses.replace(layer, build=partial(_build, layer.build)) for layer in layers]
+def float64_layers(layers: Mapping[str, Any], seed: int) -> list[LayerBuilder]:
+    """Returns a model's layers with float64 parameters and buffers; weights are drawn in float32, then converted.
+
+    Args:
+        layers: the configuration's own section.
+    """
+    return [dataclasses.replace(layer, build=partial(_build, layer.build)) for layer in build_model(layers, seed)]
 
 
 def _build(build: Callable[[], nn.Module]) -> nn.Module:

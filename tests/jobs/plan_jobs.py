@@ -16,12 +16,12 @@ from gpipe_cli.distributed.runtime import make_transport
 from gpipe_cli.distributed.world import World, join_world
 from gpipe_cli.factory.build import build_autocast, build_model, build_optimizer, build_task
 from gpipe_cli.factory.cut import build_cells, cut_model
+from gpipe_cli.factory.example import example_micro_batch
 from gpipe_cli.launch.context import Context
 from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.optim.average import WeightAverage
 from gpipe_cli.pipeline.cell import Cell
 from gpipe_cli.pipeline.engine import Pipeline, StepInput, _TrainingStep
-from gpipe_cli.planner.measure.example import example_micro_batch
 from gpipe_cli.planner.measure.tracking import Tracker
 from gpipe_cli.position import Position
 from gpipe_cli.schedule.instruction import Instruction

@@ -17,6 +17,7 @@ from ...cpu import as_worker, usable_cores
 from ...errors import ConfigurationError
 from ...factory.build import boundary_type_of, build_autocast
 from ...factory.cut import notes_on_values
+from ...factory.example import example_micro_batch
 from ...factory.profiles import KeptProfile, profiled_costs
 from ...layers import LayerBuilder
 from ...micro_batch import MicroBatch
@@ -26,7 +27,6 @@ from ...partition.profile import ModelProfile, profile_layers
 from ..options import Options
 from ..timing import TimeModel
 from .background_load import background_load
-from .example import example_micro_batch
 from .layer_facts import BoundaryTensor, LayerFacts, measure_layers, measure_loss
 from .this_device import measure_rates, present_device, workers_on_a_gpu
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from ...config import PipelineConfig, Settings
 from ...errors import ConfigurationError
+from ...factory.example import example_micro_batch
 from ...schedule.orders import KINDS
 from ...typed_section import shown
-from ..measure.example import example_micro_batch
 from ..options import Options
 from ..plan import Plan
 from ..planner import Planner, Say, say_nothing

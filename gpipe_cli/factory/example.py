@@ -1,16 +1,20 @@
-"""Finds the shapes of a micro-batch, without reading data where the source has `typical_micro_batch`."""
+"""Finds the shapes of a micro-batch, and gives them to a model whose layers follow from them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ...data.source import Source
-from ...errors import ConfigurationError
-from ...factory.build import build_source
-from ...micro_batch import MicroBatch
+from ..data.source import Source
+from ..errors import ConfigurationError
+from ..micro_batch import MicroBatch
+from .build import build_source, parameters_of
+
+EXAMPLE = "example"  # the argument of a model's function that gets the inputs' types and shapes
+INNER = "layers"  # the key of a model's section that may hold the section of another model
 
 
 def example_micro_batch(data: Mapping[str, Any], micro_batches: int, longest: bool) -> tuple[MicroBatch, int]:
@@ -45,3 +49,19 @@ def _read(source: Source, micro_batches: int) -> tuple[MicroBatch, int]:
         if hasattr(batches, "close"):
             batches.close()
     return read[0], sum(len(inputs[0]) for inputs, _ in read)
+
+
+def asks_for_example(model: Mapping[str, Any]) -> bool:
+    """Returns whether the function of the section `model` has an argument ``example`` that is not typed."""
+    inner = model.get(INNER)
+    asks = EXAMPLE in parameters_of(model) and EXAMPLE not in model
+    return asks or (isinstance(inner, Mapping) and asks_for_example(inner))
+
+
+def with_example(model: Mapping[str, Any], inputs: Sequence[Tensor]) -> dict[str, Any]:
+    """Returns the section with ``example``, (type, shape) of each input of a micro-batch, where it is asked for."""
+    if not asks_for_example(model):
+        return dict(model)
+    if EXAMPLE not in parameters_of(model):
+        return {**model, INNER: with_example(model[INNER], inputs)}
+    return {**model, EXAMPLE: [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in inputs]}

@@ -1,0 +1,163 @@
+"""Builds one layer of a traced module: its weights under the module's own names, its code in both modes."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .module import Constructor
+from .segments import BatchNorm, Segment
+from .trace import Trace
+
+Forward = Callable[..., Any]
+
+
+class TracedLayer(nn.Module):
+    """Runs a segment of a traced module: its training graph in training, else that for evaluation.
+
+    Args:
+        training, evaluation: the compiled graphs.
+        unfinished: is kept until the first forward, see `Weights`.
+    """
+
+    def __init__(self, training: Forward, evaluation: Forward, unfinished: object) -> None:
+        super().__init__()
+        self._forwards, self._unfinished = (evaluation, training), unfinished
+
+    def forward(self, argument: Tensor | tuple[Tensor, ...]) -> Any:
+        self._unfinished = None
+        tensors = (argument,) if isinstance(argument, Tensor) else argument
+        return self._forwards[self.training](self, *tensors)
+
+
+class _Drawn:
+    """Holds the tensors of a module that no layer has taken yet."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+
+class Weights:
+    """Constructs the module for real and hands out its tensors.
+
+    A process that builds several layers constructs it once: each layer takes its own tensors, and the others stay only
+    until the first of these layers runs.
+
+    Args:
+        trace: of the module.
+        constructor: makes it.
+        seed: of torch, numpy and Python when it is made.
+        shared: names of tensors that several layers hold.
+    """
+
+    def __init__(self, trace: Trace, constructor: Constructor, seed: int, shared: Iterable[str]) -> None:
+        self._trace, self._constructor, self._seed, self._shared = trace, constructor, seed, set(shared)
+        self._drawn: weakref.ref[_Drawn] | None = None
+
+    def take(self, names: Iterable[str]) -> tuple[dict[str, Tensor], object]:
+        """Returns new tensors by name, and what the layer keeps until it runs."""
+        names = set(names)
+        if isinstance(torch.empty(0), FakeTensor):
+            return {name: self._without_values(name) for name in names}, None
+        drawn = self._drawn() if self._drawn is not None else None
+        if drawn is None or not names <= drawn.tensors.keys():
+            drawn = _Drawn(self._construct())
+            self._drawn = weakref.ref(drawn)
+        tensors = {name: drawn.tensors[name] for name in names}
+        for name in names:
+            if name in self._shared:
+                tensors[name] = _clone(tensors[name])
+            else:
+                del drawn.tensors[name]
+        return tensors, drawn
+
+    def _without_values(self, name: str) -> Tensor:
+        form = self._trace.forms.get(name)
+        return torch.empty_like(self._trace.constants[name], device="cpu") if form is None else form.empty()
+
+    def _construct(self) -> dict[str, Tensor]:
+        of_python, of_numpy = random.getstate(), np.random.get_state()
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self._seed)
+                random.seed(self._seed)
+                np.random.seed(self._seed % 2**32)
+                module = self._constructor()
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        for name, constant in self._trace.constants.items():
+            value = _attribute(module, name) if isinstance(constant, FakeTensor) else constant
+            tensors[name] = value.detach().clone()
+        return tensors
+
+
+def _attribute(module: nn.Module, path: str) -> Tensor:
+    holder, _, name = path.rpartition(".")
+    found: Tensor = getattr(module.get_submodule(holder), name)
+    return found
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    copy = tensor.detach().clone()
+    return nn.Parameter(copy, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
+
+
+class LayerMaker:
+    """Builds one layer; the `build` of its LayerBuilder."""
+
+    def __init__(self, segment: Segment, trace: Trace, weights: Weights) -> None:
+        self._segment, self._trace, self._weights = segment, trace, weights
+        self._forwards: tuple[Forward, Forward] | None = None
+
+    def __call__(self) -> TracedLayer:
+        segment = self._segment
+        if self._forwards is None:
+            self._forwards = _compiled(segment.training, segment.name), _compiled(segment.evaluation, segment.name)
+        tensors, unfinished = self._weights.take(segment.held.values())
+        layer = TracedLayer(*self._forwards, unfinished)
+        for path, settings in segment.batchnorms.items():
+            holder, name = _holder(layer, path)
+            setattr(holder, name, _batch_norm(settings))
+        for path, first in segment.held.items():
+            form = self._trace.forms.get(first)
+            holder, name = _holder(layer, path)
+            if form is not None and form.parameter:
+                holder.register_parameter(name, tensors[first])  # type: ignore[arg-type]
+            else:
+                holder.register_buffer(name, tensors[first], persistent=form is not None and form.persistent)
+        return layer
+
+
+def _compiled(graph: fx.Graph, name: str) -> Forward:
+    code = graph.python_code(root_module="self")
+    namespace = dict(code.globals)
+    exec(compile(code.src, f"<layer {name}>", "exec"), namespace)
+    forward: Forward = namespace["forward"]
+    return forward
+
+
+def _batch_norm(settings: BatchNorm) -> nn.Module:
+    kind = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[settings.dimensions]
+    with torch.device("meta"):
+        return kind(settings.features, settings.eps, settings.momentum, settings.affine)
+
+
+def _holder(layer: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """Returns the module in which the last part of a dotted name stands; modules on the way are made."""
+    *way, name = path.split(".")
+    for part in way:
+        child = layer._modules.get(part)
+        if child is None:
+            child = nn.Module()
+            layer.add_module(part, child)
+        layer = child
+    return layer, name

@@ -1,0 +1,58 @@
+"""Makes a list of layers of any `nn.Module`: `model=module model.module._target_=torchvision.models.resnet50`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from ...layers import LayerBuilder
+from .cuts import choose_cuts
+from .layer import LayerMaker, Weights
+from .module import Call, Constructor
+from .segments import segments_of
+from .trace import Example, traced
+
+
+def layers(
+    module: Constructor,
+    example: Example,
+    seed: int = 0,
+    inputs: Sequence[str] | None = None,
+    output: str | int | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    masks: Mapping[str, str] | None = None,
+    pad_id: int = 0,
+    mean: Sequence[float] = (0.5, 0.5, 0.5),
+    std: Sequence[float] = (0.5, 0.5, 0.5),
+) -> list[LayerBuilder]:
+    """Returns the layers of a traced module; their parameters keep the module's own names.
+
+    Args:
+        module: makes it, without arguments.
+        example: (dtype, shape) of each input tensor of a micro-batch; the number of examples does not matter.
+        seed: for which its weights are drawn, as after ``torch.manual_seed(seed)``.
+        inputs, output, arguments, masks, pad_id, mean, std: see `Call`.
+
+    Raises:
+        TraceError: the module cannot be traced; the message says where and what to do.
+    """
+    call = Call(inputs, output, arguments or {}, masks or {}, pad_id, mean, std)
+    made_by = (module.func, module.args, module.keywords) if isinstance(module, partial) else (module,)
+    key = repr((*made_by, example, seed, call))  # as good as identity: what it stands for is kept beside it
+    if key not in _known:
+        _known.clear()
+        _known[key] = module, _traced_layers(module, call, example, seed)
+    return _known[key][1]
+
+
+_known: dict[str, tuple[Constructor, list[LayerBuilder]]] = {}  # the last one: gpipe-verify asks for it again and again
+
+
+def _traced_layers(module: Constructor, call: Call, example: Example, seed: int) -> list[LayerBuilder]:
+    trace = traced(module, call, example)
+    segments = segments_of(trace, choose_cuts(trace.training, trace.evaluation))
+    holders = Counter(first for segment in segments for first in set(segment.held.values()))
+    weights = Weights(trace, module, seed, [first for first, count in holders.items() if count > 1])
+    return [LayerBuilder(segment.name, LayerMaker(segment, trace, weights), tied=segment.tied) for segment in segments]

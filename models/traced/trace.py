@@ -1,0 +1,156 @@
+"""Traces a module with torch.export, once as it trains and once as it is evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from ...errors import place_in_users_code
+from .flatten import Flat, flatten
+from .module import Call, Called, Constructor
+
+Example = Sequence[tuple[str, Sequence[int]]]  # (dtype, shape) of each input tensor of a micro-batch
+WAY_OUT = "write it as a list of layers (docs/your-own-model.md)"
+INSIDE = "module."  # what the names in an exported program begin with
+
+
+class TraceError(ValueError):
+    """Raised for a module that cannot be traced; names the place in its code and the way out."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """Describes a parameter or buffer without its values.
+
+    Attributes:
+        shape, dtype: of the tensor.
+        parameter: True for a parameter.
+        trained: whether the parameter has a gradient.
+        persistent: False for a buffer that stands in no state_dict.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parameter: bool
+    trained: bool = False
+    persistent: bool = True
+
+    def empty(self) -> Tensor:
+        """Returns a new tensor of this form."""
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        return nn.Parameter(tensor, requires_grad=self.trained) if self.parameter else tensor
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Holds what tracing found.
+
+    Attributes:
+        training, evaluation: the two graphs.
+        forms: of all parameters and buffers, each under its first name.
+        aliases: further names of a tensor, such as those of tied weights: name -> first name.
+        constants: tensors that are neither: made by the code, or attributes of a module, these without values.
+    """
+
+    training: Flat
+    evaluation: Flat
+    forms: dict[str, Form]
+    aliases: dict[str, str]
+    constants: dict[str, Tensor]
+
+
+def traced(constructor: Constructor, call: Call, example: Example) -> Trace:
+    """Traces the module that ``constructor`` makes.
+
+    Raises:
+        TraceError: it cannot be traced.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    module, inputs = _without_memory(constructor, fake), _inputs(example, fake)
+    called = Called(module, call)
+    forms, aliases = _forms(module)
+    constants: dict[str, Tensor] = {}
+    graphs = [
+        flatten(_export(called.train(training), inputs), INSIDE, aliases, constants) for training in (True, False)
+    ]
+    return Trace(graphs[0], graphs[1], forms, aliases, constants)
+
+
+def _without_memory(constructor: Constructor, fake: FakeTensorMode) -> nn.Module:
+    """Constructs the module on fake tensors; for real where its constructor looks at values."""
+    with torch.random.fork_rng(devices=[]):
+        try:
+            with fake:
+                return constructor()
+        except Exception:
+            return constructor()
+
+
+def _inputs(example: Example, fake: FakeTensorMode) -> tuple[Tensor, ...]:
+    """Returns inputs without values; two examples, because torch.export takes a size of 1 for a constant."""
+    with fake:
+        return tuple(torch.zeros(2, *shape[1:], dtype=getattr(torch, dtype)) for dtype, shape in example)
+
+
+def _forms(module: nn.Module) -> tuple[dict[str, Form], dict[str, str]]:
+    forms: dict[str, Form] = {}
+    aliases: dict[str, str] = {}
+    first: dict[int, str] = {}
+    persistent = module.state_dict().keys()
+    named: list[tuple[str, Tensor]] = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    for name, tensor in named:
+        if id(tensor) in first:
+            aliases[name] = first[id(tensor)]
+            continue
+        first[id(tensor)] = name
+        is_parameter = isinstance(tensor, nn.Parameter)
+        shape = tuple(tensor.shape)
+        forms[name] = Form(shape, tensor.dtype, is_parameter, tensor.requires_grad, name in persistent)
+    return forms, aliases
+
+
+def _export(called: Called, inputs: tuple[Tensor, ...]) -> ExportedProgram:
+    """Exports with a batch of any size; token sequences may have any length too, where the module allows it."""
+    texts = [not tensor.is_floating_point() and tensor.dim() == 2 for tensor in inputs]
+    try:
+        return _export_with(called, inputs, [(0, 1) if text else (0,) for text in texts])
+    except Exception:
+        if any(texts):
+            try:
+                return _export_with(called, inputs, [(0,) for _ in inputs])
+            except Exception as second:
+                error = second
+        raise TraceError(_explained(error)) from error
+
+
+def _export_with(called: Called, inputs: tuple[Tensor, ...], dynamic: list[tuple[int, ...]]) -> ExportedProgram:
+    shapes: Any = (tuple(dict.fromkeys(dimensions, Dim.AUTO) for dimensions in dynamic),)
+    program = torch.export.export(called, inputs, dynamic_shapes=shapes, strict=False)
+    kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and kinds.get(node.name) == InputKind.USER_INPUT:
+            value = node.meta.get("val")
+            if isinstance(value, Tensor) and isinstance(value.shape[0], int):
+                raise TraceError(
+                    f"the code of the module holds only for mini-batches of {value.shape[0]} examples: {WAY_OUT}"
+                )
+    return program
+
+
+def _explained(error: Exception) -> str:
+    if isinstance(error, TraceError):
+        return str(error)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    place = place_in_users_code(error)
+    said = f"{type(error).__name__}: {' '.join(lines[:2])}"
+    return f"torch.export cannot trace it: {said}{f' ({place})' if place else ''}; {WAY_OUT}"
