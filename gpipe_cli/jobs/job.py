@@ -30,7 +30,7 @@ from gpipe_cli.jobs.devices import settle_workers
 from gpipe_cli.jobs.limits import MACHINE
 from gpipe_cli.jobs.micro_batches import AUTO, settle_micro_batches
 from gpipe_cli.jobs.restarts import Restarts
-from gpipe_cli.launch.join import join, joined, restart_count
+from gpipe_cli.launch.join import join, joined, restart_count, serve_store
 from gpipe_cli.launch.report import WorkerFailed
 from gpipe_cli.launch.supervisor import Job, OnEvent, launch, launch_inline
 from gpipe_cli.terminal.frame import FAILED, REFUSED
@@ -208,11 +208,14 @@ def _with_checkpoint(prepared: Prepared, run_dir: Path, place: Any, console: Con
     config = prepared.config
     if not torchrun.is_first():
         return config
+    checkpoint = prepared.settings.checkpoint
+    if joined() and (checkpoint.resume is not None or checkpoint.init_from is not None):
+        serve_store()  # every file of a checkpoint is read, which takes minutes for a large one
     resumed = checkpoints.resolve("auto", run_dir).checkpoint if restart_count() else None
     resumed = resumed or _resumed(prepared, run_dir, place, console)
     begun = None
-    if resumed is None and prepared.settings.checkpoint.init_from is not None:
-        begun, warnings = checkpoints.find(Path(prepared.settings.checkpoint.init_from).expanduser())
+    if resumed is None and checkpoint.init_from is not None:
+        begun, warnings = checkpoints.find(Path(checkpoint.init_from).expanduser())
         for warning in warnings:
             console.warn(warning)
     paths = {

@@ -6,12 +6,13 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from gpipe_cli.checkpoint import choose as checkpoints
-from gpipe_cli.checkpoint.files import CheckpointInfo, read_manifest
+from gpipe_cli.checkpoint.files import read_manifest, step_directories
 from gpipe_cli.config import Settings
 from gpipe_cli.gpus import hide_gpu
 from gpipe_cli.jobs.devices import find_devices, plural, room_for_workers
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 FILE = "restarts.jsonl"  # in the run directory: one line for each restart
 GIVE_UP_AFTER = 3  # deaths of one worker in a row without a new checkpoint between them
+
+Stamp: TypeAlias = "tuple[Path, int]"
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +54,7 @@ class Restarts:
         self._failures: list[tuple[Failure, int]] = []  # each with the step of the newest checkpoint at that time
         if config["checkpoint"]["resume"] is None and is_first() and not restart_count():
             (run_dir / FILE).unlink(missing_ok=True)
-        self._found = _stamp(checkpoints.resolve("auto", run_dir).checkpoint) if self._allowed else None
+        self._found = _stamps(run_dir) if self._allowed else frozenset()
         self.records = _read_records(run_dir / FILE)
 
     def run(self, start: Callable[[dict[str, Any]], Any]) -> Any:
@@ -83,8 +86,9 @@ class Restarts:
         A checkpoint that was there before does not count: the run may have been told to continue from an older one.
         """
         section: dict[str, Any] = self._first["checkpoint"]
-        newest = checkpoints.resolve("auto", self._run_dir).checkpoint
-        if newest is not None and _stamp(newest) != self._found:
+        saved = _stamps(self._run_dir) - self._found
+        newest = checkpoints.latest(self._run_dir).checkpoint if saved else None
+        if newest is not None and _stamp(newest.path) in saved:
             return {**section, "resume": str(newest.path.absolute()), "init_from": None}, newest.step
         return section, 0 if section["resume"] is None else read_manifest(Path(section["resume"])).step
 
@@ -145,9 +149,18 @@ class Restarts:
         self._console.warn(f"worker {rank} died {GIVE_UP_AFTER} times without a new checkpoint: {loss}")
 
 
-def _stamp(checkpoint: CheckpointInfo | None) -> tuple[Path, int] | None:
-    """Returns what distinguishes a checkpoint from another one that replaces it: its path and its manifest's time."""
-    return None if checkpoint is None else (checkpoint.path, (checkpoint.path / "manifest.json").stat().st_mtime_ns)
+def _stamps(run_dir: Path) -> frozenset[Stamp]:
+    """Returns what tells the run's checkpoints from others that may replace them; their files are not read."""
+    stamps = set()
+    for directory in step_directories(run_dir):
+        with suppress(OSError):  # without a manifest
+            stamps.add(_stamp(directory))
+    return frozenset(stamps)
+
+
+def _stamp(checkpoint: Path) -> Stamp:
+    """Returns a checkpoint's path and the time of its manifest, in nanoseconds."""
+    return checkpoint, (checkpoint / "manifest.json").stat().st_mtime_ns
 
 
 def _read_records(path: Path) -> list[dict[str, Any]]:

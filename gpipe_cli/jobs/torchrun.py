@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 ENTRY = "gpipe_cli.jobs.torchrun:enter"
 FIXED = ("pipeline.K", "pipeline.workers", "pipeline.replicas")  # keys that change the number of processes
 KEY, DIRECTORY = "rank_0_decides", "directory"  # in the store
+PAUSE = 0.2  # seconds between two looks for what rank 0 has decided
 HEAD_START = 2.0  # seconds; torchrun ends all ranks when one has failed, and rank 0 must print the reason first
 
 
@@ -103,6 +105,8 @@ def enter(context: Context, wrapped: dict[str, Any]) -> Any:
         context.store.set(KEY, json.dumps([str(context.run_dir), wrapped["config"]]))
         if (lasting := lasting_store()) is not None:
             lasting.set(DIRECTORY, wrapped["directory"])
+    while not context.store.check([KEY]):  # as long as rank 0 takes: it may be reading a large checkpoint
+        time.sleep(PAUSE)
     run_dir, config = json.loads(context.store.get(KEY))
     context.run_dir = Path(run_dir)
     module, _, function = wrapped["entry"].partition(":")

@@ -115,6 +115,11 @@ def lasting_store() -> Store | None:
     return PrefixStore("gpipe", store)
 
 
+def serve_store() -> None:
+    """Opens the store before this process needs it: where rank 0 serves it, the others wait a limited time for it."""
+    _base_store()
+
+
 @functools.cache
 def _base_store() -> Store:
     """Opens one store per process: a second rendezvous would find the first job's addresses in it."""

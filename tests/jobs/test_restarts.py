@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import own_model
@@ -19,9 +20,10 @@ from own_model import WORDS
 
 from benchmarks.kills import same_end
 from gpipe_cli import gpus
+from gpipe_cli.checkpoint import choose
 from gpipe_cli.checkpoint.files import step_directory
 from gpipe_cli.config import Settings
-from gpipe_cli.jobs import devices, restarts
+from gpipe_cli.jobs import devices, restarts, torchrun
 from gpipe_cli.jobs.devices import Devices
 from gpipe_cli.jobs.job import prepare
 from gpipe_cli.jobs.restarts import Restarts
@@ -106,6 +108,49 @@ def test_a_checkpoint_that_the_run_was_told_to_go_back_behind_is_not_used(tmp_pa
     script.config["checkpoint"]["resume"] = str(step_directory(tmp_path, 3))
     script.run(failed(**KILLED))
     assert script.resumed == ["step_00000003", "step_00000003"]
+
+
+def test_without_a_new_checkpoint_none_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading takes minutes for a large one; paths and times of manifests tell whether there is a new one."""
+    save(tmp_path, 3, make_layers())
+    monkeypatch.setattr(choose, "problems_of", None)
+    script = Script(tmp_path)
+    script.run(failed(**KILLED))
+    assert script.resumed == [None, None]
+
+
+def test_a_damaged_new_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    script = Script(tmp_path)
+
+    def damage(settings: dict[str, Any]) -> None:
+        if not script.starts:
+            for step in (5, 7):
+                save(tmp_path, step, make_layers())
+            file = next(step_directory(tmp_path, 7).rglob("*.safetensors"))
+            file.write_bytes(file.read_bytes()[:-1] + b"?")
+        script.starts.append(settings)
+        if len(script.starts) == 1:
+            raise failed(**KILLED)
+
+    with Console(1, "plain") as console:
+        Restarts(Settings.from_config(script.config), script.config, tmp_path, console).run(damage)
+    assert script.resumed == [None, "step_00000005"]
+
+
+def directory_and_config(context: Any, config: Any) -> tuple[Path, Any]:
+    return context.run_dir, config
+
+
+def test_other_ranks_wait_for_rank_0_as_long_as_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decided = json.dumps([str(tmp_path), {"words": 7}])
+    answers = iter([False] * 2000)  # several hundred seconds, each answer after a pause
+    pauses: list[float] = []
+    monkeypatch.setattr(torchrun.time, "sleep", pauses.append)
+    store = SimpleNamespace(check=lambda keys: next(answers, True), get=lambda key: decided)
+    context = SimpleNamespace(rank=1, store=store, run_dir=None)
+    wrapped = {"entry": "test_restarts:directory_and_config", "config": {"words": 1}, "directory": "elsewhere"}
+    assert torchrun.enter(context, wrapped) == (tmp_path, {"words": 7})  # type: ignore[arg-type]
+    assert sum(pauses) > 300
 
 
 def test_a_run_starts_again_as_often_as_allowed(tmp_path: Path) -> None:
