@@ -127,7 +127,8 @@ def test_a_damaged_new_checkpoint_is_passed_over(tmp_path: Path) -> None:
             for step in (5, 7):
                 save(tmp_path, step, make_layers())
             file = next(step_directory(tmp_path, 7).rglob("*.safetensors"))
-            file.write_bytes(file.read_bytes()[:-1] + b"?")
+            content = file.read_bytes()
+            file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         script.starts.append(settings)
         if len(script.starts) == 1:
             raise failed(**KILLED)
