@@ -141,7 +141,7 @@ def words_and_options() -> list[Case]:
 
 def groups() -> list[Case]:
     """Returns groups and options that do not exist, and interpolations that lead nowhere."""
-    wrong = ("model=null", "pipeline=3", "optimizer=adm", "data=[a,b]", "task=5", "precision=fp16", "experiment=nmt")
+    wrong = ("model=null", "pipeline=3", "optimizer=adm", "data=[a,b]", "task=5", "precision=fp8", "experiment=nmt")
     found = [Case("group", (word,), (word.partition("=")[0],)) for word in wrong]
     nowhere = ("foo/bar=baz", "modle=transformer", "+model=transformer", "hydra/launcher=slurm", "~optimizer")
     found += [Case("group", (word,), (word.strip("+~").partition("=")[0].split("/")[0],)) for word in nowhere]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
+from math import frexp, log2
 from typing import Annotated, Any, Literal
 
 from gpipe_cli.errors import Problems
@@ -48,6 +49,7 @@ class PipelineConfig:
         backend: how workers exchange tensors.
         device: where workers compute.
         sync_batchnorm: whether replicas share BatchNorm's training statistics (paper, section 2.2).
+        compile: whether torch.compile compiles each layer.
     """
 
     K: Count
@@ -62,6 +64,7 @@ class PipelineConfig:
     backend: Literal["auto", "gloo", "nccl"]
     device: Literal["auto", "cpu", "cuda"]
     sync_batchnorm: bool
+    compile: bool
 
     @property
     def planned_workers(self) -> int:
@@ -137,11 +140,14 @@ class PrecisionConfig:
     Attributes:
         autocast: the type of matrix products; null: that of the weights, float32.
         boundaries: the type of the tensors between two layers; null: that in which a layer returns them.
+        loss_scale: factor of the loss in backward, for a start: it is halved when gradients overflow, and doubled after
+            2000 steps without; null: none.
         tf32: whether a GPU may round the factors of float32 products to TF32, which has 10 bits for 23.
     """
 
-    autocast: Literal["bfloat16"] | None
+    autocast: Literal["bfloat16", "float16"] | None
     boundaries: Literal["bfloat16", "float16"] | None
+    loss_scale: Positive | None
     tf32: bool
 
 
@@ -430,6 +436,13 @@ def _restarts_need_workers(settings: Settings) -> str | None:
     )
 
 
+def _loss_scale_is_exact(settings: Settings) -> str | None:
+    scale = settings.precision.loss_scale
+    if scale is None or frexp(scale)[0] == 0.5:
+        return None
+    return f"precision.loss_scale={scale:g} is no power of two, and would round: use {2.0 ** round(log2(scale)):g}"
+
+
 def _begins_in_one_way(settings: Settings) -> str | None:
     checkpoint = settings.checkpoint
     if checkpoint.init_from is None or checkpoint.resume in (None, "auto"):
@@ -453,4 +466,5 @@ CHECKS: Checks = (
     _inline_is_one_worker,
     _restarts_need_workers,
     _begins_in_one_way,
+    _loss_scale_is_exact,
 )

@@ -180,7 +180,7 @@ def build_cells(
     for cell, layers in enumerate(cut.layers):
         if cut.placement[cell] == world.worker:
             where.enter(cell, None, "building")
-            cells.append(Cell(cell, [build(index) for index in layers], noise, group))
+            cells.append(Cell(cell, [build(index) for index in layers], noise, group, settings.pipeline.compile))
     where.enter(None, None, None)
     return cells
 

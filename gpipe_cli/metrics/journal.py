@@ -166,7 +166,8 @@ class Journal:
         shares = mean_breakdown(lists, placement, report.cells, report.updates, seconds).shares() if due else {}
         times = {"breakdown": shares, "cells": report.cells, "workers": report.workers} if due else {}
         where = {} if not_finite is None else {"not_finite": not_finite}
-        self._record(self._metrics, lambda file: file.write({**row, **where, **times}))
+        scale = {} if progress.loss_scale is None else {"loss_scale": progress.loss_scale}
+        self._record(self._metrics, lambda file: file.write({**row, **scale, **where, **times}))
         self._emit({"kind": "progress", **json_safe(row), "steps": self._steps, "done": done})
         if self._board is not None and due:
             self._board.step(progress.step, row, report, shares)

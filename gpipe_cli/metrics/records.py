@@ -21,6 +21,8 @@ class Progress:
         evaluation_due: the evaluation after this step has not been completed; a resumed run begins with it.
         loss: of the last finite step.
         stopped_by: why the loop ended.
+        loss_scale: factor of the loss in backward; None: 1, as always without `precision.loss_scale`.
+        steps_since_overflow: finite steps with this factor.
     """
 
     step: int = 0
@@ -31,6 +33,8 @@ class Progress:
     evaluation_due: bool = False
     loss: float = math.nan
     stopped_by: str = ""
+    loss_scale: float | None = None
+    steps_since_overflow: int = 0
 
 
 @dataclass(frozen=True)

@@ -47,18 +47,19 @@ class DeferredBatchNorm(nn.Module):
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
         count = x.numel() // x.size(1)
         if self.group is not None:
-            return self._normalise_over_replicas(x, count)
+            together: Tensor = self._normalise_over_replicas(x, count)
+            return together
         # With momentum 1 the "moving" averages are just this micro-batch's statistics.
         mean = torch.zeros(x.size(1), device=x.device, dtype=self._statistics_dtype(x))
         variance = torch.zeros_like(mean)
         output = F.batch_norm(x, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
-        if self.gathering and self.training:
-            self._gather(count, mean, variance * ((count - 1) / count))
+        self._gather(count, mean, variance * ((count - 1) / count))
         return output
 
     def _statistics_dtype(self, x: Tensor) -> torch.dtype:
         return self.weight.dtype if self.weight is not None else torch.promote_types(x.dtype, torch.float32)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own; a compiled layer calls it as it is
     def _normalise_over_replicas(self, x: Tensor, count: int) -> Tensor:
         """Normalises as SyncBatchNorm does, with one differentiable sum; gathers only the local statistics.
 
@@ -69,8 +70,7 @@ class DeferredBatchNorm(nn.Module):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         mean = wide.mean(dims)
         squares = (wide - mean.view(shape)).square().sum(dims)
-        if self.gathering and self.training:
-            self._gather(count, mean, squares / count)
+        self._gather(count, mean, squares / count)
         everyone = self._from_every_replica(torch.stack([torch.full_like(mean, count), mean, squares]))
         counts, means, squares = everyone.unbind(1)  # each (replicas, C)
         together = (counts * means).sum(0) / counts.sum(0)
@@ -87,8 +87,9 @@ class DeferredBatchNorm(nn.Module):
         everyone: Tensor = _SumOverReplicas.apply(slots, self.group)
         return everyone
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # so that a compiled layer is one for both cases
     def _gather(self, count: int, mean: Tensor, variance: Tensor) -> None:
-        if self.running_mean is None:
+        if self.running_mean is None or not (self.gathering and self.training):
             return
         mean, variance = mean.detach().double(), variance.detach().double()
         sums = torch.stack([torch.full_like(mean, count), mean * count, (variance + mean * mean) * count])

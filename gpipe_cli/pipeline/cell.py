@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..position import Position
 from .batchnorm import DeferredBatchNorm, defer_batchnorm
 from .boundary import BoundarySpec, GradientLayouts, canonical, passed_on
 from .buffers import BufferChanged, BufferGuard
+from .compiled import compile_layer
 from .grouping import as_argument, as_tensors, grouped_like, grouping_of, replace_tensors
 from .randomness import NoiseSource, weights_of_layer
 from .weight_casts import WeightCasts
@@ -83,9 +84,11 @@ class Cell:
         layers: in order.
         noise: seeds each layer's dropout.
         sync_batchnorm: replicas over which BatchNorm's training statistics are shared.
+        compiled: compiles the layers.
 
     Attributes:
         where: the layer that runs, for error reports; the engine sets it to its own.
+        not_compiled: names of the layers that cannot be compiled, where all others are.
     """
 
     def __init__(
@@ -94,10 +97,13 @@ class Cell:
         layers: Sequence[BuiltLayer],
         noise: NoiseSource,
         sync_batchnorm: dist.ProcessGroup | None = None,
+        compiled: bool = False,
     ) -> None:
         self.number = number
         self.where = Position()
         self.layers = [replace(layer, module=defer_batchnorm(layer.module, sync_batchnorm)) for layer in layers]
+        self._compiled = [layer.name for layer in self.layers if compiled and compile_layer(layer.module)]
+        self.not_compiled = [layer.name for layer in self.layers if compiled and layer.name not in self._compiled]
         self._noise = noise
         self._layouts = GradientLayouts()
         self._groupings: dict[Hashable, tuple[int, str | None]] = {}  # by layer and shapes: tensors, and their grouping
@@ -109,7 +115,7 @@ class Cell:
         self._casts = WeightCasts([layer.module for layer in self.layers])
         self._step_aware: list[Any] = [module for module in modules if hasattr(module, "begin_step")]
         self._calls: list[Call] = [
-            (layer, _forward_of(layer.module), getattr(layer.module, "auxiliary_loss", None)) for layer in self.layers
+            (layer, self._forward_of(layer), getattr(layer.module, "auxiliary_loss", None)) for layer in self.layers
         ]
         self._guarded_calls: list[Call] = []  # for the first micro-batch, where buffers are guarded
 
@@ -154,7 +160,7 @@ class Cell:
 
     def weights_cast(self, device: torch.device) -> AbstractContextManager[None]:
         """Returns the context in which layers under autocast use weights that `begin_step` has cast."""
-        return self._casts.used_on(device)
+        return nullcontext() if self._compiled else self._casts.used_on(device)  # compiled layers cast within kernels
 
     def run_training(
         self,
@@ -241,6 +247,14 @@ class Cell:
             raise LayerFailed(place + cuda_hint(error)) from error
         self.where.layer = None
 
+    def _forward_of(self, layer: BuiltLayer) -> Callable[..., Any]:
+        """Returns the call of a layer that gives the same bits without a graph as with one.
+
+        oneDNN's LSTM computes in another order without a graph, and a compiled layer is then compiled in another way.
+        """
+        own = layer.name in self._compiled or any(isinstance(inner, nn.LSTM) for inner in layer.module.modules())
+        return _with_graph(layer.module) if own else layer.module
+
     def _failure(self, layer: BuiltLayer, micro_batch: int, error: Exception) -> LayerFailed:
         return LayerFailed(f"cell {self.number}, layer {layer.name!r}, micro-batch {micro_batch}{cuda_hint(error)}")
 
@@ -277,13 +291,8 @@ class Cell:
             )
 
 
-def _forward_of(module: nn.Module) -> Callable[..., Any]:
-    """Returns the call of a layer that gives the same bits without a graph as with one.
-
-    oneDNN's LSTM computes in another order without a graph, so it always has one; without gradient mode it is dropped.
-    """
-    if not any(isinstance(inner, nn.LSTM) for inner in module.modules()):
-        return module
+def _with_graph(module: nn.Module) -> Callable[..., Any]:
+    """Returns the call of a layer that always builds a graph; without gradient mode it is dropped."""
 
     def forward(argument: Any) -> Any:
         if torch.is_grad_enabled():

@@ -53,7 +53,7 @@ class StepInput:
         step: number of the training step; the noise depends on it.
         steps: of the whole run, for layers with a schedule of their own.
         signatures: one for each micro-batch; two are equal exactly when all input shapes are equal.
-        scale: 1 / weight of the whole mini-batch, over all replicas.
+        scale: 1 / weight of the whole mini-batch, over all replicas; times a factor of all gradients.
     """
 
     step: int

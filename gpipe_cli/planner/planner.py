@@ -36,6 +36,10 @@ def say_nothing(line: str) -> None:
     """Discards the line; the default for `say`."""
 
 
+def _notes_on_compiling(pipeline: PipelineConfig) -> list[str]:
+    return ["pipeline.compile=true: memory and times are those of layers that are not compiled"] * pipeline.compile
+
+
 class Planner:
     """Plans one model on one kind of device, with any pipeline; keeps what it has measured.
 
@@ -157,7 +161,7 @@ class Planner:
             gradient_bytes=sum(bytes_.gradients for bytes_ in model),
             optimizer_bytes=sum(bytes_.optimizer for bytes_ in model),
             activation_bytes=sum(worker.activations for worker in workers),
-            notes=[*measured.notes, *self._notes_on_workers(pipeline)],
+            notes=[*measured.notes, *self._notes_on_workers(pipeline), *_notes_on_compiling(pipeline)],
             timeline=timeline,
             lists=lists,
         )

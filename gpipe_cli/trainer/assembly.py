@@ -34,6 +34,7 @@ from ..layers import LayerBuilder
 from ..metrics.journal import Journal, Notices
 from ..metrics.predictions import PredictionKeeper
 from ..pipeline.cell import Cell
+from ..pipeline.compiled import require_compiler
 from ..pipeline.engine import TASK, Pipeline
 from ..pipeline.ties import TiedParameters
 from ..schedule.run_schedules import RunSchedules
@@ -118,6 +119,8 @@ def start_worker(context: Context, settings: Settings) -> World:
     torch.set_num_threads(pipeline.threads)  # torchrun sets another number, and the last bits depend on it
     workers = context.world_size // pipeline.replicas
     world = join_world(context, workers, pipeline.replicas, pipeline.device, pipeline.backend)
+    if pipeline.compile:
+        require_compiler(world.device)
     allow_tf32(settings.precision, world.device)
     return world
 
@@ -144,6 +147,14 @@ def assemble_model(context: Context, settings: Settings, world: World, task: Tas
     cells = build_cells(builders, cut, world, settings, context.where)
     for cell in cells:
         cell.train(True)
+    if pipeline.compile:
+        left = [
+            name
+            for names in world.all_gather([name for cell in cells for name in cell.not_compiled])[: world.workers]
+            for name in names
+        ]
+        if left:
+            journal.message(f"not compiled, because begin_step changes them in every step: {', '.join(left)}")
     transport, autocast = make_transport(world, cut.placement), build_autocast(settings.precision, world.device)
     targets = len(first.shape.targets)
     engine = Pipeline(cells, cut.placement, transport, task.loss, targets, world.device, autocast, context.where)

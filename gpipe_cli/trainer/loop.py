@@ -22,6 +22,7 @@ from ..metrics.step_report import StepReport, StepReporter
 from ..metrics.totals import WARM_UP, Totals
 from ..metrics.trace import Recording, record_everyone
 from ..position import Position
+from . import loss_scale
 from .assembly import CellLayout
 from .batches import TrainingBatches
 from .evaluator import Evaluator
@@ -99,10 +100,11 @@ class Trainer:
         before = meter.phases
         steps = self.settings.trainer.steps or 0
         micro_batches = self.batches.take()
-        record = self.runtime.train_step(plan, step, steps, micro_batches)
+        scale = self.progress.loss_scale or 1.0
+        record = self.runtime.train_step(plan, step, steps, micro_batches, scale)
         span = meter.end_step()
         with meter.phase("gradients"), where.doing("adding up the gradients"):
-            self.updater.reduce_gradients()
+            self.updater.reduce_gradients(scale)
             self.reporter.write_record(self.exchange, world.replica, record)
             if world.replica == 0:
                 self.reporter.write_norms(self.exchange, self.layout.own_parameters, self.updater.squared_norms())
@@ -115,10 +117,10 @@ class Trainer:
         next_plan = self._read_plan(step + 1)
         lr = self.updater.learning_rate
         with meter.phase("update", on_device=True), self.around_update(report), where.doing("updating the weights"):
-            self._update(report)
+            overflowed = self._update(report)
         seconds, cause = time.perf_counter() - began, None
-        if not report.finite:
-            again = plan, step, steps, micro_batches
+        if not report.finite and not overflowed:
+            again = plan, step, steps, micro_batches, scale
             cause = find_cause(report, self.runtime, self.updater, *again, self.layout.parameter_names)
         self._report(report, plan, lr, seconds, cause)
         return next_plan
@@ -143,16 +145,25 @@ class Trainer:
             )
         return None if progress.stopped_by else plan
 
-    def _update(self, report: StepReport) -> None:
+    def _update(self, report: StepReport) -> bool:
+        """Updates weights and progress; returns whether the update was skipped because scaled gradients overflowed."""
         progress = self.progress
+        overflowed = loss_scale.has_overflowed(progress, report)
         self.updater.update(report, progress.step - progress.skipped)
         if report.finite:
             progress.loss, progress.skipped_in_a_row = report.loss, 0
         else:
             progress.skipped += 1
-            progress.skipped_in_a_row += 1
+            progress.skipped_in_a_row += not overflowed
+        loss_scale.adjust(progress, report)
         progress.step += 1
         progress.evaluation_due = _is_time(self.settings.trainer.evaluate_every, progress.step)
+        if overflowed:
+            self.journal.message(
+                f"step {progress.step}: gradients overflow {self.settings.precision.autocast or 'float32'} with their "
+                f"loss scale; update skipped, the scale is {progress.loss_scale:,.0f} now"
+            )
+        return overflowed
 
     def _report(self, report: StepReport, plan: BatchPlan, lr: float, seconds: float, cause: Cause | None) -> None:
         """Reports a finished step to console, files and TensorBoard, and warns where something is wrong."""

@@ -47,6 +47,7 @@ def find_cause(
     step: int,
     steps: int,
     micro_batches: Sequence[MicroBatch] | None,
+    loss_scale: float,
     parameters: Sequence[str],
 ) -> Cause:
     """Runs a step that was not finite again, watched; every worker calls it at the same time, before the next step.
@@ -54,12 +55,12 @@ def find_cause(
     The weights must be those of the step. Gradients and statistics of the second run are thrown away.
 
     Args:
-        plan, step, steps, micro_batches: of the step, as in `PipelineRuntime.train_step`.
+        plan, step, steps, micro_batches, loss_scale: of the step, as in `PipelineRuntime.train_step`.
         parameters: names of all parameters.
     """
     world = runtime.world
     watch = FiniteWatch(world.replica, runtime.engine.where)
-    runtime.train_step(plan, step, steps, micro_batches, watch)
+    runtime.train_step(plan, step, steps, micro_batches, loss_scale, watch)
     sums_finite = not_finite(updater.squared_norms()) is None
     updater.forget_step()
     found = world.all_gather((watch.first, sums_finite))

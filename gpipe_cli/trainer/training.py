@@ -24,6 +24,7 @@ from ..metrics.records import Progress
 from ..metrics.step_report import StepReporter
 from ..optim.average import WeightAverage
 from ..pipeline.cell import Cell
+from . import loss_scale
 from .assembly import Assembly, assemble_evaluator
 from .batches import TrainingBatches
 from .evaluator import evaluation_fields
@@ -72,6 +73,7 @@ def assemble_training(
             raise CheckpointError(f"{resumed.path}/manifest.json is damaged: {error}") from error
         journal.message(f"going on from {resumed.path}, step {resumed.step}")
     assembly.ties.spread()
+    loss_scale.begin(progress, settings.precision.loss_scale)
     report_batchnorm(journal, world, cells, settings, assembly.first.examples)
     stop, where = context.stop_requested, context.where
     return Trainer(

@@ -60,12 +60,17 @@ class Updater:
         """Returns the learning rate of the optimizer's first group."""
         return float(self._lr_schedule.get_last_lr()[0])
 
-    def reduce_gradients(self) -> None:
-        """Sums the gradients over uses and replicas; parameters that nothing used get a gradient of zero."""
+    def reduce_gradients(self, scale: float = 1.0) -> None:
+        """Sums the gradients over uses and replicas; parameters that nothing used get a gradient of zero.
+
+        Args:
+            scale: by which all gradients are too large.
+        """
         fill_gradients(self._parameters)
         self._ties.add_gradients()
         if self._replica_group is not None:
             reduce_over_replicas(self._parameters, self._replica_group)
+        scale_gradients(self._parameters, 1 / scale)
 
     def squared_norms(self) -> Tensor:
         """Returns the squared norm of each parameter's gradient."""

@@ -81,12 +81,14 @@ class MiniBatch:
         step: its number, from 0.
         micro_batches: of each replica.
         order: in which the gradients of a replica's micro-batches are added up; it changes only the rounding.
+        loss_scale: factor of the loss in backward; the gradients of weights are divided by it in the end.
         only: the places (replica, micro-batch) that are computed; None: all.
     """
 
     step: int
     micro_batches: Sequence[Sequence[MicroBatch]]
     order: Sequence[int]
+    loss_scale: float = 1.0
     only: frozenset[Place] | None = None
 
     def sums(self, together: Together) -> Sums:
@@ -409,7 +411,7 @@ class _CellRun:
         Returns:
             The gradients of the parameters, and of the inputs.
         """
-        scale = 1 / self.step.weight if self.step.weight else 0.0
+        scale = self.mini_batch.loss_scale / self.step.weight if self.step.weight else 0.0
         totals: list[dict[Key, Tensor]] = []
         with _frozen_averages(self.built.batchnorms.values()):
             for groups in sums:
@@ -425,6 +427,7 @@ class _CellRun:
         gradients = totals[0]
         for other in totals[1:]:
             gradients = {key: gradients[key] + gradient for key, gradient in other.items()}
+        gradients = {key: gradient / self.mini_batch.loss_scale for key, gradient in gradients.items()}
         return gradients, {
             place: tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in _trained(tensors))
             for place, tensors in self.given.items()

@@ -73,6 +73,7 @@ class RecordedStep:
         losses: unscaled sums by (replica, micro-batch).
         statistics: sums of the task's statistics.
         gradient_norm: global, before clipping.
+        loss_scale: factor of what passes back between layers.
         counted: the number of values per channel over which each BatchNorm has averaged in the mini-batch.
         trace: fingerprints of the layers.
         seeds: of the random numbers that each layer could draw.
@@ -86,6 +87,7 @@ class RecordedStep:
     losses: dict[Place, float] = field(default_factory=dict)
     statistics: list[float] = field(default_factory=list)
     gradient_norm: float = math.nan
+    loss_scale: float = 1.0
     counted: dict[Key, float] = field(default_factory=dict)
     trace: Trace = field(default_factory=dict)
     seeds: Seeds = field(default_factory=dict)
@@ -127,6 +129,7 @@ class RecordedStep:
             losses={(r, m): loss for (r, m), loss in rows["losses"]},
             statistics=rows["statistics"],
             gradient_norm=rows["gradient_norm"],
+            loss_scale=rows["loss_scale"],
             counted=_by_key(rows["counted"]),
             trace={kind: {Point(*p): Fingerprint(*mark) for p, mark in points} for kind, points in rows["trace"]},
             seeds={kind: {(r, m, layer): s for (r, m, layer), s in seeds} for kind, seeds in rows["seeds"]},

@@ -70,6 +70,8 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
     world = start_worker(context, settings)
     if world.device.type == "cuda":
         choose_repeatable_kernels()
+    if settings.pipeline.compile:
+        torch._inductor.config.fallback_random = True  # the random numbers of layers that are not compiled
     wide = settings.verify.dtype == "float64"
     report = Verification(context, config, in_float64(settings) if wide else settings, world).run()
     if not wide and world.broadcast(lambda: report is not None and report.may_be_rounding):
@@ -82,8 +84,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def choose_repeatable_kernels() -> None:
-    """Makes both sides sum in the same order and in full precision: by default cuDNN rounds to 10 bits."""
-    torch.backends.cudnn.allow_tf32 = False
+    """Makes both sides sum in the same order."""
     torch.backends.cudnn.deterministic = True
     torch.use_deterministic_algorithms(True, warn_only=True)
 
@@ -334,7 +335,7 @@ class Verification:
             return checker.skipped(number, record, before, f"held {number}")
         if batch is None:
             raise ConfigurationError(f"the data source gave fewer mini-batches when it was read again: {number - 1}")
-        mini_batch = MiniBatch(number - 1, batch, backward_order(self._assembly, len(batch[0])))
+        mini_batch = MiniBatch(number - 1, batch, backward_order(self._assembly, len(batch[0])), record.loss_scale)
         if not record.finite:
             return checker.not_finite(number, record, mini_batch, before, f"held {number}")
         compared = checker.step(number, record, mini_batch, before, updates)

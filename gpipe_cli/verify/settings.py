@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..config import Settings
+from ..config import PrecisionConfig, Settings
 from ..cpu import free_memory
 from ..data.source import Batch, Source
 from ..errors import ConfigurationError
@@ -19,7 +19,7 @@ from ..factory.build import build_model
 from ..layers import LayerBuilder
 from .reference import learning_rate, peak_rate
 
-TOLERANCES = {"float64": 1e-6, "bfloat16": 1e-3, "configured": 1e-4}
+TOLERANCES = {"float64": 1e-6, "bfloat16": 1e-3, "float16": 1e-3, "tf32": 1e-3, "configured": 1e-4}
 
 # Tensors of a cell's size that rank 0 holds at the most, beside the pipeline: weights and gradients of the plain cell,
 # and of one layer what the two sides are compared by.
@@ -41,10 +41,12 @@ def refuse_what_cannot_be_verified(settings: Settings) -> None:
             "gpipe-verify begins at the first step: leave out checkpoint.resume; checkpoint.init_from=RUN compares "
             "with the weights of a run"
         )
-    if settings.verify.dtype == "float64" and settings.precision.autocast is not None:
+    precision = settings.precision
+    rounding = [key for key in ("autocast", "boundaries") if getattr(precision, key) is not None]
+    if settings.verify.dtype == "float64" and rounding:
         raise ConfigurationError(
-            f"verify.dtype=float64 tells rounding from error, precision.autocast={settings.precision.autocast} rounds: "
-            "use precision=fp32, or leave out verify.dtype"
+            f"verify.dtype=float64 tells rounding from error, precision.{rounding[0]}="
+            f"{getattr(precision, rounding[0])} rounds: use precision=fp32, or leave out verify.dtype"
         )
 
 
@@ -79,7 +81,11 @@ def require_room(cell: int, model: int, size: int, folder: Path) -> None:
 def tolerance_of(settings: Settings) -> float:
     """Returns the largest relative difference that counts as rounding."""
     wanted = settings.verify.tolerance
-    return TOLERANCES[settings.precision.autocast or settings.verify.dtype] if wanted == "auto" else wanted
+    if wanted != "auto":
+        return wanted
+    precision = settings.precision
+    tf32 = "tf32" if precision.tf32 and settings.pipeline.device != "cpu" else None
+    return TOLERANCES[precision.autocast or precision.boundaries or tf32 or settings.verify.dtype]
 
 
 def in_float64(settings: Settings) -> Settings:
@@ -90,7 +96,7 @@ def in_float64(settings: Settings) -> Settings:
         settings,
         model={"_target_": f"{__name__}.float64_layers", "layers": settings.model, "_recursive_": False},
         data={**data, "batch_size": settings.data.get("batch_size")},
-        precision=dataclasses.replace(settings.precision, autocast=None),
+        precision=PrecisionConfig(autocast=None, boundaries=None, loss_scale=None, tf32=False),
         verification=dataclasses.replace(settings.verification, dtype="float64"),
     )
 

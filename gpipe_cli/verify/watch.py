@@ -167,7 +167,7 @@ class RunWatch:
     def _around_update(self, report: StepReport) -> Iterator[None]:
         """Writes the gradients before the update, whole and not yet clipped, and what is held after it."""
         assert self._trainer is not None
-        number = self._trainer.progress.step + 1
+        number, scale = self._trainer.progress.step + 1, self._trainer.progress.loss_scale or 1.0
         if not self.active:
             yield
             return
@@ -182,6 +182,7 @@ class RunWatch:
             losses={(r, m): loss for r, row in enumerate(report.losses) for m, loss in enumerate(row)},
             statistics=report.statistics,
             gradient_norm=report.gradient_norm,
+            loss_scale=scale,
             counted=counted,
             trace=seen.trace,
             seeds=seen.seeds,

@@ -127,6 +127,7 @@ def test_debug_tiny_leaves_what_is_typed() -> None:
         (["model._target_=null"], "model._target_=null: use the dotted name of what to call"),
         (["trainer.average=1"], "trainer.average=1: use a number, more than 0 and less than 1 or null"),
         (["checkpoint.init_from=a", "checkpoint.resume=b"], "leave out one of them"),
+        (["precision.loss_scale=1000"], "precision.loss_scale=1000 is no power of two, and would round: use 1024"),
         (["seed=-1"], "seed=-1: use a whole number, at least 0"),
     ],
 )

@@ -1,8 +1,9 @@
-"""Half precision gives the same bits for every K: bf16, and boundaries in half precision."""
+"""Half precision gives the same bits for every K: boundaries in bf16, float16 with a scaled loss."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from safetensors.torch import load_file
 from gpipe_cli.checkpoint.files import read_manifest, step_directory
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.factory.build import allow_tf32
+from gpipe_cli.metrics.records import Progress
+from gpipe_cli.metrics.step_report import StepReport
+from gpipe_cli.trainer import loss_scale
 
 STEPS = 2
 TINY = (
     "debug=tiny",
-    f"trainer.steps={STEPS}",
     "trainer.evaluate_first=false",
     "trainer.evaluate_every=null",
     "checkpoint.every=null",
@@ -33,10 +36,10 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def trained(run_dir: Path, *words: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+def trained(run_dir: Path, *words: str, steps: int = STEPS) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Returns the losses of a run and all tensors of its last checkpoint."""
-    train_inline(run_dir, *TINY, *words)
-    manifest = read_manifest(step_directory(run_dir, STEPS))
+    train_inline(run_dir, *TINY, f"trainer.steps={steps}", *words)
+    manifest = read_manifest(step_directory(run_dir, steps))
     tensors = {
         f"{name}/{key}": value
         for name in manifest.layers
@@ -81,6 +84,65 @@ def test_boundaries_in_bf16_halve_the_messages() -> None:
     wide, narrow = planned(*words), planned(*words, "precision.boundaries=bfloat16")
     assert 0.5 <= narrow.sent_bytes / wide.sent_bytes < 0.51  # targets stay as they are
     assert narrow.cells[1].inputs < 0.51 * wide.cells[1].inputs
+
+
+# -- float16 -----------------------------------------------------------------------------------------------------------
+
+FLOAT16 = ("precision=fp16", f"precision.loss_scale={2**22}")  # gradients overflow in the first steps
+
+
+def test_loss_scaling_gives_the_same_bits_for_every_k_and_over_a_resume(tmp_path: Path) -> None:
+    losses, tensors = trained(tmp_path / "whole", *FLOAT16, "pipeline.K=1", steps=4)
+    first = rows(tmp_path / "whole")
+    assert [row["loss_scale"] for row in first] == [2**21, 2**20, 2**20, 2**20]
+    assert [row["skipped_updates"] for row in first] == [1, 2, 2, 2]
+    trained(tmp_path / "cut", *FLOAT16, "pipeline.K=4", steps=1)
+    resume = f"checkpoint.resume={step_directory(tmp_path / 'cut', 1)}"
+    again = trained(tmp_path / "cut", *FLOAT16, "pipeline.K=2", resume, steps=4)
+    assert again[0] == losses
+    assert changed(again[1], tensors) == []
+    assert [row["loss_scale"] for row in rows(tmp_path / "cut")] == [row["loss_scale"] for row in first]
+
+
+def test_an_overflow_is_told_and_is_no_error(tmp_path: Path) -> None:
+    words = (*FLOAT16, "pipeline.K=2", "trainer.nonfinite_limit=1", "trainer.steps=1")
+    _, events = train_inline(tmp_path / "run", *TINY, *words)
+    assert [event for event in events if event["kind"] == "warning"] == []
+    told = "step 1: gradients overflow float16 with their loss scale; update skipped, the scale is 2,097,152 now"
+    assert told in [event["text"] for event in events if event["kind"] == "message"]
+    assert "not_finite" not in rows(tmp_path / "run")[0]
+
+
+def report_of(loss: float, norm: float) -> StepReport:
+    return StepReport(loss, [], norm, None, [], 0.0, [], [])
+
+
+@pytest.mark.parametrize(
+    ("scale", "loss", "norm", "overflows", "then"),
+    [
+        (8.0, 1.0, 1.0, False, 8.0),
+        (8.0, 1.0, math.inf, True, 4.0),
+        (8.0, math.nan, math.nan, False, 8.0),  # not the scale's fault: the step is run again to name the layer
+        (1.0, 1.0, math.inf, False, 1.0),  # no smaller scale helps
+        (None, 1.0, math.inf, False, None),
+    ],
+)
+def test_only_an_overflow_of_scaled_gradients_halves_the_scale(
+    scale: float | None, loss: float, norm: float, overflows: bool, then: float | None
+) -> None:
+    progress, report = Progress(loss_scale=scale), report_of(loss, norm)
+    assert loss_scale.has_overflowed(progress, report) == overflows
+    loss_scale.adjust(progress, report)
+    assert progress.loss_scale == then
+
+
+def test_the_scale_doubles_after_many_steps_without_overflow() -> None:
+    progress, good, bad = Progress(loss_scale=8.0), report_of(1.0, 1.0), report_of(1.0, math.inf)
+    for report in [*[good] * 1999, bad, *[good] * 1999]:
+        loss_scale.adjust(progress, report)
+    assert progress.loss_scale == 4.0
+    loss_scale.adjust(progress, good)
+    assert progress.loss_scale == 8.0
 
 
 def test_tf32_is_allowed_on_a_gpu_only_where_the_key_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,22 @@ def test_a_tied_parameter_on_four_workers_of_two_replicas_is_that_of_the_plain_l
     assert verified(tmp_path, "model.tied=declared", *words)["agrees"]
 
 
+HALF = [("precision=bf16", "precision.boundaries=bfloat16"), ("precision=fp16", "precision.loss_scale=16777216")]
+
+
+@pytest.mark.parametrize("words", HALF, ids=lambda words: words[0])
+def test_half_precision_is_the_plain_loop_in_half_precision(words: tuple[str, ...], tmp_path: Path) -> None:
+    report = verified(tmp_path, *words, "model.batchnorm=false")
+    assert report["verdict"].startswith("OK, bit for bit")
+
+
+@pytest.mark.slow
+def test_compiled_layers_are_the_plain_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    report = verified(tmp_path, "pipeline.compile=true", "pipeline.schedule=zero_bubble", "verify.steps=1")
+    assert report["agrees"], report["findings"]
+
+
 def test_batchnorm_explains_what_m_does(tmp_path: Path) -> None:
     note = verified(tmp_path)["batchnorm"]
     assert (note["layers"], note["micro_batch"], note["mini_batch"]) == (1, 4, 16)

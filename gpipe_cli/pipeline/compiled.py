@@ -1,0 +1,59 @@
+"""Compiles each layer by torch.compile, so that the bits still depend neither on the cut nor on earlier shapes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import nn
+
+from ..errors import ConfigurationError
+
+MOST_VARIANTS = 4096  # of one layer: by shapes, by types, with and without a graph
+
+
+def require_compiler(device: torch.device) -> None:
+    """Refuses a machine on which torch.compile cannot work.
+
+    Raises:
+        ConfigurationError: it names what is missing.
+    """
+    if device.type == "cuda":
+        default = next((name for name in ("gcc", "clang") if shutil.which(name)), "gcc")
+        name, compiler = "CC", os.environ.get("CC", default)
+        if importlib.util.find_spec("triton") is None:
+            raise ConfigurationError(
+                "pipeline.compile=true needs Triton on a GPU, and the package triton is not installed: install it (pip "
+                "install triton), or use pipeline.compile=false"
+            )
+    else:
+        name, compiler = "CXX", os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None:
+        raise ConfigurationError(
+            f"pipeline.compile=true needs a compiler, and there is no {compiler} on this machine: install it, name "
+            f"another one by the environment variable {name}, or use pipeline.compile=false"
+        )
+
+
+def compile_layer(module: nn.Module) -> bool:
+    """Compiles the forward of a layer, for each shape anew; parameters keep their names.
+
+    Returns:
+        False where it stays as it is: a layer with `begin_step` would be compiled again in every step.
+    """
+    if any(hasattr(inner, "begin_step") for inner in module.modules()):
+        return False
+    config: Any = torch._dynamo.config
+    # A kernel for varying shapes would depend on the shapes that came first, and so on where a run was resumed. For the
+    # same reason too many variants are an error: torch would go on without compiling.
+    config.recompile_limit = config.accumulated_recompile_limit = MOST_VARIANTS
+    config.fail_on_recompile_limit_hit = True
+    # The attribute, not the module: its hooks run around it, and the names of its parameters stay.
+    layer: Any = module
+    layer.forward = torch.compile(module.forward, dynamic=False)
+    return True

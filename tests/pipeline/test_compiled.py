@@ -1,0 +1,105 @@
+"""Compiled layers give the same bits for every cut, schedule and re-materialization, and keep their names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from small_models import CPU, build_all, mini_batch, small_model, token_loss, weight_of
+from torch import Tensor, nn
+
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.pipeline import compiled
+from gpipe_cli.pipeline.cell import Cell
+from gpipe_cli.pipeline.compiled import compile_layer, require_compiler
+from gpipe_cli.pipeline.engine import Pipeline, StepInput
+from gpipe_cli.pipeline.randomness import NoiseSource
+from gpipe_cli.schedule.schedule import schedule
+
+M = 4
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compiles without a compiler: graphs are traced and divided as usual, and run by torch's own kernels."""
+    monkeypatch.setattr(compiled.torch, "compile", partial(torch.compile, backend="aot_eager"))
+    yield
+    torch._dynamo.reset()
+
+
+def trained(cuts: list[int], kind: str, remat: str, is_compiled: bool = True) -> dict[str, Tensor]:
+    """Returns losses and gradients of two steps; ``cuts``: the number of layers of each cell."""
+    noise, taken = NoiseSource(1, 0, CPU), iter(build_all(small_model(batchnorm=True, dropout=0.3)))
+    cells = [Cell(k, [next(taken) for _ in range(n)], noise, None, is_compiled) for k, n in enumerate(cuts)]
+    engine = Pipeline(cells, (0,) * len(cells), None, token_loss, 1, CPU)
+    found: dict[str, Tensor] = {}
+    for step in range(2):
+        batch = mini_batch(0, 8, M)
+        step_input = StepInput(step, 2, ("shape",) * M, 1 / weight_of(batch))
+        instructions = schedule(kind, engine.placement, M, remat)[0]
+        record = engine.train_step(instructions, step_input, batch)
+        found |= {f"loss {step} {key}": loss for key, loss in record.losses.items()}
+    return found | {name: p.grad for cell in cells for name, p in cell.parameters() if p.grad is not None}
+
+
+CASES = [([3, 4], "gpipe", "always"), ([1, 2, 2, 2], "1f1b", "except_last"), ([3, 4], "zero_bubble", "never")]
+
+
+def assert_same_bits(cases: list[tuple[list[int], str, str]]) -> None:
+    for cuts, kind, remat in cases:
+        whole = trained([7], "gpipe" if kind == "gpipe" else "1f1b", "never")
+        found = trained(cuts, kind, remat)
+        assert found.keys() == whole.keys()
+        assert [name for name in whole if not torch.equal(found[name], whole[name])] == [], (cuts, kind, remat)
+
+
+@pytest.mark.slow
+def test_no_cut_and_no_schedule_changes_a_bit(traced: None) -> None:
+    assert_same_bits(CASES[1:])
+
+
+@pytest.mark.slow(2)
+def test_no_cut_and_no_schedule_changes_a_bit_of_real_kernels() -> None:
+    assert_same_bits(CASES)
+
+
+def test_a_layer_runs_compiled_under_its_old_names(traced: None) -> None:
+    seen: list[str] = []
+
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append("compiled" if torch.compiler.is_compiling() else "not")
+            return super().forward(x) * 2
+
+    layer = Scaled(3, 3)
+    names, expected = list(layer.state_dict()), layer(torch.ones(2, 3))
+    assert compile_layer(layer)
+    assert torch.equal(layer(torch.ones(2, 3)), expected)
+    assert seen == ["not", "compiled"]
+    assert list(layer.state_dict()) == names
+
+
+def test_a_layer_with_begin_step_stays_as_it_is() -> None:
+    class Stepping(nn.Linear):
+        def begin_step(self, step: int, steps: int) -> None:
+            pass
+
+    assert not compile_layer(nn.Sequential(Stepping(3, 3)))
+
+
+@pytest.mark.parametrize(
+    ("device", "environment", "message"),
+    [
+        ("cpu", {"CXX": "no-such-compiler"}, "there is no no-such-compiler on this machine: install it, .* CXX"),
+        ("cuda", {"CC": "no-such-compiler"}, "no-such-compiler|the package triton is not installed"),
+    ],
+)
+def test_a_missing_compiler_is_told(
+    device: str, environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=rf"pipeline.compile=true needs .*({message}).*pipeline.compile=false"):
+        require_compiler(torch.device(device))
