@@ -33,7 +33,7 @@ from gpipe_cli.position import Position
 
 from .part import Row, Site, Skipped
 
-Remat = Literal["always", "never"]
+REMATS: tuple[Literal["never", "always"], ...] = ("never", "always")
 BACKWARD = 2.0  # a backward has so many times the FLOPs of a forward
 SECONDS = 12.0  # of the steps that count, for each model
 MOST_ROUNDS, TINY_ROUNDS = 10, 1
@@ -58,7 +58,7 @@ def largest(site: Site) -> Iterator[Row]:
     """Measures the largest of the five translation models that fits one device."""
     for shape in LARGEST_FIRST[-1:] if site.tiny else LARGEST_FIRST:
         words = (f"experiment=nmt_t_{shape}", *TRANSLATION)
-        if planned_bytes(_request(site, words, TINY_TRANSLATION), site, "always") <= ROOM * free_bytes(site):
+        if planned_bytes(_request(site, words, TINY_TRANSLATION), site)["always"] <= ROOM * free_bytes(site):
             yield from _measure(site, words, TINY_TRANSLATION)
             return
     raise Skipped("none of the five fits")
@@ -120,6 +120,7 @@ def _moved(tensors: Tensors, device: torch.device) -> Tensors:
 def build_subject(request: Request, site: Site) -> Subject:
     """Builds the model of a configuration on this site's device."""
     settings, device = request.settings, site.torch_device
+    torch.set_num_threads(settings.pipeline.threads)  # as a worker does
     builders, task = build_model(settings.model, settings.seed), build_task(settings.task, settings.seed)
     (inputs, targets), _ = example_micro_batch(settings.data, settings.pipeline.M, False)
     most = TINY_VALUES if site.tiny else VALUES
@@ -195,8 +196,8 @@ def _measure(site: Site, words: Sequence[str], tiny: Sequence[str]) -> Iterator[
     once = sum(turn() for turn in turns.values())
     rounds = TINY_ROUNDS if site.tiny else max(2, min(MOST_ROUNDS, int(SECONDS / once)))
     seconds = {name: median(taken) for name, taken in take_turns(turns, rounds).items()}
+    planned = planned_bytes(request, site)
     for name, taken in seconds.items():
-        planned = planned_bytes(request, site, "always" if name == "engine, always" else "never") / 1e9
         yield {
             "model": words[0].partition("=")[2],
             "parameters": sum(parameter.numel() for parameter in subject.parameters),
@@ -207,7 +208,7 @@ def _measure(site: Site, words: Sequence[str], tiny: Sequence[str]) -> Iterator[
             f"share of {peak_of}": (1 + BACKWARD) * subject.flops / taken / peak,
             "of plain loop": taken / seconds["plain loop"] if "plain loop" in seconds else None,
             "peak, GB": memory[name] / 1e9,
-            "planned, GB": planned,
+            "planned, GB": planned["always" if name == "engine, always" else "never"] / 1e9,
         }
 
 
@@ -241,11 +242,11 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def planned_bytes(request: Request, site: Site, remat: Remat) -> float:
-    """Returns the memory of the device that gpipe-plan foresees, worked out without running anything."""
-    settings = replace(request.settings, pipeline=replace(request.settings.pipeline, remat=remat))
+def planned_bytes(request: Request, site: Site) -> dict[str, float]:
+    """Returns by remat the memory of the device that gpipe-plan foresees, worked out without running anything."""
     options = replace(request.options, kernels="accelerator" if site.device == "cuda" else "cpu")
-    return Planner(settings, options).plan().memory
+    planner, pipeline = Planner(request.settings, options), request.settings.pipeline
+    return {remat: planner.plan(replace(pipeline, remat=remat)).memory for remat in REMATS}
 
 
 def free_bytes(site: Site) -> float:

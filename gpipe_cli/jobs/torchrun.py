@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
+import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +28,7 @@ ENTRY = "gpipe_cli.jobs.torchrun:enter"
 FIXED = ("pipeline.K", "pipeline.workers", "pipeline.replicas")  # keys that change the number of processes
 KEY, DIRECTORY = "rank_0_decides", "directory"  # in the store
 PAUSE = 0.2  # seconds between two looks for what rank 0 has decided
+SHARED_SECONDS = 10.0  # until a file of rank 0 must be seen on the other machines
 HEAD_START = 2.0  # seconds; torchrun ends all ranks when one has failed, and rank 0 must print the reason first
 
 
@@ -57,6 +61,48 @@ def overrides_after_restart() -> list[str]:
     """Returns the override that leads rank 0 to the directory that it used before torchrun restarted the processes."""
     store = lasting_store() if restart_count() else None
     return [] if store is None or not store.check([DIRECTORY]) else [store.get(DIRECTORY).decode()]
+
+
+def refuse_separate_directories(context: Context) -> None:
+    """Refuses a run directory that is not the same folder for all ranks, on every rank, before the run begins.
+
+    Each rank writes its layers of a checkpoint into it. Rank 0 leaves a file there that the others look for.
+
+    Raises:
+        ConfigurationError: a rank does not find it; the message names such ranks and their machines.
+    """
+    from torch.distributed import PrefixStore
+
+    rank, store = context.rank, PrefixStore("shared_directory", context.store)
+    if rank == 0:
+        mark = context.run_dir / f".rank_0_{uuid.uuid4().hex}"
+        mark.touch()
+        store.set("mark", mark.name)
+        found = True
+    else:
+        found = _appears(context.run_dir, store.get("mark").decode())
+    store.set(str(rank), "" if found else socket.gethostname())
+    hosts = {other: store.get(str(other)).decode() for other in range(context.world_size)}
+    if rank == 0:
+        mark.unlink()
+    if blind := {other: host for other, host in hosts.items() if host}:
+        ranks = ", ".join(f"{other} on {host}" for other, host in blind.items())
+        raise ConfigurationError(
+            f"the run directory {context.run_dir} of rank 0 is not there for rank {ranks}: each rank saves its layers "
+            "there, so type a hydra.run.dir on a file system that all machines share"
+        )
+
+
+def _appears(folder: Path, name: str) -> bool:
+    """Returns whether the folder holds a file of this name, now or soon: network file systems may show it late."""
+    end = time.monotonic() + SHARED_SECONDS
+    while time.monotonic() < end:
+        with suppress(OSError):
+            # A listing is read anew, where the answer for one name may be remembered.
+            if name in (path.name for path in folder.iterdir()):
+                return True
+        time.sleep(PAUSE)
+    return False
 
 
 def refuse_sweep_over_workers(words: Sequence[str]) -> None:
@@ -109,5 +155,6 @@ def enter(context: Context, wrapped: dict[str, Any]) -> Any:
         time.sleep(PAUSE)
     run_dir, config = json.loads(context.store.get(KEY))
     context.run_dir = Path(run_dir)
+    refuse_separate_directories(context)
     module, _, function = wrapped["entry"].partition(":")
     return getattr(import_module(module), function)(context, config)

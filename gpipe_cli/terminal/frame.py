@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -10,6 +11,7 @@ from pathlib import Path
 from gpipe_cli import __version__
 from gpipe_cli.disk import DiskError, explain
 from gpipe_cli.errors import ConfigurationError, Problems
+from gpipe_cli.launch.srun import adopt_step
 from gpipe_cli.terminal.output import OutputFailed, discard, open_closed_streams, reader_is_gone, show
 from gpipe_cli.terminal.text import relative_paths
 
@@ -109,6 +111,7 @@ def run_command(
         say: prints the reason of a refusal or a failure.
     """
     open_closed_streams()
+    adopt_step(os.environ)
     try:
         Path.cwd()
     except OSError:
