@@ -6,14 +6,16 @@ layers are walked through with the storages that they keep.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
+from ..factory.cut import Cut
 from ..partition.fake_layers import TensorShape
 from ..pipeline.boundary import ALIGNMENT
 from .measure.layer_facts import BoundaryTensor, LayerFacts
 from .memory import CellSizes
+from .ties import copied_parameters
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,10 @@ class CellFacts:
     Attributes:
         first, last: numbers of its layers in the model's list.
         layers: their facts; in the last cell followed by those of the task's loss.
-        weights: its parameters, each once, however many of its layers share it.
-        trained: its parameters that learn.
+        weights: its parameters; of tied ones those that it owns.
+        trained: its parameters that learn; likewise.
+        copies: values of parameters that another worker owns.
+        uses: tied parameters that learn and that another layer owns: each has a gradient here.
         sizes: bytes of one micro-batch.
         inputs_bytes: bytes of the boundary in front of it, for one micro-batch.
     """
@@ -34,6 +38,8 @@ class CellFacts:
     layers: tuple[LayerFacts, ...]
     weights: tuple[TensorShape, ...]
     trained: tuple[TensorShape, ...]
+    copies: tuple[TensorShape, ...]
+    uses: tuple[TensorShape, ...]
     sizes: CellSizes
     inputs_bytes: int
 
@@ -44,7 +50,7 @@ class CellFacts:
     @property
     def weight_bytes(self) -> int:
         """Returns the bytes of weights and buffers, such as BatchNorm's moving averages."""
-        return _bytes(self.weights) + sum(layer.buffer_bytes for layer in self.layers)
+        return _bytes(self.weights) + _bytes(self.copies) + sum(layer.buffer_bytes for layer in self.layers)
 
     @property
     def average_bytes(self) -> int:
@@ -53,6 +59,11 @@ class CellFacts:
 
     @property
     def gradient_bytes(self) -> int:
+        return _bytes(self.trained) + _bytes(self.uses)
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Returns the bytes of the gradients that are summed over replicas."""
         return _bytes(self.trained)
 
     @property
@@ -68,22 +79,23 @@ def _bytes(shapes: Sequence[TensorShape]) -> int:
 def build_cells(
     layers: Sequence[LayerFacts],
     loss: LayerFacts | None,
-    cells: Sequence[range],
+    cut: Cut,
+    names: Sequence[str],
     inputs: Sequence[BoundaryTensor],
     target_bytes: Sequence[int],
-    repeated: Sequence[Collection[str]],
 ) -> list[CellFacts]:
     """Returns the facts of every cell.
 
     Args:
         layers: facts of the model's layers.
         loss: facts of the task's loss; None where it could not be measured: it is left out.
-        cells: the layers of each cell.
+        cut: the layers of each cell, and the tied parameters.
+        names: of the layers.
         inputs: inputs of the first layer.
         target_bytes: bytes of each target of a micro-batch.
-        repeated: names of the parameters of each layer that an earlier layer shares.
     """
-    facts = []
+    facts, cells = [], cut.layers
+    copied = copied_parameters(cut.uses(names))
     for number, members in enumerate(cells):
         own = [layers[index] for index in members]
         is_last = number == len(cells) - 1
@@ -92,16 +104,25 @@ def build_cells(
         boundary = inputs if not members.start else layers[members.start - 1].boundary
         sizes = _sizes(own, boundary, target_bytes, is_last)
         plain = sum(tensor.bytes for tensor in boundary)
-        held = [
-            (shape, name in layers[index].frozen)
-            for index in members
-            for name, shape in layers[index].parameters
-            if name not in repeated[index]
-        ]
-        weights = tuple(shape for shape, _ in held)
-        trained = tuple(shape for shape, frozen in held if not frozen)
-        facts.append(CellFacts(members.start, members.stop - 1, tuple(own), weights, trained, sizes, plain))
+        owned = _parameters(layers, members, lambda index, name: name not in cut.ties[index])
+        used = _parameters(layers, members, lambda index, name: name in cut.ties[index])
+        copies = _parameters(layers, members, lambda index, name: f"{names[index]}.{name}" in copied)
+        weights, trained = tuple(shape for shape, _ in owned), tuple(shape for shape, frozen in owned if not frozen)
+        tied = tuple(shape for shape, _ in copies), tuple(shape for shape, frozen in used if not frozen)
+        facts.append(CellFacts(members.start, members.stop - 1, tuple(own), weights, trained, *tied, sizes, plain))
     return facts
+
+
+def _parameters(
+    layers: Sequence[LayerFacts], members: range, wanted: Callable[[int, str], bool]
+) -> list[tuple[TensorShape, bool]]:
+    """Returns shape and whether it is frozen of each parameter that is ``wanted`` (layer, name)."""
+    return [
+        (shape, name in layers[index].frozen)
+        for index in members
+        for name, shape in layers[index].parameters
+        if wanted(index, name)
+    ]
 
 
 def _sizes(

@@ -27,6 +27,7 @@ from .measure.this_device import measure_device
 from .memory import Wire, most_alive, sent_bytes
 from .options import Options
 from .plan import ModelBytes, Plan, cell_plans, worker_plans
+from .ties import tie_messages, trained_parameters
 from .timing import TimeModel, cell_times, durations
 
 Say = Callable[[str], None]
@@ -80,6 +81,11 @@ class Planner:
         return find_ties(self.builders)
 
     @property
+    def _names(self) -> list[str]:
+        """Returns the names of the layers."""
+        return [builder.name for builder in self.builders]
+
+    @property
     def limit(self) -> float:
         """Returns the bytes that a device may hold."""
         return self.options.fit or self.options.memory or self.device.memory
@@ -101,8 +107,8 @@ class Planner:
         pipeline = self._with_workers(pipeline or self.settings.pipeline)
         measured = self._measurements.of(pipeline.M * pipeline.replicas)
         cut = cut_by_costs(self.builders, measured.costs, pipeline, pipeline.worker_count, self._ties)
-        boundary, repeated = (measured.inputs, measured.target_bytes), self._ties.owners
-        cells = build_cells(measured.layers, measured.loss, cut.layers, *boundary, repeated)
+        boundary = measured.inputs, measured.target_bytes
+        cells = build_cells(measured.layers, measured.loss, cut, self._names, *boundary)
         try:
             lists = schedule(pipeline.schedule, cut.placement, pipeline.M, pipeline.remat)
         except ScheduleError as error:
@@ -130,7 +136,8 @@ class Planner:
         alive = most_alive(timeline, sizes, self._wire(pipeline))
         rows = cell_plans(self.builders, cells, times, model, placement, lists)
         workers = worker_plans(placement, model, alive)
-        update = self._update_seconds(cells, model, placement, pipeline.replicas)
+        ties = list(tie_messages(cut.uses(self._names), trained_parameters(self._names, measured.layers)))
+        update = self._update_seconds(cells, model, placement, pipeline.replicas, ties)
         busy = [cell.forward_seconds + cell.backward_seconds for cell in rows]
         better, gain = self._better_cut(measured, pipeline, cut)
         crossings = [number for number in range(1, len(cells)) if placement[number] != placement[number - 1]]
@@ -150,7 +157,8 @@ class Planner:
             slowest_over_mean=max(busy) / (sum(busy) / len(busy)) - 1,
             better_cut=better,
             better_cut_gain=gain,
-            sent_bytes=pipeline.M * sum(sizes[n].message + sizes[n].input_gradients for n in crossings),
+            sent_bytes=pipeline.M * sum(sizes[n].message + sizes[n].input_gradients for n in crossings)
+            + sum(size for _, _, size in ties),
             bubble_formula=bubble_by_formula(pipeline.schedule, len(lists), pipeline.K, pipeline.M),
             bubble=timeline.bubble,
             step_seconds=timeline.span + update,
@@ -187,12 +195,20 @@ class Planner:
         return ModelBytes(cell.weight_bytes, cell.gradient_bytes, sum(map(self._state_bytes, cell.trained)), average)
 
     def _update_seconds(
-        self, cells: Sequence[CellFacts], model: Sequence[ModelBytes], placement: Sequence[int], replicas: int
+        self,
+        cells: Sequence[CellFacts],
+        model: Sequence[ModelBytes],
+        placement: Sequence[int],
+        replicas: int,
+        ties: Sequence[tuple[int, int, int]],
     ) -> float:
         seconds = [0.0] * (max(placement) + 1)
         for cell, bytes_, worker in zip(cells, model, placement, strict=True):
             seconds[worker] += self._times.update(cell, bytes_.optimizer)
-            seconds[worker] += self._times.reduction(cell.gradient_bytes, replicas)
+            seconds[worker] += self._times.reduction(cell.reduced_bytes, replicas)
+        for sender, receiver, size in ties:
+            for worker in (sender, receiver):
+                seconds[worker] += self._times.transfer(size)
         return max(seconds)
 
     def _better_cut(self, measured: Measurement, pipeline: PipelineConfig, cut: Cut) -> tuple[list[int] | None, float]:

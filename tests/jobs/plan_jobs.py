@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpipe_cli.config import Settings
-from gpipe_cli.distributed.runtime import make_transport
+from gpipe_cli.distributed.runtime import make_transport, replica_link
 from gpipe_cli.distributed.world import World, join_world
 from gpipe_cli.factory.build import build_autocast, build_model, build_optimizer, build_task
 from gpipe_cli.factory.cut import build_cells, cut_model
@@ -22,6 +22,7 @@ from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.optim.average import WeightAverage
 from gpipe_cli.pipeline.cell import Cell
 from gpipe_cli.pipeline.engine import Pipeline, StepInput, _TrainingStep
+from gpipe_cli.pipeline.ties import TiedParameters
 from gpipe_cli.planner.measure.tracking import Tracker
 from gpipe_cli.position import Position
 from gpipe_cli.schedule.instruction import Instruction
@@ -47,6 +48,8 @@ def one_run(settings: Settings, world: World) -> dict[str, Any]:
     micro_batch, _ = example_micro_batch(settings.data, pipeline.M, False)
     cut = cut_model(builders, pipeline, world.workers, micro_batch)
     cells = build_cells(builders, cut, world, settings, Position())
+    ties = TiedParameters(cut.uses([builder.name for builder in builders]), cells, replica_link(world))
+    ties.spread()
     for cell in cells:
         cell.train(True)
     transport, autocast = make_transport(world, cut.placement), build_autocast(settings.precision, CPU)
@@ -58,20 +61,21 @@ def one_run(settings: Settings, world: World) -> dict[str, Any]:
     first = cut.placement[0] == world.worker
     engine.train_step(instructions, plan, [real(micro_batch) for _ in range(pipeline.M)] if first else None)
     parameters = [p for cell in cells for _, p in cell.parameters()]
+    held = {p.data_ptr(): p for p in (*parameters, *ties.users)}
     buffers = [b for cell in cells for layer in cell.layers for b in layer.module.buffers()]
     optimizer = build_optimizer(settings.optimizer, parameters)
     optimizer.step()
     if world.size > 1:
         dist.barrier()
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients = [p.grad for p in (*parameters, *ties.users) if p.grad is not None]
     tracker = Tracker()
-    tracker.ignore([*parameters, *buffers, *gradients])
+    tracker.ignore([*held.values(), *buffers, *gradients])
     with tracker:
         micro_batches = [real(micro_batch) for _ in range(pipeline.M)] if first else None
         inputs = inputs_held(engine, lambda: engine.train_step(instructions, plan, micro_batches))
     state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
     return {
-        "weights": sum(map(size_of, parameters + buffers)),
+        "weights": sum(map(size_of, [*held.values(), *buffers])),
         "gradients": sum(map(size_of, gradients)),
         "optimizer": sum(map(size_of, state)),
         "average": sum(map(size_of, averages_of(cells, settings.trainer.average))),

@@ -15,8 +15,11 @@ from gpipe_cli.commands.plan import make_request
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory.cut import Cut, cut_model
 from gpipe_cli.layers import LayerBuilder
+from gpipe_cli.partition.fake_layers import TensorShape
 from gpipe_cli.partition.profile import profile_layers
 from gpipe_cli.partition.ties import find_ties
+from gpipe_cli.pipeline.ties import Use
+from gpipe_cli.planner.ties import tie_messages
 
 CPU = torch.device("cpu")
 TWICE = (*own_model.DIGITS, "model._target_=own_model.with_a_layer_twice", "pipeline.K=2")
@@ -117,8 +120,20 @@ def test_a_run_counts_a_tied_parameter_once_where_its_owner_is(cost: str) -> Non
     assert together.parameters == apart.parameters == 1706
 
 
-def test_a_plan_counts_it_once_and_so_all_that_comes_with_it() -> None:
-    plan = planned(*TWICE, "pipeline.partition=[2,3]", "trainer.average=null", "optimizer=adam")
-    assert (plan.parameters, plan.weight_bytes, plan.gradient_bytes) == (1706, 4 * 1706, 4 * 1706)
+@pytest.mark.parametrize(("sizes", "copied"), [("[2,3]", 0), ("[3,2]", 72)])
+def test_a_plan_counts_a_gradient_for_each_use_and_a_value_for_each_worker(sizes: str, copied: int) -> None:
+    plan = planned(*TWICE, f"pipeline.partition={sizes}", "trainer.average=null", "optimizer=adam")
+    assert (plan.parameters, plan.weight_bytes, plan.gradient_bytes) == (1706, 4 * (1706 + copied), 4 * (1706 + 72))
     tensors = 2 + 2 + 2  # Adam keeps two numbers for each, and a step of 4 bytes for each tensor
     assert plan.optimizer_bytes == 8 * 1706 + 4 * tensors
+
+
+def test_a_plan_sends_the_gradient_of_every_use_and_a_value_to_every_worker() -> None:
+    ties = [[Use("a.x", 0), Use("b.x", 1), Use("c.x", 1), Use("d.x", 0)], [Use("b.y", 1), Use("c.y", 2)]]
+    shape = TensorShape((3,), (1,), torch.float32)
+    assert list(tie_messages(ties, {"a.x": shape, "b.y": shape})) == [
+        *((1, 0, 12), (0, 1, 12), (1, 0, 12)),
+        *((2, 1, 12), (1, 2, 12)),
+    ]
+    frozen = list(tie_messages(ties, {"a.x": shape}))[-2:]
+    assert [size for _, _, size in frozen] == [0, 0]

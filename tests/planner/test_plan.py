@@ -60,7 +60,7 @@ SPREAD = ("pipeline.K=4", "pipeline.workers=2", "pipeline.M=8")
 RUNS = [
     ("translation", (*SPREAD, "pipeline.remat=always")),
     ("translation", (*SPREAD, "pipeline.remat=never", "pipeline.schedule=1f1b")),
-    ("language model", (*SPREAD, "pipeline.remat=except_last")),
+    ("language model", (*SPREAD, "pipeline.remat=except_last", "model.tie_embeddings=true")),
     ("language model", ("pipeline.K=2", "pipeline.M=4", "precision=bf16", "precision.boundaries=bfloat16")),
     ("images", (*SPREAD, "pipeline.remat=never", "trainer.average=0.9")),
     ("images", (*SPREAD, "pipeline.remat=always", "pipeline.schedule=1f1b")),
