@@ -161,7 +161,8 @@ class CheckpointConfig:
         resume: null, "auto", or the path of a run or a checkpoint. "auto" is the newest checkpoint of this run
             directory; without hydra.run.dir, of the run beside it that saved last; a new run if there is none.
         allow_changes: keys that may differ from the checkpoint's configuration.
-        init_from: null, or a run or checkpoint whose weights and buffers a new run begins with (transfer).
+        init_from: null, or a run or checkpoint whose weights and buffers a new run begins with (transfer), or weights
+            made elsewhere: a .safetensors or weights-only .pt file, or a folder as the transformers library saves it.
         init_except: patterns of layers ("head") and of tensors in them ("*.auxiliary_head.*") that begin anew.
         init_average: uses the averaged weights if that run kept them.
     """

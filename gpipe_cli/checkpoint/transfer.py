@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ..pipeline.cell import Cell
 from .files import CheckpointError, CheckpointInfo, shorten
+from .foreign import Match, SavedTensor, is_left_out
 from .layer_state import LayerState, load_layer, named_tensors, restore_layer
 
 
@@ -24,8 +26,8 @@ def require_same_model(info: CheckpointInfo, model: Mapping[str, Sequence[str]],
         CheckpointError: it names what does not fit, and what to type.
     """
     here, there = _parameters(model), _parameters_of(info)
-    lacking = [name for name in sorted(here - there) if not _is_left_out(name, left_out)]
-    unknown = [name for name in sorted(there - here) if not _is_left_out(name, left_out)]
+    lacking = [name for name in sorted(here - there) if not is_left_out(name, left_out)]
+    unknown = [name for name in sorted(there - here) if not is_left_out(name, left_out)]
     faults = [f"not in the checkpoint: {shorten(lacking)}"] if lacking else []
     faults += [f"not in this model: {shorten(unknown)}"] if unknown else []
     if faults:
@@ -40,7 +42,7 @@ def patterns_without_effect(
 ) -> list[str]:
     """Returns the patterns that match nothing in the model or the checkpoint, and may be misspelt."""
     names = _parameters(model) | _parameters_of(info)
-    return [pattern for pattern in left_out if not any(_is_left_out(name, [pattern]) for name in names)]
+    return [pattern for pattern in left_out if not any(is_left_out(name, [pattern]) for name in names)]
 
 
 def load_weights(info: CheckpointInfo, cells: Sequence[Cell], left_out: Sequence[str], averages: bool) -> list[str]:
@@ -58,7 +60,7 @@ def load_weights(info: CheckpointInfo, cells: Sequence[Cell], left_out: Sequence
     """
     new = []
     for layer in (layer for cell in cells for layer in cell.layers):
-        if _is_left_out(layer.name, left_out):
+        if is_left_out(layer.name, left_out):
             new.append(layer.name)
             continue
         weights, buffers = named_tensors(layer.module)
@@ -68,7 +70,7 @@ def load_weights(info: CheckpointInfo, cells: Sequence[Cell], left_out: Sequence
             _chosen(layer.name, weights, saved.weights, better, left_out),
             _chosen(layer.name, buffers, saved.buffers, better, left_out),
         )
-        if any(_is_left_out(f"{layer.name}.{name}", left_out) for name in (*weights, *buffers)):
+        if any(is_left_out(f"{layer.name}.{name}", left_out) for name in (*weights, *buffers)):
             new.append(layer.name)
         try:
             restore_layer(layer.name, layer.module, None, state)
@@ -79,6 +81,54 @@ def load_weights(info: CheckpointInfo, cells: Sequence[Cell], left_out: Sequence
     return new
 
 
+def named_shapes(cells: Sequence[Cell]) -> dict[str, list[int]]:
+    """Returns the shapes of all parameters and persistent buffers of this worker's layers, by full name."""
+    layers = [layer for cell in cells for layer in cell.layers]
+    return {
+        _full_name(layer.name, name): list(tensor.shape)
+        for layer in layers
+        for tensors in named_tensors(layer.module)
+        for name, tensor in tensors.items()
+    }
+
+
+def shared_names(cells: Sequence[Cell]) -> list[list[str]]:
+    """Returns the full names of each parameter that a layer of this worker has under several."""
+    groups: dict[int, list[str]] = {}
+    for layer in (layer for cell in cells for layer in cell.layers):
+        for name, parameter in named_tensors(layer.module)[0].items():
+            groups.setdefault(id(parameter), []).append(_full_name(layer.name, name))
+    return [names for names in groups.values() if len(names) > 1]
+
+
+@torch.no_grad()
+def load_foreign(cells: Sequence[Cell], saved: Mapping[str, SavedTensor], match: Match, path: Path) -> list[str]:
+    """Loads weights made elsewhere into this worker's layers; floating-point values take the types of the model.
+
+    Returns:
+        The types that were converted, as "bfloat16 to float32".
+
+    Raises:
+        CheckpointError: a file cannot be read, or a value cannot become one of the model's type.
+    """
+    converted: dict[str, None] = {}
+    for layer in (layer for cell in cells for layer in cell.layers):
+        for tensors in named_tensors(layer.module):
+            for name, own in tensors.items():
+                if (full := _full_name(layer.name, name)) in match.saved:
+                    value = saved[match.saved[full]].read()
+                    if value.dtype != own.dtype:
+                        if not (value.is_floating_point() and own.is_floating_point()):
+                            raise CheckpointError(f"{path}: {full} is {value.dtype}, this model's {own.dtype}")
+                        converted[f"{value.dtype} to {own.dtype}".replace("torch.", "")] = None
+                    own.copy_(value)
+    return list(converted)
+
+
+def _full_name(layer: str, name: str) -> str:
+    return f"{layer}.{name}"
+
+
 def _chosen(
     layer: str,
     own: Mapping[str, Tensor],
@@ -87,8 +137,8 @@ def _chosen(
     left_out: Sequence[str],
 ) -> dict[str, Tensor]:
     taken = {name: averages.get(name, value) for name, value in saved.items()}
-    kept = {name: value.detach().clone() for name, value in own.items() if _is_left_out(f"{layer}.{name}", left_out)}
-    return {name: value for name, value in taken.items() if not _is_left_out(f"{layer}.{name}", left_out)} | kept
+    kept = {name: value.detach().clone() for name, value in own.items() if is_left_out(f"{layer}.{name}", left_out)}
+    return {name: value for name, value in taken.items() if not is_left_out(f"{layer}.{name}", left_out)} | kept
 
 
 def _parameters_of(info: CheckpointInfo) -> set[str]:
@@ -97,11 +147,6 @@ def _parameters_of(info: CheckpointInfo) -> set[str]:
 
 def _parameters(layers: Mapping[str, Iterable[str]]) -> set[str]:
     return {f"{layer}.{name}" for layer, names in layers.items() for name in names}
-
-
-def _is_left_out(name: str, patterns: Iterable[str]) -> bool:
-    """Returns if a pattern matches a layer's name, a full parameter name, or the layer that holds the parameter."""
-    return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for pattern in patterns)
 
 
 def _layer_of(parameter: str, model: Mapping[str, Sequence[str]]) -> str:

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from gpipe_cli.checkpoint import choose as checkpoints
 from gpipe_cli.checkpoint.compatibility import require_compatible
 from gpipe_cli.checkpoint.files import CheckpointInfo
+from gpipe_cli.checkpoint.foreign import is_foreign, weight_files
 from gpipe_cli.config import Checks, LaunchConfig, Settings
 from gpipe_cli.disk import DiskError, writing
 from gpipe_cli.disk import explain as explain_disk
@@ -213,16 +214,26 @@ def _with_checkpoint(prepared: Prepared, run_dir: Path, place: Any, console: Con
         serve_store()  # every file of a checkpoint is read, which takes minutes for a large one
     resumed = checkpoints.resolve("auto", run_dir).checkpoint if restart_count() else None
     resumed = resumed or _resumed(prepared, run_dir, place, console)
-    begun = None
-    if resumed is None and checkpoint.init_from is not None:
-        begun, warnings = checkpoints.find(Path(checkpoint.init_from).expanduser())
-        for warning in warnings:
-            console.warn(warning)
+    begun = None if resumed is not None else _begun_with(prepared, console)
     paths = {
-        key: None if info is None else str(info.path.absolute())
-        for key, info in (("resume", resumed), ("init_from", begun))
+        "resume": None if resumed is None else str(resumed.path.absolute()),
+        "init_from": None if begun is None else str(begun.absolute()),
     }
     return {**config, "checkpoint": {**config["checkpoint"], **paths}}
+
+
+def _begun_with(prepared: Prepared, console: Console) -> Path | None:
+    """Returns the checkpoint, or the weights made elsewhere, that `checkpoint.init_from` stands for, if any."""
+    if prepared.settings.checkpoint.init_from is None:
+        return None
+    path = Path(prepared.settings.checkpoint.init_from).expanduser()
+    if is_foreign(path):
+        weight_files(path)  # refuses a folder that is not complete, before workers start
+        return path
+    info, warnings = checkpoints.find(path)
+    for warning in warnings:
+        console.warn(warning)
+    return info.path
 
 
 def _resumed(prepared: Prepared, run_dir: Path, place: Any, console: Console) -> CheckpointInfo | None:

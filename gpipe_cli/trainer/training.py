@@ -11,7 +11,15 @@ from ..checkpoint.choose import open_checkpoint
 from ..checkpoint.commit import prepare_directory
 from ..checkpoint.compatibility import fingerprint, require_same_steps
 from ..checkpoint.files import CheckpointError, CheckpointInfo, shorten
-from ..checkpoint.transfer import load_weights, patterns_without_effect, require_same_model
+from ..checkpoint.foreign import is_foreign, is_left_out, match_names, open_foreign
+from ..checkpoint.transfer import (
+    load_foreign,
+    load_weights,
+    named_shapes,
+    patterns_without_effect,
+    require_same_model,
+    shared_names,
+)
 from ..checkpoint.writer import CheckpointWriter
 from ..config import CheckpointConfig, Settings
 from ..distributed.exchange import Exchange
@@ -52,7 +60,7 @@ def assemble_training(
     settings, world, cells, task = assembly.settings, assembly.world, assembly.cells, assembly.task
     _check_steps(config, assembly, resumed)
     if resumed is None and settings.checkpoint.init_from is not None:
-        transfer(settings.checkpoint, world, cells, assembly.layout.layers, journal)
+        begin_with_weights(assembly, journal)
     updater = make_updater(settings, assembly)
     saver = make_saver(context, config, assembly, updater, journal)
     reporter = make_reporter(assembly)
@@ -115,10 +123,40 @@ def layers_that_depend_on_steps(world: World, cells: Sequence[Cell]) -> list[str
     return [name for worker in world.all_gather(own)[: world.workers] for name in worker]
 
 
+def begin_with_weights(assembly: Assembly, journal: Journal) -> None:
+    """Loads weights and buffers from `checkpoint.init_from`, a run or weights made elsewhere."""
+    config = assembly.settings.checkpoint
+    path = Path(cast(str, config.init_from))
+    if is_foreign(path):
+        adopt(assembly, path, journal)
+    else:
+        transfer(config, assembly.world, assembly.cells, assembly.layout.layers, journal)
+
+
+def adopt(assembly: Assembly, path: Path, journal: Journal) -> None:
+    """Loads weights made elsewhere, and reports what begins anew; every worker calls it at the same time."""
+    world, cells, left_out = assembly.world, assembly.cells, assembly.settings.checkpoint.init_except
+    parts = world.all_gather([named_shapes(cells), shared_names(cells)])[: world.workers]
+    model = {name: shape for shapes, _ in parts for name, shape in shapes.items()}
+    aliases = [*assembly.ties.names, *(names for _, shared in parts for names in shared)]
+    saved = open_foreign(path)
+    match = match_names(model, saved, aliases, left_out, path)
+    names = [*model, *saved]
+    for pattern in left_out:
+        if not any(is_left_out(name, [pattern]) for name in names):
+            journal.warn(f"checkpoint.init_except: {pattern} is no layer or parameter of this model or of {path}")
+    converted = world.all_gather(load_foreign(cells, saved, match, path))
+    notes = [match.renamed, *dict.fromkeys(kind for kinds in converted for kind in kinds)]
+    new = [name for name in model if name not in match.saved]
+    journal.message(
+        f"weights from {path}{''.join(f'; {note}' for note in notes if note)}; begun anew: {shorten(new) or 'nothing'}"
+    )
+
+
 def transfer(
     config: CheckpointConfig, world: World, cells: Sequence[Cell], model: Mapping[str, Sequence[str]], journal: Journal
 ) -> None:
-    """Loads weights and buffers from `checkpoint.init_from`, and reports what begins anew."""
+    """Loads weights and buffers of a run's checkpoint, and reports what begins anew."""
     info = open_checkpoint(Path(cast(str, config.init_from)))
     require_same_model(info, model, config.init_except)
     for pattern in patterns_without_effect(info, model, config.init_except):

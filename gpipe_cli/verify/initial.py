@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from ..checkpoint.choose import open_checkpoint
+from ..checkpoint.foreign import is_foreign, match_names, open_foreign
 from ..config import Settings
 from ..factory.build import build_model
 from ..layers import layer_of
@@ -21,6 +23,8 @@ def expected_weights(settings: Settings) -> Load:
     config = settings.checkpoint
     if config.init_from is None:
         return lambda layer: {}
+    if is_foreign(Path(config.init_from)):
+        return _made_elsewhere(settings, Path(config.init_from))
     info = open_checkpoint(Path(config.init_from))
     names = [builder.name for builder in build_model(settings.model, settings.seed)]
 
@@ -46,6 +50,21 @@ def expected_weights(settings: Settings) -> Load:
         return found
 
     return taken
+
+
+def _made_elsewhere(settings: Settings, path: Path) -> Load:
+    """Returns the same for weights that no run has saved; the model's names are those of layers without values."""
+    saved, shapes = open_foreign(path), list[dict[str, Sequence[int]]]()
+    aliases: dict[str, list[str]] = {}
+    for builder in build_model(settings.model, settings.seed):
+        with torch.device("meta"):
+            held = builder.build().state_dict()
+        shapes.append({f"{builder.name}.{name}": tensor.shape for name, tensor in held.items()})
+        for name, owner in builder.tied.items():
+            aliases.setdefault(owner, [owner]).append(f"{builder.name}.{name}")
+    model = {name: shape for layer in shapes for name, shape in layer.items()}
+    match = match_names(model, saved, aliases.values(), settings.checkpoint.init_except, path)
+    return lambda layer: {name: saved[match.saved[name]].read() for name in shapes[layer] if name in match.saved}
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

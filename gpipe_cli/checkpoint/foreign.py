@@ -1,0 +1,228 @@
+"""Reads weights made elsewhere: one file, or a folder as the transformers library saves it. Loading runs no code.
+
+The first half imports no torch: the command finds the files before it starts workers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .files import CheckpointError, shorten
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+NAMES = ("model.safetensors", "pytorch_model.bin", "model.pt")  # in a folder, also with an index of several files
+LISTED = 16  # names of each kind in a message
+WRAPPED = ("state_dict", "model", "model_state_dict")  # keys under which a .pt file may hold the weights
+
+
+# -- which files -------------------------------------------------------------------------------------------------------
+
+
+def is_foreign(path: Path) -> bool:
+    """Returns whether there are weights made elsewhere at a path: a file, or a folder with one of `NAMES`."""
+    return path.is_file() or any((path / name).is_file() for name in (*NAMES, *map(_index, NAMES)))
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Returns the files of the weights at a path.
+
+    Raises:
+        CheckpointError: a file is missing, or of another kind.
+    """
+    if path.is_file():
+        found = [path]
+    elif index := next((path / _index(name) for name in NAMES if (path / _index(name)).is_file()), None):
+        found = [path / name for name in _of_index(index)]
+    else:
+        found = [path / name for name in NAMES if (path / name).is_file()][:1]
+    for file in found:
+        if file.suffix not in SUFFIXES:
+            raise CheckpointError(f"{file} holds no weights by its name: expected {', '.join(SUFFIXES)}, or a run")
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing, but {path} names it in its index")
+    return found
+
+
+def _index(name: str) -> str:
+    return f"{name}.index.json"
+
+
+def _of_index(path: Path) -> list[str]:
+    try:
+        names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
+        if not names or any(Path(name).name != name for name in names):
+            raise ValueError("its files must lie beside it")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is no index of weights ({error})") from error
+    return names
+
+
+# -- what is in them ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """Describes a tensor in a file: its shape, and what reads it."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+def open_foreign(path: Path) -> dict[str, SavedTensor]:
+    """Returns all tensors at a path by their names; their values are read later.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or would run code.
+    """
+    found: dict[str, SavedTensor] = {}
+    for file in weight_files(path):
+        found |= _of_safetensors(file) if file.suffix == ".safetensors" else _of_torch(file)
+    if not found:
+        raise CheckpointError(f"{path} holds no tensors")
+    return found
+
+
+def _of_safetensors(file: Path) -> dict[str, SavedTensor]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            names = list(opened.keys())
+            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in names}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is no safetensors file, or a damaged one ({error})") from error
+    return {name: SavedTensor(shape, partial(_read_safetensors, file, name)) for name, shape in shapes.items()}
+
+
+def _read_safetensors(file: Path, name: str) -> Tensor:
+    from safetensors import safe_open
+
+    with ExitStack() as stack:
+        tensor: Tensor = stack.enter_context(safe_open(file, framework="pt", device="cpu")).get_tensor(name)
+        return tensor.clone()
+
+
+def _of_torch(file: Path) -> dict[str, SavedTensor]:
+    import torch
+
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises errors of many kinds for a damaged file
+        raise CheckpointError(
+            f"{file} is damaged, or holds more than weights, which could run code: save model.state_dict(), or a "
+            f"safetensors file ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+        ) from error
+    for key in WRAPPED:
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    if not isinstance(content, Mapping) or not all(isinstance(tensor, torch.Tensor) for tensor in content.values()):
+        raise CheckpointError(f"{file} is no state_dict, which holds tensors by their names")
+    return {name: SavedTensor(tuple(tensor.shape), partial(_same, tensor)) for name, tensor in content.items()}
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+# -- how it fits a model -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Match:
+    """Describes which saved tensor each tensor of a model begins with.
+
+    Attributes:
+        saved: name in the model to name in the file.
+        renamed: how the names in the file differ, in words; an empty text if they do not.
+    """
+
+    saved: Mapping[str, str]
+    renamed: str
+
+
+def match_names(
+    model: Mapping[str, Sequence[int]],
+    saved: Mapping[str, SavedTensor],
+    aliases: Iterable[Collection[str]],
+    left_out: Sequence[str],
+    path: Path,
+) -> Match:
+    """Returns which saved tensor each tensor of the model begins with; those left out begin anew.
+
+    All names may lack one first part that the model's have, or have one that these lack (``model.``, ``module.``).
+
+    Args:
+        model: the shape of each parameter and persistent buffer.
+        aliases: names of the model that mean one tensor, of which one is enough.
+        left_out: `checkpoint.init_except`: patterns of names, of the model or of the file.
+
+    Raises:
+        CheckpointError: a name is missing, unknown, or of another shape; the message lists them all.
+    """
+    change, renamed = _best_change(model, saved)
+    of_model = {change(name): name for name in saved}
+    taken = {name: of_model[name] for name in model if name in of_model}
+    for group in aliases:
+        if given := next((taken[name] for name in group if name in taken), None):
+            taken |= dict.fromkeys((name for name in group if name in model and name not in taken), given)
+    wanted = [name for name in model if not is_left_out(name, left_out)]
+    known = set(taken.values())
+    missing = [name for name in wanted if name not in taken]
+    unknown = [name for name in saved if name not in known and not is_left_out(name, left_out)]
+    shapes = [
+        f"{name} is {list(saved[taken[name]].shape)}, this model's {list(model[name])}"
+        for name in wanted
+        if name in taken and saved[taken[name]].shape != tuple(model[name])
+    ]
+    faults = [f"{len(missing):,} names of this model are not in it: {shorten(missing, LISTED)}"] if missing else []
+    faults += [f"{len(unknown):,} of its names are not in this model: {shorten(unknown, LISTED)}"] if unknown else []
+    faults += [f"{len(shapes):,} have other shapes: {shorten(shapes, LISTED)}"] if shapes else []
+    if faults:
+        patterns = [*left_out, *_patterns([*missing, *unknown, *(text.partition(" ")[0] for text in shapes)])]
+        raise CheckpointError(
+            f"{path} does not fit this model{renamed and f' ({renamed})'}:\n"
+            + "\n".join(faults)
+            + "\nGive the model's settings (model.*) that fit. Or leave these names out; what the model has of them begins "
+            + f"anew: checkpoint.init_except=[{','.join(patterns)}]"
+        )
+    return Match({name: taken[name] for name in wanted}, renamed)
+
+
+def is_left_out(name: str, patterns: Iterable[str]) -> bool:
+    """Returns whether a pattern matches a name, or something that it is part of."""
+    return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for pattern in patterns)
+
+
+def _best_change(model: Collection[str], saved: Collection[str]) -> tuple[Callable[[str], str], str]:
+    """Returns how names in the file become the model's, and this in words."""
+    added = sorted({f"{name.partition('.')[0]}." for name in model})
+    removed = sorted({f"{name.partition('.')[0]}." for name in saved if "." in name})
+    changes: list[tuple[Callable[[str], str], str]] = [(str, "")]
+    changes += [(partial(_with, set(model), part), f"names in it lack {part!r}") for part in added]
+    changes += [(partial(_without, part), f"names in it begin with {part!r}") for part in removed]
+    known = set(model)
+    return max(changes, key=lambda change: len(known & set(map(change[0], saved))))  # of equal ones the first
+
+
+def _with(known: Collection[str], part: str, name: str) -> str:
+    return name if name in known else part + name
+
+
+def _without(part: str, name: str) -> str:
+    return name.removeprefix(part)
+
+
+def _patterns(names: Iterable[str]) -> list[str]:
+    """Returns patterns that match the names, one for those that differ in numbers only."""
+    return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))

@@ -1,0 +1,148 @@
+"""A new run that begins with weights made elsewhere: by name, from a file or a folder; no file runs code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from inline_run import train_inline
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gpipe_cli.checkpoint.files import CheckpointError, read_manifest, step_directory
+from gpipe_cli.checkpoint.foreign import is_foreign, match_names, open_foreign, weight_files
+from gpipe_cli.checkpoint.layer_state import export_state_dict
+from gpipe_cli.models.transformer_lm import transformer_lm
+
+LM = ["debug=tiny", "model=transformer_lm", "model.L=1", "data.largest=60", "data.smallest=20", "data.languages=[de]"]
+LM += ["data.vocabulary=200", "trainer.steps=1", "optimizer.lr=0", "trainer.evaluate_every=null"]
+LM += ["trainer.evaluate_first=false", "data.evaluation_per_language=1"]
+SIZES: dict[str, Any] = {"L": 1, "H": 64, "A": 1, "vocabulary": 200, "d_model": 32}
+
+
+def weights(seed: int = 3) -> dict[str, Tensor]:
+    """Returns weights as another tool would have made them."""
+    torch.manual_seed(seed)
+    held = {builder.name: builder.build().state_dict() for builder in transformer_lm(**SIZES)}
+    return {
+        f"{layer}.{name}": torch.randn_like(p) for layer, m in modules.items() for name, p in m.state_dict().items()
+    }
+
+
+def begun(tmp_path: Path, origin: Path, *words: str) -> tuple[dict[str, Tensor], list[str]]:
+    """Returns the weights of a run that began with ``origin`` and learned nothing, and what it said."""
+    run = tmp_path / f"run{len(list(tmp_path.glob('run*')))}"
+    _, events = train_inline(run, *LM, f"checkpoint.init_from={origin}", *words)
+    texts = [str(event["text"]) for event in events if event.get("kind") in ("message", "warning")]
+    return export_state_dict(read_manifest(step_directory(run, 1))), texts
+
+
+def one_file(path: Path, tensors: dict[str, Tensor]) -> Path:
+    save_file(tensors, path / "model.safetensors")
+    return path / "model.safetensors"
+
+
+def torch_file(path: Path, tensors: dict[str, Tensor]) -> Path:
+    torch.save({"state_dict": tensors, "epoch": 3}, path / "weights.pt")
+    return path / "weights.pt"
+
+
+def folder(path: Path, tensors: dict[str, Tensor]) -> Path:
+    """Writes two files and an index, as the transformers library does."""
+    parts = {"model-1-of-2.safetensors": list(tensors)[::2], "model-2-of-2.safetensors": list(tensors)[1::2]}
+    for file, names in parts.items():
+        save_file({name: tensors[name] for name in names}, path / file)
+    places = {name: file for file, names in parts.items() for name in names}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return path
+
+
+@pytest.mark.parametrize("write", [one_file, torch_file, folder], ids=lambda write: write.__name__)
+def test_every_form_of_weights_is_read_and_each_value_arrives(
+    write: Callable[[Path, dict[str, Tensor]], Path], tmp_path: Path
+) -> None:
+    wanted = weights()
+    place = tmp_path / "weights"
+    place.mkdir()
+    saved = open_foreign(write(place, wanted))
+    assert {name: tensor.shape for name, tensor in saved.items()} == {n: tuple(t.shape) for n, t in wanted.items()}
+    assert all(torch.equal(saved[name].read(), tensor) for name, tensor in wanted.items())
+
+
+def test_a_run_begins_with_them_whatever_its_cells(tmp_path: Path) -> None:
+    wanted = weights()
+    halves = {f"model.{name}": tensor.bfloat16() for name, tensor in wanted.items()}
+    for K in (1, 3):
+        held, said = begun(tmp_path, one_file(tmp_path, wanted), f"pipeline.K={K}")
+        assert held.keys() == wanted.keys() and all(torch.equal(held[name], wanted[name]) for name in wanted)
+    held, said = begun(tmp_path, one_file(tmp_path, halves), "checkpoint.init_except=[softmax,hed]")
+    assert all(torch.equal(held[n], wanted[n].bfloat16().float()) for n in wanted if not n.startswith("softmax"))
+    assert not torch.equal(held["softmax.weight"], wanted["softmax.weight"].bfloat16().float())
+    change = "begin with 'model.'; bfloat16 to float32; begun anew: softmax.weight, softmax.bias"
+    assert any(change in one for one in said)
+    assert any("init_except: hed is no layer" in one for one in said)
+
+
+def test_what_does_not_fit_is_listed_before_any_step(tmp_path: Path) -> None:
+    wrong = weights()
+    wrong["embedding.weight"] = torch.zeros(7, 32)
+    wrong |= {f"decoder.{number}.rotary": torch.zeros(1) for number in (0, 1)}
+    del wrong["softmax.bias"]
+    with pytest.raises(CheckpointError) as error:
+        begun(tmp_path, one_file(tmp_path, wrong))
+    said = str(error.value).split("\n")
+    assert said[1] == "1 names of this model are not in it: softmax.bias"
+    assert said[2] == "2 of its names are not in this model: decoder.0.rotary, decoder.1.rotary"
+    assert said[3] == "1 have other shapes: embedding.weight is [7, 32], this model's [200, 32]"
+    advice = "checkpoint.init_except=[softmax.bias,decoder.*.rotary,embedding.weight]"
+    assert advice in said[4]
+    begun(tmp_path, tmp_path / "model.safetensors", advice)
+
+
+def test_one_name_of_a_tied_parameter_is_enough(tmp_path: Path) -> None:
+    wanted = weights()
+    del wanted["softmax.weight"]
+    held, _ = begun(tmp_path, one_file(tmp_path, wanted), "model.tie_embeddings=true", "pipeline.K=3")
+    assert torch.equal(held["embedding.weight"], wanted["embedding.weight"])
+    wanted["softmax.weight"] = wanted.pop("embedding.weight")
+    held, _ = begun(tmp_path, one_file(tmp_path, wanted), "model.tie_embeddings=true", "pipeline.K=3")
+    assert torch.equal(held["embedding.weight"], wanted["softmax.weight"])
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (print, ("code of a file has run",))
+
+
+def test_no_file_runs_code_and_each_fault_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"weight": Evil()}, tmp_path / "evil.pt")
+    (tmp_path / "torn.safetensors").write_bytes(b"\x10" + b"\0" * 20)
+    torch.save([1, 2], tmp_path / "list.pt")
+    (tmp_path / "notes.txt").write_text("words")
+    for name, message in {
+        "evil.pt": "could run code",
+        "torn.safetensors": "is no safetensors file",
+        "list.pt": "is no state_dict",
+        "notes.txt": "holds no weights by its name",
+    }.items():
+        with pytest.raises(CheckpointError, match=message):
+            open_foreign(tmp_path / name)
+    assert "has run" not in capsys.readouterr().out
+    for file, message in ("../secret.safetensors", "must lie beside"), ("gone.safetensors", "is missing"):
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+        with pytest.raises(CheckpointError, match=message):
+            weight_files(tmp_path)
+    assert not is_foreign(tmp_path / "nowhere")
+
+
+def test_names_that_lack_a_first_part_are_matched(tmp_path: Path) -> None:
+    saved = open_foreign(one_file(tmp_path, {"h.0.weight": torch.zeros(2), "head.weight": torch.ones(2)}))
+    model = {"transformer.h.0.weight": [2], "head.weight": [2]}
+    match = match_names(model, saved, [], [], tmp_path)
+    assert match.saved == {"transformer.h.0.weight": "h.0.weight", "head.weight": "head.weight"}
+    assert match.renamed == "names in it lack 'transformer.'"
+    assert load_file(tmp_path / "model.safetensors").keys() == saved.keys()
