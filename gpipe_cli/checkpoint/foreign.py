@@ -193,7 +193,7 @@ def match_names(
         raise CheckpointError(
             f"{path} does not fit this model{renamed and f' ({renamed})'}:\n"
             + "\n".join(faults)
-            + "\nGive the model's settings (model.*) that fit. Or leave these names out; what the model has of them begins "
+            + "\nGive the model's settings (model.*) that fit. Or leave these names out, and let the model's begin "
             + f"anew: checkpoint.init_except=[{','.join(patterns)}]"
         )
     return Match({name: taken[name] for name in wanted}, renamed)

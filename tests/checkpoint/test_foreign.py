@@ -28,9 +28,7 @@ def weights(seed: int = 3) -> dict[str, Tensor]:
     """Returns weights as another tool would have made them."""
     torch.manual_seed(seed)
     held = {builder.name: builder.build().state_dict() for builder in transformer_lm(**SIZES)}
-    return {
-        f"{layer}.{name}": torch.randn_like(p) for layer, m in modules.items() for name, p in m.state_dict().items()
-    }
+    return {f"{layer}.{name}": torch.randn_like(p) for layer, of in held.items() for name, p in of.items()}
 
 
 def begun(tmp_path: Path, origin: Path, *words: str) -> tuple[dict[str, Tensor], list[str]]:
