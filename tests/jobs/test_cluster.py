@@ -1,4 +1,4 @@
-"""Tests of runs over several machines: torchrun, srun, and a run directory that is not shared."""
+"""Tests of runs over several machines: torchrun, srun, submitit, and a run directory that is not shared."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -141,3 +143,19 @@ def test_two_machines_refuse_a_run_directory_that_they_do_not_share(machines: Tw
     said = ends([machines.torchrun(side, 1, *words) for side in (0, 1)])
     assert all(code != 0 for code, _ in said)
     assert f"is not there for rank 1 on {machines.names[1]}: each rank saves its layers there" in said[0][1]
+
+
+# -- a sweep's jobs side by side ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow(2)
+@pytest.mark.skipif(find_spec("submitit") is None, reason="needs the extra slurm: hydra-submitit-launcher")
+def test_a_sweep_through_submitit_runs_its_jobs_in_processes_of_their_own(tmp_path: Path) -> None:
+    words = ["-m", "hydra/launcher=submitit_local", "pipeline.workers=1", f"hydra.sweep.dir={tmp_path}", *WORDS]
+    command = [sys.executable, "-m", "gpipe_cli.commands.train", *words, "pipeline.K=1,2,1000"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    jobs = json.loads((tmp_path / "sweep.json").read_text())["jobs"]
+    assert [job["status"] for job in jobs] == ["done", "done", "failed"], done.stdout + done.stderr
+    assert jobs[0]["loss"] == jobs[1]["loss"]
+    assert "pipeline.K=1000" in jobs[2]["error"]
+    assert done.returncode == 1
