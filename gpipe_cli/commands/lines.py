@@ -175,13 +175,15 @@ class Writer:
         Args:
             result: "left_out" lines with more than "most" tokens.
         """
+        from gpipe_cli.jobs.devices import plural
         from gpipe_cli.terminal.text import duration
 
         start = "\r" if sys.stderr.isatty() else ""
-        say(f"{start}{self.lines:,} lines in {duration(self.seconds)}, the start of the workers included")
+        took = f"{duration(self.seconds)}, the start of the workers included"
+        say(f"{start}{plural(self.lines, 'line')} in {took}")
         if result["left_out"]:
             most, count = result["most"], result["left_out"]
-            say(f"warning: {count:,} lines have more than {most:,} tokens: they are not answered")
+            say(f"warning: not answered, because they have more than {most:,} tokens: {plural(count, 'line')}")
 
     def _write(self, lines: int, texts: Sequence[str], log_probabilities: Sequence[float]) -> None:
         if self._pipe is not None:

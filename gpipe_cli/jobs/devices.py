@@ -22,7 +22,7 @@ class Devices:
 
 
 def plural(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
 
 
 def find_devices(device: str) -> Devices:
