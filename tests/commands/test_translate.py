@@ -209,7 +209,7 @@ def test_a_line_of_any_length_fills_no_memory_and_is_told(
     assert translated(run, lines, *INLINE) == [reference[0], "", "", reference[4], ""]
     said = capsys.readouterr().err
     assert "line 2 has more than 65,536 bytes: it is not answered" in said and "line 5 has more" in said
-    assert "1 lines have more than 100 tokens: they are not answered" in said
+    assert "not answered, because they have more than 100 tokens: 1 line\n" in said
 
 
 def changed_vocabulary(folder: Path, change: str) -> None:
