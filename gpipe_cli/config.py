@@ -281,7 +281,11 @@ class Settings:
             Without defects the settings; else an object that has the right values alone.
         """
         problems += [unknown_key(key, SECTIONS) for key in config if key not in (*SECTIONS, "verify")]
-        problems += [f"{key} is missing from the configuration" for key in SECTIONS if key not in config]
+        problems += [
+            f"{key} is missing from the configuration"
+            for key in SECTIONS
+            if key not in config and not problems.about(key)
+        ]
         values: dict[str, Any] = {"verification": None, **read_values(TOP_LEVEL, config, "", problems)}
         for section in filter(config.__contains__, FREE_FORM):
             values[section] = read_target(section, config[section], problems)

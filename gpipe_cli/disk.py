@@ -94,11 +94,11 @@ def explain(error: BaseException) -> str | None:
     """Returns one line for an error of the disk that no code has explained; None for any other error."""
     if not isinstance(error, OSError) or error.errno not in DISK:
         return None
-    file = _file_of(error) or _written_file(error.__traceback__)
+    file = _file_of(error) or written_file(error.__traceback__)
     return f"a file cannot be written: {os.strerror(error.errno)}" if file is None else cannot_write(file, error)
 
 
-def _written_file(stack: TracebackType | None) -> Path | None:
+def written_file(stack: TracebackType | None) -> Path | None:
     """Returns the file that code in the stack had open for writing: a failed write does not name it, unlike an open."""
     found = None
     while stack is not None:

@@ -119,7 +119,11 @@ def read_what_fits(kind: type[T], values: object, prefix: str, problems: Problem
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # T is always a dataclass here
     dot = f"{prefix}." if prefix else ""
     problems += [unknown_key(f"{dot}{key}", [dot + name for name in names]) for key in values if key not in names]
-    problems += [f"{dot}{name} is missing: every key of {prefix} needs a value" for name in names if name not in values]
+    problems += [
+        f"{dot}{name} is missing: every key of {prefix} needs a value"
+        for name in names
+        if name not in values and not problems.about(f"{dot}{name}")
+    ]
     for name, value in read_values({n: hints[n] for n in names if n in values}, values, dot, problems).items():
         object.__setattr__(section, name, value)  # the dataclass is frozen
     return section

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+from gpipe_cli.disk import written_file
 from gpipe_cli.errors import ConfigurationError, Problems
 from gpipe_cli.terminal.flags import CommandLine, read_words
 from gpipe_cli.terminal.frame import FAILED, REFUSED, run_command, to_stderr
@@ -116,10 +117,10 @@ def _run_jobs(line: CommandLine, program: EntryPoint, started_at: float, codes: 
     except Exception as error:
         if has_begun or isinstance(error, ConfigurationError):
             raise
-        if (
-            isinstance(error, OSError) and error.errno is not None and error.filename is None
-        ):  # what Hydra prints for --cfg and --info
-            raise OutputFailed(error) from error
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            if written_file(error.__traceback__) is not None:
+                raise  # .hydra/config.yaml
+            raise OutputFailed(error) from error  # what Hydra prints for --cfg and --info
         refuse(line, program, Problems(), error)
 
 

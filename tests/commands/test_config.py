@@ -250,6 +250,15 @@ def test_amoebanet_brings_optimizer_schedule_and_length_of_the_run() -> None:
     assert config["trainer"]["steps"] != composed()["trainer"]["steps"]
 
 
+def test_a_short_run_of_amoebanet_is_not_refused_for_keys_that_nobody_typed() -> None:
+    config = composed("model=amoebanet", "trainer.steps=2")
+    Settings.from_config(config)
+    assert rates(lr_schedules.cosine, 2, **{k: v for k, v in config["lr_schedule"].items() if k != "_target_"}) == [
+        1,
+        1,
+    ]
+
+
 def test_what_is_typed_wins_over_what_amoebanet_brings() -> None:
     config = composed("model=amoebanet", "optimizer=sgd", "lr_schedule=constant", "trainer.steps=7")
     assert config["optimizer"] == composed("optimizer=sgd")["optimizer"]

@@ -6,10 +6,12 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from benchmarks.wrong_configurations import SCREEN, Answer, Case, drawn, run, single_mistakes
 from gpipe_cli.config import Settings
 from gpipe_cli.errors import ConfigurationError, Problems
+from gpipe_cli.jobs.composition import plain_values
 from gpipe_cli.terminal.frame import one_screen
 
 KINDS = {case.kind: case for case in reversed(single_mistakes())}  # the first case of each kind
@@ -49,6 +51,15 @@ def test_problems_are_collected_and_told_once() -> None:
         raise ConfigurationError("a")
     with pytest.raises(ConfigurationError, match=r"^b\na$"):
         Problems([*problems, "a"]).refuse()
+
+
+def test_a_value_that_refers_to_nothing_is_told_once() -> None:
+    problems = Problems()
+    references = {"name": "${nothing}", "seed": "${oc.env:NOT_SET_ANYWHERE}", "trainer": {"steps": "${trainer.no}"}}
+    Settings.read(plain_values(OmegaConf.create(references), problems), problems)
+    for key in ("name", "seed", "trainer.steps"):
+        assert sum(problem.startswith((f"{key} ", f"{key}:")) for problem in problems) == 1
+    assert "trainer.epochs is missing: every key of trainer needs a value" in problems
 
 
 def test_wrong_values_leave_out_the_checks_that_need_them() -> None:

@@ -17,6 +17,7 @@ from inline_run import train_inline
 from small_disk import fill, small_disk
 
 from gpipe_cli.checkpoint.commit import write_json
+from gpipe_cli.commands import train
 from gpipe_cli.disk import DiskError, cannot_write, explain, refuse_links, writing
 from gpipe_cli.metrics.board import Board
 from gpipe_cli.metrics.metrics_file import MetricsFile, write_whole
@@ -159,6 +160,17 @@ def test_a_run_whose_disk_is_full_ends_in_one_line(tmp_path: Path) -> None:
         train_inline(tmp_path / "run", "debug=tiny", "trainer.steps=1", "trainer.evaluate_first=false")
     text = str(caught.value)
     assert "\n" not in text and "step_00000001.partial cannot be written: No space left on device (room left:" in text
+
+
+def test_a_configuration_that_cannot_be_kept_is_told_with_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    with small_disk(tmp_path / "run" / ".hydra", "size=8k") as folder:
+        fill(folder)
+        assert train.main(["debug=tiny", "hydra.run.dir=run"]) == 1
+    assert capsys.readouterr().err.startswith("gpipe-train: run/.hydra/config.yaml cannot be written: No space left")
 
 
 @pytest.mark.slow
