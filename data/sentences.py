@@ -47,8 +47,18 @@ def open_vocabulary(folder: Path, end_token: str | None = None) -> Vocabulary | 
     Raises:
         ConfigurationError: it is damaged.
     """
-    path = vocabulary_file(folder)
-    return TokenizerFile(path, end_token) if path.name == TOKENIZER else Vocabulary.read(path)
+    return read_vocabulary(vocabulary_file(folder), end_token)
+
+
+def read_vocabulary(path: Path, end_token: str | None = None) -> Vocabulary | TokenizerFile:
+    """Returns the vocabulary of a file: a tokenizer.json, or a .model that a run has kept.
+
+    Raises:
+        ConfigurationError: it is neither, or damaged.
+    """
+    if path.suffix == ".model" and path.is_file():
+        return Vocabulary.read(path)
+    return TokenizerFile(path, end_token)
 
 
 def check_pieces(path: Path, vocabulary: Vocabulary | TokenizerFile, most: int | None) -> None:

@@ -28,7 +28,9 @@ class TokenizerFile:
         except ImportError as error:
             raise ConfigurationError(f"data.tokenizer={path} needs the tokenizers library: {INSTALL}") from error
         if not path.is_file():
-            raise ConfigurationError(f"data.tokenizer={path}: there is no such file. Expected a tokenizer.json")
+            raise ConfigurationError(
+                f"data.tokenizer={path}: there is no such file. Use a tokenizer.json, or RUN/vocabulary/source.model"
+            )
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises no error of its own kind

@@ -7,7 +7,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,7 @@ def _explained(size: int, message: str, key: str) -> str:
     return f"data.{key}={size}: SentencePiece could not train: {message}"
 
 
-def smaller_notice(key: str, wanted: int, vocabulary: Vocabulary) -> str | None:
+def smaller_notice(key: str, wanted: int, vocabulary: Sized) -> str | None:
     """Returns a warning if a vocabulary has fewer pieces than the key under `data` asks for."""
     if len(vocabulary) == wanted:
         return None

@@ -1,6 +1,6 @@
 """Makes the store of a text, with several processes; continues where a killed preparation stopped.
 
-A vocabulary is trained on a sample, or a tokenizer.json is copied; pieces of the files become ids, each in files of its
+A vocabulary is trained on a sample, or copied; pieces of the files become ids, each in files of its
 own. All of this happens in `<store>.partial` in the cache, which becomes the store at the end.
 """
 
@@ -32,6 +32,7 @@ from .documents import SEPARATORS, TEXT, Document, documents
 from .files import TextPiece, check_text, read_text
 from .store import FORMAT, SPLITS
 
+AT_ONCE = 256  # documents that are encoded at once
 LONGEST_SAMPLE = 1_000  # characters; SentencePiece leaves out texts of more than 4,192 bytes
 
 
@@ -43,7 +44,7 @@ class TextForm:
         document, json_key: see `documents`.
         held_out: share of the documents that are held out; 0: none.
         seed: of their draw.
-        tokenizer: a tokenizer.json; None: SentencePiece is trained.
+        tokenizer: a tokenizer.json, or the .model of a run; None: SentencePiece is trained.
         end_token: see `TokenizerFile`.
         vocabulary: pieces of the SentencePiece model.
         character_coverage, smaller: see `train_vocabulary`.
@@ -107,8 +108,9 @@ class TextPreparation:
             check_text(file)
         with Workers(self._workers) as workers:
             if self._form.tokenizer is not None:
-                with whole_file(self._draft / TOKENIZER) as draft:
-                    shutil.copyfile(Path(self._form.tokenizer).expanduser(), draft)
+                given = Path(self._form.tokenizer).expanduser()
+                with whole_file(self._draft / (SOURCE if given.suffix == ".model" else TOKENIZER)) as draft:
+                    shutil.copyfile(given, draft)
             elif not (self._draft / SOURCE).exists():
                 self._train_vocabulary(workers)
             pieces = self._encode(workers)
@@ -233,10 +235,13 @@ def encode_piece(job: PieceJob) -> dict[str, Any]:
 def _tokens(texts: Sequence[Document], job: PieceJob) -> np.ndarray[Any, Any]:
     """Returns the ids of each document and an end token."""
     vocabulary = _opened(job.folder, job.form.end_token)
-    ids = vocabulary.encode([document.text for document in texts], threads=1)
-    count = sum(map(len, ids)) + len(ids)
     kind = np.uint32 if len(vocabulary) > 65_536 else np.uint16
-    return np.fromiter(chain.from_iterable((*of, vocabulary.eos_id) for of in ids), kind, count)
+    parts = [np.empty(0, kind)]
+    for first in range(0, len(texts), AT_ONCE):  # Python's lists of numbers take twenty times the memory
+        ids = vocabulary.encode([document.text for document in texts[first : first + AT_ONCE]], threads=1)
+        count = sum(map(len, ids)) + len(ids)
+        parts.append(np.fromiter(chain.from_iterable((*of, vocabulary.eos_id) for of in ids), kind, count))
+    return np.concatenate(parts)
 
 
 @lru_cache(maxsize=2)

@@ -14,10 +14,9 @@ import sentencepiece
 from ...errors import ConfigurationError
 from ..defects import OF_TEXT, Defect, check_policy, in_words, refuse
 from ..prepared import prepared_folder, worker_count
-from ..sentences import keep_vocabularies
+from ..sentences import keep_vocabularies, read_vocabulary
 from ..source import Report, check_limits
 from ..store import DEFECTS
-from ..tokenizer import TokenizerFile
 from ..vocabulary import BOS, smaller_notice
 from ..windows import TokenSequence, WindowSource
 from .documents import SEPARATORS
@@ -39,7 +38,7 @@ class TextFilesSource(WindowSource):
         json_key: of the text in a line of JSON.
         held_out: share of the documents that are held out, drawn by a hash of each.
         evaluation_root: a file or folder that is held out, in place of a share of `root`.
-        tokenizer: a tokenizer.json; None: a SentencePiece vocabulary is trained on the text.
+        tokenizer: a tokenizer.json, or a run's vocabulary/source.model; None: SentencePiece is trained on the text.
         end_token: the text of the tokenizer's token that ends a document; None: found by its usual names.
         vocabulary: pieces of the SentencePiece vocabulary, or the most ids that a tokenizer may have.
         smaller_vocabulary: where the text supports fewer pieces, the vocabulary has fewer; else it is refused.
@@ -96,7 +95,7 @@ class TextFilesSource(WindowSource):
         self._policy = check_policy(on_defect or {}, OF_TEXT)
         self._workers, self._cache_dir = preparation_workers, cache_dir
         if tokenizer is not None:
-            ids = len(TokenizerFile(Path(tokenizer).expanduser(), end_token))
+            ids = len(read_vocabulary(Path(tokenizer).expanduser(), end_token))
             if ids > vocabulary:
                 raise ConfigurationError(
                     f"data.vocabulary={vocabulary}, but data.tokenizer={tokenizer} has ids up to {ids - 1}: use "
@@ -187,7 +186,7 @@ class TextFilesSource(WindowSource):
         if found := in_words(store.defects, self._policy):
             used = f"{self._documents(store):,} documents are used"
             log.warning("text: %s: lines: %s; which ones: %s", used, found, store.folder / DEFECTS)
-        if isinstance(store.vocabulary, TokenizerFile):
+        if self.form.tokenizer is not None:
             return
         if notice := smaller_notice("vocabulary", self._vocabulary, store.vocabulary):
             log.warning("%s", notice)

@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from .files import CheckpointError, CheckpointInfo, Json, shorten, vocabulary_folder
+from .files import CheckpointError, CheckpointInfo, Json, sha256_of, shorten, vocabulary_folder
 
 if TYPE_CHECKING:
     from ..data.source import Source
@@ -59,6 +59,7 @@ WITHOUT_EFFECT = {"pipeline.schedule": ("pipeline.M", 1), "pipeline.sync_batchno
 # The place of the data, where the checkpoint has their fingerprint, which is compared (`require_same_data`).
 COMPARED_BY_CONTENT = ("data.root",)
 NOT_SET = "(not set)"
+MOST_BYTES = 2**28  # of a vocabulary; a larger file is none, and is not read
 DATA = "data"  # in checkpoint.allow_changes
 _PLAIN = re.compile(r"(?!(?:null|true|false|inf|nan)$)[A-Za-z_][\w./-]*", re.IGNORECASE)  # Hydra reads it as a string
 
@@ -200,16 +201,64 @@ def require_same_data(info: CheckpointInfo, source: Source | None, allow_changes
         )
 
 
-def _require_same_vocabularies(info: CheckpointInfo, source: Source | None) -> None:
+def vocabularies(source: Source | None) -> dict[str, str]:
+    """Returns the SHA-256 of each file in which the source says what ids mean; none where it says nothing."""
     keep = getattr(source, "keep_vocabularies", None)
     if keep is None:
-        return
+        return {}
     with TemporaryDirectory(prefix="gpipe-vocabulary-") as folder:
         keep(Path(folder))
-        for now in sorted(Path(folder).iterdir()):
-            before = vocabulary_folder(info.run_dir) / now.name
-            if before.is_file() and before.read_bytes() != now.read_bytes():
-                raise CheckpointError(f"{before} is another vocabulary than the data have now: {_advice(info)}")
+        return _in_folder(Path(folder))
+
+
+def other_vocabulary(info: CheckpointInfo, now: Mapping[str, str]) -> str | None:
+    """Returns the name of a vocabulary that differs from the one that ``info`` was trained with; None: none does.
+
+    Args:
+        now: see `vocabularies`.
+    """
+    before = info.state.vocabularies or _in_folder(vocabulary_folder(info.run_dir))
+    return next((name for name in sorted(now) if before.get(name, now[name]) != now[name]), None)
+
+
+def require_own_vocabularies(info: CheckpointInfo) -> None:
+    """Refuses vocabularies in the run's folder that are not those that it was trained with.
+
+    Raises:
+        CheckpointError: one differs.
+    """
+    folder = vocabulary_folder(info.run_dir)
+    if name := other_vocabulary(info, _in_folder(folder)):
+        raise CheckpointError(
+            f"{folder / name} is not the vocabulary that {info.path} was trained with: its ids mean other texts. "
+            "Put the file back, from a copy of the run"
+        )
+
+
+def require_known_ids(info: CheckpointInfo, source: Source | None) -> None:
+    """Refuses data whose ids mean other texts than those that ``info`` was trained with.
+
+    Raises:
+        CheckpointError: a vocabulary differs.
+    """
+    if name := other_vocabulary(info, vocabularies(source)):
+        raise CheckpointError(
+            f"the data have another vocabulary ({name}) than {info.path} was trained with, and its ids mean other "
+            "texts: use the data and the releases of babel and sentencepiece of the run"
+        )
+
+
+def _in_folder(folder: Path) -> dict[str, str]:
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    files = [path for path in paths if path.is_file() and not path.name.startswith(".")]
+    return {path.name: sha256_of(path) if path.stat().st_size < MOST_BYTES else "too large" for path in files}
+
+
+def _require_same_vocabularies(info: CheckpointInfo, source: Source | None) -> None:
+    if name := other_vocabulary(info, vocabularies(source)):
+        raise CheckpointError(
+            f"{vocabulary_folder(info.run_dir) / name} is another vocabulary than the data have now: {_advice(info)}"
+        )
 
 
 def _advice(info: CheckpointInfo) -> str:

@@ -32,7 +32,7 @@ from .old_names import with_todays_names
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 
-FORMAT = 2  # since 2 the run state may have data_fingerprint
+FORMAT = 3  # since 2 the run state may have data_fingerprint, since 3 vocabularies
 STEP_NAME = re.compile(r"step_(\d{8,})")
 PARTIAL = ".partial"
 DISCARDED = ".discarded"
@@ -84,6 +84,7 @@ class RunState:
         scalars: values of the whole run: best loss so far, skipped updates, ….
         configuration: the resolved configuration.
         data_fingerprint: of the training data; None where their source has none.
+        vocabularies: the SHA-256 of each file in the run's folder of vocabularies.
     """
 
     data_position: Json = None
@@ -91,6 +92,7 @@ class RunState:
     scalars: Mapping[str, Json] = field(default_factory=dict)
     configuration: Mapping[str, Json] = field(default_factory=dict)
     data_fingerprint: str | None = None
+    vocabularies: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,13 @@ def line_config(run: Checkpointed, command: str, source: Mapping[str, Any] | Non
     """Returns the workers' configuration: the run's, with another data source unless it is None.
 
     Raises:
-        ConfigurationError: there is more than one replica.
+        ConfigurationError: there is more than one replica, or a vocabulary of the run has been replaced.
     """
+    from gpipe_cli.checkpoint.compatibility import require_own_vocabularies
+
     if run.prepared.settings.pipeline.replicas != 1:
         raise ConfigurationError(f"pipeline.replicas is 1 here: start several {command}, each on a share of the input")
+    require_own_vocabularies(run.info)
     launch = {**run.config["launch"], "stall_seconds": None}  # waiting for typed input is no stall
     config = {**run.config, "launch": launch}
     if source is not None:

@@ -23,7 +23,7 @@ class Saver:
         run_dir: shared by all workers.
         writer: of this worker; None on replicas other than 0, which hold the same weights.
         updater: gives the state of layers and learning rate schedule.
-        configuration, data_fingerprint: saved with every checkpoint, compared when a run resumes.
+        configuration, data_fingerprint, vocabularies: saved with every checkpoint, compared when a run resumes.
         warn: called with a message about each old checkpoint that could not be deleted.
     """
 
@@ -33,6 +33,7 @@ class Saver:
     updater: Updater
     configuration: Mapping[str, Any]
     data_fingerprint: str | None
+    vocabularies: Mapping[str, str]
     warn: Callable[[str], None]
     _begun: int = -1  # the step saved last
     _pending: tuple[int, RunState, tuple[str, float] | None] | None = None
@@ -65,6 +66,7 @@ class Saver:
             },
             configuration=self.configuration,
             data_fingerprint=self.data_fingerprint,
+            vocabularies=self.vocabularies,
         )
         best = ("loss", float(progress["best"])) if is_best else None
         if step == self._begun:

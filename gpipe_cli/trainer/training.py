@@ -9,8 +9,8 @@ from typing import Any, cast
 
 from ..checkpoint.choose import open_checkpoint
 from ..checkpoint.commit import prepare_directory
-from ..checkpoint.compatibility import fingerprint, require_same_steps
-from ..checkpoint.files import CheckpointError, CheckpointInfo, shorten
+from ..checkpoint.compatibility import fingerprint, other_vocabulary, require_same_steps, vocabularies
+from ..checkpoint.files import CheckpointError, CheckpointInfo, shorten, vocabulary_folder
 from ..checkpoint.foreign import is_foreign, is_left_out, match_names, open_foreign
 from ..checkpoint.transfer import (
     load_foreign,
@@ -21,7 +21,7 @@ from ..checkpoint.transfer import (
     shared_names,
 )
 from ..checkpoint.writer import CheckpointWriter
-from ..config import CheckpointConfig, Settings
+from ..config import Settings
 from ..distributed.exchange import Exchange
 from ..distributed.world import World
 from ..errors import ConfigurationError
@@ -130,7 +130,7 @@ def begin_with_weights(assembly: Assembly, journal: Journal) -> None:
     if is_foreign(path):
         adopt(assembly, path, journal)
     else:
-        transfer(config, assembly.world, assembly.cells, assembly.layout.layers, journal)
+        transfer(assembly, open_checkpoint(path), journal)
 
 
 def adopt(assembly: Assembly, path: Path, journal: Journal) -> None:
@@ -153,11 +153,14 @@ def adopt(assembly: Assembly, path: Path, journal: Journal) -> None:
     )
 
 
-def transfer(
-    config: CheckpointConfig, world: World, cells: Sequence[Cell], model: Mapping[str, Sequence[str]], journal: Journal
-) -> None:
+def transfer(assembly: Assembly, info: CheckpointInfo, journal: Journal) -> None:
     """Loads weights and buffers of a run's checkpoint, and reports what begins anew."""
-    info = open_checkpoint(Path(cast(str, config.init_from)))
+    config, world, cells, model = assembly.settings.checkpoint, assembly.world, assembly.cells, assembly.layout.layers
+    if world.rank == 0 and (name := other_vocabulary(info, vocabularies(assembly.source))):
+        journal.warn(
+            f"checkpoint.init_from={info.path} was trained with another vocabulary ({name}): its ids mean other texts. "
+            f"With data=text, data.tokenizer={vocabulary_folder(info.run_dir) / name} keeps them"
+        )
     require_same_model(info, model, config.init_except)
     for pattern in patterns_without_effect(info, model, config.init_except):
         journal.warn(f"checkpoint.init_except: {pattern} is no layer or parameter of this model or of {info.path}")
@@ -185,7 +188,8 @@ def make_saver(
     world, keep = assembly.world, assembly.settings.checkpoint.keep
     layers, run_dir, data = assembly.layout.layers, context.run_dir, fingerprint(assembly.source)
     writer = CheckpointWriter(run_dir, world.worker, layers, keep) if world.replica == 0 else None
-    return Saver(run_dir, world, writer, updater, config["settings"], data, journal.warn)
+    ids = vocabularies(assembly.source) if world.rank == 0 else {}
+    return Saver(run_dir, world, writer, updater, config["settings"], data, ids, journal.warn)
 
 
 def make_reporter(assembly: Assembly) -> StepReporter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,12 @@ import tiny_images
 from inline_run import train_inline
 
 from gpipe_cli.checkpoint.choose import find
-from gpipe_cli.checkpoint.compatibility import require_same_data
+from gpipe_cli.checkpoint.compatibility import (
+    require_known_ids,
+    require_own_vocabularies,
+    require_same_data,
+    vocabularies,
+)
 from gpipe_cli.checkpoint.files import CheckpointInfo, RunState, read_manifest
 from gpipe_cli.data.images.source import ImageSource
 from gpipe_cli.data.parallel.source import ParallelTextSource
@@ -80,6 +86,15 @@ def test_another_vocabulary_is_named_and_not_to_be_insisted_on(saved: Checkpoint
 
 def test_a_checkpoint_that_knows_nothing_of_its_data_is_gone_on_from(tmp_path: Path) -> None:
     require_same_data(CheckpointInfo(tmp_path / "c" / "step_00000001", 1, RunState(), {}, {}), Known("two"), [])  # type: ignore[arg-type]
+
+
+def test_a_digest_in_the_checkpoint_counts_more_than_the_file_beside_it(saved: CheckpointInfo) -> None:
+    info = replace(saved, state=RunState(vocabularies=vocabularies(Known("one", b"a c b"))))  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"vocabulary/source\.model is not the vocabulary"):
+        require_own_vocabularies(info)
+    with pytest.raises(ConfigurationError, match=r"another vocabulary \(source\.model\) than"):
+        require_known_ids(info, Known("one"))  # type: ignore[arg-type]
+    require_known_ids(info, Known("two", b"a c b"))  # type: ignore[arg-type]
 
 
 # --- runs

@@ -222,6 +222,8 @@ def changed_vocabulary(folder: Path, change: str) -> None:
         model.pieces[50].piece = "\x1b]0;title\x07"
     elif change == "more pieces":
         model.pieces.add(piece="unheard", score=-9.0)
+    elif change == "other pieces":
+        model.pieces[50].piece, model.pieces[51].piece = model.pieces[51].piece, model.pieces[50].piece
     elif change == "special pieces":
         model.pieces[0].type = 1
     path.write_bytes(model.SerializeToString()[: 1000 if change == "torn" else None])
@@ -233,6 +235,7 @@ def changed_vocabulary(folder: Path, change: str) -> None:
 @pytest.mark.parametrize(
     ("change", "refusal"),
     [
+        ("other pieces", "vocabulary/source.model is not the vocabulary that"),
         ("torn", "source.model is no SentencePiece model, or a damaged one"),
         ("huge", "source.model has 1,099,511,627,776 bytes"),
         ("control characters", "piece 50 has control characters"),
@@ -246,6 +249,11 @@ def test_a_tampered_vocabulary_is_refused_in_one_line(
     moved = tmp_path / "moved"
     shutil.copytree(run, moved)
     changed_vocabulary(moved / "vocabulary", change)
+    if change != "other pieces":  # as in a run that is older than the digests
+        (manifest,) = moved.glob("checkpoints/*/manifest.json")
+        said = json.loads(manifest.read_text())
+        assert said["state"].pop("vocabularies").keys() == {"source.model"}
+        manifest.write_text(json.dumps(said))
     assert translate.main([f"checkpoint={moved}", f"input={source}", *INLINE]) != 0
-    said = capsys.readouterr().err
-    assert refusal in said and "Traceback" not in said
+    printed = capsys.readouterr().err
+    assert refusal in printed and "Traceback" not in printed

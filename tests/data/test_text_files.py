@@ -250,6 +250,28 @@ def test_it_trains_a_language_model_by_one_command_and_keeps_what_ids_mean(tmp_p
     assert losses[0] == losses[1] > 0
 
 
+def test_a_run_goes_on_on_other_text_with_its_vocabulary_or_is_warned(tmp_path: Path) -> None:
+    roots = [
+        write(tmp_path / name, "\n\n".join(texts)) for name, texts in (("a", documents()), ("b", documents()[40:]))
+    ]
+    words = ["debug=tiny", "model=transformer_lm", "data=text", f"data.cache_dir={tmp_path}/cache", "trainer.steps=1"]
+    words += ["model.L=1", "trainer.evaluate_first=false", "trainer.evaluate_every=null", "data.vocabulary=300"]
+    words += ["data.held_out=0.2", "data.evaluation_windows=2"]
+    train_inline(tmp_path / "run", *words, f"data.root={roots[0]}")
+    kept = tmp_path / "run" / "vocabulary" / "source.model"
+    words.append(f"checkpoint.init_from={tmp_path / 'run' / 'checkpoints' / 'step_00000001'}")
+    said = []
+    for number, more in enumerate(([], [f"data.tokenizer={kept}"])):
+        _, events = train_inline(tmp_path / f"next{number}", *words, f"data.root={roots[1]}", *more)
+        said.append([event["text"] for event in events if event.get("kind") == "warning"])
+    assert any(
+        "trained with another vocabulary (source.model)" in text and f"data.tokenizer={kept}" in text
+        for text in said[0]
+    )
+    assert not any("another vocabulary" in text for text in said[1])
+    assert (tmp_path / "next1" / "vocabulary" / "source.model").read_bytes() == kept.read_bytes()
+
+
 def test_a_tokenizer_json_gives_its_ids(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     two_lines = [f"{text}\n{text}" for text in documents()]
