@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,6 +18,16 @@ def own_name(layer: str, parameter: str) -> str:
     In a layer that spans several modules parameters have whole names already, as ``conv1.weight`` in ``conv1..bn1``.
     """
     return parameter if SPAN in layer else f"{layer}.{parameter}"
+
+
+class Owner(NamedTuple):
+    """Names a parameter that later layers use too: its layer, and its name there."""
+
+    layer: str
+    parameter: str
+
+    def __str__(self) -> str:
+        return f"{self.layer}.{self.parameter}"
 
 
 @dataclass(frozen=True)
@@ -42,8 +52,3 @@ class LayerBuilder:
     build: Callable[[], nn.Module]
     cost: float | None = None
     tied: Mapping[str, str] = field(default_factory=dict, hash=False)
-
-
-def layer_of(parameter: str, layers: Iterable[str]) -> str:
-    """Returns the name of the layer that a full parameter name, ``<layer>.<parameter>``, begins with."""
-    return max((layer for layer in layers if parameter.startswith(f"{layer}.")), key=len)

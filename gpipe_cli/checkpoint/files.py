@@ -28,6 +28,7 @@ from urllib.parse import quote
 
 from .. import __version__
 from ..errors import ConfigurationError
+from ..layers import Owner
 from .old_names import with_todays_names
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
@@ -55,18 +56,19 @@ class LayerFile:
         bytes: size of the file.
         sha256: checksum of the whole file, in hexadecimal.
         parameters: names inside the layer, such as ``attention.query.weight``.
-        tied: those of them that another layer's file holds, to its ``<layer>.<parameter>``.
+        tied: those of them that the file of another layer, their owner's, holds.
     """
 
     bytes: int
     sha256: str
     parameters: tuple[str, ...]
-    tied: Mapping[str, str] = field(default_factory=dict)
+    tied: Mapping[str, Owner] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> LayerFile:
         """Makes it of what `as_json` returns."""
-        return cls(content["bytes"], content["sha256"], tuple(content["parameters"]), content.get("tied", {}))
+        tied = {name: Owner(*owner) for name, owner in content.get("tied", {}).items()}
+        return cls(content["bytes"], content["sha256"], tuple(content["parameters"]), tied)
 
     def as_json(self) -> dict[str, Any]:
         """Returns plain values; without ties as ever."""

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..layers import layer_of, own_name
+from ..layers import Owner, own_name
 from . import files
 from .choose import require_whole
 from .files import CheckpointError, CheckpointInfo, LayerFile
@@ -41,15 +41,14 @@ class LayerState:
         buffers: persistent buffers, likewise.
         optimizer: parameter name -> state key -> value; parameters without optimizer state are absent.
         averages: moving averages of weights and buffers by the same names; empty where the run keeps none.
-        tied: parameters that another layer's file holds: own name to ``<layer>.<parameter>``. A state that was read
-            has their values too.
+        tied: parameters that the file of another layer, their owner's, holds. A state that was read has their values.
     """
 
     weights: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     optimizer: Mapping[str, Mapping[str, OptimizerValue]] = field(default_factory=dict)
     averages: Mapping[str, Tensor] = field(default_factory=dict)
-    tied: Mapping[str, str] = field(default_factory=dict)
+    tied: Mapping[str, Owner] = field(default_factory=dict)
 
     @property
     def averaged(self) -> dict[str, Tensor]:
@@ -76,7 +75,7 @@ def layer_state(
     module: nn.Module,
     optimizer: Optimizer | None,
     averages: Mapping[str, Tensor] | None = None,
-    tied: Mapping[str, str] | None = None,
+    tied: Mapping[str, Owner] | None = None,
 ) -> LayerState:
     """Returns the state of one layer. It refers to the live tensors: copy it before training goes on.
 
@@ -259,12 +258,11 @@ def load_layer(info: CheckpointInfo, name: str) -> LayerState:
     return LayerState(weights, tensors["buffer"], optimizer, tensors["average"], info.layers[name].tied)
 
 
-def _load_parameter(info: CheckpointInfo, full_name: str) -> dict[str, Tensor]:
+def _load_parameter(info: CheckpointInfo, owner: Owner) -> dict[str, Tensor]:
     """Reads one parameter, as "weight", and its moving average, as "average", where there is one."""
-    layer = layer_of(full_name, info.layers)
-    require_whole(info, layer)
-    with safe_open(info.layer_path(layer), framework="pt", device="cpu") as file:
-        names = {kind: f"{kind}:{full_name.removeprefix(f'{layer}.')}" for kind in ("weight", "average")}
+    require_whole(info, owner.layer)
+    with safe_open(info.layer_path(owner.layer), framework="pt", device="cpu") as file:
+        names = {kind: f"{kind}:{owner.parameter}" for kind in ("weight", "average")}
         return {kind: file.get_tensor(key).clone() for kind, key in names.items() if key in file.keys()}  # noqa: SIM118
 
 

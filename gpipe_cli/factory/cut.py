@@ -12,7 +12,7 @@ from torch import nn
 from ..config import PipelineConfig, Settings
 from ..distributed.world import World
 from ..errors import ConfigurationError
-from ..layers import LayerBuilder, layer_of
+from ..layers import LayerBuilder, Owner
 from ..micro_batch import MicroBatch
 from ..partition.cost import LayerCost, keep_shapes_that_depend_on_values_together, layer_costs
 from ..partition.fake_layers import CostError, TooFewExamples
@@ -41,7 +41,7 @@ class Cut:
     placement: tuple[int, ...]
     table: list[dict[str, Any]]
     parameters: int
-    ties: list[dict[str, str]]
+    ties: list[dict[str, Owner]]
 
     @property
     def layers(self) -> list[range]:
@@ -51,10 +51,10 @@ class Cut:
     def uses(self, names: Sequence[str]) -> list[list[Use]]:
         """Returns the uses of every tied parameter, in layer order; ``names``: of the model's layers."""
         worker = [self.placement[cell] for cell, layers in enumerate(self.layers) for _ in layers]
-        found: dict[str, list[Use]] = {}
+        found: dict[Owner, list[Use]] = {}
         for index, tied in enumerate(self.ties):
             for own, owner in tied.items():
-                first = Use(owner, worker[names.index(layer_of(owner, names))])
+                first = Use(str(owner), worker[names.index(owner.layer)])
                 found.setdefault(owner, [first]).append(Use(f"{names[index]}.{own}", worker[index]))
         return list(found.values())
 
@@ -201,7 +201,7 @@ def _own(module: nn.Module, held: set[int]) -> nn.Module:
     return module
 
 
-def _with_all_names(tied: Mapping[str, str], module: nn.Module) -> dict[str, str]:
+def _with_all_names(tied: Mapping[str, Owner], module: nn.Module) -> dict[str, Owner]:
     """Returns the owner of each tied parameter under all names that it has in its layer."""
     named = dict(module.named_parameters(remove_duplicate=False))
     owners = {id(named[name]): owner for name, owner in tied.items()}

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigurationError
-from ..layers import LayerBuilder
+from ..layers import LayerBuilder, Owner
 from .fake_layers import build_key, build_without_memory, fake_mode
 
 
@@ -22,12 +22,12 @@ class Ties:
     """Describes the parameters that layers of a model use after an earlier layer: the owner, the first that uses them.
 
     Attributes:
-        owners: for every layer, the owner's full name (`<layer>.<parameter>`) of each such parameter, by its own name;
-            the first one, where the layer has the parameter under several.
+        owners: for every layer, the owner of each such parameter, by its own name; the first one, where the layer has
+            the parameter under several.
         repeated: for every layer, the number of elements of these parameters.
     """
 
-    owners: list[dict[str, str]]
+    owners: list[dict[str, Owner]]
     repeated: list[int]
 
 
@@ -51,14 +51,14 @@ class _Parameter:
 
     Attributes:
         names: all that it has in the layer.
-        owner: full name in the first layer that holds this very object; None: this layer.
+        owner: in the first layer that holds this very object; None: this layer.
     """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
     trained: bool
-    owner: str | None
+    owner: Owner | None
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{'' if self.trained else ', frozen'}"
@@ -68,10 +68,9 @@ class _Parameter:
 class _Search:
     ties: Ties = field(default_factory=lambda: Ties([], []))
     # Weak references: the builders keep alive what they share, and everything else is freed at once.
-    _holders: dict[int, tuple[weakref.ref[nn.Parameter], str]] = field(default_factory=dict)
+    _holders: dict[int, tuple[weakref.ref[nn.Parameter], Owner]] = field(default_factory=dict)
     _of_equal: dict[Hashable, list[list[_Parameter]]] = field(default_factory=dict)
-    _known: dict[str, _Parameter] = field(default_factory=dict)  # by full name, of the layers so far
-    _owner_of: dict[str, str] = field(default_factory=dict)  # of tied parameters, by full name
+    _known: dict[str, tuple[_Parameter, Owner]] = field(default_factory=dict)  # by full name, of the layers so far
 
     def add(self, builder: LayerBuilder, index: int) -> None:
         """Looks at the next layer of the model."""
@@ -80,20 +79,16 @@ class _Search:
             equal.append(self._parameters(builder))
         parameters = equal[-1]
         declared = self._declared(builder, parameters)
-        tied: dict[str, str] = {}
+        tied: dict[str, Owner] = {}
         repeated = 0
         for parameter in parameters:
             owner = declared.get(parameter.names[0], parameter.owner)
             if owner is not None:
                 tied[parameter.names[0]] = owner
                 repeated += torch.Size(parameter.shape).numel()
-        self._known |= {f"{builder.name}.{name}": parameter for parameter in parameters for name in parameter.names}
-        self._owner_of |= {
-            f"{builder.name}.{name}": owner
-            for parameter in parameters
-            if (owner := tied.get(parameter.names[0])) is not None
-            for name in parameter.names
-        }
+            for name in parameter.names:
+                known = owner or Owner(builder.name, parameter.names[0])
+                self._known[f"{builder.name}.{name}"] = parameter, known
         self.ties.owners.append(tied)
         self.ties.repeated.append(repeated)
 
@@ -104,16 +99,15 @@ class _Search:
             objects.setdefault(id(parameter), (parameter, []))[1].append(name)
         found = []
         for parameter, names in objects.values():
-            holder, owner = self._holders.get(id(parameter), (None, ""))
+            holder, owner = self._holders.get(id(parameter), (None, None))
             shared = holder is not None and holder() is parameter
             if not shared:
-                first = f"{builder.name}.{names[0]}"
-                self._holders[id(parameter)] = weakref.ref(parameter), first
+                self._holders[id(parameter)] = weakref.ref(parameter), Owner(builder.name, names[0])
             form = tuple(parameter.shape), parameter.dtype, parameter.requires_grad
             found.append(_Parameter(tuple(names), *form, owner if shared else None))
         return found
 
-    def _declared(self, builder: LayerBuilder, parameters: Sequence[_Parameter]) -> Mapping[str, str]:
+    def _declared(self, builder: LayerBuilder, parameters: Sequence[_Parameter]) -> Mapping[str, Owner]:
         """Returns the owners that the builder declares, by the first name of the parameter."""
         own = {name: parameter for parameter in parameters for name in parameter.names}
         found = {}
@@ -123,8 +117,8 @@ class _Search:
                 raise ConfigurationError(f"{tie}, but it has only {', '.join(own) or 'no parameters'}")
             if other not in self._known:
                 raise ConfigurationError(f"{tie}, which is no parameter of an earlier layer: write <layer>.<parameter>")
-            here, there = str(own[name]), str(self._known[other])
-            if here != there:
-                raise ConfigurationError(f"{tie}, but one is {here} and the other {there}: they must be alike")
-            found[own[name].names[0]] = self._owner_of.get(other, other)
+            (known, owner), here = self._known[other], str(own[name])
+            if here != str(known):
+                raise ConfigurationError(f"{tie}, but one is {here} and the other {known}: they must be alike")
+            found[own[name].names[0]] = owner
         return found

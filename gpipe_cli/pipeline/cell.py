@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import ConfigurationError
-from ..layers import LayerBuilder
+from ..layers import LayerBuilder, Owner
 from ..micro_batch import Tensors
 from ..position import Position
 from .batchnorm import DeferredBatchNorm, defer_batchnorm
@@ -43,14 +43,14 @@ class BuiltLayer:
     Attributes:
         index: in the model's list.
         boundary_type: of the floating-point tensors that it passes to the next layer; None: as it returns them.
-        tied: parameters that an earlier layer owns, under all their names: the owner's full name (`ties.py`).
+        tied: parameters that an earlier layer owns, by all their names there (`ties.py`).
     """
 
     index: int
     name: str
     module: nn.Module
     boundary_type: torch.dtype | None = None
-    tied: Mapping[str, str] = field(default_factory=dict)
+    tied: Mapping[str, Owner] = field(default_factory=dict)
 
     def passes_as_it_is(self, output: Tensor) -> bool:
         return output.is_contiguous() and self.boundary_type in (None, output.dtype)

@@ -31,7 +31,7 @@ from ..factory.cut import Cut, build_cells, cut_model, refuse_more_cells_than_la
 from ..factory.example import asks_for_example, with_example
 from ..factory.profiles import profiled_costs
 from ..launch.context import Context
-from ..layers import LayerBuilder
+from ..layers import LayerBuilder, Owner
 from ..metrics.journal import Journal, Notices
 from ..metrics.predictions import PredictionKeeper
 from ..pipeline.cell import Cell
@@ -198,6 +198,7 @@ def agree_on_cut(
     first, cut = world.broadcast(make)
     shape = BatchShape(tuple(first["shape"]["inputs"]), tuple(first["shape"]["targets"]))
     cut["placement"] = tuple(cut["placement"])
+    cut["ties"] = [{name: Owner(*owner) for name, owner in tied.items()} for tied in cut["ties"]]
     return FirstBatch(shape, first["examples"], SpecialTokens(**first["tokens"])), Cut(**cut)
 
 

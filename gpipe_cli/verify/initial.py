@@ -14,7 +14,6 @@ from ..checkpoint.choose import open_checkpoint
 from ..checkpoint.foreign import is_foreign, match_names, open_foreign
 from ..config import Settings
 from ..factory.build import build_model
-from ..layers import layer_of
 from .plain import Load
 
 
@@ -36,10 +35,9 @@ def expected_weights(settings: Settings) -> Load:
         kinds = ("weight:", "buffer:", "average:") if config.init_average else ("weight:", "buffer:")
         tensors = load_file(path)
         for own, owner in info.layers[name].tied.items():
-            other = layer_of(owner, info.layers)
-            of_owner = load_file(info.layer_path(other))
+            of_owner = load_file(info.layer_path(owner.layer))
             for kind in ("weight:", "average:"):
-                if (value := of_owner.get(kind + owner.removeprefix(f"{other}."))) is not None:
+                if (value := of_owner.get(kind + owner.parameter)) is not None:
                     tensors[kind + own] = value
         found = {}
         for kind in kinds:  # an average replaces its weight

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..layers import layer_of
+from ..layers import Owner
 from .record import Key
 
 
@@ -48,7 +48,7 @@ class VerifiedRun:
         return f"{text} of {listed('replica', replicas)}" if self.replicas > 1 else text
 
 
-def owners_of(ties: Sequence[Mapping[str, str]], names: Sequence[str]) -> dict[Key, Key]:
+def owners_of(ties: Sequence[Mapping[str, Owner]], names: Sequence[str]) -> dict[Key, Key]:
     """Returns the owner of every other use of a tied parameter.
 
     Args:
@@ -56,7 +56,7 @@ def owners_of(ties: Sequence[Mapping[str, str]], names: Sequence[str]) -> dict[K
         names: of the layers.
     """
     return {
-        (index, f"{names[index]}.{own}"): (names.index(layer_of(owner, names)), owner)
+        (index, f"{names[index]}.{own}"): (names.index(owner.layer), str(owner))
         for index, tied in enumerate(ties)
         for own, owner in tied.items()
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory.cut import Cut, cut_model
-from gpipe_cli.layers import LayerBuilder
+from gpipe_cli.layers import LayerBuilder, Owner
 from gpipe_cli.partition.fake_layers import TensorShape
 from gpipe_cli.partition.profile import profile_layers
 from gpipe_cli.partition.ties import find_ties
@@ -44,12 +45,12 @@ def test_fresh_modules_share_nothing() -> None:
 def test_a_module_in_a_closure_is_found_with_both_its_names() -> None:
     table = nn.Embedding(7, 8)
     ties = find_ties(builders(lambda: table, nn.ReLU, lambda: nn.Sequential(nn.ReLU(), table)))
-    assert (ties.owners, ties.repeated) == ([{}, {}, {"1.weight": "layer0.weight"}], [0, 0, 56])
+    assert (ties.owners, ties.repeated) == ([{}, {}, {"1.weight": Owner("layer0", "weight")}], [0, 0, 56])
 
 
 def test_a_module_in_equal_partials_is_found_and_repeats_in_each_but_the_first() -> None:
     ties = find_ties(builders(*[partial(nn.Sequential, nn.Linear(8, 8))] * 4))
-    assert ties.owners == [{}, *[{"0.weight": "layer0.0.weight", "0.bias": "layer0.0.bias"}] * 3]
+    assert ties.owners == [{}, *[{"0.weight": Owner("layer0", "0.weight"), "0.bias": Owner("layer0", "0.bias")}] * 3]
     assert ties.repeated == [0, 72, 72, 72]
 
 
@@ -62,7 +63,7 @@ def test_one_parameter_tied_into_two_modules_is_found() -> None:
         return layer
 
     ties = find_ties(builders(tied, tied))
-    assert (ties.owners, ties.repeated) == ([{}, {"weight": "layer0.weight"}], [0, 64])
+    assert (ties.owners, ties.repeated) == ([{}, {"weight": Owner("layer0", "weight")}], [0, 64])
 
 
 def declared(tied: dict[str, str], last: Any = nn.Linear) -> list[LayerBuilder]:
@@ -72,12 +73,22 @@ def declared(tied: dict[str, str], last: Any = nn.Linear) -> list[LayerBuilder]:
 
 def test_a_declared_tie_is_found_though_every_builder_makes_its_own() -> None:
     ties = find_ties(declared({"weight": "table.weight"}))
-    assert (ties.owners, ties.repeated) == ([{}, {}, {"weight": "table.weight"}], [0, 0, 56])
+    assert (ties.owners, ties.repeated) == ([{}, {}, {"weight": Owner("table", "weight")}], [0, 0, 56])
 
 
 def test_a_tie_to_a_tied_parameter_leads_to_the_first_layer_that_uses_it() -> None:
     third = LayerBuilder("third", partial(nn.Linear, 8, 7), tied={"weight": "softmax.weight"})
-    assert find_ties([*declared({"weight": "table.weight"}), third]).owners[3] == {"weight": "table.weight"}
+    assert find_ties([*declared({"weight": "table.weight"}), third]).owners[3] == {"weight": Owner("table", "weight")}
+
+
+def test_the_owner_is_found_where_the_name_of_one_layer_begins_that_of_another() -> None:
+    deep = LayerBuilder("a", lambda: nn.Sequential(OrderedDict(b=nn.Linear(2, 2))))
+    layers = [
+        deep,
+        LayerBuilder("a.b", nn.ReLU),
+        LayerBuilder("c", partial(nn.Linear, 2, 2), tied={"bias": "a.b.bias"}),
+    ]
+    assert find_ties(layers).owners[2] == {"bias": Owner("a", "b.bias")}
 
 
 class TwoNames(nn.Linear):
@@ -89,7 +100,7 @@ class TwoNames(nn.Linear):
 def test_a_tie_within_a_layer_stays_the_layers_own_and_a_tie_of_one_name_is_a_tie_of_both() -> None:
     assert find_ties(builders(partial(TwoNames, 8, 8))).owners == [{}]
     found = find_ties(declared({"again": "table.weight"}, TwoNames))
-    assert (found.owners[2], found.repeated) == ({"weight": "table.weight"}, [0, 0, 56])
+    assert (found.owners[2], found.repeated) == ({"weight": Owner("table", "weight")}, [0, 0, 56])
 
 
 def frozen(*sizes: int) -> nn.Module:
@@ -101,9 +112,21 @@ def frozen(*sizes: int) -> nn.Module:
     [
         ({"weight": "tabel.weight"}, nn.Linear, "'softmax': its parameter 'weight' is tied to 'tabel.weight', "),
         ({"weight": "softmax.bias"}, nn.Linear, "no parameter of an earlier layer: write <layer>.<parameter>"),
-        ({"wieght": "table.weight"}, nn.Linear, "'wieght' is tied to 'table.weight', but it has only weight, bias"),
-        ({"bias": "table.weight"}, nn.Linear, r"one is float32\[7\] and the other float32\[7, 8\]: they must be"),
-        ({"weight": "table.weight"}, partial(nn.Linear, dtype=torch.float64), r"one is float64\[7, 8\] and the other"),
+        (
+            {"wieght": "table.weight"},
+            nn.Linear,
+            "'wieght' is tied to 'table.weight', but it has only weight, bias",
+        ),
+        (
+            {"bias": "table.weight"},
+            nn.Linear,
+            r"one is float32\[7\] and the other float32\[7, 8\]: they must be",
+        ),
+        (
+            {"weight": "table.weight"},
+            partial(nn.Linear, dtype=torch.float64),
+            r"one is float64\[7, 8\] and the other",
+        ),
         ({"weight": "table.weight"}, frozen, r"one is float32\[7, 8\], frozen and the other float32\[7, 8\]"),
     ],
 )

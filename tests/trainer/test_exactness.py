@@ -27,6 +27,7 @@ COMMON = [
     "model.dropout=0.1",
     "model.input_dropout=0.1",
     "model.attention_dropout=0.1",
+    "model.tie_embeddings=true",
     "task.generation=null",
     "logging.tensorboard=false",
 ]

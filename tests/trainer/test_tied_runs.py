@@ -50,7 +50,7 @@ def test_modules_that_builders_share_train_as_declared_ties_do_at_every_cut(tmp_
     words = ("+model.kind=shared", "pipeline.schedule=1f1b", "trainer.evaluate_every=null")
     one, five = (trained(tmp_path / K, f"pipeline.K={K}", *words) for K in "15")
     require_equal(one, five)
-    assert [file.tied for file in one.layers.values()] == [{}, {}, {}, *[{"weight": "first.weight"}] * 2]
+    assert [file.tied for file in one.layers.values()] == [{}, {}, {}, *[{"weight": ("first", "weight")}] * 2]
 
 
 def test_a_checkpoint_holds_a_tied_parameter_once_and_an_export_under_every_name(whole: CheckpointInfo) -> None:
