@@ -61,10 +61,12 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "gpipe_cli.models.amoebanet.amoebanet": {
         "L": Annotated[int, Limit(at_least=3, multiple_of=3)],
-        "D": Annotated[int, Limit(at_least=16)],
+        "D": Annotated[
+            int, Limit(at_least=16)
+        ],  # the first stem cell is D/4 wide, and its bottlenecks a quarter of that
         "genotype": Literal["A", "B", "C", "D"],
         "classes": Count,
-        "image_size": Pixels,
+        "image_size": Annotated[int, Limit(at_least=3, at_most=65_536)],  # of a side: the stem's kernel
         "in_channels": Count,
         "channels_last": bool,
         "dilate": bool,
@@ -311,6 +313,18 @@ def read_target(section: str, values: Any, problems: Problems) -> dict[str, Any]
     if target.startswith("gpipe_cli."):
         problems += _unknown(section, others, (*hints, "_target_", *inner))
     return {**others, **fitting}
+
+
+def require_fitting(target: str, values: Mapping[str, Any]) -> None:
+    """Refuses arguments of a shipped model outside the limits of its keys, for callers that come from Python.
+
+    Raises:
+        ValueError: it has one line for each such argument.
+    """
+    problems = Problems()
+    read_values(MODELS[target], values, "model.", problems)
+    if problems:
+        raise ValueError("\n".join(problems))
 
 
 def _unknown(section: str, values: Mapping[str, Any], known: Iterable[str]) -> list[str]:

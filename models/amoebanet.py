@@ -28,6 +28,8 @@ from functools import partial
 
 from torch import nn
 
+from gpipe_cli.targets import require_fitting
+
 from ..layers import LayerBuilder
 from .amoebanet_cells import (
     AUXILIARY_POOL,
@@ -41,10 +43,6 @@ from .amoebanet_cells import (
     Stem,
 )
 from .amoebanet_genotypes import GENOTYPES, CellGenotype, Genotype
-from .checks import check_fractions, check_sizes
-
-SMALLEST_IMAGE = 3  # pixels a side, for the stem's kernel
-SMALLEST_WIDTH = 16  # the first stem cell is D/4 wide, and its bottlenecks a quarter of that
 
 
 def spatial_sizes(image_size: int) -> dict[str, int]:
@@ -95,10 +93,7 @@ def amoebanet(
     Raises:
         ValueError: a value is outside its limits; the message names the key.
     """
-    check_sizes(L=L, D=D, classes=classes, image_size=image_size, in_channels=in_channels)
-    check_fractions(dropout=dropout, batchnorm_decay=batchnorm_decay)
-    _check_shape(L, D, genotype, image_size)
-    _check_training(drop_path_keep, batchnorm_epsilon)
+    require_fitting("gpipe_cli.models.amoebanet.amoebanet", locals())
     auxiliary = None
     if auxiliary_head:
         auxiliary = _auxiliary(image_size, classes, auxiliary_width, auxiliary_weight, auxiliary_label_smoothing)
@@ -133,27 +128,6 @@ def _cells(L: int, D: int, genotype: Genotype) -> Iterator[tuple[str, CellGenoty
         inputs, previous, halved = width * len(kind.concatenated), inputs, reduces
 
 
-def _check_shape(L: int, D: int, genotype: str, image_size: int) -> None:
-    if L % 3:
-        multiples = " or ".join(str(near) for near in (L - L % 3, L - L % 3 + 3) if near)
-        raise ValueError(f"model.L={L}: three equal stacks of normal cells: use model.L={multiples}")
-    if D < SMALLEST_WIDTH:
-        raise ValueError(
-            f"model.D={D}: bottlenecks of D/16 channels would be empty: use model.D={SMALLEST_WIDTH} or more"
-        )
-    if genotype not in GENOTYPES:
-        raise ValueError(f"model.genotype={genotype}: use {', '.join(GENOTYPES)}")
-    if image_size < SMALLEST_IMAGE:
-        raise ValueError(f"model.image_size={image_size}: the stem needs at least {SMALLEST_IMAGE} pixels a side")
-
-
-def _check_training(drop_path_keep: float, batchnorm_epsilon: float) -> None:
-    if not 0 < drop_path_keep <= 1:
-        raise ValueError(f"model.drop_path_keep={drop_path_keep}: use a share above 0 up to 1; 1 drops no path")
-    if batchnorm_epsilon <= 0:
-        raise ValueError(f"model.batchnorm_epsilon={batchnorm_epsilon}: use a number above 0, such as 0.001")
-
-
 def _auxiliary(image_size: int, classes: int, width: float, weight: float, smoothing: float) -> AuxiliarySettings:
     side = spatial_sizes(image_size)["stack_2"]
     if side < AUXILIARY_POOL:
@@ -163,10 +137,5 @@ def _auxiliary(image_size: int, classes: int, width: float, weight: float, smoot
             f"pooling does not fit the {side}×{side} map after stack 2: use model.auxiliary_head=false, or images of "
             f"at least {least} pixels a side"
         )
-    check_fractions(auxiliary_label_smoothing=smoothing)
-    if weight <= 0:
-        raise ValueError(f"model.auxiliary_weight={weight}: use a number above 0, or model.auxiliary_head=false")
-    if width < 1 / 128:
-        raise ValueError(f"model.auxiliary_width={width}: its convolutions would be empty: use a number such as 0.4")
     map_size = (side - AUXILIARY_POOL) // AUXILIARY_STRIDE + 1
     return AuxiliarySettings(map_size, classes, width, weight, smoothing)

@@ -27,8 +27,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gpipe_cli.targets import require_fitting
+
 from ..layers import LayerBuilder
-from .checks import check_fractions, check_sizes
 from .transformer_layers import (
     CausalAttention,
     CrossAttention,
@@ -121,11 +122,7 @@ def transformer(
     Raises:
         ValueError: a value is outside its limits; the message names the key.
     """
-    vocabularies = {"source_vocabulary": source_vocabulary, "target_vocabulary": target_vocabulary}
-    check_sizes(L=L, H=H, A=A, d_model=d_model, **vocabularies)
-    check_fractions(dropout=dropout, input_dropout=input_dropout, attention_dropout=attention_dropout)
-    if depth_scale_layers not in ("both", "one"):
-        raise ValueError(f"model.depth_scale_layers={depth_scale_layers}: use both (n = 2·L) or one (n = L)")
+    require_fitting("gpipe_cli.models.transformer.transformer", locals())
     depth = 2 * L if depth_scale_layers == "both" else L
     init_scale = depth_scale(depth, depth_scale_exponent) if depth_scaled_init else 1.0
     heads = (d_model, A, dropout, attention_dropout)

@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gpipe_cli.targets import require_fitting
+
 from ..layers import LayerBuilder
-from .checks import check_fractions, check_sizes
 from .transformer_layers import (
     CausalAttention,
     FeedForward,
@@ -66,8 +67,7 @@ def transformer_lm(
     Raises:
         ValueError: a value is outside its limits; the message names the key.
     """
-    check_sizes(L=L, H=H, A=A, vocabulary=vocabulary, d_model=d_model)
-    check_fractions(dropout=dropout, input_dropout=input_dropout, attention_dropout=attention_dropout)
+    require_fitting("gpipe_cli.models.transformer_lm.transformer_lm", locals())
     init_scale = depth_scale(L, depth_scale_exponent) if depth_scaled_init else 1.0
     sublayers: Sublayers = {
         "attention": partial(CausalAttention, d_model, A, dropout, attention_dropout),

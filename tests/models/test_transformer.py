@@ -318,10 +318,10 @@ def test_depth_scaled_initialisation_shrinks_both_feed_forward_matrices(keys: di
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"L": 0}, r"model\.L=0: use a whole number from 1 on"),
-        ({"A": 2.5}, r"model\.A=2\.5: use a whole number from 1 on"),
-        ({"d_model": 15}, r"model\.d_model=15: .* use model\.d_model=16"),
-        ({"dropout": 1.0}, r"model\.dropout=1\.0: use a probability"),
+        ({"L": 0}, r"model\.L=0: use a whole number, at least 1"),
+        ({"A": 2.5}, r"model\.A=2\.5: use a whole number, at least 1"),
+        ({"d_model": 15}, r"model\.d_model=15: use a whole number, .* multiple of 2"),
+        ({"dropout": 1.0}, r"model\.dropout=1\.0: use a number, at least 0 and less than 1"),
         ({"depth_scale_layers": "all"}, r"model\.depth_scale_layers=all: use both"),
     ],
     ids=str,
