@@ -139,6 +139,7 @@ class TextPreparation:
     def _encode(self, workers: Workers) -> list[dict[str, Any]]:
         """Makes the ids of all pieces; returns their descriptions."""
         pieces, tokens = [], 0
+        self._report("text: tokens", 0, 0)
         for piece in workers.map(encode_piece, self._encode_jobs()):
             self._ledger.add(TEXT, DefectCount.from_json(piece.pop("found")))
             pieces.append(piece)

@@ -34,6 +34,7 @@ SMALL = {
     "healthy": "--count 1",
     "images": "--quick",
     "corpus": "--quick --tokens 20000 --batches 2",
+    "text": "--quick",
     "wrong_configurations": "--count 3",
 }
 

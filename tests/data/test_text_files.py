@@ -150,7 +150,7 @@ def prepare_and_die(root: Path, changes: dict[str, Any]) -> None:
 
     def report(text: str, done: int, total: int) -> None:
         reports.append(text)
-        if reports.count("text: tokens") == 3:
+        if reports.count("text: tokens") == 4:
             os.kill(os.getpid(), signal.SIGKILL)
 
     TextFilesSource(str(root), **changes).prepare(report)
