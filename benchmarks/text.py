@@ -2,8 +2,8 @@
 
 Writes a file of `--megabytes` of made-up words (frequencies by Zipf's law, documents of about 1,300 bytes), prepares it
 as `data=text` does, in a new process each time, and reads 200 mini-batches of 32 windows of 1,024 tokens. Columns:
-`vocabulary, s` is the time until the vocabulary is trained, `tokens/s` counts from there, `peak, MB` is the most memory of the
-largest process, `read, tokens/s` are tokens of mini-batches per second.
+`vocabulary, s` is the time until the vocabulary is trained; `tokens/s` counts from there; `peak, MB` is the most memory
+of the largest process; `read, tokens/s` are tokens of mini-batches per second.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..layers import own_name
 from ..pipeline.cell import Cell
 from .files import CheckpointError, CheckpointInfo, shorten
 from .foreign import Match, SavedTensor, is_left_out
@@ -82,10 +83,10 @@ def load_weights(info: CheckpointInfo, cells: Sequence[Cell], left_out: Sequence
 
 
 def named_shapes(cells: Sequence[Cell]) -> dict[str, list[int]]:
-    """Returns the shapes of all parameters and persistent buffers of this worker's layers, by full name."""
+    """Returns the shapes of this worker's parameters and persistent buffers by their names in a plain state_dict."""
     layers = [layer for cell in cells for layer in cell.layers]
     return {
-        _full_name(layer.name, name): list(tensor.shape)
+        own_name(layer.name, name): list(tensor.shape)
         for layer in layers
         for tensors in named_tensors(layer.module)
         for name, tensor in tensors.items()
@@ -93,11 +94,11 @@ def named_shapes(cells: Sequence[Cell]) -> dict[str, list[int]]:
 
 
 def shared_names(cells: Sequence[Cell]) -> list[list[str]]:
-    """Returns the full names of each parameter that a layer of this worker has under several."""
+    """Returns these names of each parameter that a layer of this worker has under several."""
     groups: dict[int, list[str]] = {}
     for layer in (layer for cell in cells for layer in cell.layers):
         for name, parameter in named_tensors(layer.module)[0].items():
-            groups.setdefault(id(parameter), []).append(_full_name(layer.name, name))
+            groups.setdefault(id(parameter), []).append(own_name(layer.name, name))
     return [names for names in groups.values() if len(names) > 1]
 
 
@@ -115,7 +116,7 @@ def load_foreign(cells: Sequence[Cell], saved: Mapping[str, SavedTensor], match:
     for layer in (layer for cell in cells for layer in cell.layers):
         for tensors in named_tensors(layer.module):
             for name, own in tensors.items():
-                if (full := _full_name(layer.name, name)) in match.saved:
+                if (full := own_name(layer.name, name)) in match.saved:
                     value = saved[match.saved[full]].read()
                     if value.dtype != own.dtype:
                         if not (value.is_floating_point() and own.is_floating_point()):
@@ -123,10 +124,6 @@ def load_foreign(cells: Sequence[Cell], saved: Mapping[str, SavedTensor], match:
                         converted[f"{value.dtype} to {own.dtype}".replace("torch.", "")] = None
                     own.copy_(value)
     return list(converted)
-
-
-def _full_name(layer: str, name: str) -> str:
-    return f"{layer}.{name}"
 
 
 def _chosen(

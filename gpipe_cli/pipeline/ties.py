@@ -84,11 +84,6 @@ class TiedParameters:
             if (full := f"{layer.name}.{name}") in names
         }
 
-    @property
-    def names(self) -> list[list[str]]:
-        """Returns the full names of all uses of each tied parameter of the model."""
-        return [[use.name for use in uses] for uses in self._ties]
-
     @cached_property
     def users(self) -> list[nn.Parameter]:
         """Returns this worker's tied parameters whose owner is another."""

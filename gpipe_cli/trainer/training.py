@@ -27,6 +27,7 @@ from ..distributed.world import World
 from ..errors import ConfigurationError
 from ..factory.build import build_lr_schedule, build_optimizer
 from ..launch.context import Context
+from ..layers import own_name
 from ..metrics.journal import Journal
 from ..metrics.records import Progress
 from ..metrics.step_report import StepReporter
@@ -138,7 +139,11 @@ def adopt(assembly: Assembly, path: Path, journal: Journal) -> None:
     world, cells, left_out = assembly.world, assembly.cells, assembly.settings.checkpoint.init_except
     parts = world.all_gather([named_shapes(cells), shared_names(cells)])[: world.workers]
     model = {name: shape for shapes, _ in parts for name, shape in shapes.items()}
-    aliases = [*assembly.ties.names, *(names for _, shared in parts for names in shared)]
+    tied: dict[str, list[str]] = {}
+    for layer, ties in zip(assembly.layout.layers, assembly.layout.cut.ties, strict=True):
+        for name, owner in ties.items():
+            tied.setdefault(own_name(*owner), [own_name(*owner)]).append(own_name(layer, name))
+    aliases = [*tied.values(), *(names for _, shared in parts for names in shared)]
     saved = open_foreign(path)
     match = match_names(model, saved, aliases, left_out, path)
     names = [*model, *saved]

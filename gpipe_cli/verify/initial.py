@@ -14,6 +14,7 @@ from ..checkpoint.choose import open_checkpoint
 from ..checkpoint.foreign import is_foreign, match_names, open_foreign
 from ..config import Settings
 from ..factory.build import build_model
+from ..layers import own_name
 from .plain import Load
 
 
@@ -52,17 +53,22 @@ def expected_weights(settings: Settings) -> Load:
 
 def _made_elsewhere(settings: Settings, path: Path) -> Load:
     """Returns the same for weights that no run has saved; the model's names are those of layers without values."""
-    saved, shapes = open_foreign(path), list[dict[str, Sequence[int]]]()
-    aliases: dict[str, list[str]] = {}
-    for builder in build_model(settings.model, settings.seed):
+    saved, builders = open_foreign(path), build_model(settings.model, settings.seed)
+    plain: dict[str, str] = {}  # <layer>.<parameter or buffer> to its name in a plain state_dict
+    shapes: dict[str, Sequence[int]] = {}
+    of_layer: list[list[str]] = []
+    for builder in builders:
         with torch.device("meta"):
             held = builder.build().state_dict()
-        shapes.append({f"{builder.name}.{name}": tensor.shape for name, tensor in held.items()})
+        plain |= {f"{builder.name}.{name}": own_name(builder.name, name) for name in held}
+        shapes |= {own_name(builder.name, name): tensor.shape for name, tensor in held.items()}
+        of_layer.append([f"{builder.name}.{name}" for name in held])
+    tied: dict[str, list[str]] = {}
+    for builder in builders:
         for name, owner in builder.tied.items():
-            aliases.setdefault(owner, [owner]).append(f"{builder.name}.{name}")
-    model = {name: shape for layer in shapes for name, shape in layer.items()}
-    match = match_names(model, saved, aliases.values(), settings.checkpoint.init_except, path)
-    return lambda layer: {name: saved[match.saved[name]].read() for name in shapes[layer] if name in match.saved}
+            tied.setdefault(plain[owner], [plain[owner]]).append(own_name(builder.name, name))
+    match = match_names(shapes, saved, tied.values(), settings.checkpoint.init_except, path).saved
+    return lambda layer: {name: saved[match[plain[name]]].read() for name in of_layer[layer] if plain[name] in match}
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
