@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+from torch import nn
 from torchvision.models import MobileNetV2
 
 
@@ -9,3 +11,17 @@ def mobile_net(dropout: float = 0.0) -> MobileNetV2:
     """Returns torchvision's MobileNetV2, narrow and with four blocks: residual branches, BatchNorm, in-place ReLU6."""
     blocks = [[1, 8, 1, 1], [6, 8, 2, 2], [6, 16, 1, 2]]
     return MobileNetV2(num_classes=10, width_mult=0.25, inverted_residual_setting=blocks, dropout=dropout)
+
+
+class TiedTexts(nn.Module):
+    """Maps token ids to logits with the matrix that embeds them; the words of a text do not see each other."""
+
+    def __init__(self, vocabulary: int = 256, width: int = 16) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3)))
+        self.head = nn.Linear(width, vocabulary)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.embedding(ids)))

@@ -8,6 +8,7 @@ import own_model
 import pytest
 import torch
 from inline_run import train_inline
+from own_module import TiedTexts
 from safetensors.torch import load_file
 
 from gpipe_cli.checkpoint.choose import open_checkpoint
@@ -15,8 +16,10 @@ from gpipe_cli.checkpoint.files import CheckpointInfo, step_directory
 from gpipe_cli.checkpoint.layer_state import export_state_dict
 
 STEPS = 3
-TIED = (*own_model.DIGITS, "model._target_=own_model.with_ties", "optimizer=adam", "optimizer.lr=0.01", "pipeline.M=3")
-TIED = (*TIED, "trainer.average=0.9", "trainer.gradient_clip=0.1", "checkpoint.every=1", "checkpoint.keep=9")
+TIED = (
+    *(*own_model.WORDS, "model._target_=own_model.with_ties", "optimizer=adam", "optimizer.lr=0.01", "pipeline.M=3"),
+    *("trainer.average=0.9", "trainer.gradient_clip=0.1", "checkpoint.every=1", "checkpoint.keep=9"),
+)
 NAMES = ("first.weight", "back.weight", "last.weight")
 
 
@@ -42,12 +45,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> CheckpointInfo:
     return trained(tmp_path_factory.mktemp("runs") / "whole", "pipeline.K=1")
 
 
-def test_every_cut_gives_the_same_files(tmp_path: Path, whole: CheckpointInfo) -> None:
-    require_equal(trained(tmp_path, "pipeline.K=2", "pipeline.partition=[3,2]", "pipeline.remat=always"), whole)
+def test_every_cut_gives_the_same_files_and_evaluations_change_nothing(tmp_path: Path, whole: CheckpointInfo) -> None:
+    words = ("pipeline.K=2", "pipeline.partition=[3,2]", "pipeline.remat=always", "trainer.evaluate_every=1")
+    require_equal(trained(tmp_path, *words), whole)
 
 
 def test_modules_that_builders_share_train_as_declared_ties_do_at_every_cut(tmp_path: Path) -> None:
-    words = ("+model.kind=shared", "pipeline.schedule=1f1b", "trainer.evaluate_every=null")
+    words = ("+model.kind=shared", "pipeline.schedule=zero_bubble")
     one, five = (trained(tmp_path / K, f"pipeline.K={K}", *words) for K in "15")
     require_equal(one, five)
     assert [file.tied for file in one.layers.values()] == [{}, {}, {}, *[{"weight": ("first", "weight")}] * 2]
@@ -76,3 +80,19 @@ def test_a_frozen_tied_parameter_stays_what_its_owner_drew(tmp_path: Path) -> No
     last = export_state_dict(info)
     assert all(torch.equal(last[name], first[NAMES[0]]) for name in NAMES)
     assert not torch.equal(last["middle.weight"], first["middle.weight"])
+
+
+@pytest.mark.slow
+def test_a_traced_module_with_a_tied_matrix_gives_its_own_state_dict_at_every_cut(tmp_path: Path) -> None:
+    words = ("model=module", "model.module._target_=own_module.TiedTexts", "data=cldr_text", "task=language_model")
+    words = (*words, "+model.module.vocabulary=${data.vocabulary}", "debug=tiny", "trainer.steps=2", "pipeline.M=2")
+    words = (*words, "trainer.evaluate_first=false", "trainer.evaluate_every=null")
+    states = []
+    for K in "14":
+        train_inline(tmp_path / K, *words, f"pipeline.K={K}")
+        states.append(export_state_dict(open_checkpoint(step_directory(tmp_path / K, 2))))
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    module = TiedTexts(len(states[0]["head.weight"]))
+    assert not module.load_state_dict(states[0]).missing_keys
+    assert torch.equal(states[0]["head.weight"], states[0]["embedding.weight"])
