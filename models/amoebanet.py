@@ -28,9 +28,8 @@ from functools import partial
 
 from torch import nn
 
-from gpipe_cli.targets import require_fitting
-
 from ..layers import LayerBuilder
+from ..targets import require_fitting
 from .amoebanet_cells import (
     AUXILIARY_POOL,
     AUXILIARY_STRIDE,

@@ -27,9 +27,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gpipe_cli.targets import require_fitting
-
 from ..layers import LayerBuilder
+from ..targets import require_fitting
 from .transformer_layers import (
     CausalAttention,
     CrossAttention,
