@@ -50,6 +50,7 @@ class PipelineConfig:
         device: where workers compute.
         sync_batchnorm: whether replicas share BatchNorm's training statistics (paper, section 2.2).
         compile: whether torch.compile compiles each layer.
+        shard_optimizer: whether each replica keeps and updates only its share of the optimizer's state.
     """
 
     K: Count
@@ -65,6 +66,7 @@ class PipelineConfig:
     device: Literal["auto", "cpu", "cuda"]
     sync_batchnorm: bool
     compile: bool
+    shard_optimizer: bool
 
     @property
     def planned_workers(self) -> int:

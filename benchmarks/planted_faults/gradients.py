@@ -273,4 +273,4 @@ def last_bucket_lost() -> Patch:
     def buckets(make: Any, gradients_of_all: Any) -> Any:
         return [[gradient] for gradient in gradients_of_all][:-1]
 
-    return replaced(gradients, "_buckets", buckets)
+    return replaced(gradients, "buckets", buckets)

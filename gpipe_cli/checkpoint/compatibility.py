@@ -31,6 +31,7 @@ MAY_DIFFER = (
     "pipeline.cost",
     "pipeline.remat",
     "pipeline.backend",
+    "pipeline.shard_optimizer",
     "trainer.steps",
     "trainer.epochs",
     "trainer.seconds",

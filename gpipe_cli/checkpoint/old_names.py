@@ -38,7 +38,7 @@ ADDED: dict[str, dict[str, Any]] = {
 # Keys of typed sections that are new since, with the value that does what was done before.
 ADDED_TO_SECTIONS: dict[str, dict[str, Any]] = {
     "precision": {"boundaries": None, "loss_scale": None, "tf32": False},
-    "pipeline": {"compile": False},
+    "pipeline": {"compile": False, "shard_optimizer": False},
 }
 
 

@@ -42,6 +42,7 @@ class PipelineRuntime:
         micro_batches: Sequence[MicroBatch] | None,
         loss_scale: float = 1.0,
         watch: FiniteWatch | None = None,
+        finished: Callable[[int], None] | None = None,
     ) -> StepRecord:
         """Runs forward and backward of one mini-batch.
 
@@ -49,7 +50,7 @@ class PipelineRuntime:
             step, steps: number of the training step, from 0, and of all steps; 0 where the latter is not known.
             micro_batches: on the worker of cell 0; None elsewhere.
             loss_scale: factor of the gradients.
-            watch: as in `Pipeline.train_step`.
+            watch, finished: as in `Pipeline.train_step`.
         """
         M, worker = len(plan.signatures), self.world.worker
         posts = self.schedules.training_posts(M, self.engine.receives_block_device)[worker]
@@ -57,7 +58,7 @@ class PipelineRuntime:
             step, steps, plan.signatures, loss_scale / plan.total_weight if plan.total_weight else 0.0
         )
         instructions = self.schedules.training_lists(M)[worker]
-        return self.engine.train_step(instructions, step_input, micro_batches, posts, watch)
+        return self.engine.train_step(instructions, step_input, micro_batches, posts, watch, finished)
 
     def run_forward(
         self,

@@ -126,8 +126,9 @@ class StepReporter:
     def write_record(self, exchange: Exchange, replica: int, record: StepRecord) -> None:
         """Writes losses and statistics; each (layer, micro-batch) is on one worker of the replica."""
         losses = exchange.own["losses"].view(self._replicas, len(self._losses), self._micro_batches)
-        for (layer, micro_batch), loss in record.losses.items():
-            losses[replica, self._losses.index(layer), micro_batch] = loss.item()
+        numbers = torch.stack([loss.double() for loss in record.losses.values()]).tolist() if record.losses else []
+        for (layer, micro_batch), loss in zip(record.losses, numbers, strict=True):
+            losses[replica, self._losses.index(layer), micro_batch] = loss
         if record.statistics is not None:
             exchange.own["statistics"].view(self._replicas, -1)[replica] = record.statistics.cpu()
 

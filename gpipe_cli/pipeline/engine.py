@@ -38,6 +38,7 @@ from .process_group import Wait
 from .receives import Receives
 from .transport import Transport
 
+BACKWARDS = (Op.BACKWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT, Op.SEND_GRADIENT)
 TASK = -1  # stands for the task's loss where auxiliary losses have the index of their layer
 
 Sink = Callable[[int, Tensors, Tensors], None]
@@ -166,6 +167,7 @@ class Pipeline:
         micro_batches: Sequence[MicroBatch] | None,
         posts: Posts | None = None,
         watch: FiniteWatch | None = None,
+        finished: Callable[[int], None] | None = None,
     ) -> StepRecord:
         """Runs forward and backward of one mini-batch and adds the gradients to the parameters' ``.grad``.
 
@@ -175,6 +177,7 @@ class Pipeline:
             micro_batches: of the mini-batch, on the worker of cell 0; None elsewhere.
             posts: when receives are posted; None: `post_ahead`.
             watch: looks at all outputs and gradients; nothing is timed then.
+            finished: called with the number of each cell as soon as its gradients are complete and on their way.
 
         Raises:
             LayerFailed: an exception in a layer, with the layer's own as cause.
@@ -185,7 +188,7 @@ class Pipeline:
             self, instructions, step_input.signatures, micro_batches, posts, step_input.step, step_input.scale
         )
         with nullcontext() if watch is None else self._watched(watch):
-            step.run(self.meter if watch is None else None)
+            step.run(self.meter if watch is None else None, finished)
         for cell in self.cells.values():
             cell.end_step()
         return step.record
@@ -276,20 +279,25 @@ class _Step:
         post = partial(self.pipeline.post_receive, self.signatures)
         self._receives = Receives(post_ahead(self.instructions) if posts is None else posts, post)
 
-    def run(self, meter: Meter | None) -> None:
-        """Executes the list, with a time for every instruction where there is a meter."""
+    def run(self, meter: Meter | None, finished: Callable[[int], None] | None = None) -> None:
+        """Executes the list, with a time for every instruction where there is a meter.
+
+        Args:
+            finished: called with each cell after the last instruction that makes or sends its gradients.
+        """
         where, handlers = self.pipeline.where, self.HANDLERS
+        ends = {} if finished is None else {i.cell: n for n, i in enumerate(self.instructions) if i.op in BACKWARDS}
         outside = where.instruction
         for position, instruction in enumerate(self.instructions):
             self._receives.post_due(position)
             op = instruction.op
             where.enter(instruction.cell, instruction.micro_batch, op.name.lower())
-            if meter is None:
-                handlers[op](self, instruction)
-                continue
-            started = meter.mark()
+            started = None if meter is None else meter.mark()
             handlers[op](self, instruction)
-            meter.record(instruction, started)
+            if meter is not None and started is not None:
+                meter.record(instruction, started)
+            if finished is not None and ends.get(instruction.cell) == position:
+                finished(instruction.cell)
         where.enter(None, None, outside)  # later errors belong to no instruction
         self.pipeline.drain()
         left_over = self.buffers.left_over() + (["receives"] if self._receives else [])

@@ -6,13 +6,13 @@ float64: the same bits for every K.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .replicas import sum_over_replicas
+from .replicas import begin_sum
 
 BUCKET_BYTES = 32 << 20  # gradients are reduced in flat buckets of about this size
 
@@ -36,15 +36,43 @@ def reduce_over_replicas(parameters: Iterable[nn.Parameter], group: dist.Process
     A sum, not a mean: every replica has already divided by the weight of the whole mini-batch. Every replica passes the
     same parameters, and after `fill_gradients` the same of them have a gradient.
     """
-    for bucket in _buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-        sum_over_replicas(flat, group)
+    for bucket in buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
+        _begin_bucket(bucket, group)()
+
+
+def begin_reduction(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> Callable[[], None]:
+    """Starts to sum gradients as `reduce_over_replicas` does; the bits are the same.
+
+    Returns:
+        A function that waits for the sums and puts them in place; all replicas call it at the same place.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    begun = [_begin_bucket(bucket, group) for bucket in buckets(gradients)]
+
+    def finish() -> None:
+        for each in begun:
+            each()
+
+    return finish
+
+
+def _begin_bucket(bucket: Sequence[Tensor], group: dist.ProcessGroup) -> Callable[[], None]:
+    # A large gradient has a bucket of its own, and needs no copy.
+    flat = bucket[0].reshape(-1) if len(bucket) == 1 else torch.cat([gradient.reshape(-1) for gradient in bucket])
+    finish_sum = begin_sum(flat, group)
+
+    def finish() -> None:
+        finish_sum()
         sums = torch.split(flat, [gradient.numel() for gradient in bucket])
         for gradient, summed in zip(bucket, sums, strict=True):
-            gradient.copy_(summed.view_as(gradient))
+            if gradient.data_ptr() != summed.data_ptr():
+                gradient.copy_(summed.view_as(gradient))
+
+    return finish
 
 
-def _buckets(gradients: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+def buckets(gradients: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+    """Yields the tensors in groups of one type and of about `BUCKET_BYTES`."""
     bucket: list[Tensor] = []
     size = 0
     for gradient in gradients:

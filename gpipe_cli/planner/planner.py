@@ -15,6 +15,7 @@ from ..errors import ConfigurationError
 from ..factory.build import build_model, build_optimizer, build_task
 from ..factory.cut import Cut, cut_by_costs
 from ..factory.example import asks_for_example, example_micro_batch, with_example
+from ..optim.sharding import shares
 from ..partition.ties import Ties, find_ties
 from ..schedule.instruction import Instruction, ScheduleError
 from ..schedule.schedule import schedule
@@ -132,12 +133,12 @@ class Planner:
             return self._times.transfer(sent_bytes(sent, sizes))
 
         timeline = simulate(lists, placement, durations(times, lists, placement, speeds), latency, self.device.host)
-        model = [self._model_bytes(cell) for cell in cells]
+        model = self._sharded([self._model_bytes(cell) for cell in cells], cells, placement, pipeline)
         alive = most_alive(timeline, sizes, self._wire(pipeline))
         rows = cell_plans(self.builders, cells, times, model, placement, lists)
         workers = worker_plans(placement, model, alive)
         ties = list(tie_messages(cut.uses(self._names), trained_parameters(self._names, measured.layers)))
-        update = self._update_seconds(cells, model, placement, pipeline.replicas, ties)
+        update = self._update_seconds(cells, model, placement, pipeline, ties)
         busy = [cell.forward_seconds + cell.backward_seconds for cell in rows]
         better, gain = self._better_cut(measured, pipeline, cut)
         crossings = [number for number in range(1, len(cells)) if placement[number] != placement[number - 1]]
@@ -194,18 +195,42 @@ class Planner:
         average = cell.average_bytes if self.settings.trainer.average is not None else 0
         return ModelBytes(cell.weight_bytes, cell.gradient_bytes, sum(map(self._state_bytes, cell.trained)), average)
 
+    def _sharded(
+        self,
+        model: Sequence[ModelBytes],
+        cells: Sequence[CellFacts],
+        placement: Sequence[int],
+        pipeline: PipelineConfig,
+    ) -> list[ModelBytes]:
+        """Returns the bytes with the optimizer's state on the replica that has most of it."""
+        if not pipeline.shard_optimizer or self.options.bytes_per_parameter is not None:
+            return list(model)
+        parts = {worker: self._largest_share(cells, placement, worker, pipeline.replicas) for worker in set(placement)}
+        return [
+            replace(bytes_, optimizer=bytes_.optimizer * parts[worker])
+            for bytes_, worker in zip(model, placement, strict=True)
+        ]
+
+    def _largest_share(self, cells: Sequence[CellFacts], placement: Sequence[int], worker: int, replicas: int) -> float:
+        trained = [shape for cell, of in zip(cells, placement, strict=True) if of == worker for shape in cell.trained]
+        loads = [0.0] * replicas
+        for shape, owner in zip(trained, shares([shape.numel for shape in trained], replicas), strict=True):
+            loads[owner] += self._state_bytes(shape)
+        return max(loads) / sum(loads) if any(loads) else 1.0
+
     def _update_seconds(
         self,
         cells: Sequence[CellFacts],
         model: Sequence[ModelBytes],
         placement: Sequence[int],
-        replicas: int,
+        pipeline: PipelineConfig,
         ties: Sequence[tuple[int, int, int]],
     ) -> float:
+        passes = 1.5 if pipeline.shard_optimizer else 1.0  # updated weights go to the other replicas
         seconds = [0.0] * (max(placement) + 1)
         for cell, bytes_, worker in zip(cells, model, placement, strict=True):
             seconds[worker] += self._times.update(cell, bytes_.optimizer)
-            seconds[worker] += self._times.reduction(cell.reduced_bytes, replicas)
+            seconds[worker] += passes * self._times.reduction(cell.reduced_bytes, pipeline.replicas)
         for sender, receiver, size in ties:
             for worker in (sender, receiver):
                 seconds[worker] += self._times.transfer(size)

@@ -17,6 +17,7 @@ from ..errors import ConfigurationError
 from ..micro_batch import MicroBatch
 from ..position import Position
 from ..tasks.base import Task
+from .upload import Uploader
 
 # -- of a source, checked ----------------------------------------------------------------------------------------------
 
@@ -85,10 +86,15 @@ class BatchReader:
         micro_batches: of the current mini-batch; none when the data has ended.
         position: of the current mini-batch; None before the first.
         seconds_waited: for the current mini-batch.
+
+    Args:
+        uploader: copies each mini-batch to the device before it is taken; None: it stays in the host's memory.
     """
 
-    def __init__(self, batches: Iterator[Batch], task: Task, codec: BatchPlanCodec) -> None:
-        self._batches, self._task, self._codec = batches, task, codec
+    def __init__(
+        self, batches: Iterator[Batch], task: Task, codec: BatchPlanCodec, uploader: Uploader | None = None
+    ) -> None:
+        self._batches, self._task, self._codec, self._uploader = batches, task, codec, uploader
         self.micro_batches: list[MicroBatch] = []
         self.position: Any = None
         self.seconds_waited = 0.0
@@ -103,6 +109,14 @@ class BatchReader:
             self.position = batch.position
         weights = [self._task.weight(targets) for _, targets in self.micro_batches]
         self._codec.write(exchange, self.micro_batches, weights)
+        if self._uploader is not None:
+            self.micro_batches = self._uploader.begin(self.micro_batches)
+
+    def take(self) -> list[MicroBatch]:
+        """Returns the current mini-batch, ready for use on the device."""
+        if self._uploader is not None:
+            self._uploader.take(self.micro_batches)
+        return self.micro_batches
 
 
 # -- on every worker ---------------------------------------------------------------------------------------------------
@@ -140,14 +154,14 @@ class TrainingBatches:
         if self.source is not None:
             world, M = self.world, self.codec.M
             batches = training_batches(self.source, self.position, M, world.replica, world.replicas)
-            self._reader = BatchReader(batches, self.task, self.codec)
+            self._reader = BatchReader(batches, self.task, self.codec, Uploader(world.device))
 
     def take(self) -> list[MicroBatch] | None:
         """Returns the announced mini-batch, to be trained on now; None on workers that do not read data."""
         if self._reader is None:
             return None
         self.position, self.seconds_waited = self._reader.position, self._reader.seconds_waited
-        return self._reader.micro_batches
+        return self._reader.take()
 
     def announce(self, exchange: Exchange) -> None:
         """Writes the plan of the next mini-batch; rank 0 adds whether the run ends before it."""

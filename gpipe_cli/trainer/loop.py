@@ -101,7 +101,8 @@ class Trainer:
         steps = self.settings.trainer.steps or 0
         micro_batches = self.batches.take()
         scale = self.progress.loss_scale or 1.0
-        record = self.runtime.train_step(plan, step, steps, micro_batches, scale)
+        finished = self.updater.on_cell_finished
+        record = self.runtime.train_step(plan, step, steps, micro_batches, scale, finished=finished)
         span = meter.end_step()
         with meter.phase("gradients"), where.doing("adding up the gradients"):
             self.updater.reduce_gradients(scale)

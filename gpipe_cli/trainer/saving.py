@@ -75,8 +75,9 @@ class Saver:
                 self.writer.amend(step, state, best)
             return
         self._begun, self._pending = step, (step, state, best)
+        layers = self.updater.layer_states(keep=self.writer is not None)
         if self.writer is not None:
-            self.writer.begin(step, self.updater.layer_states())
+            self.writer.begin(step, layers)
 
     def report(self, exchange: Exchange) -> None:
         """Writes into the exchange the last step that this worker has written."""

@@ -32,6 +32,7 @@ from ..metrics.journal import Journal
 from ..metrics.records import Progress
 from ..metrics.step_report import StepReporter
 from ..optim.average import WeightAverage
+from ..optim.sharding import OptimizerShards
 from ..pipeline.cell import Cell
 from . import loss_scale
 from .assembly import Assembly, assemble_evaluator
@@ -179,11 +180,17 @@ def make_updater(settings: Settings, assembly: Assembly) -> Updater:
     cells, group = assembly.cells, assembly.world.replica_group
     average = None if settings.trainer.average is None else WeightAverage(cells, settings.trainer.average)
     parameters = [parameter for cell in cells for _, parameter in cell.parameters()]
-    optimizer = build_optimizer(settings.optimizer, parameters, settings.seed)
+    shards = None
+    if settings.pipeline.shard_optimizer and group is not None:
+        world = assembly.world
+        replicas = slice(world.worker, None, world.workers)  # of all ranks, those with these layers
+        shards = OptimizerShards(parameters, group, lambda value: world.all_gather(value)[replicas])
+    own = parameters if shards is None else shards.own
+    optimizer = build_optimizer(settings.optimizer, own, settings.seed)
     lr_schedule = build_lr_schedule(settings.lr_schedule, optimizer, settings.seed)
     # The schedule also counts a step whose update is skipped; torch warns when that is the very first.
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-    return Updater(cells, optimizer, lr_schedule, average, assembly.ties, group, settings.trainer.gradient_clip)
+    return Updater(cells, optimizer, lr_schedule, average, assembly.ties, group, settings.trainer.gradient_clip, shards)
 
 
 def make_saver(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,20 @@ from ..checkpoint.files import CheckpointError, CheckpointInfo, Json
 from ..checkpoint.layer_state import LayerState, layer_state, load_layer, named_tensors, restore_layer
 from ..checkpoint.lr_schedule_state import LRScheduleState
 from ..checkpoint.optimizer_state import StateForms
+from ..launch.mailboxes import LOCAL
 from ..metrics.step_report import StepReport
 from ..optim.average import WeightAverage
+from ..optim.sharding import OptimizerShards
 from ..pipeline.batchnorm import finish_batchnorm
 from ..pipeline.cell import Cell
-from ..pipeline.gradients import clip_factor, fill_gradients, reduce_over_replicas, scale_gradients, squared_norms
+from ..pipeline.gradients import (
+    begin_reduction,
+    clip_factor,
+    fill_gradients,
+    reduce_over_replicas,
+    scale_gradients,
+    squared_norms,
+)
 from ..pipeline.ties import TiedParameters
 
 
@@ -34,6 +43,7 @@ class Updater:
         average: of the cells' weights; None: the run keeps none.
         ties: the tied parameters.
         replica_group: the ranks that hold the same layers; None without replicas.
+        shards: divide the optimizer's state among the replicas; None: each has all of it.
         clip: the largest norm of the whole gradient; None: no limit.
     """
 
@@ -46,19 +56,40 @@ class Updater:
         ties: TiedParameters,
         replica_group: dist.ProcessGroup | None,
         clip: float | None,
+        shards: OptimizerShards | None = None,
     ) -> None:
-        self.optimizer = optimizer
+        self.optimizer, self._shards = optimizer, shards
         self._lr_schedule, self._average, self._replica_group, self._clip = lr_schedule, average, replica_group, clip
         self._ties = ties
         self._schedule_state = LRScheduleState(lr_schedule, optimizer)
         self._layers = [layer for cell in cells for layer in cell.layers]
         self._parameters = [parameter for cell in cells for _, parameter in cell.parameters()]
         self._batchnorms = [batchnorm for cell in cells for batchnorm in cell.batchnorms]
+        tied = {id(parameter) for parameter in ties.owners}  # complete only when the gradients of all uses are there
+        self._of_cell = {c.number: [p for _, p in c.parameters() if id(p) not in tied] for c in cells}
+        self._begun: list[Callable[[], None]] = []
+        self._begun_cells: list[int] = []
 
     @property
     def learning_rate(self) -> float:
         """Returns the learning rate of the optimizer's first group."""
         return float(self._lr_schedule.get_last_lr()[0])
+
+    @property
+    def on_cell_finished(self) -> Callable[[int], None] | None:
+        """Returns what starts to sum a cell's gradients over the replicas while other cells still work.
+
+        None without replicas, and where a sum makes the worker wait for the other replicas.
+        """
+        if self._replica_group is None or dist.get_backend(self._replica_group) == LOCAL:
+            return None
+        return self._begin_reduction
+
+    def _begin_reduction(self, cell: int) -> None:
+        assert self._replica_group is not None
+        fill_gradients(self._of_cell[cell])
+        self._begun.append(begin_reduction(self._of_cell[cell], self._replica_group))
+        self._begun_cells.append(cell)
 
     def reduce_gradients(self, scale: float = 1.0) -> None:
         """Sums the gradients over uses and replicas; parameters that nothing used get a gradient of zero.
@@ -69,7 +100,12 @@ class Updater:
         fill_gradients(self._parameters)
         self._ties.add_gradients()
         if self._replica_group is not None:
-            reduce_over_replicas(self._parameters, self._replica_group)
+            begun = {id(parameter) for cell in self._begun_cells for parameter in self._of_cell[cell]}
+            rest = [parameter for parameter in self._parameters if id(parameter) not in begun]
+            reduce_over_replicas(rest, self._replica_group)
+            for finish in self._begun:
+                finish()
+            self._begun, self._begun_cells = [], []
         scale_gradients(self._parameters, 1 / scale)
 
     def squared_norms(self) -> Tensor:
@@ -85,6 +121,8 @@ class Updater:
         if report.finite:
             scale_gradients(self._parameters, clip_factor(report.gradient_norm, self._clip))
             self.optimizer.step()
+            if self._shards is not None:
+                self._shards.spread()
             self._ties.spread()
             finish_batchnorm(self._batchnorms, self._replica_group)
             if self._average is not None:
@@ -96,7 +134,8 @@ class Updater:
         """Clears the gradients, and the BatchNorm statistics of a step that is not applied."""
         for batchnorm in self._batchnorms:
             batchnorm.take_pooled()
-        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self._parameters:
+            parameter.grad = None
         self._ties.forget_gradients()
 
     @contextmanager
@@ -110,8 +149,24 @@ class Updater:
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
-    def layer_states(self) -> dict[str, LayerState]:
-        """Returns weights, buffers, optimizer state and averages of this worker's layers by name."""
+    def layer_states(self, keep: bool = True) -> dict[str, LayerState]:
+        """Returns weights, buffers, optimizer state and averages of this worker's layers by name.
+
+        All replicas call it at the same time.
+
+        Args:
+            keep: False where only the other replicas need the result.
+        """
+        state: dict[Any, Any] = self.optimizer.state
+        others = {} if self._shards is None else self._shards.state_of_others(state, keep)
+        state.update(others)
+        try:
+            return self._own_layer_states() if keep else {}
+        finally:
+            for parameter in others:
+                del state[parameter]
+
+    def _own_layer_states(self) -> dict[str, LayerState]:
         average = self._average
         return {
             layer.name: layer_state(

@@ -126,6 +126,25 @@ def test_an_incomplete_list_is_an_error_and_the_next_step_starts_afresh() -> Non
     assert len(engine.train_step(instructions, step_input, micro_batches).losses) == 4
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_cell_is_told_once_when_its_gradients_are_complete(kind: str) -> None:
+    layers, noise = build_all(small_model()), NoiseSource(1, 0, CPU)
+    cells = [Cell(0, layers[:3], noise), Cell(1, layers[3:], noise)]
+    engine = Pipeline(cells, (0, 0), None, token_loss, 1, CPU)
+    told: dict[int, list[torch.Tensor]] = {}
+
+    def finished(cell: int) -> None:
+        assert cell not in told
+        told[cell] = [p.grad.clone() for _, p in cells[cell].parameters() if p.grad is not None]
+
+    instructions = schedule(kind, (0, 0), 2, "except_last")[0]
+    engine.train_step(instructions, StepInput(0, 1, ("a", "b"), 1.0), mini_batch(0, 8, 2), finished=finished)
+    assert list(told) == [1, 0]
+    for cell in cells:
+        after = [p.grad for _, p in cell.parameters() if p.grad is not None]
+        assert all(map(torch.equal, told[cell.number], after))
+
+
 def test_an_evaluation_records_no_times() -> None:
     layers = build_all(small_model())
     engine = Pipeline([Cell(0, layers, NoiseSource(1, 0, CPU))], (0,), None, token_loss, 1, CPU)

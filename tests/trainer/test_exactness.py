@@ -128,6 +128,20 @@ def test_three_replicas_give_the_same_bits_for_every_number_of_workers(tmp_path:
     assert same_bits(two, one, step=4)
 
 
+@pytest.mark.slow
+def test_a_divided_optimizer_state_and_early_sums_change_no_bit_and_no_checkpoint(tmp_path: Path) -> None:
+    """Over gloo, where a cell's gradients are summed up while the worker's other cells still run."""
+    words = ["trainer.steps=4", "pipeline.replicas=3", "pipeline.M=2", "data.batch_size=24", "checkpoint.every=2"]
+    whole = train(tmp_path / "whole", *words, "pipeline.K=1", "pipeline.workers=1")
+    divided = [*words, "pipeline.shard_optimizer=true", "pipeline.workers=1"]
+    run_dir = train(tmp_path / "divided", *divided, "pipeline.K=4", "pipeline.backend=gloo")
+    assert losses(run_dir) == losses(whole)
+    assert all(same_bits(run_dir, whole, step) for step in (2, 4))
+    resume = f"checkpoint.resume={step_directory(run_dir, 2)}"
+    resumed = train(tmp_path / "resumed", *divided, "pipeline.K=2", resume)
+    assert same_bits(resumed, whole, step=4)
+
+
 def test_a_killed_run_goes_on_at_another_k_as_if_it_had_never_stopped(whole: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     words = [*COMMAND, *COMMON, f"hydra.run.dir={run_dir}", "pipeline.K=2", "pipeline.workers=2"]
