@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -110,14 +109,17 @@ def resume(site: Site) -> Iterator[Row]:
 
 
 def _kill(site: Site, words: Sequence[str], run_dir: Path) -> int:
-    """Starts a run, kills all its processes after its first checkpoint, and returns that checkpoint's step."""
+    """Starts a run, kills its command after the first checkpoint, and returns that checkpoint's step.
+
+    The run is in the process group of the part, which is killed with the part; a killed command's workers end by
+    themselves.
+    """
     command = [sys.executable, "-m", "gpipe_cli.commands.train", *words, f"pipeline.device={site.device}"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     process = subprocess.Popen(
         command,
         cwd=site.folder,
         env=environment,
-        start_new_session=True,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -125,7 +127,7 @@ def _kill(site: Site, words: Sequence[str], run_dir: Path) -> int:
     while not step_directories(run_dir) and process.poll() is None and time.monotonic() < end:
         time.sleep(0.01)
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
     process.wait()
     saved = step_directories(run_dir)
     return step_of(saved[-1]) if saved else 0
