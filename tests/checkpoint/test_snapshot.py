@@ -304,6 +304,17 @@ class ReadsGradients(torch.optim.Optimizer):
                 self.state[parameter].setdefault("seen", torch.full_like(parameter, largest))
 
 
+def test_the_state_that_early_releases_saved_with_every_use_of_a_tied_parameter_stays_with_its_owner() -> None:
+    saved, layer = nn.Linear(2, 2), nn.Linear(2, 2)
+    everything = torch.optim.Adam(saved.parameters())
+    saved(torch.ones(1, 2)).sum().backward()
+    everything.step()
+    optimizer = torch.optim.Adam([layer.bias])  # another layer owns the weight
+    restore_layer("one", layer, optimizer, layer_state(saved, everything).copied())
+    assert list(optimizer.state) == [layer.bias]
+    assert torch.equal(layer.weight, saved.weight)
+
+
 def test_an_optimizer_that_looks_at_values_is_checked_too() -> None:
     layer = nn.Linear(3, 2)
     weights = {name: parameter.detach() for name, parameter in layer.named_parameters()}
