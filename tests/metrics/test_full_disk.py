@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 from inline_run import train_inline
+from own_model import WORDS
 from small_disk import fill, small_disk
 
+from gpipe_cli.checkpoint import choose
 from gpipe_cli.checkpoint.commit import write_json
 from gpipe_cli.commands import train
 from gpipe_cli.disk import DiskError, cannot_write, explain, refuse_links, writing
@@ -160,6 +162,23 @@ def test_a_run_whose_disk_is_full_ends_in_one_line(tmp_path: Path) -> None:
         train_inline(tmp_path / "run", "debug=tiny", "trainer.steps=1", "trainer.evaluate_first=false")
     text = str(caught.value)
     assert "\n" not in text and "step_00000001.partial cannot be written: No space left on device (room left:" in text
+
+
+def test_the_training_state_is_saved_although_the_metrics_find_no_room(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "full", "size=8k") as folder:
+        (folder / "metrics").touch()
+        fill(folder)
+        (tmp_path / "run").mkdir()
+        file = tmp_path / "run" / "metrics.jsonl"
+        file.touch()
+        subprocess.run(["mount", "--bind", folder / "metrics", file], check=True)
+        try:
+            with pytest.raises(DiskError, match=r"metrics\.jsonl cannot be written: No space left on device"):
+                train_inline(tmp_path / "run", *WORDS, "trainer.steps=2", "pipeline.K=1")
+        finally:
+            subprocess.run(["umount", file], check=True)
+    chosen = choose.latest(tmp_path / "run").checkpoint
+    assert chosen is not None and chosen.step == 2
 
 
 def test_a_configuration_that_cannot_be_kept_is_told_with_its_file(

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from memory_limit import memory_limit
 from own_model import WORDS
 
 DOOMED = (
@@ -36,13 +37,26 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_the_place_of_a_death_is_told(where: str, how: str, said: list[str], tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "gpipe_cli.commands.train", *WORDS, *DOOMED, f"hydra.run.dir={tmp_path}"],
+    done = train(tmp_path, where, how)
+    assert done.returncode == 1, done.stdout + done.stderr
+    for text in said:
+        assert text in done.stderr, done.stderr
+
+
+@pytest.mark.slow
+def test_a_layer_that_eats_all_memory_is_named_when_the_kernel_ends_its_worker(tmp_path: Path) -> None:
+    with memory_limit(1500 << 20) as group:
+        done = train(tmp_path, "forward", "grow", "bash", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "bash")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"{KILLED} worker) at {FORWARD}\n" in done.stderr
+
+
+def train(run_dir: Path, where: str, how: str, *wrapper: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gpipe_cli.commands.train", *WORDS, *DOOMED, f"hydra.run.dir={run_dir}"]
+    return subprocess.run(
+        [*wrapper, *command],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "WHERE": where, "HOW": how},
         capture_output=True,
         text=True,
         timeout=240,
     )
-    assert done.returncode == 1, done.stdout + done.stderr
-    for text in said:
-        assert text in done.stderr, done.stderr
