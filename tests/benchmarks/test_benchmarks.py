@@ -23,6 +23,7 @@ SMALL = {
     "two_workers": "--M 2 --width 16 --layers 2 --examples 4 --rounds 2",
     "overhead": "--sizes tiny --examples 4 --tokens 4 --repetitions 2",
     "memory": "--K 2 --M 4 --examples 256",
+    "weight_casts": "--size tiny --M 2 --examples 4 --tokens 4 --repetitions 2",
     "startup": "--K 1 --quick debug=tiny",
     "messages": "--workers 2 --rounds 1",
     "exchange": "--workers 2 --rounds 10",
