@@ -17,6 +17,8 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from .operations import ATTENTION, attention_with_trained_mask, enter_autocast, leave_autocast
+
 ROOT = "L__self__"  # of nn_module_stack's keys
 CHECKS = ("_assert", "sym_constrain_range", "assert_")  # names of operations that only check
 INNER = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
@@ -30,6 +32,7 @@ class Flat:
         graph: its placeholders are those of `inputs` and of `held`.
         inputs: placeholders of the micro-batch's tensors.
         held: placeholders of parameters, buffers and constants, with their names.
+        parameters: those of parameters.
         output: the node whose value the module returns.
         forbidden: pairs of nodes between which no cut may come.
     """
@@ -37,6 +40,7 @@ class Flat:
     graph: fx.Graph
     inputs: list[fx.Node] = field(default_factory=list)
     held: dict[fx.Node, str] = field(default_factory=dict)
+    parameters: set[fx.Node] = field(default_factory=set)
     output: fx.Node | None = None
     forbidden: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
 
@@ -71,11 +75,14 @@ def flatten(program: ExportedProgram, inside: str, aliases: Mapping[str, str], c
         if spec.kind == InputKind.CONSTANT_TENSOR and name not in aliases:
             constants[name] = program.constants[str(spec.target)]
         flat.held[copy] = aliases.get(name, name)
+        if spec.kind == InputKind.PARAMETER:
+            flat.parameters.add(copy)
     flattener = _Flattener(flat)
     answers = flattener.put(module, module.graph, env)
     flat.output = answers[0]
     flat.graph.output(flat.output)
     flat.graph.eliminate_dead_code(_has_effect)
+    _keep_kernels(flat)
     kept = set(flat.graph.nodes)
     flat.forbidden = [pair for pair in flattener.forbidden if pair[0] in kept and pair[1] in kept]
     return flat
@@ -192,6 +199,19 @@ class _Flattener:
             self._base[copy] = first
 
 
+def _keep_kernels(flat: Flat) -> None:
+    """Replaces attention whose mask has a gradient: its kernel must not depend on whether gradients are wanted."""
+    trained = set(flat.parameters)
+    for node in flat.nodes:
+        value = node.meta.get("val")
+        parts = value if isinstance(value, (tuple, list)) else [value]
+        floating = any(isinstance(part, Tensor) and part.is_floating_point() for part in parts)
+        if floating and node.target is not torch.ops.aten.detach.default and trained & set(node.all_input_nodes):
+            trained.add(node)
+        if node.target is ATTENTION and len(node.args) > 3 and node.args[3] in trained:
+            node.target = attention_with_trained_mask
+
+
 def _functional(target: torch._ops.OpOverload) -> Any:
     """Returns the operation that gives the value of an in-place one and changes nothing; None if there is none."""
     namespace, _, name = target._schema.name.partition("::")
@@ -218,15 +238,3 @@ def _has_effect(node: fx.Node) -> bool:
     if node.op in ("placeholder", "output") or target in (enter_autocast, leave_autocast):
         return True
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
-
-
-def enter_autocast(*arguments: Any) -> Any:
-    """Enters the autocast that a module's code asks for; returns it for `leave_autocast`."""
-    context = torch.autocast(*arguments)
-    context.__enter__()  # type: ignore[no-untyped-call]  # torch's own
-    return context
-
-
-def leave_autocast(context: Any) -> None:
-    """Leaves the autocast that `enter_autocast` entered."""
-    context.__exit__(None, None, None)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ class Called(nn.Module):
 
     def __init__(self, module: nn.Module, call: Call) -> None:
         super().__init__()
+        if "use_cache" in signature(module.forward).parameters:  # of generation; nobody reads it here
+            call = replace(call, arguments={"use_cache": False, **call.arguments})
         self.module, self.call = module, call
 
     def forward(self, *tensors: Tensor) -> Tensor:

@@ -1,0 +1,178 @@
+"""Lists modules: every family of torchvision's classification models, and architectures of the transformers library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torchvision
+from torch import Tensor, nn
+
+IMAGE = 64  # pixels a side, where the module takes any
+VOCABULARY, LENGTH = 96, 16
+SIZES = {  # tiny; a configuration takes those that it knows
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_size", "dim", "emb_dim", "n_embed"), 32),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "intermediate_size", "ffn_dim", "d_ff", "n_inner"), 64),
+    **dict.fromkeys(("hidden_dim", "d_inner", "ffn_hidden_size"), 64),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("num_decoder_layers", "num_encoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads",), 2),
+    **dict.fromkeys(("head_dim", "d_kv"), 8),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 64),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "decoder_start_token_id", "sep_token_id", "cls_token_id"), 1),
+    **dict.fromkeys(("pad_token_id",), 0),
+    **dict.fromkeys(("vocab_size",), VOCABULARY),
+    "image_size": 32,
+    "patch_size": 8,
+    "num_labels": 10,
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Describes one module and its inputs.
+
+    Attributes:
+        name: of the row.
+        constructor: makes the module.
+        inputs: makes the input tensors of a number of examples.
+        call: the keys of model=module that say how it is called.
+    """
+
+    name: str
+    constructor: Callable[[], nn.Module]
+    inputs: Callable[[int], tuple[Tensor, ...]]
+    call: Mapping[str, Any] = field(default_factory=dict)
+
+
+def subjects() -> list[Subject]:
+    """Returns all modules."""
+    return [*_torchvision(), *_transformers()]
+
+
+# -- torchvision -------------------------------------------------------------------------------------------------------
+
+STOCHASTIC = {"stochastic_depth_prob": 0.0}
+DROPOUT = {"dropout": 0.0}
+TORCHVISION: dict[str, dict[str, Any]] = {
+    "alexnet": DROPOUT,
+    "convnext_tiny": STOCHASTIC,
+    "densenet121": {},
+    "efficientnet_b0": {**STOCHASTIC, **DROPOUT},
+    "efficientnet_v2_s": {**STOCHASTIC, **DROPOUT},
+    "googlenet": {**DROPOUT, "init_weights": False, "aux_logits": False},
+    "inception_v3": {**DROPOUT, "init_weights": False, "aux_logits": False},
+    "maxvit_t": {**STOCHASTIC, "input_size": (32, 32), "partition_size": 1},
+    "mnasnet0_5": DROPOUT,
+    "mobilenet_v2": DROPOUT,
+    "mobilenet_v3_small": DROPOUT,
+    "regnet_y_400mf": {},
+    "resnet18": {},
+    "resnext50_32x4d": {},
+    "shufflenet_v2_x0_5": {},
+    "squeezenet1_1": DROPOUT,
+    "swin_t": STOCHASTIC,
+    "swin_v2_t": STOCHASTIC,
+    "vgg11": DROPOUT,
+    "vit_b_16": {"image_size": 32},
+    "wide_resnet50_2": {},
+}
+SIDES = {"inception_v3": 96, "maxvit_t": 32, "vit_b_16": 32}
+
+
+def _torchvision() -> list[Subject]:
+    def made(name: str, arguments: Mapping[str, Any]) -> Subject:
+        constructor = partial(getattr(torchvision.models, name), num_classes=10, **arguments)
+        return Subject(f"torchvision {name}", constructor, partial(_images, SIDES.get(name, IMAGE)))
+
+    return [made(name, arguments) for name, arguments in TORCHVISION.items()]
+
+
+def _images(side: int, examples: int) -> tuple[Tensor, ...]:
+    return (torch.randn(examples, 3, side, side),)
+
+
+# -- the transformers library ------------------------------------------------------------------------------------------
+
+CAUSAL = (
+    *("bloom", "codegen", "cohere", "ctrl", "falcon", "gemma", "gemma2", "glm", "gpt2", "gpt_bigcode", "gpt_neo"),
+    *("gpt_neox", "gptj", "granite", "helium", "llama", "mamba", "mistral", "mpt", "nemotron", "olmo", "olmo2", "opt"),
+    *("openai-gpt", "persimmon", "phi", "phi3", "qwen2", "qwen3", "smollm3", "stablelm", "starcoder2", "xglm"),
+)
+MASKED = (
+    *("albert", "bert", "camembert", "convbert", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "fnet"),
+    *("megatron-bert", "mobilebert", "modernbert", "mpnet", "nystromformer", "rembert", "roberta", "roformer"),
+    *("squeezebert", "xlm-roberta"),
+)
+SEQUENCES = ("bart", "blenderbot", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5")
+IMAGES = ("beit", "convnext", "deit", "dinov2", "resnet", "swin", "vit")
+EXTRA: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "codegen": {"rotary_dim": 4},
+    "gptj": {"rotary_dim": 4},
+    "mobilebert": {"intra_bottleneck_size": 32, "true_hidden_size": 32},
+    "falcon": {"new_decoder_architecture": False},
+    "ctrl": {"dff": 64},
+    "convnext": {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 16, 32]},
+    "resnet": {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 16, 32], "embedding_size": 8},
+    "swin": {"depths": [1, 1], "num_heads": [2, 4], "embed_dim": 16, "window_size": 2, "patch_size": 4},
+    "modernbert": {"global_attn_every_n_layers": 2},
+    "phi3": {"original_max_position_embeddings": 64},
+    "nystromformer": {"num_landmarks": 4, "segment_means_seq_len": 16},
+}
+
+
+def _transformers() -> list[Subject]:
+    try:
+        import transformers
+    except ImportError:
+        return []
+    texts = {"AutoModelForCausalLM": CAUSAL, "AutoModelForMaskedLM": MASKED}
+    found = [
+        Subject(f"{name}", partial(_from_config, family, name), _tokens, {"inputs": ["input_ids"]})
+        for family, names in texts.items()
+        for name in names
+    ]
+    both = {"inputs": ["input_ids", "decoder_input_ids"], "masks": {"attention_mask": "input_ids"}}
+    found += [Subject(n, partial(_from_config, "AutoModelForSeq2SeqLM", n), _pairs, both) for n in SEQUENCES]
+    vision = "AutoModelForImageClassification"
+    found += [Subject(f"{n} (images)", partial(_from_config, vision, n), partial(_images, 32)) for n in IMAGES]
+    transformers.logging.set_verbosity_error()
+    return found
+
+
+def _from_config(family: str, name: str) -> nn.Module:
+    """Returns a tiny module without dropout, with random weights."""
+    import transformers
+
+    config = transformers.AutoConfig.for_model(name)
+    for key, value in {**SIZES, **EXTRA.get(name, {})}.items():
+        if key in EXTRA.get(name, {}) or _knows(config, key):
+            setattr(config, key, value)
+    for key, value in vars(config).items():
+        if "drop" in key and isinstance(value, float):
+            setattr(config, key, 0.0)
+    changed = config.to_dict()
+    config = type(config).from_dict(changed)
+    module: nn.Module = getattr(transformers, family).from_config(config)
+    return module
+
+
+def _knows(config: Any, key: str) -> bool:
+    return key in vars(config) or key in getattr(config, "attribute_map", {})
+
+
+def _tokens(examples: int) -> tuple[Tensor, ...]:
+    return (torch.randint(2, VOCABULARY, (examples, LENGTH)),)
+
+
+def _pairs(examples: int) -> tuple[Tensor, ...]:
+    source = torch.randint(2, VOCABULARY, (examples, LENGTH))
+    source[:, -3:] = 0  # padding
+    return source, torch.randint(2, VOCABULARY, (examples, LENGTH - 4))
