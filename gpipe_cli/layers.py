@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch import nn
 
+AGAIN = "@"  # in the name of a parameter: a further use of one that is tied and has no other name of its own
 SPAN = ".."  # in the name of a layer: several modules of a larger one, the first and the last, as ``conv1..bn1``
 
 

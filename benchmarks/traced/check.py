@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.traced.modules import Subject
+from benchmarks.traced.modules import TracedSubject
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.factory.cut import cut_by_costs
 from gpipe_cli.layers import LayerBuilder, own_name
@@ -56,7 +56,7 @@ class Finding:
         return self.layers > 0 and self.difference <= LARGEST and self.cuts_differ == 0
 
 
-def find(subject: Subject, cases: Sequence[tuple[int, str]] = CASES) -> Finding:
+def find(subject: TracedSubject, cases: Sequence[tuple[int, str]] = CASES) -> Finding:
     """Traces a module and compares it, cut into K cells, with the module itself."""
     began = time.process_time()
     torch.manual_seed(0)
@@ -78,7 +78,7 @@ def find(subject: Subject, cases: Sequence[tuple[int, str]] = CASES) -> Finding:
     return Finding(len(builders), tied, seconds, 1.0 if missing else worst, between, reason)
 
 
-def _module(subject: Subject) -> Called:
+def _module(subject: TracedSubject) -> Called:
     torch.manual_seed(SEED)
     called = Called(subject.constructor(), Call(**subject.call))
     return called.train()

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-import torchvision
+import torchvision  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 IMAGE = 64  # pixels a side, where the module takes any
@@ -35,7 +35,7 @@ SIZES = {  # tiny; a configuration takes those that it knows
 
 
 @dataclass(frozen=True)
-class Subject:
+class TracedSubject:
     """Describes one module and its inputs.
 
     Attributes:
@@ -51,7 +51,7 @@ class Subject:
     call: Mapping[str, Any] = field(default_factory=dict)
 
 
-def subjects() -> list[Subject]:
+def subjects() -> list[TracedSubject]:
     """Returns all modules."""
     return [*_torchvision(), *_transformers()]
 
@@ -86,10 +86,10 @@ TORCHVISION: dict[str, dict[str, Any]] = {
 SIDES = {"inception_v3": 96, "maxvit_t": 32, "vit_b_16": 32}
 
 
-def _torchvision() -> list[Subject]:
-    def made(name: str, arguments: Mapping[str, Any]) -> Subject:
+def _torchvision() -> list[TracedSubject]:
+    def made(name: str, arguments: Mapping[str, Any]) -> TracedSubject:
         constructor = partial(getattr(torchvision.models, name), num_classes=10, **arguments)
-        return Subject(f"torchvision {name}", constructor, partial(_images, SIDES.get(name, IMAGE)))
+        return TracedSubject(f"torchvision {name}", constructor, partial(_images, SIDES.get(name, IMAGE)))
 
     return [made(name, arguments) for name, arguments in TORCHVISION.items()]
 
@@ -111,7 +111,7 @@ MASKED = (
     *("squeezebert", "xlm-roberta"),
 )
 SEQUENCES = ("bart", "blenderbot", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5")
-IMAGES = ("beit", "convnext", "deit", "dinov2", "resnet", "swin", "vit")
+IMAGES = ("beit", "convnext", "convnextv2", "dinov2", "regnet", "resnet", "vit")
 EXTRA: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "codegen": {"rotary_dim": 4},
@@ -120,30 +120,31 @@ EXTRA: dict[str, dict[str, Any]] = {
     "falcon": {"new_decoder_architecture": False},
     "ctrl": {"dff": 64},
     "convnext": {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 16, 32]},
+    "convnextv2": {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 16, 32]},
+    "regnet": {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 16, 32], "embedding_size": 8},
     "resnet": {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 16, 32], "embedding_size": 8},
-    "swin": {"depths": [1, 1], "num_heads": [2, 4], "embed_dim": 16, "window_size": 2, "patch_size": 4},
     "modernbert": {"global_attn_every_n_layers": 2},
     "phi3": {"original_max_position_embeddings": 64},
     "nystromformer": {"num_landmarks": 4, "segment_means_seq_len": 16},
 }
 
 
-def _transformers() -> list[Subject]:
+def _transformers() -> list[TracedSubject]:
     try:
         import transformers
     except ImportError:
         return []
     texts = {"AutoModelForCausalLM": CAUSAL, "AutoModelForMaskedLM": MASKED}
     found = [
-        Subject(f"{name}", partial(_from_config, family, name), _tokens, {"inputs": ["input_ids"]})
+        TracedSubject(f"{name}", partial(_from_config, family, name), _tokens, {"inputs": ["input_ids"]})
         for family, names in texts.items()
         for name in names
     ]
     both = {"inputs": ["input_ids", "decoder_input_ids"], "masks": {"attention_mask": "input_ids"}}
-    found += [Subject(n, partial(_from_config, "AutoModelForSeq2SeqLM", n), _pairs, both) for n in SEQUENCES]
+    found += [TracedSubject(n, partial(_from_config, "AutoModelForSeq2SeqLM", n), _pairs, both) for n in SEQUENCES]
     vision = "AutoModelForImageClassification"
-    found += [Subject(f"{n} (images)", partial(_from_config, vision, n), partial(_images, 32)) for n in IMAGES]
-    transformers.logging.set_verbosity_error()
+    found += [TracedSubject(f"{n} (images)", partial(_from_config, vision, n), partial(_images, 32)) for n in IMAGES]
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     return found
 
 
@@ -151,21 +152,12 @@ def _from_config(family: str, name: str) -> nn.Module:
     """Returns a tiny module without dropout, with random weights."""
     import transformers
 
-    config = transformers.AutoConfig.for_model(name)
-    for key, value in {**SIZES, **EXTRA.get(name, {})}.items():
-        if key in EXTRA.get(name, {}) or _knows(config, key):
-            setattr(config, key, value)
-    for key, value in vars(config).items():
-        if "drop" in key and isinstance(value, float):
-            setattr(config, key, 0.0)
-    changed = config.to_dict()
-    config = type(config).from_dict(changed)
+    usual = transformers.AutoConfig.for_model(name)
+    known = {key: value for key, value in SIZES.items() if key in vars(usual) or key in usual.attribute_map}
+    without = {key: 0.0 for key, value in vars(usual).items() if "drop" in key and isinstance(value, float)}
+    config = transformers.AutoConfig.for_model(name, **{**known, **without, **EXTRA.get(name, {})})
     module: nn.Module = getattr(transformers, family).from_config(config)
     return module
-
-
-def _knows(config: Any, key: str) -> bool:
-    return key in vars(config) or key in getattr(config, "attribute_map", {})
 
 
 def _tokens(examples: int) -> tuple[Tensor, ...]:

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..layers import Owner, own_name
+from ..layers import AGAIN, Owner, own_name
 from . import files
 from .choose import require_whole
 from .files import CheckpointError, CheckpointInfo, LayerFile
@@ -281,7 +281,7 @@ def export_state_dict(info: CheckpointInfo, average: bool = False) -> dict[str, 
         state = load_layer(info, layer)
         found = found or bool(state.averages)
         chosen = state.averaged if average else {**state.weights, **state.buffers}
-        exported.update({own_name(layer, name): tensor for name, tensor in chosen.items()})
+        exported.update({own_name(layer, name): tensor for name, tensor in chosen.items() if AGAIN not in name})
     if average and not found:
         raise CheckpointError(
             f"{info.path} holds no averages, because its run kept none (trainer.average=null): leave out average=true"

@@ -64,7 +64,8 @@ class Weights:
     def take(self, names: Iterable[str]) -> tuple[dict[str, Tensor], object]:
         """Returns new tensors by name, and what the layer keeps until it runs."""
         names = set(names)
-        if isinstance(torch.empty(0), FakeTensor):
+        here = torch.empty(0)
+        if here.is_meta or isinstance(here, FakeTensor):
             return {name: self._without_values(name) for name in names}, None
         drawn = self._drawn() if self._drawn is not None else None
         if drawn is None or not names <= drawn.tensors.keys():
@@ -80,7 +81,11 @@ class Weights:
 
     def _without_values(self, name: str) -> Tensor:
         form = self._trace.forms.get(name)
-        return torch.empty_like(self._trace.constants[name], device="cpu") if form is None else form.empty()
+        return (
+            torch.empty_like(self._trace.constants[name], device=torch.get_default_device())
+            if form is None
+            else form.empty()
+        )
 
     def _construct(self) -> dict[str, Tensor]:
         of_python, of_numpy = random.getstate(), np.random.get_state()

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from ...layers import SPAN
+from ...layers import AGAIN, SPAN
 from .positions import calls_of
 from .trace import Trace
 
-AGAIN = "@"  # before the number of a further use of a parameter, which has no name of its own
 Part = tuple[Sequence[fx.Node], Sequence[fx.Node]]  # nodes of the training graph and of that for evaluation
 
 

@@ -122,15 +122,16 @@ def _forms(module: nn.Module) -> tuple[dict[str, Form], dict[str, str]]:
 def _export(called: Called, inputs: tuple[Tensor, ...]) -> ExportedProgram:
     """Exports with a batch of any size; token sequences may have any length too, where the module allows it."""
     texts = [not tensor.is_floating_point() and tensor.dim() == 2 for tensor in inputs]
-    try:
-        return _export_with(called, inputs, [(0, 1) if text else (0,) for text in texts])
-    except Exception:
-        if any(texts):
-            try:
-                return _export_with(called, inputs, [(0,) for _ in inputs])
-            except Exception as second:
-                error = second
-        raise TraceError(_explained(error)) from error
+    whole: list[tuple[int, ...]] = [(0, 1) if text else (0,) for text in texts]
+    tries = [whole, [(0,) for _ in inputs]] if any(texts) else [whole]
+    failure: Exception | None = None
+    for dynamic in tries:
+        try:
+            return _export_with(called, inputs, dynamic)
+        except Exception as error:
+            failure = error
+    assert failure is not None
+    raise TraceError(_explained(failure)) from failure
 
 
 def _export_with(called: Called, inputs: tuple[Tensor, ...], dynamic: list[tuple[int, ...]]) -> ExportedProgram:

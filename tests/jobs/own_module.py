@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchvision.models import MobileNetV2
 
 
@@ -25,3 +25,39 @@ class TiedTexts(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.head(self.blocks(self.embedding(ids)))
+
+
+class Branching(nn.Module):
+    """Chooses by the values of its input, which cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        means = images.mean((2, 3))
+        if means.sum() > 0:  # the line that the message names
+            means = -means
+        return self.head(means)
+
+
+class Noisy(nn.Module):
+    """Draws noise, shares one table between its first and its last call, and branches on `training`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm, self.inner = nn.Linear(3, 16), nn.LayerNorm(16), nn.Linear(16, 16)
+        self.dropout = nn.Dropout(0.5)
+        self.head = nn.Linear(16, 10)
+        self.again = nn.Linear(3, 16)
+        self.again.weight = self.table.weight
+
+    def forward(self, images: Tensor) -> Tensor:
+        means = images.mean((2, 3))
+        x = self.dropout(self.table(means))
+        x = x + self.inner(self.norm(x))
+        if self.training:
+            x = x + 0.1 * torch.rand_like(x)
+        x = x + self.again(means)
+        x.relu_()
+        return self.head(x)

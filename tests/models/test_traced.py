@@ -5,16 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import own_module
 import pytest
 import torch
 from inline_run import train_inline
-from own_module import mobile_net
+from own_module import Noisy, mobile_net
+from own_plan import planned
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
 from gpipe_cli.commands import export
 from gpipe_cli.data.images.digits import DigitsSource
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.factory.build import build_model
+
+LINE = "        if means.sum() > 0:  # the line that the message names"
 
 SEED, LR, M = 7, 0.1, 2
 MODULE = ["model=module", "model.module._target_=own_module.mobile_net"]
@@ -62,3 +68,28 @@ def test_every_cut_gives_the_same_bits(exported: dict[int, Any]) -> None:
     assert len(summary["cells"]) == 4
     assert one.keys() == four.keys()
     assert all(torch.equal(one[name], four[name]) for name in one)
+
+
+@pytest.mark.slow
+def test_noise_and_tied_weights_do_not_depend_on_the_cut(tmp_path: Path) -> None:
+    words = ["model.module._target_=own_module.Noisy", "trainer.steps=2", "checkpoint.every=2"]
+    one, four = (trained(tmp_path / f"k{K}", *words, f"pipeline.K={K}")[0] for K in (1, 4))
+    assert all(torch.equal(one[name], four[name]) for name in one)
+    assert not Noisy().load_state_dict(one).missing_keys
+    assert torch.equal(one["table.weight"], one["again.weight"])
+
+
+def test_what_cannot_be_traced_is_refused_with_its_line_and_the_way_out() -> None:
+    with pytest.raises(ConfigurationError) as refusal:
+        model = {"_target_": "gpipe_cli.models.traced.layers.layers", "example": [["float32", [4, 3, 32, 32]]]}
+        build_model({**model, "module": {"_target_": "own_module.Branching", "_partial_": True}})
+    line = 1 + Path(own_module.__file__).read_text().splitlines().index(LINE)
+    assert f"own_module.py, line {line}" in str(refusal.value)
+    assert "docs/your-own-model.md" in str(refusal.value)
+
+
+@pytest.mark.slow
+def test_a_traced_module_is_planned() -> None:
+    plan = planned(*MODULE, "pipeline.K=4", "pipeline.M=2", "data.batch_size=8")
+    assert plan.parameters == sum(parameter.numel() for parameter in mobile_net().parameters())
+    assert len(plan.cells) == 4
