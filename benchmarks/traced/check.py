@@ -70,7 +70,7 @@ def find(subject: TracedSubject, cases: Sequence[tuple[int, str]] = CASES) -> Fi
     except Exception as error:
         return Finding(0, 0, time.process_time() - began, 1.0, 1.0, f"{type(error).__name__}: {error}"[:300])
     own = _by_itself(module, micro_batches)
-    missing = sorted({name for name, _ in module.module.named_parameters()} ^ runs[0].keys() - {"outputs"})
+    missing = sorted(own.keys() ^ runs[0].keys())
     worst, where = max((_difference(runs[0][name], own[name]), name) for name in own if name in runs[0])
     between = max(_difference(run[name], runs[0][name]) for run in runs for name in run)
     reason = f"other parameters: {missing[:3]}" if missing else "" if worst == 0 else f"at {where}"

@@ -68,7 +68,7 @@ TORCHVISION: dict[str, dict[str, Any]] = {
     "efficientnet_v2_s": {**STOCHASTIC, **DROPOUT},
     "googlenet": {**DROPOUT, "init_weights": False, "aux_logits": False},
     "inception_v3": {**DROPOUT, "init_weights": False, "aux_logits": False},
-    "maxvit_t": {**STOCHASTIC, "input_size": (32, 32), "partition_size": 1},
+    "maxvit_t": {"stochastic_depth_prob": 0.0, "input_size": (32, 32), "partition_size": 1},
     "mnasnet0_5": DROPOUT,
     "mobilenet_v2": DROPOUT,
     "mobilenet_v3_small": DROPOUT,
@@ -107,7 +107,7 @@ CAUSAL = (
 )
 MASKED = (
     *("albert", "bert", "camembert", "convbert", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "fnet"),
-    *("megatron-bert", "mobilebert", "modernbert", "mpnet", "nystromformer", "rembert", "roberta", "roformer"),
+    *("megatron-bert", "mobilebert", "modernbert", "mpnet", "data2vec-text", "rembert", "roberta", "roformer"),
     *("squeezebert", "xlm-roberta"),
 )
 SEQUENCES = ("bart", "blenderbot", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5")
@@ -125,7 +125,6 @@ EXTRA: dict[str, dict[str, Any]] = {
     "resnet": {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 16, 32], "embedding_size": 8},
     "modernbert": {"global_attn_every_n_layers": 2},
     "phi3": {"original_max_position_embeddings": 64},
-    "nystromformer": {"num_landmarks": 4, "segment_means_seq_len": 16},
 }
 
 

@@ -123,7 +123,8 @@ def _export(called: Called, inputs: tuple[Tensor, ...]) -> ExportedProgram:
     """Exports with a batch of any size; token sequences may have any length too, where the module allows it."""
     texts = [not tensor.is_floating_point() and tensor.dim() == 2 for tensor in inputs]
     whole: list[tuple[int, ...]] = [(0, 1) if text else (0,) for text in texts]
-    tries = [whole, [(0,) for _ in inputs]] if any(texts) else [whole]
+    batch: list[tuple[int, ...]] = [(0,) for _ in inputs]
+    tries = [whole, batch] if any(texts) else [batch]
     failure: Exception | None = None
     for dynamic in tries:
         try:
