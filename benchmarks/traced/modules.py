@@ -58,17 +58,16 @@ def subjects() -> list[TracedSubject]:
 
 # -- torchvision -------------------------------------------------------------------------------------------------------
 
-STOCHASTIC = {"stochastic_depth_prob": 0.0}
 DROPOUT = {"dropout": 0.0}
 TORCHVISION: dict[str, dict[str, Any]] = {
     "alexnet": DROPOUT,
-    "convnext_tiny": STOCHASTIC,
+    "convnext_tiny": {},
     "densenet121": {},
-    "efficientnet_b0": {**STOCHASTIC, **DROPOUT},
-    "efficientnet_v2_s": {**STOCHASTIC, **DROPOUT},
+    "efficientnet_b0": DROPOUT,
+    "efficientnet_v2_s": DROPOUT,
     "googlenet": {**DROPOUT, "init_weights": False, "aux_logits": False},
     "inception_v3": {**DROPOUT, "init_weights": False, "aux_logits": False},
-    "maxvit_t": {"stochastic_depth_prob": 0.0, "input_size": (32, 32), "partition_size": 1},
+    "maxvit_t": {"input_size": (32, 32), "partition_size": 1},
     "mnasnet0_5": DROPOUT,
     "mobilenet_v2": DROPOUT,
     "mobilenet_v3_small": DROPOUT,
@@ -77,8 +76,8 @@ TORCHVISION: dict[str, dict[str, Any]] = {
     "resnext50_32x4d": {},
     "shufflenet_v2_x0_5": {},
     "squeezenet1_1": DROPOUT,
-    "swin_t": STOCHASTIC,
-    "swin_v2_t": STOCHASTIC,
+    "swin_t": {},
+    "swin_v2_t": {},
     "vgg11": DROPOUT,
     "vit_b_16": {"image_size": 32},
     "wide_resnet50_2": {},
@@ -88,10 +87,18 @@ SIDES = {"inception_v3": 96, "maxvit_t": 32, "vit_b_16": 32}
 
 def _torchvision() -> list[TracedSubject]:
     def made(name: str, arguments: Mapping[str, Any]) -> TracedSubject:
-        constructor = partial(getattr(torchvision.models, name), num_classes=10, **arguments)
+        constructor = partial(_without_noise, name, **arguments)
         return TracedSubject(f"torchvision {name}", constructor, partial(_images, SIDES.get(name, IMAGE)))
 
     return [made(name, arguments) for name, arguments in TORCHVISION.items()]
+
+
+def _without_noise(name: str, **arguments: Any) -> nn.Module:
+    module: nn.Module = getattr(torchvision.models, name)(num_classes=10, **arguments)
+    for part in module.modules():
+        if isinstance(part, torchvision.ops.StochasticDepth):
+            part.p = 0.0
+    return module
 
 
 def _images(side: int, examples: int) -> tuple[Tensor, ...]:
@@ -111,7 +118,7 @@ MASKED = (
     *("squeezebert", "xlm-roberta"),
 )
 SEQUENCES = ("bart", "blenderbot", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5")
-IMAGES = ("beit", "convnext", "convnextv2", "dinov2", "regnet", "resnet", "vit")
+IMAGES = ("beit", "dinov2", "regnet", "resnet", "vit")
 EXTRA: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "codegen": {"rotary_dim": 4},
@@ -119,8 +126,6 @@ EXTRA: dict[str, dict[str, Any]] = {
     "mobilebert": {"intra_bottleneck_size": 32, "true_hidden_size": 32},
     "falcon": {"new_decoder_architecture": False},
     "ctrl": {"dff": 64},
-    "convnext": {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 16, 32]},
-    "convnextv2": {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 16, 32]},
     "regnet": {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 16, 32], "embedding_size": 8},
     "resnet": {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 16, 32], "embedding_size": 8},
     "modernbert": {"global_attn_every_n_layers": 2},
