@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import ConfigurationError
-from ..defects import DefectCount, Ledger
+from ..defects import Defect, DefectCount, Ledger
 from ..prepared import WORK
 from ..sampling import EvenSample
 from ..sentences import SOURCE, TOKENIZER, open_vocabulary
@@ -124,10 +124,20 @@ class TextPreparation:
         self._report("text: vocabulary", 0, 0)
         count = min(len(texts), form.samples)
         if not count:
-            raise ConfigurationError(f"{self._files[0].parent}: no line of the text can be used for training")
+            raise ConfigurationError(f"no line of the text can be used for training. {self._first_defect()}")
         texts = [texts[i * len(texts) // count] for i in range(count)]
         arguments = (form.vocabulary, form.character_coverage, "vocabulary", form.smaller)
         (self._draft / SOURCE).write_bytes(cached_vocabulary(self._folder.parent, texts, *arguments))
+
+    def _first_defect(self) -> Defect | str:
+        """Returns the first defect of the first file; with none all of its documents are held out."""
+        found, form = DefectCount(), self._form
+        for piece in read_text(self._files[0], form.piece, SEPARATORS[form.document]):
+            for _ in documents(piece, form.document, form.json_key, found):
+                pass
+            if found.examples:
+                return min(found.examples, key=lambda defect: defect.line)
+        return f"{self._files[0]} and the others have no document that is not held out"
 
     def _sample_jobs(self) -> Iterator[SampleJob]:
         """Yields the jobs; a file's sample is twice its share of the texts, judged by its size."""

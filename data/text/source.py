@@ -69,7 +69,7 @@ class TextFilesSource(WindowSource):
         vocabulary: int = 32_000,
         smaller_vocabulary: bool = True,
         character_coverage: float = 0.9995,
-        vocabulary_samples: int = 50_000,
+        vocabulary_samples: int = 20_000,
         on_defect: str | Mapping[str, str] | None = None,
         preparation_workers: int | None = None,
         sequence_length: int = 1024,

@@ -230,6 +230,8 @@ def test_a_wrong_place_or_too_little_text_says_what_to_type(tmp_path: Path) -> N
     assert "data.root=" in refusal(tmp_path / "empty") and ".jsonl" in refusal(tmp_path / "empty")
     assert "there is no such file" in refusal(tmp_path / "nowhere")
     assert "are one text twice" in refusal(tmp_path / "twice")
+    key = write(tmp_path / "key" / "a.jsonl", as_json(documents(), "body"))
+    assert f"{key}, line 1: has no text under 'text' (data.json_key), only under: body" in refusal(key)
     assert "data.document=line" in refusal(tmp_path / "text", held_out=0.0)
     assert "lower data.sequence_length=100000" in refusal(tmp_path / "text", document="line", sequence_length=100_000)
 
