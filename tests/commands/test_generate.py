@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from inline_run import train_inline
 
 from gpipe_cli.commands import generate
+from gpipe_cli.errors import ConfigurationError
 
 INLINE = ["launch.inline=true", "pipeline.workers=1"]
 
@@ -50,6 +53,12 @@ def test_each_beginning_has_its_text_for_every_number_of_cells(
 def test_a_prompt_may_be_empty_and_greedy_needs_no_seed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert said(run, capsys, "prompt=", "temperature=0") == said(run, capsys, "prompt=", "temperature=0", "seed=9")
     assert said(run, capsys, "prompt=7 cat = 8", "top_k=1")[0].startswith("7 cat")
+
+
+def test_a_run_that_translates_is_sent_to_the_other_command() -> None:
+    run: Any = SimpleNamespace(run_dir=Path("run"), config={"data": {}, "task": {"generation": {"beam": 8}}})
+    with pytest.raises(ConfigurationError, match="use gpipe-translate"):
+        generate.worker_config(run)
 
 
 @pytest.mark.parametrize(

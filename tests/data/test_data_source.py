@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from gpipe_cli.data.cldr.pairs import train_pairs
 from gpipe_cli.data.cldr.source import TranslationSource
 from gpipe_cli.data.cldr.text import TextSource
 from gpipe_cli.data.examples import ExampleSource
@@ -27,6 +29,7 @@ from gpipe_cli.data.source import (
     slices_of_replica,
     split_evenly,
 )
+from gpipe_cli.data.text.source import TextFilesSource
 from gpipe_cli.errors import ConfigurationError
 
 SMALL: dict[str, Any] = {"languages": ["de", "fi", "yrl"], "largest": 400, "smallest": 100, "vocabulary": 600}
@@ -66,7 +69,17 @@ def examples(cache: str, **changes: Any) -> ExampleSource:
     return ExampleSource(**{"train": Numbers(47), "evaluation": Numbers(23), "batch_size": 10, **changes})
 
 
-SOURCES = [translation, text, examples]
+def own_text(cache: str, **changes: Any) -> TextFilesSource:
+    file = Path(cache) / "own.txt"
+    if not file.exists():
+        file.write_text("\n\n".join(pair.target for pair in train_pairs("de", 300, seed=0)))
+    sizes = {"vocabulary": 300, "sequence_length": 8, "batch_size": 10, "held_out": 0.1}
+    source = TextFilesSource(str(file), **{**sizes, "cache_dir": cache, **changes})
+    source.prepare(no_report)
+    return source
+
+
+SOURCES = [translation, text, own_text, examples]
 every_source = pytest.mark.parametrize("make", SOURCES, ids=lambda make: make.__name__)
 
 
