@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import ConfigurationError
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]", "<|eot_id|>")  # of a document
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for tabs and line feeds
 INSTALL = "pip install 'gpipe-cli[tokenizers]'"
 
 
@@ -56,7 +58,6 @@ class TokenizerFile:
         return [one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text up to the first end token."""
+        """Returns the text up to the first end token; control characters, which a terminal would obey, as U+FFFD."""
         kept = list(ids)[: list(ids).index(self.eos_id)] if self.eos_id in ids else list(ids)
-        text: str = self._tokenizer.decode([int(number) for number in kept])
-        return text
+        return CONTROL.sub("\ufffd", self._tokenizer.decode([int(number) for number in kept]))

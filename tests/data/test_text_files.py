@@ -279,12 +279,15 @@ def test_a_tokenizer_json_gives_its_ids(tmp_path: Path) -> None:
     two_lines = [f"{text}\n{text}" for text in documents()]
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer, made.decoder = tokenizers.pre_tokenizers.ByteLevel(False), tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>", "<pad>"])
+    letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|endoftext|>", "<pad>"]
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=letters)
     made.train_from_iterator(two_lines, trainer)
     made.save(str(tmp_path / "tokenizer.json"))
     root = write(tmp_path / "text" / "a.jsonl", as_json(two_lines)).parent
     ours = source(root, tokenizer=str(tmp_path / "tokenizer.json"))
     assert sorted(texts_of(ours) + texts_of(ours, "dev")) == sorted(two_lines) and ours.eos_id == 0
+    assert ours.decode(ours.encode(["\x1b[31m\tred"])[0]) == "\ufffd[31m\tred"
     ours.keep_vocabularies(tmp_path / "kept")
     assert (tmp_path / "kept" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
     with pytest.raises(ConfigurationError, match=r"has no token <end>.*its special tokens: <\|endoftext\|>, <pad>"):
