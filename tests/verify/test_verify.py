@@ -68,7 +68,7 @@ def test_a_model_with_a_tied_parameter_is_the_plain_loop(tmp_path: Path) -> None
 
 @pytest.mark.slow(2)
 def test_a_tied_parameter_on_four_workers_of_two_replicas_is_that_of_the_plain_loop(tmp_path: Path) -> None:
-    words = ("pipeline.workers=4", "pipeline.replicas=2", "pipeline.schedule=1f1b")
+    words = ("pipeline.workers=4", "pipeline.replicas=2", "pipeline.schedule=1f1b", "pipeline.shard_optimizer=true")
     assert verified(tmp_path, "model.tied=declared", *words)["agrees"]
 
 
