@@ -30,7 +30,12 @@ WRAPPED = ("state_dict", "model", "model_state_dict")  # keys under which a .pt 
 
 
 def is_foreign(path: Path) -> bool:
-    """Returns whether there are weights made elsewhere at a path: a file, or a folder with one of `NAMES`."""
+    """Returns whether there are weights made elsewhere at a path: a file, or a folder with one of `NAMES`.
+
+    A run is none, also if `gpipe-export` has written such a file into it.
+    """
+    if (path / "checkpoints").is_dir() or (path / "manifest.json").is_file():
+        return False
     return path.is_file() or any((path / name).is_file() for name in (*NAMES, *map(_index, NAMES)))
 
 

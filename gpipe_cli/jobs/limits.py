@@ -131,14 +131,18 @@ def _languages(settings: Settings) -> str | None:
 
 def _folder(settings: Settings) -> str | None:
     data = settings.data
-    if not str(data.get("_target_")).startswith(("gpipe_cli.data.parallel.", "gpipe_cli.data.images.source.")):
+    kinds = ("gpipe_cli.data.parallel.", "gpipe_cli.data.images.source.", "gpipe_cli.data.text.")
+    target = str(data.get("_target_"))
+    if not target.startswith(kinds):
         return None
-    root = data.get("root")
-    if root is None:
+    if data.get("root") is None:
         return "data.root is not set: type data.root=FOLDER, the folder that holds the data (docs/data.md)"
-    if Path(root).expanduser().is_dir() or data.get("download") is True:
-        return None
-    return f"data.root={root}: there is no such folder"
+    if not target.startswith("gpipe_cli.data.text."):
+        there = Path(data["root"]).expanduser().is_dir() or data.get("download") is True
+        return None if there else f"data.root={data['root']}: there is no such folder"
+    places = {key: data.get(key) for key in ("root", "evaluation_root", "tokenizer")}
+    absent = [f"data.{key}={place}" for key, place in places.items() if place and not Path(place).expanduser().exists()]
+    return f"{', '.join(absent)}: there is no such file or folder" if absent else None
 
 
 def _size(number: float) -> str:

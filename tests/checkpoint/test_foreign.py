@@ -135,7 +135,9 @@ def test_no_file_runs_code_and_each_fault_is_told(tmp_path: Path, capsys: pytest
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
         with pytest.raises(CheckpointError, match=message):
             weight_files(tmp_path)
-    assert not is_foreign(tmp_path / "nowhere")
+    assert is_foreign(tmp_path) and not is_foreign(tmp_path / "nowhere")
+    (tmp_path / "checkpoints").mkdir()
+    assert not is_foreign(tmp_path)  # a run whose weights were exported into its directory
 
 
 def test_names_that_lack_a_first_part_are_matched(tmp_path: Path) -> None:

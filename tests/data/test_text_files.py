@@ -18,12 +18,15 @@ from typing import Any
 import numpy as np
 import pytest
 import zstandard
+from hydra import compose, initialize_config_module
 from inline_run import train_inline
 
 from gpipe_cli.data.cldr import pairs as cldr
 from gpipe_cli.data.source import no_report
 from gpipe_cli.data.text.source import TextFilesSource
 from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.jobs.job import prepare
+from gpipe_cli.jobs.limits import TRAINING
 
 SMALL: dict[str, Any] = {
     "vocabulary": 300,
@@ -234,6 +237,21 @@ def test_a_wrong_place_or_too_little_text_says_what_to_type(tmp_path: Path) -> N
     assert f"{key}, line 1: has no text under 'text' (data.json_key), only under: body" in refusal(key)
     assert "data.document=line" in refusal(tmp_path / "text", held_out=0.0)
     assert "lower data.sequence_length=100000" in refusal(tmp_path / "text", document="line", sequence_length=100_000)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "data.root is not set"),
+        (["data.root=nowhere", "data.tokenizer=none.json"], "data.root=nowhere, data.tokenizer=none.json: there is no"),
+    ],
+    ids=["not set", "absent"],
+)
+def test_a_place_that_is_not_there_is_refused_before_workers_start(words: list[str], message: str) -> None:
+    with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
+        composed = compose("train", ["model=transformer_lm", "data=text", *words])
+    with pytest.raises(ConfigurationError, match=message):
+        prepare(composed, words, TRAINING)
 
 
 # --- training
