@@ -28,13 +28,29 @@ It needs this repository, torch (2.11 or newer) and the packages of `pyproject.t
     python3 -m pip install --no-index --find-links wheelhouse gpipe-cli pytest    # there, beside its own torch
     python3 -m benchmarks.gpu                                                # there, in this folder
 """
+DEVICES = "tests/trainer/test_devices.py"
 # A promise, the part that shows it on a GPU, and the test that shows it by rule, without one.
 PROMISES = (
-    ("K, workers, schedule: the gradients of a plain model", "exact", "tests/verify/test_verify.py"),
+    ("gradients are those of a plain model", "exact", "tests/verify/test_verify.py"),
     ("K changes no bit", "bits", "tests/test_golden.py"),
-    ("K changes no bit in bf16 and other types", "precision", "tests/trainer/test_trainer.py"),
-    ("killed, and gone on on another kind of device", "resume", "tests/checkpoint/test_snapshot.py"),
+    ("K changes no bit in 16-bit types", "precision", "tests/trainer/test_exactness.py"),
+    (
+        "no tensors of two devices are mixed",
+        "tests",
+        f"{DEVICES}::test_a_layer_that_makes_a_tensor_on_the_cpu_is_named",
+    ),
+    (
+        "within a step the host never waits for the device",
+        "tests",
+        f"{DEVICES}::test_the_host_waits_at_the_end_of_a_step_only",
+    ),
+    (
+        "a run goes on on another kind of device",
+        "resume",
+        f"{DEVICES}::test_a_run_goes_on_from_one_kind_of_device_on_another",
+    ),
     ("messages over NCCL cannot stall", "exact", "tests/pipeline/test_nccl_rules.py"),
+    ("planned memory and times are those of a run", "planned", "tests/planner/test_plan.py"),
 )
 
 

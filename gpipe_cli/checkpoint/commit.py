@@ -66,7 +66,7 @@ def write_part(directory: Path, worker: int, layers: Mapping[str, LayerFile]) ->
 
 
 def complete(
-    run_dir: Path, step: int, state: RunState, workers: int, model: Mapping[str, Collection[str]]
+    run_dir: Path, step: int, state: RunState, workers: int, model: Mapping[str, Collection[str]], device: str
 ) -> CheckpointInfo:
     """Makes the partial checkpoint of ``step``, which every worker has finished, a complete one.
 
@@ -75,6 +75,7 @@ def complete(
     Args:
         workers: the number of workers that wrote a part.
         model: the parameter names of every layer of the whole model, in model order.
+        device: the kind of device that computed.
 
     Raises:
         CheckpointError: a part or a file is missing, or the parts together are not the model; the checkpoint stays
@@ -86,7 +87,7 @@ def complete(
         return read_manifest(final)
     written = _join_parts([_read_part(directory, worker) for worker in range(workers)], step)
     _require_whole_model(written, model, step)
-    info = CheckpointInfo(directory, step, state, {name: written[name] for name in model}, _versions())
+    info = CheckpointInfo(directory, step, state, {name: written[name] for name in model}, _versions(device))
     if damaged := problems(info):
         raise CheckpointError(f"the checkpoint of step {step} is not complete: {shorten(damaged)}")
     for worker in range(workers):
@@ -244,8 +245,8 @@ def _manifest(info: CheckpointInfo) -> dict[str, Any]:
     }
 
 
-def _versions() -> dict[str, str]:
-    found = {"gpipe-cli": __version__, "python": platform.python_version()}
+def _versions(device: str) -> dict[str, str]:
+    found = {"gpipe-cli": __version__, "python": platform.python_version(), "device": device}
     for package in ("torch", "safetensors", "babel", "sentencepiece"):
         try:
             found[package] = version(package)

@@ -1,7 +1,8 @@
 """Decides whether a run may continue from a checkpoint: same configuration, same data, same vocabularies.
 
 Every key matters unless it stands in `MAY_DIFFER`: the engine promises that those change no bit of the training, or
-they only set how long the run is, how often it does something, or where. Some keys matter only in part: `SAME_BITS`,
+they only set how long the run is, how often it does something, or where. (Another kind of device changes the last bits,
+as another release of torch does; a run that goes on warns of it.) Some keys matter only in part: `SAME_BITS`,
 `WITHOUT_EFFECT`. `trainer.steps` may matter to a layer, which only the worker that has built it can know. Data may
 change although the configuration does not: a corpus is made again with another release of babel or sentencepiece, or
 files under `data.root` are edited. This file imports no torch.
@@ -32,6 +33,7 @@ MAY_DIFFER = (
     "pipeline.remat",
     "pipeline.backend",
     "pipeline.shard_optimizer",
+    "pipeline.device",
     "trainer.steps",
     "trainer.epochs",
     "trainer.seconds",

@@ -99,7 +99,11 @@ class RunState:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """Describes a complete checkpoint, as its manifest does. ``layers`` is in model order."""
+    """Describes a complete checkpoint, as its manifest does. ``layers`` is in model order.
+
+    Attributes:
+        versions: of what has written it; under "device" the kind of device that computed, where it is known.
+    """
 
     path: Path
     step: int

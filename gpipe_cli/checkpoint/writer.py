@@ -42,15 +42,19 @@ class CheckpointWriter:
         worker: this worker's number, 0 … workers−1. Worker 0 commits.
         model: parameter names of every layer of the whole model, in model order; only worker 0 needs it.
         keep: how many checkpoints to keep beside the best one. For a while there is one more on disk.
+        device: the kind of device that computes, as "cuda"; kept with every checkpoint.
     """
 
-    def __init__(self, run_dir: Path, worker: int, model: Mapping[str, Collection[str]], keep: int = 2) -> None:
+    def __init__(
+        self, run_dir: Path, worker: int, model: Mapping[str, Collection[str]], keep: int = 2, device: str = "cpu"
+    ) -> None:
         if keep < 1:
             raise ValueError(f"checkpoint.keep={keep}: at least the newest checkpoint is kept, use 1 or more")
         self._run_dir = run_dir
         self._worker = worker
         self._model = model
         self._keep = keep
+        self._device = device
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._jobs: list[Future[None]] = []
         self._finished_step = -1
@@ -84,7 +88,7 @@ class CheckpointWriter:
         """
         self._raise_failure()
         try:
-            info = commit.complete(self._run_dir, step, state, workers, self._model)
+            info = commit.complete(self._run_dir, step, state, workers, self._model, self._device)
             if best is not None:
                 commit.record_best(self._run_dir, step, *best)
         except OSError as error:

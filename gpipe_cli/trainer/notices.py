@@ -1,8 +1,9 @@
-"""Makes two notices of a run: the examples that BatchNorm sees, and too little time to save when asked to stop."""
+"""Makes notices of a run: what BatchNorm sees, too little time to save, a checkpoint of another kind of device."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from ..data.source import split_evenly
 
@@ -62,4 +63,20 @@ def grace_warning(step_seconds: float, grace_seconds: float, torchrun_seconds: f
     return (
         f"a step takes {step_seconds:.0f} s, and {min(grace_seconds, patience):g} s after Ctrl-C or SIGTERM {killed}, "
         f"saved or not: {' with '.join(advice)} leaves time for a step and a checkpoint"
+    )
+
+
+def another_device_notice(versions: Mapping[str, str], device: str) -> str | None:
+    """Returns a warning for a run that goes on on another kind of device; None where that is not so, or not known.
+
+    Args:
+        versions: of the checkpoint.
+        device: the kind of device of this run.
+    """
+    before = versions.get("device", device)
+    if before == device:
+        return None
+    return (
+        f"the checkpoint was made on {before}, and this run computes on {device}: losses continue, but their last bits "
+        f"are no longer those of a run on {before} alone"
     )

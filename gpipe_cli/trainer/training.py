@@ -39,7 +39,7 @@ from .assembly import Assembly, assemble_evaluator
 from .batches import TrainingBatches
 from .evaluator import evaluation_fields
 from .loop import Trainer
-from .notices import batchnorm_notice
+from .notices import another_device_notice, batchnorm_notice
 from .saving import Saver
 from .update import Updater
 
@@ -82,6 +82,8 @@ def assemble_training(
         except TypeError as error:
             raise CheckpointError(f"{resumed.path}/manifest.json is damaged: {error}") from error
         journal.message(f"going on from {resumed.path}, step {resumed.step}")
+        if text := another_device_notice(resumed.versions, world.device.type):
+            journal.warn(text)
     assembly.ties.spread()
     loss_scale.begin(progress, settings.precision.loss_scale)
     report_batchnorm(journal, world, cells, settings, assembly.first.examples)
@@ -199,7 +201,8 @@ def make_saver(
     """Makes what saves checkpoints; replica 0 writes, the others hold the same weights."""
     world, keep = assembly.world, assembly.settings.checkpoint.keep
     layers, run_dir, data = assembly.layout.layers, context.run_dir, fingerprint(assembly.source)
-    writer = CheckpointWriter(run_dir, world.worker, layers, keep) if world.replica == 0 else None
+    device = world.device.type
+    writer = CheckpointWriter(run_dir, world.worker, layers, keep, device) if world.replica == 0 else None
     ids = vocabularies(assembly.source) if world.rank == 0 else {}
     return Saver(run_dir, world, writer, updater, config["settings"], data, ids, journal.warn)
 

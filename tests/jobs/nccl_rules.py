@@ -13,13 +13,15 @@ device has one queue for computations and one for each communicator. The rules:
 * A collective begins when all ranks of the communicator have called it, and must be the same one on all of them.
 
 What happens next is drawn from all that can happen, so a stall is found again by its seed. Run as a script with two
-numbers, draws runs of random schedules under random rules for the seeds from the first number to the second.
+numbers, draws runs of random schedules under random rules for the seeds from the first number to the second; a third
+number ends it after so many seconds.
 """
 
 from __future__ import annotations
 
 import random
 import sys
+import time
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -369,9 +371,13 @@ def _exchange(name: str, rank: int, size: int) -> Iterator[Call]:
 
 
 if __name__ == "__main__":
-    for seed in range(int(sys.argv[1]), int(sys.argv[2])):
+    first, last, until = int(sys.argv[1]), int(sys.argv[2]), time.monotonic() + float([*sys.argv, "inf"][3])
+    for seed in range(first, last):
         try:
             Machine(*drawn_run(seed), seed).run()
         except Stalled as stall:
             sys.exit(f"seed {seed}: {drawn_run(seed)[1]}\n{stall}")
-    print(f"seeds {sys.argv[1]} to {sys.argv[2]}: no run stalls")
+        if time.monotonic() > until:
+            last = seed + 1
+            break
+    print(f"seeds {first} to {last}: no run stalls")
