@@ -70,7 +70,8 @@ def find(subject: TracedSubject, cases: Sequence[tuple[int, str]] = CASES) -> Fi
     except Exception as error:
         return Finding(0, 0, time.process_time() - began, 1.0, 1.0, f"{type(error).__name__}: {error}"[:300])
     own = _by_itself(module, micro_batches)
-    missing = sorted(own.keys() ^ runs[0].keys())
+    trained = [name for name, parameter in module.module.named_parameters() if parameter.requires_grad]
+    missing = sorted(own.keys() ^ runs[0].keys()) if len(runs[0]) != len(trained) + 1 else []
     worst, where = max((_difference(runs[0][name], own[name]), name) for name in own if name in runs[0])
     between = max(_difference(run[name], runs[0][name]) for run in runs for name in run)
     reason = f"other parameters: {missing[:3]}" if missing else "" if worst == 0 else f"at {where}"
@@ -98,7 +99,7 @@ def _by_itself(called: Called, micro_batches: Sequence[MicroBatch]) -> dict[str,
         loss = loss_of((called(*inputs),), targets)[0] / (M * EXAMPLES)
         loss.backward()  # type: ignore[no-untyped-call]  # torch's own
         total = loss.detach()
-    return {"outputs": total, **dict(_gradients(called.module.named_parameters()))}
+    return {"outputs": total, **dict(_gradients(called.module.named_parameters(remove_duplicate=False)))}
 
 
 def _gradients(named: Any) -> Iterator[tuple[str, Tensor]]:

@@ -67,7 +67,7 @@ TORCHVISION: dict[str, dict[str, Any]] = {
     "efficientnet_v2_s": DROPOUT,
     "googlenet": {**DROPOUT, "init_weights": False, "aux_logits": False},
     "inception_v3": {**DROPOUT, "init_weights": False, "aux_logits": False},
-    "maxvit_t": {"input_size": (32, 32), "partition_size": 1},
+    "maxvit_t": {},
     "mnasnet0_5": DROPOUT,
     "mobilenet_v2": DROPOUT,
     "mobilenet_v3_small": DROPOUT,
@@ -82,7 +82,7 @@ TORCHVISION: dict[str, dict[str, Any]] = {
     "vit_b_16": {"image_size": 32},
     "wide_resnet50_2": {},
 }
-SIDES = {"inception_v3": 96, "maxvit_t": 32, "vit_b_16": 32}
+SIDES = {"inception_v3": 96, "maxvit_t": 224, "vit_b_16": 32}
 
 
 def _torchvision() -> list[TracedSubject]:

@@ -14,7 +14,7 @@ import pytest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "your-own-model.md").read_text(encoding="utf-8")
 MODULE = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
-SHELL = re.search(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+SHELL = re.search(r"```sh\n(export PYTHONPATH.*?)```", PAGE, re.DOTALL)
 assert MODULE is not None and SHELL is not None
 WORDS = shlex.split(SHELL[1].replace("\\\n", " ").splitlines()[1])[1:]
 
