@@ -503,6 +503,8 @@ PIPELINE = PipelineConfig(
     backend="auto",
     device="auto",
     sync_batchnorm=False,
+    compile=False,
+    shard_optimizer=False,
 )
 
 
