@@ -64,10 +64,12 @@ def bits(site: Site) -> Iterator[Row]:
 
 
 def precision(site: Site) -> Iterator[Row]:
-    """Compares runs at K = 1, 2 and 4 in the other types of numbers that this release has."""
+    """Compares runs at K = 1, 2 and 4 in the other types of numbers that this release has, and compiled."""
     kinds = [path.stem for path in sorted((CONFIGURATIONS / "precision").glob("*.yaml")) if path.stem != "fp32"]
     for kind in kinds[:1] if site.tiny else kinds:
         yield from _same_bits(site, "model=transformer", f"precision={kind}")
+    if not site.tiny:  # a compiler takes minutes on a CPU
+        yield from _same_bits(site, "model=transformer", "pipeline.compile=true")
 
 
 def _same_bits(site: Site, *words: str) -> Iterator[Row]:

@@ -11,7 +11,7 @@ PARTS = (
     Part("tests", "every test marked gpu", correct.tests, 30, 90),
     Part("bits", "the same bits at every K", correct.bits, 40, 90),
     Part("resume", "killed on the GPU, gone on on the CPU, then on the GPU", correct.resume, 40, 90),
-    Part("precision", "the same bits at every K in other types of numbers", correct.precision, 40, 120),
+    Part("precision", "the same bits at every K in 16-bit types, and compiled", correct.precision, 60, 150),
     Part("t_6_8192_16", "the paper's T(6,8192,16)", speed.translation("6_8192_16"), 25, 60),
     Part("amoebanet_b", "the paper's AmoebaNet-B (18, 512) at 480 × 480 pixels", speed.images, 30, 70),
     Part("planned", "planned and measured cells, bubble and memory", planned.plans, 60, 120),
