@@ -14,9 +14,9 @@ from torch import Tensor
 
 from gpipe_cli.distributed.runtime import PipelineRuntime
 from gpipe_cli.pipeline import randomness
-from gpipe_cli.pipeline.boundary import BoundarySpec
 from gpipe_cli.pipeline.cell import Cell
 from gpipe_cli.pipeline.engine import Pipeline, _Step, _TrainingStep
+from gpipe_cli.pipeline.messages.boundary import BoundarySpec
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.schedule.instruction import Instruction, Op
 from gpipe_cli.trainer import batches

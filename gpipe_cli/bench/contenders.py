@@ -18,7 +18,7 @@ from gpipe_cli.distributed.world import join_world
 from gpipe_cli.launch.context import Context
 from gpipe_cli.launch.mailboxes import LOCAL
 from gpipe_cli.micro_batch import Tensors
-from gpipe_cli.pipeline.grouping import as_argument, as_tensors
+from gpipe_cli.pipeline.messages.grouping import as_argument, as_tensors
 from gpipe_cli.schedule.instruction import COMPUTE
 
 from .emulated import Link, emulated_workload, join_emulation, link_seconds, warm_up

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from gpipe_cli.launch.context import Context
 from gpipe_cli.micro_batch import Tensors
-from gpipe_cli.pipeline.boundary import BoundarySpec, TensorSpec
-from gpipe_cli.pipeline.process_group import Wait
+from gpipe_cli.pipeline.messages.boundary import BoundarySpec, TensorSpec
+from gpipe_cli.pipeline.messages.process_group import Wait
 from gpipe_cli.schedule.instruction import Message
 
 from .steps import Step, Workload, cpu_transport

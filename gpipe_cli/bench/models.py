@@ -17,7 +17,7 @@ from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.models.transformer_lm import transformer_lm
 from gpipe_cli.partition.cost import layer_costs
 from gpipe_cli.pipeline.cell import build_layer
-from gpipe_cli.pipeline.transport import Transport, connect_workers
+from gpipe_cli.pipeline.messages.transport import Transport, connect_workers
 
 from .steps import Workload
 from .throughput import PaperModel

@@ -16,9 +16,9 @@ from gpipe_cli.micro_batch import Loss, MicroBatch, Tensors
 from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
 from gpipe_cli.pipeline.engine import Pipeline, StepInput
-from gpipe_cli.pipeline.grouping import as_argument, as_tensors
+from gpipe_cli.pipeline.messages.grouping import as_argument, as_tensors
+from gpipe_cli.pipeline.messages.transport import Transport, connect_workers
 from gpipe_cli.pipeline.randomness import NoiseSource
-from gpipe_cli.pipeline.transport import Transport, connect_workers
 from gpipe_cli.schedule.instruction import Instruction
 from gpipe_cli.schedule.schedule import schedule
 

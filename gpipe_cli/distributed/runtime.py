@@ -9,8 +9,8 @@ from typing import Any
 from ..micro_batch import MicroBatch, Tensors
 from ..pipeline.engine import Pipeline, StepInput, StepRecord
 from ..pipeline.finite import FiniteWatch
+from ..pipeline.messages.transport import Transport, connect_workers
 from ..pipeline.ties import ReplicaLink
-from ..pipeline.transport import Transport, connect_workers
 from ..schedule.run_schedules import RunSchedules
 from .batch_plan import BatchPlan, BatchPlanCodec
 from .world import World

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..layers import LayerBuilder
 from ..micro_batch import Tensors
-from ..pipeline.grouping import as_argument, as_tensors, grouped_like, grouping_of
+from ..pipeline.messages.grouping import as_argument, as_tensors, grouped_like, grouping_of
 from .drawn_values import Drawn, draw, have_one_shape, run_on
 from .fake_layers import (
     CostError,

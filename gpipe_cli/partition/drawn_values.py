@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..micro_batch import Tensors
-from ..pipeline.grouping import as_argument, as_tensors, grouped_like, grouping_of
+from ..pipeline.messages.grouping import as_argument, as_tensors, grouped_like, grouping_of
 from .fake_layers import TensorShape
 
 DRAWS = 5  # so that shapes that depend on values differ between two of them, or are hardly likely to

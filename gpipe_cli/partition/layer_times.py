@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from ..micro_batch import Tensors
 from ..pipeline.batchnorm import DeferredBatchNorm, defer_batchnorm
-from ..pipeline.boundary import GradientLayouts, canonical_gradient, is_channels_last, passed_on
-from ..pipeline.grouping import as_argument, as_tensors, grouped_like
 from ..pipeline.halves import backward_of_inputs
+from ..pipeline.messages.boundary import GradientLayouts, canonical_gradient, is_channels_last, passed_on
+from ..pipeline.messages.grouping import as_argument, as_tensors, grouped_like
 from ..pipeline.meter import event_now
 from ..pipeline.randomness import NoiseSource
 from ..pipeline.weight_casts import WeightCasts

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..layers import LayerBuilder
 from ..micro_batch import Tensors
-from ..pipeline.grouping import grouped_like, grouping_of
+from ..pipeline.messages.grouping import grouped_like, grouping_of
 from .cost import LayerCost, number_of_parameters
 from .fake_layers import CostError, TensorShape, build_key, build_or_explain, explaining_failures
 from .layer_times import Autocast, LayerTimes, LayerTrial, Trials

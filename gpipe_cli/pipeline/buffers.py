@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigurationError
 from .batchnorm import DeferredBatchNorm
-from .grouping import as_tensors, replace_tensors
+from .messages.grouping import as_tensors, replace_tensors
 
 LEAF_CHANGED = "leaf Variable that requires grad is being used in an in-place operation"
 

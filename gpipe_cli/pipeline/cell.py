@@ -17,10 +17,10 @@ from ..layers import LayerBuilder, Owner
 from ..micro_batch import Tensors
 from ..position import Position
 from .batchnorm import DeferredBatchNorm, defer_batchnorm
-from .boundary import BoundarySpec, GradientLayouts, canonical, passed_on
 from .buffers import BufferChanged, BufferGuard
 from .compiled import compile_layer
-from .grouping import as_argument, as_tensors, grouped_like, grouping_of, replace_tensors
+from .messages.boundary import BoundarySpec, GradientLayouts, canonical, passed_on
+from .messages.grouping import as_argument, as_tensors, grouped_like, grouping_of, replace_tensors
 from .randomness import NoiseSource, weights_of_layer
 from .weight_casts import WeightCasts
 

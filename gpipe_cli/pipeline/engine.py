@@ -28,15 +28,15 @@ from ..micro_batch import Loss, MicroBatch, Tensors
 from ..position import Position
 from ..schedule.instruction import Instruction, Op
 from ..schedule.posting import Posts, post_ahead
-from .boundary import BoundarySpec, canonical_gradient, fresh_leaves, is_channels_last
 from .cell import Cell, LayerFailed
 from .finite import FiniteWatch
-from .grouping import grouped, grouped_like, grouping_of
 from .halves import WeightHalf, backward_of_inputs
+from .messages.boundary import BoundarySpec, canonical_gradient, fresh_leaves, is_channels_last
+from .messages.grouping import grouped, grouped_like, grouping_of
+from .messages.process_group import Wait
+from .messages.receives import Receives
+from .messages.transport import Transport
 from .meter import Meter
-from .process_group import Wait
-from .receives import Receives
-from .transport import Transport
 
 BACKWARDS = (Op.BACKWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT, Op.SEND_GRADIENT)
 TASK = -1  # stands for the task's loss where auxiliary losses have the index of their layer

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..micro_batch import Loss, Tensors
 from ..position import Position
 from .cell import BuiltLayer, Call
-from .grouping import as_tensors, replace_tensors
+from .messages.grouping import as_tensors, replace_tensors
 
 FORWARD, BACKWARD = 0, 1
 DATA, LOSS = -1, 1 << 40  # before the first layer, behind the last

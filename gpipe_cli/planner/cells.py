@@ -12,7 +12,7 @@ from itertools import count
 
 from ..factory.cut import Cut
 from ..partition.fake_layers import TensorShape
-from ..pipeline.boundary import ALIGNMENT
+from ..pipeline.messages.boundary import ALIGNMENT
 from .measure.layer_facts import BoundaryTensor, LayerFacts
 from .memory import CellSizes
 from .ties import copied_parameters

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from ..pipeline.receives import Receives
-from ..pipeline.shared_memory import slot_bytes
+from ..pipeline.messages.receives import Receives
+from ..pipeline.messages.shared_memory import slot_bytes
 from ..schedule.instruction import Instruction, Op, send_window
 from ..schedule.posting import Posts, post_ahead, post_when_sent
 from ..schedule.simulate import Timeline

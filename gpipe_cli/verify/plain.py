@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..config import Settings
 from ..factory.build import boundary_type_of, build_autocast, build_model
 from ..micro_batch import MicroBatch, Tensors
-from ..pipeline.grouping import as_argument, as_tensors, grouped_like
+from ..pipeline.messages.grouping import as_argument, as_tensors, grouped_like
 from ..pipeline.randomness import generator_states
 from ..tasks.base import Task
 from .batchnorm import run_together

@@ -14,7 +14,7 @@ from ..checkpoint.layer_state import LayerState, named_tensors
 from ..metrics.step_report import StepReport
 from ..pipeline.batchnorm import DeferredBatchNorm
 from ..pipeline.cell import BuiltLayer, Cell
-from ..pipeline.grouping import as_tensors
+from ..pipeline.messages.grouping import as_tensors
 from ..position import Position
 from ..trainer.assembly import Assembly
 from ..trainer.loop import Trainer

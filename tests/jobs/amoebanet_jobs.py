@@ -19,8 +19,8 @@ from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.pipeline.batchnorm import finish_batchnorm
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
 from gpipe_cli.pipeline.engine import Pipeline, StepInput
+from gpipe_cli.pipeline.messages.transport import Transport, connect_workers
 from gpipe_cli.pipeline.randomness import NoiseSource
-from gpipe_cli.pipeline.transport import Transport, connect_workers
 from gpipe_cli.schedule.schedule import schedule
 from gpipe_cli.tasks.classification import ClassificationTask
 

@@ -19,9 +19,9 @@ from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.pipeline.batchnorm import finish_batchnorm
 from gpipe_cli.pipeline.cell import Cell
 from gpipe_cli.pipeline.engine import Pipeline, StepInput
-from gpipe_cli.pipeline.process_group import ProcessGroupTransport
+from gpipe_cli.pipeline.messages.process_group import ProcessGroupTransport
+from gpipe_cli.pipeline.messages.transport import Transport, connect_workers
 from gpipe_cli.pipeline.randomness import NoiseSource
-from gpipe_cli.pipeline.transport import Transport, connect_workers
 from gpipe_cli.schedule.posting import post_when_sent
 from gpipe_cli.schedule.schedule import REMAT, schedule
 

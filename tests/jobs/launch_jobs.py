@@ -81,8 +81,8 @@ def wait_in_shared_memory(context: Context, config: dict[str, Any]) -> None:
     """Waits for a message of a peer that sends none, in a system call that Python takes up again after each signal."""
     import torch
 
-    from gpipe_cli.pipeline.boundary import BoundarySpec
-    from gpipe_cli.pipeline.shared_memory import Incoming
+    from gpipe_cli.pipeline.messages.boundary import BoundarySpec
+    from gpipe_cli.pipeline.messages.shared_memory import Incoming
 
     ours, _theirs = socket.socketpair()
     _ready(context)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from gpipe_cli.launch.context import Context
 from gpipe_cli.micro_batch import Tensors
-from gpipe_cli.pipeline import shared_memory
-from gpipe_cli.pipeline.boundary import BoundarySpec
-from gpipe_cli.pipeline.transport import Transport, connect_workers
+from gpipe_cli.pipeline.messages import shared_memory
+from gpipe_cli.pipeline.messages.boundary import BoundarySpec
+from gpipe_cli.pipeline.messages.transport import Transport, connect_workers
 from gpipe_cli.schedule.instruction import Message, send_window
 
 CPU = torch.device("cpu")

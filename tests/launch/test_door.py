@@ -15,7 +15,7 @@ import pytest
 from launch_command import Command
 
 from gpipe_cli.launch.zygote import bootstrap
-from gpipe_cli.pipeline import shared_memory
+from gpipe_cli.pipeline.messages import shared_memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for sockets in /proc")
 

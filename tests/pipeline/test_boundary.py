@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpipe_cli.pipeline.boundary import ALIGNMENT, BoundarySpec, fresh_leaves, is_channels_last, pack, unpack
+from gpipe_cli.pipeline.messages.boundary import ALIGNMENT, BoundarySpec, fresh_leaves, is_channels_last, pack, unpack
 
 CPU = torch.device("cpu")
 NUMBERS = torch.arange(1, 31)

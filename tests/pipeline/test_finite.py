@@ -17,7 +17,7 @@ from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
 from gpipe_cli.pipeline.engine import Pipeline, StepInput
 from gpipe_cli.pipeline.finite import BACKWARD, DATA, FORWARD, LOSS, FiniteWatch, Origin, not_finite
-from gpipe_cli.pipeline.grouping import as_tensors, replace_tensors
+from gpipe_cli.pipeline.messages.grouping import as_tensors, replace_tensors
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.position import Position
 from gpipe_cli.schedule.orders import KINDS

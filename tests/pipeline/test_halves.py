@@ -18,8 +18,8 @@ from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.models.transformer import transformer
 from gpipe_cli.pipeline.cell import Cell
-from gpipe_cli.pipeline.grouping import as_tensors
 from gpipe_cli.pipeline.halves import backward_of_inputs
+from gpipe_cli.pipeline.messages.grouping import as_tensors
 from gpipe_cli.pipeline.randomness import NoiseSource
 
 CPU = torch.device("cpu")

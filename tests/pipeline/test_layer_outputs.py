@@ -15,9 +15,9 @@ from own_model import DIGITS
 from torch import Tensor, nn
 
 from gpipe_cli.layers import LayerBuilder
-from gpipe_cli.pipeline.boundary import BoundarySpec
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell, LayerFailed
-from gpipe_cli.pipeline.grouping import as_argument, as_tensors, grouping_of, replace_tensors
+from gpipe_cli.pipeline.messages.boundary import BoundarySpec
+from gpipe_cli.pipeline.messages.grouping import as_argument, as_tensors, grouping_of, replace_tensors
 from gpipe_cli.pipeline.randomness import NoiseSource
 
 ONE, TWO = torch.zeros(1), torch.arange(2)

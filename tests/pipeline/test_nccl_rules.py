@@ -14,10 +14,10 @@ from small_models import CPU, build_all, mini_batch, small_model, token_loss, we
 
 from gpipe_cli.micro_batch import Tensors
 from gpipe_cli.partition.partition import cell_layers
-from gpipe_cli.pipeline.boundary import BoundarySpec
 from gpipe_cli.pipeline.cell import Cell
 from gpipe_cli.pipeline.engine import Pipeline, StepInput
-from gpipe_cli.pipeline.process_group import Wait
+from gpipe_cli.pipeline.messages.boundary import BoundarySpec
+from gpipe_cli.pipeline.messages.process_group import Wait
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.position import Position
 from gpipe_cli.schedule.instruction import COMPUTE, Instruction, Message, Op

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpipe_cli.pipeline.receives import Receives
+from gpipe_cli.pipeline.messages.receives import Receives
 from gpipe_cli.schedule.instruction import Instruction
 from gpipe_cli.schedule.posting import post_ahead
 from gpipe_cli.schedule.schedule import schedule

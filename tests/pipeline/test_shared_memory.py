@@ -8,7 +8,7 @@ import pytest
 
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.launch.report import WorkerFailed, suspicion
-from gpipe_cli.pipeline.shared_memory import _lost, slot_bytes
+from gpipe_cli.pipeline.messages.shared_memory import _lost, slot_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpipe_cli.config import MESSAGE_TAGS, TAGS_PER_CELL
-from gpipe_cli.pipeline.process_group import DIRECTIONS, message_tag, spec_tag
+from gpipe_cli.pipeline.messages.process_group import DIRECTIONS, message_tag, spec_tag
 from gpipe_cli.schedule.instruction import Message
 
 

@@ -33,9 +33,9 @@ from ...partition.fake_layers import (
     refuse_too_few_examples,
 )
 from ...pipeline.batchnorm import DeferredBatchNorm, defer_batchnorm
-from ...pipeline.boundary import canonical, passed_on
-from ...pipeline.grouping import as_argument, as_tensors, grouped_like, grouping_of
 from ...pipeline.halves import backward_of_inputs
+from ...pipeline.messages.boundary import canonical, passed_on
+from ...pipeline.messages.grouping import as_argument, as_tensors, grouped_like, grouping_of
 from ...pipeline.weight_casts import WeightCasts
 from .tracking import Operation, Saved, Tracker, storage_key
 

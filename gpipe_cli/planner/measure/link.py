@@ -15,8 +15,8 @@ from ...errors import ConfigurationError
 from ...launch.context import Context
 from ...launch.report import WorkerFailed
 from ...launch.supervisor import Job, launch
-from ...pipeline.boundary import BoundarySpec, TensorSpec
-from ...pipeline.transport import Transport, connect_workers
+from ...pipeline.messages.boundary import BoundarySpec, TensorSpec
+from ...pipeline.messages.transport import Transport, connect_workers
 from ...schedule.instruction import Message
 
 MESSAGES = 20  # of each kind

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import TAGS_PER_CELL
-from ..micro_batch import Tensors
-from ..schedule.instruction import Message, send_window
+from ...config import TAGS_PER_CELL
+from ...micro_batch import Tensors
+from ...schedule.instruction import Message, send_window
 from .boundary import BoundarySpec, pack, unpack
 
 Wait = Callable[[int], Tensors]  # see `Transport.post`

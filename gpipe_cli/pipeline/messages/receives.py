@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from ..schedule.instruction import Instruction, Op
-from ..schedule.posting import Posts
+from ...schedule.instruction import Instruction, Op
+from ...schedule.posting import Posts
 
 Pending = TypeVar("Pending")
 

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..micro_batch import Tensors
-from ..schedule.instruction import Message, send_window
+from ...micro_batch import Tensors
+from ...schedule.instruction import Message, send_window
 from .boundary import BoundarySpec, unpack
 from .process_group import ProcessGroupTransport, Wait, message_tag, routes, spec_tag
 

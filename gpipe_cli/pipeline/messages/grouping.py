@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from ..micro_batch import Tensors
+from ...micro_batch import Tensors
 
 T = TypeVar("T")
 _TENSOR = "tensor"  # stands for a tensor in the JSON text; other texts are {"text": …}

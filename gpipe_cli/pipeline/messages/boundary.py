@@ -13,7 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ..micro_batch import Tensors
+from ...micro_batch import Tensors
 from .grouping import grouped, grouped_like, grouping_of
 
 ALIGNMENT = 64  # bytes; each tensor of a packed message starts at a multiple, so that any dtype can view it

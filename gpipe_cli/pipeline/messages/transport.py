@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from ..micro_batch import Tensors
-from ..schedule.instruction import Message
+from ...micro_batch import Tensors
+from ...schedule.instruction import Message
 from .boundary import BoundarySpec
 from .process_group import ProcessGroupTransport, Wait
 from .shared_memory import SharedMemoryTransport
