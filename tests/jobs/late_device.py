@@ -23,6 +23,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 NAME = "late"
 _setup_privateuseone_for_python_backend(NAME)
+torch.get_device_module(NAME).get_amp_supported_dtype = lambda: [torch.bfloat16]  # autocast asks for it
 LATE = torch.device(NAME, 0)
 READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero")
 BETWEEN = ("aten::copy_", "aten::_to_copy")  # may have operands on two devices

@@ -150,6 +150,7 @@ def test_other_ranks_wait_for_rank_0_as_long_as_it_takes(tmp_path: Path, monkeyp
     store = SimpleNamespace(check=lambda keys: next(answers, True), get=lambda key: decided)
     context = SimpleNamespace(rank=1, store=store, run_dir=None)
     wrapped = {"entry": "test_restarts:directory_and_config", "config": {"words": 1}, "directory": "elsewhere"}
+    monkeypatch.setattr(torchrun, "refuse_separate_directories", lambda context: None)
     assert torchrun.enter(context, wrapped) == (tmp_path, {"words": 7})  # type: ignore[arg-type]
     assert sum(pauses) > 300
 

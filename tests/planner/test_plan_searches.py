@@ -57,7 +57,7 @@ def never_large(number: int = 1) -> list[Any]:
 
 
 def test_growing_a_key_that_changes_nothing_in_memory_ends_and_says_so() -> None:
-    said = refusal(*OWN, "pipeline.K=2", "plan.grow=lr_schedule.warmup_steps")
+    said = refusal(*OWN, "lr_schedule=linear_warmup", "pipeline.K=2", "plan.grow=lr_schedule.warmup_steps")
     assert said.startswith("plan.grow=lr_schedule.warmup_steps: from ")
     assert "it does not change what the devices hold: use a key" in said
 

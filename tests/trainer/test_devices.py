@@ -120,5 +120,5 @@ def test_training_evaluation_and_translation_are_those_of_the_cpu(words: tuple[s
             small = ("debug=tiny", "trainer.steps=1", "trainer.evaluate_first=false", "pipeline.workers=1")
             summary, _ = train_inline(tmp_path / device, *small, *words)
         found[device] = {key: value for key, value in summary["evaluation"].items() if "second" not in key}
-    # Attention runs as several operations there, and as one on a CPU.
-    assert found[NAME] == pytest.approx(found["cpu"], rel=1e-4)
+    # Attention runs as several operations there and as one on a CPU, and Adam's first update magnifies what is rounded.
+    assert found[NAME] == pytest.approx(found["cpu"], rel=1e-3)
