@@ -199,7 +199,7 @@ def test_a_trial_that_finds_no_room_ends_its_workers_and_counts_as_one_that_does
     assert f"  L={found['L'] + 1}: does not fit" in told
 
 
-@pytest.mark.slow
+@pytest.mark.slow(2)
 def test_table_1_says_where_larger_models_may_fit_too() -> None:
     trial = {"width": 128, "tokens": 64, "texts": 32, "M": 1, "remat": "never", "budget": 1 << 40}
     found = search(1, trial, lambda text: None, most=2)

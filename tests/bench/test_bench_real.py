@@ -30,8 +30,9 @@ def bench(folder: Path, *words: str) -> dict[str, Any]:
     return {**figures, "text": (folder / "table2.md").read_text(encoding="utf-8")}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("remat", ["always", "never"])
+@pytest.mark.parametrize(
+    "remat", [pytest.param("always", marks=pytest.mark.slow), pytest.param("never", marks=pytest.mark.slow(2))]
+)
 def test_all_contenders_compute_the_same_gradients(remat: str) -> None:
     """The boundaries of AmoebaNet are pairs of tensors, the inputs of the Transformer are integers."""
     settings = [("transformer", 1), ("transformer", 2), ("amoebanet", 2)]

@@ -40,7 +40,7 @@ def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
     assert all(record.rows for record in found.values())
 
 
-@pytest.mark.slow
+@pytest.mark.slow(2)
 def test_a_part_writes_what_it_has_found(tmp_path: Path) -> None:
     rows = tried(tmp_path, "messages")["messages"].rows
     assert [row["pipeline.backend"] for row in rows] == ["auto", "gloo"]

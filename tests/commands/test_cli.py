@@ -156,7 +156,13 @@ def test_a_run_whose_terminal_is_closed_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["plan", "--help"], ["plan", "debug=tiny", "plan.format=json"], ["train", "--help"]], ids=" ".join
+    "words",
+    [
+        ["plan", "--help"],
+        pytest.param(["plan", "debug=tiny", "plan.format=json"], marks=pytest.mark.slow),
+        ["train", "--help"],
+    ],
+    ids=" ".join,
 )
 def test_a_reader_that_has_seen_enough_is_no_error(words: list[str]) -> None:
     reader, writer = os.pipe()

@@ -31,8 +31,9 @@ def test_the_page_has_five_examples() -> None:
     assert len(BLOCKS) == len(TINY)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow(1 if name == "GPT2Config" else 2)) for name in TINY]
+)
 def test_an_example_trains(name: str, tmp_path: Path) -> None:
     if name.endswith("Config"):
         pytest.importorskip("transformers")

@@ -128,7 +128,7 @@ def test_three_replicas_give_the_same_bits_for_every_number_of_workers(tmp_path:
     assert same_bits(two, one, step=4)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(2)
 def test_a_divided_optimizer_state_and_early_sums_change_no_bit_and_no_checkpoint(tmp_path: Path) -> None:
     """Over gloo, where a cell's gradients are summed up while the worker's other cells still run."""
     words = ["trainer.steps=4", "pipeline.replicas=3", "pipeline.M=2", "data.batch_size=24", "checkpoint.every=2"]

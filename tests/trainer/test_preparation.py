@@ -54,7 +54,7 @@ def test_replicas_prepare_in_turn_and_nobody_loses_patience(prepare: Any) -> Non
     assert second >= first + LONGER_THAN_A_MESSAGE_MAY
 
 
-@pytest.mark.slow
+@pytest.mark.slow(2)
 def test_under_torchrun_nobody_loses_patience(prepare: Any) -> None:
     job = prepare(2, LONGER_THAN_A_MESSAGE_MAY, TORCHRUN)
     results = [event["value"] for event in job.events() if event["event"] == "result"]
