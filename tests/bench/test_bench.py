@@ -72,7 +72,7 @@ def test_table_2_as_real_processes(tmp_path: Path) -> None:
     assert "K·M/(M+K−1)" in figures["stdout"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(2)
 def test_table_3_s_links_are_never_faster_than_they_should_be(tmp_path: Path) -> None:
     figures = bench(tmp_path, "table=3", "M=4", *TINY)
     (row,) = figures["rows"]

@@ -181,6 +181,7 @@ def test_a_run_whose_output_is_on_a_full_disk_goes_on(tmp_path: Path) -> None:
     ends_in_order(tmp_path, process, "No space left on device")
 
 
+@pytest.mark.slow
 def test_a_sweep_whose_pipe_loses_its_reader_goes_on_to_its_table(tmp_path: Path) -> None:
     ours, theirs = os.pipe()
     process = start(tmp_path, theirs, "-m", "pipeline.M=4,8")

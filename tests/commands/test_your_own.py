@@ -99,12 +99,13 @@ def test_a_loss_that_is_not_finite_skips_the_update_and_then_stops_by_name(tmp_p
             'LayerBuilder("last"', 'LayerBuilder("first"', [], "two layers named 'first'", 2, marks=pytest.mark.slow
         ),
         ("    def weight(self", "    def wait(self", [], "has no method weight", 2),
-        (
+        pytest.param(
             ', reduction="sum"), torch.zeros(0, dtype=torch.float64)',
             ', reduction="sum")',
             [],
             "loss() must return two",
             2,
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "return torch.stack([nll.double(), correct.double()])",
@@ -122,7 +123,7 @@ def test_a_loss_that_is_not_finite_skips_the_update_and_then_stops_by_name(tmp_p
             2,
             marks=pytest.mark.slow,
         ),
-        ("", "", ["pipeline.K=9"], "pipeline.K=9 but the model has 8 layers", 2),
+        pytest.param(*("", "", ["pipeline.K=9"], "pipeline.K=9 but the model has 8 layers", 2), marks=pytest.mark.slow),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, old: str, new: str, words: list[str], message: str, code: int) -> None:
@@ -131,7 +132,7 @@ def test_mistakes_are_named(tmp_path: Path, old: str, new: str, words: list[str]
     assert message in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.slow(2)
 def test_layers_that_share_their_weights_train_as_one_layer_that_applies_them_as_often(tmp_path: Path) -> None:
     """Loss and gradient norm of every step: one gradient, summed in another order, and one update."""
     pieces = "torch.manual_seed(3)\n    same, last = Hidden(width), nn.Linear(width, 2)\n    hidden = "
@@ -162,6 +163,7 @@ def test_all_replicas_stop_when_the_data_of_one_ends(tmp_path: Path) -> None:
     assert (summary["steps"], summary["stopped_by"]) == (3, "end of data")
 
 
+@pytest.mark.slow
 def test_a_builder_that_keeps_what_it_makes_is_refused_by_name(tmp_path: Path) -> None:
     kept = "KEPT = {}\n\n\ndef kept(width):\n    return KEPT.setdefault(width, Hidden(width))\n\n\ndef layers("
     module = changed("partial(Hidden, width)", "partial(kept, width)").replace("def layers(", kept, 1)

@@ -205,7 +205,7 @@ def _bytes(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(2)
 def test_the_store_is_the_same_bytes_however_many_processes_make_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

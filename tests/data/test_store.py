@@ -81,7 +81,14 @@ def test_any_number_of_processes_makes_the_same_bytes(root: Path, store: Store, 
     assert bytes_of(preparation_jobs.prepare(root, tmp_path, 2, no_report).folder) == bytes_of(store.folder)
 
 
-@pytest.mark.parametrize(("text", "done"), [("counting lines", 4), ("target vocabulary", 0), ("token ids", 400)])
+@pytest.mark.parametrize(
+    ("text", "done"),
+    [
+        pytest.param("counting lines", 4, marks=pytest.mark.slow),
+        pytest.param("target vocabulary", 0, marks=pytest.mark.slow),
+        ("token ids", 400),
+    ],
+)
 def test_a_killed_preparation_goes_on_to_the_same_bytes(
     text: str, done: int, root: Path, store: Store, tmp_path: Path
 ) -> None:

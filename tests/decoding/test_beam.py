@@ -161,7 +161,11 @@ def test_every_K_gives_the_same_bits(K: int, reference: list[Hypothesis]) -> Non
     assert through_pipeline(K, 4, settings(), sentences()) == reference
 
 
-@pytest.mark.parametrize(("K", "workers", "processes"), [(4, 3, 3), (2, 2, 4)], ids=["3 workers", "2 replicas"])
+@pytest.mark.parametrize(
+    ("K", "workers", "processes"),
+    [(4, 3, 3), pytest.param(2, 2, 4, marks=pytest.mark.slow)],
+    ids=["3 workers", "2 replicas"],
+)
 def test_workers_of_their_own_give_the_same_bits(
     K: int, workers: int, processes: int, tmp_path: Path, reference: list[Hypothesis]
 ) -> None:

@@ -346,7 +346,9 @@ def test_the_first_signal_lets_the_run_save_and_end(command: Any, number: signal
     assert (started.run_dir / "saved").exists()
 
 
-@pytest.mark.parametrize(("number", "expected"), SIGNALS[:2], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    ("number", "expected"), [SIGNALS[0], pytest.param(*SIGNALS[1], marks=pytest.mark.slow)], ids=["SIGINT", "SIGTERM"]
+)
 def test_a_deadlocked_job_is_killed_after_the_grace_period(command: Any, number: signal.Signals, expected: int) -> None:
     started = command("deadlock", preload=["torch"], grace_seconds=1.0)
     started.wait_until_ready(3)
@@ -420,7 +422,7 @@ def free_port() -> int:
         return number
 
 
-@pytest.mark.slow
+@pytest.mark.slow(2)
 def test_ranks_of_torchrun_run_several_jobs_one_after_the_other(command: Any) -> None:
     started = command("all_reduce,all_reduce", prefix=TORCHRUN)
     values = [event["value"] for event in started.events() if event["event"] == "result"]
@@ -472,7 +474,7 @@ def test_ranks_of_torchrun_that_cannot_stop_are_gone_after_the_grace_period(comm
         assert f"worker {rank} at {place} had not ended 2 s after the request" in errors
 
 
-@pytest.mark.slow
+@pytest.mark.slow(2)
 def test_a_second_signal_ends_a_rank_of_torchrun_at_once(command: Any) -> None:
     started = command("deadlock", prefix=TORCHRUN, grace_seconds=60.0)
     started.wait_until_ready(2)

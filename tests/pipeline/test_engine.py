@@ -37,7 +37,7 @@ def test_the_drawing_at_the_top_of_the_engine_is_the_real_schedule() -> None:
     assert [line for line in drawn if line.startswith("worker")] == draw_text(timeline).splitlines()
 
 
-@pytest.mark.parametrize("K", [1, 2, 3, 4])
+@pytest.mark.parametrize("K", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_every_gradient_equals_the_plain_models(K: int) -> None:
     found = [
         text for case in all_cases(K) for text in differences(case, run_case(case, (0,) * K, 0, None), run_plain(case))
@@ -52,7 +52,7 @@ def test_every_gradient_equals_the_plain_models_as_processes(K: int, tmp_path: P
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("K", [2, 3])
+@pytest.mark.parametrize("K", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_gradients_equal_those_of_torch_pipelining(K: int, tmp_path: Path) -> None:
     entry, preload = "engine_jobs:compare_with_torch_pipelining", ("torch", "torch.distributed.pipelining")
     found = launch(Job(tmp_path, K, entry, {}, preload=preload), lambda event: None)

@@ -306,10 +306,13 @@ def test_grow_ends_at_the_last_value_that_fits_and_passes_over_those_that_the_mo
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
+FAST, SLOWEST = ("nmt_small/narrow", "nmt_t_64_16384_32"), ("imagenet_amoebanet_d_google", "transfer/cifar10")
+
+
 @pytest.mark.parametrize(
     "experiment",
     [
-        pytest.param(name, marks=() if name in ("nmt_small/narrow", "nmt_t_64_16384_32") else pytest.mark.slow)
+        pytest.param(name, marks=() if name in FAST else pytest.mark.slow(2 if name in SLOWEST else 1))
         for name in EXPERIMENTS
     ],
 )

@@ -63,7 +63,7 @@ def test_under_torchrun_nobody_loses_patience(prepare: Any) -> None:
     assert len(results) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.slow(2)
 def test_ctrl_c_ends_a_preparation(prepare: Any) -> None:
     job = prepare(2, FOR_EVER)
     job.wait_until_ready(1)
