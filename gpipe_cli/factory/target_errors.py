@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from ..errors import place_in_users_code
 
 LINES_SHOWN = 2  # of an exception's message
+NOT_LOCATED = re.compile(r"Error locating target '(?P<target>[^']*)'(?:.*\nfull_key: (?P<inner>\S+))?", re.DOTALL)
 
 
 def explain(key: str, section: Mapping[str, Any], error: Exception) -> str:
@@ -19,10 +21,13 @@ def explain(key: str, section: Mapping[str, Any], error: Exception) -> str:
         error: raised by Hydra's `instantiate`; it wraps the cause, and does not always quote all of it.
     """
     target, cause = section.get("_target_"), error.__cause__ or error
-    if not str(error).startswith("Error locating target"):
+    not_located = NOT_LOCATED.match(str(error))
+    if not_located is None:
         text = _summary(cause) + _texts_among(key, section, cause)
         return f"{key}._target_={target} could not be made from the keys of `{key}`: {text}"
-    cause = cause.__cause__ or cause
+    cause, target, inner = cause.__cause__ or cause, not_located["target"], not_located["inner"]
+    if inner:  # a section inside this one
+        key = f"{key}.{inner}"
     if isinstance(cause, ModuleNotFoundError) and cause.name and f"{target}.".startswith(f"{cause.name}."):
         return f"{key}._target_={target} was not found: {_missing(cause.name)}"
     return f"{key}._target_={target} could not be imported: {_summary(cause)}"

@@ -40,6 +40,17 @@ def test_a_wrong_target_is_refused_with_its_cause(number: int, tmp_path: Path, m
     assert str(error.value) == f"model._target_={target} {said.format(n=number, path=path)}"
 
 
+def test_a_wrong_target_inside_a_section_is_named_with_its_key() -> None:
+    section = {
+        "_target_": "gpipe_cli.models.traced.layers.layers",
+        "module": {"_target_": "torchvision.models.resnet99"},
+    }
+    with pytest.raises(
+        ConfigurationError, match=r"^model\.module\._target_=torchvision\.models\.resnet99 was not found"
+    ):
+        build_model(section)
+
+
 def test_a_text_where_a_number_is_wanted_is_named() -> None:
     section = {"_target_": "torch.optim.Adam", "lr": 0.1, "weight_decay": "abc"}
     with pytest.raises(
