@@ -38,12 +38,9 @@ def require_same_model(info: CheckpointInfo, model: Mapping[str, Sequence[str]],
         )
 
 
-def patterns_without_effect(
-    info: CheckpointInfo, model: Mapping[str, Sequence[str]], left_out: Sequence[str]
-) -> list[str]:
-    """Returns the patterns that match nothing in the model or the checkpoint, and may be misspelt."""
-    names = _parameters(model) | _parameters_of(info)
-    return [pattern for pattern in left_out if not any(is_left_out(name, [pattern]) for name in names)]
+def names_on_both_sides(info: CheckpointInfo, model: Mapping[str, Sequence[str]]) -> set[str]:
+    """Returns the full names of the parameters of the model and of the checkpoint."""
+    return _parameters(model) | _parameters_of(info)
 
 
 def load_weights(info: CheckpointInfo, cells: Sequence[Cell], left_out: Sequence[str], averages: bool) -> list[str]:

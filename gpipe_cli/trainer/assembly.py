@@ -18,7 +18,7 @@ from ..checkpoint.compatibility import require_known_ids
 from ..checkpoint.layer_state import named_tensors
 from ..checkpoint.transfer import load_weights, require_same_model
 from ..config import Settings
-from ..data.source import Source
+from ..data.source import Batch, Source
 from ..decoding.decoding import Decoder
 from ..decoding.generation import Generator
 from ..decoding.translation import SpecialTokens, TranslationForm
@@ -137,13 +137,14 @@ def assemble_model(context: Context, settings: Settings, world: World, task: Tas
         builders = list_layers(context, settings)
     with context.where.doing("preparing the data"):
         source = open_source(settings, world, journal, context.stop_requested, context.emit)
+    with context.where.doing("reading the first mini-batch"):
+        read = first_batch(cast(Source, source), pipeline.M, world.replicas) if world.rank == 0 else None
     if builders is None:
-        with context.where.doing("reading the first mini-batch"):
-            model = world.broadcast(lambda: _with_first_inputs(settings, world, cast(Source, source)))
+        model = world.broadcast(lambda: with_example(settings.model, cast(Batch, read).micro_batches[0][0]))
         settings = replace(settings, model=model)
         builders = list_layers(context, settings)
-    with context.where.doing("reading the first mini-batch and cutting the model"):
-        first, cut = agree_on_cut(builders, settings, world, source, journal.message)
+    with context.where.doing("cutting the model"):
+        first, cut = agree_on_cut(builders, settings, world, source, read, journal.message)
     journal.cells(cut.table)
     cells = build_cells(builders, cut, world, settings, context.where)
     for cell in cells:
@@ -178,22 +179,22 @@ def list_layers(context: Context, settings: Settings) -> list[LayerBuilder]:
     return builders
 
 
-def _with_first_inputs(settings: Settings, world: World, source: Source) -> dict[str, Any]:
-    inputs, _ = first_batch(source, settings.pipeline.M, world.replicas).micro_batches[0]
-    return with_example(settings.model, inputs)
-
-
 def agree_on_cut(
     builders: Sequence[LayerBuilder],
     settings: Settings,
     world: World,
     source: Source | None,
+    read: Batch | None,
     say: Callable[[str], None],
 ) -> tuple[FirstBatch, Cut]:
-    """Returns what `read_and_cut` makes on rank 0, on every rank."""
+    """Returns what `describe_and_cut` makes on rank 0, on every rank.
+
+    Args:
+        read: the first mini-batch, on rank 0.
+    """
 
     def make() -> list[dict[str, Any]]:
-        return [asdict(part) for part in read_and_cut(builders, settings, world, cast(Source, source), say)]
+        return [asdict(part) for part in describe_and_cut(builders, settings, world, source, cast(Batch, read), say)]
 
     first, cut = world.broadcast(make)
     shape = BatchShape(tuple(first["shape"]["inputs"]), tuple(first["shape"]["targets"]))
@@ -202,11 +203,16 @@ def agree_on_cut(
     return FirstBatch(shape, first["examples"], SpecialTokens(**first["tokens"])), Cut(**cut)
 
 
-def read_and_cut(
-    builders: Sequence[LayerBuilder], settings: Settings, world: World, source: Source, say: Callable[[str], None]
+def describe_and_cut(
+    builders: Sequence[LayerBuilder],
+    settings: Settings,
+    world: World,
+    source: Source | None,
+    read: Batch,
+    say: Callable[[str], None],
 ) -> tuple[FirstBatch, Cut]:
-    """Reads the first mini-batch and cuts the model by its shapes; on rank 0."""
-    micro_batches = first_batch(source, settings.pipeline.M, world.replicas).micro_batches
+    """Describes the first mini-batch and cuts the model by its shapes; on rank 0."""
+    micro_batches = read.micro_batches
     example = micro_batches[0]
     profile = partial(profiled_costs, builders, example, settings, world.device, say)
     cut = cut_model(builders, settings.pipeline, world.workers, example, profile, say)

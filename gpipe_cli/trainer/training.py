@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from ..checkpoint.transfer import (
     load_foreign,
     load_weights,
     named_shapes,
-    patterns_without_effect,
+    names_on_both_sides,
     require_same_model,
     shared_names,
 )
@@ -149,10 +149,7 @@ def adopt(assembly: Assembly, path: Path, journal: Journal) -> None:
     aliases = [*tied.values(), *(names for _, shared in parts for names in shared)]
     saved = open_foreign(path)
     match = match_names(model, saved, aliases, left_out, path)
-    names = [*model, *saved]
-    for pattern in left_out:
-        if not any(is_left_out(name, [pattern]) for name in names):
-            journal.warn(f"checkpoint.init_except: {pattern} is no layer or parameter of this model or of {path}")
+    warn_of_patterns_without_effect(left_out, [*model, *saved], path, journal)
     converted = world.all_gather(load_foreign(cells, saved, match, path))
     notes = [match.renamed, *dict.fromkeys(kind for kinds in converted for kind in kinds)]
     new = [name for name in model if name not in match.saved]
@@ -170,11 +167,19 @@ def transfer(assembly: Assembly, info: CheckpointInfo, journal: Journal) -> None
             f"With data=text, data.tokenizer={vocabulary_folder(info.run_dir) / name} keeps them"
         )
     require_same_model(info, model, config.init_except)
-    for pattern in patterns_without_effect(info, model, config.init_except):
-        journal.warn(f"checkpoint.init_except: {pattern} is no layer or parameter of this model or of {info.path}")
+    warn_of_patterns_without_effect(config.init_except, names_on_both_sides(info, model), info.path, journal)
     new = world.all_gather(load_weights(info, cells, config.init_except, config.init_average))
     names = [name for worker in new[: world.workers] for name in worker]
     journal.message(f"weights from {info.path}; begun anew: {', '.join(sorted(names)) or 'nothing'}")
+
+
+def warn_of_patterns_without_effect(
+    patterns: Sequence[str], names: Collection[str], path: Path, journal: Journal
+) -> None:
+    """Warns of the patterns in `checkpoint.init_except` that match no name: they may be misspelt."""
+    for pattern in patterns:
+        if not any(is_left_out(name, [pattern]) for name in names):
+            journal.warn(f"checkpoint.init_except: {pattern} is no layer or parameter of this model or of {path}")
 
 
 def make_updater(settings: Settings, assembly: Assembly) -> Updater:

@@ -67,8 +67,7 @@ class Updater:
         self._batchnorms = [batchnorm for cell in cells for batchnorm in cell.batchnorms]
         tied = {id(parameter) for parameter in ties.owners}  # complete only when the gradients of all uses are there
         self._of_cell = {c.number: [p for _, p in c.parameters() if id(p) not in tied] for c in cells}
-        self._begun: list[Callable[[], None]] = []
-        self._begun_cells: list[int] = []
+        self._begun: dict[int, Callable[[], None]] = {}  # by cell: waits for sums that are under way
 
     @property
     def learning_rate(self) -> float:
@@ -88,8 +87,7 @@ class Updater:
     def _begin_reduction(self, cell: int) -> None:
         assert self._replica_group is not None
         fill_gradients(self._of_cell[cell])
-        self._begun.append(begin_reduction(self._of_cell[cell], self._replica_group))
-        self._begun_cells.append(cell)
+        self._begun[cell] = begin_reduction(self._of_cell[cell], self._replica_group)
 
     def reduce_gradients(self, scale: float = 1.0) -> None:
         """Sums the gradients over uses and replicas; parameters that nothing used get a gradient of zero.
@@ -100,12 +98,12 @@ class Updater:
         fill_gradients(self._parameters)
         self._ties.add_gradients()
         if self._replica_group is not None:
-            begun = {id(parameter) for cell in self._begun_cells for parameter in self._of_cell[cell]}
+            begun = {id(parameter) for cell in self._begun for parameter in self._of_cell[cell]}
             rest = [parameter for parameter in self._parameters if id(parameter) not in begun]
             reduce_over_replicas(rest, self._replica_group)
-            for finish in self._begun:
+            for finish in self._begun.values():
                 finish()
-            self._begun, self._begun_cells = [], []
+            self._begun = {}
         scale_gradients(self._parameters, 1 / scale)
 
     def squared_norms(self) -> Tensor:

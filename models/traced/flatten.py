@@ -102,7 +102,7 @@ class _Flattener:
             if node.op == "output":
                 return [env.get(item, item) for item in node.args[0]]
             if node.op == "get_attr":
-                env[node] = _attribute(module, str(node.target))
+                env[node] = operator.attrgetter(str(node.target))(module)
             elif node.op == "call_function" and node not in env:
                 self._put_node(node, env)
         return []
@@ -225,15 +225,8 @@ def _used_later(node: fx.Node, than: fx.Node) -> bool:
     return any(user > than for user in node.users)
 
 
-def _attribute(module: torch.nn.Module, path: str) -> Any:
-    found: Any = module
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found
-
-
 def _has_effect(node: fx.Node) -> bool:
-    """Returns True for what must stay although nobody uses its value."""
+    """Returns whether a node must stay although no other node uses its value."""
     target = node.target
     if node.op in ("placeholder", "output") or target in (enter_autocast, leave_autocast):
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -100,15 +101,9 @@ class Weights:
             np.random.set_state(of_numpy)
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         for name, constant in self._trace.constants.items():
-            value = _attribute(module, name) if isinstance(constant, FakeTensor) else constant
+            value = attrgetter(name)(module) if isinstance(constant, FakeTensor) else constant
             tensors[name] = value.detach().clone()
         return tensors
-
-
-def _attribute(module: nn.Module, path: str) -> Tensor:
-    holder, _, name = path.rpartition(".")
-    found: Tensor = getattr(module.get_submodule(holder), name)
-    return found
 
 
 def _clone(tensor: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def change_manifest(run_dir: Path, step: int, change: Callable[[dict[str, Any]],
 
 
 def adjust_sums(content: dict[str, Any], directory: Path) -> None:
-    """Makes the manifest agree with the files, as somebody who has changed them would."""
+    """Writes the sizes and checksums of the files into a manifest, as a person who tampers with them would."""
     for entry in content["layers"]:
         path = directory / entry["file"]
         entry.update(bytes=path.stat().st_size, sha256=checkpoint_files.sha256_of(path))

@@ -12,26 +12,22 @@ import numpy as np
 import parallel_folder
 import pytest
 from inline_run import train_inline
+from text_sources import prepared, refusal_of
 
 from gpipe_cli.data.defects import KINDS, check_policy
 from gpipe_cli.data.parallel.folders import find_pairs
 from gpipe_cli.data.parallel.source import ParallelTextSource
-from gpipe_cli.data.source import no_report
 from gpipe_cli.errors import ConfigurationError
 
 SMALL: dict[str, Any] = {"source_vocabulary": 300, "target_vocabulary": 300, "batch_tokens": 500}
 
 
 def source(root: Path, **changes: Any) -> ParallelTextSource:
-    made = ParallelTextSource(str(root), **{**SMALL, "cache_dir": str(root.parent / "cache"), **changes})
-    made.prepare(no_report)
-    return made
+    return prepared(ParallelTextSource, root, {**SMALL, **changes})
 
 
 def refusal(root: Path, **changes: Any) -> str:
-    with pytest.raises(ConfigurationError) as error:
-        source(root, **changes)
-    return str(error.value)
+    return refusal_of(ParallelTextSource, root, {**SMALL, **changes})
 
 
 def defects(made: ParallelTextSource) -> dict[str, Any]:

@@ -20,9 +20,9 @@ import pytest
 import zstandard
 from hydra import compose, initialize_config_module
 from inline_run import train_inline
+from text_sources import prepared, refusal_of
 
 from gpipe_cli.data.cldr import pairs as cldr
-from gpipe_cli.data.source import no_report
 from gpipe_cli.data.text.source import TextFilesSource
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs.job import prepare
@@ -64,15 +64,11 @@ def as_json(texts: list[str], key: str = "text") -> str:
 
 
 def source(root: Path, **changes: Any) -> TextFilesSource:
-    made = TextFilesSource(str(root), **{**SMALL, "cache_dir": str(root.parent / "cache"), **changes})
-    made.prepare(no_report)
-    return made
+    return prepared(TextFilesSource, root, {**SMALL, **changes})
 
 
 def refusal(root: Path, **changes: Any) -> str:
-    with pytest.raises(ConfigurationError) as error:
-        source(root, **changes)
-    return str(error.value)
+    return refusal_of(TextFilesSource, root, {**SMALL, **changes})
 
 
 def ids(tokens: Any) -> list[int]:

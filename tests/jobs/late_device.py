@@ -10,7 +10,6 @@ torch keeps PrivateUse1 for such devices; it has one name in a process, here `la
 from __future__ import annotations
 
 import traceback
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from gpipe_cli.planner.measure.tracking import LiveBytes
 
 NAME = "late"
 _setup_privateuseone_for_python_backend(NAME)
@@ -47,7 +48,7 @@ class LateTensor(torch.Tensor):
             requires_grad=False,
         )
         made._values = values
-        METER.watch(values)
+        METER.count(values)
         return made
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -63,32 +64,16 @@ class LateTensor(torch.Tensor):
         return run(func, args, kwargs or {})
 
 
-class Meter:
+class Meter(LiveBytes):
     """Counts what happens on the device.
 
     Attributes:
-        now, peak: bytes alive.
         waits: the callers of every operation for which the host waits, while `waiting` is watched.
     """
 
     def __init__(self) -> None:
-        self.now = self.peak = 0
+        super().__init__()
         self.waits: list[str] | None = None
-        self._alive: dict[int, Any] = {}
-
-    def watch(self, values: Tensor) -> None:
-        storage = values.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._alive:
-            return
-        self.now += size
-        self.peak = max(self.peak, self.now)
-
-        def gone(_: object) -> None:
-            del self._alive[key]
-            self.now -= size
-
-        self._alive[key] = weakref.ref(storage, gone)
 
     def wait(self, what: str) -> None:
         if self.waits is not None:

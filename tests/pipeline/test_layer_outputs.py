@@ -1,4 +1,4 @@
-"""What a layer may return, how it arrives at the next one, and how anything else is told."""
+"""Tests the outputs that a layer may return: how they reach the next layer, and the refusal of all others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tied parameters between workers: sums in layer order, values from the owner, whoever comes first to a message."""
+"""Tests tied parameters between workers: sums in layer order, and the owner's value, in any order of arrival."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the configured precision differs by more than rounding, gpipe-verify decides in float64."""
+"""Tests that gpipe-verify decides in float64 where the configured precision differs by more than rounding."""
 
 from __future__ import annotations
 

@@ -47,6 +47,34 @@ class Operation(NamedTuple):
     half: bool
 
 
+class LiveBytes:
+    """Counts the bytes of storages that are alive.
+
+    Attributes:
+        now: bytes alive now.
+        peak: most bytes alive; may be set back to `now`.
+    """
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+        self._alive: dict[int, weakref.ref[Any]] = {}
+
+    def count(self, tensor: Tensor) -> None:
+        """Counts the storage of a tensor, once, for as long as it lives."""
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._alive:
+            return
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+        def gone(_: object) -> None:
+            del self._alive[key]
+            self.now -= size
+
+        self._alive[key] = weakref.ref(storage, gone)
+
+
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Lists the operations that run inside it and counts the bytes of the storages that they make.
 
@@ -54,16 +82,23 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ow
 
     Attributes:
         operations: operations since the last `begin`.
-        now: bytes alive now.
-        peak: most bytes alive since the last `begin`.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.operations: list[Operation] = []
-        self.now = self.peak = 0
-        self._alive: dict[int, weakref.ref[Any]] = {}
+        self._live = LiveBytes()
         self._ignored: set[int] = set()
+
+    @property
+    def now(self) -> int:
+        """Returns the bytes alive now."""
+        return self._live.now
+
+    @property
+    def peak(self) -> int:
+        """Returns the most bytes alive since the last `begin`."""
+        return self._live.peak
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Leaves out the storages of tensors, which the caller keeps alive for as long as the tracker is used."""
@@ -71,7 +106,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ow
 
     def begin(self) -> None:
         """Starts a new list of operations and a new peak."""
-        self.operations, self.peak = [], self.now
+        self.operations, self._live.peak = [], self._live.now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -88,19 +123,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ow
         return out
 
     def _watch(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._alive or key in self._ignored or not storage.resizable():
-            return  # torch has not allocated it: a slot of memory that two workers share
-        size = storage.nbytes()
-        self.now += size
-        self.peak = max(self.peak, self.now)
-
-        def gone(_: object) -> None:
-            del self._alive[key]
-            self.now -= size
-
-        self._alive[key] = weakref.ref(storage, gone)
+        # A storage that is not resizable is not torch's: a slot of memory that two workers share.
+        if storage_key(tensor) not in self._ignored and tensor.untyped_storage().resizable():
+            self._live.count(tensor)
 
 
 def storage_key(tensor: Tensor) -> int:

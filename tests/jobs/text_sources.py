@@ -1,0 +1,28 @@
+"""Opens sources of a user's own text as tests need them: prepared, with a cache beside the text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from gpipe_cli.data.source import no_report
+from gpipe_cli.errors import ConfigurationError
+
+Kind = TypeVar("Kind")
+
+
+def prepared(kind: Callable[..., Kind], root: Path, settings: Mapping[str, Any]) -> Kind:
+    """Returns a prepared source of the text under ``root``."""
+    made: Any = kind(str(root), **{"cache_dir": str(root.parent / "cache"), **settings})
+    made.prepare(no_report)
+    return made  # type: ignore[no-any-return]  # sources have no common base class
+
+
+def refusal_of(kind: Callable[..., object], root: Path, settings: Mapping[str, Any]) -> str:
+    """Returns the message with which `prepared` refuses."""
+    with pytest.raises(ConfigurationError) as error:
+        prepared(kind, root, settings)
+    return str(error.value)
