@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpipe_cli.bench.table import markdown
+from gpipe_cli.bench.tables.table import markdown
 from gpipe_cli.bench.workers import machine, machine_line
 
 WARM_UP = 2  # rounds that do not count

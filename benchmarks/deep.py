@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
-from gpipe_cli.bench.table import markdown
+from gpipe_cli.bench.tables.table import markdown
 
 COLOURS = {True: "#2f6db3", False: "#d9822b"}  # with depth-scaled initialisation, and without
 STYLES = ("-", "--", ":")  # by value of logit clipping, in the order of the runs

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import gpipe_cli.conf
 from benchmarks.common import ROOT
-from benchmarks.kills import same_end
+from benchmarks.reliability.kills import same_end
 from gpipe_cli.checkpoint.files import step_directories, step_of
 
 from .part import Row, Site, Skipped

@@ -12,10 +12,10 @@ from typing import Any, get_type_hints
 
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
-from gpipe_cli.bench.breakdown_table import RunFailed
-from gpipe_cli.bench.capacity_table import PlanFailed
 from gpipe_cli.bench.options import BenchOptions
-from gpipe_cli.bench.table import Table
+from gpipe_cli.bench.tables.breakdown_table import RunFailed
+from gpipe_cli.bench.tables.capacity_table import PlanFailed
+from gpipe_cli.bench.tables.table import Table
 from gpipe_cli.bench.workers import machine, machine_line
 from gpipe_cli.errors import ConfigurationError, Problems
 from gpipe_cli.terminal.frame import FAILED, run_command, to_stderr
@@ -37,10 +37,10 @@ Prints a table and writes it, its figures and its plot: OUTPUT/tableN.md, .json,
 
 """
 MAKERS = {
-    1: "gpipe_cli.bench.capacity_table:capacity_table",
-    2: "gpipe_cli.bench.throughput_table:throughput_table",
-    3: "gpipe_cli.bench.throughput_table:throughput_table",
-    4: "gpipe_cli.bench.breakdown_table:breakdown_table",
+    1: "gpipe_cli.bench.tables.capacity_table:capacity_table",
+    2: "gpipe_cli.bench.tables.throughput_table:throughput_table",
+    3: "gpipe_cli.bench.tables.throughput_table:throughput_table",
+    4: "gpipe_cli.bench.tables.breakdown_table:breakdown_table",
 }
 
 

@@ -42,7 +42,7 @@ task.generation.beam, task.generation.per_language_at_end, precision=bf16. More:
 OWN = ("checkpoint", "step", "split", "output", "trust")
 EXAMPLE = "gpipe-eval checkpoint=runs/NAME"
 COMPARE_EXAMPLE = "gpipe-eval compare=[RUN1,RUN2] baseline=[RUN3]"
-REPORT = "evaluation.json"  # written by trainer/evaluate.py
+REPORT = "evaluation.json"  # written by inference/evaluate.py
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,7 +82,7 @@ def evaluate(words: Sequence[str]) -> int:
         for warning in run.warnings:
             console.warn(warning)
         console.say(f"{run.info.path}, step {run.info.step}, {split}; workers: {run.workers}")
-        found = dict(launch_program(EntryPoint("gpipe_cli.trainer.evaluate:main"), config, folder, console) or {})
+        found = dict(launch_program(EntryPoint("gpipe_cli.inference.evaluate:main"), config, folder, console) or {})
         console.say("\n".join(["", *as_text(found), "", f"{time.monotonic() - began:.0f} s; report: {folder}"]))
     return 0
 

@@ -82,7 +82,7 @@ def _generate(words: Sequence[str]) -> int:
     config = {**worker_config(run), "sampling": {"length": 64, **sampling}}
     if prompt is not None:
         config["prompt"] = prompt
-    result, writer = answer_lines("gpipe_cli.trainer.generate:main", config, chosen, scores)
+    result, writer = answer_lines("gpipe_cli.inference.generate:main", config, chosen, scores)
     writer.print_end(result)
     return 0
 

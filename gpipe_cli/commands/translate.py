@@ -66,7 +66,7 @@ def _translate(words: Sequence[str]) -> int:
     for line in (*run.warnings, *run.prepared.lines):
         say(line)
     config = worker_config(run)
-    entry = "gpipe_cli.trainer.translate:main"
+    entry = "gpipe_cli.inference.translate:main"
     result, writer = answer_lines(entry, config, chosen, scores, keep=references is not None)
     _print_end(result, config["longest"], writer)
     return _show_bleu(writer.texts, references)

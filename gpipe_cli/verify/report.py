@@ -8,8 +8,8 @@ from typing import Any
 from ..config import Settings
 from ..metrics.metrics_file import json_safe
 from . import compare as c
-from .batchnorm_note import BatchNormNote
 from .compare import PASSED_BACK, Quantity, StepComparison
+from .explain.batchnorm_note import BatchNormNote
 
 EXACT = {c.BEGIN, c.RESUMED, c.SKIPPED, c.USED, c.SEEDS, c.MODES, c.AGAIN, c.CLIPPED, c.RATES, c.COUNTS, c.REPLICAS}
 

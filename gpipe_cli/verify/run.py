@@ -38,10 +38,10 @@ from ..trainer.data_source import wait_for_all
 from ..trainer.loop import Trainer
 from ..trainer.training import assemble_training
 from . import compare as c
-from .batchnorm_note import BatchNormNote, batchnorm_note
 from .check import Checker, ComparedStep
 from .compare import Quantity, StepComparison
 from .evaluation import check_evaluation, evaluate
+from .explain.batchnorm_note import BatchNormNote, batchnorm_note
 from .explain.diagnose import diagnose
 from .initial import expected_weights
 from .layout import VerifiedRun, owners_of

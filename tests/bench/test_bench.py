@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from gpipe_cli.bench.capacity import TENSORS, OverBudget, Trial, attempt
-from gpipe_cli.bench.capacity_table import SHORT, curves_of, device_budget, largest, measured_row, search
 from gpipe_cli.bench.options import BenchOptions
 from gpipe_cli.bench.paper import TABLE_2, ideal_throughput
+from gpipe_cli.bench.tables.capacity_table import SHORT, curves_of, device_budget, largest, measured_row, search
 from gpipe_cli.bench.throughput import ModelCosts, PaperModel, Setting
 from gpipe_cli.commands.bench import main, parse
 from gpipe_cli.cpu import usable_memory

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_cli.bench import contenders, throughput_table
+from gpipe_cli.bench import contenders
 from gpipe_cli.bench.contenders import RealStage
 from gpipe_cli.bench.steps import Workload
+from gpipe_cli.bench.tables import throughput_table
 from gpipe_cli.bench.throughput import PEERS, PLAIN
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.commands.bench import main, parse

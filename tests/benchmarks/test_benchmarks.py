@@ -30,13 +30,13 @@ SMALL = {
     "meter": "--shapes 2,2 --examples 4 --tokens 4 --repetitions 2",
     "plan": "--quick debug=tiny pipeline.K=1 pipeline.workers=1",
     "cell_times": "--quick debug=tiny",
-    "kills": "--quick --K 2",
-    "disks": "--quick",
-    "healthy": "--count 1",
+    "reliability.kills": "--quick --K 2",
+    "reliability.disks": "--quick",
+    "reliability.healthy": "--count 1",
     "images": "--quick",
     "corpus": "--quick --tokens 20000 --batches 2",
     "text": "--quick",
-    "wrong_configurations": "--count 3",
+    "reliability.wrong_configurations": "--count 3",
 }
 
 
@@ -61,7 +61,9 @@ def figures_of(name: str, tmp_path: Path) -> list[dict[str, Any]]:
 
 
 def test_every_benchmark_is_tried() -> None:
-    scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if "def main()" in path.read_text()}
+    folder = ROOT / "benchmarks"
+    paths = [*folder.glob("*.py"), *folder.glob("reliability/*.py")]
+    scripts = {".".join(p.relative_to(folder).with_suffix("").parts) for p in paths if "def main()" in p.read_text()}
     assert scripts == set(SMALL)
 
 

@@ -203,7 +203,7 @@ def test_a_wrong_override_says_what_to_type(word: str, message: str, run: Path) 
 def test_a_line_of_any_length_fills_no_memory_and_is_told(
     run: Path, reference: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("gpipe_cli.trainer.lines.MOST_TOKENS", 100)
+    monkeypatch.setattr("gpipe_cli.inference.lines.MOST_TOKENS", 100)
     lines = tmp_path / "lines.txt"
     lines.write_text("\n".join([LINES[0], "x" * 300_000, "1" * 200, LINES[4], "x" * 300_000]))
     assert translated(run, lines, *INLINE) == [reference[0], "", "", reference[4], ""]

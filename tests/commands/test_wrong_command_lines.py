@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from benchmarks.wrong_configurations import SCREEN, Answer, Case, drawn, run, single_mistakes
+from benchmarks.reliability.wrong_configurations import SCREEN, Answer, Case, drawn, run, single_mistakes
 from gpipe_cli.config import Settings
 from gpipe_cli.errors import ConfigurationError, Problems
 from gpipe_cli.jobs.composition import plain_values

@@ -59,6 +59,9 @@ ROOMS: dict[str, set[str]] = {
         *("checkpoint", "data", "decoding", "distributed", "factory", "launch", "metrics", "optim", "pipeline"),
         *("schedule", "tasks"),
     },
+    "inference": {
+        *("data", "decoding", "distributed", "launch", "metrics", "trainer"),
+    },
     "verify": {
         "checkpoint",
         "data",
@@ -159,6 +162,12 @@ def test_the_package_list_is_the_tree() -> None:
         inside = [path.parent for path in (ROOT / name).rglob("__init__.py")]
         packages |= {".".join(["gpipe_cli", *folder.relative_to(ROOT).parts]) for folder in inside}
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == packages
+
+
+def test_no_folder_has_more_files_than_a_reader_can_survey() -> None:
+    folders = {path.parent for path in MODULES.values()} | {path.parent for path in (ROOT / "benchmarks").rglob("*.py")}
+    sizes = {folder: len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) for folder in folders}
+    assert not {folder for folder, size in sizes.items() if size > 16}
 
 
 def test_every_command_of_the_project_exists() -> None:

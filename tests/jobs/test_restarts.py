@@ -18,7 +18,7 @@ from hydra import compose, initialize_config_module
 from inline_run import train_inline
 from own_model import WORDS
 
-from benchmarks.kills import same_end
+from benchmarks.reliability.kills import same_end
 from gpipe_cli import gpus
 from gpipe_cli.checkpoint import choose
 from gpipe_cli.checkpoint.files import step_directory

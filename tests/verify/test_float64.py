@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.planted_faults.run import verified
+from benchmarks.reliability.planted_faults.run import verified
 from gpipe_cli.verify.plain import PlainModel
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.healthy import alarm, drawn
-from benchmarks.planted_faults.__main__ import tried
-from benchmarks.planted_faults.fault import FAULTS, Fault
-from benchmarks.planted_faults.run import SUBJECT, verified
+from benchmarks.reliability.healthy import alarm, drawn
+from benchmarks.reliability.planted_faults.__main__ import tried
+from benchmarks.reliability.planted_faults.fault import FAULTS, Fault
+from benchmarks.reliability.planted_faults.run import SUBJECT, verified
 from gpipe_cli.commands import verify
 from gpipe_cli.commands.verify import as_text
 from gpipe_cli.config import PipelineConfig
@@ -165,14 +165,14 @@ def test_a_fault_is_caught_and_named(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_faults_of_all_classes_are_caught_and_named(tmp_path: Path, name: str) -> None:
-    """Some of `python -m benchmarks.planted_faults`."""
+    """Some of `python -m benchmarks.reliability.planted_faults`."""
     assert is_named(tmp_path, FAULTS[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 7, 9])
 def test_healthy_configurations_raise_no_alarm(tmp_path: Path, number: int) -> None:
-    """Some of `python -m benchmarks.healthy`."""
+    """Some of `python -m benchmarks.reliability.healthy`."""
     kind, said = alarm(drawn(number, 0), tmp_path)
     assert not kind, said
 

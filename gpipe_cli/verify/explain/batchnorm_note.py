@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..micro_batch import MicroBatch
-from .compare import OUTPUTS, Marks, Quantity, traces
-from .plain import PlainStep
-from .record import OUTPUT, RecordedStep
+from ...micro_batch import MicroBatch
+from ..compare import OUTPUTS, Marks, Quantity, traces
+from ..plain import PlainStep
+from ..record import OUTPUT, RecordedStep
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from ..metrics.language_pictures import ModelScores, draw_languages
 from ..metrics.metrics_file import write_whole
 from ..metrics.records import Evaluation
 from ..metrics.translation_scores import languages_of
-from .assembly import Assembly, assemble_evaluator, assemble_from_checkpoint, generation_settings
-from .evaluator import evaluation_fields
+from ..trainer.assembly import Assembly, assemble_evaluator, assemble_from_checkpoint, generation_settings
+from ..trainer.evaluator import evaluation_fields
 
 REPORT = "evaluation.json"
 

@@ -15,10 +15,9 @@ from gpipe_cli.gpus import count_gpus
 from gpipe_cli.launch.report import WorkerOutOfMemory
 from gpipe_cli.schedule.orders import KINDS
 
-from .options import BenchOptions
-from .paper import ideal_throughput
-from .table import Curve, Say, Table
-from .throughput import (
+from ..options import BenchOptions
+from ..paper import ideal_throughput
+from ..throughput import (
     PEERS,
     PLAIN,
     TABLES,
@@ -32,7 +31,8 @@ from .throughput import (
     make_rows,
     serial_seconds,
 )
-from .workers import run_workers
+from ..workers import run_workers
+from .table import Curve, Say, Table
 
 WORKER = "gpipe_cli.bench.contenders:worker"
 PRELOAD = ("torch.distributed.pipelining",)

@@ -15,7 +15,7 @@ from ..data.source import Source
 from ..distributed.exchange import Exchange
 from ..errors import ConfigurationError
 from ..launch.context import Context
-from .assembly import Assembly
+from ..trainer.assembly import Assembly
 
 TICK_SECONDS = 0.2  # between two checks whether to stop
 LINGER_SECONDS = 0.05  # waits for more lines after the first: a larger batch is faster

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.common import Row, parser, report
+from benchmarks.common import ROOT, Row, parser, report
 
 CASES, SEED = 300, 1
 SCREEN = 24  # lines
@@ -286,14 +286,13 @@ def cases(count: int = CASES) -> list[Case]:
 
 def run(case: Case) -> Answer:
     """Runs a case as a real command in an empty directory."""
-    root = Path(__file__).parents[1]
     with tempfile.TemporaryDirectory(prefix="wrong-") as folder:
         for name, content in case.files.items():
             path = Path(folder, name)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
         command = [sys.executable, "-m", f"gpipe_cli.commands.{case.command}", *case.words]
-        environment = {**os.environ, "PYTHONPATH": str(root), "GPIPE_CACHE": folder}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "GPIPE_CACHE": folder}
         began, before = time.monotonic(), os.times()
         done = subprocess.run(
             ["timeout", str(LONGEST), "bash", "-c", case.shell, "bash", *command],

@@ -16,10 +16,10 @@ from gpipe_cli.metrics.breakdown import mean_breakdown
 from gpipe_cli.schedule.schedule import schedule
 from gpipe_cli.schedule.simulate import ideal_bubble
 
-from .options import BenchOptions
-from .paper import TABLE_4
+from ..options import BenchOptions
+from ..paper import TABLE_4
+from ..throughput import TABLES
 from .table import Say, Table
-from .throughput import TABLES
 from .throughput_table import check, make_settings, measure_emulated
 
 K_OF_PAPER, M_OF_PAPER = 2, 16  # K: of its load imbalance; M: its bubble of 4.1 % lies a little under (K-1)/(M+K-1)

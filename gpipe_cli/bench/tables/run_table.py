@@ -8,8 +8,8 @@ from typing import Any
 
 from gpipe_cli.terminal.text import percent
 
-from .paper import ideal_throughput
-from .runs import FinishedRun
+from ..paper import ideal_throughput
+from ..runs import FinishedRun
 from .table import Curve, Table
 
 GRID = ("pipeline.K", "pipeline.M", "pipeline.workers")  # the keys over which throughput is compared

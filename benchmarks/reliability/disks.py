@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.common import Row, parser, report
+from benchmarks.common import ROOT, Row, parser, report
 
 WORDS = (
     *("debug=tiny", "pipeline.K=2", "pipeline.workers=2", "trainer.steps=4", "trainer.evaluate_every=2"),
@@ -62,8 +62,7 @@ def run(case: str, folder: Path) -> Row:
     """Runs the command with one fault and returns what it printed."""
     before, ending = CASES[case]
     command = f'{SHELL}\n{before}\nexec "$0" -m gpipe_cli.commands.train "$@"'
-    root = Path(__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
         ["unshare", "--mount", "bash", "-c", command, sys.executable, *WORDS],
         cwd=folder,

@@ -15,10 +15,10 @@ from typing import Any
 from gpipe_cli.launch.report import WorkerOutOfMemory
 from gpipe_cli.planner.devices import parse_bytes
 
-from .options import BenchOptions
-from .paper import TABLE_1, Capacity
+from ..options import BenchOptions
+from ..paper import TABLE_1, Capacity
+from ..workers import run_workers
 from .table import Curve, Say, Table
-from .workers import run_workers
 
 WORKER, MEMORY = "gpipe_cli.bench.capacity:worker", "gpipe_cli.bench.capacity:device_memory"
 PRELOAD = ("gpipe_cli.bench.capacity",)

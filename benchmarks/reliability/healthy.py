@@ -1,7 +1,7 @@
 """Runs gpipe-verify on healthy configurations drawn at random, and reports those for which it raises an alarm.
 
-    python -m benchmarks.healthy                     500 configurations, about half an hour
-    python -m benchmarks.healthy --first 17 --count 1      the one with number 17, with what gpipe-verify said
+    python -m benchmarks.reliability.healthy                        500 configurations, about half an hour
+    python -m benchmarks.reliability.healthy --first 17 --count 1   number 17, with what gpipe-verify said
 
 A configuration is drawn from its number and --seed: model, K, M, schedule, rematerialization, cut, replicas, workers,
 precision, optimizer, learning rate schedule, clipping, averages, frozen layers, uneven micro-batches. One in eight runs
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.common import Row, parser, report
-from benchmarks.planted_faults.run import verified
+from benchmarks.reliability.planted_faults.run import verified
 
 COLUMNS = {"model": "", "configurations": "", "alarms": "", "failed": "", "seconds each": ".1f"}
 SOURCES = ("subject", "subject", "subject", "transformer", "transformer_lm_small", "amoebanet")

@@ -9,8 +9,8 @@ from ..decoding.beam import Hypothesis
 from ..decoding.decoding import Decoder
 from ..errors import ConfigurationError
 from ..launch.context import Context
+from ..trainer.assembly import Assembly, assemble_decoder, assemble_from_checkpoint, generation_settings
 from . import lines as line_by_line
-from .assembly import Assembly, assemble_decoder, assemble_from_checkpoint, generation_settings
 from .lines import answer_lines, codec_of
 
 

@@ -230,7 +230,7 @@ class NextWord:
         return {"nll": sums["nll"] / weight}
 
 
-_HERE = "benchmarks.planted_faults.subject"
+_HERE = "benchmarks.reliability.planted_faults.subject"
 WORDS = (
     *(f"model._target_={_HERE}.layers", f"data._target_={_HERE}.RandomRows", f"task._target_={_HERE}.NextWord"),
     *("data.batch_size=16", "pipeline.K=4", "pipeline.M=4", "trainer.steps=1000"),

@@ -9,7 +9,7 @@ from ..decoding.decoding import Decoder
 from ..decoding.sampling import ContinuationForm, Prompt, SamplingSettings
 from ..errors import ConfigurationError
 from ..launch.context import Context
-from .assembly import Assembly, assemble_from_checkpoint
+from ..trainer.assembly import Assembly, assemble_from_checkpoint
 from .lines import MOST_TOKENS, answer_lines, codec_of
 
 

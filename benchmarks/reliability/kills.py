@@ -29,7 +29,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from benchmarks.common import Row, parser, report
+from benchmarks.common import ROOT, Row, parser, report
 from gpipe_cli.checkpoint.choose import latest
 from gpipe_cli.checkpoint.files import step_directories, step_of
 from gpipe_cli.data.source import Batch
@@ -39,8 +39,13 @@ from gpipe_cli.micro_batch import MicroBatch
 POLL_SECONDS = 0.002
 STARTING_SECONDS = 3.0
 PATIENCE_SECONDS = 300.0
-TRAIN = (sys.executable, "-m", "gpipe_cli.commands.train", "model._target_=benchmarks.kills.layers")
-MORE = ("data._target_=benchmarks.kills.Points", "task=classification", "lr_schedule=constant", "trainer.samples=0")
+TRAIN = (sys.executable, "-m", "gpipe_cli.commands.train", "model._target_=benchmarks.reliability.kills.layers")
+MORE = (
+    "data._target_=benchmarks.reliability.kills.Points",
+    "task=classification",
+    "lr_schedule=constant",
+    "trainer.samples=0",
+)
 LEAVE_OUT = ("logging.tensorboard=false", "trainer.evaluate_first=false")
 WIDTH, DEPTH = 16, 8
 
@@ -180,7 +185,7 @@ def train(run_dir: Path, K: int, steps: int, *words: str) -> subprocess.Popen[by
     common = [f"pipeline.K={K}", f"pipeline.workers={K}", f"trainer.steps={steps}", f"hydra.run.dir={run_dir}"]
     often = [f"trainer.evaluate_every={max(1, steps // 20)}", "checkpoint.every=1", "checkpoint.keep=1"]
     with (run_dir / "output").open("wb") as output:
-        path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": path}
         words = (*TRAIN, *MORE, *LEAVE_OUT, *common, *often, *words)
         return subprocess.Popen(words, stdout=output, stderr=output, env=environment)

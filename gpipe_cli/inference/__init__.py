@@ -1,0 +1,1 @@
+"""Answers with the weights of a checkpoint: evaluates, translates, continues texts."""
