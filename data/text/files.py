@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -74,7 +75,7 @@ def is_json(path: Path) -> bool:
 
 
 def check_text(path: Path) -> None:
-    """Raises ConfigurationError for a file that is empty, not text, or text in another encoding than UTF-8."""
+    """Raises ConfigurationError for a file that is empty, not text, not in UTF-8, or one JSON value over many lines."""
     check_encoding(path)
     with reading(path) as file:
         start = file.read(CHECKED)
@@ -85,6 +86,12 @@ def check_text(path: Path) -> None:
         raise ConfigurationError(
             f"{path} is no text in UTF-8 (line {line}, for example): convert it, as iconv -f LATIN1 -t UTF-8 does if "
             "it is in Latin-1, or move it elsewhere if it is no text"
+        )
+    if is_json(path) and (found := re.match(r"\ufeff?\s*(\[\s*\{|\{[^\S\n]*\n)", text)):
+        kind, each = ("array", ".[]") if found[1].startswith("[") else ("object over several lines", ".")
+        raise ConfigurationError(
+            f"{path} is one JSON {kind}, not JSON lines (an object a line): put what jq -c '{each}' makes of it in its "
+            "place"
         )
 
 
