@@ -40,7 +40,7 @@ family: $(INSTALLED) ## train the small family of translation models, and draw t
 deep: $(INSTALLED) ## train very deep models with and without depth-scaled initialisation and logit clipping, and draw them
 	$(BIN)/gpipe-train -m $(SMALL)/very_deep model.depth_scaled_init=true,false task.logit_clip=null,5 \
 		hydra.sweep.dir=sweeps/deep
-	$(BIN)/python -m benchmarks.deep sweeps/deep output=sweeps/deep/deep.png
+	$(BIN)/python -m benchmarks.deep sweeps/deep --picture sweeps/deep/deep.png
 
 PYTEST := $(BIN)/python -m pytest $(if $(SLOW),--slow) $(if $(filter 2,$(SLOW)),--slow)
 test: $(INSTALLED) ## run the tests on two cores; SLOW=1: the slow ones too; SLOW=2: all (tests/README.md)

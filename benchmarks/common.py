@@ -68,6 +68,11 @@ def report(
         output.write_text(json.dumps({"machine": machine(), "rows": kept, "notes": said}, indent=1) + "\n")
 
 
+def environment() -> dict[str, str]:
+    """Returns the environment in which commands of this clone run without installation."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+
+
 def run_command(command: str, words: Sequence[str], folder: Path | None = None, codes: Sequence[int] = (0,)) -> str:
     """Runs a command and returns what it prints on standard output.
 
@@ -83,7 +88,7 @@ def run_command(command: str, words: Sequence[str], folder: Path | None = None, 
     done = subprocess.run(
         [sys.executable, "-m", f"gpipe_cli.commands.{MODULES.get(module, module)}", *words],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))},
+        env=environment(),
         capture_output=True,
         text=True,
         check=False,

@@ -5,18 +5,17 @@ again. The machine's speed varies from minute to minute, and with it plans and r
 of the plans before and after it, and the median over the rounds is shown. A measured time is the median over the steps
 of a cell's seconds for one micro-batch: forward, recompute (where there is any) and backward. Both models have
 micro-batches of one shape, as a plan has. Use at most as many workers as there are free cores, because several on one
-core take turns. Further arguments go to both commands: `python -m benchmarks.plan pipeline.M=8`.
+core take turns. `--overrides pipeline.M=8` changes both.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from statistics import mean, median, quantiles
+from statistics import mean, median
 from typing import Any
 
 from benchmarks.common import Row, parser, report, run_command
@@ -25,7 +24,6 @@ MODELS = {
     "transformer_lm_small": ("model=transformer_lm_small",),
     "amoebanet": ("model=amoebanet", "lr_schedule.warmup_steps=1"),  # on the digits
 }
-REMATS = ("never", "always")
 CUT = ("pipeline.K=2", "pipeline.M=4")
 RUN = ("trainer.evaluate_first=false", "trainer.evaluate_every=null", "trainer.samples=0", "logging.every=1")
 KINDS = {  # by remat: the kinds of computation of a cell, each with its field of `LayerTimes`
@@ -53,31 +51,27 @@ def measured(words: Sequence[str], steps: int) -> tuple[list[Row], Row]:
 
 
 def compare(plans: Sequence[Row], steps: Sequence[Row]) -> Iterator[Row]:
-    """Makes the rows of each cell, for one micro-batch, and of the bubble in per cent: planned and measured."""
-    M, remat = plans[0]["M"], plans[0]["remat"]
+    """Makes the rows of each cell, for one micro-batch, and of the bubble in per cent: planned and measured.
+
+    Args:
+        plans: their mean counts.
+        steps: rows of metrics.jsonl; their median counts.
+    """
+    M, kinds = plans[0]["M"], KINDS[plans[0]["remat"]]
     for cell in range(len(plans[0]["cells"])):
-        times = {kind: f"{field}_seconds" for kind, field in KINDS[remat].items()}
-        planned = {kind: mean(plan["cells"][cell][key] for plan in plans) for kind, key in times.items()}
-        yield from cell_rows(cell, planned, [step["cells"][cell] for step in steps], M)
+        taken = [{kind: _seconds(step["cells"][cell], kind) / M for kind in kinds} for step in steps]
+        pairs = {
+            kind: (mean(plan["cells"][cell][f"{field}_seconds"] for plan in plans), median(one[kind] for one in taken))
+            for kind, field in kinds.items()
+        }
+        pairs["all of it"] = sum(one for one, _ in pairs.values()), median(sum(one.values()) for one in taken)
+        for what, (seconds, found) in pairs.items():
+            row = {"cell": cell, "what": f"{what}, ms", "planned": 1e3 * seconds, "measured": 1e3 * found}
+            yield {**row, "planned / measured": seconds / found}
     for what, key in (("bubble, %", "bubble"), ("bubble by the measured times, %", "bubble_predicted")):
         found, bubble = median(step[key] for step in steps), mean(plan["bubble"] for plan in plans)
         row = {"cell": "all", "what": what, "planned": 100 * bubble, "measured": 100 * found}
         yield {**row, "planned / measured": bubble / found if found else None}
-
-
-def cell_rows(cell: int, planned: Mapping[str, float], steps: Sequence[Mapping[str, float]], M: int) -> Iterator[Row]:
-    """Makes the rows of one cell: milliseconds of each kind of computation of one micro-batch, and of their sum.
-
-    Args:
-        planned: seconds of one micro-batch, by kind of computation.
-        steps: seconds of a whole step of M micro-batches, by kind; the median over the steps counts.
-    """
-    taken = [{kind: _seconds(step, kind) / M for kind in planned} for step in steps]
-    pairs = {kind: (seconds, median(step[kind] for step in taken)) for kind, seconds in planned.items()}
-    pairs["all of it"] = sum(planned.values()), median(sum(step.values()) for step in taken)
-    for what, (seconds, found) in pairs.items():
-        row = {"cell": cell, "what": f"{what}, ms", "planned": 1e3 * seconds, "measured": 1e3 * found}
-        yield {**row, "planned / measured": seconds / found}
 
 
 def _seconds(cell: Mapping[str, float], kind: str) -> float:
@@ -87,57 +81,35 @@ def _seconds(cell: Mapping[str, float], kind: str) -> float:
 
 
 def medians(rounds: Sequence[Sequence[Row]]) -> Iterator[Row]:
-    """Combines the rows of several rounds, with the quartiles of the rounds' ratios."""
+    """Combines the rows of several rounds."""
     for rows in zip(*rounds, strict=True):
         planned, found = (median(row[side] for row in rows) for side in ("planned", "measured"))
-        shares = [row["planned / measured"] for row in rows] if found else []
-        row = {**rows[0], "planned": planned, "measured": found, "quartiles": None}
-        if len(shares) > 1:
-            low, _, high = quantiles(shares, n=4)
-            row["quartiles"] = f"{low:.2f} … {high:.2f}"
-        yield {**row, "planned / measured": median(shares) if shares else None}
-
-
-def comparison(description: str | None, steps: int, rounds: int) -> Namespace:
-    """Parses the command line of this benchmark and of benchmarks.cell_times, with `models` and `remats` as lists.
-
-    Args:
-        steps, rounds: the defaults.
-    """
-    options = parser(description)
-    options.add_argument("--steps", type=int, default=steps, help=f"timed steps of each round (default: {steps})")
-    options.add_argument("--rounds", type=int, default=rounds, help=f"plans and runs (default: {rounds})")
-    options.add_argument("--models", default=",".join(MODELS), help="(default: %(default)s)")
-    options.add_argument("--remats", default=",".join(REMATS), help="(default: %(default)s)")
-    options.add_argument("overrides", nargs="*", help=f"of the configuration; default: {' '.join(CUT)}")
-    arguments = options.parse_args()
-    arguments.models, arguments.remats = arguments.models.split(","), arguments.remats.split(",")
-    if arguments.quick:
-        arguments.models, arguments.remats = arguments.models[:1], arguments.remats[:1]
-        arguments.steps, arguments.rounds = min(steps, 10), 1
-    return arguments
-
-
-def configurations(arguments: Namespace) -> Iterator[tuple[dict[str, str], list[str]]]:
-    """Yields each configuration: its name in the table, and its words on a command line."""
-    for model, remat in product(arguments.models, arguments.remats):
-        words = [*MODELS[model], *CUT, f"pipeline.remat={remat}", *arguments.overrides]
-        yield {"model": model, "remat": remat}, words
+        share = median(row["planned / measured"] for row in rows) if found else None
+        yield {**rows[0], "planned": planned, "measured": found, "planned / measured": share}
 
 
 def main() -> None:
-    arguments = comparison(__doc__, steps=40, rounds=5)
+    options = parser(__doc__)
+    options.add_argument("--steps", type=int, default=40, help="timed steps of each round (default: 40)")
+    options.add_argument("--rounds", type=int, default=5, help="plans and runs (default: 5)")
+    options.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    options.add_argument("--remats", nargs="+", choices=KINDS, default=list(KINDS))
+    options.add_argument("--overrides", nargs="+", default=[], help=f"of the configuration; default: {' '.join(CUT)}")
+    given = options.parse_args()
+    if given.quick:
+        given.models, given.remats, given.steps, given.rounds = given.models[:1], given.remats[:1], 10, 1
 
     def rows() -> Iterator[Row]:
-        for name, words in configurations(arguments):
+        for model, remat in product(given.models, given.remats):
+            words = [*MODELS[model], *CUT, f"pipeline.remat={remat}", *given.overrides]
             rounds, plans = [], [planned(words)]
-            for _ in range(arguments.rounds):
-                taken, _ = measured(words, arguments.steps)
+            for _ in range(given.rounds):
+                taken, _ = measured(words, given.steps)
                 plans.append(planned(words))
                 rounds.append(list(compare(plans[-2:], taken)))
-            yield from ({**name, **row} for row in medians(rounds))
+            yield from ({"model": model, "remat": remat, **row} for row in medians(rounds))
 
-    report(COLUMNS, rows(), arguments.output)
+    report(COLUMNS, rows(), given.output)
 
 
 if __name__ == "__main__":

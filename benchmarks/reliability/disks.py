@@ -7,14 +7,13 @@ on with a warning; either names the file, the reason and the room that is left. 
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.common import ROOT, Row, parser, report
+from benchmarks.common import Row, environment, parser, report
 
 WORDS = (
     *("debug=tiny", "pipeline.K=2", "pipeline.workers=2", "trainer.steps=4", "trainer.evaluate_every=2"),
@@ -62,11 +61,10 @@ def run(case: str, folder: Path) -> Row:
     """Runs the command with one fault and returns what it printed."""
     before, ending = CASES[case]
     command = f'{SHELL}\n{before}\nexec "$0" -m gpipe_cli.commands.train "$@"'
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
         ["unshare", "--mount", "bash", "-c", command, sys.executable, *WORDS],
         cwd=folder,
-        env=environment,
+        env=environment(),
         capture_output=True,
         text=True,
         check=False,

@@ -29,7 +29,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from benchmarks.common import ROOT, Row, parser, report
+from benchmarks.common import Row, environment, parser, report
 from gpipe_cli.checkpoint.choose import latest
 from gpipe_cli.checkpoint.files import step_directories, step_of
 from gpipe_cli.data.source import Batch
@@ -185,10 +185,8 @@ def train(run_dir: Path, K: int, steps: int, *words: str) -> subprocess.Popen[by
     common = [f"pipeline.K={K}", f"pipeline.workers={K}", f"trainer.steps={steps}", f"hydra.run.dir={run_dir}"]
     often = [f"trainer.evaluate_every={max(1, steps // 20)}", "checkpoint.every=1", "checkpoint.keep=1"]
     with (run_dir / "output").open("wb") as output:
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, "PYTHONPATH": path}
         words = (*TRAIN, *MORE, *LEAVE_OUT, *common, *often, *words)
-        return subprocess.Popen(words, stdout=output, stderr=output, env=environment)
+        return subprocess.Popen(words, stdout=output, stderr=output, env=environment())
 
 
 def disturb(run_dir: Path, K: int, steps: int, kills: int, seed: int) -> Counter[str]:

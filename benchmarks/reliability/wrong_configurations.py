@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.common import ROOT, Row, parser, report
+from benchmarks.common import Row, environment, parser, report
 
 CASES, SEED = 300, 1
 SCREEN = 24  # lines
@@ -292,12 +292,16 @@ def run(case: Case) -> Answer:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
         command = [sys.executable, "-m", f"gpipe_cli.commands.{case.command}", *case.words]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "GPIPE_CACHE": folder}
         began, before = time.monotonic(), os.times()
         done = subprocess.run(
             ["timeout", str(LONGEST), "bash", "-c", case.shell, "bash", *command],
-            cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            cwd=folder,
+            env={**environment(), "GPIPE_CACHE": folder},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         wall, after = time.monotonic() - began, os.times()
     processor = after.children_user + after.children_system - before.children_user - before.children_system
     return Answer(done.returncode, done.stdout + done.stderr, processor, wall)
