@@ -17,7 +17,7 @@ from __future__ import annotations
 import statistics
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from benchmarks.common import WARM_UP, Row, parser, report, slower_by
 from gpipe_cli.bench.steps import CPU, Step, engine_step, make_cell, plain_step
 from gpipe_cli.bench.timing import take_turns
 from gpipe_cli.cpu import keep_freed_memory
-from gpipe_cli.micro_batch import MicroBatch
+from gpipe_cli.micro_batch import Loss, MicroBatch
 from gpipe_cli.models.transformer import transformer
 from gpipe_cli.pipeline.cell import build_layer
 from gpipe_cli.tasks.translation import TranslationTask
@@ -39,6 +39,8 @@ SIZES = {
     "default": {"L": 3, "H": 512, "A": 2, "d_model": 128, "vocabulary": 8000},
     "larger": {"L": 6, "H": 2048, "A": 8, "d_model": 512, "vocabulary": 8000},
 }
+COLUMNS = {"model": "", "parameters": ",d", "schedule": "", "plain, s": ".4f", "same order, s": ".4f"}
+COLUMNS |= {"engine, s": ".4f", "slower by": "+.2%", "quartiles": "", "than same order": "+.2%", "its quartiles": ""}
 
 
 def build_modules(sizes: dict[str, int]) -> list[nn.Module]:
@@ -56,7 +58,7 @@ def random_micro_batches(vocabulary: int, examples: int, tokens: int, M: int) ->
     ]
 
 
-def timed(step: Step, modules: list[nn.Module]) -> float:
+def timed(step: Step, modules: Sequence[nn.Module]) -> float:
     for module in modules:
         module.zero_grad()
     began = time.process_time()
@@ -64,17 +66,25 @@ def timed(step: Step, modules: list[nn.Module]) -> float:
     return time.process_time() - began
 
 
-def measure(sizes: dict[str, int], arguments: Namespace) -> dict[str, list[float]]:
-    """Returns the seconds of every repetition, of the plain loops and of the engine with each kind of schedule."""
-    modules = build_modules(sizes)
-    micro_batches = random_micro_batches(sizes["vocabulary"], arguments.examples, arguments.tokens, arguments.M)
-    loss = TranslationTask().loss
-    steps: dict[str, Step] = {name: plain_step(modules, micro_batches, loss, kind) for kind, name in SAME_ORDER.items()}
-    steps |= {
-        kind: engine_step([make_cell(0, modules)], (0,), 0, None, micro_batches, kind, loss=loss) for kind in SAME_ORDER
-    }
+def measure(
+    plain: Sequence[nn.Module],
+    layers: Sequence[nn.Module],
+    micro_batches: Sequence[MicroBatch],
+    loss: Loss,
+    repetitions: int,
+) -> dict[str, list[float]]:
+    """Returns the seconds of every repetition, of the plain loops and of the engine with each kind of schedule.
+
+    Args:
+        plain: what the plain loops call, one after the other.
+        layers: of the engine's only cell.
+    """
+    steps: dict[str, Step] = {name: plain_step(plain, micro_batches, loss, kind) for kind, name in SAME_ORDER.items()}
+    cell = make_cell(0, layers)
+    steps |= {kind: engine_step([cell], (0,), 0, None, micro_batches, kind, loss=loss) for kind in SAME_ORDER}
+    modules = [*plain, *(layer.module for layer in cell.layers)]
     turns = {name: partial(timed, step, modules) for name, step in steps.items()}
-    return take_turns(turns, arguments.repetitions, WARM_UP)
+    return take_turns(turns, repetitions, WARM_UP)
 
 
 def row(kind: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
@@ -115,14 +125,14 @@ def main() -> None:
 
     def rows() -> Iterator[Row]:
         for name in arguments.sizes:
-            seconds = measure(SIZES[name], arguments)
-            parameters = sum(p.numel() for module in build_modules(SIZES[name]) for p in module.parameters())
+            modules, size = build_modules(SIZES[name]), (arguments.examples, arguments.tokens, arguments.M)
+            micro_batches = random_micro_batches(SIZES[name]["vocabulary"], *size)
+            seconds = measure(modules, modules, micro_batches, TranslationTask().loss, arguments.repetitions)
+            parameters = sum(p.numel() for module in modules for p in module.parameters())
             for kind in SAME_ORDER:
                 yield {"model": name, "parameters": parameters, **row(kind, seconds)}
 
-    columns = {"model": "", "parameters": ",d", "schedule": "", "plain, s": ".4f", "same order, s": ".4f"}
-    columns |= {"engine, s": ".4f", "slower by": "+.2%", "quartiles": "", "than same order": "+.2%"}
-    report({**columns, "its quartiles": ""}, rows(), arguments.output)
+    report(COLUMNS, rows(), arguments.output)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ ALWAYS_KEPT = {"data": ("batch_size",), "optimizer": ("lr",)}  # every data set 
 def complete(words: Sequence[str]) -> list[str]:
     """Returns the command line as Hydra must read it: new keys marked, and what a user's own model needs."""
     marked, typed = allow_new_keys(words), filter(None, map(_parsed, words))
-    names = ("model._target_", "model.module._target_")
-    target = next((override.value() for override in typed if override.key_or_group in names), None)
+    targets = {override.key_or_group: _target(override) for override in typed}
+    target = targets.get("model._target_") or targets.get("model.module._target_") or targets.get("model.module")
     if not isinstance(target, str) or any(word.startswith("experiment=") for word in words):
         return marked
     own = {
@@ -37,13 +37,18 @@ def complete(words: Sequence[str]) -> list[str]:
 
 
 def allow_new_keys(words: Sequence[str]) -> list[str]:
-    """Returns the words with `++` before the keys of each section, or part of one, whose `_target_` is typed."""
+    """Returns the words with `++` before the keys of each section, or part of one, whose `_target_` is typed.
+
+    Such a part may be typed as one value, as ``model.module={_target_:torchvision.models.resnet50,num_classes:10}``.
+    """
     parsed = [*map(_parsed, words)]
     keys = [override.key_or_group for override in parsed if override is not None and _section(override)]
     own = tuple(key.removesuffix("_target_") for key in keys if key.endswith("._target_"))
     return [
         f"++{word}"
-        if override is not None and override.type == OverrideType.CHANGE and override.key_or_group.startswith(own)
+        if override is not None
+        and override.type == OverrideType.CHANGE
+        and (override.key_or_group.startswith(own) or (_section(override) and _target(override)))
         else word
         for word, override in zip(words, parsed, strict=True)
     ]
@@ -100,6 +105,14 @@ def _section(override: Override) -> str:
     """Returns the section of `FREE_FORM` in which the override sets a key, or an empty text."""
     section, dot, _ = override.key_or_group.partition(".")
     return section if dot and section in FREE_FORM else ""
+
+
+def _target(override: Override) -> Any:
+    """Returns the value of a key, or the `_target_` in it where it is a dictionary."""
+    value = None if override.is_sweep_override() else override.value()
+    if isinstance(value, Mapping):
+        return value.get("_target_")
+    return value if override.key_or_group.endswith("._target_") else None
 
 
 def _parsed(word: str) -> Override | None:

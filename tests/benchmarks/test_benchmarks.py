@@ -35,6 +35,7 @@ SMALL = {
     "corpus": "--quick --tokens 20000 --batches 2",
     "text": "--quick",
     "reliability.wrong_configurations": "--count 3",
+    "traced.plain_loop": "--quick",
 }
 
 
@@ -60,7 +61,7 @@ def figures_of(name: str, tmp_path: Path) -> list[dict[str, Any]]:
 
 def test_every_benchmark_is_tried() -> None:
     folder = ROOT / "benchmarks"
-    paths = [*folder.glob("*.py"), *folder.glob("reliability/*.py")]
+    paths = [*folder.glob("*.py"), *folder.glob("reliability/*.py"), folder / "traced" / "plain_loop.py"]
     scripts = {".".join(p.relative_to(folder).with_suffix("").parts) for p in paths if "def main()" in p.read_text()}
     assert scripts == set(SMALL)
 

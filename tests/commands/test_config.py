@@ -280,6 +280,16 @@ def test_a_model_of_one_s_own_begins_with_what_suits_any_model(words: list[str])
     assert config["lr_schedule"]["warmup_steps"] == (20 if "lr_schedule.warmup_steps=20" in words else 0)
 
 
+def test_a_module_may_be_typed_as_one_value() -> None:
+    words = ["model=module", "model.module={_target_:my.make,size:3,config:{_target_:my.Config,depth:2}}"]
+    config = composed(*own_target.complete(words))
+    module = {"_target_": "my.make", "size": 3, "config": {"_target_": "my.Config", "depth": 2}}
+    assert config["model"]["module"] == {**module, "_partial_": True}
+    assert (config["name"], config["trainer"]["average"]) == ("my.make", None)
+    part = ["model=module", "model.module._target_=my.make", "model.module.config={_target_:my.Config,depth:2}"]
+    assert composed(*own_target.complete(part))["model"]["module"]["config"] == module["config"]
+
+
 def test_what_is_typed_for_an_own_model_wins() -> None:
     typed = ["model._target_=my_module.layers", "lr_schedule=cosine", "name=mine", "trainer.average=0.5"]
     config = composed(*own_target.complete(typed))
