@@ -49,7 +49,7 @@ class RealSubject:
 
 def subjects(quick: bool) -> dict[str, RealSubject]:
     """Returns the modules by name; with ``quick`` small ones of the same kind."""
-    size = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 500} if quick else {}
+    size: dict[str, Any] = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 500} if quick else {}
     side, tokens = (64, 16) if quick else (224, 64)
     resnet = torchvision.models.resnet18 if quick else torchvision.models.resnet50
     texts, call = partial(_texts, 2, tokens, size.get("vocab_size", 50257)), {"inputs": ["input_ids"]}
@@ -68,7 +68,7 @@ def _texts(examples: int, tokens: int, vocabulary: int) -> MicroBatch:
     return (ids[:, :-1].contiguous(),), (ids[:, 1:].contiguous(),)
 
 
-def _gpt2(**size: int) -> nn.Module:
+def _gpt2(**size: Any) -> nn.Module:
     import transformers
 
     module: nn.Module = transformers.AutoModelForCausalLM.from_config(transformers.GPT2Config(**size))
