@@ -71,7 +71,7 @@ def _texts(examples: int, tokens: int, vocabulary: int) -> MicroBatch:
 def _gpt2(**size: Any) -> nn.Module:
     import transformers
 
-    module: nn.Module = transformers.AutoModelForCausalLM.from_config(transformers.GPT2Config(**size))
+    module: nn.Module = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size))
     return module
 
 
