@@ -124,7 +124,7 @@ def _engine(
         cut = cut_by_costs(builders, costs, replace(config, K=K, M=M), 1, tied)
         cells = [Cell(k, [layers[i] for i in part], NoiseSource(SEED, 0, CPU)) for k, part in enumerate(cut.layers)]
         uses = cut.uses([builder.name for builder in builders])
-        runs.append(_step(cells, TiedParameters(uses, cells, ReplicaLink(0, [0], CPU, None)), micro_batches, remat))
+        runs.append(_step(cells, TiedParameters(uses, cells, ReplicaLink(0, [0], None)), micro_batches, remat))
     return runs
 
 

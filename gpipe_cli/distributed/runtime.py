@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..micro_batch import MicroBatch, Tensors
@@ -42,7 +43,7 @@ class PipelineRuntime:
         micro_batches: Sequence[MicroBatch] | None,
         loss_scale: float = 1.0,
         watch: FiniteWatch | None = None,
-        finished: Callable[[int], None] | None = None,
+        on_complete: Callable[[int], None] | None = None,
     ) -> StepRecord:
         """Runs forward and backward of one mini-batch.
 
@@ -50,7 +51,8 @@ class PipelineRuntime:
             step, steps: number of the training step, from 0, and of all steps; 0 where the latter is not known.
             micro_batches: on the worker of cell 0; None elsewhere.
             loss_scale: factor of the gradients.
-            watch, finished: as in `Pipeline.train_step`.
+            watch: as in `Pipeline.train_step`.
+            on_complete: called with the number of each cell as soon as its gradients are complete and on their way.
         """
         M, worker = len(plan.signatures), self.world.worker
         posts = self.schedules.training_posts(M, self.engine.receives_block_device)[worker]
@@ -58,7 +60,11 @@ class PipelineRuntime:
             step, steps, plan.signatures, loss_scale / plan.total_weight if plan.total_weight else 0.0
         )
         instructions = self.schedules.training_lists(M)[worker]
-        return self.engine.train_step(instructions, step_input, micro_batches, posts, watch, finished)
+        after: dict[int, Callable[[], None]] = {}
+        if on_complete is not None:
+            cells = self.schedules.gradients_complete(M)[worker]
+            after = {position: partial(on_complete, cell) for position, cell in cells.items()}
+        return self.engine.train_step(instructions, step_input, micro_batches, posts, watch, after)
 
     def run_forward(
         self,
@@ -77,7 +83,7 @@ class PipelineRuntime:
 def replica_link(world: World) -> ReplicaLink:
     """Returns how this worker reaches those of its replica for tied parameters."""
     group = None if world.message_groups is None else world.message_groups[0]
-    return ReplicaLink(world.worker, [world.rank_of(worker) for worker in range(world.workers)], world.wire, group)
+    return ReplicaLink(world.worker, [world.rank_of(worker) for worker in range(world.workers)], group)
 
 
 def make_transport(world: World, placement: Sequence[int]) -> Transport | None:

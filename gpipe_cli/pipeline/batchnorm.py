@@ -123,14 +123,14 @@ class _SumOverReplicas(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group  # type: ignore[attr-defined]  # torch types the context as a plain object
-        total = x.clone()
-        dist.all_reduce(total, group=group)
+        total = x.clone(memory_format=torch.contiguous_format)
+        sum_over_replicas(total.view(-1), group)
         return total
 
     @staticmethod
     def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
-        total = gradient.clone()
-        dist.all_reduce(total, group=ctx.group)  # type: ignore[attr-defined]
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        sum_over_replicas(total.view(-1), ctx.group)  # type: ignore[attr-defined]
         return total, None
 
 

@@ -38,7 +38,6 @@ from .messages.receives import Receives
 from .messages.transport import Transport
 from .meter import Meter
 
-BACKWARDS = (Op.BACKWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT, Op.SEND_GRADIENT)
 TASK = -1  # stands for the task's loss where auxiliary losses have the index of their layer
 
 Sink = Callable[[int, Tensors, Tensors], None]
@@ -167,7 +166,7 @@ class Pipeline:
         micro_batches: Sequence[MicroBatch] | None,
         posts: Posts | None = None,
         watch: FiniteWatch | None = None,
-        finished: Callable[[int], None] | None = None,
+        after: Mapping[int, Callable[[], None]] | None = None,
     ) -> StepRecord:
         """Runs forward and backward of one mini-batch and adds the gradients to the parameters' ``.grad``.
 
@@ -177,7 +176,7 @@ class Pipeline:
             micro_batches: of the mini-batch, on the worker of cell 0; None elsewhere.
             posts: when receives are posted; None: `post_ahead`.
             watch: looks at all outputs and gradients; nothing is timed then.
-            finished: called with the number of each cell as soon as its gradients are complete and on their way.
+            after: called when the instruction at that position of the list has run.
 
         Raises:
             LayerFailed: an exception in a layer, with the layer's own as cause.
@@ -188,7 +187,7 @@ class Pipeline:
             self, instructions, step_input.signatures, micro_batches, posts, step_input.step, step_input.scale
         )
         with nullcontext() if watch is None else self._watched(watch):
-            step.run(self.meter if watch is None else None, finished)
+            step.run(self.meter if watch is None else None, after or {})
         for cell in self.cells.values():
             cell.end_step()
         return step.record
@@ -223,7 +222,7 @@ class Pipeline:
             posts: as in `train_step`.
         """
         with torch.no_grad():
-            _ForwardStep(self, instructions, signatures, micro_batches, posts, sink, caches).run(None)
+            _ForwardStep(self, instructions, signatures, micro_batches, posts, sink, caches).run(None, {})
 
     @property
     def receives_block_device(self) -> bool:
@@ -279,14 +278,9 @@ class _Step:
         post = partial(self.pipeline.post_receive, self.signatures)
         self._receives = Receives(post_ahead(self.instructions) if posts is None else posts, post)
 
-    def run(self, meter: Meter | None, finished: Callable[[int], None] | None = None) -> None:
-        """Executes the list, with a time for every instruction where there is a meter.
-
-        Args:
-            finished: called with each cell after the last instruction that makes or sends its gradients.
-        """
+    def run(self, meter: Meter | None, after: Mapping[int, Callable[[], None]]) -> None:
+        """Executes the list, with a time for every instruction where there is a meter; ``after`` as in `train_step`."""
         where, handlers = self.pipeline.where, self.HANDLERS
-        ends = {} if finished is None else {i.cell: n for n, i in enumerate(self.instructions) if i.op in BACKWARDS}
         outside = where.instruction
         for position, instruction in enumerate(self.instructions):
             self._receives.post_due(position)
@@ -296,8 +290,8 @@ class _Step:
             handlers[op](self, instruction)
             if meter is not None and started is not None:
                 meter.record(instruction, started)
-            if finished is not None and ends.get(instruction.cell) == position:
-                finished(instruction.cell)
+            if position in after:
+                after[position]()
         where.enter(None, None, outside)  # later errors belong to no instruction
         self.pipeline.drain()
         left_over = self.buffers.left_over() + (["receives"] if self._receives else [])

@@ -27,7 +27,7 @@ def begin_sum(flat: Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
     Returns:
         A function that waits until the sum is there; all replicas call it at the same place.
     """
-    wired = _on_wire(flat, group)
+    wired = on_wire(flat, group)
     if wired is not flat:
         finish_wired = begin_sum(wired, group)
 
@@ -57,17 +57,15 @@ def begin_sum(flat: Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
 
 def copy_from_replica(tensor: Tensor, replica: int, group: dist.ProcessGroup) -> None:
     """Replaces a contiguous ``tensor`` by that of one replica; all of them call it at the same time."""
-    wired = _on_wire(tensor, group)
+    wired = on_wire(tensor, group)
     dist.broadcast(wired, group_src=replica, group=group)
     if wired is not tensor:
         tensor.copy_(wired)
 
 
-def _on_wire(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns the tensor, or a copy of it where the group sends from: NCCL from GPUs, others from the CPU."""
-    if dist.get_backend(group) == "nccl":
-        return tensor if tensor.is_cuda else tensor.cuda()
-    return tensor.cpu()
+def on_wire(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns the tensor, or a copy of it, contiguous and where the group sends from: NCCL from GPUs, others the CPU."""
+    return (tensor.cuda() if dist.get_backend(group) == "nccl" else tensor.cpu()).contiguous()
 
 
 def _waiting(work: dist.Work | None) -> Callable[[], None]:

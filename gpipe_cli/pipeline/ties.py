@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .cell import Cell
 from .gradients import fill_gradients
+from .replicas import on_wire
 
 _TAG = 0  # no other message has it
 
@@ -37,28 +38,27 @@ class ReplicaLink:
     Attributes:
         worker: this one.
         ranks: of all workers.
-        wire: the device whose tensors are sent.
         group: for messages; None where there is one worker.
     """
 
     worker: int
     ranks: Sequence[int]
-    wire: torch.device
     group: dist.ProcessGroup | None
 
     def send(self, tensor: Tensor, worker: int) -> None:
         """Sends the values of a tensor, in logical order."""
-        dist.send(tensor.detach().to(self.wire).contiguous(), self.ranks[worker], group=self.group, tag=_TAG)
+        assert self.group is not None  # there are other workers
+        dist.send(on_wire(tensor.detach(), self.group), self.ranks[worker], group=self.group, tag=_TAG)
 
     @torch.no_grad()
     def receive(self, into: Tensor, worker: int) -> None:
         """Receives the values of a tensor."""
-        if into.device == self.wire and into.is_contiguous():
-            dist.recv(into.detach(), self.ranks[worker], group=self.group, tag=_TAG)
-            return
-        arrived = torch.empty(into.shape, dtype=into.dtype, device=self.wire)
+        assert self.group is not None  # there are other workers
+        into = into.detach()
+        arrived = on_wire(into, self.group)
         dist.recv(arrived, self.ranks[worker], group=self.group, tag=_TAG)
-        into.copy_(arrived)
+        if arrived is not into:
+            into.copy_(arrived)
 
 
 class TiedParameters:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
-from .instruction import Instruction
+from .instruction import Instruction, Op
 from .posting import Posts, post_ahead, post_when_sent
 from .schedule import forward_only, schedule
 from .validate import validate
+
+GRADIENTS = (Op.BACKWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT, Op.SEND_GRADIENT)  # they make or send gradients
 
 
 class RunSchedules:
@@ -24,6 +26,7 @@ class RunSchedules:
         self.kind, self.placement, self.remat = kind, tuple(placement), remat
         self.training_lists = cache(self._training_lists)
         self.forward_lists = cache(self._forward_lists)
+        self.gradients_complete = cache(self._gradients_complete)
         self.training_posts = cache(self._training_posts)
         self.forward_posts = cache(self._forward_posts)
 
@@ -32,6 +35,10 @@ class RunSchedules:
         lists = schedule(self.kind, self.placement, M, self.remat)
         validate(lists, self.placement, M, self.remat)
         return lists
+
+    def _gradients_complete(self, M: int) -> list[dict[int, int]]:
+        """Returns for each worker its cells by the position of the last instruction that makes or sends their gradients."""
+        return [gradients_complete(instructions) for instructions in self.training_lists(M)]
 
     def _forward_lists(self, M: int) -> list[list[Instruction]]:
         """Returns one list per worker for a step of evaluation or generation."""
@@ -50,6 +57,12 @@ class RunSchedules:
     def _forward_posts(self, M: int, when_sent: bool) -> list[Posts]:
         """Returns the same for a forward-only step."""
         return _posts(self.forward_lists(M), when_sent)
+
+
+def gradients_complete(instructions: Sequence[Instruction]) -> dict[int, int]:
+    """Returns the cells of a list by the position of the last instruction that makes or sends their gradients."""
+    last = {i.cell: position for position, i in enumerate(instructions) if i.op in GRADIENTS}
+    return {position: cell for cell, position in last.items()}
 
 
 def _posts(lists: list[list[Instruction]], when_sent: bool) -> list[Posts]:

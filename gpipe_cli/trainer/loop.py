@@ -101,8 +101,8 @@ class Trainer:
         steps = self.settings.trainer.steps or 0
         micro_batches = self.batches.take()
         scale = self.progress.loss_scale or 1.0
-        finished = self.updater.on_cell_finished
-        record = self.runtime.train_step(plan, step, steps, micro_batches, scale, finished=finished)
+        on_complete = self.updater.on_cell_complete
+        record = self.runtime.train_step(plan, step, steps, micro_batches, scale, on_complete=on_complete)
         span = meter.end_step()
         with meter.phase("gradients"), where.doing("adding up the gradients"):
             self.updater.reduce_gradients(scale)
@@ -149,14 +149,13 @@ class Trainer:
     def _update(self, report: StepReport) -> bool:
         """Updates weights and progress; returns whether the update was skipped because scaled gradients overflowed."""
         progress = self.progress
-        overflowed = loss_scale.has_overflowed(progress, report)
+        overflowed = loss_scale.adjust(progress, report)
         self.updater.update(report, progress.step - progress.skipped)
         if report.finite:
             progress.loss, progress.skipped_in_a_row = report.loss, 0
         else:
             progress.skipped += 1
             progress.skipped_in_a_row += not overflowed
-        loss_scale.adjust(progress, report)
         progress.step += 1
         progress.evaluation_due = _is_time(self.settings.trainer.evaluate_every, progress.step)
         if overflowed:

@@ -23,19 +23,18 @@ def begin(progress: Progress, configured: float | None) -> None:
         progress.loss_scale, progress.steps_since_overflow = float(configured), 0
 
 
-def has_overflowed(progress: Progress, report: StepReport) -> bool:
-    """Returns whether a smaller scale may help: the loss is finite, its scaled gradients are not."""
+def adjust(progress: Progress, report: StepReport) -> bool:
+    """Halves the scale after an overflow, doubles it after `GROWS_AFTER` finite steps.
+
+    Returns:
+        Whether it was an overflow: the loss is finite, its scaled gradients are not, and a smaller scale may help.
+    """
     scale = progress.loss_scale or 1.0
-    return scale > 1 and math.isfinite(report.loss) and not math.isfinite(report.gradient_norm)
-
-
-def adjust(progress: Progress, report: StepReport) -> None:
-    """Halves the scale after an overflow, doubles it after `GROWS_AFTER` finite steps."""
-    if progress.loss_scale is None:
-        return
-    if has_overflowed(progress, report):
-        progress.loss_scale, progress.steps_since_overflow = progress.loss_scale / 2, 0
-    elif report.finite:
+    overflowed = scale > 1 and math.isfinite(report.loss) and not math.isfinite(report.gradient_norm)
+    if overflowed:
+        progress.loss_scale, progress.steps_since_overflow = scale / 2, 0
+    elif progress.loss_scale is not None and report.finite:
         progress.steps_since_overflow += 1
         if progress.steps_since_overflow == GROWS_AFTER:
             progress.loss_scale, progress.steps_since_overflow = min(LARGEST, progress.loss_scale * 2), 0
+    return overflowed

@@ -75,7 +75,7 @@ class Updater:
         return float(self._lr_schedule.get_last_lr()[0])
 
     @property
-    def on_cell_finished(self) -> Callable[[int], None] | None:
+    def on_cell_complete(self) -> Callable[[int], None] | None:
         """Returns what starts to sum a cell's gradients over the replicas while other cells still work.
 
         None without replicas, and where a sum makes the worker wait for the other replicas.

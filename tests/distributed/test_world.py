@@ -163,3 +163,22 @@ def test_a_ranks_number_on_its_machine_is_the_one_its_launcher_sets(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert join.local_rank() == local_rank
+
+
+@pytest.mark.parametrize("bound_from_the_start", [False, True], ids=["torch 2.14", "torch 2.15"])
+def test_nccl_is_told_its_gpu_where_it_would_guess_it(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, bound_from_the_start: bool
+) -> None:
+    told: list[Any] = []
+    gpu = torch.device("cuda", 1)
+    context = ranks.context(3, 4, HashStore(), local_rank=1)
+    monkeypatch.setattr(context, "init_process_group", lambda *given: told.append(given))
+    monkeypatch.setattr(world, "choose_device", lambda *_: gpu)
+    monkeypatch.setattr(world, "device_identity", lambda _: "b 1")
+    monkeypatch.setattr(world, "choose_backend", lambda *_: "nccl")
+    monkeypatch.setattr(world, "_new_group", lambda *_: None)
+    monkeypatch.delattr(torch.distributed.distributed_c10d, "ProcessGroupNCCL2", raising=False)
+    if bound_from_the_start:
+        monkeypatch.setattr(torch.distributed.distributed_c10d, "ProcessGroupNCCL2", object, raising=False)
+    world.join_world(context, 2, 2, "auto", "auto")
+    assert told == [("nccl", gpu if bound_from_the_start else None)]

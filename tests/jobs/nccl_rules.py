@@ -3,7 +3,8 @@
 A rank's host makes its calls in order. A call puts an operation into a queue of the rank's device and returns; the
 device has one queue for computations and one for each communicator. The rules:
 
-* A communicator of two ranks runs its messages one after the other, in the same order on both; NCCL has no tags.
+* Two ranks of a group have a communicator for their messages, which run one after the other, in the same order on both;
+  NCCL has no tags. (In torch's `nccl` since 2.15 all messages and collectives of a group share one: `Rules.pairs`.)
 * A send ends when it is in the communicator's buffer, or, if it is larger, when its receive has begun.
 * A transfer begins only when all computations that were queued before it have ended.
 * A transfer that has begun and cannot end may occupy the device: no computation begins meanwhile.
@@ -12,25 +13,24 @@ device has one queue for computations and one for each communicator. The rules:
 * The first transfer of a communicator makes the connection and holds the hosts until all its ranks do so.
 * A collective begins when all ranks of the communicator have called it, and must be the same one on all of them.
 
-What happens next is drawn from all that can happen, so a stall is found again by its seed. Run as a script with two
-numbers, draws runs of random schedules under random rules for the seeds from the first number to the second; a third
-number ends it after so many seconds.
+What happens next is drawn from all that can happen, so a stall is found again by its seed. A stall is drawn: the last
+that each rank has done, what it waits for, and the circle of ranks that wait for each other. `nccl_runs.py` draws whole
+runs.
 """
 
 from __future__ import annotations
 
 import random
-import sys
-import time
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
 from typing import NamedTuple
 
-from gpipe_cli.schedule.instruction import COMPUTE, Instruction, InstructionLists, Message
-from gpipe_cli.schedule.orders import KINDS, ROUND_ROBIN
-from gpipe_cli.schedule.posting import Posts, post_when_sent
-from gpipe_cli.schedule.schedule import REMAT, forward_only, schedule
+from gpipe_cli.schedule.instruction import Message
+
+TRANSFERS = ("send", "receive", "collective")
+LAST = 5  # ended operations that a drawn stall shows of each rank
 
 
 class Call(NamedTuple):
@@ -38,10 +38,11 @@ class Call(NamedTuple):
 
     Attributes:
         kind: ``compute``; ``send`` or ``receive``, which only begin; ``await``: later computations wait for the
-            receive of this name; ``collective``; ``tell`` and ``hear``: a message from host to host.
+            transfer of this name; ``collective``; ``read``: the host waits until its device has nothing left to do;
+            ``tell`` and ``hear``: a message from host to host.
         name: of the computation, message or collective, the same at both ends.
-        ranks: the communicator's: both ends of a message, all of a collective.
-        group: the process group, which has a communicator of its own for each set of ranks.
+        ranks: the communicator's: both ends of a message, all of a collective; whom to tell, or whom to hear.
+        group: the process group, which has communicators of its own.
         bytes: of the message.
     """
 
@@ -50,6 +51,10 @@ class Call(NamedTuple):
     ranks: tuple[int, ...] = ()
     group: str = ""
     bytes: int = 1
+
+    def __str__(self) -> str:
+        place = f" on {f'{self.group} ' * bool(self.group)}{self.ranks}" if self.kind in TRANSFERS else ""
+        return f"{self.kind} {shown(self.name)}{place}"
 
 
 @dataclass(frozen=True)
@@ -61,12 +66,15 @@ class Rules:
         occupies: whether a transfer that waits keeps computations from beginning.
         hidden_syncs: probability that a computation needs a hidden synchronisation first.
         connected: whether the connections exist already.
+        pairs: whether two ranks of a group have a communicator of their own for messages; else the group has one for
+            everything, made with the group.
     """
 
     buffer: int = 0
     occupies: bool = True
     hidden_syncs: float = 0.5
     connected: bool = True
+    pairs: bool = True
 
 
 class Stalled(Exception):
@@ -98,7 +106,8 @@ class Rank:
     computations: deque[Call] = field(default_factory=deque)  # computations and awaits
     transfers: dict[Hashable, deque[Transfer]] = field(default_factory=lambda: defaultdict(deque))
     begun: dict[Hashable, Call] = field(default_factory=dict)  # by communicator
-    received: set[Hashable] = field(default_factory=set)
+    ended: set[tuple[bool, Hashable]] = field(default_factory=set)  # transfers: whether it is a send, and its name
+    last: deque[Call] = field(default_factory=lambda: deque(maxlen=LAST))  # ended, for a drawing
 
     def __post_init__(self) -> None:
         self.call = next(self.program, None)
@@ -115,51 +124,34 @@ class Rank:
         """Turns to the host's next call."""
         self.call, self.synchronising, self.connecting = next(self.program, None), None, None
 
-    def __str__(self) -> str:
-        waits = [
-            f"host at {_shown(call)}" + " (synchronising)" * bool(self.synchronising) for call in [self.call] if call
-        ]
-        waits += [f"device at {_shown(call)}" for call in list(self.computations)[:1]]
-        waits += [
-            f"{'waiting' if communicator in self.begun else 'queued'}: {_shown(queue[0].call)}"
-            for communicator, queue in self.transfers.items()
-            if queue
-        ]
-        return f"rank {self.number}: {'; '.join(waits) or 'has ended'}"
-
-
-def _shown(call: Call | None) -> str:
-    if call is None:
-        return "nothing"
-    return f"{call.kind} {call.name}" + (f" on {call.group}{call.ranks}" if call.ranks else "")
-
 
 class Machine:
     """Runs the programs of all ranks under the rules, in an order drawn by the seed.
 
     Raises (from `run`):
-        Stalled: with every rank's state.
+        Stalled: with a drawing of what every rank waits for.
         WrongUse: with both ends.
     """
 
     def __init__(self, programs: Sequence[Iterable[Call]], rules: Rules, seed: int = 0) -> None:
         self.rules, self._draw = rules, random.Random(seed)
         self.ranks = [Rank(number, iter(program)) for number, program in enumerate(programs)]
-        self._buffers: dict[Hashable, deque[Call]] = defaultdict(deque)  # by communicator and sender
+        self._buffers: dict[Hashable, deque[Call]] = defaultdict(deque)  # by communicator, sender and receiver
         self._connected: set[Hashable] = set()
         self._told: set[Hashable] = set()
         self._active = list(self.ranks)
+        self._orders = list(permutations((self._host, self._compute, self._begin)))
 
     def run(self) -> None:
         """Runs until all ranks have ended."""
         while self._active:
-            place = self._draw.randrange(len(self._active))
+            place = int(self._draw.random() * len(self._active))
             rank = self._active[place]
             if not self._step(rank):
                 self._active[place] = self._active[-1]
                 self._active.pop()
         if not all(rank.finished for rank in self.ranks):
-            raise Stalled("\n".join(map(str, self.ranks)))
+            raise Stalled(drawing(self.ranks))
 
     def _wake(self, numbers: Iterable[int]) -> None:
         for number in numbers:
@@ -168,9 +160,8 @@ class Machine:
 
     def _step(self, rank: Rank) -> bool:
         """Does one of the things that the rank can do; returns whether there was one."""
-        ways = [self._host, self._compute, self._begin]
-        self._draw.shuffle(ways)
-        return any(way(rank) for way in ways)
+        first, second, third = self._orders[int(self._draw.random() * len(self._orders))]
+        return first(rank) or second(rank) or third(rank)
 
     def _host(self, rank: Rank) -> bool:
         call = rank.call
@@ -182,6 +173,9 @@ class Machine:
         elif call.kind == "hear":
             if call.name not in self._told:
                 return False
+        elif call.kind == "read":
+            if not rank.idle:
+                return False
         elif call.kind in ("compute", "await"):
             if rank.synchronising is None:
                 rank.synchronising = call.kind == "compute" and self._draw.random() < self.rules.hidden_syncs
@@ -192,13 +186,16 @@ class Machine:
         else:
             if not self._connects(rank, call):
                 return False
-            rank.transfers[call.group, call.ranks].append(Transfer(call, rank.queued))
+            rank.transfers[self._communicator(call)].append(Transfer(call, rank.queued))
         rank.advance()
         return True
 
+    def _communicator(self, call: Call) -> Hashable:
+        return (call.group, call.ranks) if self.rules.pairs else call.group
+
     def _connects(self, rank: Rank, call: Call) -> bool:
         communicator = call.group, call.ranks
-        if self.rules.connected or communicator in self._connected:
+        if self.rules.connected or not self.rules.pairs or communicator in self._connected:
             return True
         rank.connecting = communicator
         if any(self.ranks[number].connecting != communicator for number in call.ranks):
@@ -212,11 +209,11 @@ class Machine:
             return False
         call = rank.computations[0]
         if call.kind == "await":
-            if call.name not in rank.received:
+            if (call.group == "sent", call.name) not in rank.ended:
                 return False
         elif self.rules.occupies and rank.begun:
             return False
-        rank.computations.popleft()
+        rank.last.append(rank.computations.popleft())
         rank.done += 1
         return True
 
@@ -244,17 +241,18 @@ class Machine:
         begun = [self.ranks[number].begun.get(communicator) for number in call.ranks]
         for number, other in zip(call.ranks, begun, strict=True):
             if other is not None and other != call:
-                raise WrongUse(f"rank {number} calls {_shown(other)} where another calls {_shown(call)}")
+                raise WrongUse(f"rank {number} calls {other} where another calls {call}")
         if all(begun):
             for number in call.ranks:
                 self._end(communicator, self.ranks[number])
 
     def _match(self, communicator: Hashable, begins: Call | None, sender: Rank, receiver: Rank) -> None:
         """Ends what can end of the messages from sender to receiver; ``begins``: a send that has just begun."""
-        buffer = self._buffers[communicator, sender.number]
+        buffer = self._buffers[communicator, sender.number, receiver.number]
         sent, awaited = sender.begun.get(communicator), receiver.begun.get(communicator)
-        sent = sent if sent and sent.kind == "send" else None
-        awaited = awaited if awaited and awaited.kind == "receive" else None
+        both = {sender.number, receiver.number}
+        sent = sent if sent and sent.kind == "send" and both == set(sent.ranks) else None
+        awaited = awaited if awaited and awaited.kind == "receive" and both == set(awaited.ranks) else None
         if begins and sum(kept.bytes for kept in buffer) + begins.bytes <= self.rules.buffer:
             buffer.append(begins)
             self._end(communicator, sender)
@@ -266,8 +264,8 @@ class Machine:
             return
         if first.name != awaited.name:
             raise WrongUse(
-                f"rank {sender.number} sends {first.name} where rank {receiver.number} receives {awaited.name} "
-                f"(communicator {communicator})"
+                f"rank {sender.number} sends {shown(first.name)} where rank {receiver.number} receives "
+                f"{shown(awaited.name)} (communicator {communicator})"
             )
         if buffer:
             buffer.popleft()
@@ -282,102 +280,73 @@ class Machine:
     def _end(self, communicator: Hashable, rank: Rank) -> None:
         call = rank.begun.pop(communicator)
         rank.transfers[communicator].popleft()
-        if call.kind == "receive":
-            rank.received.add(call.name)
+        rank.ended.add((call.kind == "send", call.name))
+        rank.last.append(call)
         self._wake([rank.number])
 
 
-def engine_calls(instructions: Sequence[Instruction], placement: Sequence[int], posts: Posts) -> list[Call]:
-    """Returns the calls of a worker that runs the list; workers are ranks, and each way has a group of its own."""
-    calls: list[Call] = []
-    for position, instruction in enumerate(instructions):
-        for receive in posts.get(position, ()):
-            assert receive.awaited_message is not None
-            calls.append(message_call("receive", receive.awaited_message, placement))
-        if instruction.op in COMPUTE:
-            calls.append(Call("compute", instruction))
-        elif instruction.sent_message is not None:
-            calls.append(message_call("send", instruction.sent_message, placement))
-        else:
-            calls.append(Call("await", instruction.awaited_message))
-    return calls
+# -- a stall, drawn ----------------------------------------------------------------------------------------------------
 
 
-def message_call(kind: str, message: Message, placement: Sequence[int]) -> Call:
-    """Returns the call that begins to send or receive a message, in the group that `connect_workers` gives it."""
-    sender, receiver = placement[message.sender], placement[message.receiver]
-    group = f"{message.direction}s to {'later' if sender < receiver else 'earlier'} ranks"
-    return Call(kind, message, (min(sender, receiver), max(sender, receiver)), group)
-
-
-def programs(lists: InstructionLists, placement: tuple[int, ...]) -> list[list[Call]]:
-    posts = post_when_sent(lists)
-    return [engine_calls(instructions, placement, due) for instructions, due in zip(lists, posts, strict=True)]
-
-
-def drawn_run(seed: int) -> tuple[list[list[Call]], Rules]:
-    """Draws a training step, an evaluation and another training step of replicas, and the rules of their devices."""
-    draw = random.Random(seed)
-    kind = draw.choice(list(KINDS))
-    workers = draw.choice((2, 3, 4, 5, 8, 16))
-    M = draw.choice((1, 2, 3, 5, 8, 16) if workers > 5 else (1, 2, 3, 4, 7, 8, 16, 33))
-    rounds = draw.choice((1, 2, 3)) if kind in ROUND_ROBIN and workers < 8 else 1
-    replicas = draw.choice((1, 1, 2, 3)) if workers < 5 else 1
-    placement = tuple(range(workers)) * rounds
-    training = programs(schedule(kind, placement, M, draw.choice(REMAT)), placement)
-    forward = programs(forward_only(placement, draw.choice((1, 2, M))), placement)
-    ranks = [
-        [
-            *_exchange("plan", rank, workers * replicas),
-            *_as_rank(training[rank % workers], "step 1", rank - rank % workers),
-            *_reductions("step 1", rank, workers, replicas, rounds),
-            *_exchange("report", rank, workers * replicas),
-            *_as_rank(forward[rank % workers], "evaluation", rank - rank % workers),
-            *_exchange("scores", rank, workers * replicas),
-            *_as_rank(training[rank % workers], "step 2", rank - rank % workers),
-            *_reductions("step 2", rank, workers, replicas, rounds),
-        ]
-        for rank in range(workers * replicas)
+def drawing(ranks: Sequence[Rank]) -> str:
+    """Returns a line for each rank, with the last that has ended there and what it waits for, and the circle."""
+    waits = [list(_waits(rank, ranks)) for rank in ranks]
+    circle = _circle([[other for _, others in of_rank for other in others] for of_rank in waits])
+    lasts = [" ".join(f"[{shown(call.name)}]" for call in rank.last if call.kind != "await") for rank in ranks]
+    width = max(map(len, lasts))
+    lines = [
+        f"rank {rank.number:<{len(str(len(ranks) - 1))}} {'*' if rank.number in circle else '|'} {last:>{width}} | "
+        + ("has ended" if rank.finished else "; ".join(text for text, _ in of_rank) + _host_of(rank))
+        for rank, last, of_rank in zip(ranks, lasts, waits, strict=True)
     ]
-    return ranks, Rules(
-        draw.choice((0, 0, 1, 3)), draw.random() < 0.7, draw.choice((0.0, 0.3, 1.0)), draw.random() < 0.7
-    )
+    closed = " → ".join(f"rank {number}" for number in [*circle, *circle[:1]])
+    return "\n".join([f"each waits for the next (*): {closed}"] * bool(circle) + lines)
 
 
-def _as_rank(calls: Iterable[Call], step: str, first: int) -> Iterator[Call]:
-    """Yields the calls of a step for the replica whose first rank is given."""
-    for call in calls:
-        yield call._replace(name=(step, first, call.name), ranks=tuple(first + worker for worker in call.ranks))
+def _waits(rank: Rank, ranks: Sequence[Rank]) -> Iterator[tuple[str, list[int]]]:
+    """Yields what a rank waits for from others, in words, and the others."""
+    for communicator, call in rank.begun.items():
+        others = [number for number in call.ranks if number != rank.number]
+        if call.kind == "collective":
+            others = [number for number in others if ranks[number].begun.get(communicator) != call]
+            yield f"{call}, not begun by {_ranks(others)}", others
+        else:
+            yield f"{call}, not {'received' if call.kind == 'send' else 'sent'} by {_ranks(others)}", others
+    call = rank.call
+    if call is not None and rank.connecting is not None:
+        others = [number for number in call.ranks if ranks[number].connecting != rank.connecting]
+        yield f"connects for {call}, not called by {_ranks(others)}", others
+    elif call is not None and call.kind == "hear":
+        yield f"{call}, not told by {_ranks(call.ranks)}", list(call.ranks)
 
 
-def _reductions(step: str, rank: int, workers: int, replicas: int, cells: int) -> Iterator[Call]:
-    """Yields the sums over replicas behind a step: a collective for each cell of the worker."""
-    group = tuple(range(rank % workers, workers * replicas, workers))
-    for cell in range(cells if replicas > 1 else 0):
-        yield Call("collective", (step, rank % workers, cell), group, "replicas")
-    yield Call("compute", (step, "update"))
+def _host_of(rank: Rank) -> str:
+    if rank.call is None or rank.connecting is not None or rank.call.kind == "hear":
+        return ""
+    return f"; host at {rank.call}, until its device has ended the rest"
 
 
-def _exchange(name: str, rank: int, size: int) -> Iterator[Call]:
-    """Yields an exchange through rank 0, from host to host; before it each host needs its device's results."""
-    yield Call("compute", name)
-    if rank:
-        yield Call("tell", (name, "to rank 0", rank), (0,))
-        yield Call("hear", (name, "from rank 0"))
-        return
-    for other in range(1, size):
-        yield Call("hear", (name, "to rank 0", other))
-    yield Call("tell", (name, "from rank 0"), tuple(range(1, size)))
+def _circle(waits: Sequence[Sequence[int]]) -> list[int]:
+    """Returns ranks of which each waits for the next, and the last for the first; empty where there are none."""
+    done: set[int] = set()
+
+    def follow(rank: int, path: list[int]) -> list[int]:
+        if rank in path:
+            return path[path.index(rank) :]
+        if rank in done:
+            return []
+        done.add(rank)
+        return next((found for other in waits[rank] if (found := follow(other, [*path, rank]))), [])
+
+    return next((found for rank in range(len(waits)) if (found := follow(rank, []))), [])
 
 
-if __name__ == "__main__":
-    first, last, until = int(sys.argv[1]), int(sys.argv[2]), time.monotonic() + float([*sys.argv, "inf"][3])
-    for seed in range(first, last):
-        try:
-            Machine(*drawn_run(seed), seed).run()
-        except Stalled as stall:
-            sys.exit(f"seed {seed}: {drawn_run(seed)[1]}\n{stall}")
-        if time.monotonic() > until:
-            last = seed + 1
-            break
-    print(f"seeds {first} to {last}: no run stalls")
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+
+
+def shown(name: Hashable) -> str:
+    """Returns the name of a call for people: of a message ``activation 0.3``, boundary and micro-batch."""
+    if isinstance(name, Message):
+        return f"{name.direction} {name.boundary}.{name.micro_batch}"
+    return " ".join(map(shown, name)) if isinstance(name, tuple) else str(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from gpipe_cli.pipeline.engine import Pipeline, StepInput
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.schedule.orders import KINDS
 from gpipe_cli.schedule.picture import draw_text
+from gpipe_cli.schedule.run_schedules import gradients_complete
 from gpipe_cli.schedule.schedule import REMAT, forward_only, schedule
 from gpipe_cli.schedule.simulate import simulate, unit_durations
 
@@ -141,7 +143,8 @@ def test_each_cell_is_told_once_when_its_gradients_are_complete(kind: str) -> No
         told[cell] = [p.grad.clone() for _, p in cells[cell].parameters() if p.grad is not None]
 
     instructions = schedule(kind, (0, 0), 2, "except_last")[0]
-    engine.train_step(instructions, StepInput(0, 1, ("a", "b"), 1.0), mini_batch(0, 8, 2), finished=finished)
+    after = {position: partial(finished, cell) for position, cell in gradients_complete(instructions).items()}
+    engine.train_step(instructions, StepInput(0, 1, ("a", "b"), 1.0), mini_batch(0, 8, 2), after=after)
     assert list(told) == [1, 0]
     for cell in cells:
         after = [p.grad for _, p in cell.parameters() if p.grad is not None]

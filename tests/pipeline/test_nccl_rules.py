@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from nccl_rules import Call, Machine, Rules, Stalled, WrongUse, drawn_run, engine_calls, message_call, programs
+from nccl_rules import Call, Machine, Rules, Stalled, WrongUse
+from nccl_runs import drawn_run, engine_calls, message_call, programs
 from small_models import CPU, build_all, mini_batch, small_model, token_loss, weight_of
 
 from gpipe_cli.micro_batch import Tensors
@@ -110,19 +111,54 @@ def test_messages_received_in_another_order_are_named_with_both_ranks() -> None:
         Machine([[send("a"), send("b")], [receive("b"), receive("a")]], STRICTEST).run()
 
 
-def test_a_stall_shows_where_every_rank_waits() -> None:
+def test_messages_of_a_group_with_one_communicator_wait_for_those_of_other_ranks() -> None:
+    """torch's `nccl` since 2.15: what rank 1 sends to rank 2 runs behind what it receives from rank 0."""
+    first = [receive("c", (0, 2), "other"), Call("await", "c"), Call("compute", "0"), send("a", (0, 1))]
+    ranks = (
+        first,
+        [receive("a", (0, 1)), send("b", (1, 2))],
+        [receive("b", (1, 2)), Call("await", "b"), send("c", (0, 2), "other")],
+    )
+    assert not stalls(*ranks)
+    assert stalls(*ranks, rules=Rules(buffer=0, hidden_syncs=1.0, pairs=False))
+
+
+def test_a_stall_is_drawn_with_its_circle() -> None:
+    ring = [[Call("compute", "F0"), send("a", (0, 1)), receive("c", (0, 2))], [send("b", (1, 2)), receive("a", (0, 1))]]
+    ring += [[send("c", (0, 2)), receive("b", (1, 2))], [Call("compute", "F3")], [Call("hear", "x", (1,))]]
     with pytest.raises(Stalled) as stalled:
-        Machine([[send("a"), Call("compute", "F0.0")], [Call("compute", "F1.0")]], STRICTEST).run()
+        Machine(ring, Rules(buffer=1, connected=False)).run()
     assert str(stalled.value).splitlines() == [
-        "rank 0: host at compute F0.0 (synchronising); waiting: send a on (0, 1)",
-        "rank 1: has ended",
+        "each waits for the next (*): rank 0 → rank 1 → rank 2 → rank 0",
+        "rank 0 * [F0] | connects for send a on (0, 1), not called by rank 1",
+        "rank 1 *      | connects for send b on (1, 2), not called by rank 2",
+        "rank 2 *      | connects for send c on (0, 2), not called by rank 0",
+        "rank 3 | [F3] | has ended",
+        "rank 4 |      | hear x, not told by rank 1",
     ]
+    with pytest.raises(Stalled, match=r"rank 0 .* send a on \(0, 1\), not received by rank 1; host at compute F0\.0"):
+        Machine([[send("a"), Call("compute", "F0.0")], [Call("compute", "F1.0")]], STRICTEST).run()
 
 
 @pytest.mark.parametrize("first", range(0, 60, 20))
 def test_no_run_stalls(first: int) -> None:
     for seed in range(first, first + 20):
         Machine(*drawn_run(seed), seed).run()
+
+
+def test_a_replica_that_sums_its_cells_in_another_order_is_found() -> None:
+    """Such a fault stalls between groups, and is a wrong use within one."""
+    found = []
+    for seed in range(40):
+        ranks, rules = drawn_run(seed)
+        sums = [place for place, call in enumerate(ranks[-1]) if call.group == "replicas"]
+        if len(sums) > 1 and ranks[-1][sums[0]].ranks == ranks[-1][sums[-1]].ranks:
+            one, other = sums[0], sums[-1]
+            ranks[-1][one], ranks[-1][other] = ranks[-1][other], ranks[-1][one]
+            with pytest.raises((WrongUse, Stalled)):
+                Machine(ranks, rules, seed).run()
+            found.append(seed)
+    assert len(found) > 5
 
 
 def test_receives_posted_two_ahead_would_stall_on_such_a_device() -> None:

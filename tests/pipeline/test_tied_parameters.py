@@ -59,7 +59,7 @@ def made(placement: Sequence[int], trained: bool = True) -> list[tuple[TiedParam
                     f"{layer}.{name}": parameter for name, parameter in cells[-1].layers[0].module.named_parameters()
                 }
         uses = [[Use(name, worker_of[name[0]]) for name in tie] for tie in TIES]
-        sides.append((TiedParameters(uses, cells, InMemory(worker, range(5), CPU, None)), own))
+        sides.append((TiedParameters(uses, cells, InMemory(worker, range(5), None)), own))
     return sides
 
 

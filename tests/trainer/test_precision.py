@@ -131,8 +131,7 @@ def test_only_an_overflow_of_scaled_gradients_halves_the_scale(
     scale: float | None, loss: float, norm: float, overflows: bool, then: float | None
 ) -> None:
     progress, report = Progress(loss_scale=scale), report_of(loss, norm)
-    assert loss_scale.has_overflowed(progress, report) == overflows
-    loss_scale.adjust(progress, report)
+    assert loss_scale.adjust(progress, report) == overflows
     assert progress.loss_scale == then
 
 
