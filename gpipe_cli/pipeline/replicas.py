@@ -64,7 +64,7 @@ def copy_from_replica(tensor: Tensor, replica: int, group: dist.ProcessGroup) ->
 
 
 def on_wire(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns the tensor, or a copy of it, contiguous and where the group sends from: NCCL from GPUs, others the CPU."""
+    """Returns the tensor or a contiguous copy where the group sends from: NCCL from GPUs, others from the CPU."""
     return (tensor.cuda() if dist.get_backend(group) == "nccl" else tensor.cpu()).contiguous()
 
 

@@ -37,7 +37,7 @@ class RunSchedules:
         return lists
 
     def _gradients_complete(self, M: int) -> list[dict[int, int]]:
-        """Returns for each worker its cells by the position of the last instruction that makes or sends their gradients."""
+        """Returns `gradients_complete` of each worker's list for a training step."""
         return [gradients_complete(instructions) for instructions in self.training_lists(M)]
 
     def _forward_lists(self, M: int) -> list[list[Instruction]]:
