@@ -100,8 +100,8 @@ def join_world(context: Context, workers: int, replicas: int, device: str, backe
     if context.world_size == 1:
         return World(0, 1, 1, chosen, wire, None, None, None)
     for_cpu = LOCAL if context.mailboxes is not None and backend != "gloo" else "gloo"
-    # Since 2.15 torch's NCCL groups have a GPU from the start, which it guesses where it is not told. Before, telling it
-    # put all messages of a group into one queue.
+    # Since 2.15 torch's NCCL groups have a GPU from the start, and guess which unless they are told. In earlier
+    # releases a group that is told puts all its messages into one queue.
     bound = chosen if name == "nccl" and hasattr(dist.distributed_c10d, "ProcessGroupNCCL2") else None
     context.init_process_group(name if name == "nccl" else for_cpu, bound)
     world = cast(dist.ProcessGroup, dist.group.WORLD)
