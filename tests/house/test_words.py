@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FILES = [path for room in ("gpipe_cli", "models", "data", "benchmarks") for path in sorted((ROOT / room).rglob("*.py"))]
-TREES = {path.relative_to(ROOT): ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 NO_VERBS = {"This", "Its", "Always", "Others", "Was", "Has", "Is", "As", "Tensors", "Weights", "Seconds", "Bytes"}
 LONGEST_FUNCTION = 60  # lines
 
 
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    """Returns the syntax tree of every file; parsed once, when the first test asks."""
+    return {path.relative_to(ROOT): ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+
+
 def definitions(*kinds: type[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, kinds):
                 yield f"{path}: {getattr(node, 'name', 'the module')}", node
