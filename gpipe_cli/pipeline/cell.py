@@ -100,7 +100,6 @@ class Cell:
         compiled: bool = False,
     ) -> None:
         self.number = number
-        self.where = Position()
         self.layers = [replace(layer, module=defer_batchnorm(layer.module, sync_batchnorm)) for layer in layers]
         self._compiled = [layer.name for layer in self.layers if compiled and compile_layer(layer.module)]
         self.not_compiled = [layer.name for layer in self.layers if compiled and layer.name not in self._compiled]
@@ -110,14 +109,22 @@ class Cell:
         modules = list(dict.fromkeys(module for layer in self.layers for module in layer.module.modules()))
         self.batchnorms = [module for module in modules if isinstance(module, DeferredBatchNorm)]
         self._indices = [layer.index for layer in self.layers]
-        first, last = self.layers[0].name, self.layers[-1].name
-        self._span = first if first == last else f"{first} … {last}"
+        self.where = Position()
         self._casts = WeightCasts([layer.module for layer in self.layers])
         self._step_aware: list[Any] = [module for module in modules if hasattr(module, "begin_step")]
         self._calls: list[Call] = [
             (layer, self._forward_of(layer), getattr(layer.module, "auxiliary_loss", None)) for layer in self.layers
         ]
         self._guarded_calls: list[Call] = []  # for the first micro-batch, where buffers are guarded
+
+    @property
+    def where(self) -> Position:
+        return self._where
+
+    @where.setter
+    def where(self, where: Position) -> None:
+        self._where = where
+        self._setters = {layer.name: where.layer_setter(layer.name) for layer in self.layers}
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Returns (full name, parameter) of every parameter in layer order; ``encoder.0.attention.query.weight``.
@@ -193,26 +200,29 @@ class Cell:
         argument = as_argument(inputs)
         auxiliary: dict[int, Tensor] = {}
         seeds, seed_noise = self._noise.seeds(step, micro_batch, self._indices), self._noise.seed
-        settled, where = self._layouts.settled(signature), self.where
+        settled = self._layouts.settled(signature)
         for (layer, forward, auxiliary_loss), seed in zip(self._guarded_calls or self._calls, seeds, strict=True):
-            where.layer = layer.name
+            self._setters[layer.name]()
             seed_noise(seed)
             try:
                 outputs = forward(argument)
                 if auxiliary_loss is not None:
                     auxiliary[layer.index] = auxiliary_loss(outputs, targets)
+                    self._tell_backward(layer.name, (auxiliary[layer.index],), ())
+                made, came = as_tensors(outputs), as_tensors(argument)
                 if layer.index in settled and isinstance(outputs, Tensor) and layer.passes_as_it_is(outputs):
                     argument = outputs
                 else:
-                    made, given = as_tensors(outputs), as_tensors(argument)
                     self._refuse_new_grouping(made, layer.index, signature)
-                    made = passed_on(made, given, layer.boundary_type)
-                    argument = as_argument(self._layouts.settle(made, given, layer.index, signature))
+                    made = passed_on(made, came, layer.boundary_type)
+                    made = self._layouts.settle(made, came, layer.index, signature)
+                    argument = as_argument(made)
+                self._tell_backward(layer.name, made, came)
             except BufferChanged:
                 raise
             except Exception as error:
                 raise self._failure(layer, micro_batch, error) from error
-        where.layer = None
+        self.where.layer = None
         self._refuse_changed_inputs(inputs, versions, micro_batch)
         self._guarded_calls = []
         return as_tensors(argument), auxiliary
@@ -236,16 +246,31 @@ class Cell:
         return values
 
     @contextmanager
-    def going_backward(self, micro_batch: int) -> Iterator[None]:
-        """Turns an exception of autograd inside the context into a `LayerFailed` that names the cell's layers."""
-        self.where.layer = self._span
+    def going_backward(self, micro_batch: int, begins_with: str | None = None) -> Iterator[None]:
+        """Turns an exception of autograd inside the context into a `LayerFailed` that names the layer.
+
+        Args:
+            begins_with: what backward passes through first; None: the last layer.
+        """
+        self.where.layer = begins_with or self.layers[-1].name
         try:
             yield
         except Exception as error:
-            names = f"layers {self.layers[0].name!r} to {self.layers[-1].name!r}"
-            place = f"cell {self.number}, backward of {names}, micro-batch {micro_batch}"
+            within = self.where.layer
+            named = within if within == begins_with else f"layer {within!r}"
+            place = f"cell {self.number}, backward of {named}, micro-batch {micro_batch}"
             raise LayerFailed(place + cuda_hint(error)) from error
         self.where.layer = None
+
+    def _tell_backward(self, layer: str, made: Tensors, came: Tensors) -> None:
+        """Makes backward set `where.layer` when it comes to what the layer has made; what it only passes on is older.
+
+        Autograd runs what was made last first, so from there on the layer's own operations run.
+        """
+        for tensor in made:
+            node = tensor.grad_fn
+            if node is not None and not any(tensor is one for one in came):
+                node.register_prehook(self._setters[layer])
 
     def _forward_of(self, layer: BuiltLayer) -> Callable[..., Any]:
         """Returns the call of a layer that gives the same bits without a graph as with one.

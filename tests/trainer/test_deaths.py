@@ -16,7 +16,7 @@ DOOMED = (
     *("pipeline.K=2", "pipeline.workers=2", "pipeline.partition=[2,2]", "trainer.steps=3", "logging.tensorboard=false"),
 )
 FORWARD = "step 2, cell 1, layer middle, micro-batch 0, forward"
-BACKWARD = "step 2, cell 1, layer middle … last, micro-batch 3, backward"
+BACKWARD = "step 2, cell 1, layer middle, micro-batch 3, backward"
 KILLED = (
     "worker 1 was killed by SIGKILL (usually the kernel's out-of-memory killer: see `dmesg`, and use less memory per"
 )
