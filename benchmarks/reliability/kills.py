@@ -1,11 +1,11 @@
 """Kills workers of one run at random moments, one at a time, and compares its end with that of an undisturbed run.
 
-The run trains a tiny model with dropout and Adam on a worker for each cell, with a checkpoint after each step and
-`launch.restarts`. A worker drawn at random gets SIGKILL: while the workers start (`starting`), during a step or an
-evaluation (`training`), or while a checkpoint is being written (`saving`). The kills are spread over the steps: where
-the run lags behind, the next kill waits for the checkpoint that is due, and where it is ahead, the next comes while the
-workers start. At the end all tensors of the last checkpoints (weights, buffers, optimizer states) and all losses must
-agree bit for bit; otherwise the exit code is 1.
+The run trains a tiny model with dropout, BatchNorm and Adam (`planted_faults/subject.py`) on a worker for each cell,
+with a checkpoint after each step and `launch.restarts`. A worker drawn at random gets SIGKILL: while the workers start
+(`starting`), during a step or an evaluation (`training`), or while a checkpoint is being written (`saving`). The kills
+are spread over the steps: where the run lags behind, the next kill waits for the checkpoint that is due, and where it
+is ahead, the next comes while the workers start. At the end all tensors of the last checkpoints (weights, buffers,
+optimizer states) and all losses must agree bit for bit; otherwise the exit code is 1.
 """
 
 from __future__ import annotations
@@ -22,75 +22,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
 
 from benchmarks.common import Row, environment, parser, report
+from benchmarks.reliability.planted_faults.subject import WORDS
 from gpipe_cli.checkpoint.choose import latest
 from gpipe_cli.checkpoint.files import step_directories, step_of
-from gpipe_cli.data.source import Batch
-from gpipe_cli.layers import LayerBuilder
-from gpipe_cli.micro_batch import MicroBatch
 
 POLL_SECONDS = 0.002
 STARTING_SECONDS = 3.0
 PATIENCE_SECONDS = 300.0
-TRAIN = (sys.executable, "-m", "gpipe_cli.commands.train", "model._target_=benchmarks.reliability.kills.layers")
-MORE = (
-    "data._target_=benchmarks.reliability.kills.Points",
-    "task=classification",
-    "lr_schedule=constant",
-    "trainer.samples=0",
-)
-LEAVE_OUT = ("logging.tensorboard=false", "trainer.evaluate_first=false")
-WIDTH, DEPTH = 16, 8
-
-
-def layers() -> list[LayerBuilder]:
-    """Returns a small network with dropout."""
-    hidden = [LayerBuilder(f"hidden_{i}", partial(_hidden, WIDTH)) for i in range(DEPTH)]
-    return [*hidden, LayerBuilder("last", partial(nn.Linear, WIDTH, 2))]
-
-
-def _hidden(width: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.1), Slow())
-
-
-class Slow(nn.Module):
-    """Makes steps so long that a kill can hit each part of them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(0.003)
-        return x
-
-
-class Points:
-    """Makes mini-batches of random points, labelled by the sign of their sum."""
-
-    def __init__(self, batch_size: int) -> None:
-        self._size = batch_size
-
-    def train(self, position: int | None, M: int, replica: int, replicas: int) -> Iterator[Batch]:
-        """Yields mini-batches without end."""
-        number = position or 0
-        while True:
-            micro_batches = self._make(number, M * replicas)[replica * M : (replica + 1) * M]
-            number += 1
-            yield Batch(micro_batches, number)
-
-    def evaluation(self, M: int) -> Iterator[Batch]:
-        """Yields one mini-batch."""
-        yield Batch(self._make(-1, M), 0)
-
-    def _make(self, number: int, pieces: int) -> list[MicroBatch]:
-        points = torch.randn(self._size, WIDTH, generator=torch.Generator().manual_seed(number + 1))
-        labels = (points.sum(1) > 0).long()
-        cut = zip(points.tensor_split(pieces), labels.tensor_split(pieces), strict=True)
-        return [((x,), (y,)) for x, y in cut]
+TRAIN = (sys.executable, "-m", "gpipe_cli.commands.train", *WORDS, "model.odd=slow")
+LEAVE_OUT = ("logging.tensorboard=false", "trainer.evaluate_first=false", "trainer.samples=0")
 
 
 @dataclass
@@ -185,7 +131,7 @@ def train(run_dir: Path, K: int, steps: int, *words: str) -> subprocess.Popen[by
     common = [f"pipeline.K={K}", f"pipeline.workers={K}", f"trainer.steps={steps}", f"hydra.run.dir={run_dir}"]
     often = [f"trainer.evaluate_every={max(1, steps // 20)}", "checkpoint.every=1", "checkpoint.keep=1"]
     with (run_dir / "output").open("wb") as output:
-        words = (*TRAIN, *MORE, *LEAVE_OUT, *common, *often, *words)
+        words = (*TRAIN, *LEAVE_OUT, *common, *often, *words)
         return subprocess.Popen(words, stdout=output, stderr=output, env=environment())
 
 

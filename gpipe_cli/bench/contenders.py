@@ -21,7 +21,7 @@ from gpipe_cli.micro_batch import Tensors
 from gpipe_cli.pipeline.messages.grouping import as_argument, as_tensors
 from gpipe_cli.schedule.instruction import COMPUTE
 
-from .emulated import Link, emulated_workload, join_emulation, link_seconds, warm_up
+from .emulated import Link, emulated_workload, join_emulation, warm_up
 from .models import real_workload
 from .steps import CPU, EngineStep, Step, Workload, as_loss, plain_step, split, workload_step
 from .throughput import PLAIN, TORCH, TORCHGPIPE
@@ -38,9 +38,9 @@ def worker(context: Context, config: dict[str, Any]) -> list[dict[str, Any]]:
         config: ``repetitions``, ``realtime``, ``real`` and ``settings`` (`Setting.config`).
 
     Returns:
-        For each setting ``seconds``: median of each contender's steps, None where it refuses the setting; ``link``:
-        see `link_seconds`, None without a link; ``cells``: for each worker the median seconds of a step by kind of
-        computation, of the first contender (emulated layers only).
+        For each setting ``seconds``: median of each contender's steps, None where it refuses the setting; ``cells``:
+        for each worker the median seconds of a step by kind of computation, of the first contender (emulated layers
+        only).
     """
     if config["real"]:
         world = join_world(context, context.world_size, 1, "auto", "auto")
@@ -57,12 +57,8 @@ def worker(context: Context, config: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _emulated(setting: dict[str, Any], rank: int, K: int) -> Workload:
     cuts = {int(cells): sizes for cells, sizes in setting["cuts"].items()}
-    return emulated_workload(setting["seconds"], cuts, setting["M"], setting["remat"], rank, K, _link(setting))
-
-
-def _link(setting: dict[str, Any]) -> Link | None:
-    found = setting["link"]
-    return None if found is None else Link(tuple(found["carry"]), found["latency"])
+    link = None if setting["link"] is None else Link(**setting["link"])
+    return emulated_workload(setting["seconds"], cuts, setting["M"], setting["remat"], rank, K, link)
 
 
 def measure(setting: dict[str, Any], work: Workload, repetitions: int, watch: StopWatch) -> dict[str, Any]:
@@ -83,10 +79,8 @@ def measure(setting: dict[str, Any], work: Workload, repetitions: int, watch: St
         warm_up(running.values(), watch)
     turns = {name: partial(timed, name, step) for name, step in running.items()}
     seconds = take_turns(turns, repetitions, warm_up=int(work.real))
-    link = _link(setting)
     return {
         "seconds": {name: typical(seconds.get(name)) for name in steps},
-        "link": None if link is None else link_seconds(link, work.rank, work.K),
         "cells": of_all_workers({kind: typical(steps) or 0.0 for kind, steps in spent.items()}, work.K),
     }
 

@@ -22,7 +22,6 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpipe_cli.launch.context import Context
@@ -39,8 +38,6 @@ WIDTH = 8  # of the boundary: small, because its real size costs no time here
 EXAMPLES = 64  # rows of the emulated mini-batch, unrelated to the model's
 PRIORITY = 10  # of a real-time process
 STAMP = TensorSpec((1,), torch.float64, False)
-LINK_MESSAGES = 20  # in a row, to measure a link
-LINK_SECONDS = 0.005  # of each of them at least: sending itself takes too much of a shorter one
 
 
 class Accelerator:
@@ -144,23 +141,18 @@ class Link:
         latency: seconds from the end of sending to the arrival.
     """
 
-    carry: tuple[float, ...]
+    carry: Sequence[float]
     latency: float
 
 
 class LinkTransport:
-    """Delays the messages of another transport as long as `Link` requires.
-
-    Attributes:
-        due: when the message handed over last was to arrive.
-    """
+    """Delays the messages of another transport as long as `Link` requires."""
 
     blocks_device = False
 
     def __init__(self, link: Link, placement: tuple[int, ...]) -> None:
         transport = cpu_transport(placement)
         assert transport is not None
-        self.due = 0.0
         self._link, self._transport = link, transport
         self._free: dict[tuple[str, int], float] = {}  # when each direction of each link will have sent its messages
         self.send_spec, self.receive_spec, self.drain = transport.send_spec, transport.receive_spec, transport.drain
@@ -184,8 +176,7 @@ class LinkTransport:
 
         def wait_for_arrival(separate: int) -> Tensors:
             *tensors, stamp = wait(separate + 1)
-            self.due = float(stamp)
-            time.sleep(max(0.0, self.due - time.perf_counter()))
+            time.sleep(max(0.0, float(stamp) - time.perf_counter()))
             return tuple(tensors)
 
         return wait_for_arrival
@@ -194,34 +185,6 @@ class LinkTransport:
 @lru_cache
 def _stamped(spec: BoundarySpec) -> BoundarySpec:
     return replace(spec, tensors=(*spec.tensors, STAMP))
-
-
-def link_seconds(link: Link, rank: int, K: int) -> dict[str, float]:
-    """Measures the seconds of one message in front of cell 1 (``carry``) and of one that costs nothing (``host``)."""
-    times = max(1.0, LINK_SECONDS / link.carry[1])
-    slow = Link(tuple(times * seconds for seconds in link.carry), times * link.latency)
-    free = Link((0.0,) * K, 0.0)
-    found = [_seconds_per_message(slow, rank, K) / times, _seconds_per_message(free, rank, K)]
-    seconds = torch.tensor(found, dtype=torch.float64)
-    dist.all_reduce(seconds)
-    return {"carry": float(seconds[0]), "host": float(seconds[1])}
-
-
-def _seconds_per_message(link: Link, rank: int, K: int) -> float:
-    """Sends messages in a row from worker 0 to 1; returns the seconds of one on worker 1, and 0 on the others."""
-    transport = LinkTransport(link, tuple(range(K)))
-    spec = BoundarySpec((TensorSpec((8,), torch.float32, False),))
-    begin = end = 0.0
-    for number in range(LINK_MESSAGES):
-        if rank == 0:
-            transport.send(Message("activation", 0, number), (torch.zeros(8),), spec)
-        elif rank == 1:
-            transport.post(Message("activation", 0, number), spec)(0)
-            end = time.perf_counter()
-            if number == 0:
-                begin = transport.due  # not when it was received: that can be late, and the link would seem too fast
-    transport.drain()
-    return (end - begin) / (LINK_MESSAGES - 1)
 
 
 def join_emulation(context: Context, realtime: bool) -> StopWatch:

@@ -216,13 +216,11 @@ class Measured:
 
     Attributes:
         seconds: of a step, by contender; None where one refuses the setting, or was too large.
-        link: measured seconds of a message in front of cell 1 (``carry``) and of a free one (``host``); None without.
         cells: of each worker the seconds of a step by kind of computation, of the first contender.
         too_large: contenders that ran out of a device's memory.
     """
 
     seconds: dict[str, float | None]
-    link: dict[str, float] | None = None
     cells: Sequence[dict[str, float]] = ()
     too_large: tuple[str, ...] = ()
 
@@ -242,7 +240,7 @@ def make_rows(settings: Sequence[Setting], measured: Sequence[Measured], protoco
         unit, limit_unit = _speed(reference, at_reference.seconds.get(kind)), _speed(reference, reference.limit(kind))
         limit, seconds = setting.limit(kind), found.seconds.get(kind)
         normalised = {name: _quotient(_speed(setting, taken), unit) for name, taken in found.seconds.items()}
-        model, carry = setting.costs.model, None if found.link is None else found.link["carry"]
+        model = setting.costs.model
         rows.append(
             {
                 "model": model.name,
@@ -262,8 +260,6 @@ def make_rows(settings: Sequence[Setting], measured: Sequence[Measured], protoco
                 "too_large": found.too_large,
                 "cell_shares": setting.costs.cell_shares(setting.K),
                 "message_bytes": setting.message_bytes[1:],
-                "link": found.link,
-                "link_bytes_per_second": _quotient(setting.message_bytes[1] * setting.scale, carry),
             }
         )
     return rows

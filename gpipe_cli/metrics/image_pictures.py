@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 Numbers = Sequence[int] | npt.NDArray[np.int64]
 
 RIGHT, WRONG = "#2a7f3f", "#c0392b"
-MOST_CLASSES = 50  # in a confusion matrix; with more, the most confused pairs are drawn
-MOST_PAIRS = 25
 MOST_NAMED_CLASSES = 30  # more names along an axis are unreadable
 MOST_PRINTED_CLASSES = 15  # likewise numbers in the squares
 LONGEST_NAME = 18
@@ -98,24 +96,20 @@ def draw_predictions(
 def draw_confusion(labels: Numbers, predictions: Numbers, class_names: Sequence[str], path: Path) -> None:
     """Draws the confusion matrix: a row for each true class, a square's colour is the share predicted so.
 
-    With at most 15 classes the squares show counts; with more than 30 the axes show numbers instead of names. With more
-    than 50 classes a matrix is unreadable, and the most confused pairs are drawn instead.
+    With at most 15 classes the squares show counts; with more than 30 the axes show numbers instead of names.
 
     Args:
         labels, predictions: class numbers of the same examples.
         path: of the PNG file.
     """
     counts = confusion_matrix(labels, predictions, len(class_names))
-    if len(class_names) > MOST_CLASSES:
-        _draw_pairs(counts, class_names, path)
-        return
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     side = min(9.0, 3.5 + 0.35 * len(class_names))
     figure = new_figure(side + 1, side)
     axes = figure.add_subplot()
     picture = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
     figure.colorbar(picture, ax=axes, fraction=0.046, label="share of the true class")
-    axes.set_title(_right(counts), fontsize=11)
+    axes.set_title(f"{np.trace(counts) / max(1, counts.sum()):.2%} of {counts.sum():,} right", fontsize=11)
     axes.set_xlabel("predicted")
     axes.set_ylabel("true")
     if len(class_names) <= MOST_NAMED_CLASSES:
@@ -132,34 +126,6 @@ def confusion_matrix(labels: Numbers, predictions: Numbers, classes: int) -> npt
     """Returns the counts [true class, predicted class]."""
     pairs = np.asarray(labels, np.int64) * classes + np.asarray(predictions, np.int64)
     return np.bincount(pairs, minlength=classes * classes).reshape(classes, classes)
-
-
-def most_confused(counts: npt.NDArray[np.int64], limit: int) -> list[tuple[int, int, int]]:
-    """Returns (true class, predicted class, count) of at most ``limit`` pairs, most frequent first."""
-    wrong = counts.copy()
-    np.fill_diagonal(wrong, 0)
-    order = np.argsort(wrong, axis=None, kind="stable")[::-1][:limit]
-    pairs = (np.unravel_index(place, wrong.shape) for place in order)
-    return [(int(true), int(said), int(wrong[true, said])) for true, said in pairs if wrong[true, said]]
-
-
-def _draw_pairs(counts: npt.NDArray[np.int64], class_names: Sequence[str], path: Path) -> None:
-    pairs = most_confused(counts, MOST_PAIRS)
-    figure = new_figure(8, 2.5 + 0.22 * len(pairs))
-    axes = figure.add_subplot()
-    names = [f"{_short(class_names[true])} → {_short(class_names[said])}" for true, said, _ in pairs]
-    shares = [count / counts[true].sum() for true, _, count in pairs]
-    bars = axes.barh(range(len(pairs)), shares, color=WRONG)
-    axes.bar_label(bars, [f" {count} of {counts[true].sum()}" for true, _, count in pairs], fontsize=8)
-    axes.set_yticks(range(len(pairs)), names, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel("share of the true class")
-    axes.set_title(f"{_right(counts)}; most frequent confusions, true → predicted", fontsize=11)
-    figure.savefig(path, dpi=130)
-
-
-def _right(counts: npt.NDArray[np.int64]) -> str:
-    return f"{np.trace(counts) / max(1, counts.sum()):.2%} of {counts.sum():,} right"
 
 
 def _print_counts(axes: Axes, counts: npt.NDArray[np.int64], shares: npt.NDArray[np.float64]) -> None:

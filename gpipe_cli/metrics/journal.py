@@ -182,7 +182,7 @@ class Journal:
         return {name: part / whole if whole else 0.0 for name, part, whole in pairs}
 
     def evaluation(self, progress: Progress, result: Evaluation, epochs: Mapping[str, float]) -> None:
-        """Records one evaluation: evaluations.jsonl, the step's line in metrics.jsonl, console, TensorBoard.
+        """Records one evaluation: evaluations.jsonl, console, TensorBoard.
 
         Args:
             epochs: how often the training data of each language has been read; for the line.
@@ -197,7 +197,6 @@ class Journal:
         self._record(
             self._evaluations_file, lambda file: file.write({"step": progress.step, **result.numbers, **counted})
         )
-        self._record(self._metrics, lambda file: file.join({"evaluation": result.numbers}))
         self._emit({"kind": "evaluation", "step": progress.step, "numbers": json_safe(result.numbers)})
         if result.samples:
             self._emit({"kind": "samples", "rows": [vars(sample) for sample in result.samples]})

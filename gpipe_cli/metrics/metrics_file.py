@@ -14,7 +14,7 @@ from ..disk import open_for_writing, writing
 
 
 class MetricsFile:
-    """Appends a row per step; an evaluation after a step is added to that step's row.
+    """Appends a row per step.
 
     A row equal to the last one is not written again: a finished run that is resumed evaluates the same step again.
     Rows that cannot be written stay in memory, and are written with the next one as soon as there is room.
@@ -30,9 +30,7 @@ class MetricsFile:
     def __init__(self, path: Path, resumed_step: int) -> None:
         self.path = path
         self._pending: list[bytes] = []
-        self._last: Mapping[str, Any] | None = None
-        self._start = 0  # of the last row
-        self._cut: int | None = None  # where the file ends in a row, or a part of one, that is to be written again
+        self._cut: int | None = None  # where the file ends in a part of a row, which is to be written again
         with writing(path):
             self._last_line = _drop_later_rows(path, resumed_step)
             self._file = _open(path)
@@ -41,20 +39,9 @@ class MetricsFile:
         """Writes the row of a step; it must have a key "step"."""
         line = json.dumps(json_safe(row))
         if line != self._last_line:
-            self._last, self._last_line = row, line
+            self._last_line = line
             self._pending.append(f"{line}\n".encode())
             self._write_pending()
-
-    def join(self, more: Mapping[str, Any]) -> None:
-        """Adds keys to the last row; does nothing before the first step of this process."""
-        if self._last is None:
-            return
-        if self._pending:
-            self._pending.pop()
-        else:
-            self._cut = self._start
-        self._last_line = None
-        self.write({**self._last, **more})
 
     def close(self) -> None:
         """Writes what is pending, and closes the file."""
@@ -69,7 +56,7 @@ class MetricsFile:
             while self._pending:
                 if self._cut is not None:
                     self._file.truncate(self._cut)
-                self._cut = self._start = self._file.seek(0, os.SEEK_END)
+                self._cut = self._file.seek(0, os.SEEK_END)
                 _write_all(self._file, self._pending[0])
                 self._cut = None
                 self._pending.pop(0)

@@ -17,26 +17,12 @@ if TYPE_CHECKING:
 
 # Blue and orange differ for every kind of colour blindness, and in lightness when printed in grey. A recompute is a
 # pale forward, because it is the same work again. The first half of a backward has the backward's colour.
-_FILL = {
-    Op.FORWARD: "#2f6db3",
-    Op.RECOMPUTE: "#a9cdee",
-    Op.BACKWARD: "#f0a43a",
-    Op.INPUT_GRADIENT: "#f0a43a",
-    Op.WEIGHT_GRADIENT: "#1c8f78",
-}
-_INK = {
-    Op.FORWARD: "white",
-    Op.RECOMPUTE: "#173a63",
-    Op.BACKWARD: "#4a2c00",
-    Op.INPUT_GRADIENT: "#4a2c00",
-    Op.WEIGHT_GRADIENT: "white",
-}
-_NAME = {
-    Op.FORWARD: "forward",
-    Op.RECOMPUTE: "recompute",
-    Op.BACKWARD: "backward",
-    Op.INPUT_GRADIENT: "input gradient",
-    Op.WEIGHT_GRADIENT: "weight gradient",
+_STYLE = {  # name, colour of the bar, colour of the number on it
+    Op.FORWARD: ("forward", "#2f6db3", "white"),
+    Op.RECOMPUTE: ("recompute", "#a9cdee", "#173a63"),
+    Op.BACKWARD: ("backward", "#f0a43a", "#4a2c00"),
+    Op.INPUT_GRADIENT: ("input gradient", "#f0a43a", "#4a2c00"),
+    Op.WEIGHT_GRADIENT: ("weight gradient", "#1c8f78", "white"),
 }
 _IDLE, _GRID, _TEXT, _CRITICAL = "#eceef1", "white", "#2b2f36", "#b3123a"
 _CHARACTERS = 0.64  # width of a digit as a share of the font's size
@@ -97,7 +83,7 @@ class Panel(NamedTuple):
 
 def legend(timeline: Timeline) -> str:
     """Returns the meaning of those letters of `draw_text` that occur."""
-    words = ", ".join(f"{op.value} {_NAME[op]}" for op in _used(timeline))
+    words = ", ".join(f"{op.value} {_STYLE[op][0]}" for op in _used(timeline))
     return f"{words}, with the micro-batch; . idle"
 
 
@@ -171,7 +157,7 @@ def _draw_rows(axes: Axes, timeline: Timeline, rows: Sequence[tuple[str, int, in
             bars = [(s.start, s.end - s.start) for s in own]
             # A white edge separates neighbours; with thousands of bars it would cover them.
             edge = min(0.8, 60 / (1 + len(bars)) ** 1.2)
-            axes.broken_barh(bars, (row - 0.42, 0.84), facecolor=_FILL[op], edgecolor=_GRID, linewidth=edge)
+            axes.broken_barh(bars, (row - 0.42, 0.84), facecolor=_STYLE[op][1], edgecolor=_GRID, linewidth=edge)
 
 
 def _draw_frame(axes: Axes, rows: Sequence[tuple[str, int, int]], unit: str) -> None:
@@ -212,7 +198,9 @@ def _draw_legend(figure: Figure, panels: Sequence[Panel]) -> None:
     from matplotlib.patches import Patch
 
     used = {op for panel in panels for op in _used(panel.timeline)}
-    handles: list[Artist] = [Patch(facecolor=_FILL[op], label=_NAME[op]) for op in COMPUTE if op in used]
+    handles: list[Artist] = [
+        Patch(facecolor=colour, label=name) for op, (name, colour, _) in _STYLE.items() if op in used
+    ]
     handles.append(Patch(facecolor=_IDLE, label="idle"))
     if any(panel.critical for panel in panels):
         handles.append(Line2D([], [], color=_CRITICAL, linewidth=2.0, label="critical path"))
@@ -243,5 +231,5 @@ def _draw_numbers(figure: Figure, axes: Axes, timeline: Timeline, rows: Sequence
             is_shown = span.instruction.cell == cell and span.instruction.op in sizes
             if is_shown and span.end - span.start >= 0.7 * size * widest:
                 middle, text = (span.start + span.end) / 2, str(span.instruction.micro_batch)
-                ink = _INK[span.instruction.op]
+                ink = _STYLE[span.instruction.op][2]
                 axes.text(middle, row, text, ha="center", va="center_baseline", fontsize=size, color=ink)

@@ -10,7 +10,8 @@ stands directly after the computation whose result it sends.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .instruction import Instruction, Op, ScheduleError
@@ -66,43 +67,28 @@ class Kept:
         inputs: cell -> micro-batches whose boundary input is kept, from forward to the end of backward (its
             second half, where it has two).
         graphs: cell -> micro-batches whose graph is kept, from forward (or recompute) to there.
-        bytes: of both together over all the worker's cells, for the sizes given; 0 without sizes.
+        together: graphs of all its cells at the same time.
     """
 
     inputs: dict[int, int]
     graphs: dict[int, int]
-    bytes: float
+    together: int
 
 
-def most_kept(
-    instructions: Sequence[Instruction],
-    input_bytes: Mapping[int, float] | None = None,
-    graph_bytes: Mapping[int, float] | None = None,
-) -> Kept:
-    """Returns what a worker has to keep in memory, by its training list (paper, section 2.3: N + (L/K)·(N/M)).
-
-    Args:
-        instructions: the list of one worker.
-        input_bytes: cell -> size of the boundary input of one micro-batch.
-        graph_bytes: cell -> size of what one micro-batch's graph keeps besides.
-    """
+def most_kept(instructions: Sequence[Instruction]) -> Kept:
+    """Returns what a worker has to keep in memory, by its training list (paper, section 2.3: N + (L/K)·(N/M))."""
     recomputed = {(i.cell, i.micro_batch) for i in instructions if i.op is Op.RECOMPUTE}
-    cells = {i.cell for i in instructions}
-    input_bytes, graph_bytes = input_bytes or {}, graph_bytes or {}
-    inputs, graphs = dict.fromkeys(cells, 0), dict.fromkeys(cells, 0)
-    most_inputs, most_graphs = dict(inputs), dict(graphs)
-    now = most = 0.0
+    inputs, graphs = (Counter({i.cell: 0 for i in instructions}) for _ in range(2))
+    most_inputs, most_graphs, together = dict(inputs), dict(graphs), 0
     for i in instructions:
-        input_change = _CHANGE.get(i.op, 0)
+        change = _CHANGE.get(i.op, 0)
         forgets_its_graph = i.op is Op.FORWARD and (i.cell, i.micro_batch) in recomputed
-        graph_change = 0 if forgets_its_graph else 1 if i.op is Op.RECOMPUTE else input_change
-        inputs[i.cell] += input_change
-        graphs[i.cell] += graph_change
+        inputs[i.cell] += change
+        graphs[i.cell] += 0 if forgets_its_graph else 1 if i.op is Op.RECOMPUTE else change
         most_inputs[i.cell] = max(most_inputs[i.cell], inputs[i.cell])
         most_graphs[i.cell] = max(most_graphs[i.cell], graphs[i.cell])
-        now += input_change * input_bytes.get(i.cell, 0) + graph_change * graph_bytes.get(i.cell, 0)
-        most = max(most, now)
-    return Kept(most_inputs, most_graphs, most)
+        together = max(together, graphs.total())
+    return Kept(most_inputs, most_graphs, together)
 
 
 def _instructions(units: Sequence[Unit], placement: Sequence[int], remat: str) -> list[Instruction]:

@@ -76,7 +76,6 @@ def test_table_2_as_real_processes(tmp_path: Path) -> None:
 def test_table_3_s_links_are_never_faster_than_they_should_be(tmp_path: Path) -> None:
     figures = bench(tmp_path, "table=3", "M=4", *TINY)
     (row,) = figures["rows"]
-    assert 0 < row["link_bytes_per_second"] <= 1e10 * 1.0001
     assert row["seconds"]["gpipe"] >= row["limit_seconds"]
 
 

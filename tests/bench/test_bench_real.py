@@ -17,7 +17,7 @@ from gpipe_cli.bench.steps import Workload
 from gpipe_cli.bench.tables import throughput_table
 from gpipe_cli.bench.throughput import PEERS, PLAIN
 from gpipe_cli.bench.workers import run_workers
-from gpipe_cli.commands.bench import main, parse
+from gpipe_cli.commands.bench import main
 from gpipe_cli.launch.report import WorkerFailed, WorkerOutOfMemory
 
 OURS = ["gpipe", "1f1b"]
@@ -138,21 +138,3 @@ def test_too_little_memory_is_known_from_other_failures() -> None:
     with pytest.raises(WorkerFailed) as failure:
         run_workers("bench_jobs:crash", 1, {})
     assert not isinstance(failure.value, WorkerOutOfMemory)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "told"),
-    [
-        (0, None),
-        (1, None),
-        (2, "gpipe-bench table=2 K=2 layers=real output=bench/real"),
-        (4, "gpipe-bench table=2 K=2,4 layers=real output=bench/real"),
-    ],
-)
-def test_a_machine_with_too_few_gpus_for_all_K_is_told_what_it_can_measure(
-    gpus: int, told: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(throughput_table, "count_gpus", lambda: gpus)
-    said = throughput_table.gpu_notes(parse(["table=2"]))
-    assert not said if told is None else said[0].endswith(told)
-    assert throughput_table.gpu_notes(parse(["table=2", "layers=emulated"])) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -144,7 +145,22 @@ class Overflowing(Fading):
         return (x / (0.1 - self.share) if abs(self.share - 0.1) < 1e-9 else x), *rest
 
 
-ODD = {"counter": Counting, "moody": Moody, "dice": Dice, "fading": Fading, "overflow": Overflowing}
+class Slow(Residual):
+    """Takes so long that a kill can hit each part of a step."""
+
+    def forward(self, inputs: Boundary) -> Boundary:
+        time.sleep(0.01)
+        return super().forward(inputs)
+
+
+ODD = {
+    "counter": Counting,
+    "moody": Moody,
+    "dice": Dice,
+    "fading": Fading,
+    "overflow": Overflowing,
+    "slow": partial(Slow, 0.2),
+}
 
 
 def layers(

@@ -16,7 +16,6 @@ from gpipe_cli.launch.report import WorkerOutOfMemory
 from gpipe_cli.schedule.orders import KINDS
 
 from ..options import BenchOptions
-from ..paper import ideal_throughput
 from ..throughput import (
     PEERS,
     PLAIN,
@@ -211,43 +210,26 @@ def notes(protocol: GridTable, settings: Sequence[Setting], rows: Sequence[Row],
         f"own.{limit}",
         "The paper changed its batch size to fit memory, so its rows are no comparison at a fixed batch.",
     ]
-    if large := [f"{row_name(row)} ({', '.join(row['too_large'])})" for row in rows if row["too_large"]]:
+    lost = [(row, ", ".join(row["too_large"])) for row in rows if row["too_large"]]
+    if large := [f"{row['family']} K={row['K']} M={row['M']} ({names})" for row, names in lost]:
         said.append(
             f"Too large for the memory of a device, so there is a dash: {'; '.join(large)}. batch= makes mini-batches "
             "smaller, small=true the models."
         )
-    bounds = [(row, ideal_throughput(row["K"], row["M"], papers_unit(protocol))) for row in rows]
-    if above := [row_name(row) for row, bound in bounds if row["paper"] is not None and row["paper"] > bound * 1.005]:
-        said.append(f"The paper's figure exceeds {IDEAL}, the bound for equal micro-batches, at {', '.join(above)}.")
-    if options.remat == "always" and any(row["reference"] is not None and row["reference"][1] == 1 for row in rows):
-        said.append(
-            "With M=1 a recompute hides in the wait for the gradient, in all cells but the last: so M=1 gains a little "
-            f"from K, and larger M less than {IDEAL}, in units of a row that recomputed almost for nothing."
-        )
     if protocol.linked:
-        return said + link_notes(settings, rows, options)
-    return said + (peer_notes(settings) if options.peers else []) + ([] if real else gpu_notes(options))
-
-
-def row_name(row: Row) -> str:
-    return f"{row['family']} K={row['K']} M={row['M']}"
-
-
-def papers_unit(protocol: GridTable) -> tuple[int, int]:
-    """Returns K and M of the paper's 1.00."""
-    return min(place for figures in protocol.paper.values() for place in figures)
+        return said + link_notes(settings, options)
+    return said + (peer_notes(settings) if options.peers else [])
 
 
 def unit_note(protocol: GridTable, rows: Sequence[Row]) -> str:
-    """Names the run that is 1.00, for each model where they differ."""
+    """Names the run of each model that is 1.00, and the paper's."""
     ours = {row["family"]: row["reference"] for row in rows}
-    unit, places = papers_unit(protocol), set(ours.values())
-    if len(places) == 1 and None not in places:
-        said = f"Every column is in units of our own run at {place_name(rows[0]['reference'])}."
-    else:
-        each = "; ".join(f"{family}: {place_name(place) if place else 'none'}" for family, place in ours.items())
-        said = f"Every column is in units of our own run of the model, the first that could be measured: {each}."
-    return said if places == {unit} else f"{said} The paper's figures are in units of its own, {place_name(unit)}."
+    each = "; ".join(f"{family}: {place_name(place) if place else 'none'}" for family, place in ours.items())
+    papers = min(place for figures in protocol.paper.values() for place in figures)
+    return (
+        f"Every column is in units of our own run of the model, the first that could be measured: {each}. The paper's "
+        f"figures are in units of its own, {place_name(papers)}."
+    )
 
 
 def place_name(place: tuple[int, int]) -> str:
@@ -274,31 +256,14 @@ def peer_notes(settings: Sequence[Setting]) -> list[str]:
     return said
 
 
-def gpu_notes(options: BenchOptions) -> list[str]:
-    """Names the K that this machine has GPUs enough for, where layers=auto emulates because others have not."""
-    gpus = count_gpus() if options.layers == "auto" else 0
-    enough = ",".join(str(K) for K in options.grid_K if gpus >= K)
-    if not enough:
-        return []
-    return [
-        f"There {'is 1 GPU' if gpus == 1 else f'are {gpus} GPUs'} here, enough for layers that compute at K={enough}: "
-        f"gpipe-bench table=2 K={enough} layers=real output={options.output}/real"
-    ]
-
-
-def link_notes(settings: Sequence[Setting], rows: Sequence[Row], options: BenchOptions) -> list[str]:
-    """Describes how the links were limited and how fast they were."""
-    measured = [row["link_bytes_per_second"] for row in rows]
-    host = [1e3 * row["link"]["host"] for row in rows]
-    largest = max(max(setting.message_bytes) for setting in settings)
-    busiest = max(max(setting.carry) for setting in settings)
+def link_notes(settings: Sequence[Setting], options: BenchOptions) -> list[str]:
+    """Describes how the links were limited."""
+    largest, busiest = (max(max(getattr(each, key)) for each in settings) for key in ("message_bytes", "carry"))
     return [
         f"Links: {options.bandwidth / 1e9:g} GB/s in each direction and {options.latency * 1e6:g} µs, against "
         f"{options.device_flops / 1e12:g} TFLOP/s of compute, all stretched by one factor to the emulation's time. "
-        "A message of the real boundary's bytes (fp32) is handed over when it would arrive; one at a time on a link.",
-        f"The links measured: {min(measured) / 1e9:.2f} to {max(measured) / 1e9:.2f} GB/s, by 20 messages of 5 ms or "
-        f"more in a row from worker 0 to 1. Largest message: {largest / 1e6:.1f} MB, {1e3 * busiest:.2f} ms here; a "
-        f"free message takes {min(host):.2f} to {max(host):.2f} ms here, which is this machine's own.",
+        "A message of the real boundary's bytes (fp32) is handed over when it would arrive; one at a time on a link. "
+        f"Largest message: {largest / 1e6:.1f} MB, {1e3 * busiest:.2f} ms here.",
         "simulated: messages travel without a queue. Where one takes longer than a cell's forward, the link is the "
         "limit, and of limit shows its queue.",
     ]
