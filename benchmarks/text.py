@@ -1,47 +1,86 @@
-"""Measures how fast text is prepared for a language model, and read: tokens per second by the number of processes.
+"""Measures how fast text is prepared for a language model, opened and read, by the number of processes.
 
-Writes a file of `--megabytes` of made-up words (frequencies by Zipf's law, documents of about 1,300 bytes), prepares it
-as `data=text` does, in a new process each time, and reads 200 mini-batches of 32 windows of 1,024 tokens. Columns:
-`vocabulary, s` is the time until the vocabulary is trained; `tokens/s` counts from there; `peak, MB` is the most memory
-of the largest process; `read, tokens/s` are tokens of mini-batches per second.
+Writes `--megabytes` of made-up words (frequencies by Zipf's law, documents of about 2,000 bytes in Latin, Cyrillic and
+Greek letters or digits) into `--files` files, prepares them as `data=text` does, in a new process each time, and
+reads 200 mini-batches of 32 windows of 1,024 tokens. Columns: `vocabulary, s` and `tokens, s` are the seconds until
+the vocabulary is trained and from then on; `peak, MB` is the most memory of the largest process; `open, s` and
+`open, MB` are what another process takes to open what is prepared, until the first mini-batch; `read, tokens/s`
+are tokens of mini-batches per second, from files that are not in the kernel's cache.
+
+With `--kill` the preparation is killed when half of the text is done, and begun again: the seconds are then those of
+the second process alone, `killed after, s` are those of the first, and `pieces kept` counts what it had left.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from argparse import Namespace
+from concurrent.futures import ProcessPoolExecutor
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.common import Row, parser, report
+from benchmarks.corpus import memory
+from gpipe_cli.data.source import no_report
 from gpipe_cli.data.text.source import TextFilesSource
 
 WORDS = 200_000
 ZIPF = 1.1
+SCRIPTS = (
+    ("bdfghklmnprstvz", "aeiou"),
+    ("бвгджзклмнпрст", "аеиоу"),
+    ("βγδζκλμνπρσ", "αειου"),
+    ("0123456789", "0123456789"),
+)
+BYTES_OF_IDS = 0.5  # for each byte of text
+KINDS = (".txt", ".jsonl", ".jsonl.gz")
 
 
-def generate(path: Path, megabytes: int) -> None:
-    """Writes about so much text."""
-    draw = np.random.default_rng(0)
-    sounds = [c + v for c in "bdfghklmnprstvz" for v in "aeiou"]
-    lengths = draw.integers(1, 5, WORDS)
-    words = ["".join(sounds[i] for i in draw.integers(0, len(sounds), n)) for n in lengths]
-    shares = 1 / np.arange(1, WORDS + 1) ** ZIPF
-    with path.open("w", encoding="utf-8") as file:
-        while file.tell() < 1e6 * megabytes:
-            chosen = draw.choice(WORDS, (1_000, 220), p=shares / shares.sum())
-            file.write("\n\n".join(" ".join(words[i] for i in row) for row in chosen.tolist()) + "\n\n")
+def generate(folder: Path, megabytes: int, files: int) -> None:
+    """Writes about so much text, in files of all `KINDS` in turn; each document is written in one of `SCRIPTS`."""
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as processes:
+        list(processes.map(_write, [folder] * files, range(files), [megabytes / files] * files))
 
 
-def prepare(root: str, cache: str, processes: int) -> None:
-    """Prepares and reads the text; prints the figures as JSON."""
+def _write(folder: Path, number: int, megabytes: float) -> None:
+    draw, kind = np.random.default_rng(number), KINDS[number % len(KINDS)]
+    words = [_words(consonants, vowels) for consonants, vowels in SCRIPTS]
+    shares = np.cumsum(1 / np.arange(1, WORDS + 1) ** ZIPF)
+    written = 0
+    path = folder / f"{number:03}{kind}"
+    with (
+        gzip.open(path, "wt", 1, encoding="utf-8") if kind.endswith(".gz") else path.open("w", encoding="utf-8") as file
+    ):
+        while written < 1e6 * megabytes:
+            chosen = np.searchsorted(shares, draw.random((1_000, 220)) * shares[-1])
+            script = draw.integers(len(SCRIPTS), size=1_000).tolist()
+            texts = [" ".join([words[of][i] for i in row]) for of, row in zip(script, chosen.tolist(), strict=True)]
+            lines = [
+                text + "\n\n" if kind == ".txt" else json.dumps({"text": text}, ensure_ascii=False) + "\n"
+                for text in texts
+            ]
+            file.writelines(lines)
+            written += sum(len(line.encode()) for line in lines)
+
+
+def _words(consonants: str, vowels: str) -> list[str]:
+    draw, sounds = np.random.default_rng(0), [c + v for c in consonants for v in vowels]
+    lengths, chosen = draw.integers(1, 5, WORDS).tolist(), draw.integers(0, len(sounds), (WORDS, 4)).tolist()
+    return ["".join(sounds[i] for i in of[:length]) for of, length in zip(chosen, lengths, strict=True)]
+
+
+def prepare(root: str, cache: str, processes: int) -> Row:
+    """Prepares the text and returns the figures."""
     began, first, tokens = time.perf_counter(), 0.0, 0
 
     def progress(text: str, done: int, total: int) -> None:
@@ -49,42 +88,75 @@ def prepare(root: str, cache: str, processes: int) -> None:
         if text == "text: tokens":
             first, tokens = first or time.perf_counter(), done
 
-    source = TextFilesSource(root, cache_dir=cache, preparation_workers=processes)
-    source.prepare(progress)
+    TextFilesSource(root, cache_dir=cache, preparation_workers=processes).prepare(progress)
     ended = time.perf_counter()
-    mini_batches = islice(source.train(None, 1, 0, 1), 200)
-    windows = sum(len(inputs[0]) for batch in mini_batches for inputs, _ in batch.micro_batches)
-    figures = {"vocabulary, s": first - began, "tokens/s": tokens / (ended - first), "tokens": tokens}
     peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) / 1e3
-    read = 1_024 * windows / (time.perf_counter() - ended)
-    print(json.dumps({**figures, "peak, MB": peak, "read, tokens/s": read}))
+    return {"vocabulary, s": first - began, "tokens, s": ended - first, "tokens": tokens, "peak, MB": peak}
+
+
+def read(root: str, cache: str) -> Row:
+    """Opens what is prepared, reads 200 mini-batches, and returns the figures."""
+    for path in Path(cache).rglob("*.npy"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    (before, _), began = memory(), time.perf_counter()
+    source = TextFilesSource(root, cache_dir=cache)
+    source.prepare(no_report)
+    mini_batches = source.train(None, 1, 0, 1)
+    next(mini_batches)
+    opened = {"open, s": time.perf_counter() - began, "open, MB": memory()[0] - before}
+    began = time.perf_counter()
+    windows = sum(len(inputs[0]) for batch in islice(mini_batches, 200) for inputs, _ in batch.micro_batches)
+    return opened | {"read, tokens/s": 1_024 * windows / (time.perf_counter() - began)}
 
 
 def measure(processes: int, root: Path, arguments: Namespace) -> Row:
-    """Prepares the text in a new process with an empty cache."""
+    """Prepares the text in a new process with an empty cache, and reads it in another."""
     with tempfile.TemporaryDirectory(prefix="text-", dir=arguments.folder) as cache:
-        words = [sys.executable, "-m", "benchmarks.text", "--root", str(root), "--cache", cache]
-        done = subprocess.run([*words, "--processes", str(processes)], check=True, capture_output=True)
-        return {"processes": processes, "MB": root.stat().st_size / 1e6, **json.loads(done.stdout)}
+        command = [sys.executable, "-m", "benchmarks.text", "--root", str(root), "--cache", cache]
+        size = sum(path.stat().st_size for path in root.iterdir())
+        row = {"processes": processes, "MB": size / 1e6, "killed after, s": 0.0, "pieces kept": 0}
+        if arguments.kill:
+            row |= _kill_halfway([*command, "--processes", str(processes)], Path(cache), 1e6 * arguments.megabytes)
+        for more in (["--processes", str(processes)], ["--read"]):
+            row |= json.loads(subprocess.run([*command, *more], check=True, capture_output=True).stdout)
+        return row
+
+
+def _kill_halfway(command: list[str], cache: Path, size: float) -> Row:
+    """Kills a preparation and its processes when half of the text is done, which has so many bytes."""
+    began = time.perf_counter()
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL) as process:
+        while sum(path.stat().st_size for path in cache.rglob("*.npy")) < BYTES_OF_IDS * size / 2:
+            if process.poll() is not None:
+                raise SystemExit("the preparation ended before it was killed: use more --megabytes")
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGKILL)
+    return {"killed after, s": time.perf_counter() - began, "pieces kept": len(list(cache.rglob("*.train.npy")))}
 
 
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--megabytes", type=int, default=400)
+    options.add_argument("--files", type=int, default=3)
     options.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    options.add_argument("--kill", action="store_true", help="kill each preparation once, and go on")
     options.add_argument("--folder", default=None, help="where to write (default: the folder for temporary files)")
     options.add_argument("--root", default=None, help="a text to prepare: for processes that this command starts")
     options.add_argument("--cache", default=None, help="... and its cache")
+    options.add_argument("--read", action="store_true", help="... to read what is prepared")
     arguments = options.parse_args()
     if arguments.root:
-        prepare(arguments.root, arguments.cache, *arguments.processes)
+        root, cache = arguments.root, arguments.cache
+        print(json.dumps(read(root, cache) if arguments.read else prepare(root, cache, *arguments.processes)))
         return
     with tempfile.TemporaryDirectory(prefix="text-", dir=arguments.folder) as folder:
-        root = Path(folder) / "text.txt"
-        generate(root, 2 if arguments.quick else arguments.megabytes)
-        columns = {"processes": "d", "MB": ",.0f", "tokens": ",d", "vocabulary, s": ".0f", "tokens/s": ",.0f"}
-        columns |= {"peak, MB": ",.0f", "read, tokens/s": ",.0f"}
-        report(columns, (measure(count, root, arguments) for count in arguments.processes), arguments.output)
+        generate(Path(folder), 2 if arguments.quick else arguments.megabytes, arguments.files)
+        columns = {"processes": "d", "MB": ",.0f", "tokens": ",d", "vocabulary, s": ".0f", "tokens, s": ",.0f"}
+        columns |= {"killed after, s": ",.0f", "pieces kept": "d"} if arguments.kill else {}
+        columns |= {"peak, MB": ",.0f", "open, s": ".2f", "open, MB": ".0f", "read, tokens/s": ",.0f"}
+        report(columns, (measure(count, Path(folder), arguments) for count in arguments.processes), arguments.output)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError
 
+DEFECTS = "defects.json"  # in a store
 KINDS = {
     "misaligned": "files of a pair with different numbers of lines; dropped: the whole pair of files",
     "undecodable": "a line that is not UTF-8",
@@ -98,7 +101,7 @@ class Ledger:
 
     def check(self, found: DefectCount) -> None:
         """Raises ConfigurationError for the first defect that is to be refused."""
-        refuse(found.examples, self._policy)
+        _refuse(found.examples, self._policy)
 
     def add(self, language: str, found: DefectCount) -> None:
         """Enters the defects of a part of the corpus.
@@ -109,40 +112,59 @@ class Ledger:
         self.check(found)
         self._languages.setdefault(language, DefectCount()).update(found)
 
-    def as_json(self, lines: int) -> dict[str, Any]:
-        """Returns the content of defects.json; ``lines``: pairs of lines of the training text."""
+    def write(self, store: Path, lines: int) -> None:
+        """Writes defects.json; ``lines``: of the training text, pairs of lines or documents."""
         languages = sorted((language, found) for language, found in self._languages.items() if found.counts)
-        return {
+        content = {
             "lines": lines,
             "meaning": {kind: KINDS[kind] for kind in sorted(self.total())},
             "counts": {language: dict(sorted(found.counts.items())) for language, found in languages},
             "named": f"the first {EXAMPLES} of each kind and language",
             "defects": [vars(defect) for _, found in languages for defect in found.examples],
         }
+        (store / DEFECTS).write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
 
     def total(self) -> Counter[str]:
         return sum((found.counts for found in self._languages.values()), Counter[str]())
 
     def summary(self) -> str:
-        """Returns the counts in words; see `in_words`."""
-        return in_words(self.total(), self._policy)
+        """Returns the counts in words; see `_in_words`."""
+        return _in_words(self.total(), self._policy)
 
 
-def in_words(counts: Mapping[str, int], policy: Mapping[str, str]) -> str:
+def defects_of(store: Path) -> dict[str, int]:
+    """Returns how many defects of each kind were found when a store was made."""
+    content = json.loads((store / DEFECTS).read_text(encoding="utf-8"))
+    return dict(sum(map(Counter, content["counts"].values()), Counter[str]()))
+
+
+def defect_notice(store: Path, policy: Mapping[str, str], used: str) -> str | None:
+    """Returns a warning of what was left out when a store was made; None: nothing was.
+
+    Args:
+        used: what was not, in words; {lines} becomes the number of lines.
+
+    Raises:
+        ConfigurationError: it was made with defects dropped that are to be refused now.
+    """
+    content = json.loads((store / DEFECTS).read_text(encoding="utf-8"))
+    _refuse([Defect(**defect) for defect in content["defects"]], policy)
+    found = _in_words(defects_of(store), policy)
+    used = used.format(lines=f"{content['lines']:,}")
+    return f"{used}: {found}; which ones: {store / DEFECTS}" if found else None
+
+
+def _in_words(counts: Mapping[str, int], policy: Mapping[str, str]) -> str:
     """Returns counts by kind, "dropped 3 empty, 1 too long; kept 2 copied", or an empty text if there are none."""
     parts = []
     for word, did in (("drop", "dropped"), ("keep", "kept")):
         kinds = sorted(kind for kind, count in counts.items() if count and policy[kind] == word)
         if kinds:
-            parts.append(f"{did} {', '.join(f'{counts[kind]:,} {_spoken(kind)}' for kind in kinds)}")
+            parts.append(f"{did} {', '.join(f'{counts[kind]:,} {kind}' for kind in kinds)}".replace("_", " "))
     return "; ".join(parts)
 
 
-def _spoken(kind: str) -> str:
-    return kind.replace("_", " ")
-
-
-def refuse(defects: list[Defect], policy: Mapping[str, str]) -> None:
+def _refuse(defects: list[Defect], policy: Mapping[str, str]) -> None:
     """Raises ConfigurationError for the first defect that the policy refuses."""
     for defect in defects:
         if policy[defect.kind] == "refuse":

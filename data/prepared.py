@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+import sentencepiece
 
 from ..cpu import usable_cores
 from .source import Report, cache_folder, writing_cache
@@ -32,6 +36,18 @@ def prepared_folder(cache_dir: str | None, name: str, make: Callable[[Path], Non
                 make(folder)
     shutil.rmtree(folder / WORK, ignore_errors=True)
     return folder
+
+
+def digest_of(*content: object) -> str:
+    """Returns a digest of all that decides the bytes of a store, JSON values; by it the store is found again."""
+    text = json.dumps([*content, sentencepiece.__version__])
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def stat_of(file: Path) -> list[object]:
+    """Returns a file's path, size and time of modification, as JSON values."""
+    found = file.stat()
+    return [str(file.resolve()), found.st_size, found.st_mtime_ns]
 
 
 def worker_count(files: Sequence[Path], workers: int | None) -> int:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigurationError
 from .source import Batch, Report
 from .store import whole_file
 from .tokenizer import TokenizerFile
 from .vocabulary import BOS, EOS, PAD, Vocabulary
+
+if TYPE_CHECKING:
+    from ..micro_batch import MicroBatch
 
 SOURCE, TARGET, TOKENIZER = "source.model", "target.model", "tokenizer.json"
 EXAMPLE = (8, 16)  # sentences and tokens of the only batch, by which the model's costs are counted
@@ -69,8 +72,26 @@ def check_pieces(path: Path, vocabulary: Vocabulary | TokenizerFile, most: int |
         )
 
 
-class SentenceSource:
-    """Encodes and decodes sentences; its only batch is of padding, to show the shapes.
+class _VocabulariesOnly:
+    """Yields one mini-batch, which shows the shapes: there is no corpus."""
+
+    def prepare(self, report: Report) -> None:
+        """Does nothing: the vocabularies are ready."""
+
+    def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
+        """Yields the one mini-batch."""
+        yield Batch([self._example()] * M, None)
+
+    def evaluation(self, M: int) -> Iterator[Batch]:
+        """Yields nothing."""
+        yield from ()
+
+    def _example(self) -> MicroBatch:
+        raise NotImplementedError
+
+
+class SentenceSource(_VocabulariesOnly):
+    """Encodes and decodes sentences; its only batch is of padding.
 
     Args:
         vocabularies: a folder made by `keep_vocabularies`.
@@ -89,9 +110,6 @@ class SentenceSource:
         for path, vocabulary, most in ((source, self._source, source_pieces), (target, self._target, target_pieces)):
             check_pieces(path if path.exists() else source, vocabulary, most)
 
-    def prepare(self, report: Report) -> None:
-        """Does nothing: the vocabularies are ready."""
-
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the source ids of each text with the end token, as the model reads them."""
         return [[*ids, EOS] for ids in self._source.encode(texts)]
@@ -100,20 +118,15 @@ class SentenceSource:
         """Returns the text of target ids, up to the first end token."""
         return self._target.decode(ids)
 
-    def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
-        """Yields one mini-batch of padding."""
+    def _example(self) -> MicroBatch:
         import torch  # imported late: `are_kept` does not need it
 
         tokens = torch.full(EXAMPLE, PAD)
-        yield Batch([((tokens, tokens), (tokens,))] * M, None)
-
-    def evaluation(self, M: int) -> Iterator[Batch]:
-        """Yields nothing."""
-        yield from ()
+        return (tokens, tokens), (tokens,)
 
 
-class PromptSource:
-    """Encodes and decodes the text of a language model; its only batch is of end tokens, to show the shapes.
+class PromptSource(_VocabulariesOnly):
+    """Encodes and decodes the text of a language model; its only batch is of end tokens.
 
     Args:
         vocabularies: a folder made by `keep_vocabularies`.
@@ -137,9 +150,6 @@ class PromptSource:
         """Returns the id of the token that ends a document."""
         return self._vocabulary.eos_id
 
-    def prepare(self, report: Report) -> None:
-        """Does nothing: the vocabulary is ready."""
-
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the ids of each text."""
         return self._vocabulary.encode(texts)
@@ -148,13 +158,8 @@ class PromptSource:
         """Returns the text of the ids up to the first end token."""
         return self._vocabulary.decode(ids)
 
-    def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
-        """Yields one mini-batch of end tokens."""
-        import torch  # imported late: `are_kept` does not need it
+    def _example(self) -> MicroBatch:
+        import torch
 
         tokens = torch.full((1, self._length), self.eos_id)
-        yield Batch([((tokens,), (tokens,))] * M, None)
-
-    def evaluation(self, M: int) -> Iterator[Batch]:
-        """Yields nothing."""
-        yield from ()
+        return (tokens,), (tokens,)

@@ -32,7 +32,6 @@ from .token_batches import width_of
 from .vocabulary import Vocabulary
 
 FORMAT = 3  # raised when the same parameters would give other bytes
-DEFECTS = "defects.json"
 LONGEST = 65_535  # tokens of a sentence: lengths are stored in two bytes
 
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
@@ -150,12 +149,6 @@ class Store:
     def sizes(self) -> dict[str, int]:
         """Returns the number of training pairs of each language."""
         return {code: of.pairs for code, of in self.languages.items()}
-
-    @property
-    def defects(self) -> dict[str, int]:
-        """Returns how many defects of each kind were found when the store was made."""
-        content = json.loads((self.folder / DEFECTS).read_text(encoding="utf-8"))
-        return dict(sum(map(Counter, content["counts"].values()), Counter[str]()))
 
     def fingerprint(self) -> str:
         """Returns a digest of the vocabularies and of each language's numbers of pairs and tokens of each length.

@@ -16,6 +16,7 @@ import torch
 
 from ..errors import ConfigurationError
 from .cldr.languages import SCRIPTS
+from .defects import defects_of
 from .sampling import TemperatureSampler, temperature_shares
 from .sentences import keep_vocabularies
 from .source import Batch, Report, check_limits, permutation, read_ahead, slices_of_replica, split_evenly
@@ -203,7 +204,7 @@ class PairSource:
     @property
     def prepared_defects(self) -> dict[str, int]:
         """Returns how many defects of each kind the text has; most of these pairs are left out."""
-        return self._opened.defects
+        return defects_of(self._opened.folder)
 
     def fingerprint(self) -> str:
         """Returns that of the corpus, which the order of reading does not change."""

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from ...cpu import usable_cores
 from ...errors import ConfigurationError
+from ..defects import DEFECTS, defects_of
 from ..sampling import temperature_shares
 from ..source import Report, cache_folder, check_limits, writing_cache
 from ..store import (
-    DEFECTS,
     FORMAT,
     LONGEST,
     LanguageSummary,
@@ -122,7 +122,7 @@ def open_store(parameters: CorpusParameters, cache_dir: str | None, report: Repo
     store = Store(folder)
     if notice := smaller_notice("vocabulary", parameters.vocabulary, store.source_vocabulary):
         log.warning("%s", notice)
-    used, left_out = sum(store.sizes.values()), store.defects.get("too_long", 0)
+    used, left_out = sum(store.sizes.values()), defects_of(folder).get("too_long", 0)
     if 1_000 * left_out > used:
         counts = f"{left_out:,} of {used + left_out:,} pairs"
         log.warning("%s are left out: longer than data.max_length=%d tokens", counts, parameters.max_length)

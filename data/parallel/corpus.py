@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-import sentencepiece
-
-from ..defects import Defect, in_words, refuse
-from ..prepared import prepared_folder, worker_count
+from ..defects import defect_notice
+from ..prepared import digest_of, prepared_folder, stat_of, worker_count
 from ..source import Report
-from ..store import DEFECTS, FORMAT, Store
+from ..store import FORMAT, Store
 from ..vocabulary import smaller_notice
-from .folders import PairFiles, find_pairs
+from .folders import find_pairs
 from .preparation import ParallelText, Preparation
 
 log = logging.getLogger(__name__)
@@ -42,19 +38,11 @@ def open_parallel_store(
     def make(folder: Path) -> None:
         Preparation(text, pairs, policy, folder, worker_count(files, workers), report).run()
 
-    store = Store(prepared_folder(cache_dir, f"parallel-{_digest(text, pairs)}", make, report))
+    stats = [[pair.language, pair.split, *stat_of(file)] for pair in pairs for file in pair.files]
+    name = f"parallel-{digest_of(FORMAT, asdict(text), stats)}"
+    store = Store(prepared_folder(cache_dir, name, make, report))
     _tell(store, text, policy)
     return store
-
-
-def _digest(text: ParallelText, pairs: Sequence[PairFiles]) -> str:
-    stats = [
-        [pair.language, pair.split, str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns]
-        for pair in pairs
-        for file in pair.files
-    ]
-    content = [FORMAT, asdict(text), stats, sentencepiece.__version__]
-    return hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
 
 
 def _tell(store: Store, text: ParallelText, policy: Mapping[str, str]) -> None:
@@ -63,17 +51,13 @@ def _tell(store: Store, text: ParallelText, policy: Mapping[str, str]) -> None:
     Raises:
         ConfigurationError: it was made with defects dropped that are to be refused now.
     """
-    content = json.loads((store.folder / DEFECTS).read_text(encoding="utf-8"))
-    refuse([Defect(**defect) for defect in content["defects"]], policy)
-    if found := in_words(store.defects, policy):
-        used = f"{sum(store.sizes.values()):,} of {content['lines']:,} training pairs are used"
-        log.warning("parallel text: %s: %s; which ones: %s", used, found, store.folder / DEFECTS)
+    used = f"parallel text: {sum(store.sizes.values()):,} of {{lines}} training pairs are used"
+    notices = [defect_notice(store.folder, policy, used)]
     wanted = text.vocabularies
     if wanted.shared:
-        sides = [("vocabulary", wanted.source, store.source_vocabulary)]
+        notices.append(smaller_notice("vocabulary", wanted.source, store.source_vocabulary))
     else:
-        sides = [("source_vocabulary", wanted.source, store.source_vocabulary)]
-        sides.append(("target_vocabulary", wanted.target, store.target_vocabulary))
-    for key, size, vocabulary in sides:
-        if notice := smaller_notice(key, size, vocabulary):
-            log.warning("%s", notice)
+        notices.append(smaller_notice("source_vocabulary", wanted.source, store.source_vocabulary))
+        notices.append(smaller_notice("target_vocabulary", wanted.target, store.target_vocabulary))
+    for notice in filter(None, notices):
+        log.warning("%s", notice)

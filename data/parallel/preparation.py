@@ -19,7 +19,7 @@ from ..defects import Defect, DefectCount, Ledger
 from ..prepared import WORK
 from ..sampling import temperature_shares
 from ..source import Report
-from ..store import DEFECTS, LanguageSummary, Sizes, publish, whole_file, write_description
+from ..store import LanguageSummary, Sizes, publish, whole_file, write_description
 from ..vocabulary import cached_vocabulary
 from ..workers import Workers
 from .folders import PairFiles
@@ -260,8 +260,7 @@ class Preparation:
         return chain.from_iterable(read_pieces(pair, self._text.piece) for pair in pairs)
 
     def _finish(self, summaries: dict[str, LanguageSummary], lines: int) -> None:
-        defects = json.dumps(self._ledger.as_json(lines), indent=1, ensure_ascii=False)
-        (self._draft / DEFECTS).write_text(defects, encoding="utf-8")
+        self._ledger.write(self._draft, lines)
         text = {key: value for key, value in asdict(self._text).items() if key != "sizes"}
         write_description(self._draft, summaries, self._text.sizes.block, {"parallel_text": text})
         publish(self._draft, self._folder)

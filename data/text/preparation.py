@@ -25,7 +25,7 @@ from ..prepared import WORK
 from ..sampling import EvenSample
 from ..sentences import SOURCE, TOKENIZER, open_vocabulary
 from ..source import Report
-from ..store import DEFECTS, publish, whole_file
+from ..store import publish, whole_file
 from ..vocabulary import Vocabulary, cached_vocabulary
 from ..workers import Workers
 from .documents import SEPARATORS, TEXT, Document, documents
@@ -166,8 +166,7 @@ class TextPreparation:
                 yield replace(job, piece=piece._replace(content=b"")) if job.result.exists() else job
 
     def _finish(self, pieces: list[dict[str, Any]]) -> None:
-        found = self._ledger.as_json(sum(piece["documents"] for piece in pieces))
-        (self._draft / DEFECTS).write_text(json.dumps(found, indent=1, ensure_ascii=False), encoding="utf-8")
+        self._ledger.write(self._draft, sum(piece["documents"] for piece in pieces))
         made_of = {key: value for key, value in asdict(self._form).items() if key != "tokenizer"}
         content = {"format": FORMAT, "end_token": self._form.end_token, "made_of": made_of, "pieces": pieces}
         with whole_file(self._draft / "store.json") as draft:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import sentencepiece
-
 from ...errors import ConfigurationError
-from ..defects import OF_TEXT, Defect, check_policy, in_words, refuse
-from ..prepared import prepared_folder, worker_count
+from ..defects import OF_TEXT, check_policy, defect_notice, defects_of
+from ..prepared import digest_of, prepared_folder, stat_of, worker_count
 from ..sentences import keep_vocabularies, read_vocabulary
 from ..source import Report, check_limits
-from ..store import DEFECTS
 from ..vocabulary import BOS, smaller_notice
 from ..windows import TokenSequence, WindowSource
 from .documents import SEPARATORS
@@ -119,7 +114,9 @@ class TextFilesSource(WindowSource):
             workers = worker_count([*files, *held_out], self._workers)
             TextPreparation(self.form, files, held_out, self._policy, folder, workers, report).run()
 
-        name = f"text-{_digest(self.form, files, held_out)}"
+        given = [] if self.form.tokenizer is None else [Path(self.form.tokenizer).expanduser()]
+        stats = [[stat_of(file) for file in group] for group in (files, held_out, given)]
+        name = f"text-{digest_of(FORMAT, asdict(self.form), stats)}"
         self._store = store = TextStore(prepared_folder(self._cache_dir, name, make, report))
         self._tell(store)
         if len(store.train) <= self._length:
@@ -154,7 +151,7 @@ class TextFilesSource(WindowSource):
     @property
     def prepared_defects(self) -> dict[str, int]:
         """Returns how many defects of each kind the text has; these lines are left out."""
-        return self._opened.defects
+        return defects_of(self._opened.folder)
 
     def fingerprint(self) -> str:
         """Returns that of the tokens that are trained on, which the order of reading does not change."""
@@ -181,22 +178,8 @@ class TextFilesSource(WindowSource):
         Raises:
             ConfigurationError: it was made with defects dropped that are to be refused now.
         """
-        content = json.loads((store.folder / DEFECTS).read_text(encoding="utf-8"))
-        refuse([Defect(**defect) for defect in content["defects"]], self._policy)
-        if found := in_words(store.defects, self._policy):
-            used = f"{self._documents(store):,} documents are used"
-            log.warning("text: %s: lines: %s; which ones: %s", used, found, store.folder / DEFECTS)
-        if self.form.tokenizer is not None:
-            return
-        if notice := smaller_notice("vocabulary", self._vocabulary, store.vocabulary):
+        notices = [defect_notice(store.folder, self._policy, "text: {lines} documents are used: lines")]
+        if self.form.tokenizer is None:
+            notices.append(smaller_notice("vocabulary", self._vocabulary, store.vocabulary))
+        for notice in filter(None, notices):
             log.warning("%s", notice)
-
-
-def _digest(form: TextForm, files: Sequence[Path], held_out: Sequence[Path]) -> str:
-    tokenizer = [] if form.tokenizer is None else [Path(form.tokenizer).expanduser()]
-    stats = [
-        [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in group]
-        for group in (files, held_out, tokenizer)
-    ]
-    content = [FORMAT, asdict(form), stats, sentencepiece.__version__]
-    return hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()

@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from ..sentences import open_vocabulary, vocabulary_file
 from ..source import fingerprint_of
-from ..store import DEFECTS
 
 FORMAT = 1  # raised when the same parameters would give other bytes
 SPLITS = ("train", "dev")
@@ -73,12 +72,6 @@ class TextStore:
     def _tokens(self, split: str) -> TokenFiles:
         counts = {piece["name"]: piece[split] for piece in self.description["pieces"] if piece[split]}
         return TokenFiles([self.folder / f"{name}.{split}.npy" for name in counts], list(counts.values()))
-
-    @property
-    def defects(self) -> dict[str, int]:
-        """Returns how many defects of each kind were found when the store was made."""
-        content = json.loads((self.folder / DEFECTS).read_text(encoding="utf-8"))
-        return {kind: count for counts in content["counts"].values() for kind, count in counts.items()}
 
     def fingerprint(self) -> str:
         """Returns a digest of the vocabulary and of all tokens that are trained on."""
