@@ -32,6 +32,7 @@ def changed(old: str, new: str) -> str:
     return MODULE[1].replace(old, new)
 
 
+@pytest.mark.slow
 def test_the_page_s_example_learns(tmp_path: Path) -> None:
     assert MODULE is not None
     done = train(tmp_path, MODULE[1], "logging.tensorboard=false")

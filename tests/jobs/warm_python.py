@@ -46,14 +46,16 @@ PR_SET_CHILD_SUBREAPER = 36  # <sys/prctl.h>
 MOST_DESCRIPTORS = 250  # that one message carries (the kernel's SCM_MAX_FD)
 HIGH = 600  # descriptors from here on are nobody's
 PLAIN_POPEN = subprocess.Popen
+COMMAND_WITHOUT_TORCH = str(Path(__file__).with_name("cli_jobs.py"))
 
 
 def can_be_warm(words: Sequence[Any]) -> bool:
     """Returns whether a template can run this command line."""
     if len(words) < 3 or words[0] != sys.executable:
         return False
-    zygote = words[1] == "-c" and "from gpipe_cli.launch.zygote import main" in words[2]
-    return zygote or (words[1] == "-m" and str(words[2]).startswith("gpipe_cli."))
+    what, argument = str(words[1]), str(words[2])
+    zygote = what == "-c" and "from gpipe_cli.launch.zygote import main" in argument
+    return zygote or (what == "-m" and argument.startswith("gpipe_cli.")) or what == COMMAND_WITHOUT_TORCH
 
 
 class WarmPopen(PLAIN_POPEN):  # type: ignore[type-arg]  # takes texts and bytes, as its base does
@@ -193,13 +195,14 @@ def _become(request: dict[str, Any], descriptors: list[int], site: list[str]) ->
     sys.stderr = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     extra = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    kind, what, *words = request["words"]
-    sys.path[:] = [request["directory"] if kind == "-m" else "", *extra, *site]
-    sys.argv = [kind if kind == "-c" else what, *words]
+    words = request["words"]
+    first = {"-m": request["directory"], "-c": ""}.get(words[0], str(Path(words[0]).parent))
+    sys.path[:] = [first, *extra, *site]
+    sys.argv = words[1:] if words[0] == "-m" else words
     importlib.invalidate_caches()
-    if kind == "-m":
+    if words[0] != "-c":
         _take_template_along(site)
-    _leave(_run(kind, what))
+    _leave(_run(words))
 
 
 def _place(descriptors: list[int], numbers: list[int]) -> None:
@@ -228,13 +231,15 @@ def _take_template_along(site: list[str]) -> None:
     globals()["template"] = functools.cache(lambda: Template(ours))
 
 
-def _run(kind: str, what: str) -> int:
-    """Returns the exit code."""
+def _run(words: list[str]) -> int:
+    """Runs a module, a text or a file, and returns the exit code."""
     try:
-        if kind == "-m":
-            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        if words[0] == "-m":
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        elif words[0] == "-c":
+            exec(words[1], {"__name__": "__main__"})
         else:
-            exec(what, {"__name__": "__main__"})
+            runpy.run_path(words[0], run_name="__main__")
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
