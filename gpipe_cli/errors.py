@@ -61,5 +61,6 @@ def place_in_users_code(error: BaseException) -> str | None:
         (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in NOT_THE_USERS
+        and not frame.f_code.co_filename.startswith("<")  # made by a library
     ]
     return f"{calls[-1][0]}, line {calls[-1][1]}" if calls else None

@@ -83,9 +83,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "inputs": list[str] | None,
         "output": str | int | None,
         "pad_id": CountOrZero,
+        "labels": list[str] | None,
+        "ignored": int | None,
         "mean": list[Number],
         "std": list[Positive],
-        **dict.fromkeys(("module", "arguments", "masks", "example"), Any),
+        **dict.fromkeys(("module", "arguments", "masks", "example", "float_type"), Any),
     },
 }
 
@@ -200,6 +202,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "logit_clip": Positive | None,
         "pad_id": int | None,
     },
+    "gpipe_cli.tasks.own_loss.OwnLossTask": {"targets_become": Codes, "ignored": int | None},
 }
 TASKS["gpipe_cli.tasks.translation.TranslationTask"] = TASKS["gpipe_cli.tasks.language_model.LanguageModelTask"]
 GENERATION = {

@@ -122,7 +122,7 @@ def build_subject(request: Request, site: Site) -> Subject:
     settings, device = request.settings, site.torch_device
     torch.set_num_threads(settings.pipeline.threads)  # as a worker does
     builders, task = build_model(settings.model, settings.seed), build_task(settings.task, settings.seed)
-    (inputs, targets), _ = example_micro_batch(settings.data, settings.pipeline.M, False)
+    (inputs, targets), _ = example_micro_batch(settings, settings.pipeline.M, False)
     most = TINY_VALUES if site.tiny else VALUES
     torch.manual_seed(1)
     micro_batches: list[MicroBatch] = []

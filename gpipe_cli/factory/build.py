@@ -24,6 +24,7 @@ from ..pipeline.randomness import SECTION, seeded
 from ..tasks.base import Task
 from .checked_task import CheckedTask
 from .target_errors import explain
+from .targets_as_inputs import TargetsAsInputs
 
 
 def build_model(section: Mapping[str, Any], seed: int = 0) -> list[LayerBuilder]:
@@ -45,13 +46,17 @@ def build_model(section: Mapping[str, Any], seed: int = 0) -> list[LayerBuilder]
     return list(model)
 
 
-def build_source(section: Mapping[str, Any], seed: int) -> Source:
+def build_source(section: Mapping[str, Any], seed: int, task: Mapping[str, Any] | None = None) -> Source:
     """Makes ``data._target_``, the source of mini-batches; it gets ``seed`` if it takes one and the section has none.
+
+    Args:
+        task: the section; with the key ``targets_become`` the targets are inputs of the model, too.
 
     Raises:
         ConfigurationError: it failed, or lacks a method.
     """
-    return cast(Source, _with_methods("data", _with_seed(section, seed), seed, ("train", "evaluation")))
+    source = cast(Source, _with_methods("data", _with_seed(section, seed), seed, ("train", "evaluation")))
+    return source if not (task or {}).get("targets_become") else cast(Source, TargetsAsInputs(source))
 
 
 def build_task(section: Mapping[str, Any], seed: int = 0) -> Task:

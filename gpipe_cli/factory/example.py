@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config import Settings
 from ..data.source import Source
 from ..errors import ConfigurationError
 from ..micro_batch import MicroBatch
@@ -17,18 +18,18 @@ EXAMPLE = "example"  # the argument of a model's function that gets the inputs' 
 INNER = "layers"  # the key of a model's section that may hold the section of another model
 
 
-def example_micro_batch(data: Mapping[str, Any], micro_batches: int, longest: bool) -> tuple[MicroBatch, int]:
+def example_micro_batch(settings: Settings, micro_batches: int, longest: bool) -> tuple[MicroBatch, int]:
     """Returns one micro-batch on the meta device, and the number of examples in the mini-batch.
 
     Args:
-        data: the section `data` of the configuration.
+        settings: whose data are read.
         micro_batches: number of micro-batches in the mini-batch: M times replicas.
         longest: True for examples as long as the data's limits allow.
 
     Raises:
         ConfigurationError: the mini-batch has too few examples.
     """
-    source = build_source(data, seed=0)  # on which no shape depends
+    source = build_source(settings.data, 0, settings.task)  # a seed on which no shape depends
     typical = getattr(source, "typical_micro_batch", None)
     (inputs, targets), examples = _read(source, micro_batches) if typical is None else typical(micro_batches, longest)
     inputs, targets = (tuple(torch.empty_like(tensor, device="meta") for tensor in side) for side in (inputs, targets))

@@ -56,7 +56,7 @@ class Planner:
 
     def __init__(self, settings: Settings, options: Options, say: Say = say_nothing) -> None:
         if asks_for_example(settings.model):
-            (inputs, _), _ = example_micro_batch(settings.data, 1, options.longest)
+            (inputs, _), _ = example_micro_batch(settings, 1, options.longest)
             settings = replace(settings, model=with_example(settings.model, inputs))
         self.settings, self.options = settings, options
         self.builders = build_model(settings.model, settings.seed)

@@ -44,7 +44,7 @@ def open_source(
         ConfigurationError: it cannot be made, or does not count the epochs that `trainer.epochs` limits.
         PlainError: the run was asked to stop. The next run continues with what is prepared.
     """
-    source = build_source(settings.data, settings.seed) if world.reads_data else None
+    source = build_source(settings.data, settings.seed, settings.task) if world.reads_data else None
     if source is not None and settings.trainer.epochs is not None and not hasattr(source, "epoch"):
         raise ConfigurationError(
             f"trainer.epochs={settings.trainer.epochs} but data._target_={settings.data['_target_']} has no method "

@@ -15,7 +15,7 @@ from ..config import PrecisionConfig, Settings
 from ..cpu import free_memory
 from ..data.source import Batch, Source
 from ..errors import ConfigurationError
-from ..factory.build import build_model
+from ..factory.build import build_model, parameters_of
 from ..layers import LayerBuilder
 from .reference import learning_rate, peak_rate
 
@@ -120,6 +120,8 @@ def float64_layers(layers: Mapping[str, Any], seed: int) -> list[LayerBuilder]:
     Args:
         layers: the configuration's own section.
     """
+    if "float_type" in parameters_of(layers):  # of layers whose code holds types: traced modules
+        layers = {**layers, "float_type": "float64"}
     return [dataclasses.replace(layer, build=partial(_build, layer.build)) for layer in build_model(layers, seed)]
 
 

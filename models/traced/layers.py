@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from ...layers import LayerBuilder
 from .cuts import choose_cuts
 from .layer import LayerMaker, Weights
@@ -26,6 +28,9 @@ def layers(
     pad_id: int = 0,
     mean: Sequence[float] = (0.5, 0.5, 0.5),
     std: Sequence[float] = (0.5, 0.5, 0.5),
+    labels: Sequence[str] | None = None,
+    ignored: int | None = None,
+    float_type: str = "float32",
 ) -> list[LayerBuilder]:
     """Returns the layers of a traced module; their parameters keep the module's own names.
 
@@ -33,25 +38,28 @@ def layers(
         module: makes it, without arguments.
         example: (dtype, shape) of each input tensor of a micro-batch; the number of examples does not matter.
         seed: for which its weights are drawn, as after ``torch.manual_seed(seed)``.
-        inputs, output, arguments, masks, pad_id, mean, std: see `Call`.
+        inputs, output, arguments, masks, pad_id, mean, std, labels, ignored: see `Call`.
+        float_type: of the parameters that the layers will have when they run: those in float32 are traced as such.
 
     Raises:
         TraceError: the module cannot be traced; the message says where and what to do.
     """
-    call = Call(inputs, output, arguments or {}, masks or {}, pad_id, mean, std)
+    call = Call(inputs, output, arguments or {}, masks or {}, pad_id, mean, std, labels, ignored)
     made_by = (module.func, module.args, module.keywords) if isinstance(module, partial) else (module,)
-    key = repr((*made_by, example, seed, call))  # as good as identity: what it stands for is kept beside it
+    key = repr((*made_by, example, seed, call, float_type))  # as good as identity: what it stands for is kept beside it
     if key not in _known:
         _known.clear()
-        _known[key] = module, _traced_layers(module, call, example, seed)
+        _known[key] = module, _traced_layers(module, call, example, seed, getattr(torch, float_type))
     return _known[key][1]
 
 
 _known: dict[str, tuple[Constructor, list[LayerBuilder]]] = {}  # the last one: gpipe-verify asks for it again and again
 
 
-def _traced_layers(module: Constructor, call: Call, example: Example, seed: int) -> list[LayerBuilder]:
-    trace = traced(module, call, example)
+def _traced_layers(
+    module: Constructor, call: Call, example: Example, seed: int, float_type: torch.dtype
+) -> list[LayerBuilder]:
+    trace = traced(module, call, example, float_type)
     segments = segments_of(trace, choose_cuts(trace.training, trace.evaluation))
     holders = Counter(first for segment in segments for first in set(segment.held.values()))
     weights = Weights(trace, module, seed, [first for first, count in holders.items() if count > 1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from inspect import signature
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 Constructor = Callable[[], nn.Module]
+IGNORED = -100  # the target that torch's losses leave out
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,9 @@ class Call:
         masks: the argument that marks the tokens of another which are no padding, by its name: mask -> tokens.
         pad_id: the token that is padding.
         mean, std: of the channels of images; images that come as bytes are scaled by them.
+        labels: arguments that the targets become, for a module that computes its own loss; they are the last of the
+            input tensors then. None: the targets are no input.
+        ignored: the target that the module's loss leaves out; it becomes -100, torch's own such target.
     """
 
     inputs: Sequence[str] | None = None
@@ -33,6 +37,12 @@ class Call:
     pad_id: int = 0
     mean: Sequence[float] = (0.5, 0.5, 0.5)
     std: Sequence[float] = (0.5, 0.5, 0.5)
+    labels: Sequence[str] | None = None
+    ignored: int | None = None
+
+
+class CallError(ValueError):
+    """Raised where a module cannot be called as the keys of model=module say; names the key."""
 
 
 class Called(nn.Module):
@@ -47,16 +57,20 @@ class Called(nn.Module):
     def forward(self, *tensors: Tensor) -> Tensor:
         call = self.call
         values = [self._scaled(tensor) if tensor.dtype is torch.uint8 else tensor for tensor in tensors]
+        more = dict(call.arguments)
+        if call.labels is not None:
+            target = values.pop()
+            more |= dict.fromkeys(call.labels, target.masked_fill(target == call.ignored, IGNORED))
         if call.inputs is None:
-            return output_of(self.module(*values, **call.arguments), call.output)
+            return output_of(self.module(*values, **more), call.output)
         if len(call.inputs) != len(values):
-            raise ValueError(
-                f"model.inputs names {len(call.inputs)} arguments, a micro-batch has {len(values)} input tensors: name "
-                "as many"
+            raise CallError(
+                f"model.inputs={list(call.inputs)} names {len(call.inputs)} arguments, a micro-batch has {len(values)} "
+                "input tensors: name as many"
             )
         named = dict(zip(call.inputs, values, strict=True))
         masks = {mask: named[tokens] != call.pad_id for mask, tokens in call.masks.items()}
-        return output_of(self.module(**named, **masks, **call.arguments), call.output)
+        return output_of(self.module(**named, **masks, **more), call.output)
 
     def _scaled(self, images: Tensor) -> Tensor:
         shape = (1, -1, *([1] * (images.dim() - 2)))
@@ -69,26 +83,20 @@ def output_of(answer: Any, wanted: str | int | None) -> Tensor:
     """Returns the tensor of a module's answer that ``wanted`` names.
 
     Raises:
-        ValueError: there is no such tensor; the message lists what there is.
+        CallError: there is no such tensor; the message lists what there is.
     """
-    found = answer
-    if wanted is None:
-        if isinstance(answer, Mapping):
-            answer = list(answer.values())
-        if isinstance(answer, (tuple, list)):
-            found = next((item for item in answer if isinstance(item, Tensor)), None)
-    elif isinstance(wanted, int):
-        found = answer[wanted] if isinstance(answer, (tuple, list)) and wanted < len(answer) else None
-    else:
-        found = answer.get(wanted) if isinstance(answer, Mapping) else getattr(answer, wanted, None)
-    if not isinstance(found, Tensor):
-        raise ValueError(f"model.output={wanted}: the module returns {_described(answer)}: name one of its tensors")
+    if is_dataclass(answer) and not isinstance(answer, Mapping):
+        answer = {part.name: getattr(answer, part.name) for part in fields(answer)}
+    parts: Any = {"": answer} if isinstance(answer, Tensor) else answer
+    if isinstance(parts, (tuple, list)):
+        parts = dict(enumerate(parts))
+    tensors = {}
+    if isinstance(parts, Mapping):
+        tensors = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
+    if wanted is None and tensors:
+        return next(iter(tensors.values()))
+    found = tensors.get(wanted, getattr(answer, str(wanted), None))
+    if not isinstance(found, Tensor) or wanted is None:
+        named = f"the tensors {', '.join(map(str, tensors))}" if any(tensors) else f"a {type(answer).__name__}"
+        raise CallError(f"model.output={'null' if wanted is None else wanted}: the module returns {named}: name one")
     return found
-
-
-def _described(answer: Any) -> str:
-    if isinstance(answer, Mapping):
-        return f"the keys {', '.join(map(str, answer))}"
-    if isinstance(answer, (tuple, list)):
-        return f"{len(answer)} values"
-    return type(answer).__name__

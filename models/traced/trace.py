@@ -14,7 +14,7 @@ from torch.export.graph_signature import InputKind
 
 from ...errors import place_in_users_code
 from .flatten import Flat, flatten
-from .module import Call, Called, Constructor
+from .module import Call, Called, CallError, Constructor
 
 Example = Sequence[tuple[str, Sequence[int]]]  # (dtype, shape) of each input tensor of a micro-batch
 WAY_OUT = "write it as a list of layers (docs/your-own-model.md)"
@@ -66,14 +66,19 @@ class Trace:
     constants: dict[str, Tensor]
 
 
-def traced(constructor: Constructor, call: Call, example: Example) -> Trace:
+def traced(constructor: Constructor, call: Call, example: Example, float_type: torch.dtype = torch.float32) -> Trace:
     """Traces the module that ``constructor`` makes.
+
+    Args:
+        float_type: in which it is traced, in place of float32.
 
     Raises:
         TraceError: it cannot be traced.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     module, inputs = _without_memory(constructor, fake), _inputs(example, fake)
+    if float_type is not torch.float32:
+        _widen(module, float_type)
     called = Called(module, call)
     forms, aliases = _forms(module)
     constants: dict[str, Tensor] = {}
@@ -91,6 +96,24 @@ def _without_memory(constructor: Constructor, fake: FakeTensorMode) -> nn.Module
                 return constructor()
         except Exception:
             return constructor()
+
+
+def _widen(module: nn.Module, float_type: torch.dtype) -> None:
+    """Replaces the parameters and buffers in float32; those that are one tensor stay one.
+
+    `nn.Module.to` refuses fake parameters.
+    """
+    wide: dict[int, Tensor] = {}
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            for name, tensor in held.items():
+                if tensor is None or tensor.dtype is not torch.float32:
+                    continue
+                if id(tensor) not in wide:
+                    value = tensor.detach().to(float_type)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    wide[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+                held[name] = wide[id(tensor)]  # type: ignore[assignment]
 
 
 def _inputs(example: Example, fake: FakeTensorMode) -> tuple[Tensor, ...]:
@@ -150,7 +173,7 @@ def _export_with(called: Called, inputs: tuple[Tensor, ...], dynamic: list[tuple
 
 
 def _explained(error: Exception) -> str:
-    if isinstance(error, TraceError):
+    if isinstance(error, (TraceError, CallError)):
         return str(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     place = place_in_users_code(error)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torchvision.models import MobileNetV2
+
+from gpipe_cli.data.source import Batch
+from gpipe_cli.micro_batch import MicroBatch
 
 
 def mobile_net(dropout: float = 0.0) -> MobileNetV2:
@@ -61,3 +68,40 @@ class Noisy(nn.Module):
         x = x + self.again(means)
         x.relu_()
         return self.head(x)
+
+
+@dataclass
+class Answer:
+    """Holds what `WithLoss` returns."""
+
+    loss: Tensor | None
+    logits: Tensor
+
+
+class WithLoss(TiedTexts):
+    """Returns its own loss, a mean over the labels that are not -100, as models of the transformers library do."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Answer:  # type: ignore[override]
+        logits = super().forward(ids)
+        return Answer(None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)
+
+
+class PaddedTexts:
+    """Makes random texts; those of a mini-batch differ in length, and their targets end with zeros."""
+
+    def __init__(self, batch_size: int = 8, seed: int = 0) -> None:
+        self.batch_size, self.seed = batch_size, seed
+
+    def train(self, position: int | None, M: int, replica: int, replicas: int) -> Iterator[Batch]:
+        for number in range(position or 0, 1000):
+            yield Batch(self._made(number, M), number + 1)
+
+    def evaluation(self, M: int) -> Iterator[Batch]:
+        yield Batch(self._made(1000, M), 0)
+
+    def _made(self, number: int, M: int) -> list[MicroBatch]:
+        random = torch.Generator().manual_seed(1000 * self.seed + number)
+        texts = torch.randint(1, 256, (self.batch_size, 9), generator=random)
+        for row, text in enumerate(texts):
+            text[9 - row :] = 0
+        return [((text[:, :-1],), (text[:, 1:],)) for text in texts.tensor_split(M)]

@@ -45,7 +45,7 @@ def measure(context: Context, config: dict[str, Any]) -> list[list[dict[str, Any
 def one_run(settings: Settings, world: World) -> dict[str, Any]:
     """Runs two steps: the first learns the boundaries, the second is counted; ``inputs`` are given by cell."""
     pipeline, builders, task = settings.pipeline, build_model(settings.model), build_task(settings.task)
-    micro_batch, _ = example_micro_batch(settings.data, pipeline.M, False)
+    micro_batch, _ = example_micro_batch(settings, pipeline.M, False)
     cut = cut_model(builders, pipeline, world.workers, micro_batch)
     cells = build_cells(builders, cut, world, settings, Position())
     ties = TiedParameters(cut.uses([builder.name for builder in builders]), cells, replica_link(world))

@@ -9,16 +9,18 @@ import own_module
 import pytest
 import torch
 from inline_run import train_inline
-from own_module import Noisy, mobile_net
+from own_module import Answer, Noisy, mobile_net
 from own_plan import planned
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.reliability.planted_faults.run import verified
 from gpipe_cli.commands import export
 from gpipe_cli.data.images.digits import DigitsSource
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory.build import build_model
+from gpipe_cli.models.traced.module import CallError, output_of
 
 LINE = "        if means.sum() > 0:  # the line that the message names"
 
@@ -86,6 +88,20 @@ def test_what_cannot_be_traced_is_refused_with_its_line_and_the_way_out() -> Non
     line = 1 + Path(own_module.__file__).read_text().splitlines().index(LINE)
     assert f"own_module.py, line {line}" in str(refusal.value)
     assert "docs/your-own-model.md" in str(refusal.value)
+
+
+@pytest.mark.slow
+def test_images_and_batchnorm_are_verified_in_float64(tmp_path: Path) -> None:
+    report = verified(tmp_path, *WORDS, "pipeline.K=2", "verify.dtype=float64", subject=False)
+    assert report["agrees"], report["findings"]
+    assert "in float64" in report["verdict"]
+
+
+def test_an_answer_without_the_named_output_lists_what_there_is() -> None:
+    answer = Answer(None, torch.zeros(2))
+    assert output_of(answer, None) is answer.logits
+    with pytest.raises(CallError, match=r"model\.output=loss: the module returns the tensors logits: name one"):
+        output_of(answer, "loss")
 
 
 @pytest.mark.slow

@@ -99,7 +99,7 @@ class Measurements:
         return self._known[micro_batches]
 
     def _measure(self, count: int) -> Measurement:
-        micro_batch, examples = example_micro_batch(self._settings.data, count, self._options.longest)
+        micro_batch, examples = example_micro_batch(self._settings, count, self._options.longest)
         inputs, targets = micro_batch
         precision = self._settings.precision
         autocast = build_autocast(precision, torch.device("cpu"))

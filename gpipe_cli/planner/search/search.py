@@ -51,7 +51,7 @@ def micro_batch_counts(settings: Settings, longest: bool = False) -> list[int]:
         longest: see `example_micro_batch`; a mini-batch counted in tokens holds fewer long examples.
     """
     replicas = settings.pipeline.replicas
-    _, examples = example_micro_batch(settings.data, replicas, longest)
+    _, examples = example_micro_batch(settings, replicas, longest)
     most = min(MOST_MICRO_BATCHES, examples // replicas)
     return [1 << power for power in range(most.bit_length())]
 

@@ -1,0 +1,57 @@
+"""Defines the task of a model that computes its own loss from its inputs and the targets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..micro_batch import Tensors
+
+
+class OwnLossTask:
+    """Takes the model's output for the mean loss of a micro-batch's targets, and weights it by their number.
+
+    The data source's targets are the last inputs of the model (`targets_become`), so that it can compute the loss.
+
+    Args:
+        targets_become: arguments of the module that the targets become; read by model=module.
+        ignored: the target that the model's mean leaves out, beside -100.
+    """
+
+    unit = "tokens"
+    statistics: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ("loss",)
+
+    def __init__(self, targets_become: Sequence[str] = ("labels",), ignored: int | None = -100) -> None:
+        self.targets_become, self.ignored = targets_become, ignored
+
+    def weight(self, targets: Tensors) -> float:
+        """Returns the number of targets that count."""
+        return float(self._count(targets[0]))
+
+    def loss(self, outputs: Tensors, targets: Tensors) -> tuple[Tensor, Tensor]:
+        """Returns (the model's mean loss times the number of targets that count; nothing).
+
+        Raises:
+            ValueError: the model returns more than one number.
+        """
+        mean = outputs[0]
+        if mean.numel() != 1:
+            raise ValueError(
+                f"task=own_loss takes the model's output for its loss, but it has the shape {list(mean.shape)}: name "
+                "the loss with model.output=loss, or leave out task=own_loss"
+            )
+        return mean.reshape(()) * self._count(targets[0]), torch.zeros(0, dtype=torch.float64, device=mean.device)
+
+    def evaluate(self, outputs: Tensors, targets: Tensors) -> Tensor:
+        """Returns [the sum of the loss]."""
+        return self.loss(outputs, targets)[0].double().reshape(1)
+
+    def summarize(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
+        """Returns the mean over the targets that count."""
+        return {"loss": sums["loss"] / weight}
+
+    def _count(self, target: Tensor) -> Tensor:
+        return ((target != -100) & (target != self.ignored)).sum()
