@@ -185,8 +185,8 @@ class Verification:
         try:
             self._run_steps()
             findings = [] if self._checker is None else diagnose(self._compared, self._checker)
+            wait_for_all(self._world)  # not after an error: the others may never arrive
         finally:
-            wait_for_all(self._world)
             if self._world.rank == 0:
                 self._spill.close()
                 shutil.rmtree(checkpoints_directory(self._context.run_dir), ignore_errors=True)
