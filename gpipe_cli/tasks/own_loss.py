@@ -54,4 +54,5 @@ class OwnLossTask:
         return {"loss": sums["loss"] / weight}
 
     def _count(self, target: Tensor) -> Tensor:
-        return ((target != -100) & (target != self.ignored)).sum()
+        ignored = (target == -100) if self.ignored is None else (target == -100) | target.eq(self.ignored)
+        return (~ignored).sum()

@@ -60,7 +60,9 @@ class Called(nn.Module):
         more = dict(call.arguments)
         if call.labels is not None:
             target = values.pop()
-            more |= dict.fromkeys(call.labels, target.masked_fill(target == call.ignored, IGNORED))
+            if call.ignored is not None:
+                target = target.masked_fill(target.eq(call.ignored), IGNORED)
+            more |= dict.fromkeys(call.labels, target)
         if call.inputs is None:
             return output_of(self.module(*values, **more), call.output)
         if len(call.inputs) != len(values):
