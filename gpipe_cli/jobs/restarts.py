@@ -101,7 +101,7 @@ class Restarts:
         self._done += 1
         workers = self._workers_left()
         log.info("%s", failure.text)
-        self._record(failure.cause, step, workers)
+        self._record(failure.cause, failure.place, step, workers)
         where = f"restart {self._done} of {self._allowed} from step {step} on {plural(workers, 'worker')}"
         self._console.warn(f"{failure.cause}: {where}")
         return workers
@@ -109,16 +109,18 @@ class Restarts:
     def _report_torchruns(self) -> None:
         """Records and reports a restart by torchrun, which has started this process."""
         failure = take_failure(self._run_dir / "workers")
-        cause = "a process of torchrun's was killed" if failure is None else failure.cause
+        cause, place = ("a process of torchrun's was killed", "") if failure is None else (failure.cause, failure.place)
         _, step = self._newest_checkpoint()
         workers = self._pipeline.worker_count
-        self._record(cause, step, workers)
+        self._record(cause, place, step, workers)
         where = f"torchrun's restart {restart_count()} from step {step} on {plural(workers, 'worker')}"
         self._console.warn(f"{cause}: {where}")
 
-    def _record(self, cause: str, step: int, workers: int) -> None:
+    def _record(self, cause: str, place: str, step: int, workers: int) -> None:
         """Records one restart for summary.json, and in a file for the case that the run is resumed."""
-        self.records.append({"time": time.time(), "cause": cause, "from_step": step, "workers": workers})
+        self.records.append(
+            {"time": time.time(), "cause": cause, "place": place or None, "from_step": step, "workers": workers}
+        )
         try:
             with (self._run_dir / FILE).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(self.records[-1]) + "\n")

@@ -155,6 +155,7 @@ def enter(context: Context, wrapped: dict[str, Any]) -> Any:
         time.sleep(PAUSE)
     run_dir, config = json.loads(context.store.get(KEY))
     context.run_dir = Path(run_dir)
+    context.run_dir_known()
     refuse_separate_directories(context)
     module, _, function = wrapped["entry"].partition(":")
     return getattr(import_module(module), function)(context, config)

@@ -12,11 +12,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from gpipe_cli.disk import cannot_write
 from gpipe_cli.launch import report
 from gpipe_cli.launch.context import Context, call_entry, show_crashes
 from gpipe_cli.launch.stop import StopDeadline, StopSignals
 from gpipe_cli.launch.supervisor import Job, OnEvent
+from gpipe_cli.launch.witness import Witness
 from gpipe_cli.launch.worker import leave
 from gpipe_cli.parent import die_with_parent
 
@@ -67,7 +67,7 @@ def join(
 
         return PrefixStore(store_prefix, _base_store())
 
-    stop = _StopRequest(rank)
+    stop, witness = _StopRequest(rank), Witness(rank)
     context = Context(
         rank=rank,
         world_size=world_size,
@@ -76,13 +76,21 @@ def join(
         open_store=open_store,
         emit=lambda event: on_event({"rank": rank, **event}),
         stop_requested=lambda: stop.requested(deadline),
+        where=witness.where,
+        run_dir_known=lambda: witness.write_to(context.run_dir / "workers"),
     )
-    deadline = StopDeadline(grace_seconds, lambda: report.who(rank, context.where.known()))
-    with StopSignals(stop.note, deadline.wake) as signals, deadline:
+
+    def last_place() -> str:
+        witness.dismiss()
+        return report.who(rank, context.where.known())
+
+    deadline = StopDeadline(grace_seconds, last_place)
+    with witness, StopSignals(stop.note, deadline.wake) as signals, deadline:
         try:
             stop.use(context.store)
             value = call_entry(entry, context, config, threads=None)
         except BaseException as error:
+            witness.dismiss()
             _fail(context, error)
     if interruption := signals.interruption():
         raise interruption
@@ -170,15 +178,11 @@ class _StopRequest:
 def _fail(context: Context, error: BaseException) -> NoReturn:
     """Records the error, for torchrun's own summary too, and always ends this process."""
     try:
-        record = report.record_of(context.rank, error, context.where.known())
-        directory = context.run_dir / "workers"
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            report.write_error(report.error_path(directory, context.rank), record)
-            shown = report.echo_line(directory, context.rank, error, context.where.known())
-        except OSError as full:
-            shown = f"{report.shown_error(record)}\n({cannot_write(directory, full)})"
-        print(shown or report.shown_error(record), file=sys.stderr)
+        record, directory = report.record_of(context.rank, error, context.where.known()), context.run_dir / "workers"
+        shown = report.publish(directory, record)
+        if report.error_path(directory, context.rank).exists():
+            shown = report.echo_line(directory, context.rank, error, context.where.known()) or shown
+        print(shown, file=sys.stderr)
         if "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(error, Exception):
             from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 

@@ -21,7 +21,7 @@ class Places:
     """
 
     def __init__(self, workers: int) -> None:
-        self.descriptor = _unnamed_memory(workers * Position.SIZE)
+        self.descriptor = unnamed_memory(workers * Position.SIZE)
         self._memory = mmap.mmap(self.descriptor, workers * Position.SIZE)
         self._places = [_place(self._memory, rank) for rank in range(workers)]
         self._seen = bytes(self._memory)
@@ -47,7 +47,7 @@ def _place(memory: mmap.mmap, rank: int) -> Position:
     return Position(memoryview(memory)[rank * Position.SIZE : (rank + 1) * Position.SIZE])
 
 
-def _unnamed_memory(size: int) -> int:
+def unnamed_memory(size: int) -> int:
     """Returns a descriptor that children can inherit; of a file without a name where the system has no such memory."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("gpipe-places")

@@ -67,6 +67,7 @@ class Failure:
         text: for the console.
         is_configuration: the worker refused the configuration.
         cause: one line: the worker's name, and the signal, exit code or exception.
+        place: of the worker, in words; empty where it is not known.
         is_plain: the text explains everything: what ran found the failure itself.
         is_memory: there was no memory for a tensor.
         from_outside: the worker was killed, or lost the connection to another one.
@@ -77,6 +78,7 @@ class Failure:
     time: float
     text: str
     cause: str = ""
+    place: str = ""
     is_plain: bool = False
     is_configuration: bool = False
     is_memory: bool = False
@@ -106,8 +108,7 @@ def record_of(rank: int, error: BaseException, where: dict[str, Any]) -> dict[st
     return {
         "rank": rank,
         "time": time.time(),
-        "type": type(error).__name__,
-        "message": str(error),
+        "cause": f"{_name(rank)} failed: {type(error).__name__}: {error}".splitlines()[0],
         "shown": shown if plain is None else plain,
         "plain": plain is not None,
         "configuration": isinstance(error, ConfigurationError),
@@ -117,11 +118,32 @@ def record_of(rank: int, error: BaseException, where: dict[str, Any]) -> dict[st
     }
 
 
-def write_error(path: Path, record: dict[str, Any]) -> None:
-    """Writes a worker's error file, whole or not at all."""
+def record_of_death(rank: int, where: dict[str, Any]) -> dict[str, Any]:
+    """Returns the same for a rank without a supervisor that has left no report."""
+    return {
+        "rank": rank,
+        "time": time.time(),
+        "cause": f"{_name(rank)} was killed, or ended without a report",
+        "shown": f"{_name(rank)} was killed, or ended without a report{_place(where)}; its launcher tells how",
+        "plain": True,
+        "configuration": False,
+        "memory": False,
+        "suspicion": 0,
+        "where": dict(where),
+    }
+
+
+def publish(directory: Path, record: dict[str, Any]) -> str:
+    """Writes the error file of a rank without a supervisor, whole or not at all; returns its text for the console."""
+    path = error_path(directory, record["rank"])
     unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(record, indent=1, default=str))
-    unfinished.replace(path)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(json.dumps(record, indent=1, default=str))
+        unfinished.replace(path)
+    except OSError as full:
+        return f"{shown_error(record)}\n({disk.cannot_write(directory, full)})"
+    return shown_error(record)
 
 
 def _beyond_launcher(stack: TracebackType | None) -> TracebackType | None:
@@ -148,7 +170,7 @@ def echo_line(directory: Path, rank: int, error: BaseException, where: dict[str,
     message = re.sub(r"^\[[^\]]*\] *", "", str(error)).partition("\n")[0].partition(". ")[0]
     return (
         f"{who(rank, where)} noticed the end of another: {message}; the worker that failed first prints the cause, "
-        f"unless it was killed (traceback of this one: {error_path(directory, rank)})"
+        f"or its place if it was killed (traceback of this one: {error_path(directory, rank)})"
     )
 
 
@@ -191,7 +213,8 @@ def failure_of(
         suspicion=record["suspicion"],
         time=record["time"],
         text=shown_error(record) + log,
-        cause=f"{_name(rank)} failed: {record['type']}: {record['message']}".splitlines()[0],
+        cause=record["cause"],
+        place=describe_place(record["where"]),
         is_plain=record["plain"],
         is_configuration=record["configuration"],
         is_memory=record["memory"],
@@ -220,7 +243,8 @@ def _silent_death(directory: Path, rank: int, exit_code: int, when: float, where
     said = f"{crash}\nlog: {log}" if crash else f"last lines of {log}:\n{tail or '(empty)'}"
     text = f"{_name(rank)} {how}{meaning}{_place(where)}\n{said}"
     from_outside = echo or -exit_code in ENDING_SIGNALS
-    return Failure(rank, 1 if echo else 0, when, text, cause=f"{_name(rank)} {how}", from_outside=from_outside)
+    cause, place = f"{_name(rank)} {how}", describe_place(where)
+    return Failure(rank, 1 if echo else 0, when, text, cause, place, from_outside=from_outside)
 
 
 def _signal_name(number: int) -> tuple[str, str]:

@@ -207,16 +207,16 @@ class Ending(nn.Module):
 
 
 class Dying(nn.Module):
-    """Is killed in the middle of the sixth step, on the first start by torchrun."""
+    """Dies in the backward of the sixth step as the environment says (HOW), on the first start by torchrun."""
 
     depends_on_steps = False
+    dies = False
 
     def begin_step(self, step: int, steps: int) -> None:
-        if step == 5 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
-            os.kill(os.getpid(), signal.SIGKILL)
+        self.dies = step == 5 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
+        return cast(torch.Tensor, _DiesBackward.apply(x)) if self.dies else x
 
 
 class Remembering(nn.Module):

@@ -148,7 +148,7 @@ def test_other_ranks_wait_for_rank_0_as_long_as_it_takes(tmp_path: Path, monkeyp
     pauses: list[float] = []
     monkeypatch.setattr(torchrun.time, "sleep", pauses.append)
     store = SimpleNamespace(check=lambda keys: next(answers, True), get=lambda key: decided)
-    context = SimpleNamespace(rank=1, store=store, run_dir=None)
+    context = SimpleNamespace(rank=1, store=store, run_dir=None, run_dir_known=lambda: None)
     wrapped = {"entry": "test_restarts:directory_and_config", "config": {"words": 1}, "directory": "elsewhere"}
     monkeypatch.setattr(torchrun, "refuse_separate_directories", lambda context: None)
     assert torchrun.enter(context, wrapped) == (tmp_path, {"words": 7})  # type: ignore[arg-type]
@@ -222,12 +222,15 @@ def test_under_torchrun_a_restart_finds_its_run_and_continues_it_bit_for_bit(tmp
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     command = [*torchrun, "-m", "gpipe_cli.commands.train", *words, "model.middle=Dying", "launch.restarts=1"]
     path = os.pathsep.join([str(Path(own_model.__file__).parent), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path}
+    environment = {**os.environ, "PYTHONPATH": path, "HOW": "kill"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert same_end(tmp_path / "whole", run_dir)
     (record,) = json.loads((run_dir / "summary.json").read_text())["restarts"]
     assert record["from_step"] in (2, 4) and record["workers"] == 2
+    assert record["cause"] == "worker 1 was killed, or ended without a report"
+    assert record["place"] == "step 6, cell 1, layer middle, micro-batch 3, backward"
+    assert f"{record['cause']} at {record['place']}; its launcher tells how" in done.stderr
     assert f"torchrun's restart 1 from step {record['from_step']} on 2 workers" in done.stdout
     assert "launch.restarts does nothing here: torchrun restarts its processes" in done.stdout

@@ -581,4 +581,4 @@ def test_two_machines_end_together_when_one_fails(command: Any) -> None:
     assert "ValueError: the real cause" in ends[1][1]
     assert "error_file: <N/A>" not in ends[1][1]
     record = json.loads((nodes[1].run_dir / "0" / "workers" / "error_1.json").read_text())
-    assert record["type"] == "ValueError" and record["suspicion"] == 0
+    assert record["cause"].endswith("ValueError: the real cause") and record["suspicion"] == 0
