@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count, islice
+from itertools import chain, count, islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ..errors import ConfigurationError
@@ -17,6 +20,9 @@ from .source import Batch, Report, check_limits, permutation, slices_of_replica,
 
 if TYPE_CHECKING:
     from ..micro_batch import MicroBatch
+
+AHEAD = 2  # micro-batches that each loader process prepares: torch's default
+SHARED = Path("/dev/shm")  # Linux: where loader processes put them
 
 Key = tuple[int, int]
 """(epoch, index): by both, loader processes seed the augmentation of an example."""
@@ -113,6 +119,10 @@ class ExampleSource:
         seeded = _Seeded(examples, self._seed)
         if not self._workers:
             return (self._collate([seeded[key] for key in of_one]) for of_one in keys)
+        first = next(keys, [])
+        if first:
+            self._require_shared_memory(seeded, first)
+        keys = chain([first] * bool(first), keys)
         return iter(
             DataLoader(
                 seeded,
@@ -122,6 +132,26 @@ class ExampleSource:
                 generator=torch.Generator(),  # else the loader draws from the generator that dropout may use
             )
         )
+
+    def _require_shared_memory(self, examples: Dataset[Any], keys: list[Key]) -> None:
+        """Refuses to start loader processes that would be killed by the system when their memory is full.
+
+        Raises:
+            ConfigurationError: what they prepare ahead has no room in shared memory.
+        """
+        if not SHARED.is_dir():
+            return
+        sample = tree_leaves(self._collate([examples[keys[0]]]))
+        size = len(keys) * sum(tensor.nbytes for tensor in sample if isinstance(tensor, torch.Tensor))
+        state, ahead = os.statvfs(SHARED), AHEAD * self._workers + 1
+        free = state.f_bavail * state.f_frsize
+        if free < ahead * size:
+            raise ConfigurationError(
+                f"data.workers={self._workers}: loader processes pass micro-batches through {SHARED}, where "
+                f"{free / 1e6:,.0f} MB are free, but they prepare {ahead} of {size / 1e6:,.1f} MB ahead, together "
+                f"{ahead * size / 1e6:,.0f} MB: make {SHARED} larger (docker run --shm-size=8g), lower data.workers or "
+                "data.batch_size, or raise pipeline.M"
+            )
 
 
 class _Seeded(Dataset[Any]):

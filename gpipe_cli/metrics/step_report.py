@@ -194,7 +194,7 @@ def _with_waiting(cell: dict[str, float]) -> dict[str, float]:
 
 def peak_memory(device: torch.device) -> int:
     """Returns the peak memory of this worker in bytes: allocated on its GPU, or resident in its process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -121,7 +121,6 @@ class LayerTrial:
     def outputs(self) -> Tensors:
         """Runs once, as a warm-up, and returns the next layer's inputs: leaves with `requires_grad` of the outputs."""
         self.forward()
-        self._casts.begin_step()
         kept = self._kept[-1][1]
         made = grouped_like((tensor.detach().requires_grad_(tensor.requires_grad) for tensor in kept), kept)
         self.backward()
@@ -261,7 +260,7 @@ class _Clock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._seconds: dict[str, list[float]] = defaultdict(list)
-        self._events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = defaultdict(list)
+        self._events: dict[str, list[tuple[torch.Event, torch.Event]]] = defaultdict(list)
 
     @contextmanager
     def running(self, phase: str) -> Iterator[None]:

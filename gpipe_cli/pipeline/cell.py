@@ -156,17 +156,17 @@ class Cell:
             self._calls = calls
 
     def begin_step(self, step: int, steps: int) -> None:
-        """Calls ``begin_step`` of the layers that have it (drop-path schedules), and casts weights for autocast."""
+        """Calls ``begin_step`` of the layers that have it (drop-path schedules)."""
         for module in self._step_aware:
             module.begin_step(step, steps)
-        self._casts.begin_step()
+        self._casts.forget()
 
     def end_step(self) -> None:
         """Frees what lives for one step."""
-        self._casts.end_step()
+        self._casts.forget()
 
     def weights_cast(self, device: torch.device) -> AbstractContextManager[None]:
-        """Returns the context in which layers under autocast use weights that `begin_step` has cast."""
+        """Returns the context in which layers under autocast use weights that are cast once in a step."""
         return nullcontext() if self._compiled else self._casts.used_on(device)  # compiled layers cast within kernels
 
     def run_training(

@@ -13,13 +13,14 @@ import torch
 from ..schedule.instruction import Instruction, Op
 from ..schedule.simulate import Span
 
-Mark = float | torch.cuda.Event
+Mark = float | torch.Event
 
 
-def event_now(device: torch.device) -> torch.cuda.Event:
+def event_now(device: torch.device) -> torch.Event:
     """Returns an event that the GPU records after all work that was started before."""
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own
-    event.record(torch.cuda.current_stream(device))
+    kind = torch.get_device_module(device)
+    event: torch.Event = kind.Event(enable_timing=True)
+    event.record(kind.current_stream(device))
     return event
 
 
@@ -44,12 +45,11 @@ class Meter:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._device = device
+        self._device, self._on_gpu = device, device.type != "cpu"
         self._marks: list[tuple[Instruction, Mark, Mark]] = []
         self._phase_marks: list[tuple[str, Mark, Mark]] = []
         self.began = 0.0
-        self._began_on_gpu: torch.cuda.Event | None = None
+        self._began_on_gpu: torch.Event | None = None
         self.spans: list[Span] = []
         self.phases: list[Phase] = []
 
@@ -71,7 +71,7 @@ class Meter:
     def end_step(self) -> float:
         """Fills `spans` and returns the seconds since `begin_step`; on a GPU waits for its work first."""
         if self._on_gpu:
-            torch.cuda.synchronize(self._device)
+            self._synchronize()
         seconds = time.perf_counter() - self.began
         self.spans = [Span(instruction, self._time(a), self._time(b)) for instruction, a, b in self._marks]
         self.phases = []
@@ -89,9 +89,12 @@ class Meter:
     def settle(self) -> None:
         """Fills `phases`; on a GPU waits for its work first."""
         if self._on_gpu:
-            torch.cuda.synchronize(self._device)
+            self._synchronize()
         self.phases += [Phase(name, self._time(a), self._time(b)) for name, a, b in self._phase_marks]
         self._phase_marks.clear()
+
+    def _synchronize(self) -> None:
+        torch.get_device_module(self._device).synchronize(self._device)
 
     def seconds(self) -> dict[tuple[Op, int], float]:
         """Returns the seconds per (kind of instruction, cell) in the last finished step."""

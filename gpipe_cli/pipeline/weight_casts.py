@@ -21,9 +21,10 @@ from torch.utils._pytree import tree_leaves
 class WeightCasts:
     """Holds the casts of a cell's weights during a step.
 
-    Which weights are cast is seen in the first run of the layers: those of which each run makes one cast and nothing
-    else. Others are left to autocast: a weight that two layers share, or that is used twice, has gradients that must
-    be added up in the weight's own type.
+    Which weights are cast is seen in the first micro-batch of every step, for which autocast casts: those of which the
+    layers make one cast and nothing else. Others are left to autocast: a weight that two layers share, or that is used
+    twice, has gradients that must be added up in the weight's own type. Nothing is kept from earlier steps, which a
+    resumed run has not seen.
 
     Args:
         layers: of the cell.
@@ -31,53 +32,50 @@ class WeightCasts:
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._layers = layers
-        self._wanted: list[tuple[nn.Parameter, torch.dtype]] | None = None  # None: the layers have not run
+        self._seen: Mapping[int, torch.dtype] = {}  # what the two lists below were made of
+        self._wanted: list[tuple[nn.Parameter, torch.dtype]] = []
         self._slots: list[tuple[dict[str, Any], str, nn.Parameter, int]] = []  # of a module, with the number of a cast
-        self._casts: list[Tensor] = []
+        self._casts: list[Tensor] | None = None  # None: the layers have not run in this step
 
-    def begin_step(self) -> None:
-        """Casts the weights, which stay as they are until `end_step`."""
-        self.end_step()
-        if self._wanted:
-            with torch.enable_grad():
-                self._casts = [parameter.to(dtype) for parameter, dtype in self._wanted]
-
-    def end_step(self) -> None:
-        """Frees the casts."""
-        self._casts = []
+    def forget(self) -> None:
+        """Frees the casts, before a step and after it."""
+        self._casts = None
 
     @property
     def held(self) -> list[Tensor]:
         """Returns the casts of the step."""
-        return self._casts
+        return self._casts or []
 
     def used_on(self, device: torch.device) -> AbstractContextManager[None]:
-        """Returns the context in which the layers run on the device; the first time it notes which casts they make."""
+        """Returns the context in which the layers run on the device; the first time in a step it notes their casts."""
         if not torch.is_autocast_enabled(device.type):
             return nullcontext()
-        return self._noting() if self._wanted is None else self.in_place()
+        return self._noting() if self._casts is None else self.in_place()
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
-        with _CastsSeen() as seen:
+        with _CastsSeen() as noted:
             yield
-        self._settle(seen.casts)
+        if (seen := noted.casts) != self._seen:
+            self._seen = seen
+            self._settle(seen)
+        with torch.enable_grad():
+            self._casts = [parameter.to(dtype) for parameter, dtype in self._wanted]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Makes the modules use the casts of the step inside the context."""
-        slots = self._slots if self._casts else []
-        for parameters, name, _, number in slots:
-            parameters[name] = self._casts[number]
+        for parameters, name, _, number in self._slots:
+            parameters[name] = self.held[number]
         try:
             yield
         finally:
-            for parameters, name, weight, _ in slots:
+            for parameters, name, weight, _ in self._slots:
                 parameters[name] = weight
 
     def _settle(self, seen: Mapping[int, torch.dtype]) -> None:
         users = Counter(id(parameter) for layer in self._layers for parameter in layer.parameters())
-        self._wanted, numbers = [], {}
+        self._wanted, self._slots, numbers = [], [], {}
         for module in dict.fromkeys(module for layer in self._layers for module in layer.modules()):
             for name, parameter in module._parameters.items():
                 if parameter is None or id(parameter) not in seen or users[id(parameter)] > 1:

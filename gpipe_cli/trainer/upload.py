@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -17,21 +18,21 @@ class Uploader:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch's own
+        self._device, self._kind = device, torch.get_device_module(device)
+        self._stream: Any = None if device.type == "cpu" else self._kind.Stream(device)
 
     def begin(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Starts to copy and returns the copies, which may be used after `take`."""
         if self._stream is None:
             return list(micro_batches)
-        with torch.cuda.stream(self._stream):
+        with self._kind.stream(self._stream):
             return [(self._copied(inputs), self._copied(targets)) for inputs, targets in micro_batches]
 
     def take(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Makes the present stream wait for the copies; the host does not wait."""
         if self._stream is None:
             return
-        present = torch.cuda.current_stream(self._device)
+        present = self._kind.current_stream(self._device)
         present.wait_stream(self._stream)
         for tensor in (tensor for sides in micro_batches for side in sides for tensor in side):
             tensor.record_stream(present)  # the allocator must not give its memory away before the step has used it

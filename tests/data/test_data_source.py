@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
+from small_disk import small_disk
+from torch.utils.data import Dataset, TensorDataset
 
 from gpipe_cli.data.cldr.pairs import train_pairs
 from gpipe_cli.data.cldr.source import TranslationSource
@@ -373,3 +374,17 @@ def test_closing_a_reader_ends_its_thread() -> None:
     next(ahead)
     ahead.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
+
+
+def test_too_little_shared_memory_is_told_before_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is full, the system kills loader processes, or torch says nothing but 'No space left on device'."""
+    data = TensorDataset(torch.zeros(64, 30_000), torch.zeros(64))
+    with small_disk(tmp_path / "shm", "size=4m") as folder:
+        monkeypatch.setattr("gpipe_cli.data.examples.SHARED", folder)
+        with pytest.raises(ConfigurationError) as caught:
+            ExampleSource(data, data, 32, workers=2).train(None, 4, 0, 1)
+        assert str(caught.value).startswith(
+            f"data.workers=2: loader processes pass micro-batches through {folder}, where 4 MB are free, but they "
+            "prepare 5 of 1.0 MB ahead, together 5 MB: make"
+        )
+        next(ExampleSource(data, data, 32, workers=1).train(None, 4, 0, 1))

@@ -16,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpipe_cli.pipeline.engine import Pipeline
-from gpipe_cli.trainer import upload
 from gpipe_cli.trainer.upload import Uploader
 
 aten = torch.ops.aten
@@ -91,40 +90,6 @@ def test_the_host_does_not_wait_for_the_device_within_a_step(words: tuple[str, .
         steps = ("trainer.steps=2", "trainer.evaluate_every=null", "trainer.evaluate_first=false")
         train_inline(tmp_path, "debug=tiny", *steps, "pipeline.K=3", "checkpoint.every=null", *words)
     assert found == [Counter(), Counter()]
-
-
-def test_a_batch_is_copied_from_pinned_memory_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
-
-    class Stream:
-        def __init__(self, name: Any) -> None:
-            self.name = name if isinstance(name, str) else "own"
-
-        def __enter__(self) -> None:
-            events.append(f"into {self.name}")
-
-        def __exit__(self, *_: object) -> None:
-            events.append(f"out of {self.name}")
-
-        def wait_stream(self, other: Stream) -> None:
-            events.append(f"{self.name} waits for {other.name}")
-
-    def copied(tensor: Tensor, device: torch.device, non_blocking: bool) -> Tensor:
-        events.append(f"copied to {device}, {non_blocking=}")
-        return tensor.clone()
-
-    monkeypatch.setattr(upload.torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(upload.torch.cuda, "stream", lambda stream: stream)
-    monkeypatch.setattr(upload.torch.cuda, "current_stream", lambda device: Stream("present"))
-    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: events.append("pinned") or tensor)
-    monkeypatch.setattr(Tensor, "to", copied)
-    monkeypatch.setattr(Tensor, "record_stream", lambda _, stream: events.append(f"kept for {stream.name}"))
-    uploader = Uploader(torch.device("cuda", 1))
-    batch = uploader.begin([((torch.ones(2),), ())])
-    assert events == ["into own", "pinned", "copied to cuda:1, non_blocking=True", "out of own"]
-    events.clear()
-    uploader.take(batch)
-    assert events == ["present waits for own", "kept for present"]
 
 
 def test_on_a_cpu_a_batch_stays_where_it_is() -> None:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 from inline_run import train_inline
-from late_device import LATE, METER, NAME, LateTensor
+from late_device import LATE, METER, NAME, QUEUES, LateTensor, Stream, current_stream, pin_memory, runs_on, stream
+from late_jobs import train_late
 from own_model import WORDS
 from torch import Tensor, nn
 
 from gpipe_cli.bench.steps import engine_step, make_cell
 from gpipe_cli.checkpoint.files import read_manifest, step_directory
 from gpipe_cli.pipeline.cell import LayerFailed
+from gpipe_cli.pipeline.meter import Meter
+from gpipe_cli.trainer.upload import Uploader
 
 CUDA = pytest.param(
     "cuda",
@@ -27,13 +29,9 @@ CUDA = pytest.param(
 SMALL = (*WORDS, "trainer.steps=4", "checkpoint.every=2", "optimizer.lr=0.01")
 
 
-@contextmanager
-def device_of_runs(name: str) -> Iterator[None]:
-    """Makes `name` the device of the runs inside the block, as pipeline.device=auto finds a GPU."""
-    device = LATE if name == NAME else torch.device(name, 0 if name == "cuda" else None)
-    world = "gpipe_cli.distributed.world"
-    with patch(f"{world}.choose_device", lambda *_: device), patch(f"{world}.device_identity", lambda _: name):
-        yield
+def device_of_runs(name: str) -> AbstractContextManager[None]:
+    """Makes the kind of device that of the runs inside the block."""
+    return runs_on(LATE if name == NAME else torch.device(name, 0 if name == "cuda" else None), name)
 
 
 def losses(run_dir: Path) -> list[float]:
@@ -49,6 +47,95 @@ def test_tensors_of_two_devices_do_not_mix_and_bytes_are_counted() -> None:
     assert (x * 2).sum().item() == 40
     del x
     assert METER.now == before
+
+
+def doubled(seed: int, waits: bool, keeps: bool) -> Tensor:
+    """Returns the double of a tensor that another stream copies, while that stream goes on."""
+    QUEUES.draw.seed(seed)
+    copies = Stream()
+    with stream(copies):
+        copied = pin_memory(torch.arange(50.0)).to(LATE, non_blocking=True)
+    if waits:
+        current_stream().wait_stream(copies)
+    if keeps:
+        copied.record_stream(current_stream())
+    found = copied * 2
+    del copied
+    with stream(copies):
+        for _ in range(20):
+            torch.ones(50, device=LATE)
+    return found.cpu()
+
+
+@pytest.mark.parametrize(("waits", "keeps"), [(True, True), (False, True), (True, False)])
+def test_streams_go_on_in_any_order_that_events_allow(waits: bool, keeps: bool) -> None:
+    right = [torch.equal(doubled(seed, waits, keeps), torch.arange(50.0) * 2) for seed in range(20)]
+    assert all(right) == (waits and keeps)
+    assert any(right)
+
+
+@pytest.mark.parametrize("fault", [None, "wait_stream", "record_stream"])
+def test_an_upload_needs_what_it_does(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch is taken, used and let go, and the next is on its way before the device has done anything."""
+    if fault is not None:
+        monkeypatch.setattr(Stream if fault == "wait_stream" else LateTensor, fault, lambda *_: None)
+    found = []
+    for seed in range(20):
+        QUEUES.run_all()
+        QUEUES.draw.seed(seed)
+        uploader, sums = Uploader(LATE), []
+        with patch.object(Tensor, "pin_memory", pin_memory):
+            for number in range(1, 4):
+                batch = uploader.begin([((torch.full((30,), float(number)),), ())])
+                uploader.take(batch)
+                sums.append((batch[0][0][0] * 2).sum())
+                del batch
+        found.append([each.item() for each in sums] == [60.0, 120.0, 180.0])
+    assert all(found) == (fault is None)
+
+
+def test_a_time_that_is_read_before_its_event_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Meter, "_synchronize", lambda _: None)
+    with pytest.raises(RuntimeError, match="an event has not been reached yet"):
+        train_late(tmp_path, 1, *SMALL)
+
+
+def test_memory_is_counted_exactly_and_ends_in_a_layer_with_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = [((torch.zeros(2, 3),), (torch.zeros(2, 3),))]
+    modules = [nn.Linear(3, 1000).to(LATE), nn.Linear(1000, 3).to(LATE)]
+    step = engine_step([make_cell(0, modules, 0, LATE)], (0,), 0, None, batch, device=LATE)
+    peaks = []
+    for _ in range(3):
+        METER.peak = METER.now
+        step()
+        peaks.append(METER.peak)
+    assert peaks[1] == peaks[2]
+    monkeypatch.setattr(METER, "limit", peaks[2])
+    step()
+    monkeypatch.setattr(METER, "limit", METER.now + 2 * 24 + 8000 + 8)  # input, target, the first layer's output
+    with pytest.raises(LayerFailed, match=r"layer 'layer\.1'") as failed:
+        step()
+    assert "late out of memory. Tried to allocate 24 bytes" in str(failed.value.__cause__)
+
+
+@pytest.mark.parametrize("words", [(), ("precision=bf16",)], ids=["fp32", "bf16"])
+def test_a_run_on_the_device_has_the_bits_of_any_k(words: tuple[str, ...], tmp_path: Path) -> None:
+    for K in (1, 2, 4):
+        train_late(tmp_path / str(K), 1, *SMALL, *words, f"pipeline.K={K}")
+    assert losses(tmp_path / "1") == losses(tmp_path / "2") == losses(tmp_path / "4")
+    train_inline(tmp_path / "cpu", *SMALL)
+    assert (losses(tmp_path / "1") == losses(tmp_path / "cpu")) == (not words)
+    assert losses(tmp_path / "1") == pytest.approx(losses(tmp_path / "cpu"), rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("K", [pytest.param(2, marks=pytest.mark.slow(2)), 4])
+def test_workers_on_the_device_have_the_bits_of_one(K: int, tmp_path: Path) -> None:
+    words = (*SMALL, f"pipeline.K={K}", "pipeline.schedule=1f1b", "checkpoint.every=null")
+    train_late(tmp_path / "one", 1, *words)
+    _, events = train_late(tmp_path / "processes", K, *words)
+    assert losses(tmp_path / "processes") == losses(tmp_path / "one")
+    assert {event["rank"] for event in events} >= {0}
 
 
 def test_a_layer_that_makes_a_tensor_on_the_cpu_is_named() -> None:

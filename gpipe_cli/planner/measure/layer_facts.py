@@ -378,14 +378,13 @@ def _measure(run: Run, inputs: list[Tensor], module: nn.Module, others: Tensors,
 
 
 def _cast_weights(run: Run, inputs: Sequence[Tensor], module: nn.Module, autocast: Autocast) -> WeightCasts:
-    """Returns the casts that a step begins with; which ones, a first run shows."""
+    """Returns the casts of a step, made behind its first run."""
     casts = WeightCasts([module])
     with torch.no_grad(), autocast():
         if torch.is_autocast_enabled("cpu"):
             with casts.used_on(torch.device("cpu")):
                 run(*inputs)
             _take_gathered(module)
-    casts.begin_step()
     return casts
 
 
