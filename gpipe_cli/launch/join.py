@@ -79,19 +79,13 @@ def join(
         where=witness.where,
         run_dir_known=lambda: witness.write_to(context.run_dir / "workers"),
     )
-
-    def last_place() -> str:
-        witness.dismiss()
-        return report.who(rank, context.where.known())
-
-    deadline = StopDeadline(grace_seconds, last_place)
+    deadline = StopDeadline(grace_seconds, lambda: report.who(rank, witness.dismiss()))
     with witness, StopSignals(stop.note, deadline.wake) as signals, deadline:
         try:
             stop.use(context.store)
             value = call_entry(entry, context, config, threads=None)
         except BaseException as error:
-            witness.dismiss()
-            _fail(context, error)
+            _fail(context, error, witness.dismiss())
     if interruption := signals.interruption():
         raise interruption
     return value
@@ -175,13 +169,13 @@ class _StopRequest:
         return self._noted
 
 
-def _fail(context: Context, error: BaseException) -> NoReturn:
+def _fail(context: Context, error: BaseException, where: dict[str, Any]) -> NoReturn:
     """Records the error, for torchrun's own summary too, and always ends this process."""
     try:
-        record, directory = report.record_of(context.rank, error, context.where.known()), context.run_dir / "workers"
-        shown = report.publish(directory, record)
+        directory = context.run_dir / "workers"
+        shown = report.publish(directory, report.record_of(context.rank, error, where))
         if report.error_path(directory, context.rank).exists():
-            shown = report.echo_line(directory, context.rank, error, context.where.known()) or shown
+            shown = report.echo_line(directory, context.rank, error, where) or shown
         print(shown, file=sys.stderr)
         if "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(error, Exception):
             from torch.distributed.elastic.multiprocessing.errors import ErrorHandler

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from gpipe_cli.launch import report
 from gpipe_cli.launch.places import open_place, unnamed_memory
@@ -56,9 +57,10 @@ class Witness:
         """Sets the directory in which the report's file is to be left."""
         self._tell(str(directory))
 
-    def dismiss(self) -> None:
-        """Ends the witness without a report: this process tells its own end."""
+    def dismiss(self) -> dict[str, Any]:
+        """Ends the witness without a report; returns the place, for this process to tell its own end."""
         self._tell(None)
+        return self.where.known()
 
     def _tell(self, message: str | None) -> None:
         if self._process is not None and self._process.stdin is not None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..errors import ConfigurationError
 from ..layers import LayerBuilder, Owner
-from .fake_layers import build_key, build_without_memory, fake_mode
+from .fake_layers import TensorShape, build_key, build_without_memory, fake_mode
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,12 @@ class Ties:
         owners: for every layer, the owner of each such parameter, by its own name; the first one, where the layer has
             the parameter under several.
         repeated: for every layer, the number of elements of these parameters.
+        own: for every layer, its other parameters, and whether each is trained.
     """
 
     owners: list[dict[str, Owner]]
     repeated: list[int]
+    own: list[list[tuple[TensorShape, bool]]]
 
 
 def find_ties(builders: Sequence[LayerBuilder]) -> Ties:
@@ -55,18 +57,17 @@ class _Parameter:
     """
 
     names: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    form: TensorShape
     trained: bool
     owner: Owner | None
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{'' if self.trained else ', frozen'}"
+        return f"{self.form}{'' if self.trained else ', frozen'}"
 
 
 @dataclass
 class _Search:
-    ties: Ties = field(default_factory=lambda: Ties([], []))
+    ties: Ties = field(default_factory=lambda: Ties([], [], []))
     # Weak references: the builders keep alive what they share, and everything else is freed at once.
     _holders: dict[int, tuple[weakref.ref[nn.Parameter], Owner]] = field(default_factory=dict)
     _of_equal: dict[Hashable, list[list[_Parameter]]] = field(default_factory=dict)
@@ -85,12 +86,13 @@ class _Search:
             owner = declared.get(parameter.names[0], parameter.owner)
             if owner is not None:
                 tied[parameter.names[0]] = owner
-                repeated += torch.Size(parameter.shape).numel()
+                repeated += parameter.form.numel
             for name in parameter.names:
                 known = owner or Owner(builder.name, parameter.names[0])
                 self._known[f"{builder.name}.{name}"] = parameter, known
         self.ties.owners.append(tied)
         self.ties.repeated.append(repeated)
+        self.ties.own.append([(one.form, one.trained) for one in parameters if one.names[0] not in tied])
 
     def _parameters(self, builder: LayerBuilder) -> list[_Parameter]:
         objects: dict[int, tuple[nn.Parameter, list[str]]] = {}
@@ -103,8 +105,8 @@ class _Search:
             shared = holder is not None and holder() is parameter
             if not shared:
                 self._holders[id(parameter)] = weakref.ref(parameter), Owner(builder.name, names[0])
-            form = tuple(parameter.shape), parameter.dtype, parameter.requires_grad
-            found.append(_Parameter(tuple(names), *form, owner if shared else None))
+            form, trained = TensorShape.of(parameter), parameter.requires_grad
+            found.append(_Parameter(tuple(names), form, trained, owner if shared else None))
         return found
 
     def _declared(self, builder: LayerBuilder, parameters: Sequence[_Parameter]) -> Mapping[str, Owner]:

@@ -15,6 +15,7 @@ from ..errors import ConfigurationError
 from ..factory.build import build_model, build_optimizer, build_task
 from ..factory.cut import Cut, cut_by_costs
 from ..factory.example import asks_for_example, example_micro_batch, with_example
+from ..factory.optimizer_state import optimizer_state_bytes
 from ..optim.sharding import shares
 from ..partition.ties import Ties, find_ties
 from ..schedule.instruction import Instruction, ScheduleError
@@ -23,7 +24,6 @@ from ..schedule.simulate import bubble_by_formula, simulate
 from .better_cut import better_cut
 from .cells import CellFacts, build_cells
 from .measure.measurement import Measurement, Measurements
-from .measure.optimizer_state import optimizer_state_bytes
 from .measure.this_device import measure_device
 from .memory import Wire, most_alive, sent_bytes
 from .options import Options

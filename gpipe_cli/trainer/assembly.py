@@ -30,6 +30,7 @@ from ..factory.build import allow_tf32, build_autocast, build_model, build_task
 from ..factory.cut import Cut, build_cells, cut_model, refuse_more_cells_than_layers
 from ..factory.example import asks_for_example, with_example
 from ..factory.profiles import profiled_costs
+from ..factory.room import refuse_without_room, room_of
 from ..launch.context import Context
 from ..layers import LayerBuilder, Owner
 from ..metrics.journal import Journal, Notices
@@ -126,15 +127,20 @@ def start_worker(context: Context, settings: Settings) -> World:
     return world
 
 
-def assemble_model(context: Context, settings: Settings, world: World, task: Task, journal: Journal) -> Assembly:
+def assemble_model(
+    context: Context, settings: Settings, world: World, task: Task, journal: Journal, trains: bool = True
+) -> Assembly:
     """Opens the data, builds this worker's cells and the engine; every worker calls it at the same time.
+
+    Args:
+        trains: False where neither gradients nor optimizer are needed.
 
     Raises:
         ConfigurationError: something in the configuration that shows only now.
     """
     pipeline, builders = settings.pipeline, None
     if not asks_for_example(settings.model):  # before a corpus is prepared, which takes minutes
-        builders = list_layers(context, settings)
+        builders = list_layers(context, settings, world, trains)
     with context.where.doing("preparing the data"):
         source = open_source(settings, world, journal, context.stop_requested, context.emit)
     with context.where.doing("reading the first mini-batch"):
@@ -142,7 +148,7 @@ def assemble_model(context: Context, settings: Settings, world: World, task: Tas
     if builders is None:
         model = world.broadcast(lambda: with_example(settings.model, cast(Batch, read).micro_batches[0][0]))
         settings = replace(settings, model=model)
-        builders = list_layers(context, settings)
+        builders = list_layers(context, settings, world, trains)
     with context.where.doing("cutting the model"):
         first, cut = agree_on_cut(builders, settings, world, source, read, journal.message)
     journal.cells(cut.table)
@@ -167,15 +173,18 @@ def assemble_model(context: Context, settings: Settings, world: World, task: Tas
     return Assembly(settings, task, source, first, lay_out_model(world, cells, cut), cells, ties, runtime)
 
 
-def list_layers(context: Context, settings: Settings) -> list[LayerBuilder]:
+def list_layers(context: Context, settings: Settings, world: World, trains: bool) -> list[LayerBuilder]:
     """Makes the model's list of layers.
 
     Raises:
-        ConfigurationError: it cannot be made, or has fewer layers than cells.
+        ConfigurationError: it cannot be made, has fewer layers than cells, or, on rank 0, does not fit the memory.
     """
     with context.where.doing("listing the model's layers"):
         builders = build_model(settings.model, settings.seed)
-    refuse_more_cells_than_layers(len(builders), settings.pipeline)
+        refuse_more_cells_than_layers(len(builders), settings.pipeline)
+        room = room_of(world, context.mailboxes is not None or world.size == 1) if world.rank == 0 else None
+        if room is not None:
+            refuse_without_room(builders, settings, room, trains)
     return builders
 
 
@@ -263,7 +272,7 @@ def assemble_from_checkpoint(context: Context, config: Mapping[str, Any]) -> Ass
     world = start_worker(context, settings)
     info = open_checkpoint(Path(config["checkpoint"]))
     journal = _WithoutCells(context.run_dir, context.emit, world.rank == 0)
-    assembly = assemble_model(context, settings, world, build_task(settings.task, settings.seed), journal)
+    assembly = assemble_model(context, settings, world, build_task(settings.task, settings.seed), journal, trains=False)
     if world.rank == 0:
         require_known_ids(info, assembly.source)
     require_same_model(info, assembly.layout.layers, [])

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...partition.fake_layers import TensorShape, fake_mode
-from .tracking import storage_key
+from ..partition.fake_layers import TensorShape, fake_mode
 
 MakeOptimizer = Callable[[Sequence[nn.Parameter]], Optimizer]
 _SMALL = 2  # side of the real parameter that replaces a fake one where the optimizer looks at values
@@ -40,7 +39,7 @@ def _state_bytes(make: MakeOptimizer, weight: Tensor) -> int:
         if not any(optimizer.state.values()):  # some optimizers look at values only after they have made their state
             raise
     storages = {
-        storage_key(value): value.untyped_storage().nbytes()
+        value.untyped_storage()._cdata: value.untyped_storage().nbytes()
         for state in optimizer.state.values()
         for value in state.values()
         if isinstance(value, Tensor)

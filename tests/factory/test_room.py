@@ -1,0 +1,93 @@
+"""A model of one's own that no memory here holds is refused before a worker builds it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from inline_run import train_inline
+from own_model import DIGITS, Flatten
+from torch import nn
+
+from gpipe_cli.config import Settings
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.factory.room import Room, refuse_without_room
+from gpipe_cli.jobs.job import prepare
+from gpipe_cli.layers import LayerBuilder
+
+MB = 1 << 20
+
+
+def settings(*words: str) -> Settings:
+    with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
+        composed = compose("train", overrides=["optimizer=adam", *words])
+    return Settings.from_config(prepare(composed, list(words)).config)
+
+
+def layers(count: int = 4, **options: Any) -> list[LayerBuilder]:
+    """Returns layers of a MiB of weights each."""
+    return [LayerBuilder(f"layer.{n}", partial(nn.Linear, 512, 512, bias=False, **options)) for n in range(count)]
+
+
+def told(memory: float, *words: str, trains: bool = True, devices: int = 1, **options: Any) -> str:
+    """Returns the refusal of four layers; empty where they fit."""
+    try:
+        refuse_without_room(layers(**options), settings(*words), Room("machine", int(memory * MB), devices), trains)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("fits", "words", "options"),
+    [
+        (16, (), {}),  # weight, gradient, two moments
+        (8, ("optimizer=sgd", "optimizer.momentum=0"), {}),
+        (4, (), {"trains": False}),
+        (32, ("pipeline.replicas=2", "pipeline.workers=1"), {}),
+        (24, ("pipeline.replicas=2", "pipeline.workers=1", "pipeline.shard_optimizer=true"), {}),
+        (8, (), {"dtype": torch.bfloat16}),
+    ],
+    ids=["adam", "sgd", "evaluation", "replicas", "divided state", "half"],
+)
+def test_weights_gradients_and_state_are_counted(fits: int, words: tuple[str, ...], options: dict[str, Any]) -> None:
+    assert told(fits / 1.09, *words, **options) == ""
+    assert "make the model smaller" in told(fits / 1.11, *words, **options)
+
+
+def test_the_message_names_the_largest_layer_and_both_sizes() -> None:
+    said = told(7, devices=2)
+    assert said.startswith("the model has 1,048,576 parameters, whose weights, gradients and optimizer state take 0.0")
+    assert "2 machines have 0.0 GB. The largest layer is 'layer.0'" in said
+    assert told(3.5, devices=8).startswith("layer 'layer.0' has 262,144 parameters")
+
+
+def test_a_shared_layer_counts_once() -> None:
+    one = nn.Linear(512, 512, bias=False)
+    shared = [LayerBuilder(f"use.{n}", lambda: one) for n in range(4)]
+    refuse_without_room(shared, settings(), Room("machine", 4 * MB), True)
+
+
+def huge(side: int) -> list[LayerBuilder]:
+    """Returns three layers, of which the middle has side² weights."""
+    sizes = [LayerBuilder("wide", partial(nn.Linear, 192, side)), LayerBuilder("huge", partial(nn.Linear, side, side))]
+    return [LayerBuilder("flatten", Flatten), *sizes, LayerBuilder("last", partial(nn.Linear, side, 10))]
+
+
+class Huge(nn.Sequential):
+    """Has side² weights in its middle."""
+
+    def __init__(self, side: int) -> None:
+        super().__init__(Flatten(), nn.Linear(192, side), nn.Linear(side, side), nn.Linear(side, 10))
+
+
+@pytest.mark.parametrize("kind", ["list", "module"])
+def test_a_run_is_refused_by_the_name_of_the_layer(kind: str, tmp_path: Path) -> None:
+    own = ["model._target_=test_room.huge", "++model.side=3000000"]
+    module = ["model=module", "model.module._target_=test_room.Huge", "++model.module.side=3000000"]
+    with pytest.raises(ConfigurationError, match=r"parameters, whose weights.* take 144,000\.0 GB"):
+        train_inline(tmp_path, *DIGITS, *(own if kind == "list" else module), "pipeline.K=2", "trainer.steps=1")
