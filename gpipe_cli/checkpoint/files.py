@@ -45,7 +45,7 @@ class CheckpointError(ConfigurationError):
 
 
 class NewerFormat(CheckpointError):
-    """Raised for a checkpoint that a later release of gpipe-cli has written: it is no damaged one, and stays."""
+    """Raised for a checkpoint that a later release of gpipe-cli has written; it is not damaged, and is not touched."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ class LayerFile:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> LayerFile:
-        """Makes it of what `as_json` returns."""
+        """Returns the file that `as_json` has described."""
         tied = {name: Owner(*owner) for name, owner in content.get("tied", {}).items()}
         return cls(content["bytes"], content["sha256"], tuple(content["parameters"]), tied)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns plain values; without ties as ever."""
+        """Returns plain values, with the key "tied" only where there are ties."""
         tied = {"tied": dict(self.tied)} if self.tied else {}
         return {"bytes": self.bytes, "sha256": self.sha256, "parameters": list(self.parameters), **tied}
 
@@ -261,7 +261,7 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def problems_of(directory: Path, content: bool = False) -> list[str]:
-    """Does the same as `problems`, and reports a missing or damaged manifest too.
+    """Returns what `problems` does for a directory, and one sentence for a missing or damaged manifest.
 
     Raises:
         NewerFormat: a later release has written the checkpoint.
