@@ -269,14 +269,19 @@ def whole_file(path: Path) -> Iterator[Path]:
     draft.replace(path)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Writes a file of text, whole or not at all."""
+    with whole_file(path) as draft:
+        draft.write_text(text, encoding="utf-8")
+
+
 def write_description(
     folder: Path, languages: Mapping[str, LanguageSummary], block: int, made_of: Mapping[str, object]
 ) -> None:
     """Writes store.json, which makes the folder a store."""
     summaries = {code: asdict(summary) for code, summary in languages.items()}
     description = {"format": FORMAT, "block": block, "languages": summaries, "made_of": made_of}
-    with whole_file(folder / "store.json") as draft:
-        draft.write_text(json.dumps(description, indent=1, ensure_ascii=False), encoding="utf-8")
+    write_text(folder / "store.json", json.dumps(description, indent=1, ensure_ascii=False))
 
 
 def publish(draft: Path, folder: Path) -> None:

@@ -28,6 +28,7 @@ from ..store import (
     pair_ends,
     whole_file,
     write_shard,
+    write_text,
 )
 from ..vocabulary import Vocabulary
 from .folders import PairFiles
@@ -234,9 +235,3 @@ def _collected(job: MergeJob) -> tuple[Tokens, Lengths]:
         all_lengths.append(lengths[first:last])
         all_tokens.append(np.load(piece.with_suffix(".tokens.npy"), mmap_mode="r")[ends[first] : ends[last]])
     return np.concatenate(all_tokens), np.concatenate(all_lengths)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file of text, whole or not at all."""
-    with whole_file(path) as draft:
-        draft.write_text(text, encoding="utf-8")

@@ -19,11 +19,11 @@ from ..defects import Defect, DefectCount, Ledger
 from ..prepared import WORK
 from ..sampling import temperature_shares
 from ..source import Report
-from ..store import LanguageSummary, Sizes, publish, whole_file, write_description
+from ..store import LanguageSummary, Sizes, publish, whole_file, write_description, write_text
 from ..vocabulary import cached_vocabulary
 from ..workers import Workers
 from .folders import PairFiles
-from .pieces import EncodeJob, MergeJob, Scan, ScanJob, encode, merge, pair_digest, scan, write_text
+from .pieces import EncodeJob, MergeJob, Scan, ScanJob, encode, merge, pair_digest, scan
 from .text_files import Piece, read_pieces, readable
 
 
@@ -101,7 +101,7 @@ class Preparation:
         """Does all steps that are not done yet.
 
         Raises:
-            ConfigurationError: see `open_parallel_store`.
+            ConfigurationError: see `source.open_parallel_store`.
         """
         for name in ("scan", "held_out", "pieces", "shards"):
             (self._work / name).mkdir(parents=True, exist_ok=True)

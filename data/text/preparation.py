@@ -25,7 +25,7 @@ from ..prepared import WORK
 from ..sampling import EvenSample
 from ..sentences import SOURCE, TOKENIZER, open_vocabulary
 from ..source import Report
-from ..store import publish, whole_file
+from ..store import publish, whole_file, write_text
 from ..vocabulary import Vocabulary, cached_vocabulary
 from ..workers import Workers
 from .documents import SEPARATORS, TEXT, Document, documents
@@ -169,8 +169,7 @@ class TextPreparation:
         self._ledger.write(self._draft, sum(piece["documents"] for piece in pieces))
         made_of = {key: value for key, value in asdict(self._form).items() if key != "tokenizer"}
         content = {"format": FORMAT, "end_token": self._form.end_token, "made_of": made_of, "pieces": pieces}
-        with whole_file(self._draft / "store.json") as draft:
-            draft.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
+        write_text(self._draft / "store.json", json.dumps(content, indent=1, ensure_ascii=False))
         publish(self._draft, self._folder)
         tokens = sum(piece[split] for piece in pieces for split in SPLITS)
         self._report("text: tokens", tokens, tokens)
@@ -201,8 +200,7 @@ def sample_texts(job: SampleJob) -> list[str]:
                     for place in chosen:
                         sample.keep(place, document.text[starts[place] : starts[place] + LONGEST_SAMPLE])
                 sample.go_on(len(starts))
-        with whole_file(job.out) as draft:
-            draft.write_text(json.dumps(sample.items), encoding="utf-8")
+        write_text(job.out, json.dumps(sample.items))
     texts: list[str] = json.loads(job.out.read_text(encoding="utf-8"))
     return texts
 
@@ -236,8 +234,7 @@ def encode_piece(job: PieceJob) -> dict[str, Any]:
             content |= {split: len(tokens)}
             if split == "train":
                 content |= {"digest": hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest()}
-        with whole_file(job.result) as draft:
-            draft.write_text(json.dumps({**content, "found": found.as_json()}, ensure_ascii=False), encoding="utf-8")
+        write_text(job.result, json.dumps({**content, "found": found.as_json()}, ensure_ascii=False))
     described: dict[str, Any] = json.loads(job.result.read_text(encoding="utf-8"))
     return described
 
