@@ -9,6 +9,8 @@ import subprocess
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,12 @@ def run_command(command: str, words: Sequence[str], folder: Path | None = None, 
     if done.returncode not in codes:
         raise SystemExit(f"{command} {' '.join(words)} failed:\n{done.stdout}{done.stderr}")
     return done.stdout
+
+
+def in_new_process(function: Callable[..., Row], *arguments: object) -> Row:
+    """Calls a function in a new interpreter and returns its result."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def stolen() -> tuple[int, int] | None:

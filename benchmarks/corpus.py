@@ -10,11 +10,8 @@ mini-batch's largest micro-batch exceed its mean. Needs 110 bytes of disk per pa
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from argparse import Namespace
@@ -24,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import Row, parser, report
+from benchmarks.common import Row, in_new_process, parser, report
 from gpipe_cli.data.source import Report as Progress
 from gpipe_cli.data.source import no_report
 from gpipe_cli.data.store import LanguageSummary, Sizes, Store, write_description, write_shard
@@ -85,8 +82,8 @@ def memory() -> tuple[float, float]:
     return tuple(int(said[key].split()[0]) / 1024 for key in ("RssAnon", "RssFile"))  # type: ignore[return-value]
 
 
-def read(folder: Path, tokens: int, batches: int) -> None:
-    """Prints the figures of opening and reading, as JSON."""
+def read(folder: Path, tokens: int, batches: int) -> Row:
+    """Returns the figures of opening and reading."""
     before, libraries = memory()
     began = time.perf_counter()
     source = StoredPairs(folder, tokens)
@@ -104,10 +101,9 @@ def read(folder: Path, tokens: int, batches: int) -> None:
     seconds = time.perf_counter() - began
     own_after, mapped = memory()
     imbalance = float(np.mean([max(of) / np.mean(of) for of in loads]) - 1)
-    rows = {"open, s": opened, "open, MB": own - before, "first batch, s": first}
-    rows |= {"tokens/s": target / seconds, "anonymous, MB": own_after - before, "mapped, MB": mapped - libraries}
-    rows |= {"micro_batches": shapes.total(), "shapes": len(shapes), "imbalance": imbalance}
-    print(json.dumps(rows))
+    row: Row = {"open, s": opened, "open, MB": own - before, "first batch, s": first}
+    row |= {"tokens/s": target / seconds, "anonymous, MB": own_after - before, "mapped, MB": mapped - libraries}
+    return row | {"micro_batches": shapes.total(), "shapes": len(shapes), "imbalance": imbalance}
 
 
 def main() -> None:
@@ -116,11 +112,7 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=260_000, help="target tokens of a mini-batch (default: 260,000)")
     options.add_argument("--batches", type=int, default=100, help="mini-batches that are timed (default: 100)")
     options.add_argument("--folder", default=None, help="where to write (default: the folder for temporary files)")
-    options.add_argument("--read", default=None, help="a corpus to read: for processes that this command starts")
     arguments = options.parse_args()
-    if arguments.read:
-        read(Path(arguments.read), arguments.tokens, arguments.batches)
-        return
     sizes = [100_000] if arguments.quick else arguments.pairs
     columns = {"pairs": ",d", "GB": ".2f", "open, s": ".2f", "open, MB": ".0f", "first batch, s": ".2f"}
     columns |= {"tokens/s": ",.0f", "anonymous, MB": ".0f", "mapped, MB": ".0f"}
@@ -137,10 +129,9 @@ def measure(pairs: int, arguments: Namespace) -> Row:
             raise SystemExit(f"{pairs:,} pairs need {needed / 1e9:.0f} GB of {free / 1e9:.0f} GB: use --folder")
         generate(folder, pairs)
         forget(folder)
-        words = ["--read", str(folder), "--tokens", str(arguments.tokens), "--batches", str(arguments.batches)]
-        done = subprocess.run([sys.executable, "-m", "benchmarks.corpus", *words], check=True, capture_output=True)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        return {"pairs": pairs, "GB": size / 1e9, **json.loads(done.stdout)}
+        figures = in_new_process(read, folder, arguments.tokens, arguments.batches)
+        return {"pairs": pairs, "GB": size / 1e9, **figures}
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""Runs a workload by every contender: the engine, a plain loop, torch.distributed.pipelining and torchgpipe."""
+"""Runs a workload by every contender: the engine, a plain loop and torch.distributed.pipelining."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
-from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
@@ -23,8 +22,8 @@ from gpipe_cli.schedule.instruction import COMPUTE
 
 from .emulated import Link, emulated_workload, join_emulation, warm_up
 from .models import real_workload
-from .steps import CPU, EngineStep, Step, Workload, as_loss, plain_step, split, workload_step
-from .throughput import PLAIN, TORCH, TORCHGPIPE
+from .steps import EngineStep, Step, Workload, as_loss, plain_step, split, workload_step
+from .throughput import PLAIN, TORCH
 from .timing import StopWatch, of_all_workers, take_turns, typical
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -91,7 +90,7 @@ def contender(name: str, work: Workload) -> Step | None:
     Real layers are followed by an update of the weights.
 
     Args:
-        name: a kind of schedule of the engine; "torch gpipe", "torch 1f1b" or "torch interleaved"; "torchgpipe"; or
+        name: a kind of schedule of the engine; "torch gpipe", "torch 1f1b" or "torch interleaved"; or
             "plain": one device runs all layers, while the other workers wait.
     """
     step = bare_step(name, work)
@@ -106,26 +105,23 @@ def bare_step(name: str, work: Workload) -> Step | None:
         return None
     if name == PLAIN:
         return plain_contender(work)
-    if name == TORCHGPIPE:
-        return torchgpipe_step(work)
     if name.startswith(TORCH):
         return torch_step(kind, cells, work)
     return workload_step(work, kind, cells)
 
 
 def with_update(step: Step, work: Workload) -> Step:
-    """Adds an update by plain SGD, and waits for all devices that the layers of this worker use."""
+    """Adds an update by plain SGD, and waits for this worker's device."""
     parameters = work.parameters
     optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE) if parameters else None
-    devices = {place for place in (work.device, *(p.device for p in parameters)) if place.type == "cuda"}
 
     def whole() -> None:
         step()
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
-        for each in devices:
-            torch.cuda.synchronize(each)
+        if work.device.type == "cuda":
+            torch.cuda.synchronize(work.device)
 
     return whole
 
@@ -231,34 +227,5 @@ def torch_step(kind: str, cells: int, work: Workload) -> Step | None:
         mine = (inputs.to(work.device, non_blocking=True),) if rank == 0 else ()
         target = targets.to(work.device, non_blocking=True) if rank == K - 1 else None
         schedule.step(*mine, target=target, return_outputs=False)
-
-    return step
-
-
-def torchgpipe_step(work: Workload) -> Step | None:
-    """Builds the step of torchgpipe, which is one process: worker 0 runs all cells while the others wait.
-
-    It has one thread per device and its backward one thread of autograd, so cells on CPUs follow each other.
-
-    Returns:
-        None where it is not installed, and where there are GPUs, but not one for each cell.
-    """
-    cuda = work.device.type == "cuda"
-    devices = [torch.device("cuda", number) if cuda else CPU for number in range(work.K)]
-    if find_spec("torchgpipe") is None or (cuda and torch.cuda.device_count() < work.K):
-        return None
-    if work.rank > 0:
-        return lambda: None
-    from torchgpipe import GPipe  # optional
-
-    # GPipe moves each cell from the CPU to its device.
-    cells = [[layer.to(CPU) for layer in work.layers(work.K, cell)] for cell in range(work.K)]
-    whole = nn.Sequential(*(layer for layers in cells for layer in layers))
-    pipeline = GPipe(whole, [len(layers) for layers in cells], devices=devices, chunks=work.M, checkpoint=work.remat)
-    loss, (inputs, targets) = work.scaled_loss, work.examples
-
-    def step() -> None:
-        outputs = pipeline(inputs.to(devices[0], non_blocking=True))
-        loss(outputs, targets.to(devices[-1], non_blocking=True)).backward()  # type: ignore[no-untyped-call]
 
     return step

@@ -19,8 +19,8 @@ from .paper import TABLE_2, TABLE_3, Throughputs, ideal_throughput
 from .workers import run_workers
 
 BACKWARD = 2.0  # a backward takes so many forwards: the gradients of the input and of the weights
-TORCH, TORCHGPIPE = "torch ", "torchgpipe"  # the former before the name of a schedule
-PEERS = (f"{TORCH}gpipe", f"{TORCH}1f1b", f"{TORCH}interleaved", TORCHGPIPE)
+TORCH = "torch "  # before the name of a schedule
+PEERS = (f"{TORCH}gpipe", f"{TORCH}1f1b", f"{TORCH}interleaved")
 QUICK_PEERS = PEERS[:1]
 PLAIN = "plain"
 SERIAL_SECONDS = {1: 1.0, 4: 2.0, 32: 6.0}  # by M: sleeps should last a millisecond, short steps are mostly overhead

@@ -56,12 +56,7 @@ def break_down(
         durations: measured.
         update_seconds: of the weight update, the mean over the workers.
         step_seconds: of the whole step, with its update and the wait for data.
-
-    Raises:
-        ValueError: ``step_seconds`` is not positive.
     """
-    if step_seconds <= 0:
-        raise ValueError(f"step_seconds={step_seconds}: a step takes time")
     counts, workers = count_computations(lists), len(lists)
     whole, update = workers * step_seconds, workers * update_seconds
     busy = sum(count * durations[key] for key, count in counts.items())

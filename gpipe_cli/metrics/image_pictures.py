@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Numbers = Sequence[int] | npt.NDArray[np.int64]
 
 RIGHT, WRONG = "#2a7f3f", "#c0392b"
+MOST_COLUMNS = 8  # of sample images
 MOST_NAMED_CLASSES = 30  # more names along an axis are unreadable
 MOST_PRINTED_CLASSES = 15  # likewise numbers in the squares
 LONGEST_NAME = 18
@@ -55,8 +56,7 @@ def draw_predictions(
     predictions: Numbers,
     class_names: Sequence[str],
     path: Path,
-    confidences: Sequence[float] | None = None,
-    columns: int = 8,
+    confidences: Sequence[float],
 ) -> None:
     """Draws a grid of images, each with its predicted class and, if that is wrong, with the true class.
 
@@ -65,15 +65,8 @@ def draw_predictions(
         labels, predictions: class numbers, n of each.
         confidences: the model's probability of its prediction, n of them.
         path: of the PNG file.
-
-    Raises:
-        ValueError: the numbers of images, labels and predictions differ, or are 0.
     """
-    if not len(images) == len(labels) == len(predictions) or not len(images):
-        raise ValueError(
-            f"{len(images)} images, {len(labels)} labels, {len(predictions)} predictions: give n ≥ 1 of each"
-        )
-    columns = min(columns, len(images))
+    columns = min(MOST_COLUMNS, len(images))
     rows = -(-len(images) // columns)
     right = sum(int(label) == int(prediction) for label, prediction in zip(labels, predictions, strict=True))
     figure = new_figure(1.35 * columns + 0.3, 1.75 * rows + 0.5)
@@ -84,9 +77,7 @@ def draw_predictions(
         if number < len(images):
             axes.imshow(pixels[number], interpolation="nearest")
             label, prediction = int(labels[number]), int(predictions[number])
-            caption = _short(class_names[prediction])
-            if confidences is not None:
-                caption += f" {confidences[number]:.0%}"
+            caption = f"{_short(class_names[prediction])} {confidences[number]:.0%}"
             if label != prediction:
                 caption += f"\nis {_short(class_names[label])}"
             axes.set_title(caption, fontsize=8, color=RIGHT if label == prediction else WRONG)

@@ -88,10 +88,11 @@ class StepReport:
         return min(worker["exchange"] for worker in self.workers)
 
 
+@dataclass(frozen=True)
 class StepReporter:
     """Writes this worker's share of the report into the exchange and reads the whole report from it.
 
-    Args:
+    Attributes:
         losses: indices of the layers with an auxiliary loss, in order, and last `TASK`.
         cells, micro_batches, replicas: K, M, D.
         ranks: number of processes of the job.
@@ -99,38 +100,32 @@ class StepReporter:
         statistics: number of the task's statistics.
     """
 
-    def __init__(
-        self,
-        losses: Sequence[int],
-        cells: int,
-        micro_batches: int,
-        replicas: int,
-        ranks: int,
-        parameters: int,
-        statistics: int,
-    ) -> None:
-        self._losses = list(losses)
-        self._cells, self._micro_batches, self._replicas, self._ranks = cells, micro_batches, replicas, ranks
-        self._parameters, self._statistics = parameters, statistics
+    losses: Sequence[int]
+    cells: int
+    micro_batches: int
+    replicas: int
+    ranks: int
+    parameters: int
+    statistics: int
 
     def fields(self) -> dict[str, int]:
         """Returns the fields of the exchange, with their sizes."""
         return {
-            "losses": self._replicas * len(self._losses) * self._micro_batches,
-            "squared_norms": self._parameters,
-            "statistics": self._replicas * self._statistics,
-            "cell_seconds": self._replicas * self._cells * len(KINDS_OF_TIME),
-            "workers": self._ranks * len(WORKER_NUMBERS),
+            "losses": self.replicas * len(self.losses) * self.micro_batches,
+            "squared_norms": self.parameters,
+            "statistics": self.replicas * self.statistics,
+            "cell_seconds": self.replicas * self.cells * len(KINDS_OF_TIME),
+            "workers": self.ranks * len(WORKER_NUMBERS),
         }
 
     def write_record(self, exchange: Exchange, replica: int, record: StepRecord) -> None:
         """Writes losses and statistics; each (layer, micro-batch) is on one worker of the replica."""
-        losses = exchange.own["losses"].view(self._replicas, len(self._losses), self._micro_batches)
+        losses = exchange.own["losses"].view(self.replicas, len(self.losses), self.micro_batches)
         numbers = torch.stack([loss.double() for loss in record.losses.values()]).tolist() if record.losses else []
         for (layer, micro_batch), loss in zip(record.losses, numbers, strict=True):
-            losses[replica, self._losses.index(layer), micro_batch] = loss
+            losses[replica, self.losses.index(layer), micro_batch] = loss
         if record.statistics is not None:
-            exchange.own["statistics"].view(self._replicas, -1)[replica] = record.statistics.cpu()
+            exchange.own["statistics"].view(self.replicas, -1)[replica] = record.statistics.cpu()
 
     def write_norms(self, exchange: Exchange, first_parameters: Sequence[int], squares: torch.Tensor) -> None:
         """Writes the squared gradient norms of this worker's parameters at their places in the whole model."""
@@ -151,37 +146,37 @@ class StepReporter:
             phases: those before the step that ``meter`` has recorded.
             span: result of `Meter.end_step`.
         """
-        cells = [[0.0] * len(KINDS_OF_TIME) for _ in range(self._cells)]
+        cells = [[0.0] * len(KINDS_OF_TIME) for _ in range(self.cells)]
         busy = 0.0
         for (op, cell), spent in meter.seconds().items():
             busy += spent if op in COMPUTE else 0.0
             cells[cell][KINDS_OF_TIME.index(TIME_OF[op])] += spent
-        mine = exchange.own["cell_seconds"].view(self._replicas, self._cells, len(KINDS_OF_TIME))
+        mine = exchange.own["cell_seconds"].view(self.replicas, self.cells, len(KINDS_OF_TIME))
         mine[world.replica] = torch.tensor(cells, dtype=torch.float64)
         between = dict.fromkeys(PHASES, 0.0)
         for name, start, end in phases:
             between[name] += end - start
         late, memory = meter.began - exchange.ended_at, peak_memory(world.device)
         row = [late, span, busy, waited_for_data, memory, *between.values()]
-        exchange.own["workers"].view(self._ranks, -1)[world.rank] = torch.tensor(row, dtype=torch.float64)
+        exchange.own["workers"].view(self.ranks, -1)[world.rank] = torch.tensor(row, dtype=torch.float64)
 
     def read(self, exchange: Exchange, total_weight: float) -> StepReport:
         """Reads the step's report from the last exchange; sums in the same order for every K."""
-        by_layer = exchange.total["losses"].view(self._replicas, len(self._losses), self._micro_batches).tolist()
-        losses = [[sum(row[m] for row in rows) for m in range(self._micro_batches)] for rows in by_layer]
+        by_layer = exchange.total["losses"].view(self.replicas, len(self.losses), self.micro_batches).tolist()
+        losses = [[sum(row[m] for row in rows) for m in range(self.micro_batches)] for rows in by_layer]
         squares = exchange.total["squared_norms"].tolist()
         bad = next((i for i, square in enumerate(squares) if not math.isfinite(square)), None)
-        workers = exchange.total["workers"].view(self._ranks, -1).tolist()
+        workers = exchange.total["workers"].view(self.ranks, -1).tolist()
         rows = [dict(zip(WORKER_NUMBERS, worker, strict=True)) for worker in workers]
-        began = max(row["late"] for row in rows[:: self._ranks // self._replicas])  # those who read the data
+        began = max(row["late"] for row in rows[:: self.ranks // self.replicas])  # those who read the data
         span = (max(row["late"] + row["span"] for row in rows) - began) * len(rows)
-        cells = exchange.total["cell_seconds"].view(self._replicas, self._cells, -1).mean(0).tolist()
+        cells = exchange.total["cell_seconds"].view(self.replicas, self.cells, -1).mean(0).tolist()
         return StepReport(
             loss=sum(loss for row in losses for loss in row) / total_weight if total_weight else 0.0,
             losses=losses,
             gradient_norm=math.sqrt(sum(squares)),
             bad_parameter=bad,
-            statistics=exchange.total["statistics"].view(self._replicas, self._statistics).sum(0).tolist(),
+            statistics=exchange.total["statistics"].view(self.replicas, self.statistics).sum(0).tolist(),
             bubble=max(0.0, 1 - sum(row["busy"] for row in rows) / span) if span else 0.0,
             cells=[_with_waiting(dict(zip(KINDS_OF_TIME, cell, strict=True))) for cell in cells],
             workers=rows,

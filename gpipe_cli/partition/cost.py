@@ -115,7 +115,7 @@ def _count_flops(builders: Sequence[LayerBuilder], example_inputs: Tensors) -> l
         for index, builder in enumerate(builders[:counted]):
             key = (build_key(builder, index), shapes, grouping_of(shapes)) if drawn is None else index
             if key not in known:
-                known[key] = _count(builder, shapes) if drawn is None else _count_on_values(builder, drawn)
+                known[key] = _count(builder, shapes, drawn)
             found, drawn = known[key]
             cost = found.cost if builder.cost is None else float(builder.cost)
             costs.append(replace(found, name=builder.name, cost=cost))
@@ -123,20 +123,20 @@ def _count_flops(builders: Sequence[LayerBuilder], example_inputs: Tensors) -> l
     return costs + layer_costs(builders[counted:], (), "declared")
 
 
-def _count(builder: LayerBuilder, shapes: tuple[TensorShape, ...]) -> tuple[LayerCost, Drawn | None]:
-    """Returns the cost, and the outputs of each draw where their shapes depend on values."""
-    fake = fake_mode()
-    module = build_without_memory(builder, fake)
-    try:
-        with explaining_failures(builder, shapes), fake:
-            return _run(builder, module, grouped_like((shape.empty() for shape in shapes), shapes))[0], None
-    except TooFewExamples:
-        raise
-    except CostError:  # it looks at values, or fails on real tensors too
-        return _count_on_values(builder, draw(shapes))
-
-
-def _count_on_values(builder: LayerBuilder, drawn: Drawn) -> tuple[LayerCost, Drawn | None]:
+def _count(
+    builder: LayerBuilder, shapes: tuple[TensorShape, ...], drawn: Drawn | None
+) -> tuple[LayerCost, Drawn | None]:
+    """Returns the cost, and the outputs of each draw where their shapes depend on values; ``drawn``: its inputs."""
+    if drawn is None:
+        fake = fake_mode()
+        module = build_without_memory(builder, fake)
+        try:
+            with explaining_failures(builder, shapes), fake:
+                return _run(builder, module, grouped_like((shape.empty() for shape in shapes), shapes))[0], None
+        except TooFewExamples:
+            raise
+        except CostError:  # it looks at values, or fails on real tensors too
+            drawn = draw(shapes)
     torch.manual_seed(0)  # every start of a run cuts alike
     module = build_or_explain(builder)
     with explaining_failures(builder, [TensorShape.of(tensor) for tensor in drawn[0]]):

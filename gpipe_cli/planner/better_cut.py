@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise, repeat
+from itertools import pairwise
 
 from ..config import PipelineConfig
 from ..errors import ConfigurationError
@@ -18,29 +18,24 @@ LEAST_GAIN = 0.01
 
 
 def better_cut(
-    times: Sequence[LayerTimes],
-    pipeline: PipelineConfig,
-    cut: Cut,
-    cut_by_sizes: Callable[[PipelineConfig], Cut],
-    speeds: Sequence[float] | None,
+    times: Sequence[LayerTimes], pipeline: PipelineConfig, cut: Cut, cut_by_sizes: Callable[[PipelineConfig], Cut]
 ) -> tuple[list[int] | None, float]:
     """Returns the sizes of the better cut's cells, and by how much its slowest worker is faster, as a share.
 
-    None and 0 where that is less than `LEAST_GAIN`, or where a run would refuse the cut because it separates layers
-    that share a weight.
+    None and 0 where that is less than `LEAST_GAIN`, or where a run would refuse the cut because the shapes of what
+    crosses it depend on values.
 
     Args:
         times: of each layer; those of the loss in the last.
         cut_by_sizes: makes the cut of a section with sizes as its `partition`, or raises ConfigurationError.
-        speeds: of each worker; None: all 1.
     """
     sizes = fastest_sizes(times, recomputed_shares(pipeline, cut.placement), len(set(cut.placement)))
     try:
         other = cut_by_sizes(replace(pipeline, partition=sizes))
     except ConfigurationError:
         return None, 0.0
-    best = _slowest_worker(times, pipeline, other, speeds)
-    gain = _slowest_worker(times, pipeline, cut, speeds) / best - 1 if best else 0.0
+    best = _slowest_worker(times, pipeline, other)
+    gain = _slowest_worker(times, pipeline, cut) / best - 1 if best else 0.0
     return (sizes, gain) if gain >= LEAST_GAIN else (None, 0.0)
 
 
@@ -86,12 +81,10 @@ def _seconds(times: Sequence[LayerTimes], recomputed: float) -> list[float]:
     return [layer.total + recomputed * layer.recompute for layer in times]
 
 
-def _slowest_worker(
-    times: Sequence[LayerTimes], pipeline: PipelineConfig, cut: Cut, speeds: Sequence[float] | None
-) -> float:
+def _slowest_worker(times: Sequence[LayerTimes], pipeline: PipelineConfig, cut: Cut) -> float:
     """Returns its seconds for one micro-batch in all its cells."""
     seconds = [0.0] * (max(cut.placement) + 1)
     shares = recomputed_shares(pipeline, cut.placement)
     for layers, worker, share in zip(cut.layers, cut.placement, shares, strict=True):
         seconds[worker] += sum(_seconds([times[layer] for layer in layers], share))
-    return max(second / speed for second, speed in zip(seconds, speeds or repeat(1.0), strict=False))
+    return max(seconds)

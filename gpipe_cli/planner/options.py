@@ -21,7 +21,6 @@ PICTURES = (".svg", ".png", ".pdf")
 class _Typed:
     efficiency: Positive
     bandwidth_efficiency: Positive
-    speeds: list[Positive] | None
     longest: bool
     kernels: Literal["auto", "accelerator", "plain", "cpu"]
     bytes_per_parameter: Positive | None

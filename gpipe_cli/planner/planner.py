@@ -124,15 +124,13 @@ class Planner:
         cells: list[CellFacts],
         lists: list[list[Instruction]],
     ) -> Plan:
-        placement, speeds = cut.placement, self._speeds(len(lists))
-        times = cell_times(cells, self._times)
-
+        placement, times = cut.placement, cell_times(cells, self._times)
         sizes = [cell.sizes for cell in cells]
 
         def latency(sent: Instruction) -> float:
             return self._times.transfer(sent_bytes(sent, sizes))
 
-        timeline = simulate(lists, placement, durations(times, lists, placement, speeds), latency, self.device.host)
+        timeline = simulate(lists, placement, durations(times, lists), latency, self.device.host)
         model = self._sharded([self._model_bytes(cell) for cell in cells], cells, placement, pipeline)
         alive = most_alive(timeline, sizes, self._wire(pipeline))
         rows = cell_plans(self.builders, cells, times, model, placement, lists)
@@ -180,14 +178,6 @@ class Planner:
         if self._kernels != "cpu":
             return Wire.NCCL
         return Wire.GLOO if pipeline.backend == "gloo" else Wire.SHARED_MEMORY
-
-    def _speeds(self, workers: int) -> list[float] | None:
-        speeds = self.options.speeds
-        if speeds is not None and len(speeds) != workers:
-            raise ConfigurationError(
-                f"plan.speeds has {len(speeds)} numbers but there are {workers} workers: give one for each"
-            )
-        return speeds
 
     def _model_bytes(self, cell: CellFacts) -> ModelBytes:
         if self.options.bytes_per_parameter is not None:
@@ -243,4 +233,4 @@ class Planner:
             return cut_by_costs(self.builders, measured.costs, typed, pipeline.worker_count, self._ties)
 
         times = self._times.layers(measured.layers, measured.loss)
-        return better_cut(times, pipeline, cut, cut_by_sizes, self.options.speeds)
+        return better_cut(times, pipeline, cut, cut_by_sizes)

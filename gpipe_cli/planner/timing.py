@@ -86,7 +86,7 @@ class TimeModel:
 
 
 def cell_times(cells: Sequence[CellFacts], model: TimeModel) -> list[LayerTimes]:
-    """Returns the times of every cell on a device of speed 1."""
+    """Returns the times of every cell."""
     result = []
     for cell in cells:
         times = [model.layer(layer) for layer in cell.layers]
@@ -98,19 +98,13 @@ def cell_times(cells: Sequence[CellFacts], model: TimeModel) -> list[LayerTimes]
     return result
 
 
-def durations(
-    times: Sequence[LayerTimes],
-    lists: Sequence[Sequence[Instruction]],
-    placement: Sequence[int],
-    speeds: Sequence[float] | None,
-) -> Callable[[Instruction], float]:
+def durations(times: Sequence[LayerTimes], lists: Sequence[Sequence[Instruction]]) -> Callable[[Instruction], float]:
     """Returns the function that `simulate` calls for the seconds of each computation in ``lists``."""
     recomputed = {(i.cell, i.micro_batch) for each in lists for i in each if i.op is Op.RECOMPUTE}
 
     def duration(instruction: Instruction) -> float:
         time, op = times[instruction.cell], instruction.op
         without_graph = op is Op.FORWARD and (instruction.cell, instruction.micro_batch) in recomputed
-        seconds: float = time.inference if without_graph else getattr(time, op.name.lower())
-        return seconds / (speeds[placement[instruction.cell]] if speeds else 1.0)
+        return float(time.inference if without_graph else getattr(time, op.name.lower()))
 
     return duration

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from .instruction import BACK, Instruction, InstructionLists, Message, Op, ScheduleError, execution_order
 from .schedule import REMAT
 
 _Key = tuple[Op, int, int]  # an instruction as a tuple, which is faster to hash
-_ENDS = {
-    "activation": (Op.SEND_ACTIVATION, Op.RECEIVE_ACTIVATION),
-    "gradient": (Op.SEND_GRADIENT, Op.RECEIVE_GRADIENT),
-}
+_End = list[tuple[Message, Instruction]]  # the sends, or the receives, of one direction between two workers
 _TOO_LATE = {Op.RECOMPUTE: "recomputes after its backward"} | dict.fromkeys(BACK, "has come back before")
 
 
@@ -152,33 +150,16 @@ def _check_messages(lists: InstructionLists, placement: Sequence[int]) -> None:
 
     That every sent message is awaited follows from what forwards and backwards need.
     """
-    sent: dict[tuple[int, int, str], list[Message]] = defaultdict(list)
-    received: dict[tuple[int, int, str], list[Message]] = defaultdict(list)
+    ends: dict[tuple[int, int, str], tuple[_End, _End]] = defaultdict(lambda: ([], []))
     for instruction in (i for instructions in lists for i in instructions):
-        for message, listed in ((instruction.sent_message, sent), (instruction.awaited_message, received)):
+        for end, message in enumerate((instruction.sent_message, instruction.awaited_message)):
             if message is not None:
                 channel = placement[message.sender], placement[message.receiver], message.direction
-                listed[channel].append(message)
-    for channel in sorted(sent.keys() | received.keys()):
-        if sent[channel] != received[channel]:
-            raise ScheduleError(_difference(channel, sent[channel], received[channel]))
-
-
-def _difference(channel: tuple[int, int, str], sent: Sequence[Message], received: Sequence[Message]) -> str:
-    sender, receiver, direction = channel
-    for message in received:
-        if message not in sent:
-            send, receive = _ends(message)
-            return f"worker {receiver} waits at {receive}, but worker {sender} has no {send} to send it"
-    first = next(i for i, (a, b) in enumerate(zip(sent, received, strict=True)) if a != b)
-    return (
-        f"{direction} messages from worker {sender} to worker {receiver}: number {first} is sent as "
-        f"{_ends(sent[first])[0]} but received as {_ends(received[first])[1]}; receive in the order of sending"
-    )
-
-
-def _ends(message: Message) -> tuple[Instruction, Instruction]:
-    """Returns the send and the receive of a message."""
-    send, receive = _ENDS[message.direction]
-    m = message.micro_batch
-    return Instruction(send, message.sender, m), Instruction(receive, message.receiver, m)
+                ends[channel][end].append((message, instruction))
+    for (sender, receiver, direction), (sent, received) in sorted(ends.items()):
+        for number, (one, other) in enumerate(zip_longest(sent, received, fillvalue=(None, "nothing"))):
+            if one[0] != other[0]:
+                raise ScheduleError(
+                    f"{direction} messages from worker {sender} to worker {receiver}: number {number} is sent as "
+                    f"{one[1]} but received as {other[1]}; receive in the order of sending"
+                )

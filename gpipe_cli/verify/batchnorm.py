@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..pipeline.randomness import generator_states, restore_generators
 
 T = TypeVar("T")
+
+
+class _GaveUp(Exception):
+    """Raised to end a run because another one has failed."""
 
 
 def run_together(runs: Sequence[Callable[[], T]], batchnorms: Iterable[_BatchNorm], device: torch.device) -> list[T]:
@@ -34,68 +39,50 @@ def run_together(runs: Sequence[Callable[[], T]], batchnorms: Iterable[_BatchNor
     Raises:
         Exception: the first that any of them raises.
     """
-    return _Turns(runs, device).run(batchnorms)
+    count, threads = len(runs), torch.get_num_threads()
+    turns = [threading.Semaphore(0) for _ in runs]
+    here, failed = threading.local(), threading.Event()
+    waiting: list[Tensor] = []
+    normalised: list[Tensor] = []
 
-
-class _GaveUp(Exception):
-    """Raised to end a run because another one has failed."""
-
-
-class _Turns(Generic[T]):
-    def __init__(self, runs: Sequence[Callable[[], T]], device: torch.device) -> None:
-        self._runs, self._device = runs, device
-        self._threads = torch.get_num_threads()
-        self._turn = [threading.Semaphore(0) for _ in runs]
-        self._results: dict[int, T] = {}
-        self._waiting: list[Tensor] = []
-        self._normalised: list[Tensor] = []
-        self._error: BaseException | None = None
-        self._here = threading.local()
-
-    def run(self, batchnorms: Iterable[_BatchNorm]) -> list[T]:
-        threads = [threading.Thread(target=self._one, args=(number,)) for number in range(len(self._runs))]
-        with _replaced_forward(batchnorms, self._normalise):
-            for thread in threads:
-                thread.start()
-            self._turn[0].release()
-            for thread in threads:
-                thread.join()
-        if self._error is not None:
-            raise self._error
-        return [self._results[number] for number in range(len(self._runs))]
-
-    def _one(self, number: int) -> None:
-        """Runs one thread; torch keeps its settings per thread."""
-        self._here.number = number
-        self._turn[number].acquire()
+    def run(number: int) -> T:
+        here.number = number
+        turns[number].acquire()
         try:
-            if self._error is None:
-                torch.set_num_threads(self._threads)
-                if self._device.type == "cuda":
-                    torch.cuda.set_device(self._device)
-                self._results[number] = self._runs[number]()
-        except _GaveUp:
-            pass
-        except BaseException as error:
-            self._error = error
-        self._turn[(number + 1) % len(self._turn)].release()
+            if failed.is_set():
+                raise _GaveUp
+            torch.set_num_threads(threads)  # torch keeps its settings per thread
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            return runs[number]()
+        except BaseException:
+            failed.set()
+            raise
+        finally:
+            turns[(number + 1) % count].release()
 
-    def _normalise(self, batchnorm: _BatchNorm, x: Tensor) -> Tensor:
+    def normalise(batchnorm: _BatchNorm, x: Tensor) -> Tensor:
         """Replaces a BatchNorm's forward: waits for the inputs of all runs and returns this one's outputs."""
-        number: int = self._here.number
-        self._waiting.append(x)
-        if len(self._waiting) == len(self._runs):
-            self._normalised, self._waiting = _over_all(batchnorm, self._waiting), []
-        self._pass_turn(number)
-        return self._normalised[number]
-
-    def _pass_turn(self, number: int) -> None:
-        state = generator_states(self._device)
-        self._turn[(number + 1) % len(self._turn)].release()
-        self._turn[number].acquire()
-        if self._error is not None:
+        number: int = here.number
+        waiting.append(x)
+        if len(waiting) == count:
+            normalised[:] = _over_all(batchnorm, waiting)
+            waiting.clear()
+        state = generator_states(device)
+        turns[(number + 1) % count].release()
+        turns[number].acquire()
+        if failed.is_set():
             raise _GaveUp
-        restore_generators(self._device, state)
+        restore_generators(device, state)
+        return normalised[number]
+
+    with _replaced_forward(batchnorms, normalise), ThreadPoolExecutor(count) as pool:
+        futures = [pool.submit(run, number) for number in range(count)]
+        turns[0].release()
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, _GaveUp)):
+        raise error
+    return [future.result() for future in futures]
 
 
 def _over_all(batchnorm: _BatchNorm, inputs: Sequence[Tensor]) -> list[Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ..config import Settings
 from . import compare as c
-from .compare import Difference, Gaps, Quantity, StepComparison, measure
+from .compare import Gaps, Quantity, StepComparison, measure
 from .layout import VerifiedRun
-from .plain import Load, MiniBatch, PlainCell, PlainModel, PlainStep, Together
+from .plain import Load, MiniBatch, PlainModel, PlainStep, Together, discard
 from .record import (
     GRADIENT,
     OUTPUT,
@@ -33,6 +33,7 @@ from .record import (
 from .reference import Update, average, learning_rate, noise_seed, update
 from .spill import Spill
 
+AGAIN = " in recompute"  # in the name of what is compared
 EXACT = 1e-12  # relative; of numbers that both sides compute in float64 by other formulas
 
 
@@ -58,7 +59,6 @@ class ComparedStep:
     found: StepComparison
     before: str = ""
     factor: float = 1.0
-    expected_seeds: Mapping[tuple[int, int, int], int] = field(default_factory=dict)
     mini_batch: MiniBatch | None = None
 
 
@@ -120,7 +120,7 @@ class Checker:
         self, number: int, record: RecordedStep, mini_batch: MiniBatch, before: str, after: str
     ) -> ComparedStep:
         """Checks a step that is not finite by itself: the plain one must not be finite either."""
-        plain = self.model.run(mini_batch, self.together, self.load(before), lambda cell, done: None)
+        plain = self.model.run(mini_batch, self.together, self.load(before), discard)
         norm = plain.gradient_norm if all(map(math.isfinite, plain.norms.values())) else math.nan
         found = [
             c.numbers(c.LOSS, {"mini-batch": (record.loss, plain.loss)}, self.tolerance),
@@ -141,25 +141,23 @@ class Checker:
         """
         gaps: dict[str, Gaps] = {c.GRADIENTS: {}, c.BUFFERS: {}}
 
-        def take(cell: int, done: PlainCell) -> None:
+        def take(cell: int, gradients: Mapping[Key, Tensor], buffers: Mapping[Key, Tensor]) -> None:
             for layer in self.model.cells[cell]:
                 ours = self.spill.get(f"gradients {number}", layer)
-                keys = {k[1] for k in done.gradients if k[0] == layer} | ours.keys()
-                for name in keys:
-                    gaps[c.GRADIENTS][layer, name] = measure(ours.get(name), done.gradients.get((layer, name)))
+                for name in {name for of, name in gradients if of == layer} | ours.keys():
+                    gaps[c.GRADIENTS][layer, name] = measure(ours.get(name), gradients.get((layer, name)))
                 now, old = _held(self.spill, f"held {number}", layer), _held(self.spill, before, layer)
-                for key, buffer in done.buffers.items():
-                    if key[0] == layer:
-                        gaps[c.BUFFERS][key] = measure(now.get(key[1]), buffer, old.get(key[1]))
+                for (of, name), buffer in buffers.items():
+                    if of == layer:
+                        gaps[c.BUFFERS][layer, name] = measure(now.get(name), buffer, old.get(name))
 
         plain = self.model.run(mini_batch, self.together, self.load(before), take)
         limit, norm = self.settings.trainer.gradient_clip, record.gradient_norm
         factor = limit / norm if limit is not None and norm > limit else 1.0
         gaps |= self._update(number, record, before, updates, factor)
-        seeds = self._seeds(mini_batch, plain)
         found = StepComparison(
             [
-                *self._of_forward(record, plain, seeds),
+                *self._of_forward(record, plain, mini_batch),
                 c.tensors(c.GRADIENTS, gaps[c.GRADIENTS], self.tolerance),
                 c.numbers(c.NORM, {"all parameters": (norm, plain.gradient_norm)}, self.tolerance),
                 *self._of_update(number, record, gaps, factor),
@@ -172,71 +170,43 @@ class Checker:
             ]
         )
         present = StepComparison([quantity for quantity in found.quantities if quantity.compared])
-        return ComparedStep(number, record, plain, gaps, present, before, factor, seeds, mini_batch)
+        return ComparedStep(number, record, plain, gaps, present, before, factor, mini_batch)
 
-    def _of_forward(
-        self,
-        ours: RecordedStep,
-        plain: PlainStep,
-        seeds: Mapping[tuple[int, int, int], int],
-    ) -> list[Quantity]:
-        names, trace, tolerance = self.run.names, ours.trace, self.tolerance
-        forward = trace.get(OUTPUT, {})
+    def _of_forward(self, ours: RecordedStep, plain: PlainStep, mini_batch: MiniBatch) -> list[Quantity]:
+        names, trace, right, tolerance = self.run.names, ours.trace, plain.seen.trace, self.tolerance
+        forward, again = trace.get(OUTPUT, {}), trace.get(RECOMPUTED, {})
         # The places are the plain side's: the pipeline's report of a step that is not full has more, all zero.
         losses = {
             f"replica {r}, micro-batch {m}": (ours.losses.get((r, m), math.nan), loss)
             for (r, m), loss in sorted(plain.losses.items())
         }
         sums = [] if plain.statistics is None else plain.statistics.tolist()
-        statistics = {
-            name: (here, there) for name, here, there in zip(self.run.statistics, ours.statistics, sums, strict=True)
-        }
+        pairs = zip(ours.statistics, sums, strict=True)
         used = [trace.get(kind, {}) for kind in (WEIGHTS, WEIGHTS_AGAIN)]
-        right = [{point: plain.used[point.layer, point.number] for point in marks} for marks in used]
-        drawn = self._compared_seeds(ours, seeds)
-        again_out = trace.get(RECOMPUTED, {})
-        repeated = {point: mark for point, mark in forward.items() if point in again_out}
+        held = [{point: plain.used[point.layer, point.number] for point in marks} for marks in used]
+        repeated = {point: mark for point, mark in forward.items() if point in again}
         return [
             c.numbers(c.LOSS, {"mini-batch": (ours.loss, plain.loss)}, tolerance),
             c.numbers(c.LOSSES, losses, tolerance),
-            c.numbers(c.STATISTICS, statistics, tolerance),
-            _joined(*(c.traces(c.USED, *sides, names, EXACT) for sides in zip(used, right, strict=True))),
-            drawn,
-            self._modes(ours, plain),
-            c.traces(c.OUTPUTS, forward, plain.seen.trace.get(OUTPUT, {}), names, tolerance),
-            c.traces(c.AGAIN, again_out, repeated, names, min(tolerance, self.run.repeated)),
-            c.traces(c.PASSED_BACK, trace.get(GRADIENT, {}), plain.seen.trace.get(GRADIENT, {}), names, tolerance),
+            c.numbers(c.STATISTICS, dict(zip(self.run.statistics, pairs, strict=True)), tolerance),
+            _joined(*(c.traces(c.USED, *sides, names, EXACT) for sides in zip(used, held, strict=True))),
+            *self._of_calls(ours, plain, mini_batch.step),
+            c.traces(c.OUTPUTS, forward, right.get(OUTPUT, {}), names, tolerance),
+            c.traces(c.AGAIN, again, repeated, names, min(tolerance, self.run.repeated)),
+            c.traces(c.PASSED_BACK, trace.get(GRADIENT, {}), right.get(GRADIENT, {}), names, tolerance),
         ]
 
-    def _seeds(self, mini_batch: MiniBatch, plain: PlainStep) -> dict[tuple[int, int, int], int]:
-        """Returns the seed of every layer that draws random numbers, for every micro-batch."""
-        return {
-            (r, m, layer): noise_seed(self.settings.seed, mini_batch.step, r, m, layer)
-            for r, replica in enumerate(mini_batch.micro_batches)
-            for m in range(len(replica))
-            for layer in sorted(plain.draws_noise)
-        }
-
-    def _compared_seeds(self, ours: RecordedStep, seeds: Mapping[tuple[int, int, int], int]) -> Quantity:
-        found = []
-        for kind in (WEIGHTS, WEIGHTS_AGAIN):
-            for (r, m, layer), seed in ours.seeds.get(kind, {}).items():
-                if (r, m, layer) in seeds:
-                    wrong = 0.0 if seed == seeds[r, m, layer] else math.inf
-                    where = self.run.micro_batch(layer, r, m) + (" in recompute" if kind == WEIGHTS_AGAIN else "")
-                    found.append(Difference(layer, where, wrong, wrong, Point(r, m, layer, 0)))
-        return c.judged(c.SEEDS, sorted(found, key=lambda d: d.layer), 0.0)
-
-    def _modes(self, ours: RecordedStep, plain: PlainStep) -> Quantity:
-        """Judges whether layers run in training mode and with the autocast of the run, in forward and recompute."""
-        right, found = plain.seen.modes.get(OUTPUT, {}), []
-        for kind in (WEIGHTS, WEIGHTS_AGAIN):
-            for (r, m, layer), mode in sorted(ours.modes.get(kind, {}).items(), key=lambda one: one[0][2]):
-                wrong = 0.0 if right.get((r, m, layer), mode) == mode else math.inf
-                again = " in recompute" if kind == WEIGHTS_AGAIN else ""
-                where = f"{self.run.micro_batch(layer, r, m)}{again} {mode}"
-                found.append(Difference(layer, where, wrong, wrong, Point(r, m, layer, 0)))
-        return c.judged(c.MODES, found, 0.0)
+    def _of_calls(self, ours: RecordedStep, plain: PlainStep, step: int) -> list[Quantity]:
+        """Judges the seeds of layers that draw random numbers, and how all layers run (training mode, autocast)."""
+        right, seeds, modes = plain.seen.modes.get(OUTPUT, {}), [], []
+        for kind, again in ((WEIGHTS, ""), (WEIGHTS_AGAIN, AGAIN)):
+            for call, seed in ours.seeds.get(kind, {}).items():
+                where, mode = self.run.micro_batch(*call) + again, ours.modes[kind][call]
+                modes.append((Point(*call, 0), f"{where} {mode}", right.get(call, mode) == mode))
+                if call[2] in plain.draws_noise:
+                    expected = noise_seed(self.settings.seed, step, *call)
+                    seeds.append((Point(*call, 0), where, seed == expected))
+        return [c.equal(c.SEEDS, seeds), c.equal(c.MODES, modes)]
 
     # -- the update ----------------------------------------------------------------------------------------------------
 
@@ -313,13 +283,19 @@ class Checker:
     def _of_replicas(self, record: RecordedStep) -> Quantity:
         """Judges what further replicas hold after the step: the same as the first, bit for bit."""
         first = record.held.get(0, {})
-        found = []
-        for replica, held in sorted(record.held.items()):
-            for key, mark in sorted(held.items()) if replica else []:
-                gap = mark.distance(first[key]) if key in first else math.inf
-                where = f"{_shown(key[1])} of replica {replica}"
-                found.append(Difference(key[0], where, gap, gap, Point(replica, 0, key[0], 0)))
-        return c.judged(c.REPLICAS, found, 0.0)
+        return c.equal(
+            c.REPLICAS,
+            [
+                (
+                    Point(replica, 0, key[0], 0),
+                    f"{_shown(key[1])} of replica {replica}",
+                    key in first and mark.distance(first[key]) == 0,
+                )
+                for replica, held in sorted(record.held.items())
+                for key, mark in sorted(held.items())
+                if replica
+            ],
+        )
 
 
 def _held(spill: Spill, moment: str, layer: int) -> dict[str, Tensor]:

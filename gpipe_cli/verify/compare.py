@@ -104,6 +104,13 @@ def judged(name: str, found: Sequence[Difference], tolerance: float) -> Quantity
     return Quantity(name, len(found), worst, [d for d in found if d.relative > tolerance])
 
 
+def equal(name: str, found: Iterable[tuple[Point, str, bool]]) -> Quantity:
+    """Judges what must be the same; given for each place its name and whether both sides are equal there."""
+    gaps = ((point, where, 0.0 if same else math.inf) for point, where, same in found)
+    differences = [Difference(point.layer, where, gap, gap, point) for point, where, gap in gaps]
+    return judged(name, sorted(differences, key=lambda difference: difference.layer), 0.0)
+
+
 # -- tensors ---------------------------------------------------------------------------------------------------------
 
 

@@ -16,8 +16,7 @@ from ..trainer.loop import Trainer
 from . import compare as c
 from .check import Checker
 from .compare import Quantity
-from .plain import PlainEvaluation
-from .record import OUTPUT, RecordedStep, of_kind
+from .record import OUTPUT, LayerTrace, RecordedStep, of_kind
 
 
 class FirstBatches:
@@ -66,20 +65,20 @@ def check_evaluation(
     reads = [evaluation_batches(source, M, replica, replicas) for replica in range(replicas)]
     micro_batches = [[pair for batch in islice(read, 1) for pair in batch.micro_batches] for read in reads]
     averaged = settings.trainer.average is not None
-    plain = _plain(checker, micro_batches, step, averaged)
-    names, mine, right = checker.run.names, record.trace.get(OUTPUT, {}), plain.seen.trace.get(OUTPUT, {})
+    plain, seen = _plain(checker, micro_batches, step, averaged)
+    names, mine, right = checker.run.names, record.trace.get(OUTPUT, {}), seen.trace.get(OUTPUT, {})
     quantities = [c.traces(c.EVALUATED, mine, right, names, checker.tolerance)]
     if averaged and quantities[0].beyond:
-        other = _plain(checker, micro_batches, step, False).seen.trace[OUTPUT]
+        other = _plain(checker, micro_batches, step, False)[1].trace[OUTPUT]
         if not c.traces(c.EVALUATED, mine, other, names, checker.tolerance).beyond:
             quantities = [replace(quantities[0], name=c.NOT_AVERAGED)]
-    pairs = {name: (numbers.get(name, float("inf")), number) for name, number in plain.numbers.items()}
+    pairs = {name: (numbers.get(name, float("inf")), number) for name, number in plain.items()}
     return [*quantities, c.numbers(c.METRICS, pairs, checker.tolerance)]
 
 
 def _plain(
     checker: Checker, micro_batches: Sequence[Sequence[MicroBatch]], step: int, averaged: bool
-) -> PlainEvaluation:
+) -> tuple[dict[str, float], LayerTrace]:
     def load(layer: int) -> dict[str, Tensor]:
         tensors = checker.spill.get(f"held {step}", layer)
         of_layer = {**of_kind("weight", tensors), **of_kind("buffer", tensors)}

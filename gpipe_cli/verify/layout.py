@@ -33,7 +33,7 @@ class VerifiedRun:
     def place(self, layer: int) -> str:
         return f"layer {self.names[layer]} (cell {self.cells[layer]})"
 
-    def micro_batch(self, layer: int, replica: int, number: int) -> str:
+    def micro_batch(self, replica: int, number: int, layer: int) -> str:
         return f"{self.names[layer]}, micro-batch {number}" + (f" of replica {replica}" if replica else "")
 
     def cells_of(self, layers: Iterable[int]) -> str:

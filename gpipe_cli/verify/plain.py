@@ -134,28 +134,12 @@ class PlainStep:
         return total(self.norms[key] for key in sorted(self.norms))
 
 
-@dataclass(frozen=True)
-class PlainCell:
-    """Holds what a step has made of one cell.
-
-    Attributes:
-        gradients: of the mini-batch; zero where nothing flowed back.
-        buffers: after the step.
-    """
-
-    gradients: dict[Key, Tensor]
-    buffers: dict[Key, Tensor]
-
-
-@dataclass(frozen=True)
-class PlainEvaluation:
-    """Holds the numbers of an evaluation, as the task summarizes them, and fingerprints of the layers' outputs."""
-
-    numbers: dict[str, float]
-    seen: LayerTrace
-
-
+Take = Callable[[int, dict[Key, Tensor], dict[Key, Tensor]], None]  # a cell, its gradients, its buffers after the step
 Load = Callable[[int], Mapping[str, Tensor]]  # a layer's weights and buffers by full name; empty: as they are built
+
+
+def discard(cell: int, gradients: object, buffers: object) -> None:
+    """Discards the results of a cell."""
 
 
 class PlainModel:
@@ -177,14 +161,9 @@ class PlainModel:
         cells: Sequence[Sequence[int]],
         owners: Mapping[Key, Key],
     ) -> None:
-        self._settings, self._task, self._device, self.cells = settings, task, device, cells
-        self.owners = owners
-        self._autocast: Callable[[], AbstractContextManager[Any]] = build_autocast(settings.precision, device)
-        self._boundary_type, self._last = boundary_type_of(settings.precision), cells[-1][-1]
-
-    def weight(self, targets: Tensors) -> float:
-        """Returns the weight of a micro-batch in the loss of its mini-batch."""
-        return self._task.weight(targets)
+        self._settings, self.task, self.device, self.cells, self.owners = settings, task, device, cells, owners
+        self.autocast: Callable[[], AbstractContextManager[Any]] = build_autocast(settings.precision, device)
+        self._boundary_type, self.last, self.seed = boundary_type_of(settings.precision), cells[-1][-1], settings.seed
 
     @torch.no_grad()
     def build(self, cell: Sequence[int], load: Load = lambda layer: {}) -> _Built:
@@ -200,7 +179,7 @@ class PlainModel:
             if not used.isdisjoint(map(id, (*module.parameters(), *module.buffers()))):
                 module = deepcopy(module)  # layers that share a module: each collects its own gradients
             used.update(map(id, (*module.parameters(), *module.buffers())))
-            layer = index, builders[index].name, module.to(self._device).train()
+            layer = index, builders[index].name, module.to(self.device).train()
             held: dict[str, Tensor] = {name: parameter for (_, name), parameter in named([layer])}
             held |= {name: buffer for (_, name), buffer in named_buffers([layer]).items()}
             for name, tensor in load(index).items():
@@ -231,51 +210,48 @@ class PlainModel:
                 gradients[owner] = gradients[owner] + gradient
         return gradients
 
-    def run(
-        self,
-        mini_batch: MiniBatch,
-        together: Together,
-        load: Load,
-        take: Callable[[int, PlainCell], None] | None,
-    ) -> PlainStep:
+    def run(self, mini_batch: MiniBatch, together: Together, load: Load, take: Take) -> PlainStep:
         """Runs forward and backward of one mini-batch.
 
         Args:
             together: which micro-batches BatchNorm normalises as one.
             load: gives the weights and buffers before the step.
-            take: called with the number and the results of each cell, from the last to the first; None: forward only.
+            take: called for each cell, from the last to the first, with zeros where nothing flowed back.
         """
         replicas = mini_batch.micro_batches
-        step = PlainStep(sum(self._task.weight(targets) for replica in replicas for _, targets in replica))
+        step = PlainStep(sum(self.task.weight(targets) for replica in replicas for _, targets in replica))
         sums = mini_batch.sums(together)
         places = [place for groups in sums for group in groups for place in group]
         given: list[dict[Place, Tensors]] = [
-            {(r, m): tuple(t.to(self._device) for t in replicas[r][m][0]) for r, m in places}
+            {(r, m): tuple(t.to(self.device) for t in replicas[r][m][0]) for r, m in places}
         ]
-        for number in range(len(self.cells) - 1 if take is not None else len(self.cells)):
-            run = self._begin(number, mini_batch, load, step, given[-1], records=take is None)
+        for cell in self.cells[:-1]:
+            run = self._begin(cell, mini_batch, load, step, given[-1])
             given.append({place: _cut(outputs) for place, outputs in run.forward_only(sums)})
-        if take is None:
-            return step
         back: dict[Place, Tensors] = {}
         waiting: dict[Key, dict[Key, Tensor]] = {}
         for number in reversed(range(len(self.cells))):
-            run = self._begin(number, mini_batch, load, step, given.pop(), records=True)
+            run = self._begin(self.cells[number], mini_batch, load, step, given.pop())
             gradients, back = run.forward_and_back(sums, back)
             gradients = self._summed(gradients, waiting, step)
             step.norms |= {key: float(torch.linalg.vector_norm(g, dtype=torch.float64)) for key, g in gradients.items()}
-            take(number, PlainCell(gradients, run.built.averaged(step)))
+            take(number, gradients, run.built.averaged(step))
         return step
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Sequence[Sequence[MicroBatch]], load: Load, step: int) -> PlainEvaluation:
+    def evaluate(
+        self, micro_batches: Sequence[Sequence[MicroBatch]], load: Load, step: int
+    ) -> tuple[dict[str, float], LayerTrace]:
         """Evaluates micro-batches, those of each replica, with the weights and buffers that ``load`` returns.
 
         Args:
             step: the one before the evaluation, from 0; what `begin_step` has set lasts.
+
+        Returns:
+            The numbers, as the task summarizes them, and fingerprints of the layers' outputs.
         """
         places = [(r, m) for r, replica in enumerate(micro_batches) for m in range(len(replica))]
-        values = {(r, m): tuple(t.to(self._device) for t in micro_batches[r][m][0]) for r, m in places}
+        values = {(r, m): tuple(t.to(self.device) for t in micro_batches[r][m][0]) for r, m in places}
         seen = LayerTrace()
         for cell in self.cells:
             built = self.build(cell, load)
@@ -283,37 +259,26 @@ class PlainModel:
             for index, _, module in built.layers:
                 module.train(False)
                 for place, given in values.items():
-                    with self._autocast():
+                    with self.autocast():
                         returned = as_tensors(module(as_argument(given)))
-                    values[place] = _as_passed_on(returned, given, self._type_behind(index))
-                    seen.outputs(OUTPUT, *place, index, returned, given)
-        targets = {(r, m): tuple(t.to(self._device) for t in micro_batches[r][m][1]) for r, m in places}
-        sums = [self._task.evaluate(values[place], targets[place]).cpu() for place in places]
-        weight = sum(self._task.weight(micro_batches[r][m][1]) for r, m in places)
-        totals = dict(zip(self._task.metrics, torch.stack(sums).sum(0).tolist(), strict=True)) if sums else {}
-        return PlainEvaluation(self._task.summarize(totals, weight) if weight else {}, seen)
+                    values[place] = _as_passed_on(returned, given, self.type_behind(index))
+                    seen.outputs(OUTPUT, (*place, index), returned, given)
+        targets = {(r, m): tuple(t.to(self.device) for t in micro_batches[r][m][1]) for r, m in places}
+        sums = [self.task.evaluate(values[place], targets[place]).cpu() for place in places]
+        weight = sum(self.task.weight(micro_batches[r][m][1]) for r, m in places)
+        totals = dict(zip(self.task.metrics, torch.stack(sums).sum(0).tolist(), strict=True)) if sums else {}
+        return self.task.summarize(totals, weight) if weight else {}, seen
 
-    def _type_behind(self, layer: int) -> torch.dtype | None:
+    def type_behind(self, layer: int) -> torch.dtype | None:
         """Returns the type of the tensors between this layer and the next; None: as the layer returns them."""
-        return None if layer == self._last else self._boundary_type
+        return None if layer == self.last else self._boundary_type
 
     def _begin(
-        self,
-        number: int,
-        mini_batch: MiniBatch,
-        load: Load,
-        step: PlainStep,
-        given: dict[Place, Tensors],
-        records: bool,
+        self, cell: Sequence[int], mini_batch: MiniBatch, load: Load, step: PlainStep, given: dict[Place, Tensors]
     ) -> _CellRun:
-        built = self.build(self.cells[number], load)
+        built = self.build(cell, load)
         built.begin_step(mini_batch.step, self._settings.trainer.steps or 0)
-        if records:
-            built.fingerprint_weights(step)
-        task = self._task if number == len(self.cells) - 1 else None
-        seed = self._settings.seed
-        types = {index: self._type_behind(index) for index, _, _ in built.layers}
-        return _CellRun(built, mini_batch, task, seed, self._device, self._autocast, types, step, given, records)
+        return _CellRun(self, built, mini_batch, step, given)
 
 
 class _Built:
@@ -382,16 +347,12 @@ class _Built:
 class _CellRun:
     """Runs one cell for all micro-batches of one mini-batch."""
 
+    model: PlainModel
     built: _Built
     mini_batch: MiniBatch
-    task: Task | None  # behind the last cell
-    seed: int
-    device: torch.device
-    autocast: Callable[[], AbstractContextManager[Any]]
-    types: Mapping[int, torch.dtype | None]  # behind each layer
     step: PlainStep
     given: dict[Place, Tensors]  # the inputs of the cell
-    records: bool
+    records: bool = False
 
     def forward_only(self, sums: Sums) -> Iterator[tuple[Place, Tensors]]:
         """Yields the outputs for each micro-batch."""
@@ -411,6 +372,8 @@ class _CellRun:
         Returns:
             The gradients of the parameters, and of the inputs.
         """
+        self.records = True
+        self.built.fingerprint_weights(self.step)
         scale = self.mini_batch.loss_scale / self.step.weight if self.step.weight else 0.0
         totals: list[dict[Key, Tensor]] = []
         with _frozen_averages(self.built.batchnorms.values()):
@@ -436,36 +399,37 @@ class _CellRun:
     def _forward(self, group: Sequence[Place]) -> list[tuple[Tensors, list[Tensor]]]:
         """Returns outputs and unscaled losses of the micro-batches that BatchNorm normalises as one."""
         runs = [partial(self._forward_one, place) for place in group]
-        return [runs[0]()] if len(runs) == 1 else run_together(runs, self.built.batchnorms.values(), self.device)
+        return [runs[0]()] if len(runs) == 1 else run_together(runs, self.built.batchnorms.values(), self.model.device)
 
     def _forward_one(self, place: Place) -> tuple[Tensors, list[Tensor]]:
         replica, number = place
-        targets = tuple(tensor.to(self.device) for tensor in self.mini_batch.micro_batches[replica][number][1])
+        targets = tuple(tensor.to(self.model.device) for tensor in self.mini_batch.micro_batches[replica][number][1])
         values, losses = self.given[place], []
-        with torch.enable_grad(), self.autocast():
+        with torch.enable_grad(), self.model.autocast():
             for index, _, module in self.built.layers:
-                torch.manual_seed(noise_seed(self.seed, self.mini_batch.step, replica, number, index))
-                before = generator_states(self.device)
+                torch.manual_seed(noise_seed(self.model.seed, self.mini_batch.step, replica, number, index))
+                before = generator_states(self.model.device)
+                call = replica, number, index
                 if self.records:
-                    self.step.seen.mode(OUTPUT, (replica, number, index), module, self.device)
+                    self.step.seen.mode(OUTPUT, call, module, self.model.device)
                 returned = module(as_argument(values))
-                outputs = _as_passed_on(as_tensors(returned), values, self.types[index])
+                outputs = _as_passed_on(as_tensors(returned), values, self.model.type_behind(index))
                 if self.records:
-                    self.step.seen.outputs(OUTPUT, replica, number, index, as_tensors(returned), values)
+                    self.step.seen.outputs(OUTPUT, call, as_tensors(returned), values)
                 auxiliary = getattr(module, "auxiliary_loss", None)
                 if auxiliary is not None:
                     losses.append(auxiliary(returned, targets))
                     if self.records:
                         known = self.step.auxiliary.get(place, 0.0)
                         self.step.auxiliary[place] = known + losses[-1].item()
-                if not all(map(torch.equal, before, generator_states(self.device))):
+                if not all(map(torch.equal, before, generator_states(self.model.device))):
                     self.step.draws_noise.add(index)
                 values = outputs
-            if self.task is not None:
-                loss, statistics = self.task.loss(values, targets)
+            if index == self.model.last:
+                loss, statistics = self.model.task.loss(values, targets)
                 losses.append(loss)
         if self.records:
-            if self.task is not None:
+            if index == self.model.last:
                 seen = self.step.statistics
                 self.step.statistics = statistics.double().cpu() + (0.0 if seen is None else seen)
             self.step.losses[place] = self.step.losses.get(place, 0.0) + sum(loss.item() for loss in losses)

@@ -6,7 +6,6 @@ the model's size (weights, gradients, optimizer state) are not kept here but in 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -104,48 +103,22 @@ class RecordedStep:
         """Adds the record of another worker."""
         for key, count in other.counted.items():
             self.counted[key] = self.counted.get(key, 0.0) + count
-        for kind, points in other.trace.items():
-            self.trace.setdefault(kind, {}).update(points)
-        for kind, seeds in other.seeds.items():
-            self.seeds.setdefault(kind, {}).update(seeds)
-        for kind, modes in other.modes.items():
-            self.modes.setdefault(kind, {}).update(modes)
-        for replica, held in other.held.items():
-            self.held.setdefault(replica, {}).update(held)
+        for name in ("trace", "seeds", "modes", "held"):
+            mine = getattr(self, name)
+            for kind, found in getattr(other, name).items():
+                mine.setdefault(kind, {}).update(found)
         self.rates |= other.rates
         self.used |= other.used
 
     def write(self, path: Path) -> None:
-        """Writes the record as JSON: tables of keys and values."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({name: _as_rows(value) for name, value in vars(self).items()}), encoding="utf-8")
+        torch.save(vars(self), path)
 
     @classmethod
     def read(cls, path: Path) -> RecordedStep:
         """Reads what `write` wrote."""
-        rows = json.loads(path.read_text(encoding="utf-8"))
-        return cls(
-            loss=rows["loss"],
-            losses={(r, m): loss for (r, m), loss in rows["losses"]},
-            statistics=rows["statistics"],
-            gradient_norm=rows["gradient_norm"],
-            loss_scale=rows["loss_scale"],
-            counted=_by_key(rows["counted"]),
-            trace={kind: {Point(*p): Fingerprint(*mark) for p, mark in points} for kind, points in rows["trace"]},
-            seeds={kind: {(r, m, layer): s for (r, m, layer), s in seeds} for kind, seeds in rows["seeds"]},
-            modes={kind: {(r, m, layer): mode for (r, m, layer), mode in modes} for kind, modes in rows["modes"]},
-            rates=_by_key(rows["rates"]),
-            used=_by_key(rows["used"]),
-            held={r: {(i, name): Fingerprint(*mark) for (i, name), mark in held} for r, held in rows["held"]},
-        )
-
-
-def _as_rows(value: object) -> object:
-    return [[key, _as_rows(item)] for key, item in value.items()] if isinstance(value, dict) else value
-
-
-def _by_key(rows: list[tuple[tuple[int, str], float]]) -> dict[Key, float]:
-    return {(index, name): value for (index, name), value in rows}
+        with torch.serialization.safe_globals([Point, Fingerprint]):
+            return cls(**torch.load(path, weights_only=True))
 
 
 # -- fingerprints ------------------------------------------------------------------------------------------------------
@@ -184,15 +157,15 @@ class LayerTrace:
         self.modes: Modes = {}
         self._known: dict[int, tuple[int, int, Fingerprint]] = {}  # of a parameter: address, version, fingerprint
 
-    def inputs(self, kind: str, replica: int, micro_batch: int, layer: int, weights: Sequence[Tensor]) -> None:
+    def inputs(self, kind: str, call: Call, weights: Sequence[Tensor]) -> None:
         """Records a layer's weights and the seed of its random numbers, before it runs."""
         for number, parameter in enumerate(weights):
             address, version, mark = self._known.get(id(parameter), (0, -1, None))
             if mark is None or (address, version) != (parameter.data_ptr(), parameter._version):
                 mark = fingerprint(parameter)
                 self._known[id(parameter)] = parameter.data_ptr(), parameter._version, mark
-            self.trace.setdefault(kind, {})[Point(replica, micro_batch, layer, number)] = mark
-        self.seeds.setdefault(kind, {})[replica, micro_batch, layer] = torch.initial_seed()
+            self.trace.setdefault(kind, {})[Point(*call, number)] = mark
+        self.seeds.setdefault(kind, {})[call] = torch.initial_seed()
 
     def mode(self, kind: str, call: Call, module: nn.Module, device: torch.device) -> None:
         """Records how a layer runs: in training or evaluation mode, and with which autocast."""
@@ -201,24 +174,19 @@ class LayerTrace:
         mode = f"in evaluation mode ({still[0]})" if still else "in training mode"
         self.modes.setdefault(kind, {})[call] = f"{mode} with {cast.removeprefix('torch.')} autocast"
 
-    def outputs(
-        self, kind: str, replica: int, micro_batch: int, layer: int, outputs: Tensors, inputs: Iterable[Tensor]
-    ) -> None:
+    def outputs(self, kind: str, call: Call, outputs: Tensors, inputs: Tensors) -> None:
         """Records what a layer returned and, during backward, the gradient of each new tensor."""
-        passed = list(inputs)
         for number, tensor in enumerate(outputs):
-            point = Point(replica, micro_batch, layer, number)
-            self._put(kind, point, tensor)
-            if tensor.requires_grad and not any(tensor is one for one in passed):
+            point = Point(*call, number)
+            self.trace.setdefault(kind, {})[point] = fingerprint(tensor)
+            if tensor.requires_grad and not any(tensor is one for one in inputs):
                 tensor.register_hook(partial(self._gradient, point))  # type: ignore[no-untyped-call]  # torch's own
 
     def _gradient(self, point: Point, gradient: Tensor) -> None:
         """Records the first gradient only: a schedule that divides backward may call the hook twice."""
-        if point not in self.trace.get(GRADIENT, {}):
-            self._put(GRADIENT, point, gradient)
-
-    def _put(self, kind: str, point: Point, tensor: Tensor) -> None:
-        self.trace.setdefault(kind, {})[point] = fingerprint(tensor)
+        known = self.trace.setdefault(GRADIENT, {})
+        if point not in known:
+            known[point] = fingerprint(gradient)
 
 
 # -- tensors by name ---------------------------------------------------------------------------------------------------

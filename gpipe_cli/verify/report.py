@@ -9,7 +9,6 @@ from ..config import Settings
 from ..metrics.metrics_file import json_safe
 from . import compare as c
 from .compare import PASSED_BACK, Quantity, StepComparison
-from .explain.batchnorm_note import BatchNormNote
 
 EXACT = {c.BEGIN, c.RESUMED, c.SKIPPED, c.USED, c.SEEDS, c.MODES, c.AGAIN, c.CLIPPED, c.RATES, c.COUNTS, c.REPLICAS}
 
@@ -22,7 +21,7 @@ class VerifyReport:
         tolerance: the largest relative difference that counted as rounding.
         steps: comparisons by number of the step.
         findings: what is wrong, as sentences; empty when all agrees.
-        batchnorm: the effect of M on BatchNorm; None where there is none.
+        batchnorm: the effect of M on BatchNorm (`batchnorm_note`); None where there is none.
         loss: of the last step.
         raised: factor by which the learning rate was raised.
         memory: peak bytes of rank 0: after the first step, and at the end.
@@ -33,7 +32,7 @@ class VerifyReport:
     tolerance: float
     steps: dict[int, StepComparison]
     findings: list[str]
-    batchnorm: BatchNormNote | None
+    batchnorm: dict[str, Any] | None
     loss: float
     raised: float = 1.0
     memory: dict[str, int] = field(default_factory=dict)
@@ -116,7 +115,7 @@ class VerifyReport:
             "verdict": self.verdict,
             "findings": self.findings,
             "notes": self.notes,
-            "batchnorm": None if self.batchnorm is None else {**vars(self.batchnorm), "text": self.batchnorm.text},
+            "batchnorm": self.batchnorm,
             "steps": [
                 {"step": number, "quantities": [_quantity(quantity) for quantity in step.quantities]}
                 for number, step in self.steps.items()
@@ -127,12 +126,8 @@ class VerifyReport:
             "rounding": self.rounding,
             "format": self.settings.verify.format,
             "dtype": self.settings.verify.dtype,
-            "K": pipeline.K,
-            "M": pipeline.M,
+            **{name: getattr(pipeline, name) for name in ("K", "M", "replicas", "schedule", "remat")},
             "workers": pipeline.worker_count,
-            "replicas": pipeline.replicas,
-            "schedule": pipeline.schedule,
-            "remat": pipeline.remat,
             "loss": self.loss,
         }
         return dict(json_safe(plain))
@@ -143,13 +138,6 @@ def _relative(quantity: Quantity) -> float:
 
 
 def _quantity(quantity: Quantity) -> dict[str, Any]:
-    worst = quantity.worst
-    return {
-        "name": quantity.name,
-        "verdict": quantity.verdict,
-        "compared": quantity.compared,
-        "beyond": len(quantity.beyond),
-        "absolute": None if worst is None else worst.absolute,
-        "relative": None if worst is None else worst.relative,
-        "where": None if worst is None else worst.where,
-    }
+    own = {"name": quantity.name, "verdict": quantity.verdict, "compared": quantity.compared}
+    worst = {name: getattr(quantity.worst, name, None) for name in ("absolute", "relative", "where")}
+    return {**own, "beyond": len(quantity.beyond), **worst}

@@ -41,11 +41,11 @@ from . import compare as c
 from .check import Checker, ComparedStep
 from .compare import Quantity, StepComparison
 from .evaluation import check_evaluation, evaluate
-from .explain.batchnorm_note import BatchNormNote, batchnorm_note
+from .explain.batchnorm_note import batchnorm_note
 from .explain.diagnose import diagnose
 from .initial import expected_weights
 from .layout import VerifiedRun, owners_of
-from .plain import MiniBatch, PlainModel, Together
+from .plain import MiniBatch, PlainModel, Together, discard
 from .record import RecordedStep
 from .report import VerifyReport
 from .settings import in_float64, refuse_what_cannot_be_verified, require_room, tolerance_of, with_full_rate
@@ -125,24 +125,6 @@ class Steps:
 # -- one verification --------------------------------------------------------------------------------------------------
 
 
-class _Quiet(Notices):
-    """Reports nothing while `muted`: gpipe-verify itself is the cause."""
-
-    muted = False
-
-    def cells(self, table: Sequence[Mapping[str, Any]]) -> None:
-        if not self.muted:
-            super().cells(table)
-
-    def message(self, text: str) -> None:
-        if not self.muted:
-            super().message(text)
-
-    def warn(self, text: str) -> None:
-        if not self.muted:
-            super().warn(text)
-
-
 class Verification:
     """Runs and checks the steps of one configuration; every worker has one.
 
@@ -167,8 +149,8 @@ class Verification:
         settings, self._raised = with_full_rate(settings, self._steps.last)
         launch = dataclasses.replace(settings.launch, grace_seconds=math.inf)  # no warning: nothing is worth a save
         self._settings = dataclasses.replace(settings, trainer=trainer, launch=launch)
-        self._journal = _Quiet(context.run_dir, context.emit, world.rank == 0)
-        self._journal.muted = once_more
+        self._muted = once_more
+        self._journal = Notices(context.run_dir, self._emit, world.rank == 0)
         self._spill = Spill(context.run_dir / "verify")
         task = build_task(settings.task, settings.seed)
         self._assembly = assemble_model(context, self._settings, world, task, self._journal)
@@ -176,12 +158,12 @@ class Verification:
         self._watch = RunWatch(self._assembly, context.where, self._spill)
         self._checker = _checker(self._assembly, self._spill) if world.rank == 0 else None
         self._compared: list[ComparedStep] = []
-        self._note: BatchNormNote | None = None
+        self._note: dict[str, Any] | None = None
         self._memory: dict[str, int] = {}  # the peak of rank 0 in bytes, before the first check and at the end
 
     def run(self) -> VerifyReport | None:
         """Runs all steps; returns the report on rank 0."""
-        self._journal.muted = False
+        self._muted = False
         try:
             self._run_steps()
             findings = [] if self._checker is None else diagnose(self._compared, self._checker)
@@ -197,6 +179,11 @@ class Verification:
         memory = {**self._memory, "verifying": peak_memory(self._world.device)}
         tolerance = self._checker.tolerance
         return VerifyReport(self._settings, tolerance, steps, findings, self._note, loss, self._raised, memory)
+
+    def _emit(self, event: dict[str, Any]) -> None:
+        """Passes an event to the console, unless gpipe-verify itself is its cause."""
+        if not self._muted:
+            self._context.emit(event)
 
     def _require_room(self) -> None:
         cut, size = self._assembly.layout.cut, 8 if self._settings.verify.dtype == "float64" else 4
@@ -260,11 +247,11 @@ class Verification:
         trainer.saver.finish(trainer.exchange)
         self._watch.forget()
         wait_for_all(self._world)
-        self._journal.muted = True
+        self._muted = True
         try:
             return self._trainer(latest(self._context.run_dir).checkpoint)
         finally:
-            self._journal.muted = False
+            self._muted = False
 
     @contextmanager
     def _poisoned(self, active: bool) -> Iterator[None]:
@@ -277,11 +264,11 @@ class Verification:
             return value * math.nan, statistics
 
         if active:
-            engine.loss, self._journal.muted = not_finite, True
+            engine.loss, self._muted = not_finite, True
         try:
             yield
         finally:
-            engine.loss, self._journal.muted = loss, False
+            engine.loss, self._muted = loss, False
 
     # -- on rank 0, while the others wait ------------------------------------------------------------------------------
 
@@ -341,13 +328,13 @@ class Verification:
         compared = checker.step(number, record, mini_batch, before, updates)
         assert compared.plain is not None
         if number == 1 and compared.plain.counted and sum(len(replica) for replica in batch) > 1:
-            whole = checker.model.run(mini_batch, Together.EVERYTHING, checker.load(before), None)
+            whole = checker.model.run(mini_batch, Together.EVERYTHING, checker.load(before), discard)
             tolerance, names = checker.tolerance, checker.run.names
             self._note = batchnorm_note(batch, record, compared.plain, whole, tolerance, names)
         return compared
 
     def _record_of(self, number: int, rank: int) -> Path:
-        return self._context.run_dir / "verify" / f"record {number} of rank {rank}.json"
+        return self._context.run_dir / "verify" / f"record {number} of rank {rank}"
 
 
 def _checker(assembly: Assembly, spill: Spill) -> Checker:

@@ -23,6 +23,7 @@ from .record import (
     RECOMPUTED,
     WEIGHTS,
     WEIGHTS_AGAIN,
+    Call,
     Fingerprint,
     Key,
     LayerTrace,
@@ -66,9 +67,9 @@ class LayerWatch:
 
         def hook(module: nn.Module, inputs: Any) -> None:
             if self.active:
-                kind = WEIGHTS_AGAIN if self._again else WEIGHTS
-                self._seen.inputs(kind, self._replica, self._micro_batch, layer.index, weights)
-                self._seen.mode(kind, (self._replica, self._micro_batch, layer.index), module, self._device)
+                kind, call = WEIGHTS_AGAIN if self._again else WEIGHTS, self._call(layer.index)
+                self._seen.inputs(kind, call, weights)
+                self._seen.mode(kind, call, module, self._device)
 
         return hook
 
@@ -77,8 +78,7 @@ class LayerWatch:
             if self.active:
                 kind = RECOMPUTED if self._again else OUTPUT
                 (argument,) = inputs  # a tensor or a tuple of them
-                places = self._replica, self._micro_batch, layer
-                self._seen.outputs(kind, *places, as_tensors(outputs), as_tensors(argument))
+                self._seen.outputs(kind, self._call(layer), as_tensors(outputs), as_tensors(argument))
 
         return hook
 
@@ -86,9 +86,8 @@ class LayerWatch:
     def _again(self) -> bool:
         return self._where.instruction == "recompute"
 
-    @property
-    def _micro_batch(self) -> int:
-        return cast(int, self._where.micro_batch)
+    def _call(self, layer: int) -> Call:
+        return self._replica, cast(int, self._where.micro_batch), layer
 
 
 class RunWatch:
@@ -175,7 +174,8 @@ class RunWatch:
         for layer in self._layers if self._replica == 0 else []:
             own = {key: p.grad for (_, key), p in named([layer]) if p.grad is not None}
             self._spill.put(f"gradients {number}", layer[0], own)
-        seen, counted = self._watch.take(), self._counted()
+        norms = modules_of(DeferredBatchNorm, self._layers).items()
+        seen, counted = self._watch.take(), {key: norm.gathered_count for key, norm in norms}
         yield
         self.records[number] = RecordedStep(
             loss=report.loss,
@@ -192,15 +192,10 @@ class RunWatch:
             held={self._replica: self.hold(f"held {number}")},
         )
 
-    def _counted(self) -> dict[Key, float]:
-        """Returns how many values a channel each BatchNorm of this worker has gathered in the step."""
-        found = modules_of(DeferredBatchNorm, self._layers)
-        return {key: batchnorm.gathered_count for key, batchnorm in found.items()}
-
 
 def _held_by(layer: tuple[int, str, nn.Module], state: LayerState) -> dict[str, Tensor]:
     """Returns weights, buffers, optimizer state and averages of a layer under the names that `check.py` expects."""
-    _, name, _ = layer
+    name = layer[1]
     held: dict[str, Tensor] = {f"weight/{key}": parameter for (_, key), parameter in named([layer])}
     held |= {f"buffer/{key}": buffer for (_, key), buffer in named_buffers([layer]).items()}
     for parameter, values in state.optimizer.items():

@@ -64,9 +64,7 @@ def test_table_2_as_real_processes(tmp_path: Path) -> None:
     assert rows[2, 1]["ours"] == 1.0
     assert rows[2, 2]["ideal"] == pytest.approx(4 / 3)
     assert rows[2, 1]["seconds"]["torch 1f1b"] is None, "torch refuses M < K"
-    assert {"gpipe", "1f1b", "torch gpipe", "torch 1f1b", "torch interleaved", "torchgpipe", "plain"} <= set(
-        rows[2, 2]["seconds"]
-    )
+    assert {"gpipe", "1f1b", "torch gpipe", "torch 1f1b", "torch interleaved", "plain"} <= set(rows[2, 2]["seconds"])
     assert all(seconds > 0 for seconds in rows[2, 2]["seconds"].values())
     assert {path.suffix for path in tmp_path.iterdir()} == {".md", ".json", ".png", ".svg"}
     assert "K·M/(M+K−1)" in figures["stdout"]

@@ -208,11 +208,9 @@ def test_attention_counts_in_every_release_of_torch(monkeypatch: pytest.MonkeyPa
     assert planned(*words).step_seconds == counted.step_seconds
 
 
-def test_a_slower_device_and_a_slower_link_make_the_step_longer() -> None:
+def test_a_slower_link_makes_the_step_longer() -> None:
     fast = planned(*OWN, "pipeline.K=4")
-    uneven = planned(*OWN, "pipeline.K=4", "plan.speeds=[1,1,0.5,1]")
     linked = planned(*OWN[:-1], "pipeline.K=4", IDEAL.replace("link: 1e15", "link: 1e6"))
-    assert uneven.step_seconds > 1.5 * fast.step_seconds
     assert linked.step_seconds > fast.step_seconds + 2 * 16 * 64 * 4 / 1e6
 
 
@@ -368,7 +366,6 @@ def test_more_micro_batches_than_examples_are_planned_with_a_note(capsys: pytest
         (["plan.grow=model.LL"], "plan.grow=model.LL: use a key with a whole number"),
         (["plan.picture=x.bmp"], "must end in .svg"),
         (["pipeline.K=99"], "pipeline.K=99 but the model has 20 layers"),
-        (["plan.speeds=[1,2]"], "plan.speeds has 2 numbers but there are 4 workers"),
         (["--cfg"], "there is no option --cfg"),
         (["pipeline.KK=3"], "pipeline.K"),
     ],

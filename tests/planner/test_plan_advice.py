@@ -14,7 +14,6 @@ from gpipe_cli.commands.plan import main, make_request
 from gpipe_cli.layers import LayerBuilder
 
 UNEVEN = (*OWN, "pipeline.K=2", "pipeline.partition=[2,6]", "model.layers=8")
-HALF_SPEED = "plan.speeds=[0.5,1]"
 
 
 def tied_layers(first: int, second: int) -> list[Any]:
@@ -35,13 +34,6 @@ def test_an_uneven_cut_is_told_what_a_better_one_would_gain() -> None:
 def test_a_better_cut_may_separate_layers_that_share_a_weight() -> None:
     tied = ("model._target_=test_plan_advice.tied_layers", "model.first=3", "model.second=4")
     assert planned(*tied, *OWN[1:], "pipeline.K=2", "pipeline.partition=[2,6]").better_cut == [4, 4]
-
-
-def test_speeds_of_devices_decide_whether_a_cut_is_better() -> None:
-    assert planned(*UNEVEN, HALF_SPEED).better_cut is None  # the half as fast one would have four layers, not two
-    with_it = planned(*UNEVEN, "plan.speeds=[1,0.5]")
-    assert with_it.better_cut == [4, 4]
-    assert with_it.better_cut_gain > 0.3
 
 
 def test_with_several_cells_a_worker_the_slowest_worker_decides() -> None:

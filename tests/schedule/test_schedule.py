@@ -306,7 +306,8 @@ FAULTS = {
     "a gradient that is not sent": (
         ["F0.0 sa0.0 rg0.0 B0.0", "ra1.0 F1.0 B1.0"],
         1,
-        "worker 0 waits at rg0.0, but worker 1 has no sg1.0 to send it",
+        "gradient messages from worker 1 to worker 0: number 0 is sent as nothing but received as rg0.0; "
+        "receive in the order of sending",
     ),
     "another worker's cell": (
         ["F0.0 sa0.0 F1.0 rg0.0 B0.0", "ra1.0 F1.0 B1.0 sg1.0"],

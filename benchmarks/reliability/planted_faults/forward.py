@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from struct import pack
@@ -60,19 +60,24 @@ def stale_message() -> Patch:
     return replaced(_Step, "_receive", stale)
 
 
+def _mini_batch(change: Callable[[list[Any]], list[Any]]) -> Patch:
+    """Changes the micro-batches with which a step begins."""
+
+    def start(function: Any, pipeline: Pipeline, instructions: Any, given: Any, parts: Any, *a: Any, **k: Any) -> Any:
+        return function(pipeline, instructions, given, None if parts is None else change(parts), *a, **k)
+
+    return replaced(Pipeline, "train_step", start)
+
+
 @fault("embed.*micro-batch 0", "that of micro-batch 1", "model.dropout=0")
 def inputs_exchanged() -> Patch:
     """Exchanges the inputs of micro-batches 0 and 1, and not their targets."""
 
-    def exchange(
-        start: Any, pipeline: Pipeline, instructions: Any, step_input: Any, parts: Any, *rest: Any, **more: Any
-    ) -> Any:
-        if parts is not None and len(parts) > 1:
-            (x0, y0), (x1, y1), *others = parts
-            parts = [(x1, y0), (x0, y1), *others]
-        return start(pipeline, instructions, step_input, parts, *rest, **more)
+    def exchange(parts: list[Any]) -> list[Any]:
+        (x0, y0), (x1, y1), *others = parts
+        return [(x1, y0), (x0, y1), *others]
 
-    return replaced(Pipeline, "train_step", exchange)
+    return _mini_batch(exchange)
 
 
 @fault("embed", "other data|input")
@@ -111,15 +116,11 @@ def replicas_read_the_same() -> Patch:
 def rows_cut_to_the_smallest() -> Patch:
     """Cuts uneven micro-batches to the size of the smallest."""
 
-    def cut(
-        start: Any, pipeline: Pipeline, instructions: Any, step_input: Any, parts: Any, *rest: Any, **more: Any
-    ) -> Any:
-        if parts is not None:
-            least = min(len(x[0]) for x, _ in parts)
-            parts = [(tuple(t[:least] for t in x), tuple(t[:least] for t in y)) for x, y in parts]
-        return start(pipeline, instructions, step_input, parts, *rest, **more)
+    def cut(parts: list[Any]) -> list[Any]:
+        least = min(len(x[0]) for x, _ in parts)
+        return [tuple(tuple(tensor[:least] for tensor in side) for side in both) for both in parts]
 
-    return replaced(Pipeline, "train_step", cut)
+    return _mini_batch(cut)
 
 
 @fault(r"micro-batch 3", "left out|missing|did not run")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -39,11 +40,7 @@ def scaled_by_m() -> Patch:
 @fault("cell 2.*cell 3", "divided by M = 4")
 def scaled_again_by_every_cell() -> Patch:
     """Divides by M once more in every earlier cell: cell k gets 1/M^(K-k)."""
-
-    def scaled(take: Any, step: _TrainingStep, i: Instruction) -> tuple[Tensor, ...]:
-        return tuple(gradient / M for gradient in take(step, i))
-
-    return replaced(_TrainingStep, "_take_output_gradients", scaled)
+    return _gradients_taken(lambda i, gradients: tuple(gradient / M for gradient in gradients))
 
 
 @fault("all parameters", "divided by the number of replicas = 2", replicas=2)
@@ -122,11 +119,7 @@ def micro_batch_forgotten() -> Patch:
     return _added_again(1, 3, -1.0)
 
 
-@fault(
-    r"cell 2.*micro-batch 1|micro-batch 1.*cell 2",
-    "left out",
-    "pipeline.schedule=zero_bubble",
-)
+@fault(r"cell 2.*micro-batch 1|micro-batch 1.*cell 2", "left out", "pipeline.schedule=zero_bubble")
 def weight_half_lost() -> Patch:
     """Loses the second half of one backward of cell 2."""
 
@@ -180,28 +173,30 @@ def accumulated_in_bfloat16() -> Patch:
 # -- what flows back ---------------------------------------------------------------------------------------------------
 
 
-def _gradients_taken(change: Any) -> Patch:
-    return replaced(_TrainingStep, "_take_output_gradients", change)
+Gradients = tuple[Tensor, ...]
+
+
+def _gradients_taken(change: Callable[[Instruction, Gradients], Gradients]) -> Patch:
+    """Changes the gradients that come back to a cell."""
+
+    def take(function: Any, step: _TrainingStep, i: Instruction) -> Gradients:
+        return change(i, function(step, i))
+
+    return replaced(_TrainingStep, "_take_output_gradients", take)
 
 
 @fault(f"{BOUNDARY}.*micro-batch 2", "it is zero", *NO_AUXILIARY)
 def boundary_gradient_dropped() -> Patch:
     """Drops the gradient that comes back to cell 1 for micro-batch 2."""
-
-    def drop(take: Any, step: _TrainingStep, i: Instruction) -> tuple[Tensor, ...]:
-        gradients = take(step, i)
-        return tuple(map(torch.zeros_like, gradients)) if (i.cell, i.micro_batch) == (1, 2) else gradients
-
-    return _gradients_taken(drop)
+    return _gradients_taken(lambda i, g: tuple(map(torch.zeros_like, g)) if (i.cell, i.micro_batch) == (1, 2) else g)
 
 
 @fault(f"{BOUNDARY}.*micro-batch 1", "it is that of micro-batch 2", *NO_AUXILIARY)
 def stale_gradient_buffer() -> Patch:
     """Gives cell 1 for micro-batch 1 the gradient that came for micro-batch 2."""
-    last: dict[int, tuple[Tensor, ...]] = {}
+    last: dict[int, Gradients] = {}
 
-    def keep(take: Any, step: _TrainingStep, i: Instruction) -> tuple[Tensor, ...]:
-        gradients = take(step, i)
+    def keep(i: Instruction, gradients: Gradients) -> Gradients:
         if i.cell == 1:
             last[i.micro_batch] = tuple(gradient.clone() for gradient in gradients)
         return last[2] if (i.cell, i.micro_batch) == (1, 1) else gradients
@@ -212,36 +207,30 @@ def stale_gradient_buffer() -> Patch:
 @fault(BOUNDARY, r"0\.5 times", *NO_AUXILIARY)
 def boundary_gradient_halved() -> Patch:
     """Halves the gradient that crosses one boundary, as if it were averaged over two senders."""
+    return _gradients_taken(lambda i, gradients: tuple(g * 0.5 for g in gradients) if i.cell == 1 else gradients)
 
-    def halve(take: Any, step: _TrainingStep, i: Instruction) -> tuple[Tensor, ...]:
-        gradients = take(step, i)
-        return tuple(gradient * 0.5 for gradient in gradients) if i.cell == 1 else gradients
 
-    return _gradients_taken(halve)
+def _auxiliary_losses(change: Callable[[list[Tensor]], list[Tensor]]) -> Patch:
+    """Changes what is sent back from the auxiliary losses of cell 1."""
+
+    def replace(step: _TrainingStep, i: Instruction) -> None:
+        graph = step.buffers.graphs[i.cell, i.micro_batch]
+        if i.cell == 1:
+            step.buffers.graphs[i.cell, i.micro_batch] = Graph(graph.outputs, change(graph.losses))
+
+    return around_backward(replace)
 
 
 @fault(r"judge", "zero.*auxiliary loss")
 def auxiliary_loss_forgotten() -> Patch:
     """Reports the auxiliary loss of cell 1, and sends nothing back from it."""
-
-    def forget(step: _TrainingStep, i: Instruction) -> None:
-        graph = step.buffers.graphs[i.cell, i.micro_batch]
-        if i.cell == 1:
-            step.buffers.graphs[i.cell, i.micro_batch] = Graph(graph.outputs, [])
-
-    return around_backward(forget)
+    return _auxiliary_losses(lambda losses: [])
 
 
 @fault(r"judge", "divided by M = 4.*auxiliary loss")
 def auxiliary_loss_scaled_otherwise() -> Patch:
     """Divides the auxiliary loss of cell 1 by M."""
-
-    def scale(step: _TrainingStep, i: Instruction) -> None:
-        graph = step.buffers.graphs[i.cell, i.micro_batch]
-        if i.cell == 1:
-            step.buffers.graphs[i.cell, i.micro_batch] = Graph(graph.outputs, [loss / M for loss in graph.losses])
-
-    return around_backward(scale)
+    return _auxiliary_losses(lambda losses: [loss / M for loss in losses])
 
 
 # -- over replicas -----------------------------------------------------------------------------------------------------

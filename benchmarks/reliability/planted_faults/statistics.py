@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -186,27 +187,26 @@ def reported_mean_of_means() -> Patch:
     return replaced(StepReporter, "read", read)
 
 
+def _reported_losses(change: Callable[[dict[tuple[int, int], Tensor]], dict[tuple[int, int], Tensor]]) -> Patch:
+    """Changes the losses that are reported, by (layer, micro-batch)."""
+
+    def write(function: Any, reporter: StepReporter, exchange: Any, replica: int, record: StepRecord) -> None:
+        function(reporter, exchange, replica, StepRecord(change(record.losses), record.statistics))
+
+    return replaced(StepReporter, "write_record", write)
+
+
 @fault("micro-batch 0", "that of micro-batch 1|exchanged")
 def reported_losses_exchanged() -> Patch:
     """Reports the losses of micro-batches 0 and 1 for each other."""
-
-    def write(function: Any, reporter: StepReporter, exchange: Any, replica: int, record: StepRecord) -> None:
-        other = {0: 1, 1: 0}
-        losses = {(layer, other.get(m, m)): loss for (layer, m), loss in record.losses.items()}
-        function(reporter, exchange, replica, StepRecord(losses, record.statistics))
-
-    return replaced(StepReporter, "write_record", write)
+    other = {0: 1, 1: 0}
+    return _reported_losses(lambda losses: {(layer, other.get(m, m)): loss for (layer, m), loss in losses.items()})
 
 
 @fault("loss", "twice|2 times|counted", ALWAYS)
 def auxiliary_loss_reported_twice() -> Patch:
     """Adds the auxiliary loss of the forward that is recomputed to the reported loss once more."""
-
-    def write(function: Any, reporter: StepReporter, exchange: Any, replica: int, record: StepRecord) -> None:
-        losses = {(layer, m): loss * (1 if layer == TASK else 2) for (layer, m), loss in record.losses.items()}
-        function(reporter, exchange, replica, StepRecord(losses, record.statistics))
-
-    return replaced(StepReporter, "write_record", write)
+    return _reported_losses(lambda losses: {at: loss * (1 if at[0] == TASK else 2) for at, loss in losses.items()})
 
 
 @fault("right|tokens", "statistics")

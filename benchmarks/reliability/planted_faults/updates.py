@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -77,15 +78,20 @@ def cell_not_updated() -> Patch:
     return before_update(lose)
 
 
+def _moved_further(cell: int, share: float, when: Callable[[Trainer], bool] = lambda trainer: True) -> Patch:
+    """Moves the weights of a cell on by a share of their update."""
+
+    def move(trainer: Trainer, before: Before) -> None:
+        for parameter in parameters(trainer, cell) if when(trainer) else []:
+            parameter.data += share * (parameter.data - before[parameter])
+
+    return after_update(move)
+
+
 @fault(r"cell 1", "2 times|twice")
 def cell_updated_twice() -> Patch:
     """Applies the update of cell 1 twice."""
-
-    def again(trainer: Trainer, before: Before) -> None:
-        for parameter in parameters(trainer, 1):
-            parameter.data += parameter.data - before[parameter]
-
-    return after_update(again)
+    return _moved_further(1, 1.0)
 
 
 @fault(r"cell 2", "rounded|precision")
@@ -102,13 +108,7 @@ def weights_rounded() -> Patch:
 @fault(r"step 5\d: .*cell 1", "0.001|moved", "verify.later=55")
 def drift_after_fifty_steps() -> Patch:
     """Lets the weights of cell 1 drift from step 50 on, by a thousandth of an update each."""
-
-    def drift(trainer: Trainer, before: Before) -> None:
-        if trainer.progress.step >= 50:
-            for parameter in parameters(trainer, 1):
-                parameter.data += 1e-3 * (parameter.data - before[parameter])
-
-    return after_update(drift)
+    return _moved_further(1, 1e-3, lambda trainer: trainer.progress.step >= 50)
 
 
 @fault(r"layer mix_0 \(cell 0\)", "frozen", "model.frozen=true", *ADAMW)
@@ -185,20 +185,6 @@ def momentum_of_another_optimizer() -> Patch:
 # -- clipping ----------------------------------------------------------------------------------------------------------
 
 
-def _scaled_before(factor: Any) -> Patch:
-    """Scales the gradients of each cell by ``factor(norm of the cell, limit)`` and leaves out the usual clipping."""
-
-    def scale(trainer: Trainer, report: StepReport) -> None:
-        for cell in trainer.runtime.engine.cells:
-            own = parameters(trainer, cell)
-            norm = math.sqrt(float(gradients.squared_norms(own).sum()))
-            for parameter in own:
-                if parameter.grad is not None:
-                    parameter.grad *= factor(norm, trainer.settings.trainer.gradient_clip)
-
-    return several(before_update(scale), replaced(weight_update, "scale_gradients", lambda function, every, f: None))
-
-
 @fault("every cell", "not clipped", *SGD)
 def clipping_forgotten() -> Patch:
     """Applies the gradients as they are."""
@@ -208,19 +194,26 @@ def clipping_forgotten() -> Patch:
 @fault("every cell", "not clipped")
 def clipping_forgotten_with_adam() -> Patch:
     """Applies the gradients as they are."""
-    return replaced(weight_update, "scale_gradients", lambda function, every, factor: None)
+    return clipping_forgotten()
 
 
 @fault("in cell 0.*in cell 3", "norm of its own gradients", *SGD)
 def clipping_by_cell() -> Patch:
     """Clips each cell by the norm of its own gradients."""
-    return _scaled_before(lambda norm, limit: min(1.0, limit / norm) if norm else 1.0)
+
+    def scale(trainer: Trainer, report: StepReport) -> None:
+        for cell in trainer.runtime.engine.cells:
+            own = parameters(trainer, cell)
+            norm, limit = math.sqrt(float(gradients.squared_norms(own).sum())), trainer.settings.trainer.gradient_clip
+            gradients.scale_gradients(own, min(1.0, (limit or math.inf) / norm) if norm else 1.0)
+
+    return several(before_update(scale), replaced(weight_update, "scale_gradients", lambda function, every, f: None))
 
 
 @fault("in cell 0.*in cell 3", "norm of its own gradients")
 def clipping_by_cell_with_adam() -> Patch:
     """Clips each cell by the norm of its own gradients."""
-    return _scaled_before(lambda norm, limit: min(1.0, limit / norm) if norm else 1.0)
+    return clipping_by_cell()
 
 
 @fault("cell 1", "clip", *SGD)
@@ -247,17 +240,22 @@ def warm_up_off_by_one() -> Patch:
     return replaced(lr_schedules, "_with_warmup", shifted)
 
 
+def _rate_kept(when: Callable[[StepReport], bool]) -> Patch:
+    """Does not move the learning rate on in some steps."""
+
+    def update(function: Any, updater: Updater, report: StepReport, *rest: Any) -> None:
+        rates = [group["lr"] for group in updater.optimizer.param_groups]
+        function(updater, report, *rest)
+        for group, rate in zip(updater.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate if when(report) else group["lr"]
+
+    return replaced(Updater, "update", update)
+
+
 @fault("every cell", "learning rate.*that of step 1", WARM_UP)
 def lr_schedule_stands_still() -> Patch:
     """Keeps the learning rate of the first step."""
-
-    def update(function: Any, updater: Updater, *rest: Any) -> None:
-        rates = [group["lr"] for group in updater.optimizer.param_groups]
-        function(updater, *rest)
-        for group, rate in zip(updater.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-
-    return replaced(Updater, "update", update)
+    return _rate_kept(lambda report: True)
 
 
 @fault("every cell", "learning rate.*that of step 5", WARM_UP)
@@ -275,12 +273,7 @@ def lr_schedule_moves_with_micro_batches() -> Patch:
 @fault("cell 2", "learning rate|10 times", WARM_UP, *SGD)
 def cell_with_another_rate() -> Patch:
     """Updates cell 2 with ten times the learning rate."""
-
-    def more(trainer: Trainer, before: Before) -> None:
-        for parameter in parameters(trainer, 2):
-            parameter.data += 9 * (parameter.data - before[parameter])
-
-    return after_update(more)
+    return _moved_further(2, 9.0)
 
 
 # -- skipped steps -----------------------------------------------------------------------------------------------------
@@ -301,15 +294,7 @@ def skipped_step_moves_momenta() -> Patch:
 @fault("every cell", "learning rate.*that of step", WARM_UP)
 def skipped_step_keeps_the_rate() -> Patch:
     """Does not move the learning rate on in a step that is skipped."""
-
-    def update(function: Any, updater: Updater, report: StepReport, *rest: Any) -> None:
-        rates = [group["lr"] for group in updater.optimizer.param_groups]
-        function(updater, report, *rest)
-        if not report.finite:
-            for group, rate in zip(updater.optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
-
-    return replaced(Updater, "update", update)
+    return _rate_kept(lambda report: not report.finite)
 
 
 @fault("average", "skipped", "trainer.average=0.9")
@@ -368,13 +353,7 @@ def average_of_a_cell_forgotten() -> Patch:
 @fault(r"replica 1.*layer mix_2 \(cell 2\)", "ended the step with other values", replicas=2)
 def replica_drifts() -> Patch:
     """Updates the weights of replica 1 a little further."""
-
-    def drift(trainer: Trainer, before: Before) -> None:
-        if trainer.runtime.world.replica == 1:
-            for parameter in parameters(trainer, 2):
-                parameter.data += 0.01 * (parameter.data - before[parameter])
-
-    return after_update(drift)
+    return _moved_further(2, 0.01, lambda trainer: trainer.runtime.world.replica == 1)
 
 
 @fault("replica 1.*layer embed", "ended the step with other values.*exp_avg", replicas=2)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.gpus import count_gpus
@@ -20,7 +19,6 @@ from ..throughput import (
     PEERS,
     PLAIN,
     TABLES,
-    TORCHGPIPE,
     GridTable,
     Measured,
     PaperModel,
@@ -218,7 +216,7 @@ def notes(protocol: GridTable, settings: Sequence[Setting], rows: Sequence[Row],
         )
     if protocol.linked:
         return said + link_notes(settings, options)
-    return said + (peer_notes(settings) if options.peers else [])
+    return said + ([peer_note(real)] if options.peers else [])
 
 
 def unit_note(protocol: GridTable, rows: Sequence[Row]) -> str:
@@ -236,24 +234,15 @@ def place_name(place: tuple[int, int]) -> str:
     return f"K={place[0]}, M={place[1]}"
 
 
-def peer_notes(settings: Sequence[Setting]) -> list[str]:
-    real = settings[0].real
+def peer_note(real: bool) -> str:
     refused = ", where M does not divide the examples" + (", or where workers share a GPU" if real else "")
-    said = [
+    return (
         ("Each contender has processes of its own. " if real else "")
         + "torch: torch.distributed.pipelining with the same layers"
         + ("" if real else " in the same processes")
         + f", torch.utils.checkpoint in its stages unless remat=never; a dash where it refuses M{refused}. plain: a "
         "loop on one device, nothing recomputed."
-    ]
-    if TORCHGPIPE in settings[0].contenders():
-        said.append(
-            "torchgpipe is one process, on the GPUs of all workers; on CPUs it runs all cells by one thread, so "
-            "it overlaps nothing."
-            if find_spec("torchgpipe")
-            else "torchgpipe is not installed here, so it is not measured: pip install torchgpipe."
-        )
-    return said
+    )
 
 
 def link_notes(settings: Sequence[Setting], options: BenchOptions) -> list[str]:

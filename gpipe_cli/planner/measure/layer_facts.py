@@ -188,11 +188,7 @@ def measure_layers(
             passed_as = boundary_type if index < len(builders) - 1 else None
             key = index if drawn else (build_key(builder, index), boundary, grouping_of(boundary), passed_as)
             if key not in known:
-                known[key] = (
-                    _measure_layer(builder, boundary, target_shapes, autocast, passed_as)
-                    if drawn is None
-                    else _measure_on_values(builder, boundary, drawn, target_shapes, autocast, passed_as)
-                )
+                known[key] = _measure_layer(builder, boundary, drawn, target_shapes, autocast, passed_as)
             found, drawn = known[key]
             facts.append(found)
             boundary = found.boundary
@@ -266,41 +262,37 @@ def _attention(func: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any,
 def _measure_layer(
     builder: LayerBuilder,
     boundary: Sequence[BoundaryTensor],
+    drawn: Drawn | None,
     targets: Sequence[TensorShape],
     autocast: Autocast,
     boundary_type: torch.dtype | None,
 ) -> tuple[LayerFacts, Drawn | None]:
-    """Returns the facts, and the outputs of each draw where their shapes depend on values."""
-    fake = fake_mode()
-    module = build_without_memory(builder, fake)
-    try:
-        with fake:
-            inputs = grouped_like((tensor.fake() for tensor in boundary), boundary)
-            wanted = tuple(shape.empty() for shape in targets)
-            return _measure_module(module, inputs, wanted, autocast, boundary_type), None
-    except Exception as error:
-        refuse_too_few_examples(error, _given(builder, boundary))
-        drawn = draw(grouped_like((tensor.shape for tensor in boundary), boundary))
-        return _measure_on_values(builder, boundary, drawn, targets, autocast, boundary_type)
+    """Measures on fake tensors or, where the layer cannot run on them, on random values.
 
+    Args:
+        drawn: inputs of each draw, where their shapes depend on values.
 
-def _measure_on_values(
-    builder: LayerBuilder,
-    boundary: Sequence[BoundaryTensor],
-    drawn: Drawn,
-    targets: Sequence[TensorShape],
-    autocast: Autocast,
-    boundary_type: torch.dtype | None,
-) -> tuple[LayerFacts, Drawn | None]:
+    Returns:
+        The facts, and the outputs of each draw where their shapes depend on values.
+    """
+    if drawn is None:
+        fake = fake_mode()
+        module = build_without_memory(builder, fake)
+        try:
+            with fake:
+                inputs = grouped_like((tensor.fake() for tensor in boundary), boundary)
+                wanted = tuple(shape.empty() for shape in targets)
+                return _measure_module(module, inputs, wanted, autocast, boundary_type), None
+        except Exception as error:
+            refuse_too_few_examples(error, _given(builder, boundary))
+            drawn = draw(grouped_like((tensor.shape for tensor in boundary), boundary))
     torch.manual_seed(0)
     module = build_or_explain(builder)
-    inputs = grouped_like(
-        (
-            tensor.to(described.shape.dtype).requires_grad_(described.needs_gradient)
-            for tensor, described in zip(drawn[0], boundary, strict=True)
-        ),
-        boundary,
+    typed = (
+        tensor.to(described.shape.dtype).requires_grad_(described.needs_gradient)
+        for tensor, described in zip(drawn[0], boundary, strict=True)
     )
+    inputs = grouped_like(typed, boundary)
     try:
         outputs = run_on(module, drawn)
         found = _measure_module(module, inputs, draw(targets)[0], autocast, boundary_type)

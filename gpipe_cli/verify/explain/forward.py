@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from .. import compare as c
-from ..check import Checker, ComparedStep
-from ..compare import Difference
+from ..check import AGAIN, Checker, ComparedStep
+from ..compare import Difference, Quantity
 from ..layout import VerifiedRun
 from ..record import OUTPUT, WEIGHTS, WEIGHTS_AGAIN, Fingerprint, Point
 from ..reference import noise_seed
@@ -108,17 +108,18 @@ def _agree(used: Mapping[Point, Fingerprint], old: Mapping[tuple[int, int], Fing
 
 def _noise(now: ComparedStep, run: VerifiedRun, kind: str) -> list[str]:
     """Explains a wrong seed of a layer's random numbers: whose seed it is, where that can be found."""
-    drawn, right = now.ours.seeds.get(kind, {}), now.expected_seeds
-    wrong = sorted((layer, m, r) for (r, m, layer), seed in drawn.items() if right.get((r, m, layer), seed) != seed)
+    again = kind == WEIGHTS_AGAIN
+    points = [d.point for d in _in_run(now.found[c.SEEDS], again) if d.point is not None]
+    wrong = sorted((point.layer, point.micro_batch, point.replica) for point in points)
     if not wrong:
         return []
     layer, m, r = wrong[0]
-    whose = _owner(drawn[r, m, layer], now.number - 1, r, m, layer, run)
+    whose = _owner(now.ours.seeds[kind][r, m, layer], now.number - 1, r, m, layer, run)
     layers = {layer for layer, _, _ in wrong}
     which = run.micro_batches((r, m) for other, m, r in wrong if other == layer)
     if len(layers) > 1:
         which += f"; {len(layers)} layers in {run.cells_of(layers)}"
-    if kind == WEIGHTS_AGAIN:
+    if again:
         text = f"recompute drew other random numbers than forward in {run.place(layer)} ({which})"
         return [f"{text}: a wrong seed for its noise{whose}"]
     return [f"{run.place(layer)} drew other random numbers in forward ({which}): a wrong seed{whose}"]
@@ -145,8 +146,13 @@ def _owner(seed: int, step: int, replica: int, micro_batch: int, layer: int, run
 
 def _modes(now: ComparedStep, run: VerifiedRun, again: bool) -> list[str]:
     """Names the first layer that ran in evaluation mode, or with another autocast than the run's."""
-    wrong = [d for d in now.found[c.MODES].beyond if (" in recompute" in d.where) == again]
+    wrong = _in_run(now.found[c.MODES], again)
     return [f"{run.place(wrong[0].layer)} did not run as the run says: {wrong[0].where}"] if wrong else []
+
+
+def _in_run(quantity: Quantity, again: bool) -> list[Difference]:
+    """Returns the differences in recompute if ``again``, else those in forward."""
+    return [difference for difference in quantity.beyond if (AGAIN in difference.where) == again]
 
 
 # -- recompute ---------------------------------------------------------------------------------------------------------
@@ -155,8 +161,7 @@ def _modes(now: ComparedStep, run: VerifiedRun, again: bool) -> list[str]:
 def explain_recompute(now: ComparedStep, before: ComparedStep | None, run: VerifiedRun) -> list[str]:
     """Returns what is wrong with a recompute, as sentences; empty where it repeats forward."""
     beyond = now.found[c.AGAIN].beyond
-    again = WEIGHTS_AGAIN
-    causes = _used_weights(now, before, run, again) or _modes(now, run, True) or _noise(now, run, again)
+    causes = _used_weights(now, before, run, WEIGHTS_AGAIN) or _modes(now, run, True) or _noise(now, run, WEIGHTS_AGAIN)
     if not beyond:
         return causes
     first = beyond[0]

@@ -16,8 +16,8 @@ from torch import Tensor
 from .. import compare as c
 from ..check import Checker, ComparedStep
 from ..layout import VerifiedRun
-from ..plain import PlainCell, Together
-from ..record import Place
+from ..plain import Together
+from ..record import Key, Place
 
 EARLIER: Place = (-1, -1)  # stands for the whole gradient of the step before
 FITS = 1e-3  # relative; a sum of parts that is as near as this explains a gradient
@@ -58,11 +58,10 @@ def _parts_apart(now: ComparedStep, checker: Checker, layers: Sequence[int]) -> 
     for group in (group for groups in now.mini_batch.sums(checker.together) for group in groups):
         moment = f"part {group[0]}"
 
-        def take(cell: int, done: PlainCell, moment: str = moment) -> None:
-            for layer in checker.model.cells[cell]:
-                if layer in layers:
-                    own = {key[1]: gradient for key, gradient in done.gradients.items() if key[0] == layer}
-                    checker.spill.put(moment, layer, own)
+        def take(cell: int, gradients: Mapping[Key, Tensor], buffers: object, moment: str = moment) -> None:
+            for layer in set(layers).intersection(checker.model.cells[cell]):
+                own = {name: gradient for (of, name), gradient in gradients.items() if of == layer}
+                checker.spill.put(moment, layer, own)
 
         alone = replace(now.mini_batch, only=frozenset(group))
         checker.model.run(alone, checker.together, checker.load(now.before), take)
@@ -146,7 +145,7 @@ def _are_means(parts: Parts, now: ComparedStep, checker: Checker) -> bool:
     """Returns whether the factors are inverse to the weights of the micro-batches, which are not all equal."""
     assert now.mini_batch is not None
     weights = {
-        (r, m): checker.model.weight(targets)
+        (r, m): checker.model.task.weight(targets)
         for r, replica in enumerate(now.mini_batch.micro_batches)
         for m, (_, targets) in enumerate(replica)
     }

@@ -14,6 +14,7 @@ from ..layout import VerifiedRun
 from ..record import of_kind
 from ..reference import Update, update
 from .backward import common_factor
+from .forward import measured
 from .tied import explain_tied_value
 
 
@@ -108,7 +109,7 @@ def _optimizer(now: ComparedStep, checker: Checker) -> list[str]:
     what = "the optimizer's state" if state.beyond else "what the update makes of the weights"
     layers = updated.layers or state.layers
     text = (
-        f"gradients agree, but {what} differs, first in {run.place(first.layer)} ({_measured(first)}, {first.where}), "
+        f"gradients agree, but {what} differs, first in {run.place(first.layer)} ({measured(first)}, {first.where}), "
         f"in {run.cells_of(layers)}"
     )
     causes = {**CAUSES, **_swapped(checker)}
@@ -167,7 +168,7 @@ def _averages(now: ComparedStep, run: VerifiedRun) -> list[str]:
     if not beyond:
         return []
     first = beyond[0]
-    place = f"{run.place(first.layer)} ({_measured(first)}, {first.where})"
+    place = f"{run.place(first.layer)} ({measured(first)}, {first.where})"
     text = f"the update is right, but not the moving average of the weights, first in {place}"
     gaps = [now.gaps[c.AVERAGES][d.layer, d.where] for d in beyond]
     if all(gap.ours == 0.0 for gap in gaps):
@@ -176,7 +177,3 @@ def _averages(now: ComparedStep, run: VerifiedRun) -> list[str]:
     if factor is None:
         return [f"{text}: it follows other weights, such as those before the update"]
     return [f"{text}: it moved {factor:.4g} times as far as trainer.average says, as after another number of updates"]
-
-
-def _measured(difference: Difference) -> str:
-    return f"relative difference {difference.relative:.1e}"
