@@ -65,5 +65,6 @@ def _level(config: pytest.Config) -> int:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Starts the processes of a test and of its fixtures warm, unless their start is what it tests."""
     cold = item.path.parent.name in COLD_ROOMS or item.get_closest_marker("cold")
+    WarmPopen.pictures = item.get_closest_marker("pictures") is not None
     with nullcontext() if cold or sys.platform != "linux" else patch("subprocess.Popen", WarmPopen):
         return (yield)

@@ -141,11 +141,6 @@ def test_a_slice_names_the_cells_layers(run: Run) -> None:
     assert first["args"]["layers"] == f"{row['first']} … {row['last']}"
 
 
-def test_recorded_steps_are_drawn(run: Run) -> None:
-    names = {path.name for path in (run.directory / "pictures").iterdir()}
-    assert names >= {f"step_{step:06d}.{kind}" for step in (2, 3) for kind in ("png", "svg")}
-
-
 def test_every_step_tells_its_bubble_and_the_schedules_own(run: Run) -> None:
     for row in run.metrics():
         assert 0 < row["bubble"] < 1

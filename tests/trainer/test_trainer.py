@@ -85,7 +85,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_leaves_what_other_programs_rely_on(tmp_path: Path) -> None:
-    _, events = train_inline(tmp_path, "debug=tiny", "pipeline.K=3", pictures=True)
+    _, events = train_inline(tmp_path, "debug=tiny", "pipeline.K=3", "trainer.trace_steps=3", pictures=True)
     shown = [event["kind"] for event in events if event["kind"] in ("evaluation", "samples")]
     assert shown == ["evaluation", *["evaluation", "samples"] * 2]  # an untrained model's translations show nothing
     steps = rows(tmp_path / "metrics.jsonl")
@@ -106,7 +106,8 @@ def test_a_run_leaves_what_other_programs_rely_on(tmp_path: Path) -> None:
     assert needed <= set(summary)
     assert [cell["cell"] for cell in summary["cells"]] == [0, 1, 2]
     assert sum(cell["parameters"] for cell in summary["cells"]) == summary["parameters"]
-    assert {path.name for path in (tmp_path / "pictures").iterdir()} >= {"step.png", "loss.png", "breakdown.png"}
+    drawn = {path.name for path in (tmp_path / "pictures").iterdir()}
+    assert drawn >= {"step.png", "loss.png", "breakdown.png", "step_000003.png", "step_000003.svg"}
 
 
 def test_bf16_trains_close_to_fp32(tmp_path: Path) -> None:
