@@ -1,4 +1,4 @@
-"""Losses and gradient norms as they were once written down in tests/golden/, for every schedule and K.
+"""Tests losses and gradient norms against those once written down in tests/golden/, for every schedule and K.
 
 Their last bits belong to one kind of processor and one release of torch, which each file names: there the file is held
 to the last bit. Elsewhere a tolerance serves, and K=2 and K=4 still equal K=1 to the last bit. A change that is meant

@@ -1,4 +1,4 @@
-"""A run that an earlier gpipe-cli left (tests/old_checkpoint/) can still be evaluated, exported and gone on from.
+"""Tests that an earlier release's run (tests/old_checkpoint/) is evaluated, exported and gone on from.
 
 All by the commands, as a person would; the keys of the run are those in its .hydra/overrides.yaml. The last bits belong
 to the processor and the releases that expected.json names. With others a tolerance serves; so small a model's gradients

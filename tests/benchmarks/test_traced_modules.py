@@ -1,4 +1,4 @@
-"""A sample of benchmarks/traced: traced modules, cut into cells, have the module's own loss and gradients."""
+"""Tests a sample of benchmarks/traced: traced modules, cut into cells, have the module's own loss and gradients."""
 
 from __future__ import annotations
 

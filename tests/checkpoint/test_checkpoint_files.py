@@ -1,4 +1,4 @@
-"""A kill or a damaged file costs at most one save; which checkpoints are kept, and which one a run goes on from."""
+"""Tests that a kill or a damaged file costs at most one save, and which checkpoint a run goes on from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Holds which changes of the configuration prevent a resume."""
+"""Tests which changes of the configuration prevent a resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A new run that begins with weights made elsewhere: by name, from a file or a folder; no file runs code."""
+"""Tests a new run that begins with weights made elsewhere: by name, from a file or a folder; no file runs code."""
 
 from __future__ import annotations
 

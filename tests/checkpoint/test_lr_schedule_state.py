@@ -1,4 +1,4 @@
-"""A resumed run goes on with the very learning rates, momenta and betas: with every schedule that torch has."""
+"""Tests that a resumed run has the same learning rates, momenta and betas, with every schedule that torch has."""
 
 from __future__ import annotations
 

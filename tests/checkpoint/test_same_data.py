@@ -1,4 +1,4 @@
-"""A run goes on with the data that it began with, or says that they have changed."""
+"""Tests that a run goes on with the data that it began with, or says that they have changed."""
 
 from __future__ import annotations
 

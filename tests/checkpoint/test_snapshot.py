@@ -1,4 +1,4 @@
-"""Checkpoints restore every bit at any partition, and refuse by name whatever does not fit the model."""
+"""Tests that checkpoints restore every bit at any partition, and refuse by name whatever does not fit the model."""
 
 from __future__ import annotations
 

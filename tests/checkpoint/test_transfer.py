@@ -1,4 +1,4 @@
-"""A new run that begins with another's weights: the paper's transfer, end to end on tiny images."""
+"""Tests a new run that begins with another's weights: the paper's transfer, end to end on tiny images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gpipe-train` as a person meets it: real processes, with a trainer that needs no torch (cli_jobs.py)."""
+"""Tests `gpipe-train` as a person meets it: real processes, with a trainer that needs no torch (cli_jobs.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The YAML files and the dataclasses that judge them."""
+"""Tests the YAML files and the dataclasses that judge them."""
 
 from __future__ import annotations
 

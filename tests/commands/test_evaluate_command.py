@@ -1,4 +1,4 @@
-"""gpipe-eval: a checkpoint evaluated again gives what its run found, at any K; evaluated runs are compared."""
+"""Tests gpipe-eval: a checkpoint evaluated again gives what its run found, at any K; evaluated runs are compared."""
 
 from __future__ import annotations
 

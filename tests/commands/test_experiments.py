@@ -1,4 +1,4 @@
-"""The experiments with images, each on tiny images in the layout of its real data set, through the true code path."""
+"""Tests the experiments with images, each on tiny images in the layout of its real data set."""
 
 from __future__ import annotations
 

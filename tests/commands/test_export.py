@@ -1,4 +1,4 @@
-"""``gpipe-export``: one plain state_dict that the plain layers load."""
+"""Tests ``gpipe-export``, which writes one plain state_dict that the plain layers load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All commands answer --help with a page and use the same exit codes."""
+"""Tests that all commands answer --help with a page and use the same exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gpipe-generate: beginnings in, texts out, the same for any number of cells; wrong calls say what to type."""
+"""Tests gpipe-generate: beginnings in, texts out, the same for any number of cells; wrong calls say what to type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The modules of docs/your-own-model.md run as printed, at tiny sizes."""
+"""Tests that the modules of docs/your-own-model.md run as printed, at tiny sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README's picture comes from the command that docs/examples/sleeping_layers.py prints."""
+"""Tests that the README's picture comes from the command that docs/examples/sleeping_layers.py prints."""
 
 from __future__ import annotations
 

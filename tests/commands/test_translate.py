@@ -1,4 +1,4 @@
-"""gpipe-translate: lines in, translations out, in order, by any number of cells; a run opened again with overrides."""
+"""Tests gpipe-translate: lines in, translations out, in order, by any number of cells; with overrides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The translation experiments: that they are the paper's models, and that each runs on tiny text."""
+"""Tests that the translation experiments are the paper's models, and that each runs on tiny text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint may come from anybody: opening it calls nothing but what is ours and what the person has named."""
+"""Tests that opening anybody's checkpoint calls nothing but what is ours and what the person has named."""
 
 from __future__ import annotations
 

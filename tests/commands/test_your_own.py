@@ -1,4 +1,4 @@
-"""docs/your-own-model.md works as printed, and a user's mistakes are told in the user's terms."""
+"""Tests that docs/your-own-model.md works as printed, and that a user's mistakes are told in the user's terms."""
 
 from __future__ import annotations
 

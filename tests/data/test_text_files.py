@@ -1,4 +1,4 @@
-"""Your own text: every kind of file gives the same tokens, and every defect is named with its file and line."""
+"""Tests your own text: every kind of file gives the same tokens, and every defect is named with its file and line."""
 
 from __future__ import annotations
 

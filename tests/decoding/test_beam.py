@@ -1,4 +1,4 @@
-"""Beam search: against an exhaustive search, against a plain loop, through the pipeline at every K."""
+"""Tests beam search against an exhaustive search, against a plain loop, and through the pipeline at every K."""
 
 from __future__ import annotations
 

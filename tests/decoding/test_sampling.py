@@ -1,4 +1,4 @@
-"""Continuing prompts: against a plain loop, with and without caches, the same for every K; draws as their formula."""
+"""Tests texts that are continued: against a plain loop, with and without caches, the same for every K; the draws."""
 
 from __future__ import annotations
 

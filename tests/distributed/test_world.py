@@ -1,4 +1,4 @@
-"""All ranks take the same decision about devices and backend, or refuse and say what to do."""
+"""Tests that all ranks take the same decision about devices and backend, or refuse and say what to do."""
 
 from __future__ import annotations
 

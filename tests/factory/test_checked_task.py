@@ -1,4 +1,4 @@
-"""A task of the user's whose methods return something else than they should is told which, and what it must return."""
+"""Tests that a user's task is told which of its methods returns something wrong, and what it must return."""
 
 from __future__ import annotations
 

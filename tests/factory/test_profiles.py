@@ -1,4 +1,4 @@
-"""Timed profiles are measured once: the next start finds them, unless something that they depend on has changed."""
+"""Tests that timed profiles are measured once, unless something that they depend on has changed."""
 
 from __future__ import annotations
 

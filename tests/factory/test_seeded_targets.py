@@ -1,4 +1,4 @@
-"""What a `_target_` makes depends on the seed alone: in every process, every run and every replica."""
+"""Tests that what a `_target_` makes depends on the seed alone: in every process, every run and every replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules that the builders of several layers return: each layer has parameters and statistics of its own."""
+"""Tests modules that several builders return: each layer has parameters and statistics of its own."""
 
 from __future__ import annotations
 

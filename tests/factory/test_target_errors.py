@@ -1,4 +1,4 @@
-"""A `_target_` that cannot be made is refused with the true cause, and with its place in the user's own code."""
+"""Tests that a wrong `_target_` is refused with the true cause and its place in the user's own code."""
 
 from __future__ import annotations
 

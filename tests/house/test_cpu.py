@@ -1,4 +1,4 @@
-"""Processes use the CPU as promised: cores, threads, freed memory."""
+"""Tests that processes use the CPU as promised: cores, threads, freed memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The package is complete, rooms import one way, and a wheel works outside the clone."""
+"""Tests that the package is complete, rooms import one way, and a wheel works outside the clone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's place in memory: what is written is read by every view of the memory."""
+"""Tests a worker's place in memory: what is written is read by every view of the memory."""
 
 from __future__ import annotations
 

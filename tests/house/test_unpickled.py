@@ -1,4 +1,4 @@
-"""Nothing in the package unpickles: a pickle that comes from elsewhere runs code."""
+"""Tests that nothing in the package unpickles: a pickle that comes from elsewhere runs code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Docstrings, class names and lengths of functions follow the rules of the house."""
+"""Tests that docstrings, class names and lengths of functions follow the rules of the house."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FILES = [path for room in ("gpipe_cli", "models", "data", "benchmarks") for path in sorted((ROOT / room).rglob("*.py"))]
+TEST_FILES = sorted((ROOT / "tests").rglob("*.py"))
 NO_VERBS = {"This", "Its", "Always", "Others", "Was", "Has", "Is", "As", "Tensors", "Weights", "Seconds", "Bytes"}
 LONGEST_FUNCTION = 60  # lines
 
@@ -36,6 +37,14 @@ def test_a_docstring_begins_with_a_verb() -> None:
         if word != "Raised" and not (word.isalpha() and word[0].isupper() and word[-1] == "s" and word not in NO_VERBS):
             wrong.append(f"{place}: {text.splitlines()[0]}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_test_file_says_what_it_tests() -> None:
+    """In its first line: "Tests that …"; a helper of tests begins with another verb."""
+    first = {path: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) for path in TEST_FILES}
+    words = {path: (text or "?").split()[0] for path, text in first.items()}
+    assert [path.name for path, word in words.items() if path.name.startswith("test_") != (word == "Tests")] == []
+    assert [path.name for path, word in words.items() if not word.endswith("s")] == []
 
 
 def test_a_class_name_stands_once_in_the_tree() -> None:

@@ -1,4 +1,4 @@
-"""A small Transformer that translates: through the pipeline, alone or as one of several workers, and plainly."""
+"""Translates with a small Transformer: through the pipeline, alone or as one of several workers, and plainly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gpipe-train` with a trainer that needs no torch, for test_cli.py. Run as a script it is the command.
+"""Runs `gpipe-train` with a trainer that needs no torch, for test_cli.py. Run as a script it is the command.
 
 What the fake trainer does is chosen by `seed`: see the constants.
 """

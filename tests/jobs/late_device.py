@@ -1,4 +1,4 @@
-"""A device without hardware: tensors of a type of their own, whose operations run on the CPU, late.
+"""Registers a device without hardware: tensors of a type of their own, whose operations run on the CPU, late.
 
 An operation is put into a queue of the present stream and runs some time later. Which stream goes on next is drawn from
 a seed; only the order within a stream, events, and the host's waiting are kept. Until its operation has run a result

@@ -1,4 +1,4 @@
-"""A command process that launches one of launch_jobs.py, and a way to find everything that it started."""
+"""Starts a command that launches one of launch_jobs.py, and finds everything that it started."""
 
 from __future__ import annotations
 

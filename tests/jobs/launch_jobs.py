@@ -1,4 +1,4 @@
-"""Tiny jobs for test_launch.py: entry points that workers run, and, run as a script, a command that launches them.
+"""Defines tiny jobs for test_launch.py: entry points of workers, and, as a script, a command that launches them.
 
 python launch_jobs.py ENTRY WORKERS RUN_DIR [key=value of Job, as JSON ...]
 

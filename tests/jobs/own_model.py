@@ -1,4 +1,4 @@
-"""A user's own model, small enough that a run of some steps takes no time: digits of 8×8 pixels, two linear maps."""
+"""Defines a user's own model, in which some steps take no time: digits of 8×8 pixels, two linear maps."""
 
 from __future__ import annotations
 

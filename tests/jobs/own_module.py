@@ -1,4 +1,4 @@
-"""Small modules as their users write them, traced by model=module."""
+"""Defines small modules as their users write them, traced by model=module."""
 
 from __future__ import annotations
 

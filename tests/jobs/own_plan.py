@@ -1,4 +1,4 @@
-"""A user's own model, data and task, and the plan that gpipe-plan makes of them."""
+"""Defines a user's own model, data and task, and plans them as gpipe-plan does."""
 
 from __future__ import annotations
 

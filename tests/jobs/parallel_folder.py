@@ -1,4 +1,4 @@
-"""Small folders of parallel text in the supported layouts, made of sentences of the CLDR corpus."""
+"""Writes small folders of parallel text in the supported layouts, made of sentences of the CLDR corpus."""
 
 from __future__ import annotations
 

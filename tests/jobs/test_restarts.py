@@ -1,4 +1,4 @@
-"""A run starts again by itself after a worker's death, from its newest checkpoint and on the workers that are left."""
+"""Tests that a run starts again by itself after a worker's death, from its newest checkpoint, on the workers left."""
 
 from __future__ import annotations
 

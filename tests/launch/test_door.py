@@ -1,4 +1,4 @@
-"""Another user of the machine finds no way into a job: nothing listens, nothing has a name, nothing is unpickled."""
+"""Tests that another user of the machine finds no way into a job: no ports, no names, nothing unpickled."""
 
 from __future__ import annotations
 

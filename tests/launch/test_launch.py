@@ -1,4 +1,4 @@
-"""Workers start, report, stop and die as promised; every test ends with no process of its own left.
+"""Tests that workers start, report, stop and die as promised, and that no process is left.
 
 The cases are those that other launchers were seen to fail: see docs/design.md, "Launch".
 """

@@ -1,4 +1,4 @@
-"""Table 4's shares and the critical path of a step, in literal numbers."""
+"""Tests table 4's shares and the critical path of a step, in literal numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files that a run writes, on disks that are full, read-only or gone."""
+"""Tests the files that a run writes, on disks that are full, read-only or gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl: what other programs read of a run, step by step."""
+"""Tests metrics.jsonl: what other programs read of a run, step by step."""
 
 from __future__ import annotations
 

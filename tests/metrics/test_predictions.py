@@ -1,4 +1,4 @@
-"""The predictions of an evaluation, collected over workers and replicas."""
+"""Tests the predictions of an evaluation, collected over workers and replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces of real workers, the figures of the meter, and one clock for all machines."""
+"""Tests traces of real workers, the figures of the meter, and that all machines have one clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BLEU by language, level of resource and script; and the picture of it."""
+"""Tests BLEU by language, level of resource and script; and the picture of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""model=module: a traced module trains, is evaluated and exported like any list of layers, under its own names."""
+"""Tests model=module: a traced module trains, is evaluated and exported like any list of layers, by its own names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adafactor against numbers worked out by hand, against a plain loop, and against torch's where that is the same."""
+"""Tests Adafactor against numbers worked out by hand, against a plain loop, and against torch's where they agree."""
 
 from __future__ import annotations
 

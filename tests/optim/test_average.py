@@ -1,4 +1,4 @@
-"""The moving average of weights and BatchNorm statistics: its numbers, and what a run does with it."""
+"""Tests the moving average of weights and BatchNorm statistics: its numbers, and what a run does with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that do not learn: nothing changes them, the optimizer keeps nothing of them, plans and proofs know it."""
+"""Tests weights that do not learn: nothing changes them, and optimizer, plans and gpipe-verify know it."""
 
 from __future__ import annotations
 

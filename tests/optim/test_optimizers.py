@@ -1,4 +1,4 @@
-"""TensorFlow's RMSProp against numbers worked out by hand; weight decay on matrices alone, with every optimizer."""
+"""Tests TensorFlow's RMSProp against numbers worked out by hand, and that only matrices decay, with every optimizer."""
 
 from __future__ import annotations
 

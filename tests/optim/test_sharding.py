@@ -1,4 +1,4 @@
-"""Replicas divide the optimizer's state: even shares, and the bits of an optimizer that has everything."""
+"""Tests that replicas divide the optimizer's state: even shares, and the bits of an optimizer that has everything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Costs of layers: counted without memory, once for equal layers, and refused with the way out."""
+"""Tests costs of layers: counted without memory, once for equal layers, and refused with the way out."""
 
 from __future__ import annotations
 

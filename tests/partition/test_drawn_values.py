@@ -1,4 +1,4 @@
-"""Layers that look at values are counted on random ones, and no cut lies where a shape depends on values."""
+"""Tests that layers that look at values are counted on random ones, and no cut lies where a shape depends on values."""
 
 from __future__ import annotations
 

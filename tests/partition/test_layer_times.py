@@ -1,4 +1,4 @@
-"""Profiles time forward, backward and the loss, shown with layers that sleep for a known time."""
+"""Tests times of forward, backward and the loss, by layers that sleep for a known time."""
 
 from __future__ import annotations
 

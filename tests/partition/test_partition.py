@@ -1,4 +1,4 @@
-"""Every cut against the best of all possible cuts, and errors that say what to type."""
+"""Tests every cut against the best of all possible cuts, and that errors say what to type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters that a pipeline cannot train are refused by name before costs are counted, whatever `pipeline.cost` is."""
+"""Tests that parameters that a pipeline cannot train are refused by name, whatever `pipeline.cost` is."""
 
 from __future__ import annotations
 

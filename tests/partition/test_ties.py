@@ -1,4 +1,4 @@
-"""Tied parameters: found without memory, whether layers share them or declare them; counted once."""
+"""Tests tied parameters: found without memory, whether layers share them or declare them, and counted once."""
 
 from __future__ import annotations
 

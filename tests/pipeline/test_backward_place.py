@@ -1,4 +1,4 @@
-"""The place of a worker names the layer whose backward runs, for every schedule, cut and re-materialization."""
+"""Tests that a worker's place names the layer whose backward runs, for every schedule, cut and remat policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BatchNorm's moving averages follow the whole mini-batch, for every M, K and remat policy (paper, section 2.2)."""
+"""Tests that BatchNorm's moving averages follow the whole mini-batch, for every M, K and remat policy."""
 
 from __future__ import annotations
 

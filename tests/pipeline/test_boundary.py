@@ -1,4 +1,4 @@
-"""Boundaries are described, packed into one message, and unpacked again."""
+"""Tests that boundaries are described, packed into one message, and unpacked again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A layer that changes its buffers in a training forward is refused in the first step: it would not be exact."""
+"""Tests that a layer that changes its buffers in a training forward is refused in the first step."""
 
 from __future__ import annotations
 

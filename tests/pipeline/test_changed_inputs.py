@@ -1,4 +1,4 @@
-"""A layer that changes its input in place is refused in the same words, wherever the cut puts it."""
+"""Tests that a layer that changes its input in place is refused in the same words, wherever the cut puts it."""
 
 from __future__ import annotations
 

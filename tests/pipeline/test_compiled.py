@@ -1,4 +1,4 @@
-"""Compiled layers give the same bits for every cut, schedule and re-materialization, and keep their names."""
+"""Tests that compiled layers give the same bits for every cut, schedule and remat policy, and keep their names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step that is not finite is run again, and the layer that first gave such a value is named."""
+"""Tests that a step that is not finite is run again, and the layer that first gave such a value is named."""
 
 from __future__ import annotations
 

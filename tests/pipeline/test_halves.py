@@ -1,4 +1,4 @@
-"""A backward in two halves: the gradients of a whole one, bit for bit, with the weights' half really left for later."""
+"""Tests a backward in two halves: it has the bits of a whole one, and the weights' half is really left for later."""
 
 from __future__ import annotations
 

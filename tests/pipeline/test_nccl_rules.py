@@ -1,4 +1,4 @@
-"""Under the rules of NCCL and CUDA no schedule waits for ever, and orders of calls that must stall do stall."""
+"""Tests that no schedule waits for ever under the rules of NCCL and CUDA, and that wrong orders stall."""
 
 from __future__ import annotations
 

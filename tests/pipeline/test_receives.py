@@ -1,4 +1,4 @@
-"""Receives are posted when they are due, in order, and once their shapes are known."""
+"""Tests that receives are posted when they are due, in order, and once their shapes are known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bits of a sum over replicas do not depend on a number's place in the tensor."""
+"""Tests that the bits of a sum over replicas do not depend on a number's place in the tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers of one machine send messages through memory that they share."""
+"""Tests that workers of one machine send messages through memory that they share."""
 
 from __future__ import annotations
 

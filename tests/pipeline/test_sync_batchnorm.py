@@ -1,4 +1,4 @@
-"""Replicas that share BatchNorm's statistics (paper, section 2.2) train as one model with larger micro-batches."""
+"""Tests that replicas that share BatchNorm's statistics train as one model with larger micro-batches."""
 
 from __future__ import annotations
 

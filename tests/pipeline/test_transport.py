@@ -1,4 +1,4 @@
-"""Messages between workers have tags of their own, however many micro-batches and cells there are."""
+"""Tests that messages between workers have tags of their own, however many micro-batches and cells there are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights are cast once a step; the bits are those of autocast, which casts them in every micro-batch."""
+"""Tests that weights are cast once a step; the bits are those of autocast, which casts them in every micro-batch."""
 
 from __future__ import annotations
 

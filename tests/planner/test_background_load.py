@@ -1,4 +1,4 @@
-"""The processes that keep other cores busy while layers are timed."""
+"""Tests the processes that keep other cores busy while layers are timed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares gpipe-plan with what a run allocates, with closed formulas, and with trying everything by hand."""
+"""Tests gpipe-plan against what a run allocates, against closed formulas, and against trying everything by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans describe the present machine; without a GPU here, its figures are given."""
+"""Tests plans of the present machine; without a GPU here, its figures are given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules are those of the paper; the validator refuses every fault; what a worker has to keep is counted."""
+"""Tests that schedules are the paper's, that the validator refuses every fault, and what a worker keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulated clock against the closed formulas of the paper, and the pictures drawn from it."""
+"""Tests the simulated clock against the closed formulas of the paper, and the pictures drawn from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A data source whose mini-batches have another number of micro-batches than M is refused by name."""
+"""Tests that a data source whose mini-batches have another number of micro-batches than M is refused by name."""
 
 from __future__ import annotations
 

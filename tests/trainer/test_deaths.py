@@ -1,4 +1,4 @@
-"""A worker that dies in a user's own code is reported with the place where it was: cell, layer, micro-batch."""
+"""Tests that a worker that dies in a user's code is reported with its place: cell, layer, micro-batch."""
 
 from __future__ import annotations
 

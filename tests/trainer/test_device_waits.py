@@ -1,4 +1,4 @@
-"""The host never waits for the device within a step, and batches are copied to it ahead of need."""
+"""Tests that the host never waits for the device within a step, and batches are copied to it ahead of need."""
 
 from __future__ import annotations
 

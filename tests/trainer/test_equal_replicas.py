@@ -1,4 +1,4 @@
-"""Replicas with different weights are refused before the first step."""
+"""Tests that replicas with different weights are refused before the first step."""
 
 from __future__ import annotations
 

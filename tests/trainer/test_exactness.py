@@ -1,4 +1,4 @@
-"""The same run for every K: `gpipe-train` gives the same bits, as processes or as one, resumed or not, swept or not."""
+"""Tests that `gpipe-train` gives the same bits at every K, as processes or as one, resumed or not, swept or not."""
 
 from __future__ import annotations
 

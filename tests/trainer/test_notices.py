@@ -1,4 +1,4 @@
-"""The notices about BatchNorm and about the time left to save."""
+"""Tests the notices about BatchNorm and about the time left to save."""
 
 from __future__ import annotations
 

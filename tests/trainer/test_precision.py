@@ -1,4 +1,4 @@
-"""Half precision gives the same bits for every K: boundaries in bf16, float16 with a scaled loss."""
+"""Tests that half precision gives the same bits for every K: boundaries in bf16, float16 with a scaled loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data may take long to prepare: the workers wait for it, and a request to stop or a failure ends all of them."""
+"""Tests that workers wait for data that take long to prepare, and that a signal or a failure ends all of them."""
 
 from __future__ import annotations
 

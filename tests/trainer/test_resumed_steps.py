@@ -1,4 +1,4 @@
-"""Going on with a run: what may be changed, more steps or the learning rate, and what is still to be evaluated."""
+"""Tests going on with a run: what may be changed, more steps or another rate, and what is still to be evaluated."""
 
 from __future__ import annotations
 

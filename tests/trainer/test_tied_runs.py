@@ -1,4 +1,4 @@
-"""Runs with tied parameters: the same bits for every K, one entry in a checkpoint, one optimizer state."""
+"""Tests runs with tied parameters: the same bits for every K, one entry in a checkpoint, one optimizer state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer: every YAML trains, what a run leaves, when it stops."""
+"""Tests the trainer: every YAML trains, what a run leaves, when it stops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference of gpipe-verify, written a second time, agrees with the trainer's own seeds, rates and updates."""
+"""Tests that gpipe-verify's own reference agrees with the trainer's seeds, rates and updates."""
 
 from __future__ import annotations
 

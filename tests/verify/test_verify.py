@@ -1,4 +1,4 @@
-"""gpipe-verify: says OK where the pipeline is the plain loop, and names what is wrong where it is not."""
+"""Tests that gpipe-verify says OK where the pipeline is the plain loop, and names what is wrong where it is not."""
 
 from __future__ import annotations
 
