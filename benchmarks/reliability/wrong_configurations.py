@@ -137,6 +137,7 @@ def words_and_options() -> list[Case]:
     )
     read = [Case("word", (word,), (word.split("=")[0] or "=3",)) for word in wrong]
     read += [Case("word", (word,), (word,)) for word in ("pipeline.K=1,2", "optimizer=adam,sgd", "seed=range(3)")]
+    read += [Case("word", (word,), (word,)) for word in ("optimizer=[adam,sgd]", "model=[transformer]", "data=[]")]
     options = (["--foo"], ["--pipeline.K=4"], ["--config-dir"], ["--config-dir", "nowhere"], ["--cfg", "jobs"])
     more = (["--config-name"], ["--config-name", "other"], ["-x"], ["--info", "everything"], ["--resolve"])
     return read + [Case("option", tuple(words), (words[-1].lstrip("-"),)) for words in (*options, *more)]

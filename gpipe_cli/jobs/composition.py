@@ -94,7 +94,7 @@ class Composer:
             if check is not None:
                 check(OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"]))
         if error is not None and not problems:
-            problems += (problem for folder in folders for path in folder.rglob("*.yaml") for problem in _misread(path))
+            problems += (problem for folder in folders for path in _yaml_files(folder) for problem in _misread(path))
         if error is not None and not problems:
             problems.append(explain(error))
 
@@ -162,7 +162,9 @@ def parsed(line: CommandLine, problems: Problems, command: str | None = None) ->
         except Exception as error:
             problems.append(explain(error))
             continue
-        if override.is_sweep_override() and not line.is_sweep:
+        if not override.key_or_group:
+            problems.append(f"{word}: write key=value")
+        elif override.is_sweep_override() and not line.is_sweep:
             key, _, value = word.lstrip("+").partition("=")
             several = f"type {command} -m … {word}" if command else "give one value"
             problems.append(f"{word} is a sweep: {several}, or {key}=[{value}] for one list")
@@ -197,13 +199,22 @@ def _user_folders(line: CommandLine, problems: Problems) -> Iterator[Path]:
 
 
 def misread_choices(line: CommandLine) -> Iterator[str]:
-    """Yields a line for each file of `--config-dir` that a word chooses and that is no configuration."""
-    if line.folder is not None:
-        for group, _, option in (word.lstrip("+").partition("=") for word in line.overrides):
+    """Yields a line for each word that chooses several options of a section, or a file that is no configuration."""
+    for group, _, option in (word.lstrip("+").partition("=") for word in line.overrides):
+        if option.startswith("[") and group in FREE_FORM:
+            yield f"{group}={option}: {group} has one option, without brackets (gpipe-train --help lists them)"
+        if line.folder is not None:
             path = Path(line.folder, group, f"{option.removesuffix('.yaml')}.yaml").absolute()
             with suppress(OSError, ValueError):  # such as a name that is too long: it is no file
                 if path.is_file():
                     yield from _misread(path)
+
+
+def _yaml_files(folder: Path) -> Iterator[Path]:
+    """Yields the YAML files of a folder; not those of earlier runs in it, which lie in hidden folders."""
+    for path in folder.rglob("*.yaml"):
+        if not any(part.startswith(".") for part in path.relative_to(folder).parts):
+            yield path
 
 
 def _misread(path: Path) -> Iterator[str]:

@@ -17,6 +17,7 @@ from omegaconf.errors import (
     UnsupportedInterpolationType,
 )
 
+from gpipe_cli.terminal.help import conf_folder
 from gpipe_cli.typed_section import nearest
 
 REFERENCE = re.compile(r"Interpolation key '([^']+)' not found")
@@ -43,7 +44,7 @@ def explain(error: Exception, key: str | None = None) -> str:
         return f"{key} needs a value: type {key}=…"
     if isinstance(error, InterpolationKeyError) and (match := REFERENCE.search(text)):
         section, dot, _ = match[1].partition(".")
-        if not dot:
+        if not dot or not (conf_folder() / section).is_dir():
             return f"{key} is taken from {match[1]}, and there is no such key: type {key}=…"
         return (
             f"{key} is taken from {match[1]}, which the chosen {section} does not have: "

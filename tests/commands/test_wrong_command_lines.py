@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
@@ -68,3 +69,26 @@ def test_wrong_values_leave_out_the_checks_that_need_them() -> None:
     assert "pipeline.K=0: use a whole number, at least 1" in problems
     assert "trainer must be a section with keys, not 3" in problems
     assert not any("a worker needs at least one cell" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["optimizer=[adam,sgd]"], "optimizer=[adam,sgd]: optimizer has one option, without brackets"),
+        (["name='${os.environ}'"], "name is taken from os.environ, and there is no such key: type name=…"),
+        (["=3"], "=3: write key=value"),
+        (["--config-dir", ".", "--config-name", "bad"], "bad.yaml, line 1: not UTF-8"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else None,
+)
+def test_the_answer_is_one_line_and_no_more(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / ".hydra").mkdir(parents=True)
+    (tmp_path / "runs" / ".hydra" / "overrides.yaml").write_text("- optimizer.lr=3\n")  # of an earlier run
+    (tmp_path / "bad.yaml").write_bytes(b"\xff\xfe\x00a")
+    with suppress(SystemExit):
+        import_module("gpipe_cli.commands.train").main(words)
+    written = capsys.readouterr().err
+    assert said in written and written.count("\n") == 1
