@@ -25,29 +25,29 @@ from .throughput import PaperModel
 SEED = 1  # of the weights
 EXAMPLES_SEED = 2  # the first worker has the inputs and a peer's last worker the targets of the same mini-batch
 TOKENS, VOCABULARY, IMAGE, CLASSES = 1024, 32000, 224, 1000
-SMALL_TOKENS, SMALL_VOCABULARY, SMALL_IMAGE, SMALL_CLASSES = 32, 100, 64, 10
+SMALL = 32, 100, 64, 10  # the same four, at widths that a test can run
+
+
+def sizes_of(model: PaperModel) -> tuple[int, int, int, int]:
+    """Returns the tokens of a text, their vocabulary, the side of an image, and the number of classes."""
+    return SMALL if model.small else (TOKENS, VOCABULARY, IMAGE, CLASSES)
 
 
 def build_layers(model: PaperModel) -> list[LayerBuilder]:
     """Returns the layers at the paper's widths, or with `small` at widths that a test can run."""
-    small = model.small
+    _, vocabulary, image, classes = sizes_of(model)
     if model.family == "amoebanet":
-        (L, D), classes, image = model.sizes, SMALL_CLASSES if small else CLASSES, SMALL_IMAGE if small else IMAGE
+        L, D = model.sizes
         return amoebanet(L, D, classes, image, auxiliary_head=False)
-    (L,) = model.sizes
-    if small:
-        return transformer_lm(L, H=64, A=1, vocabulary=SMALL_VOCABULARY, d_model=32)
-    return transformer_lm(L, H=8192, A=32, vocabulary=VOCABULARY)
+    widths: dict[str, Any] = {"H": 64, "A": 1, "d_model": 32} if model.small else {"H": 8192, "A": 32}
+    return transformer_lm(model.sizes[0], vocabulary=vocabulary, **widths)
 
 
 def random_examples(model: PaperModel, examples: int) -> tuple[Tensor, Tensor]:
     """Returns inputs and targets: random pixels and classes, or random tokens, each predicting the next."""
-    small = model.small
+    length, vocabulary, side, classes = sizes_of(model)
     if model.family == "amoebanet":
-        side = SMALL_IMAGE if small else IMAGE
-        images = torch.randn(examples, 3, side, side)
-        return images, torch.randint(SMALL_CLASSES if small else CLASSES, (examples,))
-    length, vocabulary = (SMALL_TOKENS, SMALL_VOCABULARY) if small else (TOKENS, VOCABULARY)
+        return torch.randn(examples, 3, side, side), torch.randint(classes, (examples,))
     tokens = torch.randint(vocabulary, (examples, length + 1))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 

@@ -12,9 +12,9 @@ LEVELS = ("high", "middle", "low")  # of resource: thirds of the languages by tr
 LATIN, OTHER = "Latin", "other"  # scripts that the averages distinguish
 
 
-def languages_of(scores: Mapping[str, float], metric: str = "bleu") -> dict[str, float]:
+def languages_of(scores: Mapping[str, float]) -> dict[str, float]:
     """Returns the score of each language, from the names `bleu/<language>`."""
-    return {name.removeprefix(f"{metric}/"): value for name, value in scores.items() if name.startswith(f"{metric}/")}
+    return {name.removeprefix("bleu/"): value for name, value in scores.items() if name.startswith("bleu/")}
 
 
 def resource_levels(sizes: Mapping[str, int]) -> dict[str, str]:
@@ -30,7 +30,7 @@ def resource_levels(sizes: Mapping[str, int]) -> dict[str, str]:
 
 
 def with_averages(
-    scores: Mapping[str, float], sizes: Mapping[str, int], scripts: Mapping[str, str], metric: str = "bleu"
+    scores: Mapping[str, float], sizes: Mapping[str, int], scripts: Mapping[str, str]
 ) -> dict[str, float]:
     """Adds averages over languages to a task's scores, if there are scores of several languages.
 
@@ -46,27 +46,25 @@ def with_averages(
         the means over the levels of `resource_levels`; the same by script, as `bleu_high/Latin` and `bleu_high/other`;
         the scores of the languages, by falling number of training pairs.
     """
-    found = languages_of(scores, metric)
+    found = languages_of(scores)
     single = {code: found[code] for code in sorted(found, key=lambda code: -sizes.get(code, 0))}
     averages = {}
     if len(single) > 1:
         levels = resource_levels({code: sizes[code] for code in single if code in sizes})
-        averages = {f"{metric}_average": fmean(single.values()), **_averages(single, levels, scripts, metric)}
-    whole = {name: value for name, value in scores.items() if not name.startswith(f"{metric}/")}
-    return {**whole, **averages, **{f"{metric}/{code}": value for code, value in single.items()}}
+        averages = {"bleu_average": fmean(single.values()), **_averages(single, levels, scripts)}
+    whole = {name: value for name, value in scores.items() if not name.startswith("bleu/")}
+    return {**whole, **averages, **{f"bleu/{code}": value for code, value in single.items()}}
 
 
-def _averages(
-    single: Mapping[str, float], levels: Mapping[str, str], scripts: Mapping[str, str], metric: str
-) -> dict[str, float]:
+def _averages(single: Mapping[str, float], levels: Mapping[str, str], scripts: Mapping[str, str]) -> dict[str, float]:
     """Returns the means by level, then by level and script."""
-    values: dict[str, list[float]] = {f"{metric}_{level}": [] for level in LEVELS}
-    values |= {f"{metric}_{level}/{script}": [] for level in LEVELS for script in (LATIN, OTHER)}
+    values: dict[str, list[float]] = {f"bleu_{level}": [] for level in LEVELS}
+    values |= {f"bleu_{level}/{script}": [] for level in LEVELS for script in (LATIN, OTHER)}
     for code, value in single.items():
         if code in levels:
-            values[f"{metric}_{levels[code]}"].append(value)
+            values[f"bleu_{levels[code]}"].append(value)
             if code in scripts:
-                values[f"{metric}_{levels[code]}/{_kind(scripts[code])}"].append(value)
+                values[f"bleu_{levels[code]}/{_kind(scripts[code])}"].append(value)
     return {name: fmean(of) for name, of in values.items() if of}
 
 
