@@ -1,4 +1,4 @@
-"""A model of one's own that no memory here holds is refused before a worker builds it."""
+"""Tests that a model of one's own that no memory here holds is refused before a worker builds it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The place of a rank that is killed is reported by the process beside it."""
+"""Tests that the place of a rank that is killed is reported by the process beside it."""
 
 from __future__ import annotations
 

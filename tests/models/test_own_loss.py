@@ -1,4 +1,4 @@
-"""task=own_loss: a module that returns its own mean loss trains as with the whole mini-batch at once, at every K."""
+"""Tests task=own_loss: a module that returns its own mean loss trains as with the whole mini-batch, at every K."""
 
 from __future__ import annotations
 
