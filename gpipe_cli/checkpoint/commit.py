@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..disk import open_for_writing
+from ..disk import open_for_writing, writing
 from .files import (
     DISCARDED,
     FORMAT,
@@ -157,10 +157,12 @@ def prepare_directory(run_dir: Path, resumed: CheckpointInfo | None) -> list[str
 
     Raises:
         CheckpointError: the directory holds checkpoints and the run does not continue from one of them.
+        DiskError: it cannot be made.
     """
     refuse_another_run(run_dir, resumed)
     home, existing = checkpoints_directory(run_dir), step_directories(run_dir)
-    home.mkdir(parents=True, exist_ok=True)
+    with writing(home):
+        home.mkdir(parents=True, exist_ok=True)
     for folder in (home.parent, home.parent.parent):  # a checkpoint is safe only when its folder is
         sync_directory(folder)
     failed = _try_each(shutil.rmtree, [*home.glob(f"step_*{PARTIAL}"), *home.glob(f"step_*{DISCARDED}")])

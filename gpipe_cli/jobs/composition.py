@@ -83,8 +83,8 @@ class Composer:
         fitting = [
             override
             for override in groups
-            if not refuses(override, folders, problems)
-            and not any(misread_choices(replace(line, overrides=[str(override.input_line)])))
+            if not any(misread_choices(replace(line, overrides=[str(override.input_line)])))
+            and not refuses(override, folders, problems)
         ]
         composed = self._base(fitting, [str(folder) for folder in folders], problems)
         if composed is not None:

@@ -498,6 +498,12 @@ def test_saving_a_step_twice_keeps_the_first(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("checkpoints/*.partial"))
 
 
+def test_a_file_in_the_place_of_the_checkpoints_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(DiskError, match=r"checkpoints cannot be written: File exists \(room left: "):
+        checkpoint_commit.prepare_directory(tmp_path, None)
+
+
 def test_a_fresh_run_does_not_mix_its_checkpoints_with_another_runs(tmp_path: Path) -> None:
     two_checkpoints(tmp_path)
     with pytest.raises(CheckpointError, match=r"the newest of step 2, .*type checkpoint\.resume="):
