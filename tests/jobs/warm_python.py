@@ -70,7 +70,8 @@ class WarmPopen(PLAIN_POPEN):  # type: ignore[type-arg]  # takes texts and bytes
     def _execute_child(self, args: Any, *others: Any) -> None:
         names = list(inspect.signature(PLAIN_POPEN._execute_child).parameters)[2:]  # type: ignore[attr-defined]
         asked = dict(zip(names, others, strict=True))
-        if isinstance(args, str) or asked["preexec_fn"] or asked["shell"] or not can_be_warm(args):
+        plain = isinstance(args, str) or asked["preexec_fn"] or asked["shell"] or not can_be_warm(args)
+        if plain or (starter := template()) is None:
             super()._execute_child(args, *others)  # type: ignore[misc]
             return
         pipes = [asked[name] for name in ("p2cread", "c2pwrite", "errwrite")]
@@ -83,7 +84,7 @@ class WarmPopen(PLAIN_POPEN):  # type: ignore[type-arg]  # takes texts and bytes
             "new_session": asked["start_new_session"],
             "pictures": self.pictures,
         }
-        self.pid = template().start(request, [*standard, *asked["pass_fds"]])
+        self.pid = starter.start(request, [*standard, *asked["pass_fds"]])
         self._child_created = True
         self._close_pipe_fds(*(asked[name] for name in names if name.startswith(("p2c", "c2p", "err"))))  # type: ignore[attr-defined]
 
@@ -109,14 +110,14 @@ class Template:
 
 
 @functools.cache
-def template() -> Template:
-    """Starts this process's template: a new interpreter."""
+def template() -> Template | None:
+    """Starts this process's template, a new interpreter; returns None where it cannot serve."""
     ours, theirs = socket.socketpair()
     with theirs:
         command = [sys.executable, __file__, str(theirs.fileno())]
         environment = {**os.environ, **ONE_THREAD, **GLOO_ON_ONE_MACHINE}
         PLAIN_POPEN(command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-    return Template(ours)
+    return Template(ours) if ours.recv(1) else None
 
 
 def _adopt_orphans(wanted: bool) -> None:
@@ -141,7 +142,9 @@ def main(connection: socket.socket) -> NoReturn:
     """Imports what workers import, and answers requests until the process that asks is gone."""
     for name in IMPORTED:
         importlib.import_module(name)
-    assert len(list(Path("/proc/self/task").iterdir())) == 1, "threads would not live on in a fork"
+    if len(list(Path("/proc/self/task").iterdir())) > 1:
+        sys.exit("an imported module has started threads, which do not live on in a fork")
+    connection.sendall(b"!")
     path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     serve(connection, [entry for entry in sys.path[1:] if entry not in path])
 
