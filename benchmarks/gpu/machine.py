@@ -19,7 +19,8 @@ def facts(site: Site) -> Iterator[Row]:
     if site.device == "cuda":
         for number in range(site.gpus):
             found = torch.cuda.get_device_properties(number)
-            peers = [other for other in range(site.gpus) if torch.cuda.can_device_access_peer(number, other)]
+            others = [other for other in range(site.gpus) if other != number]
+            peers = [other for other in others if torch.cuda.can_device_access_peer(number, other)]
             text = f"{found.name}, {found.total_memory / 1e9:.1f} GB, reaches {peers or 'no other'} directly"
             yield {"what": f"GPU {number}", "value": text}
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # torch's own

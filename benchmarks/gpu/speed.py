@@ -26,6 +26,7 @@ from gpipe_cli.factory.example import example_micro_batch
 from gpipe_cli.metrics.step_report import peak_memory
 from gpipe_cli.micro_batch import MicroBatch, Tensors
 from gpipe_cli.partition.cost import layer_costs
+from gpipe_cli.pipeline.cell import LayerFailed
 from gpipe_cli.planner.devices import PRESETS, Device
 from gpipe_cli.planner.measure.this_device import measure_rates
 from gpipe_cli.planner.planner import Planner
@@ -185,8 +186,11 @@ def _measure(site: Site, words: Sequence[str], tiny: Sequence[str]) -> Iterator[
         try:
             memory[name] = _first(step, subject)
             update = _timed(optimizer.step, subject)  # the first one makes the optimizer's state
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, LayerFailed) as error:
+            if not ran_out_of_memory(error):
+                raise
             del steps[name]
+        if name not in steps:  # here, where the error holds no tensor any more
             yield {"model": words[0], "run": name, "why not": "does not fit"}
         if site.device == "cuda":
             torch.cuda.empty_cache()
@@ -210,6 +214,11 @@ def _measure(site: Site, words: Sequence[str], tiny: Sequence[str]) -> Iterator[
             "peak, GB": memory[name] / 1e9,
             "planned, GB": planned["always" if name == "engine, always" else "never"] / 1e9,
         }
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Returns whether there was no memory on the device; the engine names the layer and has torch's error as cause."""
+    return isinstance(error, torch.OutOfMemoryError) or isinstance(error.__cause__, torch.OutOfMemoryError)
 
 
 def _timed(step: Callable[[], object], subject: Subject) -> float:
@@ -266,6 +275,8 @@ def _peak_flops(request: Request, site: Site) -> tuple[float, str]:
 def preset(name: str) -> Device | None:
     """Returns the described device of a GPU's name, as "NVIDIA H100 80GB HBM3"; None if there is none."""
     words = name.lower().replace("-", " ").split()
+    if {"mig", "pcie", "nvl"} & set(words) and "a100" not in words:
+        return None  # slower than the model that the figures are for
     for known, device in PRESETS.items():
         if all(word in words for word in known.split("-")):
             return device

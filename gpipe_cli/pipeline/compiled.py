@@ -14,6 +14,10 @@ from torch import nn
 
 from ..errors import ConfigurationError
 
+COMPILED_BACKWARD = (
+    "pipeline.schedule=zero_bubble with pipeline.compile=true: the backward of a compiled layer cannot be divided, so "
+    "the bubble is that of 1f1b; pipeline.compile=false divides it"
+)
 MOST_VARIANTS = 4096  # of one layer: by shapes, by types, with and without a graph
 
 

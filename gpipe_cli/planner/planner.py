@@ -18,6 +18,7 @@ from ..factory.example import asks_for_example, example_micro_batch, with_exampl
 from ..factory.optimizer_state import optimizer_state_bytes
 from ..optim.sharding import shares
 from ..partition.ties import Ties, find_ties
+from ..pipeline.compiled import COMPILED_BACKWARD
 from ..schedule.instruction import Instruction, ScheduleError
 from ..schedule.schedule import schedule
 from ..schedule.simulate import bubble_by_formula, simulate
@@ -39,7 +40,10 @@ def say_nothing(line: str) -> None:
 
 
 def _notes_on_compiling(pipeline: PipelineConfig) -> list[str]:
-    return ["pipeline.compile=true: memory and times are those of layers that are not compiled"] * pipeline.compile
+    if not pipeline.compile:
+        return []
+    whole = [COMPILED_BACKWARD] * (pipeline.schedule == "zero_bubble" and pipeline.K > 1)
+    return ["pipeline.compile=true: memory and times are those of layers that are not compiled", *whole]
 
 
 class Planner:

@@ -36,7 +36,7 @@ from ..layers import LayerBuilder, Owner
 from ..metrics.journal import Journal, Notices
 from ..metrics.predictions import PredictionKeeper
 from ..pipeline.cell import Cell
-from ..pipeline.compiled import require_compiler
+from ..pipeline.compiled import COMPILED_BACKWARD, require_compiler
 from ..pipeline.engine import TASK, Pipeline
 from ..pipeline.ties import TiedParameters
 from ..schedule.run_schedules import RunSchedules
@@ -163,6 +163,8 @@ def assemble_model(
         ]
         if left:
             journal.message(f"not compiled, because begin_step changes them in every step: {', '.join(left)}")
+        if pipeline.schedule == "zero_bubble" and pipeline.K > 1 and len(left) < len(builders):
+            journal.warn(COMPILED_BACKWARD)
     transport, autocast = make_transport(world, cut.placement), build_autocast(settings.precision, world.device)
     targets = len(first.shape.targets)
     engine = Pipeline(cells, cut.placement, transport, task.loss, targets, world.device, autocast, context.where)

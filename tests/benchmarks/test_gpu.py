@@ -8,13 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.gpu.__main__ import outcome, read, wanted
-from benchmarks.gpu.page import PROMISES, page, shown
+from benchmarks.gpu.page import DEVICES, ON_THE_TEST_DEVICE, PROMISES, page, shown
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.records import DONE, FAILED, LATE, SKIPPED, Record, Records
-from benchmarks.gpu.speed import preset
+from benchmarks.gpu.speed import preset, ran_out_of_memory
 from benchmarks.gpu.wheelhouse import requirements
+from gpipe_cli.pipeline.cell import LayerFailed
 
 ROOT = Path(__file__).parents[2]
 H100 = "NVIDIA H100 80GB HBM3"
@@ -59,7 +61,7 @@ def test_a_second_call_goes_on_with_what_is_open(tmp_path: Path) -> None:
     words = ["--device", "cpu", "--output", str(tmp_path / "gpu.json")]
     records = Records(tmp_path / "gpu.json")
     for part, status in zip(PARTS, (DONE, FAILED, SKIPPED, LATE), strict=False):
-        records.keep(part.name, Record(status, "CPU", read_torch(), "2026-11-23", 1.0))
+        records.keep(part.name, Record(status, "CPU", torch.__version__, "2026-11-23", 1.0))
     again = Records(tmp_path / "gpu.json")
     names = [part.name for part in PARTS]
     open_parts = [part.name for part in wanted(read(words), again, "CPU")]
@@ -67,12 +69,6 @@ def test_a_second_call_goes_on_with_what_is_open(tmp_path: Path) -> None:
     assert [part.name for part in wanted(read(words), again, H100)] == [*names[4:], *names[:4]]
     assert [part.name for part in wanted(read([*words, "--again"]), again, "CPU")] == names
     assert [part.name for part in wanted(read([*words, "bits"]), again, "CPU")] == ["bits"]
-
-
-def read_torch() -> str:
-    import torch
-
-    return torch.__version__
 
 
 def test_a_part_or_a_device_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,16 +97,25 @@ def test_every_promise_names_a_part_and_a_test() -> None:
         file, _, function = test.partition("::")
         assert part in names
         assert f"def {function}" in (ROOT / file).read_text(), test
+    devices = (ROOT / DEVICES).read_text()
+    assert [test for _, test in ON_THE_TEST_DEVICE if f"def {test}(" not in devices] == []
 
 
 def test_a_gpu_is_known_by_its_name() -> None:
-    known = {
-        name: None if (found := preset(name)) is None else found.name for name in (H100, "NVIDIA H200", "Tesla T4")
-    }
-    assert known == {H100: "h100", "NVIDIA H200": "h200", "Tesla T4": None}
+    names = (H100, "NVIDIA H200", "NVIDIA H100 PCIe", "Tesla T4")
+    known = {name: None if (found := preset(name)) is None else found.name for name in names}
+    assert known == {H100: "h100", "NVIDIA H200": "h200", "NVIDIA H100 PCIe": None, "Tesla T4": None}
     a100 = preset("NVIDIA A100-SXM4-80GB")
     assert a100 is not None
     assert a100.name == "a100-80gb"
+
+
+def test_a_model_that_does_not_fit_is_no_failure_of_a_part() -> None:
+    """The engine raises its own error with the layer's name; a plain loop torch's."""
+    named, other = LayerFailed("layer 3"), LayerFailed("layer 4")
+    named.__cause__, other.__cause__ = torch.OutOfMemoryError("no room"), ValueError("no room")
+    found = [ran_out_of_memory(error) for error in (torch.OutOfMemoryError("no room"), named, other)]
+    assert found == [True, True, False]
 
 
 def test_the_wheelhouse_holds_everything_but_torch() -> None:

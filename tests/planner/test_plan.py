@@ -56,6 +56,15 @@ def settings_json(*overrides: str) -> dict[str, Any]:
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
+
+def test_the_gradient_that_comes_from_another_use_has_room_where_the_own_one_was_made() -> None:
+    """The owner's worker holds it when the step's activations are gone; no plan needs to count it."""
+    width, vocabulary = 64, 4000
+    plan = planned(*FAMILIES["language model"], *SPREAD, "model.tie_embeddings=true", "pipeline.remat=always")
+    assert plan.cells[0].first == "embedding"
+    assert plan.cells[0].working > 4 * width * vocabulary
+
+
 SPREAD = ("pipeline.K=4", "pipeline.workers=2", "pipeline.M=8")
 RUNS = [
     ("translation", (*SPREAD, "pipeline.remat=always")),
