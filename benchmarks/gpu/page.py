@@ -62,7 +62,10 @@ ON_THE_TEST_DEVICE = (
     ("mini-batches copied ahead; without its wait the test fails", "test_an_upload_needs_what_it_does"),
     ("times by events", "test_a_time_that_is_read_before_its_event_is_an_error"),
     ("memory: counted exactly, and its end told", "test_memory_is_counted_exactly_and_ends_in_a_layer_with_a_name"),
-    ("engine and trainer at K = 1, 2, 4, in float32 and bf16", "test_a_run_on_the_device_has_the_bits_of_any_k"),
+    (
+        "engine, trainer, ties and averages at K = 1, 2, 4, in float32 and bf16",
+        "test_a_run_on_the_device_has_the_bits_of_any_k",
+    ),
     ("two and four workers, real processes", "test_workers_on_the_device_have_the_bits_of_one"),
     ("checkpoints, from device to CPU to device", "test_a_run_goes_on_from_one_kind_of_device_on_another"),
     (

@@ -118,14 +118,22 @@ def test_memory_is_counted_exactly_and_ends_in_a_layer_with_a_name(monkeypatch: 
     assert "late out of memory. Tried to allocate 24 bytes" in str(failed.value.__cause__)
 
 
-@pytest.mark.parametrize("words", [(), ("precision=bf16",)], ids=["fp32", "bf16"])
+TIED = ("model._target_=own_model.with_ties", "trainer.average=0.9", "trainer.evaluate_every=2")
+
+
+@pytest.mark.parametrize("words", [(), ("precision=bf16",), TIED], ids=["fp32", "bf16", "tied and averaged"])
 def test_a_run_on_the_device_has_the_bits_of_any_k(words: tuple[str, ...], tmp_path: Path) -> None:
     for K in (1, 2, 4):
         train_late(tmp_path / str(K), 1, *SMALL, *words, f"pipeline.K={K}")
     assert losses(tmp_path / "1") == losses(tmp_path / "2") == losses(tmp_path / "4")
-    train_inline(tmp_path / "cpu", *SMALL)
-    assert (losses(tmp_path / "1") == losses(tmp_path / "cpu")) == (not words)
+    train_inline(tmp_path / "cpu", *SMALL, *[word for word in words if word != "precision=bf16"])
+    assert (losses(tmp_path / "1") == losses(tmp_path / "cpu")) == (words != ("precision=bf16",))
     assert losses(tmp_path / "1") == pytest.approx(losses(tmp_path / "cpu"), rel=0.02)
+    if words == TIED:
+        on_the_device, on_the_cpu = (tmp_path / run / "evaluations.jsonl" for run in ("4", "cpu"))
+        assert [json.loads(line)["nll"] for line in on_the_device.read_text().splitlines()] == [
+            json.loads(line)["nll"] for line in on_the_cpu.read_text().splitlines()
+        ]
 
 
 @pytest.mark.slow
