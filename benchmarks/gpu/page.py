@@ -63,7 +63,7 @@ ON_THE_TEST_DEVICE = (
     ("times by events", "test_a_time_that_is_read_before_its_event_is_an_error"),
     ("memory: counted exactly, and its end told", "test_memory_is_counted_exactly_and_ends_in_a_layer_with_a_name"),
     (
-        "engine, trainer, ties and averages at K = 1, 2, 4, in float32 and bf16",
+        "engine, trainer, ties, averages at K = 1, 2, 4; bf16",
         "test_a_run_on_the_device_has_the_bits_of_any_k",
     ),
     ("two and four workers, real processes", "test_workers_on_the_device_have_the_bits_of_one"),

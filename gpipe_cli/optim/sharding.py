@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..pipeline.gradients import buckets
+from ..pipeline.gradients import buckets, flattened
 from ..pipeline.replicas import copy_from_replica
 
 Gather = Callable[[Any], list[Any]]  # a JSON value to those of all replicas, in their order
@@ -56,12 +56,10 @@ class OptimizerShards:
         for replica in range(self._group.size()):
             trained = [parameter.detach() for parameter in self._of(replica) if parameter.requires_grad]
             for bucket in buckets(trained):
-                flat = torch.cat([weight.reshape(-1) for weight in bucket])
+                flat, put_back = flattened(bucket)
                 copy_from_replica(flat, replica, self._group)
                 if replica != self._group.rank():
-                    news = torch.split(flat, [weight.numel() for weight in bucket])
-                    for weight, new in zip(bucket, news, strict=True):
-                        weight.copy_(new.view_as(weight))
+                    put_back()
 
     @torch.no_grad()
     def state_of_others(

@@ -57,18 +57,31 @@ def begin_reduction(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup
 
 
 def _begin_bucket(bucket: Sequence[Tensor], group: dist.ProcessGroup) -> Callable[[], None]:
-    # A large gradient has a bucket of its own, and needs no copy.
-    flat = bucket[0].reshape(-1) if len(bucket) == 1 else torch.cat([gradient.reshape(-1) for gradient in bucket])
+    flat, put_back = flattened(bucket)
     finish_sum = begin_sum(flat, group)
 
     def finish() -> None:
         finish_sum()
-        sums = torch.split(flat, [gradient.numel() for gradient in bucket])
-        for gradient, summed in zip(bucket, sums, strict=True):
-            if gradient.data_ptr() != summed.data_ptr():
-                gradient.copy_(summed.view_as(gradient))
+        put_back()
 
     return finish
+
+
+def flattened(bucket: Sequence[Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    """Returns the numbers of all tensors in one, and a function that puts them back from there.
+
+    A large tensor has a bucket of its own, and needs no copy.
+    """
+    if len(bucket) == 1 and bucket[0].is_contiguous():
+        return bucket[0].view(-1), lambda: None
+    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+
+    def put_back() -> None:
+        parts = torch.split(flat, [tensor.numel() for tensor in bucket])
+        for tensor, part in zip(bucket, parts, strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+    return flat, put_back
 
 
 def buckets(gradients: Sequence[Tensor]) -> Iterable[list[Tensor]]:
