@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,6 +29,15 @@ class Owner(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.layer}.{self.parameter}"
+
+
+def announce(builders: Iterable[LayerBuilder]) -> None:
+    """Tells builders that this process will build their layers, so that they need not make the weights of others."""
+    for builder in builders:
+        getattr(builder.build, "announce", _nothing)()
+
+
+def _nothing() -> None: ...
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import nn
 from ..config import PipelineConfig, Settings
 from ..distributed.world import World
 from ..errors import ConfigurationError
-from ..layers import LayerBuilder, Owner
+from ..layers import LayerBuilder, Owner, announce
 from ..micro_batch import MicroBatch
 from ..partition.cost import LayerCost, keep_shapes_that_depend_on_values_together, layer_costs
 from ..partition.fake_layers import CostError, TooFewExamples
@@ -176,11 +176,12 @@ def build_cells(
 
     noise = NoiseSource(seed, world.replica, world.device)
     group = world.replica_group if settings.pipeline.sync_batchnorm else None
+    own = {cell: layers for cell, layers in enumerate(cut.layers) if cut.placement[cell] == world.worker}
+    announce(builders[index] for layers in own.values() for index in layers)
     cells = []
-    for cell, layers in enumerate(cut.layers):
-        if cut.placement[cell] == world.worker:
-            where.enter(cell, None, "building")
-            cells.append(Cell(cell, [build(index) for index in layers], noise, group, settings.pipeline.compile))
+    for cell, layers in own.items():
+        where.enter(cell, None, "building")
+        cells.append(Cell(cell, [build(index) for index in layers], noise, group, settings.pipeline.compile))
     where.enter(None, None, None)
     return cells
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import random
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from operator import attrgetter
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .module import Constructor
+from .recording import NotRecordable, seeded
 from .segments import BatchNorm, Segment
 from .trace import Trace
 
@@ -46,10 +46,10 @@ class _Drawn:
 
 
 class Weights:
-    """Constructs the module for real and hands out its tensors.
+    """Makes the module's tensors and hands them out.
 
-    A process that builds several layers constructs it once: each layer takes its own tensors, and the others stay only
-    until the first of these layers runs.
+    A process makes those of all layers that it has announced at once, or those of the whole module if it has announced
+    none: each layer takes its own, and what is left stays only until the first of these layers runs.
 
     Args:
         trace: of the module.
@@ -60,7 +60,12 @@ class Weights:
 
     def __init__(self, trace: Trace, constructor: Constructor, seed: int, shared: Iterable[str]) -> None:
         self._trace, self._constructor, self._seed, self._shared = trace, constructor, seed, set(shared)
+        self._announced: set[str] = set()
         self._drawn: weakref.ref[_Drawn] | None = None
+
+    def announce(self, names: Iterable[str]) -> None:
+        """Notes that these tensors will be taken."""
+        self._announced |= set(names)
 
     def take(self, names: Iterable[str]) -> tuple[dict[str, Tensor], object]:
         """Returns new tensors by name, and what the layer keeps until it runs."""
@@ -70,8 +75,9 @@ class Weights:
             return {name: self._without_values(name) for name in names}, None
         drawn = self._drawn() if self._drawn is not None else None
         if drawn is None or not names <= drawn.tensors.keys():
-            drawn = _Drawn(self._construct())
-            self._drawn = weakref.ref(drawn)
+            wanted = self._announced if names <= self._announced else {*self._trace.forms, *self._trace.constants}
+            drawn = _Drawn(self._construct(wanted))
+            self._drawn, self._announced = weakref.ref(drawn), set()
         tensors = {name: drawn.tensors[name] for name in names}
         for name in names:
             if name in self._shared:
@@ -88,22 +94,22 @@ class Weights:
             else form.empty()
         )
 
-    def _construct(self) -> dict[str, Tensor]:
-        of_python, of_numpy = random.getstate(), np.random.get_state()
-        try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(self._seed)
-                random.seed(self._seed)
-                np.random.seed(self._seed % 2**32)
-                module = self._constructor()
-        finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
-        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        for name, constant in self._trace.constants.items():
-            value = attrgetter(name)(module) if isinstance(constant, FakeTensor) else constant
-            tensors[name] = value.detach().clone()
-        return tensors
+    def _construct(self, names: set[str]) -> dict[str, Tensor]:
+        """Returns these tensors of a module that the constructor makes under the seed."""
+        trace = self._trace
+        constants = {name: trace.constants[name] for name in names & trace.constants.keys()}
+        tensors = {name: value.clone() for name, value in constants.items() if not isinstance(value, FakeTensor)}
+        rest = names - tensors.keys()
+        if trace.recording is not None:
+            with suppress(NotRecordable):
+                return tensors | {name: self._form(name, t) for name, t in trace.recording.made(rest).items()}
+        with seeded(self._seed):
+            module = self._constructor()
+        return tensors | {name: self._form(name, attrgetter(name)(module).detach()) for name in rest}
+
+    def _form(self, name: str, tensor: Tensor) -> Tensor:
+        form = self._trace.forms.get(name)
+        return nn.Parameter(tensor, form.trained) if form is not None and form.parameter else tensor
 
 
 def _clone(tensor: Tensor) -> Tensor:
@@ -117,6 +123,10 @@ class LayerMaker:
     def __init__(self, segment: Segment, trace: Trace, weights: Weights) -> None:
         self._segment, self._trace, self._weights = segment, trace, weights
         self._forwards: tuple[Forward, Forward] | None = None
+
+    def announce(self) -> None:
+        """Notes that this process will build the layer."""
+        self._weights.announce(self._segment.held.values())
 
     def __call__(self) -> TracedLayer:
         segment = self._segment

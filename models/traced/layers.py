@@ -59,7 +59,7 @@ _known: dict[str, tuple[Constructor, list[LayerBuilder]]] = {}  # the last one: 
 def _traced_layers(
     module: Constructor, call: Call, example: Example, seed: int, float_type: torch.dtype
 ) -> list[LayerBuilder]:
-    trace = traced(module, call, example, float_type)
+    trace = traced(module, call, example, seed, float_type)
     segments = segments_of(trace, choose_cuts(trace.training, trace.evaluation))
     holders = Counter(first for segment in segments for first in set(segment.held.values()))
     weights = Weights(trace, module, seed, [first for first, count in holders.items() if count > 1])

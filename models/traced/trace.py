@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from ...errors import place_in_users_code
 from .flatten import Flat, flatten
 from .module import Call, Called, CallError, Constructor
+from .recording import NotRecordable, Recording, recorded, seeded
 
 Example = Sequence[tuple[str, Sequence[int]]]  # (dtype, shape) of each input tensor of a micro-batch
 WAY_OUT = "write it as a list of layers (docs/your-own-model.md)"
@@ -57,6 +59,7 @@ class Trace:
         forms: of all parameters and buffers, each under its first name.
         aliases: further names of a tensor, such as those of tied weights: name -> first name.
         constants: tensors that are neither: made by the code, or attributes of a module, these without values.
+        recording: of the constructor; None where it must run for real.
     """
 
     training: Flat
@@ -64,19 +67,24 @@ class Trace:
     forms: dict[str, Form]
     aliases: dict[str, str]
     constants: dict[str, Tensor]
+    recording: Recording | None
 
 
-def traced(constructor: Constructor, call: Call, example: Example, float_type: torch.dtype = torch.float32) -> Trace:
+def traced(
+    constructor: Constructor, call: Call, example: Example, seed: int = 0, float_type: torch.dtype = torch.float32
+) -> Trace:
     """Traces the module that ``constructor`` makes.
 
     Args:
+        seed: of torch, numpy and Python when it is made.
         float_type: in which it is traced, in place of float32.
 
     Raises:
         TraceError: it cannot be traced.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    module, inputs = _without_memory(constructor, fake), _inputs(example, fake)
+    module, recording = _without_memory(constructor, seed, fake)
+    inputs = _inputs(example, fake)
     if float_type is not torch.float32:
         _widen(module, float_type)
     called = Called(module, call)
@@ -85,17 +93,19 @@ def traced(constructor: Constructor, call: Call, example: Example, float_type: t
     graphs = [
         flatten(_export(called.train(training), inputs), INSIDE, aliases, constants) for training in (True, False)
     ]
-    return Trace(graphs[0], graphs[1], forms, aliases, constants)
+    for name, constant in constants.items():
+        if recording is not None and isinstance(constant, FakeTensor):
+            recording.name(name, attrgetter(name)(module))
+    return Trace(graphs[0], graphs[1], forms, aliases, constants, recording)
 
 
-def _without_memory(constructor: Constructor, fake: FakeTensorMode) -> nn.Module:
+def _without_memory(constructor: Constructor, seed: int, fake: FakeTensorMode) -> tuple[nn.Module, Recording | None]:
     """Constructs the module on fake tensors; for real where its constructor looks at values."""
-    with torch.random.fork_rng(devices=[]):
-        try:
-            with fake:
-                return constructor()
-        except Exception:
-            return constructor()
+    try:
+        return recorded(constructor, seed, fake)
+    except NotRecordable:
+        with seeded(seed):
+            return constructor(), None
 
 
 def _widen(module: nn.Module, float_type: torch.dtype) -> None:

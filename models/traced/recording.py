@@ -1,0 +1,200 @@
+"""Records how a module's constructor makes its tensors, without memory, and makes only some of them for real.
+
+A worker needs the weights of its own cells, but random numbers must be drawn in the constructor's order. So the
+constructor runs once on fake tensors, and its operations are recorded. They are repeated with real tensors in the same
+order, each of which is freed as soon as nothing needs its values. At most one tensor that is not wanted exists at a
+time, where a constructor fills one after the other.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import init
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+FILLS = {
+    "aten::uniform_",
+    "aten::normal_",
+    "aten::fill_",
+    "aten::zero_",
+    "aten::copy_",
+}  # change every value, read none
+SEEDING = ("manual_seed", "seed", "set_rng_state")
+TRUNCATED = init._no_grad_trunc_normal_  # draws again until every value is inside: one operation here
+
+
+class NotRecordable(Exception):
+    """Raised for a constructor whose operations cannot be repeated: it looks at values, or seeds by itself."""
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seeds torch, numpy and Python within the context."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
+class _View:
+    """Describes a tensor of the recording: a part of a storage, which ``.data = …`` may exchange later."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage = tensor.untyped_storage()  # kept, so that no other one gets its address
+        self.key, self.bytes, self.dtype = self._storage._cdata, self._storage.nbytes(), tensor.dtype
+        self.layout = tensor.storage_offset(), tensor.shape, tensor.stride()
+        self.is_whole = tensor.numel() * tensor.itemsize == self.bytes
+        self._value = None if isinstance(tensor, FakeTensor) else tensor
+
+    def real(self, memory: dict[int, torch.UntypedStorage]) -> Tensor:
+        """Returns the real tensor that stands for this one."""
+        if self._value is not None:  # a constant, as of torch.tensor(0)
+            return self._value.detach().clone()
+        return torch.empty(0, dtype=self.dtype).set_(memory[self.key], *self.layout)
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """Holds one operation with its arguments and what it returned, `_View`s in place of tensors."""
+
+    function: Callable[..., Any]
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    answers: list[_View]
+
+    @property
+    def keys(self) -> set[int]:
+        """Returns the storages that it uses."""
+        return {view.key for view in (*_views(self.arguments), *self.answers)}
+
+    @property
+    def filled(self) -> _View | None:
+        """Returns the tensor that gets new values everywhere; None if the operation does no such thing."""
+        schema = getattr(self.function, "_schema", None)
+        if self.function is not TRUNCATED and (schema is None or schema.name not in FILLS):
+            return None
+        view: _View = self.arguments[0][0]
+        return view if view.is_whole else None
+
+    def repeat(self, memory: dict[int, torch.UntypedStorage]) -> None:
+        """Runs with real tensors, unless it only gave another view of one."""
+        schema = getattr(self.function, "_schema", None)
+        if schema is not None and not schema.is_mutable and all(view.key in memory for view in self.answers):
+            return
+        if self.filled is not None and self.filled.key in memory:
+            memory[self.filled.key].resize_(self.filled.bytes)
+        arguments, keywords = tree_map_only(_View, lambda view: view.real(memory), self.arguments)
+        made = [tensor for tensor in tree_iter(self.function(*arguments, **keywords)) if isinstance(tensor, Tensor)]
+        for view, tensor in zip(self.answers, made, strict=True):
+            if view.key not in memory:
+                if (tensor.storage_offset(), tensor.shape, tensor.stride()) != view.layout:
+                    raise NotRecordable("torch lays a tensor out in another way where it has values")
+                memory[view.key] = tensor.untyped_storage()
+
+
+def _views(tree: Any) -> list[_View]:
+    return [part for part in tree_iter(tree) if isinstance(part, _View)]
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[_Operation] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.note(function, *args, **(kwargs or {}))
+
+    def note(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs an operation and records it; of `TRUNCATED` there is nothing to run without values."""
+        given = tree_map_only(Tensor, _View, (args, kwargs))
+        answer = args[0] if function is TRUNCATED else function(*args, **kwargs)
+        if kwargs.get("generator") is not None:
+            raise NotRecordable("the constructor has a generator of its own")
+        answers = [_View(tensor) for tensor in tree_iter(answer) if isinstance(tensor, Tensor)]
+        self.operations.append(_Operation(function, given, answers))
+        return answer
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Holds the operations of a constructor, run under a seed, and by name the tensors that it left in the module."""
+
+    seed: int
+    operations: list[_Operation]
+    named: dict[str, _View]
+
+    def name(self, name: str, tensor: Tensor) -> None:
+        """Gives a further tensor of the module a name."""
+        self.named[name] = _View(tensor)
+
+    def made(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Returns real tensors by name, with the values that the constructor draws under the seed.
+
+        Raises:
+            NotRecordable: torch makes a tensor with another layout in memory than without values.
+        """
+        wanted = {name: self.named[name] for name in names}
+        ends = self._ends({view.key for view in wanted.values()})
+        memory: dict[int, torch.UntypedStorage] = {}
+        with seeded(self.seed), torch.no_grad():
+            for number, operation in enumerate(self.operations):
+                operation.repeat(memory)
+                for key in ends.get(number, set()) & memory.keys():
+                    memory[key].resize_(0)
+            return {name: view.real(memory) for name, view in wanted.items()}
+
+    def _ends(self, wanted: set[int]) -> dict[int, set[int]]:
+        """Returns the storages whose values nothing needs any more, by the number of the operation before."""
+        ends: dict[int, set[int]] = {}
+        last: dict[int, int] = {}
+        for number, operation in enumerate(self.operations):
+            filled = operation.filled
+            if filled is not None and filled.key in last:
+                ends.setdefault(last[filled.key], set()).add(filled.key)
+            last |= dict.fromkeys(operation.keys, number)
+        for key in last.keys() - wanted:
+            ends.setdefault(last[key], set()).add(key)
+        return ends
+
+
+def recorded(constructor: Callable[[], nn.Module], seed: int, fake: FakeTensorMode) -> tuple[nn.Module, Recording]:
+    """Constructs a module on fake tensors.
+
+    Raises:
+        NotRecordable: the constructor looks at values, or seeds by itself.
+    """
+    recorder = _Recorder()
+    seeds: list[object] = []
+    patches = dict.fromkeys(SEEDING, lambda *arguments: seeds.append(arguments))
+    try:
+        with (
+            seeded(seed),
+            patch.multiple(torch, **patches),
+            patch.object(init, TRUNCATED.__name__, partial(recorder.note, TRUNCATED)),
+            fake,
+            recorder,
+        ):
+            module = constructor()
+    except Exception as error:
+        raise NotRecordable(str(error)) from error
+    if seeds:
+        raise NotRecordable("the constructor seeds by itself")
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return module, Recording(seed, recorder.operations, {name: _View(tensor) for name, tensor in named})
