@@ -23,6 +23,7 @@ from benchmarks.common import Row, parser, report, run_command
 MODELS = {
     "transformer_lm_small": ("model=transformer_lm_small",),
     "amoebanet": ("model=amoebanet", "lr_schedule.warmup_steps=1"),  # on the digits
+    "traced": ("model=module", "model.module._target_=torchvision.models.resnet18", "model.module.num_classes=10"),
 }
 CUT = ("pipeline.K=2", "pipeline.M=4")
 RUN = ("trainer.evaluate_first=false", "trainer.evaluate_every=null", "trainer.samples=0", "logging.every=1")

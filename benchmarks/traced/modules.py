@@ -114,11 +114,21 @@ CAUSAL = (
 )
 MASKED = (
     *("albert", "bert", "camembert", "convbert", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "fnet"),
-    *("megatron-bert", "mobilebert", "modernbert", "mpnet", "data2vec-text", "rembert", "roberta", "roformer"),
+    *(
+        "megatron-bert",
+        "mobilebert",
+        "modernbert",
+        "mpnet",
+        "nystromformer",
+        "data2vec-text",
+        "rembert",
+        "roberta",
+        "roformer",
+    ),
     *("squeezebert", "xlm-roberta"),
 )
 SEQUENCES = ("bart", "blenderbot", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5")
-IMAGES = ("beit", "dinov2", "regnet", "resnet", "vit")
+IMAGES = ("beit", "convnext", "deit", "dinov2", "regnet", "resnet", "swin", "vit")
 EXTRA: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "codegen": {"rotary_dim": 4},
@@ -129,6 +139,17 @@ EXTRA: dict[str, dict[str, Any]] = {
     "regnet": {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 16, 32], "embedding_size": 8},
     "resnet": {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 16, 32], "embedding_size": 8},
     "modernbert": {"global_attn_every_n_layers": 2},
+    "nystromformer": {"num_landmarks": LENGTH, "segment_means_seq_len": LENGTH, "conv_kernel_size": 3},
+    "convnext": {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 16, 32], "patch_size": 4, "num_stages": 4},
+    "deit": {"architectures": ["DeiTForImageClassification"]},
+    "swin": {
+        "depths": [1, 1],
+        "num_attention_heads": [2, 2],
+        "num_heads": [2, 2],
+        "embed_dim": 16,
+        "window_size": 4,
+        "patch_size": 4,
+    },
     "phi3": {"original_max_position_embeddings": 64},
 }
 

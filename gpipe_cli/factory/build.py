@@ -154,6 +154,8 @@ def _instantiate(key: str, section: Mapping[str, Any], seed: int, *arguments: ob
     except ConfigurationError:
         raise
     except Exception as error:
+        if isinstance(error.__cause__, ConfigurationError):
+            raise error.__cause__ from None
         raise ConfigurationError(explain(key, section, error)) from error
 
 

@@ -99,6 +99,7 @@ def output_of(answer: Any, wanted: str | int | None) -> Tensor:
         return next(iter(tensors.values()))
     found = tensors.get(wanted, getattr(answer, str(wanted), None))
     if not isinstance(found, Tensor) or wanted is None:
-        named = f"the tensors {', '.join(map(str, tensors))}" if any(tensors) else f"a {type(answer).__name__}"
+        other = "nothing" if answer is None else f"no tensor but a {type(answer).__name__}"
+        named = f"the tensors {', '.join(map(str, tensors))}" if any(tensors) else other
         raise CallError(f"model.output={'null' if wanted is None else wanted}: the module returns {named}: name one")
     return found

@@ -91,7 +91,9 @@ def _places(nodes: Sequence[fx.Node]) -> Iterator[tuple[int, frozenset[Place]]]:
 
 def _can_travel(node: fx.Node) -> bool:
     value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_complex()
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_complex():
+        return False
+    return not any(free_unbacked_symbols(size) for size in value.shape)
 
 
 def _follows_from_shapes(node: fx.Node) -> bool:
@@ -106,5 +108,7 @@ def bytes_of(node: fx.Node) -> int:
 
 
 def size_of(size: Any) -> int:
-    """Returns a size for the example."""
-    return int(size.node.hint) if isinstance(size, torch.SymInt) and size.node.hint is not None else int(size)
+    """Returns a size for the example; 1 for one that depends on values."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    return int(size.node.hint) if size.node.hint is not None else 1

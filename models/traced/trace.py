@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from operator import attrgetter
 from typing import Any
 
@@ -13,17 +17,26 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from ...errors import place_in_users_code
+from ...errors import ConfigurationError, place_in_users_code
 from .flatten import Flat, flatten
 from .module import Call, Called, CallError, Constructor
 from .recording import NotRecordable, Recording, recorded, seeded
 
 Example = Sequence[tuple[str, Sequence[int]]]  # (dtype, shape) of each input tensor of a micro-batch
-WAY_OUT = "write it as a list of layers (docs/your-own-model.md)"
+WAY_OUT = "change that, or write the model as a list of layers (docs/your-own-model.md)"
+UNTRACEABLE = {  # what torch says -> what the code does
+    "DataDependent|data-dependent": "here the code depends on the values of a tensor, as `if x.sum() > 0` does",
+    r"\.numpy\(\)": "here a tensor becomes a numpy array",
+    "FakeTensor.__format__": "here the value of a tensor is written into a text, but tracing has no values",
+    r"forward\(\) missing|unexpected keyword argument|positional arguments? but": (
+        "its forward does not take the input tensors of the data: name its arguments with model.inputs=[…], further "
+        "ones with model.arguments={…}"
+    ),
+}
 INSIDE = "module."  # what the names in an exported program begin with
 
 
-class TraceError(ValueError):
+class TraceError(ConfigurationError):
     """Raised for a module that cannot be traced; names the place in its code and the way out."""
 
 
@@ -83,16 +96,25 @@ def traced(
         TraceError: it cannot be traced.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    module, recording = _without_memory(constructor, seed, fake)
+    try:
+        module, recording = _without_memory(constructor, seed, fake)
+    except Exception as error:
+        place, said = place_in_users_code(error), f"{type(error).__name__}: {error}"
+        raise TraceError(
+            f"{name_of(constructor)} cannot be constructed: {f'{place}: ' if place else ''}{said}"
+        ) from error
     inputs = _inputs(example, fake)
     if float_type is not torch.float32:
         _widen(module, float_type)
     called = Called(module, call)
     forms, aliases = _forms(module)
     constants: dict[str, Tensor] = {}
-    graphs = [
-        flatten(_export(called.train(training), inputs), INSIDE, aliases, constants) for training in (True, False)
-    ]
+    try:
+        with _quiet():
+            programs = [_export(called.train(training), inputs) for training in (True, False)]
+    except Exception as error:
+        raise TraceError(_explained(error, constructor)) from error
+    graphs = [flatten(program, INSIDE, aliases, constants) for program in programs]
     for name, constant in constants.items():
         if recording is not None and isinstance(constant, FakeTensor):
             recording.name(name, attrgetter(name)(module))
@@ -152,6 +174,18 @@ def _forms(module: nn.Module) -> tuple[dict[str, Form], dict[str, str]]:
     return forms, aliases
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppresses what torch.export writes of its work, and what the module's code prints while it is traced."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            yield
+    finally:
+        logging.disable(disabled)
+
+
 def _export(called: Called, inputs: tuple[Tensor, ...]) -> ExportedProgram:
     """Exports with a batch of any size; token sequences may have any length too, where the module allows it."""
     texts = [not tensor.is_floating_point() and tensor.dim() == 2 for tensor in inputs]
@@ -165,7 +199,7 @@ def _export(called: Called, inputs: tuple[Tensor, ...]) -> ExportedProgram:
         except Exception as error:
             failure = error
     assert failure is not None
-    raise TraceError(_explained(failure)) from failure
+    raise failure
 
 
 def _export_with(called: Called, inputs: tuple[Tensor, ...], dynamic: list[tuple[int, ...]]) -> ExportedProgram:
@@ -175,17 +209,29 @@ def _export_with(called: Called, inputs: tuple[Tensor, ...], dynamic: list[tuple
     for node in program.graph.nodes:
         if node.op == "placeholder" and kinds.get(node.name) == InputKind.USER_INPUT:
             value = node.meta.get("val")
-            if isinstance(value, Tensor) and isinstance(value.shape[0], int):
-                raise TraceError(
-                    f"the code of the module holds only for mini-batches of {value.shape[0]} examples: {WAY_OUT}"
-                )
+            size = value.shape[0] if isinstance(value, Tensor) else None
+            fixed = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size
+            if fixed is not None:
+                raise CallError(f"its code holds only for mini-batches of {fixed} examples: {WAY_OUT}")
     return program
 
 
-def _explained(error: Exception) -> str:
-    if isinstance(error, (TraceError, CallError)):
-        return str(error)
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+def _explained(error: Exception, constructor: Constructor) -> str:
+    """Returns what cannot be traced, its place in the user's code and the way out."""
+    name = name_of(constructor)
+    if isinstance(error, CallError):
+        return f"{name}: {error}"
+    said = next(
+        (text for pattern, text in UNTRACEABLE.items() if re.search(pattern, f"{type(error).__name__}: {error}")), ""
+    )
+    if not said:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        said = f"torch.export says: {type(error).__name__}: {' '.join(lines[:2])}"
     place = place_in_users_code(error)
-    said = f"{type(error).__name__}: {' '.join(lines[:2])}"
-    return f"torch.export cannot trace it: {said}{f' ({place})' if place else ''}; {WAY_OUT}"
+    return f"{name} cannot be traced: {f'{place}: ' if place else ''}{said}; {WAY_OUT}"
+
+
+def name_of(constructor: Constructor) -> str:
+    """Returns what a user has typed to name the constructor."""
+    made_by = getattr(constructor, "func", constructor)
+    return f"model.module._target_={made_by.__module__}.{made_by.__qualname__}"

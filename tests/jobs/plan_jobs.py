@@ -16,7 +16,7 @@ from gpipe_cli.distributed.runtime import make_transport, replica_link
 from gpipe_cli.distributed.world import World, join_world
 from gpipe_cli.factory.build import build_autocast, build_model, build_optimizer, build_task
 from gpipe_cli.factory.cut import build_cells, cut_model
-from gpipe_cli.factory.example import example_micro_batch
+from gpipe_cli.factory.example import example_micro_batch, with_example
 from gpipe_cli.launch.context import Context
 from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.optim.average import WeightAverage
@@ -44,8 +44,9 @@ def measure(context: Context, config: dict[str, Any]) -> list[list[dict[str, Any
 
 def one_run(settings: Settings, world: World) -> dict[str, Any]:
     """Runs two steps: the first learns the boundaries, the second is counted; ``inputs`` are given by cell."""
-    pipeline, builders, task = settings.pipeline, build_model(settings.model), build_task(settings.task)
+    pipeline, task = settings.pipeline, build_task(settings.task)
     micro_batch, _ = example_micro_batch(settings, pipeline.M, False)
+    builders = build_model(with_example(settings.model, micro_batch[0]))
     cut = cut_model(builders, pipeline, world.workers, micro_batch)
     cells = build_cells(builders, cut, world, settings, Position())
     ties = TiedParameters(cut.uses([builder.name for builder in builders]), cells, replica_link(world))

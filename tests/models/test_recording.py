@@ -81,7 +81,7 @@ def test_constructors_that_cannot_be_repeated_run_for_real() -> None:
 
     def looks() -> nn.Module:
         module = nn.Linear(4, 4)
-        while float(module.weight[0, 0]) < 0:
+        while module.weight[0, 0].item() < 0:
             module.reset_parameters()
         return module
 

@@ -8,6 +8,7 @@ from typing import Any
 import own_module
 import pytest
 import torch
+import untraceable
 from inline_run import train_inline
 from own_module import Answer, Noisy, mobile_net
 from own_plan import planned
@@ -81,13 +82,35 @@ def test_noise_and_tied_weights_do_not_depend_on_the_cut(tmp_path: Path) -> None
     assert torch.equal(one["table.weight"], one["again.weight"])
 
 
-def test_what_cannot_be_traced_is_refused_with_its_line_and_the_way_out() -> None:
+@pytest.mark.parametrize(
+    ("name", "line", "said"),
+    [
+        ("own_module.Branching", LINE, "depends on the values of a tensor"),
+        ("untraceable.Repeats", "        for _ in range(int(means.max())):", "depends on the values of a tensor"),
+        ("untraceable.Prints", '        print(f"{images.max():.3f}")', "written into a text"),
+        (
+            "untraceable.Numpy",
+            "        return self.head(torch.from_numpy(images.mean((2, 3)).numpy() * 2))",
+            "numpy array",
+        ),
+        ("untraceable.OneSize", None, "only for mini-batches of 2 examples"),
+        ("untraceable.TwoInputs", None, r"model.inputs=["),
+        ("untraceable.Missing", '        torch.load("/nowhere/weights.pt")', "cannot be constructed: "),
+    ],
+)
+def test_what_cannot_be_traced_is_refused_with_its_line_and_the_way_out(
+    name: str, line: str | None, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ConfigurationError) as refusal:
         model = {"_target_": "gpipe_cli.models.traced.layers.layers", "example": [["float32", [4, 3, 32, 32]]]}
-        build_model({**model, "module": {"_target_": "own_module.Branching", "_partial_": True}})
-    line = 1 + Path(own_module.__file__).read_text().splitlines().index(LINE)
-    assert f"own_module.py, line {line}" in str(refusal.value)
-    assert "docs/your-own-model.md" in str(refusal.value)
+        build_model({**model, "module": {"_target_": name, "_partial_": True}})
+    assert str(refusal.value).startswith(f"model.module._target_={name}") and said in str(refusal.value)
+    if line is not None:
+        module = {"own_module": own_module, "untraceable": untraceable}[name.partition(".")[0]]
+        number = 1 + Path(module.__file__).read_text().splitlines().index(line)
+        assert f"{name.partition('.')[0]}.py, line {number}" in str(refusal.value)
+    assert "Missing" in name or "docs/your-own-model.md" in str(refusal.value)
+    assert not any(capfd.readouterr())  # torch.export prints the whole graph
 
 
 @pytest.mark.slow

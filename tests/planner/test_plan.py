@@ -38,11 +38,14 @@ EXPERIMENTS = sorted(
     if "recipe" not in path.parts
     and ("transfer" not in path.parts or path.stem == "cifar10")  # the others train the same model
 )
+TEXTS = ("data=cldr_text", "task=language_model", "data.vocabulary=4000", "model.module.vocabulary=4000")
 WIDTHS = ("model.H=128", "model.d_model=64", "model.A=1", "data.vocabulary=4000")
 FAMILIES = {
     "translation": ("model.L=2", *WIDTHS, "data.batch_size=32", "task.logit_clip=null"),
     "language model": ("model=transformer_lm_small", "model.L=4", *WIDTHS, "data.batch_size=16", "optimizer=adafactor"),
     "images": ("model=amoebanet", "model.L=3", "model.D=32", "data.batch_size=32"),
+    "traced images": ("model=module", "model.module._target_=own_module.mobile_net", "data.batch_size=32"),
+    "traced texts": ("model=module", "model.module._target_=own_module.TiedTexts", *TEXTS, "data.batch_size=16"),
 }
 PAPER_LM = ("model=transformer_lm",)
 
@@ -77,6 +80,9 @@ RUNS = [
     ("translation", (*SPREAD, "pipeline.remat=never", "pipeline.schedule=zero_bubble")),
     ("language model", ("pipeline.K=2", "pipeline.M=4", "pipeline.remat=always", "pipeline.schedule=zero_bubble")),
     ("images", (*SPREAD, "pipeline.remat=never", "pipeline.schedule=zero_bubble")),
+    ("traced images", (*SPREAD, "pipeline.remat=never")),
+    ("traced images", (*SPREAD, "pipeline.remat=always", "pipeline.schedule=1f1b")),
+    ("traced texts", (*SPREAD, "pipeline.remat=except_last")),
 ]
 
 

@@ -1,0 +1,61 @@
+"""Modules that cannot be traced, each for a reason of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Base(nn.Module):
+    """Has weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 10)
+
+
+class Repeats(Base):
+    """Repeats as often as its input says."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        means = images.mean((2, 3))
+        for _ in range(int(means.max())):
+            means = means + 1
+        return self.head(means)
+
+
+class Prints(Base):
+    """Writes a value into a text."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        print(f"{images.max():.3f}")
+        return self.head(images.mean((2, 3)))
+
+
+class Numpy(Base):
+    """Computes with numpy."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(torch.from_numpy(images.mean((2, 3)).numpy() * 2))
+
+
+class OneSize(Base):
+    """Holds for two examples only."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(images.mean((2, 3)).view(2, 3))
+
+
+class TwoInputs(Base):
+    """Takes more than the data give."""
+
+    def forward(self, images: Tensor, weights: Tensor) -> Tensor:
+        return self.head(images.mean((2, 3))) * weights
+
+
+class Missing(Base):
+    """Reads a file that is not there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.load("/nowhere/weights.pt")
