@@ -113,9 +113,9 @@ def _views(tree: Any) -> list[_View]:
     return [part for part in tree_iter(tree) if isinstance(part, _View)]
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[_Operation] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -182,7 +182,7 @@ def recorded(constructor: Callable[[], nn.Module], seed: int, fake: FakeTensorMo
     """
     recorder = _Recorder()
     seeds: list[object] = []
-    patches = dict.fromkeys(SEEDING, lambda *arguments: seeds.append(arguments))
+    patches: Any = dict.fromkeys(SEEDING, lambda *arguments: seeds.append(arguments))
     try:
         with (
             seeded(seed),
