@@ -29,6 +29,7 @@ from gpipe_cli.schedule.schedule import schedule
 SEED, M, EXAMPLES = 3, 2, 3
 CPU = torch.device("cpu")
 LARGEST = 1e-4  # relative difference of a gradient that still counts as rounding
+NOTHING = 1e-6  # in float64, a share of the largest gradient's norm: a smaller gradient counts as so large
 CASES = [(K, remat) for K in (1, 2, 4) for remat in ("always", "never")]
 
 
@@ -60,7 +61,8 @@ class Finding:
 def find(subject: TracedSubject, cases: Sequence[tuple[int, str]] = CASES) -> Finding:
     """Traces a module and compares it, cut into K cells, with the module itself.
 
-    Where a gradient differs by more than rounding in float32 usually does, the comparison is made again in float64.
+    Where a gradient differs by more than rounding in float32 usually does, the comparison is made again in float64. A
+    gradient that is zero but for rounding, as that of a bias in front of a BatchNorm, has no digits in either.
     """
     found = _compared(subject, cases, torch.float32)
     if found.layers and found.difference > LARGEST:
@@ -94,7 +96,8 @@ def _compared(subject: TracedSubject, cases: Sequence[tuple[int, str]], float_ty
     own = _by_itself(module, micro_batches)
     trained = [name for name, parameter in module.module.named_parameters() if parameter.requires_grad]
     missing = sorted(own.keys() ^ runs[0].keys()) if len(runs[0]) != len(trained) + 1 else []
-    worst, where = max((_difference(runs[0][name], own[name]), name) for name in own if name in runs[0])
+    least = 0.0 if float_type is torch.float32 else NOTHING * max(float(value.norm()) for value in own.values())
+    worst, where = max((_difference(runs[0][name], own[name], least), name) for name in own if name in runs[0])
     between = max(_difference(run[name], runs[0][name]) for run in runs for name in run)
     reason = f"other parameters: {missing[:3]}" if missing else "" if worst == 0 else f"at {where}"
     tied = sum(len(builder.tied) for builder in builders)
@@ -180,11 +183,11 @@ def _step(
     return found
 
 
-def _difference(one: Tensor, other: Tensor) -> float:
-    """Returns 0 for the same bits, else the norm of the difference as a share of the norm."""
+def _difference(one: Tensor, other: Tensor, least: float = 1e-30) -> float:
+    """Returns 0 for the same bits, else the norm of the difference as a share of the norm, or of ``least``."""
     if torch.equal(one, other):
         return 0.0
     if one.shape != other.shape or not bool(torch.isfinite(one).all()):
         return float("inf")
     norm = float(torch.linalg.vector_norm(other.double()))
-    return float(torch.linalg.vector_norm(one.double() - other.double())) / max(norm, 1e-30)
+    return float(torch.linalg.vector_norm(one.double() - other.double())) / max(norm, least, 1e-30)

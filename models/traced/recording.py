@@ -133,7 +133,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
 
 
 @dataclass(frozen=True)
-class Recording:
+class ConstructorRecord:
     """Holds the operations of a constructor, run under a seed, and by name the tensors that it left in the module."""
 
     seed: int
@@ -174,7 +174,9 @@ class Recording:
         return ends
 
 
-def recorded(constructor: Callable[[], nn.Module], seed: int, fake: FakeTensorMode) -> tuple[nn.Module, Recording]:
+def recorded(
+    constructor: Callable[[], nn.Module], seed: int, fake: FakeTensorMode
+) -> tuple[nn.Module, ConstructorRecord]:
     """Constructs a module on fake tensors.
 
     Raises:
@@ -197,4 +199,4 @@ def recorded(constructor: Callable[[], nn.Module], seed: int, fake: FakeTensorMo
     if seeds:
         raise NotRecordable("the constructor seeds by itself")
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    return module, Recording(seed, recorder.operations, {name: _View(tensor) for name, tensor in named})
+    return module, ConstructorRecord(seed, recorder.operations, {name: _View(tensor) for name, tensor in named})

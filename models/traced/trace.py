@@ -20,7 +20,7 @@ from torch.export.graph_signature import InputKind
 from ...errors import ConfigurationError, place_in_users_code
 from .flatten import Flat, flatten
 from .module import Call, Called, CallError, Constructor
-from .recording import NotRecordable, Recording, recorded, seeded
+from .recording import NotRecordable, ConstructorRecord, recorded, seeded
 
 Example = Sequence[tuple[str, Sequence[int]]]  # (dtype, shape) of each input tensor of a micro-batch
 WAY_OUT = "change that, or write the model as a list of layers (docs/your-own-model.md)"
@@ -80,7 +80,7 @@ class Trace:
     forms: dict[str, Form]
     aliases: dict[str, str]
     constants: dict[str, Tensor]
-    recording: Recording | None
+    recording: ConstructorRecord | None
 
 
 def traced(
@@ -121,7 +121,9 @@ def traced(
     return Trace(graphs[0], graphs[1], forms, aliases, constants, recording)
 
 
-def _without_memory(constructor: Constructor, seed: int, fake: FakeTensorMode) -> tuple[nn.Module, Recording | None]:
+def _without_memory(
+    constructor: Constructor, seed: int, fake: FakeTensorMode
+) -> tuple[nn.Module, ConstructorRecord | None]:
     """Constructs the module on fake tensors; for real where its constructor looks at values."""
     try:
         return recorded(constructor, seed, fake)

@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.traced.check import find
+from benchmarks.traced.check import CASES, find
 from benchmarks.traced.modules import subjects
 
-SAMPLE = ("gpt2", "t5", "torchvision shufflenet_v2_x0_5")
-MORE = (
-    "llama",
-    "bert",
-    "albert",
-    "mamba",
-    "bart",
-    "gptj",
-    "bloom",
-    "resnet (images)",
-    "torchvision mobilenet_v3_small",
+FAST = (
+    *("gpt2", "opt", "bert", "distilbert", "electra", "fnet", "pegasus"),
+    *("torchvision squeezenet1_1", "beit (images)", "dinov2 (images)", "resnet (images)", "vit (images)"),
 )
+FEW = [(1, "never"), (2, "always"), (4, "never")]  # of the benchmark's cases
+SLOW = ("t5", "torchvision shufflenet_v2_x0_5")
+MORE = ("llama", "albert", "mamba", "bart", "gptj", "bloom", "torchvision mobilenet_v3_small")
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name in SAMPLE else pytest.mark.slow(2))
-        for name in (*SAMPLE, *MORE)
+        *FAST,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+        *(pytest.param(name, marks=pytest.mark.slow(2)) for name in MORE),
     ],
 )
 def test_a_traced_module_is_verified(name: str) -> None:
     if not name.startswith("torchvision"):
         pytest.importorskip("transformers")
     (subject,) = (subject for subject in subjects() if subject.name == name)
-    found = find(subject)
+    found = find(subject, FEW if name in FAST else CASES)
     assert found.verified, found

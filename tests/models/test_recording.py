@@ -1,4 +1,4 @@
-"""A process makes the weights of its own layers alone, with the values that the whole constructor draws."""
+"""Tests that a process makes the weights of its own layers alone, with the values that the constructor draws."""
 
 from __future__ import annotations
 
