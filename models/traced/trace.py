@@ -20,7 +20,7 @@ from torch.export.graph_signature import InputKind
 from ...errors import ConfigurationError, place_in_users_code
 from .flatten import Flat, flatten
 from .module import Call, Called, CallError, Constructor
-from .recording import NotRecordable, ConstructorRecord, recorded, seeded
+from .recording import ConstructorRecord, NotRecordable, recorded, seeded
 
 Example = Sequence[tuple[str, Sequence[int]]]  # (dtype, shape) of each input tensor of a micro-batch
 WAY_OUT = "change that, or write the model as a list of layers (docs/your-own-model.md)"

@@ -1,4 +1,4 @@
-"""Modules that cannot be traced, each for a reason of its own."""
+"""Defines modules that cannot be traced, each for a reason of its own."""
 
 from __future__ import annotations
 
