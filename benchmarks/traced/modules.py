@@ -128,7 +128,7 @@ MASKED = (
     *("squeezebert", "xlm-roberta"),
 )
 SEQUENCES = ("bart", "blenderbot", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5")
-IMAGES = ("beit", "convnext", "deit", "dinov2", "regnet", "resnet", "swin", "vit")
+IMAGES = ("beit", "deit", "dinov2", "regnet", "resnet", "swin", "vit")
 EXTRA: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "codegen": {"rotary_dim": 4},
@@ -140,7 +140,6 @@ EXTRA: dict[str, dict[str, Any]] = {
     "resnet": {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 16, 32], "embedding_size": 8},
     "modernbert": {"global_attn_every_n_layers": 2},
     "nystromformer": {"num_landmarks": LENGTH, "segment_means_seq_len": LENGTH, "conv_kernel_size": 3},
-    "convnext": {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 16, 32], "patch_size": 4, "num_stages": 4},
     "deit": {"architectures": ["DeiTForImageClassification"]},
     "swin": {
         "depths": [1, 1],
