@@ -1,21 +1,15 @@
-"""Gives the tests a home folder of their own, starts their processes warm, and leaves out slow ones unless asked."""
+"""Gives the tests a home folder of their own, and leaves out slow ones unless they are asked for."""
 
 from __future__ import annotations
 
 import os
 import site
-import sys
 import tempfile
-from collections.abc import Generator
-from contextlib import nullcontext
-from unittest.mock import patch
 
 import pytest
-from warm_python import WarmPopen
 
 # Each of these would lead past HOME to a cache or to settings of the person who runs the tests.
 PAST_HOME = ("GPIPE_CACHE", "MPLCONFIGDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME")
-COLD_ROOMS = ("launch", "house")  # tests of how processes start
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -59,12 +53,3 @@ def _level(config: pytest.Config) -> int:
     """Returns how slow the tests may be that run: as --slow says; any, if a test or the mark is named."""
     named = any("::" in word for word in config.args) or "slow" in config.getoption("-m")
     return 2 if named else int(config.getoption("--slow"))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Starts the processes of a test and of its fixtures warm, unless their start is what it tests."""
-    cold = item.path.parent.name in COLD_ROOMS or item.get_closest_marker("cold")
-    WarmPopen.pictures = item.get_closest_marker("pictures") is not None
-    with nullcontext() if cold or sys.platform != "linux" else patch("subprocess.Popen", WarmPopen):
-        return (yield)

@@ -57,7 +57,6 @@ def test_the_paper_s_row_above_the_bound_is_its_transformer_with_M_4() -> None:
 
 
 @pytest.mark.slow(2)
-@pytest.mark.pictures
 def test_table_2_as_real_processes(tmp_path: Path) -> None:
     figures = bench(tmp_path, "table=2", "M=1,2", *TINY)
     rows = {(row["K"], row["M"]): row for row in figures["rows"]}

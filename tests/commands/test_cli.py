@@ -709,7 +709,6 @@ def fastest(command: list[str], folder: Path, enough: float = 0.0) -> float:
     return min(times)
 
 
-@pytest.mark.cold
 @pytest.mark.parametrize("words", [["--help"], ["pipeline.k=4"], ["pipeline.K=0"], ["--cfg", "job"]])
 def test_short_answers_come_within_half_a_second(tmp_path: Path, words: list[str]) -> None:
     slower = fastest([sys.executable, "-c", "import hydra, hydra.utils"], tmp_path) / 0.2  # than a machine of 2024

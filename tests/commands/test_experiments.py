@@ -171,7 +171,6 @@ def test_tensorboard_has_the_pictures(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(2)
-@pytest.mark.pictures
 def test_the_pictures_are_the_same_for_every_number_of_workers(tmp_path: Path) -> None:
     words = ["model=amoebanet", "debug=tiny", "trainer.steps=1", "pipeline.K=3"]
     train_inline(tmp_path / "1", *words, pictures=True)

@@ -17,7 +17,6 @@ EXAMPLE = (ROOT / "docs" / "examples" / "sleeping_layers.py").read_text(encoding
 
 
 @pytest.mark.slow(2)
-@pytest.mark.pictures
 def test_the_command_of_the_picture_draws_four_workers_and_their_bubble(tmp_path: Path) -> None:
     printed = re.search(r"PYTHONPATH=docs/examples gpipe-train (.*?)\n\n", EXAMPLE, re.DOTALL)
     assert printed is not None

@@ -33,7 +33,6 @@ def changed(old: str, new: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.pictures
 def test_the_page_s_example_learns(tmp_path: Path) -> None:
     assert MODULE is not None
     done = train(tmp_path, MODULE[1], "logging.tensorboard=false")
