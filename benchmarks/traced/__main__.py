@@ -24,6 +24,8 @@ def main() -> None:
     made.add_argument("--parts", type=int, default=1)
     made.add_argument("--part", type=int, default=0)
     arguments = made.parse_args()
+    if unknown := set(arguments.names) - {subject.name for subject in subjects()}:
+        made.error(f"there is no module {', '.join(sorted(unknown))} in benchmarks/traced/modules.py")
     torch.set_num_threads(1)
 
     def rows() -> Iterator[Row]:

@@ -75,6 +75,8 @@ def no_such_option(group: str, option: str, options: Sequence[str]) -> str:
     """Returns the message for an option that a group does not have."""
     near = nearest(option, options)
     guess = f"did you mean {' or '.join(f'{group}={name}' for name in near)}? " if near else ""
+    if group == "hydra/launcher" and option.startswith("submitit"):
+        guess = "pip install 'gpipe-cli[slurm]' adds it; "
     return f"there is no {group}={option}; {guess}{group} can be: {', '.join(options) or '(nothing yet)'}"
 
 

@@ -14,6 +14,7 @@ from gpipe_cli.config import Settings
 from gpipe_cli.errors import ConfigurationError, Problems
 from gpipe_cli.jobs.composition import plain_values
 from gpipe_cli.terminal.frame import one_screen
+from gpipe_cli.terminal.hydra_errors import no_such_option
 
 KINDS = {case.kind: case for case in reversed(single_mistakes())}  # the first case of each kind
 TOGETHER = next(case for case in drawn(20) if case.kind == "several")
@@ -92,3 +93,7 @@ def test_the_answer_is_one_line_and_no_more(
         import_module("gpipe_cli.commands.train").main(words)
     written = capsys.readouterr().err
     assert said in written and written.count("\n") == 1
+
+
+def test_a_launcher_that_is_not_installed_is_named_with_what_installs_it() -> None:
+    assert "pip install 'gpipe-cli[slurm]'" in no_such_option("hydra/launcher", "submitit_slurm", ["basic"])
