@@ -15,26 +15,10 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 
 from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.targets import DATA, MODELS, TASKS
 
 SECTIONS = ("model", "data", "task")  # optimizer and lr_schedule are not built without training
-OURS = frozenset(
-    {
-        "gpipe_cli.models.amoebanet.amoebanet",
-        "gpipe_cli.models.transformer.transformer",
-        "gpipe_cli.models.transformer_lm.transformer_lm",
-        "gpipe_cli.models.traced.layers.layers",
-        "gpipe_cli.data.images.digits.DigitsSource",
-        "gpipe_cli.data.examples.ExampleSource",
-        "gpipe_cli.data.images.source.ImageSource",
-        "gpipe_cli.data.parallel.source.ParallelTextSource",
-        "gpipe_cli.data.cldr.text.TextSource",
-        "gpipe_cli.data.text.source.TextFilesSource",
-        "gpipe_cli.data.cldr.source.TranslationSource",
-        "gpipe_cli.tasks.classification.ClassificationTask",
-        "gpipe_cli.tasks.language_model.LanguageModelTask",
-        "gpipe_cli.tasks.translation.TranslationTask",
-    }
-)
+OURS = frozenset({*MODELS, *DATA, *TASKS, "gpipe_cli.data.examples.ExampleSource"})
 
 
 def trusted_names(word: str) -> list[str]:
