@@ -474,6 +474,7 @@ def test_a_leftover_that_cannot_be_deleted_does_not_keep_a_run_from_going_on(
     assert "step_00000002.partial could not be deleted" in warning
 
 
+@pytest.mark.slow
 def test_a_run_tells_of_an_old_checkpoint_that_cannot_be_deleted_and_goes_on(
     tmp_path: Path, undeletable: pytest.MonkeyPatch
 ) -> None:

@@ -378,6 +378,7 @@ def test_a_sweep_goes_on_after_a_failure_and_ends_in_one_table(tmp_path: Path) -
     assert "thirteen is unlucky" in (failed / "train.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_sweep_over_seeds_ends_in_mean_and_standard_deviation(tmp_path: Path) -> None:
     done = run(tmp_path, "-m", "seed=1,2,3", "pipeline.K=2", "trainer.steps=1")
     directory = only(tmp_path / "sweeps")

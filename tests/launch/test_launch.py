@@ -72,6 +72,7 @@ def test_workers_meet_in_an_all_reduce(command: Any, workers: int, fork: bool) -
     assert result["value"] == workers * (workers + 1) / 2
 
 
+@pytest.mark.slow
 def test_two_jobs_at_the_same_time_do_not_meet(command: Any) -> None:
     both = [command("all_reduce", workers, preload=["torch"]) for workers in (2, 3)]
     assert [list(started.events())[-1]["value"] for started in both] == [3, 6]

@@ -37,9 +37,13 @@ def alone(*words: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("search", "keys"),
     [
-        (["pipeline.M=auto"], ["pipeline.M"]),
+        pytest.param(["pipeline.M=auto"], ["pipeline.M"], marks=pytest.mark.slow(2)),
         (["plan.best=true"], ["pipeline.M", "pipeline.remat", "pipeline.schedule"]),
-        (["plan.grow=model.layers", "model.layers=8", "plan.memory=1MB"], ["model.layers"]),
+        pytest.param(
+            ["plan.grow=model.layers", "model.layers=8", "plan.memory=1MB"],
+            ["model.layers"],
+            marks=pytest.mark.slow(2),
+        ),
     ],
     ids=["M", "best", "grow"],
 )

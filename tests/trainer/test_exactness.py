@@ -184,7 +184,7 @@ def test_sigterm_saves_and_the_run_goes_on_exactly(whole: Path, tmp_path: Path) 
     assert same_bits(resumed, whole)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(2)
 def test_torchrun_s_processes_train_save_when_asked_to_stop_and_go_on_with_the_same_bits(
     whole: Path, tmp_path: Path
 ) -> None:
