@@ -44,7 +44,7 @@ deep: $(INSTALLED) ## train very deep models with and without depth-scaled initi
 
 PYTEST := $(BIN)/python -m pytest $(if $(SLOW),--slow) $(if $(filter 2,$(SLOW)),--slow)
 test: $(INSTALLED) ## run the tests on two cores; SLOW=1: the slow ones too; SLOW=2: all (tests/README.md)
-	$(PYTEST) -n 3 --dist worksteal
+	$(PYTEST) -n 2 --dist worksteal
 
 table1 table2 table3 table4: $(INSTALLED) ## measure one of the paper's tables on this machine, into bench/
 	$(BIN)/gpipe-bench table=$(@:table%=%)

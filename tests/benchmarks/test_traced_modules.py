@@ -12,15 +12,23 @@ FAST = (
     *("torchvision squeezenet1_1", "beit (images)", "dinov2 (images)", "resnet (images)", "vit (images)"),
 )
 FEW = [(1, "never"), (2, "always"), (4, "never")]  # of the benchmark's cases
-SLOW = ("t5", "torchvision shufflenet_v2_x0_5")
-MORE = ("llama", "albert", "mamba", "bart", "gptj", "bloom", "torchvision mobilenet_v3_small")
+MORE = (
+    "t5",
+    "torchvision shufflenet_v2_x0_5",
+    "llama",
+    "albert",
+    "mamba",
+    "bart",
+    "gptj",
+    "bloom",
+    "torchvision mobilenet_v3_small",
+)
 
 
 @pytest.mark.parametrize(
     "name",
     [
         *FAST,
-        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
         *(pytest.param(name, marks=pytest.mark.slow(2)) for name in MORE),
     ],
 )

@@ -87,7 +87,7 @@ def test_a_classifier_of_another_size_is_never_skipped_silently(digits: Path, bi
     assert "checkpoint.init_except=[head]" in str(error.value)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(2)
 def test_a_classifier_of_the_same_size_is_kept_unless_left_out(digits: Path, tmp_path: Path) -> None:
     begin(tmp_path / "kept", digits)
     begin(tmp_path / "new", digits, "checkpoint.init_except=[head.classifier.weight]", "seed=2")

@@ -265,7 +265,7 @@ def test_a_cache_that_cannot_be_written_says_which_key_to_set(tmp_path: Path) ->
         open_store(TINY, str(tmp_path / "file" / "cache"), no_report)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(2)
 def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     builders = [context.Process(target=open_store, args=(TINY, str(tmp_path), no_report)) for _ in range(2)]

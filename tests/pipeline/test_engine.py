@@ -47,7 +47,7 @@ def test_every_gradient_equals_the_plain_models(K: int) -> None:
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("K", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow(2))])
+@pytest.mark.parametrize("K", [pytest.param(K, marks=pytest.mark.slow(2)) for K in (2, 4)])
 def test_every_gradient_equals_the_plain_models_as_processes(K: int, tmp_path: Path) -> None:
     job = Job(tmp_path, K, "engine_jobs:compare_as_processes", {}, preload=("torch", "torch.distributed"))
     found = launch(job, lambda event: None)
