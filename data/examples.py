@@ -68,6 +68,7 @@ class ExampleSource:
             )
         self._batch_size, self._drop_last, self._seed = batch_size, drop_last, seed
         self._collate, self._workers = collate or stack_examples, workers
+        self._bytes: dict[int, int] = {}  # of an example of each data set, by its id
 
     def prepare(self, report: Report) -> None:
         """Does nothing: the data sets are ready."""
@@ -120,29 +121,25 @@ class ExampleSource:
         if not self._workers:
             return (self._collate([seeded[key] for key in of_one]) for of_one in keys)
         first = next(keys, [])
-        if first:
-            self._require_shared_memory(seeded, first)
-        keys = chain([first] * bool(first), keys)
-        return iter(
-            DataLoader(
-                seeded,
-                batch_sampler=keys,
-                collate_fn=self._collate,
-                num_workers=self._workers,
-                generator=torch.Generator(),  # else the loader draws from the generator that dropout may use
-            )
-        )
+        if first and SHARED.is_dir():
+            if id(examples) not in self._bytes:
+                self._bytes[id(examples)] = next(_loader(seeded, iter([first[:1]]), self._count_bytes, workers=1))
+            self._require_shared_memory(len(first) * self._bytes[id(examples)])
+        return _loader(seeded, chain([first] * bool(first), keys), self._collate, self._workers)
 
-    def _require_shared_memory(self, examples: Dataset[Any], keys: list[Key]) -> None:
+    def _count_bytes(self, examples: list[Any]) -> int:
+        leaves = tree_leaves(self._collate(examples))
+        return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+    def _require_shared_memory(self, size: int) -> None:
         """Refuses to start loader processes that would be killed by the system when their memory is full.
+
+        Args:
+            size: bytes of a micro-batch.
 
         Raises:
             ConfigurationError: what they prepare ahead has no room in shared memory.
         """
-        if not SHARED.is_dir():
-            return
-        sample = tree_leaves(self._collate([examples[keys[0]]]))
-        size = len(keys) * sum(tensor.nbytes for tensor in sample if isinstance(tensor, torch.Tensor))
         state, ahead = os.statvfs(SHARED), AHEAD * self._workers + 1
         free = state.f_bavail * state.f_frsize
         if free < ahead * size:
@@ -152,6 +149,21 @@ class ExampleSource:
                 f"{ahead * size / 1e6:,.0f} MB: make {SHARED} larger (docker run --shm-size=8g), lower data.workers or "
                 "data.batch_size, or raise pipeline.M"
             )
+
+
+def _loader(
+    examples: Dataset[Any], keys: Iterator[list[Key]], collate: Callable[[list[Any]], Any], workers: int
+) -> Iterator[Any]:
+    """Starts loader processes. They alone read examples: a file opened before a fork is not safe to read after it."""
+    return iter(
+        DataLoader(
+            examples,
+            batch_sampler=keys,
+            collate_fn=collate,
+            num_workers=workers,
+            generator=torch.Generator(),  # else the loader draws from the generator that dropout may use
+        )
+    )
 
 
 class _Seeded(Dataset[Any]):

@@ -377,7 +377,7 @@ def test_closing_a_reader_ends_its_thread() -> None:
 
 
 def test_too_little_shared_memory_is_told_before_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is full, the system kills loader processes, or torch says nothing but 'No space left on device'."""
+    """Without the check, the system kills a loader process, or torch says only 'No space left on device'."""
     data = TensorDataset(torch.zeros(64, 30_000), torch.zeros(64))
     with small_disk(tmp_path / "shm", "size=4m") as folder:
         monkeypatch.setattr("gpipe_cli.data.examples.SHARED", folder)
@@ -388,3 +388,24 @@ def test_too_little_shared_memory_is_told_before_a_batch(tmp_path: Path, monkeyp
             "prepare 5 of 1.0 MB ahead, together 5 MB: make"
         )
         next(ExampleSource(data, data, 32, workers=1).train(None, 4, 0, 1))
+
+
+class NotingReads(Numbers):
+    """Notes the indices that this process reads."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.read: list[int] = []
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.read.append(index)
+        return super().__getitem__(index)
+
+
+def test_loader_processes_alone_read_examples() -> None:
+    """A file that a data set opens at its first example would be shared by all processes forked afterwards."""
+    train, evaluation = NotingReads(8), NotingReads(4)
+    source = ExampleSource(train, evaluation, 4, workers=1)
+    next(source.train(None, 2, 0, 1))
+    assert [len(batch.micro_batches) for batch in source.evaluation(2)] == [2]
+    assert train.read == evaluation.read == []
