@@ -64,8 +64,13 @@ def copy_from_replica(tensor: Tensor, replica: int, group: dist.ProcessGroup) ->
 
 
 def on_wire(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns the tensor or a contiguous copy where the group sends from: NCCL from GPUs, others from the CPU."""
-    return (tensor.cuda() if dist.get_backend(group) == "nccl" else tensor.cpu()).contiguous()
+    """Returns the tensor or a contiguous copy on the device of the group's messages."""
+    return tensor.to(wire_device(group)).contiguous()
+
+
+def wire_device(group: dist.ProcessGroup) -> str:
+    """Returns the device of the group's messages: NCCL sends from GPUs, others from the CPU."""
+    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
 
 
 def _waiting(work: dist.Work | None) -> Callable[[], None]:

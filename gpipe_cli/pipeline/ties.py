@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .cell import Cell
 from .gradients import fill_gradients
-from .replicas import on_wire
+from .replicas import on_wire, wire_device
 
 _TAG = 0  # no other message has it
 
@@ -55,7 +55,8 @@ class ReplicaLink:
         """Receives the values of a tensor."""
         assert self.group is not None  # there are other workers
         into = into.detach()
-        arrived = on_wire(into, self.group)
+        there = into.device.type == (device := wire_device(self.group)) and into.is_contiguous()
+        arrived = into if there else torch.empty(into.shape, dtype=into.dtype, device=device)
         dist.recv(arrived, self.ranks[worker], group=self.group, tag=_TAG)
         if arrived is not into:
             into.copy_(arrived)
