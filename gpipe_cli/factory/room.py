@@ -19,7 +19,6 @@ from .build import build_optimizer
 from .optimizer_state import optimizer_state_bytes
 
 MARGIN = 1.1  # of the memory: a little more may still run, with swapped pages
-
 FEW = 10  # times the weights that a model may take, whatever the optimizer: its state is not looked at then
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+_HALF = (torch.bfloat16, torch.float16)
 
 
 class WeightCasts:
@@ -101,8 +102,10 @@ class _CastsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, nn.Parameter)]
-        self._uses.update(given)
-        if given and func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (torch.bfloat16, torch.float16):
-            self._types[given[0]] = kwargs["dtype"]
+        for value in (*args, *kwargs.values()):
+            for one in value if isinstance(value, (list, tuple)) else (value,):
+                if type(one) is not Tensor and isinstance(one, nn.Parameter):  # the second is slow
+                    self._uses[id(one)] += 1
+                    if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in _HALF:
+                        self._types[id(one)] = kwargs["dtype"]
         return func(*args, **kwargs)

@@ -24,13 +24,8 @@ from torch.nn import init
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
-FILLS = {
-    "aten::uniform_",
-    "aten::normal_",
-    "aten::fill_",
-    "aten::zero_",
-    "aten::copy_",
-}  # change every value, read none
+# They change every value and read none.
+FILLS = {"aten::uniform_", "aten::normal_", "aten::fill_", "aten::zero_", "aten::copy_"}
 SEEDING = ("manual_seed", "seed", "set_rng_state")
 TRUNCATED = init._no_grad_trunc_normal_  # draws again until every value is inside: one operation here
 
