@@ -33,11 +33,11 @@ KEYS = ("checkpoint", "step", "prompt", "input", "output", "scores", "trust", *S
 HELP = """\
 gpipe-generate: continues texts with the language model of a run, in cells on workers as in training.
 
-    gpipe-generate checkpoint=RUN prompt='Once upon a time'
-    gpipe-generate checkpoint=RUN temperature=0 < beginnings.txt > texts.txt
-    gpipe-generate checkpoint=RUN prompt= samples=5 top_p=0.9 length=200
+    gpipe-generate RUN prompt='Once upon a time'
+    gpipe-generate RUN temperature=0 < beginnings.txt > texts.txt
+    gpipe-generate RUN prompt= samples=5 top_p=0.9 length=200
 
-checkpoint=PATH   a run directory, or one checkpoint: RUN/checkpoints/step_00000100
+checkpoint=PATH   a run directory, or one checkpoint: RUN/checkpoints/step_00000100; `checkpoint=` can be left out
 step=N            of a run: the checkpoint of step N; step=best: the one with the lowest loss; step=last (default)
 prompt=TEXT       the beginning of a text; nothing after the = begins a new text
 input=FILE        instead of a prompt: UTF-8 text, one beginning a line; default: standard input

@@ -22,11 +22,11 @@ KEYS = ("checkpoint", "step", "input", "output", "scores", "references", "trust"
 HELP = """\
 gpipe-translate: translates lines with the model of a run, in cells on workers as in training.
 
-    gpipe-translate checkpoint=RUN < sentences.txt > translations.txt
-    echo 'viernes, 4 de mayo' | gpipe-translate checkpoint=RUN
-    gpipe-translate checkpoint=RUN input=sentences.txt output=translations.txt references=correct.txt
+    gpipe-translate RUN < sentences.txt > translations.txt
+    echo 'viernes, 4 de mayo' | gpipe-translate RUN
+    gpipe-translate RUN input=sentences.txt output=translations.txt references=correct.txt
 
-checkpoint=PATH   a run directory, or one checkpoint: RUN/checkpoints/step_00000100
+checkpoint=PATH   a run directory, or one checkpoint: RUN/checkpoints/step_00000100; `checkpoint=` can be left out
 step=N            of a run: the checkpoint of step N; step=best: the one with the lowest loss; step=last (default)
 input=FILE        UTF-8 text, one sentence a line; default: standard input
 output=FILE       default: standard output. Translations come in the order of the lines, an empty one for an empty line

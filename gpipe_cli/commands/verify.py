@@ -21,7 +21,7 @@ one process by a plain loop without the engine, and compares: loss, outputs of l
 learning rate, optimizer state, weights, a step that is skipped, a resume, an evaluation.
 
     gpipe-verify model=transformer pipeline.K=4 pipeline.M=8
-    gpipe-verify debug=tiny pipeline.schedule=1f1b          the same in seconds, for large models
+    gpipe-verify debug=tiny pipeline.schedule=1f1b          with a model and data made small: seconds
     gpipe-verify model._target_=my_module.my_layers         your own layers
     gpipe-verify -m pipeline.K=1,2,4 pipeline.remat=always,never
 

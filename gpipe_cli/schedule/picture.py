@@ -202,6 +202,8 @@ def _draw_legend(figure: Figure, panels: Sequence[Panel]) -> None:
         Patch(facecolor=colour, label=name) for op, (name, colour, _) in _STYLE.items() if op in used
     ]
     handles.append(Patch(facecolor=_IDLE, label="idle"))
+    if any(len(panel.timeline.spans) < len(panel.timeline.placement) for panel in panels):
+        handles.append(Patch(facecolor=_GRID, edgecolor=_TEXT, linewidth=0.5, label="works on another cell"))
     if any(panel.critical for panel in panels):
         handles.append(Line2D([], [], color=_CRITICAL, linewidth=2.0, label="critical path"))
     rows = -(-len(handles) // int(figure.get_figwidth() / 1.4))  # a narrow figure would cut a long row off

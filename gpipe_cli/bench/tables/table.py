@@ -23,9 +23,9 @@ STYLES: dict[str, dict[str, Any]] = {
     "paper": {"color": "#d9822b", "marker": "s", "linewidth": 1.6, "zorder": 4},
     "ideal": {"color": "#8a919c", "linestyle": ":", "linewidth": 1.4},
     "limit": {"color": "#8a919c", "linestyle": "--", "linewidth": 1.2, "marker": "x", "markersize": 5},
-    "peer": {"color": "#7fa88b", "marker": ".", "linewidth": 1.0},
+    "peer": {"linewidth": 1.0, "markersize": 5},
 }
-PEER_LINES = ("-", "--", ":", "-.")
+PEER_STYLES = (("-", "v", "#3c7a52"), ("--", "^", "#7fa88b"), (":", "D", "#5b6f7f"), ("-.", "P", "#9a7fb0"))
 COLUMNS_AT_MOST = 3
 
 
@@ -145,17 +145,21 @@ def draw(table: Table, folder: Path) -> list[Path]:
 
 
 def _draw_panel(axes: Axes, table: Table, curves: Sequence[Curve]) -> None:
-    """Draws curves; each peer has one kind of line in all panels of the table."""
+    """Draws curves; each peer has one kind of line, marker and colour in all panels of the table."""
     peers = list(dict.fromkeys(curve.label for curve in table.curves if curve.role == "peer"))
+    from matplotlib.ticker import LogLocator
+
     for curve in curves:
         style = dict(STYLES[curve.role])
         if curve.role == "peer":
-            style["linestyle"] = PEER_LINES[peers.index(curve.label) % len(PEER_LINES)]
+            own = PEER_STYLES[peers.index(curve.label) % len(PEER_STYLES)]
+            style |= dict(zip(("linestyle", "marker", "color"), own, strict=True))
         axes.plot(*zip(*curve.points, strict=True), label=curve.label, **style)
     ticks = sorted({x for curve in curves for x, _ in curve.points})
     if table.logarithmic:
         axes.set_xscale("log")
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
         axes.minorticks_off()
         axes.yaxis.set_major_formatter(lambda y, _: f"{y / 1e9:g}B" if y >= 1e9 else f"{y / 1e6:g}M")
         axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
