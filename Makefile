@@ -1,8 +1,10 @@
-# `make` or `make help` lists what can be made. Everything runs in .venv, which is made on first use.
+# `make` or `make help` lists what can be made. Everything runs in .venv, which is made on first use;
+# with TORCH=2.11.0, for instance, in an environment of its own with that release of torch.
 
 PYTHON ?= python3
-BIN := .venv/bin
-INSTALLED := .venv/.installed
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
 TYPES := build/types
 
 .DEFAULT_GOAL := help
@@ -17,10 +19,10 @@ venv: $(INSTALLED) ## install the tool and what its development needs into .venv
 $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "$(PYTHON) is older than 3.10: make venv PYTHON=python3.12 (or any from 3.10)"; exit 1; }
-	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv # --clear: an earlier attempt may have been interrupted
-	@echo "installing into .venv (a few minutes the first time: torch is large)"
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) # --clear: an earlier attempt may have been interrupted
+	@echo "installing into $(VENV) (a few minutes the first time: torch is large)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' $(if $(TORCH),torch==$(TORCH))
 	@touch $@
 
 # Trades memory, plentiful here, for time: nothing is recomputed, and zero_bubble fills half of the bubble.
