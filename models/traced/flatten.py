@@ -21,6 +21,7 @@ from .operations import ATTENTION, attention_with_trained_mask, enter_autocast, 
 
 ROOT = "L__self__"  # of nn_module_stack's keys
 CHECKS = ("_assert", "sym_constrain_range", "assert_")  # names of operations that only check
+IN_PLACE = "in_place"  # key of a node's meta: the operation that the module has there
 INNER = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 
 
@@ -175,7 +176,7 @@ class _Flattener:
                 self.forbidden.append((base, copy))
             return True
         copy = self._flat.graph.node_copy(node, lambda old: env[old])
-        copy.target, copy.meta = functional, dict(node.meta)
+        copy.target, copy.meta = functional, {**node.meta, IN_PLACE: target}
         for old, new in list(env.items()):
             if new is changed:
                 env[old] = copy

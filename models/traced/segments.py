@@ -11,12 +11,23 @@ import torch
 from torch import Tensor, fx
 
 from .cuts import Boundary
-from .flatten import Flat
+from .flatten import IN_PLACE, Flat
 from .names import Names
 from .positions import CutPoint, is_size
 from .trace import Trace
 
 BATCH_NORM = torch.ops.aten.batch_norm.default
+# Operations with a result of its own that no backward reads, and activations that may overwrite it: their backward
+# reads what they return. Both save memory and time.
+OVERWRITABLE = (
+    BATCH_NORM,
+    torch.ops.aten.conv1d.default,
+    torch.ops.aten.conv2d.default,
+    torch.ops.aten.conv3d.default,
+    torch.ops.aten.linear.default,
+    torch.ops.aten.add.Tensor,
+)
+OVERWRITING = (torch.ops.aten.relu_.default, torch.ops.aten.relu6_.default, torch.ops.aten.hardtanh_.default)
 
 
 @dataclass(frozen=True)
@@ -128,6 +139,7 @@ class _PartGraph:
         self._env: dict[fx.Node, fx.Node] = {}
         self._sizes: dict[str, tuple[fx.Node, int]] = {}  # expression -> (node of the new graph, dimension)
         self._device: fx.Node | None = None
+        self._made: set[fx.Node] = set()
 
     def made(
         self, nodes: Sequence[fx.Node], passing: Sequence[Sequence[fx.Node]], missing: Sequence[Sequence[str]]
@@ -141,6 +153,7 @@ class _PartGraph:
         if missing[0]:
             carrier = graph.placeholder("sizes")
             self._sizes |= {size: (carrier, dimension) for dimension, size in enumerate(missing[0], start=1)}
+        self._made = set(nodes)
         for node in nodes:
             self._put(node)
         outputs = [self._value(node) for node in passing[1]]
@@ -159,10 +172,19 @@ class _PartGraph:
         copy.args = fx.node.map_aggregate(copy.args, self._on_this_device)
         copy.kwargs = fx.node.map_aggregate(copy.kwargs, self._on_this_device)
         copy.meta = {}
+        if self._may_overwrite(node):
+            copy.target = node.meta[IN_PLACE]
         self._env[node] = copy
         if node.target is torch.ops.aten.sym_size.int and isinstance(node.meta["val"], torch.SymInt):
             tensor, dimension = copy.args
             self._sizes.setdefault(str(node.meta["val"]), (tensor, dimension))  # type: ignore[arg-type]
+
+    def _may_overwrite(self, node: fx.Node) -> bool:
+        """Returns whether an activation that works in place in the module may do so here, and is cheaper then."""
+        if node.meta.get(IN_PLACE) not in OVERWRITING:
+            return False
+        given: Any = node.args[0]
+        return given in self._made and given.target in OVERWRITABLE and list(given.users) == [node]
 
     def _value(self, node: fx.Node) -> fx.Node:
         """Returns the node of this part that stands for ``node``: made here, passed in, held, or worked out again."""
