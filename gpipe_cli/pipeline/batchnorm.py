@@ -22,7 +22,7 @@ from .replicas import sum_over_replicas
 class _Statistics(NamedTuple):
     """Holds a micro-batch's number of values of a channel, their means (C), and variances (C) before a correction."""
 
-    count: int
+    values: int
     mean: Tensor
     variance: Tensor
     correction: float  # makes the variance that of the values themselves, where it is an estimate from a sample
@@ -104,7 +104,7 @@ class DeferredBatchNorm(nn.Module):
     @property
     def gathered_count(self) -> float:
         """Returns how many values of a channel have been gathered since the last `take_pooled`."""
-        return sum(statistics.count for statistics in self._gathered)
+        return sum(statistics.values for statistics in self._gathered)
 
     def take_pooled(self) -> Tensor | None:
         """Returns the sums gathered since the last call, and clears them.
