@@ -60,7 +60,8 @@ class DeferredBatchNorm(nn.Module):
             together: Tensor = self._normalise_over_replicas(x, count)
             return together
         # With momentum 1 the "moving" averages are just this micro-batch's statistics.
-        mean, variance = torch.zeros(2, x.size(1), device=x.device, dtype=self._statistics_dtype(x)).unbind()
+        mean = torch.zeros(x.size(1), device=x.device, dtype=self._statistics_dtype(x))
+        variance = torch.zeros_like(mean)
         output = F.batch_norm(x, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
         self._gather(_Statistics(count, mean, variance, (count - 1) / count))
         return output
