@@ -141,7 +141,7 @@ def refuse_another_run(run_dir: Path, resumed: CheckpointInfo | None) -> None:
     if existing and (resumed is None or resumed.path.resolve().parent != home.resolve()):
         raise CheckpointError(
             f"{home} already holds checkpoints, the newest of step {step_of(existing[-1])}, which this run would mix "
-            f"with its own: type checkpoint.resume={run_dir} to go on from it, or choose another hydra.run.dir"
+            f"with its own: type checkpoint.resume={run_dir} to continue it, or choose another hydra.run.dir"
         )
 
 
@@ -198,7 +198,7 @@ def _read_part(directory: Path, worker: int) -> dict[str, LayerFile]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"worker {worker} has finished its part of {directory}, but {path.name} is not to be seen here: the run "
+            f"worker {worker} has finished its part of {directory}, but {path.name} cannot be seen here: the run "
             "directory must be on a file system that all machines of the run share (hydra.run.dir=...)"
         ) from error
     return {name: LayerFile.from_json(file) for name, file in content.items()}

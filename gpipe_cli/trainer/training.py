@@ -81,7 +81,7 @@ def assemble_training(
             progress, position = Progress(step=resumed.step, **scalars), resumed.state.data_position
         except TypeError as error:
             raise CheckpointError(f"{resumed.path}/manifest.json is damaged: {error}") from error
-        journal.message(f"going on from {resumed.path}, step {resumed.step}")
+        journal.message(f"continuing from {resumed.path}, step {resumed.step}")
         if text := another_device_notice(resumed.versions, world.device.type):
             journal.warn(text)
     assembly.ties.spread()
