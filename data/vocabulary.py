@@ -105,8 +105,9 @@ def smaller_notice(key: str, wanted: int, vocabulary: Sized) -> str | None:
     if len(vocabulary) == wanted:
         return None
     return (
-        f"data.{key}={wanted}, but the text supports {len(vocabulary):,} pieces: the vocabulary has so many, and the "
-        f"model's other {wanted - len(vocabulary):,} stay unused (data.{key}={len(vocabulary)}: a smaller model)"
+        f"data.{key}={wanted}, but the text supports {len(vocabulary):,} pieces only, so "
+        f"{wanted - len(vocabulary):,} rows of the model's tables stay unused: use data.{key}={len(vocabulary)} "
+        "for a smaller model"
     )
 
 
@@ -140,7 +141,7 @@ class Vocabulary:
             OSError: it cannot be read.
         """
         if (size := path.stat().st_size) > MOST_BYTES:
-            raise ConfigurationError(f"{path} has {size:,} bytes: no vocabulary of gpipe-train has so many")
+            raise ConfigurationError(f"{path} has {size:,} bytes: no vocabulary of gpipe-train is so large")
         return cls(path.read_bytes(), path)
 
     def _not_ours(self) -> str | None:
