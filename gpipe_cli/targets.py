@@ -85,7 +85,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "pad_id": CountOrZero,
         "labels": list[str] | None,
         "ignored": int | None,
-        "mean": list[Number],
+        "mean": list[Number] | None,
         "std": list[Positive],
         **dict.fromkeys(("module", "arguments", "masks", "example", "float_type"), Any),
     },

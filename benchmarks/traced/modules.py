@@ -109,27 +109,24 @@ def _images(side: int, examples: int) -> tuple[Tensor, ...]:
 
 CAUSAL = (
     *("bloom", "codegen", "cohere", "ctrl", "falcon", "gemma", "gemma2", "glm", "gpt2", "gpt_bigcode", "gpt_neo"),
-    *("gpt_neox", "gptj", "granite", "helium", "llama", "mamba", "mistral", "mpt", "nemotron", "olmo", "olmo2", "opt"),
-    *("openai-gpt", "persimmon", "phi", "phi3", "qwen2", "qwen3", "smollm3", "stablelm", "starcoder2", "xglm"),
+    *("gpt_neox", "gptj", "granite", "helium", "llama", "mamba", "mistral", "mixtral", "mpt", "nemotron", "olmo"),
+    *("olmo2", "olmoe", "opt", "openai-gpt", "persimmon", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "smollm3"),
+    *("stablelm", "starcoder2", "xglm"),
 )
 MASKED = (
     *("albert", "bert", "camembert", "convbert", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "fnet"),
-    *(
-        "megatron-bert",
-        "mobilebert",
-        "modernbert",
-        "mpnet",
-        "nystromformer",
-        "data2vec-text",
-        "rembert",
-        "roberta",
-        "roformer",
-    ),
-    *("squeezebert", "xlm-roberta"),
+    *("megatron-bert", "mobilebert", "modernbert", "mpnet", "nystromformer", "data2vec-text", "rembert", "roberta"),
+    *("roformer", "squeezebert", "xlm-roberta"),
 )
 SEQUENCES = ("bart", "blenderbot", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5")
 IMAGES = ("beit", "deit", "dinov2", "regnet", "resnet", "swin", "vit")
+EXPERTS = {  # a mixture of them
+    **dict.fromkeys(("num_experts", "num_local_experts"), 4),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+    "num_experts_per_tok": 2,
+}
 EXTRA: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("mixtral", "olmoe", "qwen2_moe"), EXPERTS),
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "codegen": {"rotary_dim": 4},
     "gptj": {"rotary_dim": 4},
@@ -172,14 +169,14 @@ def _transformers() -> list[TracedSubject]:
     return found
 
 
-def _from_config(family: str, name: str) -> nn.Module:
-    """Returns a tiny module without dropout, with random weights."""
+def _from_config(family: str, name: str, **more: Any) -> nn.Module:
+    """Returns a tiny module without dropout, with random weights; ``more``: further keys of its configuration."""
     import transformers
 
     usual = transformers.AutoConfig.for_model(name)
     known = {key: value for key, value in SIZES.items() if key in vars(usual) or key in usual.attribute_map}
     without = {key: 0.0 for key, value in vars(usual).items() if "drop" in key and isinstance(value, float)}
-    config = transformers.AutoConfig.for_model(name, **{**known, **without, **EXTRA.get(name, {})})
+    config = transformers.AutoConfig.for_model(name, **{**known, **without, **EXTRA.get(name, {}), **more})
     module: nn.Module = getattr(transformers, family).from_config(config)
     return module
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..layers import LayerBuilder
+from ..layers import LayerBuilder, announce
 from ..micro_batch import Tensors
 from ..pipeline.messages.grouping import grouped_like, grouping_of
 from .cost import LayerCost, number_of_parameters
@@ -72,6 +72,7 @@ def profile_layers(
             shapes, trained = tuple(map(TensorShape.of, values)), tuple(tensor.requires_grad for tensor in values)
             keys.append((build_key(builder, index), shapes, trained, grouping_of(values)))
             if keys[-1] not in known:
+                announce([builder])
                 module = build_or_explain(builder).to(device)
                 passed_as = boundary_type if index < len(builders) - 1 else None
                 trial = LayerTrial.of(module, values, device, autocast, targets, passed_as)

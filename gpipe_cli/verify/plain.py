@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..config import Settings
 from ..factory.build import boundary_type_of, build_autocast, build_model
+from ..layers import announce
 from ..micro_batch import MicroBatch, Tensors
 from ..pipeline.messages.grouping import as_argument, as_tensors, grouped_like
 from ..pipeline.randomness import generator_states
@@ -172,6 +173,7 @@ class PlainModel:
         A tied parameter has its owner's value.
         """
         builders, layers = build_model(self._settings.model, self._settings.seed), []
+        announce(builders[index] for index in cell)
         used: set[int] = set()
         for index in cell:
             with weights_drawn(self._settings.seed, index):
@@ -179,17 +181,17 @@ class PlainModel:
             if not used.isdisjoint(map(id, (*module.parameters(), *module.buffers()))):
                 module = deepcopy(module)  # layers that share a module: each collects its own gradients
             used.update(map(id, (*module.parameters(), *module.buffers())))
-            layer = index, builders[index].name, module.to(self.device).train()
-            held: dict[str, Tensor] = {name: parameter for (_, name), parameter in named([layer])}
-            held |= {name: buffer for (_, name), buffer in named_buffers([layer]).items()}
+            layers.append((index, builders[index].name, module.to(self.device).train()))
+        built = _Built(layers)
+        held = built.held
+        for index in cell:
             for name, tensor in load(index).items():
-                held[name].copy_(tensor)
-            for (tied, name), (other, owner) in self.owners.items():
-                if tied == index:
-                    value = load(other).get(owner)
-                    held[name].copy_(self.build([other], load).held[other, owner] if value is None else value)
-            layers.append(layer)
-        return _Built(layers)
+                held[index, name].copy_(tensor)
+        for (index, name), (other, owner) in self.owners.items():
+            if index in cell:
+                value = load(other).get(owner)
+                held[index, name].copy_(self.build([other], load).held[other, owner] if value is None else value)
+        return built
 
     def _summed(
         self, gradients: dict[Key, Tensor], waiting: dict[Key, dict[Key, Tensor]], step: PlainStep

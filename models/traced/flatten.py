@@ -8,8 +8,10 @@ the same, and checks are dropped. Where a change in place stays, no cut may come
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +19,16 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from .operations import ATTENTION, attention_with_trained_mask, enter_autocast, leave_autocast
+from .module import Untraceable
+from .operations import (
+    ATTENTION,
+    LSTM,
+    attention_with_trained_mask,
+    enter_autocast,
+    leave_autocast,
+    lstm_with_graph,
+)
+from .own_backward import functions
 
 ROOT = "L__self__"  # of nn_module_stack's keys
 CHECKS = ("_assert", "sym_constrain_range", "assert_")  # names of operations that only check
@@ -124,6 +135,7 @@ class _Flattener:
 
     def _copy(self, node: fx.Node, env: dict[fx.Node, Any]) -> fx.Node:
         copy = self._flat.graph.node_copy(node, lambda old: env[old])
+        copy.target = functions.get(copy.target, copy.target)
         copy.meta = dict(node.meta)
         self._note_alias(copy)
         return copy
@@ -136,7 +148,7 @@ class _Flattener:
         placeholders = [inside for inside in inner.graph.nodes if inside.op == "placeholder"]
         within: dict[fx.Node, Any] = dict(zip(placeholders, values, strict=True))
         if name == "wrap_with_autocast":
-            enter = graph.call_function(enter_autocast, tuple(node.args[1:at]))
+            enter = graph.call_function(enter_autocast, tuple(node.args[:at]))
             answers = self.put(inner, inner.graph, within)
             leave = graph.call_function(leave_autocast, (enter,))
             self.forbidden.append((enter, leave))
@@ -157,9 +169,14 @@ class _Flattener:
         target = node.target
         if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable or not node.args:
             return False
+        if "out" in node.kwargs:
+            raise Untraceable("here an operation writes into `out`, as spectral_norm does in every step", _place(node))
         changed_before: Any = node.args[0]
         changed = env[changed_before]
         base = self._base_of(changed)
+        if base in self._flat.parameters:
+            said = f"here forward changes the parameter {self._flat.held[base]}, and a micro-batch may go forward twice"
+            raise Untraceable(f"{said} (max_norm of nn.Embedding does so too)", _place(node))
         if self._flat.held.get(base, "").endswith("num_batches_tracked"):  # the engine counts
             env[node] = changed
             return True
@@ -200,8 +217,15 @@ class _Flattener:
             self._base[copy] = first
 
 
+def _place(node: fx.Node) -> str | None:
+    """Returns file and line of the code from which a node comes, if it is not torch's own."""
+    places = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    own = [f"{file}, line {line}" for file, line in places if "torch" not in Path(file).parts]
+    return own[-1] if own else None
+
+
 def _keep_kernels(flat: Flat) -> None:
-    """Replaces attention whose mask has a gradient: its kernel must not depend on whether gradients are wanted."""
+    """Replaces LSTMs, and attention whose mask has a gradient: re-materialization must not change the kernel."""
     trained = set(flat.parameters)
     for node in flat.nodes:
         value = node.meta.get("val")
@@ -209,6 +233,8 @@ def _keep_kernels(flat: Flat) -> None:
         floating = any(isinstance(part, Tensor) and part.is_floating_point() for part in parts)
         if floating and node.target is not torch.ops.aten.detach.default and trained & set(node.all_input_nodes):
             trained.add(node)
+        if node.target is LSTM:
+            node.target = lstm_with_graph
         if node.target is ATTENTION and len(node.args) > 3 and node.args[3] in trained:
             node.target = attention_with_trained_mask
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from operator import attrgetter
 from typing import Any
@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .module import Constructor
 from .recording import NotRecordable, seeded
 from .segments import BatchNorm, Segment
+from .sizes import SizeCondition, SizeError
 from .trace import Trace
 
 Forward = Callable[..., Any]
@@ -25,17 +26,27 @@ class TracedLayer(nn.Module):
 
     Args:
         training, evaluation: the compiled graphs.
+        conditions: that the sizes of the inputs must fulfil.
         unfinished: is kept until the first forward, see `Weights`.
     """
 
-    def __init__(self, training: Forward, evaluation: Forward, unfinished: object) -> None:
+    def __init__(
+        self, training: Forward, evaluation: Forward, conditions: Sequence[SizeCondition], unfinished: object
+    ) -> None:
         super().__init__()
-        self._forwards, self._unfinished = (evaluation, training), unfinished
+        self._forwards, self._conditions, self._unfinished = (evaluation, training), conditions, unfinished
 
     def forward(self, argument: Tensor | tuple[Tensor, ...]) -> Any:
         self._unfinished = None
         tensors = (argument,) if isinstance(argument, Tensor) else argument
+        for condition in self._conditions:
+            if not condition.holds(tensors):
+                raise SizeError(f"the module was traced for inputs where {condition}, and gets {_sizes(tensors)}")
         return self._forwards[self.training](self, *tensors)
+
+
+def _sizes(tensors: Iterable[Tensor]) -> str:
+    return " and ".join(" × ".join(map(str, tensor.shape)) for tensor in tensors)
 
 
 class _Drawn:
@@ -133,7 +144,7 @@ class LayerMaker:
         if self._forwards is None:
             self._forwards = _compiled(segment.training, segment.name), _compiled(segment.evaluation, segment.name)
         tensors, unfinished = self._weights.take(segment.held.values())
-        layer = TracedLayer(*self._forwards, unfinished)
+        layer = TracedLayer(*self._forwards, segment.conditions, unfinished)
         for path, settings in segment.batchnorms.items():
             holder, name = _holder(layer, path)
             setattr(holder, name, _batch_norm(settings))

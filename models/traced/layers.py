@@ -26,7 +26,7 @@ def layers(
     arguments: Mapping[str, Any] | None = None,
     masks: Mapping[str, str] | None = None,
     pad_id: int = 0,
-    mean: Sequence[float] = (0.5, 0.5, 0.5),
+    mean: Sequence[float] | None = (0.5, 0.5, 0.5),
     std: Sequence[float] = (0.5, 0.5, 0.5),
     labels: Sequence[str] | None = None,
     ignored: int | None = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from inspect import signature
 from typing import Any
@@ -20,11 +20,13 @@ class Call:
 
     Attributes:
         inputs: the name of the argument that each tensor of a micro-batch becomes; None: they are given by position.
-        output: attribute, key or index of what the module returns; None: its first tensor.
+        output: attribute, key or index of what the module returns, as ``logits`` or ``heads.logits``; None: its first
+            tensor.
         arguments: further arguments by name, the same in every call.
         masks: the argument that marks the tokens of another which are no padding, by its name: mask -> tokens.
         pad_id: the token that is padding.
-        mean, std: of the channels of images; images that come as bytes are scaled by them.
+        mean, std: of the channels of images; images that come as bytes are scaled by them. Without a mean they stay
+            bytes.
         labels: arguments that the targets become, for a module that computes its own loss; they are the last of the
             input tensors then. None: the targets are no input.
         ignored: the target that the module's loss leaves out; it becomes -100, torch's own such target.
@@ -35,7 +37,7 @@ class Call:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     masks: Mapping[str, str] = field(default_factory=dict)
     pad_id: int = 0
-    mean: Sequence[float] = (0.5, 0.5, 0.5)
+    mean: Sequence[float] | None = (0.5, 0.5, 0.5)
     std: Sequence[float] = (0.5, 0.5, 0.5)
     labels: Sequence[str] | None = None
     ignored: int | None = None
@@ -45,6 +47,14 @@ class CallError(ValueError):
     """Raised where a module cannot be called as the keys of model=module say; names the key."""
 
 
+class Untraceable(Exception):
+    """Raised where a trace would not do what the module's code does; says what that is, and where if it is known."""
+
+    def __init__(self, said: str, place: str | None = None) -> None:
+        super().__init__(said)
+        self.place = place
+
+
 class Called(nn.Module):
     """Wraps a module so that tensors go in and one tensor comes out."""
 
@@ -52,11 +62,19 @@ class Called(nn.Module):
         super().__init__()
         if "use_cache" in signature(module.forward).parameters:  # of generation; nobody reads it here
             call = replace(call, arguments={"use_cache": False, **call.arguments})
+        for mask, tokens in call.masks.items():
+            if tokens not in (call.inputs or ()):
+                raise CallError(
+                    f"model.masks={{{mask}: {tokens}}} needs an input of this name: model.inputs=[{tokens}, …], a "
+                    "name for each input tensor"
+                )
         self.module, self.call = module, call
 
     def forward(self, *tensors: Tensor) -> Tensor:
         call = self.call
-        values = [self._scaled(tensor) if tensor.dtype is torch.uint8 else tensor for tensor in tensors]
+        values = list(tensors)
+        if call.mean is not None:
+            values = [self._scaled(tensor, call.mean) if tensor.dtype is torch.uint8 else tensor for tensor in tensors]
         more = dict(call.arguments)
         if call.labels is not None:
             target = values.pop()
@@ -74,32 +92,41 @@ class Called(nn.Module):
         masks = {mask: named[tokens] != call.pad_id for mask, tokens in call.masks.items()}
         return output_of(self.module(**named, **masks, **more), call.output)
 
-    def _scaled(self, images: Tensor) -> Tensor:
+    def _scaled(self, images: Tensor, mean: Sequence[float]) -> Tensor:
         shape = (1, -1, *([1] * (images.dim() - 2)))
         dtype = next((p.dtype for p in self.module.parameters() if p.is_floating_point()), torch.float32)
-        mean, std = (torch.tensor(list(values), dtype=dtype).view(shape) for values in (self.call.mean, self.call.std))
-        return (images.to(dtype) / 255 - mean.to(images.device)) / std.to(images.device)
+        middle, deviation = (torch.tensor(list(c), dtype=dtype).view(shape) for c in (mean, self.call.std))
+        return (images.to(dtype) / 255 - middle.to(images.device)) / deviation.to(images.device)
 
 
 def output_of(answer: Any, wanted: str | int | None) -> Tensor:
-    """Returns the tensor of a module's answer that ``wanted`` names.
+    """Returns the tensor of a module's answer that ``wanted`` names; None: the first, of those least deep inside.
 
     Raises:
         CallError: there is no such tensor; the message lists what there is.
     """
-    if is_dataclass(answer) and not isinstance(answer, Mapping):
-        answer = {part.name: getattr(answer, part.name) for part in fields(answer)}
-    parts: Any = {"": answer} if isinstance(answer, Tensor) else answer
-    if isinstance(parts, (tuple, list)):
-        parts = dict(enumerate(parts))
-    tensors = {}
-    if isinstance(parts, Mapping):
-        tensors = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
+    tensors = dict(_named_tensors(answer))
     if wanted is None and tensors:
-        return next(iter(tensors.values()))
-    found = tensors.get(wanted, getattr(answer, str(wanted), None))
+        return tensors[min(tensors, key=lambda name: name.count("."))]
+    found = tensors.get(str(wanted), getattr(answer, str(wanted), None))
     if not isinstance(found, Tensor) or wanted is None:
         other = "nothing" if answer is None else f"no tensor but a {type(answer).__name__}"
-        named = f"the tensors {', '.join(map(str, tensors))}" if any(tensors) else other
+        named = f"the tensors {', '.join(tensors)}" if any(tensors) else other
         raise CallError(f"model.output={'null' if wanted is None else wanted}: the module returns {named}: name one")
     return found
+
+
+def _named_tensors(answer: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of an answer by attribute, key or index; those inside another part as ``part.name``."""
+    if isinstance(answer, Tensor):
+        yield name, answer
+        return
+    parts: Mapping[Any, Any] = {}
+    if isinstance(answer, Mapping):
+        parts = answer
+    elif is_dataclass(answer):
+        parts = {part.name: getattr(answer, part.name) for part in fields(answer)}
+    elif isinstance(answer, (tuple, list)):
+        parts = dict(enumerate(answer))
+    for key, part in parts.items():
+        yield from _named_tensors(part, f"{name}.{key}" if name else str(key))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+LSTM = torch.ops.aten.lstm.input
 
 
 def enter_autocast(*arguments: Any) -> Any:
@@ -33,3 +34,11 @@ def attention_with_trained_mask(
         return ATTENTION(query, key, value, mask, *rest, **more)
     with torch.enable_grad():
         return ATTENTION(query, key, value, mask.detach().requires_grad_(), *rest, **more).detach()
+
+
+def lstm_with_graph(*arguments: Any) -> tuple[Tensor, ...]:
+    """Returns an LSTM's outputs, by the same kernel whether gradients are wanted or not; oneDNN has two."""
+    if torch.is_grad_enabled():
+        return tuple(LSTM(*arguments))
+    with torch.enable_grad():
+        return tuple(output.detach() for output in LSTM(*arguments))

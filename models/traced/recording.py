@@ -8,6 +8,7 @@ time, where a constructor fills one after the other.
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ TRUNCATED = init._no_grad_trunc_normal_  # draws again until every value is insi
 
 
 class NotRecordable(Exception):
-    """Raised for a constructor whose operations cannot be repeated: it looks at values, or seeds by itself."""
+    """Raised for a constructor whose operations cannot be repeated, as of one that looks at values."""
 
 
 @contextmanager
@@ -47,6 +48,17 @@ def seeded(seed: int) -> Iterator[None]:
     finally:
         random.setstate(of_python)
         np.random.set_state(of_numpy)
+
+
+@contextmanager
+def without_logs() -> Iterator[None]:
+    """Suppresses what torch writes of its work within the context."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
 
 
 class _View:
@@ -135,9 +147,12 @@ class ConstructorRecord:
     operations: list[_Operation]
     named: dict[str, _View]
 
-    def name(self, name: str, tensor: Tensor) -> None:
-        """Gives a further tensor of the module a name."""
-        self.named[name] = _View(tensor)
+    def name(self, name: str, tensor: Tensor) -> bool:
+        """Gives a further tensor of the module a name; returns False for one that the constructor has not made."""
+        view = _View(tensor)
+        if any(view.key in operation.keys for operation in self.operations):
+            self.named[name] = view
+        return name in self.named
 
     def made(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Returns real tensors by name, with the values that the constructor draws under the seed.
@@ -175,23 +190,28 @@ def recorded(
     """Constructs a module on fake tensors.
 
     Raises:
-        NotRecordable: the constructor looks at values, or seeds by itself.
+        NotRecordable: the constructor looks at values, seeds by itself, or reads weights from a file.
     """
     recorder = _Recorder()
     seeds: list[object] = []
-    patches: Any = dict.fromkeys(SEEDING, lambda *arguments: seeds.append(arguments))
+    patches: Any = dict.fromkeys(SEEDING, lambda *arguments: seeds.append(arguments)) | {"load": _refuse_file}
     try:
         with (
             seeded(seed),
+            without_logs(),
             patch.multiple(torch, **patches),
             patch.object(init, TRUNCATED.__name__, partial(recorder.note, TRUNCATED)),
             fake,
             recorder,
         ):
             module = constructor()
+            named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     except Exception as error:
         raise NotRecordable(str(error)) from error
     if seeds:
         raise NotRecordable("the constructor seeds by itself")
-    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return module, ConstructorRecord(seed, recorder.operations, {name: _View(tensor) for name, tensor in named})
+
+
+def _refuse_file(*arguments: object, **more: object) -> None:
+    raise NotRecordable("without memory, torch.load gives tensors without values")

@@ -14,6 +14,7 @@ from .cuts import Boundary
 from .flatten import IN_PLACE, Flat
 from .names import Names
 from .positions import CutPoint, is_size
+from .sizes import SizeCondition
 from .trace import Trace
 
 BATCH_NORM = torch.ops.aten.batch_norm.default
@@ -51,6 +52,7 @@ class Segment:
         tied: parameters that an earlier layer holds too: name within the layer -> (layer, name there).
         batchnorms: by the name of their module within the layer.
         training, evaluation: the graphs.
+        conditions: that the sizes of the inputs must fulfil; only the first layer has any.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Segment:
     batchnorms: dict[str, BatchNorm] = field(default_factory=dict)
     training: fx.Graph = field(default_factory=fx.Graph)
     evaluation: fx.Graph = field(default_factory=fx.Graph)
+    conditions: list[SizeCondition] = field(default_factory=list)
 
 
 def segments_of(trace: Trace, boundaries: Sequence[Boundary]) -> list[Segment]:
@@ -73,6 +76,7 @@ def segments_of(trace: Trace, boundaries: Sequence[Boundary]) -> list[Segment]:
         segment.training = training.graph(number, local, segment.batchnorms)
         segment.evaluation = evaluation.graph(number, local, {})
         segments.append(segment)
+    segments[0].conditions = trace.conditions
     return segments
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,27 +14,16 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from ...errors import ConfigurationError, place_in_users_code
+from ...errors import place_in_users_code
 from .flatten import Flat, flatten
-from .module import Call, Called, CallError, Constructor
-from .recording import ConstructorRecord, NotRecordable, recorded, seeded
+from .module import Call, Called, CallError, Constructor, Untraceable
+from .own_backward import own_backward_kept
+from .recording import ConstructorRecord, NotRecordable, recorded, seeded, without_logs
+from .refusals import WAY_OUT, TraceError, explained, name_of, refuse_module, refusing_what_gets_lost
+from .sizes import SizeCondition, conditions_of
 
 Example = Sequence[tuple[str, Sequence[int]]]  # (dtype, shape) of each input tensor of a micro-batch
-WAY_OUT = "change that, or write the model as a list of layers (docs/your-own-model.md)"
-UNTRACEABLE = {  # what torch says -> what the code does
-    "DataDependent|data-dependent": "here the code depends on the values of a tensor, as `if x.sum() > 0` does",
-    r"\.numpy\(\)": "here a tensor becomes a numpy array",
-    "FakeTensor.__format__": "here the value of a tensor is written into a text, but tracing has no values",
-    r"forward\(\) missing|unexpected keyword argument|positional arguments? but": (
-        "its forward does not take the input tensors of the data: name its arguments with model.inputs=[…], further "
-        "ones with model.arguments={…}"
-    ),
-}
 INSIDE = "module."  # what the names in an exported program begin with
-
-
-class TraceError(ConfigurationError):
-    """Raised for a module that cannot be traced; names the place in its code and the way out."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +59,7 @@ class Trace:
         aliases: further names of a tensor, such as those of tied weights: name -> first name.
         constants: tensors that are neither: made by the code, or attributes of a module, these without values.
         recording: of the constructor; None where it must run for real.
+        conditions: that the sizes of the inputs must fulfil.
     """
 
     training: Flat
@@ -81,6 +68,7 @@ class Trace:
     aliases: dict[str, str]
     constants: dict[str, Tensor]
     recording: ConstructorRecord | None
+    conditions: list[SizeCondition]
 
 
 def traced(
@@ -103,22 +91,42 @@ def traced(
         raise TraceError(
             f"{name_of(constructor)} cannot be constructed: {f'{place}: ' if place else ''}{said}"
         ) from error
-    inputs = _inputs(example, fake)
+    try:
+        refuse_module(module)
+        return _trace(module, recording, call, _inputs(example, fake), float_type)
+    except Exception as error:
+        raise TraceError(explained(error, constructor)) from error
+
+
+def _trace(
+    module: nn.Module,
+    recording: ConstructorRecord | None,
+    call: Call,
+    inputs: tuple[Tensor, ...],
+    float_type: torch.dtype,
+) -> Trace:
     if float_type is not torch.float32:
         _widen(module, float_type)
     called = Called(module, call)
     forms, aliases = _forms(module)
     constants: dict[str, Tensor] = {}
-    try:
-        with _quiet():
-            programs = [_export(called.train(training), inputs) for training in (True, False)]
-    except Exception as error:
-        raise TraceError(_explained(error, constructor)) from error
+    prints = StringIO()  # of the module's code
+    with (
+        without_logs(),
+        redirect_stdout(prints),
+        redirect_stderr(prints),
+        own_backward_kept(),
+        refusing_what_gets_lost(),
+    ):
+        programs = [_export(called.train(training), inputs) for training in (True, False)]
     graphs = [flatten(program, INSIDE, aliases, constants) for program in programs]
     for name, constant in constants.items():
-        if recording is not None and isinstance(constant, FakeTensor):
-            recording.name(name, attrgetter(name)(module))
-    return Trace(graphs[0], graphs[1], forms, aliases, constants, recording)
+        if isinstance(constant, FakeTensor) and (recording is None or not recording.name(name, constant)):
+            raise Untraceable("its forward puts new values into `.data` of a parameter")
+    conditions = [
+        c for program, flat in zip(programs, graphs, strict=True) for c in conditions_of(program, flat.inputs)
+    ]
+    return Trace(graphs[0], graphs[1], forms, aliases, constants, recording, list(dict.fromkeys(conditions)))
 
 
 def _without_memory(
@@ -176,18 +184,6 @@ def _forms(module: nn.Module) -> tuple[dict[str, Form], dict[str, str]]:
     return forms, aliases
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppresses what torch.export writes of its work, and what the module's code prints while it is traced."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-            yield
-    finally:
-        logging.disable(disabled)
-
-
 def _export(called: Called, inputs: tuple[Tensor, ...]) -> ExportedProgram:
     """Exports with a batch of any size; token sequences may have any length too, where the module allows it."""
     texts = [not tensor.is_floating_point() and tensor.dim() == 2 for tensor in inputs]
@@ -216,24 +212,3 @@ def _export_with(called: Called, inputs: tuple[Tensor, ...], dynamic: list[tuple
             if fixed is not None:
                 raise CallError(f"its code holds only for mini-batches of {fixed} examples: {WAY_OUT}")
     return program
-
-
-def _explained(error: Exception, constructor: Constructor) -> str:
-    """Returns what cannot be traced, its place in the user's code and the way out."""
-    name = name_of(constructor)
-    if isinstance(error, CallError):
-        return f"{name}: {error}"
-    said = next(
-        (text for pattern, text in UNTRACEABLE.items() if re.search(pattern, f"{type(error).__name__}: {error}")), ""
-    )
-    if not said:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        said = f"torch.export says: {type(error).__name__}: {' '.join(lines[:2])}"
-    place = place_in_users_code(error)
-    return f"{name} cannot be traced: {f'{place}: ' if place else ''}{said}; {WAY_OUT}"
-
-
-def name_of(constructor: Constructor) -> str:
-    """Returns what a user has typed to name the constructor."""
-    made_by = getattr(constructor, "func", constructor)
-    return f"model.module._target_={made_by.__module__}.{made_by.__qualname__}"

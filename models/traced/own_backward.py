@@ -1,0 +1,94 @@
+"""Keeps the `torch.autograd.Function`s of a module in its traced graph, with the backward that they define.
+
+torch.export looks into them: it would keep the operations of their forward, whose gradients may be others. So while a
+module is traced each call becomes an operation without content, in place of which the layers call the function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from inspect import getattr_static
+from itertools import count
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import SymInt, Tensor
+from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
+from torch.utils._pytree import tree_iter
+from torch.utils.checkpoint import CheckpointFunction
+
+from .module import Untraceable
+
+PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)  # arguments that stay what they are
+LIBRARY: Any = torch.library.Library("gpipe_traced", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch's own
+functions: dict[Any, Callable[..., list[Tensor]]] = {}  # operation -> what the layers call
+_numbers = count()
+_usual_apply: Any = getattr_static(Function, "apply")
+
+
+@contextmanager
+def own_backward_kept() -> Iterator[None]:
+    """Makes each call of an autograd function within the context one operation, a key of `functions`."""
+    with patch.object(Function, "apply", classmethod(_apply)):
+        yield
+
+
+def _apply(function: type[Function], *arguments: Any) -> Any:
+    if function is CheckpointFunction:  # it only computes again
+        inside, _, *given = arguments
+        return inside(*given)
+    if function.__module__.partition(".")[0] == "torch":  # such as the backward of an operation made by torch.library
+        return _usual_apply.__get__(None, function)(*arguments)
+    places = [place for place, argument in enumerate(arguments) if isinstance(argument, (Tensor, SymInt))]
+    others = [argument for place, argument in enumerate(arguments) if place not in places]
+    if not all(isinstance(argument, PLAIN) for argument in tree_iter(others)):
+        raise Untraceable(
+            f"here {function.__name__}, which has a backward of its own, is given a function or an object"
+        )
+    answer: Any = None
+
+    def filled(given: tuple[Any, ...]) -> list[Any]:
+        whole = list(arguments)
+        for place, value in zip(places, given, strict=True):
+            whole[place] = value
+        return whole
+
+    def forward(*given: Any) -> list[Tensor]:
+        nonlocal answer
+        answer = _forward(function, filled(given))
+        return [tensor.new_empty_strided(tensor.shape, tensor.stride()) for tensor in _tensors(answer)]
+
+    def run(*given: Any) -> list[Tensor]:
+        return _tensors(function.apply(*filled(given)))
+
+    name = f"function_{next(_numbers)}"
+    takes = ", ".join(f"{'Tensor' if isinstance(arguments[place], Tensor) else 'SymInt'} a{place}" for place in places)
+    LIBRARY.define(f"{name}({takes}) -> Tensor[]")
+    torch.library.register_fake(f"gpipe_traced::{name}", forward, lib=LIBRARY)
+    operation = getattr(torch.ops.gpipe_traced, name).default
+    functions[operation] = run
+    made = iter(operation(*(arguments[place] for place in places)))
+    if isinstance(answer, Tensor):
+        return next(made)
+    return tuple(next(made) if isinstance(part, Tensor) else part for part in answer)
+
+
+def _forward(function: type[Function], arguments: list[Any]) -> Any:
+    """Returns what the function's forward returns, without a graph."""
+    context: Any = FunctionCtx()
+    context.needs_input_grad = tuple(isinstance(given, Tensor) and given.requires_grad for given in arguments)
+    if function.setup_context is Function.setup_context:
+        answer = function.forward(context, *arguments)
+    else:
+        answer = function.forward(*arguments)
+        function.setup_context(context, tuple(arguments), answer)
+    if getattr(context, "dirty_tensors", ()):
+        raise Untraceable(f"here {function.__name__} changes its input in place and has a backward of its own")
+    return answer
+
+
+def _tensors(answer: Any) -> list[Tensor]:
+    return [part for part in ((answer,) if isinstance(answer, Tensor) else answer) if isinstance(part, Tensor)]

@@ -1,0 +1,109 @@
+"""Refuses what tracing would lose, and says of what cannot be traced what it is, where it stands and the way out."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from ...errors import ConfigurationError, place_in_users_code
+from .module import CallError, Constructor, Untraceable
+
+WAY_OUT = "change that, or write the model as a list of layers (docs/your-own-model.md)"
+UNTRACEABLE = {  # what torch says -> what the code does
+    "DataDependent|data-dependent": "here the code depends on the values of a tensor, as `if x.sum() > 0` does",
+    r"\.numpy\(\)": "here a tensor becomes a numpy array",
+    "FakeTensor.__format__": "here the value of a tensor is written into a text, but tracing has no values",
+    r"forward\(\) missing|unexpected keyword argument|positional arguments? but": (
+        "its forward does not take the input tensors of the data: name its arguments with model.inputs=[…], further "
+        "ones with model.arguments={…}"
+    ),
+}
+
+
+class TraceError(ConfigurationError):
+    """Raised for a module that cannot be traced; names the place in its code and the way out."""
+
+
+def refuse_module(module: object) -> None:
+    """Refuses what a constructor has made if no trace could keep all of it.
+
+    Raises:
+        CallError: it is no module, or one without code of its own.
+        Untraceable: it has hooks on gradients, or parameters without a shape.
+    """
+    if not isinstance(module, nn.Module):
+        raise CallError(
+            f"it makes a {type(module).__name__}, no nn.Module; a function that returns a list of layers is named by "
+            "model._target_ alone, without model=module"
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise CallError("it makes a TorchScript module: name the class from which that was made")
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise Untraceable(
+                f"its parameter {name} gets a shape only from the first input (nn.LazyLinear): give sizes"
+            )
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise Untraceable(f"its parameter {name} has a hook on its gradient, which a traced layer would not call")
+    for name, part in module.named_modules():
+        if part._backward_hooks or part._backward_pre_hooks:
+            raise Untraceable(f"its module {name} has a hook on gradients, which a traced layer would not call")
+
+
+@contextmanager
+def refusing_what_gets_lost() -> Iterator[None]:
+    """Refuses code that runs within the context if a trace would not repeat what it does.
+
+    Raises:
+        Untraceable: it hooks a gradient, computes one, or draws from Python's or numpy's generator.
+    """
+    before = _states()
+    with patch.object(Tensor, "register_hook", _refuse_hook), patch.object(torch.autograd, "grad", _refuse_gradient):
+        yield
+    if _states() != before:
+        raise Untraceable(
+            "its forward draws from the generator of Python or numpy: the trace would keep the numbers of one draw for "
+            "ever; draw with torch.rand"
+        )
+
+
+def _states() -> tuple[object, str]:
+    return random.getstate(), str(np.random.get_state())
+
+
+def _refuse_hook(tensor: Tensor, hook: object) -> None:
+    raise Untraceable("here the gradient of a tensor gets a hook, which a traced layer would not call")
+
+
+def _refuse_gradient(*arguments: object, **more: object) -> None:
+    raise Untraceable("here forward computes a gradient, which tracing does not follow")
+
+
+def explained(error: Exception, constructor: Constructor) -> str:
+    """Returns what cannot be traced, its place in the user's code and the way out."""
+    name = name_of(constructor)
+    if isinstance(error, CallError):
+        return f"{name}: {error}"
+    said, place = (str(error), error.place) if isinstance(error, Untraceable) else ("", None)
+    for pattern, text in UNTRACEABLE.items():
+        if not said and re.search(pattern, f"{type(error).__name__}: {error}"):
+            said = text
+    if not said:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        said = f"torch.export says: {type(error).__name__}: {' '.join(lines[:2])}"
+    place = place or place_in_users_code(error)
+    return f"{name} cannot be traced: {f'{place}: ' if place else ''}{said}; {WAY_OUT}"
+
+
+def name_of(constructor: Constructor) -> str:
+    """Returns what a user has typed to name the constructor."""
+    made_by = getattr(constructor, "func", constructor)
+    return f"model.module._target_={made_by.__module__}.{made_by.__qualname__}"

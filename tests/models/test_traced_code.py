@@ -1,0 +1,113 @@
+"""Tests that a traced module does what its code does, or is refused with the line and the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import unusual_modules
+from torch import Tensor, nn
+
+from benchmarks.traced.check import find
+from benchmarks.traced.modules import TracedSubject
+from gpipe_cli.models.traced.layers import layers
+from gpipe_cli.models.traced.module import Call, Called, CallError
+from gpipe_cli.models.traced.recording import ConstructorRecord
+from gpipe_cli.models.traced.refusals import TraceError
+from gpipe_cli.models.traced.sizes import SizeError
+from gpipe_cli.partition.profile import profile_layers
+
+CASES = [(1, "always"), (1, "never"), (2, "always")]
+
+
+def points(examples: int) -> tuple[Tensor, ...]:
+    return (torch.randn(examples, 3),)
+
+
+def line_of(code: str) -> str:
+    path = Path(unusual_modules.__file__)
+    return f"{path}, line {1 + path.read_text(encoding='utf-8').splitlines().index(code)}"
+
+
+@pytest.mark.parametrize("module", [unusual_modules.OwnBackward, unusual_modules.Recurrent, unusual_modules.HalfInside])
+def test_unusual_code_gives_the_modules_own_bits_at_every_cut(module: type[nn.Module]) -> None:
+    found = find(TracedSubject(module.__name__, module, points), CASES)
+    assert found.verified and found.difference == 0, found
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "said"),
+    [
+        ("HooksTensor", "        h.register_hook(torch.neg)", "here the gradient of a tensor gets a hook"),
+        ("HooksParameter", None, "its parameter second.weight has a hook on its gradient"),
+        ("HooksModule", None, "its module second has a hook on gradients"),
+        (
+            "ComputesGradient",
+            "        return h - torch.autograd.grad(self.second(h).square().sum(), h, create_graph=True)[0]",
+            "here forward computes a gradient",
+        ),
+        ("DrawsInPython", None, "draw with torch.rand"),
+        ("ReplacesData", None, "puts new values into `.data` of a parameter"),
+        (
+            "ChangesParameter",
+            "            self.second.weight.clamp_(-0.1, 0.1)",
+            "here forward changes the parameter second.weight",
+        ),
+        (
+            "Spectral",
+            "        return self.head(F.gelu(self.third(self.changed(self.first(x)))))",
+            "as spectral_norm does",
+        ),
+        ("Lazy", None, "its parameter second.weight gets a shape only from the first input"),
+        ("scripted", None, "TorchScript module: name the class"),
+        ("a_list", None, "named by model._target_ alone"),
+    ],
+)
+def test_code_that_a_trace_would_not_repeat_is_refused(name: str, line: str | None, said: str) -> None:
+    with pytest.raises(TraceError) as refusal:
+        layers(getattr(unusual_modules, name), [("float32", [4, 3])])
+    assert said in str(refusal.value)
+    assert line is None or line_of(line) in str(refusal.value)
+
+
+def test_inputs_of_a_size_for_which_the_module_was_not_traced_are_refused() -> None:
+    (first, *_) = (builder.build() for builder in layers(unusual_modules.EvenOnly, [("float32", [4, 3])]))
+    first(*points(6))
+    branch = line_of("        return self.second(h) if h.shape[0] % 2 == 0 else h")
+    for inputs, said in ((points(3), "% 2"), ((torch.ones(2, 4),), "(size 1 of input 0) == 3")):
+        with pytest.raises(SizeError) as refusal:
+            first(*inputs)
+        assert said in str(refusal.value) and branch in str(refusal.value)
+
+
+def test_an_output_inside_others_is_named_by_its_path_and_bytes_may_stay_bytes() -> None:
+    class Nested(nn.Module):
+        def forward(self, images: Tensor) -> dict[str, Any]:
+            return {"heads": {"logits": images + 1, "again": images}, "number": 3}
+
+    images = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
+    called = Called(Nested(), Call(output="heads.logits", mean=None))
+    assert torch.equal(called(images), images + 1)
+    with pytest.raises(CallError, match=r"the module returns the tensors heads\.logits, heads\.again: name one"):
+        Called(Nested(), Call(output="heads"))(images)
+
+
+def test_a_mask_of_no_input_is_refused() -> None:
+    with pytest.raises(CallError, match=r"needs an input of this name: model\.inputs=\[ids, …\]"):
+        Called(nn.Linear(2, 2), Call(masks={"attention_mask": "ids"}))
+
+
+def test_a_profile_makes_the_weights_of_one_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    builders = layers(unusual_modules.Perceptron, [("float32", [4, 3])])
+    asked: list[int] = []
+    made = ConstructorRecord.made
+
+    def watched(self: ConstructorRecord, names: Any) -> dict[str, Tensor]:
+        asked.append(len(set(names)))
+        return made(self, names)
+
+    monkeypatch.setattr(ConstructorRecord, "made", watched)
+    profile_layers(builders, points(4), torch.device("cpu"))
+    assert asked == [2] * len(builders)  # a weight and a bias
