@@ -50,7 +50,8 @@ def _shown(size: re.Match[str]) -> str:
 def conditions_of(program: ExportedProgram, inputs: Sequence[fx.Node]) -> list[SizeCondition]:
     """Returns what torch.export has assumed of the sizes of the inputs, and the sizes that it took for constants."""
     place = _place_of_guards(inputs)
-    codes = [code.replace("L['tensors']", "tensors") for code in program._guards_code]
+    assumed: list[str] = getattr(program, "_guards_code", [])  # not in every release of torch
+    codes = [code.replace("L['tensors']", "tensors") for code in assumed]
     for number, node in enumerate(inputs):
         for dimension, size in enumerate(node.meta["val"].shape):
             fixed = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size
