@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -113,11 +114,13 @@ def _trace(
     prints = StringIO()  # of the module's code
     with (
         without_logs(),
+        warnings.catch_warnings(),
         redirect_stdout(prints),
         redirect_stderr(prints),
         own_backward_kept(),
         refusing_what_gets_lost(),
     ):
+        warnings.filterwarnings("ignore", message=r"(?s).*_flat_weights")  # nn.LSTM assigns them in every call
         programs = [_export(called.train(training), inputs) for training in (True, False)]
     graphs = [flatten(program, INSIDE, aliases, constants) for program in programs]
     for name, constant in constants.items():

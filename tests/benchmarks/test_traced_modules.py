@@ -15,12 +15,13 @@ from benchmarks.traced.modules import TracedSubject, subjects
 FEW = [(1, "never"), (2, "always"), (4, "never")]  # of the benchmark's cases
 LENGTH = 5  # tokens, where the test makes the benchmark's module smaller still
 SMALLER: dict[str, dict[str, Any]] = {
-    "t5": {"num_layers": 1, "num_decoder_layers": 1},  # encoder and decoder, biases of attention that are trained
+    "pegasus": {"encoder_layers": 1, "decoder_layers": 1},  # encoder and decoder
+    "t5": {"num_layers": 1, "num_decoder_layers": 1},  # the same, with biases of attention that are trained
     "mamba": {"num_hidden_layers": 1, "state_size": 4},  # a state space: one step for each token
     "mixtral": {"num_hidden_layers": 1, "experts_implementation": "batched_mm"},  # a mixture of experts
 }
-FAST = (
-    *("gpt2", "opt", "bert", "fnet", *SMALLER),
+DOZEN = (
+    *("gpt2", "opt", "bert", "fnet", "pegasus", "mamba", "mixtral", pytest.param("t5", marks=pytest.mark.slow)),
     *("torchvision squeezenet1_1", "beit (images)", "dinov2 (images)", "resnet (images)", "vit (images)"),
 )
 MORE = (
@@ -36,7 +37,7 @@ def named(name: str) -> TracedSubject:
     return subject
 
 
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("name", DOZEN)
 def test_a_traced_module_is_verified(name: str) -> None:
     subject = named(name)
     if name in SMALLER:
