@@ -19,7 +19,7 @@ from .cldr.languages import SCRIPTS
 from .defects import defects_of
 from .sampling import TemperatureSampler, temperature_shares
 from .sentences import keep_vocabularies
-from .source import Batch, Report, check_limits, permutation, read_ahead, slices_of_replica, split_evenly
+from .source import Batch, Report, permutation, read_ahead, slices_of_replica, split_evenly
 from .store import HeldOutPair, Ragged, Rows, Store, Tokens
 from .token_batches import balanced, by_count, by_tokens, pairs_by_width, width_of
 from .vocabulary import BOS, EOS, PAD
@@ -58,9 +58,6 @@ class PairSource:
         evaluation_per_language: held-out sentences of each language in `evaluation`; None: all.
         seed: decides the order of the batches.
         evaluation_split: which held-out sentences: "dev" or "test".
-
-    Raises:
-        ValueError: a value is outside its limits.
     """
 
     pad_id, bos_id, eos_id = PAD, BOS, EOS
@@ -76,16 +73,6 @@ class PairSource:
         seed: int,
         evaluation_split: str = "dev",
     ) -> None:
-        if evaluation_split not in SPLITS:
-            raise ValueError(f"data.evaluation_split={evaluation_split}: use {' or '.join(SPLITS)}")
-        if batch_size is None and batch_tokens is None:
-            raise ValueError("data.batch_size=null needs data.batch_tokens: how large is a mini-batch?")
-        check_limits(
-            batch_size=(batch_size, 1, None),
-            batch_tokens=(batch_tokens, 1, None),
-            temperature=(temperature, 1, None),
-            evaluation_per_language=(evaluation_per_language, 1, None),
-        )
         self._pairs = batch_size or 1  # of a mini-batch; with batch_tokens the mean, which prepare() counts
         self._batch_tokens = batch_tokens
         self._temperature, self._max_length, self._seed = temperature, max_length, seed
@@ -279,22 +266,6 @@ class PairSource:
         else:
             batches = by_tokens(rows.source + 1, rows.target + 1, self._pairs_by_width)
         return [batches[i] for i in permutation(len(batches), self._seed, "batches", chunk)]
-
-
-def chosen_languages(languages: Sequence[str] | None, pair: str | None) -> Sequence[str] | None:
-    """Returns the languages chosen by `data.languages` and `data.pair`.
-
-    Raises:
-        ValueError: both are given.
-    """
-    if pair is None:
-        return languages
-    if languages is not None and list(languages) != [pair]:
-        raise ValueError(
-            f"data.pair={pair} is one language, data.languages={','.join(map(str, languages))} are others: "
-            "leave out one of the keys"
-        )
-    return [pair]
 
 
 def _drawn_widths(store: Store, temperature: float) -> dict[int, tuple[float, float]]:

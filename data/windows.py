@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from .sampling import EpochOrder
-from .source import Batch, check_limits, read_ahead, slices_of_replica, split_evenly
+from .source import Batch, read_ahead, slices_of_replica, split_evenly
 from .vocabulary import PAD
 
 if TYPE_CHECKING:
@@ -46,9 +46,6 @@ class WindowSource:
         seed: decides the order of the windows.
         pad_id: the target in place of padding.
         evaluation_windows: in `evaluation`, evenly spread over the held-out tokens; None: all.
-
-    Raises:
-        ValueError: a value is outside its limits.
     """
 
     def __init__(
@@ -59,11 +56,6 @@ class WindowSource:
         pad_id: int = PAD,
         evaluation_windows: int | None = None,
     ) -> None:
-        check_limits(
-            sequence_length=(sequence_length, 1, None),
-            batch_size=(batch_size, 1, None),
-            evaluation_windows=(evaluation_windows, 1, None),
-        )
         self._length, self._batch_size, self._seed = sequence_length, batch_size, seed
         self._pad_id, self._evaluation_windows = pad_id, evaluation_windows
 

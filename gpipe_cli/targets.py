@@ -261,7 +261,8 @@ LR_SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 NESTED: dict[str, dict[str, Any]] = {"task": {"generation": GENERATION}, "data": {"on_defect": DEFECTS}}
-TARGETS = {**MODELS, **DATA, **TASKS, **OPTIMIZERS, **LR_SCHEDULES}
+OF_SECTIONS = {"model": MODELS, "data": DATA, "task": TASKS, "optimizer": OPTIMIZERS, "lr_schedule": LR_SCHEDULES}
+TARGETS = {target: keys for targets in OF_SECTIONS.values() for target, keys in targets.items()}
 
 
 # -- what the shipped ones are for -------------------------------------------------------------------------------------
@@ -319,13 +320,15 @@ def read_target(section: str, values: Any, problems: Problems) -> dict[str, Any]
 
 
 def require_fitting(target: str, values: Mapping[str, Any]) -> None:
-    """Refuses arguments of a shipped model outside the limits of its keys, for callers that come from Python.
+    """Refuses arguments of a shipped `_target_` outside the limits of its keys, for callers that come from Python.
 
     Raises:
         ValueError: it has one line for each such argument.
     """
+    section = next(name for name, targets in OF_SECTIONS.items() if target in targets)
     problems = Problems()
-    read_values(MODELS[target], values, "model.", problems)
+    fitting = {"_target_": target, **read_values(TARGETS[target], values, f"{section}.", problems)}
+    problems += contradictions(*(fitting if name == section else {} for name in OF_SECTIONS))
     if problems:
         raise ValueError("\n".join(problems))
 

@@ -20,7 +20,7 @@ from ...cpu import usable_cores
 from ...errors import ConfigurationError
 from ..defects import DEFECTS, defects_of
 from ..sampling import temperature_shares
-from ..source import Report, cache_folder, check_limits, writing_cache
+from ..source import Report, cache_folder, writing_cache
 from ..store import (
     FORMAT,
     LONGEST,
@@ -35,7 +35,7 @@ from ..store import (
 )
 from ..vocabulary import Vocabulary, smaller_notice, train_vocabulary
 from ..workers import Workers
-from .languages import check_languages, corpus_size
+from .languages import corpus_size
 from .pairs import Pair, held_out_pairs, train_pairs
 from .strings import cldr_version
 
@@ -64,31 +64,6 @@ class CorpusParameters:
     seed: int
     max_length: int = LONGEST  # tokens of a side with its end token; longer pairs are left out
     smaller_vocabulary: bool = False  # where the corpus supports fewer pieces
-
-    @classmethod
-    def checked(
-        cls,
-        languages: Sequence[str] | None,
-        largest: int,
-        smallest: int,
-        vocabulary: int,
-        corpus_seed: int,
-        max_length: int = LONGEST,
-        smaller_vocabulary: bool = False,
-    ) -> CorpusParameters:
-        """Returns the parameters of checked keys.
-
-        Raises:
-            ValueError: a value is outside its limits, or a language is not in the table.
-        """
-        check_limits(
-            smallest=(smallest, 1, None),
-            largest=(largest, smallest, None),
-            vocabulary=(vocabulary, 8, 65_536),
-            max_length=(max_length, 8, LONGEST),
-        )
-        codes = tuple(check_languages(languages))
-        return cls(codes, largest, smallest, vocabulary, corpus_seed, max_length, smaller_vocabulary)
 
     @property
     def sizes(self) -> dict[str, int]:

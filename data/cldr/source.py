@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..source import Report, check_limits
+from ...targets import require_fitting
+from ..source import Report
 from ..store import Store
-from ..translation import PairSource, chosen_languages
+from ..translation import PairSource
 from .corpus import CorpusParameters, open_store
-from .languages import RANK
-from .pairs import HELD_OUT_ITEMS
+from .languages import RANK, check_languages
 
 
 class TranslationSource(PairSource):
@@ -48,14 +48,13 @@ class TranslationSource(PairSource):
         cache_dir: str | None = None,
         evaluation_split: str = "dev",
     ) -> None:
+        require_fitting("gpipe_cli.data.cldr.source.TranslationSource", locals())
         super().__init__(
             batch_size, batch_tokens, temperature, max_length, evaluation_per_language, seed, evaluation_split
         )
-        check_limits(evaluation_per_language=(evaluation_per_language, 1, HELD_OUT_ITEMS))
-        chosen = chosen_languages(languages, pair)
-        self.parameters = CorpusParameters.checked(
-            chosen, largest, smallest, vocabulary, corpus_seed, max_length, smaller_vocabulary
-        )
+        codes = tuple(check_languages(languages if pair is None else [pair]))
+        sizes = (largest, smallest, vocabulary)
+        self.parameters = CorpusParameters(codes, *sizes, corpus_seed, max_length, smaller_vocabulary)
         self._cache_dir = cache_dir
 
     def _open(self, report: Report) -> Store:

@@ -9,13 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import ConfigurationError
+from ...targets import require_fitting
 from ..sentences import keep_vocabularies
-from ..source import Report, check_limits, permutation
+from ..source import Report, permutation
 from ..store import Rows, Store
 from ..vocabulary import BOS, EOS, PAD
 from ..windows import TokenSequence, WindowSource
 from .corpus import CorpusParameters, open_store
-from .pairs import HELD_OUT_ITEMS
+from .languages import check_languages
 
 PACKED_AT_ONCE = 20_000  # pairs
 
@@ -48,9 +49,10 @@ class TextSource(WindowSource):
         seed: int = 0,
         cache_dir: str | None = None,
     ) -> None:
-        self.parameters = CorpusParameters.checked(languages, largest, smallest, vocabulary, corpus_seed)
+        require_fitting("gpipe_cli.data.cldr.text.TextSource", locals())
         super().__init__(sequence_length, batch_size, seed)
-        check_limits(evaluation_per_language=(evaluation_per_language, 1, HELD_OUT_ITEMS))
+        codes = tuple(check_languages(languages))
+        self.parameters = CorpusParameters(codes, largest, smallest, vocabulary, corpus_seed)
         self._evaluation_per_language, self._cache_dir = evaluation_per_language, cache_dir
         self._store: Store | None = None
         self._stream = np.empty(0, np.uint16)

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...micro_batch import MicroBatch
-from ..source import Batch, Report, check_limits, permutation, read_ahead, slices_of_replica, split_evenly
+from ...targets import require_fitting
+from ..source import Batch, Report, permutation, read_ahead, slices_of_replica, split_evenly
 from .loading import typical_images
 
 CLASSES = 10
@@ -56,27 +57,15 @@ class DigitsSource:
         scale: float = 0.1,
         seed: int = 0,
     ) -> None:
-        check_limits(
-            batch_size=(batch_size, 1, None),
-            classes=(classes, CLASSES, CLASSES),
-            image_size=(image_size, 8, None),
-            rotate=(rotate, 0, 180),
-            shift=(shift, 0, 1),
-            scale=(scale, 0, 0.9),
-        )
+        require_fitting("gpipe_cli.data.images.digits.DigitsSource", locals())
         self._batch_size, self._image_size, self._seed = batch_size, image_size, seed
         self._affine = (float(np.deg2rad(rotate)), scale, 2 * shift, 2 * shift)  # grids reach from −1 to 1
         self._images, self._labels = torch.empty(0), torch.empty(0, dtype=torch.int64)
 
     def prepare(self, report: Report) -> None:
-        """Reads and enlarges all images, in a few hundredths of a second.
-
-        Raises:
-            ValueError: a mini-batch is larger than the training set.
-        """
+        """Reads and enlarges all images, in a few hundredths of a second."""
         with np.load(Path(__file__).with_name("digits.npz"), allow_pickle=False) as stored:
             images, labels = torch.from_numpy(stored["images"]), torch.from_numpy(stored["labels"])
-        check_limits(batch_size=(self._batch_size, 1, len(images) - TEST_IMAGES))
         side = (self._image_size, self._image_size)
         self._images = F.interpolate(images[:, None] * (255 / WHITE), side, mode="bilinear", align_corners=False)
         self._labels = labels.to(torch.int64)

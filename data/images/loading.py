@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from ...cpu import usable_cores
-from ...errors import ConfigurationError
 from ...micro_batch import MicroBatch
 from .files import BrokenImage, BrokenImageError, Images
 from .transforms import Transform
@@ -82,14 +81,6 @@ def collate(examples: list[Example]) -> LoadedMicroBatch:
     stacked: Tensor = default_collate(images) if images else torch.empty(0, dtype=torch.uint8)
     broken = tuple(image for example in examples for image in example.broken)
     return LoadedMicroBatch(stacked, torch.tensor(labels, dtype=torch.int64), broken)
-
-
-def check_workers(workers: Any) -> None:
-    """Raises ConfigurationError if `workers` is neither "auto" nor a whole number from 0 on."""
-    if workers != "auto" and not (isinstance(workers, int) and not isinstance(workers, bool) and workers >= 0):
-        raise ConfigurationError(
-            f"data.workers={workers}: give auto, or how many loader processes a replica has (0: none)"
-        )
 
 
 def loader_workers(workers: int | str, replicas: int) -> int:

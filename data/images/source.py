@@ -10,18 +10,12 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from ...errors import ConfigurationError
+from ...targets import require_fitting
 from ..examples import ExampleSource
-from ..source import Batch, Report, cache_folder, check_limits, read_ahead, split_evenly
-from .datasets import DATASETS, help_for, open_images
+from ..source import Batch, Report, cache_folder, read_ahead, split_evenly
+from .datasets import help_for, open_images
 from .files import BrokenImage, Images
-from .loading import (
-    LoadedMicroBatch,
-    TransformedImages,
-    check_workers,
-    collate,
-    loader_workers,
-    typical_images,
-)
+from .loading import LoadedMicroBatch, TransformedImages, collate, loader_workers, typical_images
 from .transforms import evaluation_transform, training_transform
 
 if TYPE_CHECKING:
@@ -89,20 +83,7 @@ class ImageSource:
         cache_dir: str | None = None,
         seed: int = 0,
     ) -> None:
-        if dataset not in DATASETS:
-            raise ConfigurationError(f"data.dataset={dataset}: choose one of {', '.join(DATASETS)}")
-        _check_pairs(folders, images, crop_area)
-        check_workers(workers)
-        check_limits(
-            classes=(classes, 1, None),
-            image_size=(image_size, 1, None),
-            batch_size=(batch_size, 1, None),
-            brightness=(brightness, 0, 1),
-            chroma=(chroma, 0, 1),
-            cutout=(cutout, 0, 1),
-            evaluation_crop=(evaluation_crop, 0.01, 1),
-            broken_images_limit=(broken_images_limit, 0, None),
-        )
+        require_fitting("gpipe_cli.data.images.source.ImageSource", locals())
         self._dataset, self._root, self._download, self._folders = dataset, root, download, folders
         self._classes, self._expected, self._cache_dir = classes, images, cache_dir
         self._image_size, self._evaluation_crop = image_size, evaluation_crop
@@ -238,18 +219,6 @@ class ImageSource:
                 f"data.batch_size={self._batch_size}, but data.root={self._root} has {len(train)} training images: "
                 "lower data.batch_size, or set data.drop_last=false"
             )
-
-
-def _check_pairs(folders: Sequence[str], images: Sequence[int] | None, crop_area: Sequence[float] | None) -> None:
-    for key, pair, form in (
-        ("folders", folders, "[train,val], a training and an evaluation folder"),
-        ("images", images, "[1000,100], numbers of training and evaluation images, or null"),
-        ("crop_area", crop_area, "[0.1,1.0], the least and the largest share of the area, or null"),
-    ):
-        if pair is not None and (isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2):
-            raise ConfigurationError(f"data.{key}={pair}: give two values, such as {form}")
-    if crop_area is not None and not 0 < crop_area[0] <= crop_area[1] <= 1:
-        raise ConfigurationError(f"data.crop_area={list(crop_area)}: must be 0 < least ≤ largest ≤ 1")
 
 
 def _divided_again(loaded: list[LoadedMicroBatch], M: int) -> list[LoadedMicroBatch]:

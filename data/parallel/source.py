@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ...errors import ConfigurationError
+from ...targets import require_fitting
 from ..defects import KEEPABLE, check_policy, defect_notice
 from ..prepared import digest_of, prepared_folder, stat_of, worker_count
-from ..source import Report, check_limits
-from ..store import FORMAT, LONGEST, Store
-from ..translation import PairSource, chosen_languages
+from ..source import Report
+from ..store import FORMAT, Store
+from ..translation import PairSource
 from ..vocabulary import smaller_notice
 from .folders import find_pairs
 from .preparation import ParallelText, Preparation, Vocabularies
@@ -71,27 +71,12 @@ class ParallelTextSource(PairSource):
         cache_dir: str | None = None,
         evaluation_split: str = "dev",
     ) -> None:
+        require_fitting("gpipe_cli.data.parallel.source.ParallelTextSource", locals())
         super().__init__(
             batch_size, batch_tokens, temperature, max_length, evaluation_per_language, seed, evaluation_split
         )
-        check_limits(
-            source_vocabulary=(source_vocabulary, 8, 2**31),
-            target_vocabulary=(target_vocabulary, 8, 2**31),
-            vocabulary=(vocabulary, 8, 2**31),
-            character_coverage=(character_coverage, 0.9, 1.0),
-            vocabulary_pairs=(vocabulary_pairs, 1, None),
-            vocabulary_temperature=(vocabulary_temperature, 1, None),
-            max_length=(max_length, 8, LONGEST),
-            preparation_workers=(preparation_workers, 1, None),
-        )
-        if vocabulary is not None and (source_vocabulary, target_vocabulary) != (vocabulary, vocabulary):
-            raise ConfigurationError(
-                f"data.vocabulary={vocabulary} is one vocabulary for both sides: use "
-                f"data.source_vocabulary={vocabulary} data.target_vocabulary={vocabulary} too, which the model reads"
-            )
         self._policy = check_policy(on_defect or {})
         self._cache_dir, self._workers = cache_dir, preparation_workers
-        chosen = chosen_languages(languages, pair)
         vocabularies = Vocabularies(
             source_vocabulary,
             target_vocabulary,
@@ -101,6 +86,7 @@ class ParallelTextSource(PairSource):
             vocabulary_temperature,
             smaller_vocabulary,
         )
+        chosen = languages if pair is None else [pair]
         wanted = None if chosen is None else tuple(chosen)
         kept = tuple(kind for kind in KEEPABLE if self._policy[kind] == "keep")
         self.text = ParallelText(root, wanted, target, vocabularies, max_length, corpus_seed, kept)

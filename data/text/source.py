@@ -8,13 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ...errors import ConfigurationError
+from ...targets import require_fitting
 from ..defects import OF_TEXT, check_policy, defect_notice, defects_of
 from ..prepared import digest_of, prepared_folder, stat_of, worker_count
 from ..sentences import keep_vocabularies, read_vocabulary
-from ..source import Report, check_limits
+from ..source import Report
 from ..vocabulary import BOS, smaller_notice
 from ..windows import TokenSequence, WindowSource
-from .documents import SEPARATORS
 from .files import find_texts
 from .preparation import TextForm, TextPreparation
 from .store import FORMAT, TextStore
@@ -75,16 +75,8 @@ class TextFilesSource(WindowSource):
         seed: int = 0,
         cache_dir: str | None = None,
     ) -> None:
+        require_fitting("gpipe_cli.data.text.source.TextFilesSource", locals())
         super().__init__(sequence_length, batch_size, seed, pad_id, evaluation_windows)
-        if document not in SEPARATORS:
-            raise ValueError(f"data.document={document}: use {' or '.join(SEPARATORS)}")
-        check_limits(
-            held_out=(held_out, 0, 0.9),
-            vocabulary=(vocabulary, 8, 2**31),
-            character_coverage=(character_coverage, 0.9, 1.0),
-            vocabulary_samples=(vocabulary_samples, 1, None),
-            preparation_workers=(preparation_workers, 1, None),
-        )
         self.pad_id, self._vocabulary = pad_id, vocabulary
         self._root, self._evaluation_root = root, evaluation_root
         self._policy = check_policy(on_defect or {}, OF_TEXT)

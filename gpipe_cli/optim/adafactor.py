@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .optimizers import SteppedByGroup, require_not_negative, require_share
+from ..targets import require_fitting
+from .optimizers import SteppedByGroup
 
 LEAST_SCALE = 1e-3  # smallest scale with parameter_scale, for parameters near zero
 
@@ -59,14 +60,7 @@ class Adafactor(SteppedByGroup):
         parameter_scale: bool = False,
         weight_decay: float = 0.0,
     ) -> None:
-        require_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
-        require_share(beta1=beta1)
-        if beta2 is not None:
-            require_share(beta2=beta2)
-        if decay_exponent <= 0:
-            raise ValueError(f"optimizer.decay_exponent={decay_exponent}: use a number above 0, such as 0.8")
-        if clip is not None and clip <= 0:
-            raise ValueError(f"optimizer.clip={clip}: use a number above 0, or null for no limit")
+        require_fitting("gpipe_cli.optim.adafactor.Adafactor", locals())
         keys = {"beta1": beta1, "beta2": beta2, "decay_exponent": decay_exponent, "eps": eps, "clip": clip}
         more = {"lr": lr, "parameter_scale": parameter_scale, "weight_decay": weight_decay}
         super().__init__(params, {**keys, **more})

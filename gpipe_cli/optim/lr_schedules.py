@@ -11,10 +11,12 @@ from collections.abc import Callable
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from ..targets import require_fitting
+
 
 def inverse_sqrt(optimizer: Optimizer, warmup_steps: int) -> LambdaLR:
     """Rises linearly over `warmup_steps` updates to `optimizer.lr`, then falls with 1/√(t+1)."""
-    _require("warmup_steps", warmup_steps, 1)
+    require_fitting("gpipe_cli.optim.lr_schedules.inverse_sqrt", locals())
 
     def factor(t: int) -> float:
         return min((t + 1) / warmup_steps, math.sqrt(warmup_steps / (t + 1)))
@@ -24,8 +26,7 @@ def inverse_sqrt(optimizer: Optimizer, warmup_steps: int) -> LambdaLR:
 
 def transformer(optimizer: Optimizer, d_model: int, factor: float, warmup_steps: int) -> LambdaLR:
     """Multiplies `optimizer.lr` (often 1) by `factor` · d_model^-0.5 · min((t+1)^-0.5, (t+1) · warmup_steps^-1.5)."""
-    _require("d_model", d_model, 1)
-    _require("warmup_steps", warmup_steps, 1)
+    require_fitting("gpipe_cli.optim.lr_schedules.transformer", locals())
 
     def rate(t: int) -> float:
         return float(factor * d_model**-0.5 * min((t + 1) ** -0.5, (t + 1) * warmup_steps**-1.5))
@@ -42,10 +43,8 @@ def cosine(optimizer: Optimizer, steps: int | None, warmup_steps: int = 0, final
     Raises:
         ValueError: `steps` is None.
     """
-    if steps is None:
-        raise ValueError("lr_schedule.steps=null: a cosine must know its end, set trainer.steps or lr_schedule.steps")
-    _require("warmup_steps", warmup_steps, 0)
-    _require("steps", steps, 1)
+    require_fitting("gpipe_cli.optim.lr_schedules.cosine", locals())
+    assert steps is not None
     warmup_steps = min(warmup_steps, steps // 2)
 
     def fall(t: int) -> float:
@@ -57,7 +56,7 @@ def cosine(optimizer: Optimizer, steps: int | None, warmup_steps: int = 0, final
 
 def constant(optimizer: Optimizer, warmup_steps: int = 0) -> LambdaLR:
     """Rises linearly over `warmup_steps` updates to `optimizer.lr`, and stays there."""
-    _require("warmup_steps", warmup_steps, 0)
+    require_fitting("gpipe_cli.optim.lr_schedules.constant", locals())
     return LambdaLR(optimizer, _with_warmup(warmup_steps, lambda t: 1.0))
 
 
@@ -75,13 +74,7 @@ def exponential(
     Raises:
         ValueError: a value outside its limits.
     """
-    _require("warmup_steps", warmup_steps, 0)
-    if not 0 < rate <= 1:
-        raise ValueError(f"lr_schedule.rate={rate}: use a number above 0 up to 1, such as 0.97")
-    if decay_every <= 0:
-        raise ValueError(f"lr_schedule.decay_every={decay_every}: use a number of steps above 0")
-    if not 0 <= floor <= 1:
-        raise ValueError(f"lr_schedule.floor={floor}: use a share of optimizer.lr, from 0 to 1")
+    require_fitting("gpipe_cli.optim.lr_schedules.exponential", locals())
 
     def fall(t: int) -> float:
         return max(floor, rate ** int(t // decay_every))
@@ -103,21 +96,10 @@ def exponential_epochs(
     Raises:
         ValueError: a value outside its limits.
     """
-    _require("examples", examples, 1)
-    _require("batch_size", batch_size, 1)
-    if decay_epochs <= 0 or warmup_epochs < 0:
-        raise ValueError(
-            f"lr_schedule.decay_epochs={decay_epochs}, lr_schedule.warmup_epochs={warmup_epochs}: use a number of "
-            "epochs above 0 to decay, and 0 or more to warm up"
-        )
+    require_fitting("gpipe_cli.optim.lr_schedules.exponential_epochs", locals())
     steps = examples / batch_size
     return exponential(optimizer, rate, decay_epochs * steps, round(warmup_epochs * steps), floor)
 
 
 def _with_warmup(warmup_steps: int, after: Callable[[int], float]) -> Callable[[int], float]:
     return lambda t: (t + 1) / warmup_steps if t < warmup_steps else after(t)
-
-
-def _require(key: str, value: int, least: int) -> None:
-    if value < least:
-        raise ValueError(f"lr_schedule.{key}={value}: use at least {least}")

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from ..targets import require_fitting
+
 
 class SteppedByGroup(Optimizer):
     """Updates one group of parameters at a time; a subclass defines `_update`."""
@@ -30,20 +32,6 @@ class SteppedByGroup(Optimizer):
     def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """Updates the ``parameters`` of the group that have a gradient: one or more."""
         raise NotImplementedError
-
-
-def require_not_negative(**values: float) -> None:
-    """Raises ValueError for a value below 0, with its name."""
-    for key, value in values.items():
-        if value < 0:
-            raise ValueError(f"optimizer.{key}={value}: use 0 or more")
-
-
-def require_share(**values: float) -> None:
-    """Raises ValueError for a value outside [0, 1), with its name."""
-    for key, value in values.items():
-        if not 0 <= value < 1:
-            raise ValueError(f"optimizer.{key}={value}: use a number from 0 to below 1")
 
 
 class TFRMSprop(SteppedByGroup):
@@ -80,8 +68,7 @@ class TFRMSprop(SteppedByGroup):
         eps: float = 1e-3,
         weight_decay: float = 0.0,
     ) -> None:
-        require_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
-        require_share(decay=decay, momentum=momentum)
+        require_fitting("gpipe_cli.optim.optimizers.TFRMSprop", locals())
         defaults = {"lr": lr, "decay": decay, "momentum": momentum, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
 

@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from ..errors import Problems
 from ..micro_batch import Tensors
+from ..targets import GENERATION
+from ..typed_section import read_values
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,16 +101,14 @@ class GenerationSettings:
     length_extra: int = 10
 
     def __post_init__(self) -> None:
-        """Raises ValueError that names the key of a number that is too small or not whole."""
-        for name, value in vars(self).items():
-            if value is None and name.startswith("per_language"):
-                continue
-            whole, least = name not in ("length_exponent", "length_ratio"), 0 if name.startswith("length_") else 1
-            if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not value >= least:
-                kind = "a whole number" if whole else "a number"
-                raise ValueError(f"task.generation.{name}={value}: use {kind}, at least {least}")
-        if self.length_ratio == 0 and self.length_extra == 0:
-            raise ValueError("task.generation.length_ratio=0 with length_extra=0 allows no token: raise one of them")
+        """Refuses wrong values of a task of the user's own, whose keys are not checked before.
+
+        Raises:
+            ConfigurationError: it has one line for each wrong value.
+        """
+        problems = Problems()
+        read_values(GENERATION, vars(self), "task.generation.", problems)
+        problems.refuse()
 
     @property
     def widest(self) -> int:

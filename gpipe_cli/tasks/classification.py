@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..micro_batch import Tensors
-from .cross_entropy import check_label_smoothing, smoothed_cross_entropy, widened
+from ..targets import require_fitting
+from .cross_entropy import smoothed_cross_entropy, widened
 
 
 class ClassificationTask:
@@ -27,7 +28,7 @@ class ClassificationTask:
     metrics: tuple[str, ...] = ("nll", "top1", "top5")
 
     def __init__(self, label_smoothing: float = 0.1) -> None:
-        check_label_smoothing(label_smoothing)
+        require_fitting("gpipe_cli.tasks.classification.ClassificationTask", locals())
         self.label_smoothing = label_smoothing
 
     def weight(self, targets: Tensors) -> float:

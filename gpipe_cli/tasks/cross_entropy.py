@@ -16,12 +16,6 @@ import torch
 from torch import Tensor
 
 
-def check_label_smoothing(value: float) -> None:
-    """Raises ValueError that names the key if `value` is not at least 0 and less than 1."""
-    if not 0 <= value < 1:
-        raise ValueError(f"task.label_smoothing={value}: use a number from 0 up to, but not including, 1, such as 0.1")
-
-
 def smoothed_cross_entropy(
     logits: Tensor, targets: Tensor, smoothing: float = 0.0, clip: float | None = None, ignore: int | None = None
 ) -> tuple[Tensor, Tensor]:

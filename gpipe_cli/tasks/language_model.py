@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..micro_batch import Tensors
-from .cross_entropy import check_label_smoothing, smoothed_cross_entropy, widened
+from ..targets import require_fitting
+from .cross_entropy import smoothed_cross_entropy, widened
 
 
 class LanguageModelTask:
@@ -32,9 +33,7 @@ class LanguageModelTask:
     def __init__(
         self, label_smoothing: float = 0.0, logit_clip: float | None = None, pad_id: int | None = None
     ) -> None:
-        check_label_smoothing(label_smoothing)
-        if logit_clip is not None and not logit_clip > 0:
-            raise ValueError(f"task.logit_clip={logit_clip}: use a positive number such as 25, or null for no clipping")
+        require_fitting("gpipe_cli.tasks.language_model.LanguageModelTask", locals())
         self.label_smoothing, self.logit_clip, self.pad_id = label_smoothing, logit_clip, pad_id
         self.statistics: tuple[str, ...] = () if logit_clip is None else ("clipped_logits_share", "logits")
 

@@ -169,7 +169,7 @@ def test_lakh_and_million_tell_the_same_number() -> None:
 
 @pytest.mark.parametrize(
     ("codes", "hint"),
-    [(["germam"], "near: de"), (["dee"], "near: .*de"), (["German"], "near: de"), ([False], "'no'"), ([], "null")],
+    [(["germam"], "near: de"), (["dee"], "near: .*de"), (["German"], "near: de")],
 )
 def test_a_wrong_language_names_the_near_ones(codes: list[str], hint: str) -> None:
     with pytest.raises(ValueError, match=rf"data\.languages.*{hint}"):
@@ -296,13 +296,13 @@ def _targets(store: Store, code: str) -> list[list[int]]:
 
 
 def test_the_full_corpus_is_102_languages_and_544643_pairs() -> None:
-    sizes = CorpusParameters.checked(None, 30_000, 100, 8_000, 0).sizes
+    sizes = CorpusParameters(tuple(RANK), 30_000, 100, 8_000, 0).sizes
     assert (len(sizes), sum(sizes.values())) == (102, 544_643)
 
 
 @pytest.mark.slow
 def test_every_language_gets_the_pairs_that_it_is_to_have_and_none_is_held_out(tmp_path: Path) -> None:
-    parameters = CorpusParameters.checked(None, 300, 100, 5_000, 0)
+    parameters = CorpusParameters(tuple(RANK), 300, 100, 5_000, 0)
     store = open_store(parameters, str(tmp_path), no_report)
     assert store.sizes == parameters.sizes
     held_out = store.target_vocabulary.encode(

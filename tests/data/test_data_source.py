@@ -223,11 +223,11 @@ def test_held_out_samples_of_a_language_do_not_depend_on_the_others(cache: str) 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch_size": 0}, r"data\.batch_size=0: must be at least 1"),
+        ({"batch_size": 0}, r"data\.batch_size=0: use a whole number, at least 1"),
         ({"batch_size": None}, r"data\.batch_tokens"),
-        ({"largest": 50}, r"data\.largest=50: must be at least 100"),
-        ({"vocabulary": 70_000}, r"data\.vocabulary=70000: must be between 8 and 65536"),
-        ({"temperature": 0.5}, r"data\.temperature=0\.5: must be at least 1"),
+        ({"largest": 50}, r"data\.smallest=100 is more than data\.largest=50"),
+        ({"vocabulary": 70_000}, r"data\.vocabulary=70000: use a whole number, at most 65536"),
+        ({"temperature": 0.5}, r"data\.temperature=0\.5: use a number, at least 1"),
         ({"languages": ["xx"]}, r"data\.languages: no language 'xx'"),
         ({"evaluation_per_language": 301}, r"data\.evaluation_per_language=301"),
     ],

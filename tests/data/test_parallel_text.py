@@ -100,7 +100,7 @@ def test_a_language_that_is_not_there_names_those_that_are(tmp_path: Path) -> No
 
 
 def test_pair_and_languages_together_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"data\.pair=de .*data\.languages=fi"):
+    with pytest.raises(ValueError, match=r"data\.pair=de .*data\.languages=\[fi\]"):
         source(tmp_path, pair="de", languages=["fi"])
 
 

@@ -256,7 +256,7 @@ def test_classification_summary_is_per_example() -> None:
     [
         (lambda: TranslationTask(label_smoothing=1.0), r"task\.label_smoothing=1\.0: use a number"),
         (lambda: ClassificationTask(label_smoothing=-0.1), r"task\.label_smoothing=-0\.1: use a number"),
-        (lambda: TranslationTask(logit_clip=0.0), r"task\.logit_clip=0\.0: use a positive number"),
+        (lambda: TranslationTask(logit_clip=0.0), r"task\.logit_clip=0\.0: use a number, more than 0"),
     ],
 )
 def test_a_wrong_key_is_named_with_what_to_type_instead(make: Callable[[], object], message: str) -> None:
