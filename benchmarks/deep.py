@@ -17,9 +17,9 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.common import Row, parser, report
-from gpipe_cli.bench.runs import FinishedRun, find_runs
 from gpipe_cli.metrics.language_pictures import trailing_average
 from gpipe_cli.schedule.picture import new_figure
+from gpipe_cli.terminal.runs import FinishedRun, find_runs
 
 COLOURS = {True: "#2f6db3", False: "#d9822b"}  # with depth-scaled initialisation, and without
 STYLES = ("-", "--", ":")  # by value of logit clipping, in the order of the runs

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from gpipe_cli.bench.runs import find_runs
 from gpipe_cli.bench.tables.run_table import run_table
 from gpipe_cli.errors import ConfigurationError, Problems
 from gpipe_cli.terminal.frame import FAILED, run_command, to_stderr
 from gpipe_cli.terminal.output import show
+from gpipe_cli.terminal.runs import find_runs
 from gpipe_cli.typed_section import unknown_key
 
 HELP = """\

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def conclude(report: Any, run_dir: Path, console: Console) -> int:
     """Prints the report and writes the files of a sweep's table; returns the exit code. Only rank 0 has a report."""
-    from gpipe_cli.jobs.sweep import ERROR_FILE
+    from gpipe_cli.terminal.runs import ERROR_FILE
 
     if report is None:
         return 0

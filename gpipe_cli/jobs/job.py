@@ -36,6 +36,7 @@ from gpipe_cli.launch.report import WorkerFailed
 from gpipe_cli.launch.supervisor import Job, OnEvent, launch, launch_inline
 from gpipe_cli.terminal.frame import FAILED, REFUSED
 from gpipe_cli.terminal.help import conf_folder
+from gpipe_cli.terminal.runs import ERROR_FILE
 from gpipe_cli.terminal.text import command_name, relative_paths
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
             console.say(_job_line(place))
         try:
             with writing(run_dir):
-                (run_dir / sweep.ERROR_FILE).unlink(missing_ok=True)
+                (run_dir / ERROR_FILE).unlink(missing_ok=True)
             prepared = prepare(composed, list(place.overrides.task))
             prepared.lines.extend(_not_made_tiny(place))
             with _sole_writer(run_dir, console):
@@ -191,7 +192,7 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
         except (ConfigurationError, WorkerFailed, DiskError) as error:
             text = in_words(str(error)) if isinstance(error, ConfigurationError) else str(error)
             with suppress(OSError):  # it may lie on the disk that is the cause
-                (run_dir / sweep.ERROR_FILE).write_text(f"{error}\n")
+                (run_dir / ERROR_FILE).write_text(f"{error}\n")
             console.error(relative_paths(text))
             return (REFUSED if isinstance(error, ConfigurationError) else FAILED), math.nan
         loss = result.get("loss") if isinstance(result, dict) else None

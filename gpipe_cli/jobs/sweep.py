@@ -1,11 +1,11 @@
-"""Counts and names the jobs of a sweep, and makes the table of all jobs from the files they leave."""
+"""Counts and names the jobs of a sweep, and makes the table of all jobs."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -15,11 +15,10 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, read_write
 
+from gpipe_cli.terminal.runs import FIGURES, FinishedRun, read_run
 from gpipe_cli.terminal.text import markdown_table, number, percent, text_table
 
-ERROR_FILE = "error.txt"  # in the run directory of a failed job
 LONGEST_NAME = 100  # file systems take 255 bytes, and people read less
-FIGURES = ("loss", "examples_per_second", "bubble", "bubble_predicted", "wall_seconds")  # of summary.json
 
 
 def folder_name(*words: str | None) -> str:
@@ -41,24 +40,11 @@ class Sweep:
 
 @dataclass(frozen=True)
 class JobResult:
-    """Holds what one job has left in its run directory.
-
-    Attributes:
-        K, M: None when the job failed before it had a configuration.
-        figures: the values of `FIGURES`, None if unknown.
-        evaluation: the last evaluation's numbers.
-        status: "done", "stopped" (it saved first), "failed" or "not finished".
-    """
+    """Holds one job of a sweep: its number, the overrides by key, and what it has left in its run directory."""
 
     number: int
-    run_dir: Path
     overrides: dict[str, str]
-    K: int | None
-    M: int | None
-    status: str
-    error: str | None = None
-    figures: dict[str, float | None] = field(default_factory=dict)
-    evaluation: dict[str, float] = field(default_factory=dict)
+    run: FinishedRun
 
 
 @dataclass(frozen=True)
@@ -87,13 +73,13 @@ class Seeds:
 
     @property
     def loss(self) -> Spread | None:
-        return _spread([job.figures.get("loss") for job in self.jobs])
+        return _spread([job.run.loss for job in self.jobs])
 
     @property
     def evaluation(self) -> dict[str, Spread]:
         """Returns the spread of each number that every job has."""
-        names = [name for name in self.jobs[0].evaluation if "/" not in name]
-        spreads = {name: _spread([job.evaluation.get(name) for job in self.jobs]) for name in names}
+        names = self.jobs[0].run.evaluation
+        spreads = {name: _spread([job.run.evaluation.get(name) for job in self.jobs]) for name in names}
         return {name: spread for name, spread in spreads.items() if spread is not None}
 
 
@@ -139,35 +125,7 @@ def _read_job(folder: Path) -> JobResult:
     words = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text()) or []
     pairs = (word.lstrip("+").partition("=") for word in words)
     overrides = {key: value for key, _, value in pairs}
-    pipeline = (yaml.safe_load((folder / ".hydra" / "config.yaml").read_text()) or {}).get("pipeline", {})
-    known = {
-        "number": int(prefix) if prefix.isdigit() else 0,
-        "run_dir": folder,
-        "overrides": overrides,
-        "K": pipeline.get("K"),
-        "M": pipeline.get("M"),
-    }
-    if (folder / ERROR_FILE).is_file():
-        return JobResult(**known, status="failed", error=first_line_of_error((folder / ERROR_FILE).read_text()))
-    if not (folder / "summary.json").is_file():
-        return JobResult(**known, status="not finished")
-    summary = json.loads((folder / "summary.json").read_text())
-    evaluation = summary.get("evaluation") or {}
-    return JobResult(
-        **known,
-        status="stopped" if summary.get("stopped_by") == "request" else "done",
-        figures={name: summary.get(name) for name in FIGURES},
-        evaluation={name: value for name, value in evaluation.items() if isinstance(value, (int, float))},
-    )
-
-
-def first_line_of_error(text: str) -> str:
-    """Returns the exception's line of a traceback, or the first line of another text."""
-    lines = text.strip().splitlines() or ["(no message)"]
-    if any(line.startswith("Traceback ") for line in lines):
-        said = [line for line in lines if line and not line[0].isspace() and not line.startswith("log: ")]
-        return said[-1]
-    return lines[0]
+    return JobResult(int(prefix) if prefix.isdigit() else 0, overrides, read_run(folder))
 
 
 def finish(sweep: Sweep) -> tuple[str, bool]:
@@ -184,7 +142,7 @@ def finish(sweep: Sweep) -> tuple[str, bool]:
     (sweep.directory / "sweep.md").write_text(markdown_table(columns, rows) + "\n")
     missing = (sweep.jobs or 0) - len(jobs)
     text = text_table(columns, rows) + (f"\n{missing} more were not started" if missing > 0 else "")
-    return text, bool(jobs) and missing <= 0 and all(job.status == "done" for job in jobs)
+    return text, bool(jobs) and missing <= 0 and all(job.run.status == "done" for job in jobs)
 
 
 def _swept_keys(jobs: Sequence[JobResult]) -> list[str]:
@@ -200,24 +158,23 @@ def over_seeds(jobs: Sequence[JobResult]) -> list[Seeds]:
     groups: dict[tuple[str | None, ...], list[JobResult]] = {}
     others = [key for key in swept if key != "seed"]
     for job in jobs:
-        if job.status == "done":
+        if job.run.status == "done":
             groups.setdefault(tuple(job.overrides.get(key) for key in others), []).append(job)
     return [Seeds(dict(zip(others, key, strict=True)), group) for key, group in groups.items() if len(group) > 1]
 
 
 def _table(jobs: Sequence[JobResult]) -> tuple[list[str], list[list[object]]]:
     others = [key for key in _swept_keys(jobs) if key not in ("pipeline.K", "pipeline.M")]
-    numbers = list(dict.fromkeys(name for job in jobs for name in job.evaluation if "/" not in name))
+    numbers = list(dict.fromkeys(name for job in jobs for name in job.run.evaluation))
     columns = ["job", *others, "K", "M", "loss", "examples/s", "bubble", "predicted", "wall s", *numbers, "status"]
     rows: list[list[object]] = []
     for job in jobs:
+        run = job.run
         rows.append(
             [
-                *(job.number, *(job.overrides.get(key) for key in others), job.K, job.M),
-                *(job.figures.get("loss"), job.figures.get("examples_per_second")),
-                *(percent(job.figures.get("bubble")), percent(job.figures.get("bubble_predicted"))),
-                *(job.figures.get("wall_seconds"), *(job.evaluation.get(name) for name in numbers)),
-                job.status if job.error is None else f"{job.status}: {job.error}",
+                *(job.number, *(job.overrides.get(key) for key in others), run.K, run.M),
+                *(run.loss, run.examples_per_second, percent(run.bubble), percent(run.bubble_predicted)),
+                *(run.wall_seconds, *(run.evaluation.get(name) for name in numbers), run.outcome),
             ]
         )
     rows += [_seeds_row(seeds, others, numbers) for seeds in over_seeds(jobs)]
@@ -226,7 +183,7 @@ def _table(jobs: Sequence[JobResult]) -> tuple[list[str], list[list[object]]]:
 
 def _seeds_row(seeds: Seeds, others: Sequence[str], numbers: Sequence[str]) -> list[object]:
     """Returns a row with mean ± standard deviation of the loss and of the evaluation's numbers."""
-    first, count = seeds.jobs[0], f"{len(seeds.jobs)} seeds"
+    first, count = seeds.jobs[0].run, f"{len(seeds.jobs)} seeds"
     swept = [count if key == "seed" else seeds.overrides[key] for key in others]
     figures = [seeds.loss, None, None, None, None, *(seeds.evaluation.get(name) for name in numbers)]
     return ["mean ± sd", *swept, first.K, first.M, *figures, None]
@@ -242,15 +199,6 @@ def _seeds_as_json(seeds: Seeds) -> dict[str, Any]:
 
 
 def _as_json(job: JobResult) -> dict[str, Any]:
-    figures = {name: job.figures.get(name) for name in FIGURES}
-    return {
-        "job": job.number,
-        "run_dir": str(job.run_dir),
-        "overrides": job.overrides,
-        "K": job.K,
-        "M": job.M,
-        "status": job.status,
-        "error": job.error,
-        **figures,
-        "evaluation": job.evaluation,
-    }
+    names = ("K", "M", "status", "error", *FIGURES, "evaluation")
+    of_run = {name: getattr(job.run, name) for name in names}
+    return {"job": job.number, "run_dir": str(job.run.folder), "overrides": job.overrides, **of_run}

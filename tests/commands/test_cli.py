@@ -28,6 +28,7 @@ from gpipe_cli.jobs import devices, own_target, sweep
 from gpipe_cli.jobs.devices import Devices, settle_workers
 from gpipe_cli.terminal.console import Console
 from gpipe_cli.terminal.help import help_text
+from gpipe_cli.terminal.runs import FinishedRun
 from gpipe_cli.terminal.text import relative_paths, text_table
 
 JOBS = Path(__file__).parents[1] / "jobs"
@@ -400,7 +401,7 @@ def test_a_sweep_over_seeds_ends_in_mean_and_standard_deviation(tmp_path: Path) 
 
 def job(number: int, accuracy: float | None, status: str = "done", **overrides: str) -> sweep.JobResult:
     evaluation = {} if accuracy is None else {"accuracy": accuracy}
-    return sweep.JobResult(number, Path(), overrides, 1, 1, status, evaluation=evaluation)
+    return sweep.JobResult(number, overrides, FinishedRun(Path(), status, K=1, M=1, evaluation=evaluation))
 
 
 def test_a_spread_is_written_with_two_digits() -> None:

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gpipe_cli.terminal.runs import FinishedRun
 from gpipe_cli.terminal.text import percent
 
 from ..paper import ideal_throughput
-from ..runs import FinishedRun
 from .table import Curve, Table
 
 GRID = ("pipeline.K", "pipeline.M", "pipeline.workers")  # the keys over which throughput is compared
@@ -116,11 +116,12 @@ def _notes(runs: Sequence[FinishedRun], hidden: Sequence[str]) -> list[str]:
 
 
 def _facts(run: FinishedRun, keys: Sequence[str], speed: float | None, ideal: float | None) -> dict[str, Any]:
-    names = ("K", "M", "workers", "loss", "examples_per_second", "bubble", "bubble_predicted", "evaluation", "status")
+    names = ("K", "M", "workers", "loss", "examples_per_second", "bubble", "bubble_predicted", "evaluation")
     return {
         "run": str(run.folder),
         "settings": {key: run.settings.get(key) for key in keys},
         "normalised": speed,
         "ideal": ideal,
         **{name: getattr(run, name) for name in names},
+        "status": run.outcome,
     }

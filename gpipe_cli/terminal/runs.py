@@ -1,4 +1,4 @@
-"""Reads the files of finished, stopped and broken runs of gpipe-train, to compare them. Imports no torch."""
+"""Reads the files of finished, stopped and broken runs, to compare them: of a sweep, and for gpipe-report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
-RUN_FILES = ("summary.json", "metrics.jsonl", "error.txt", ".hydra/config.yaml")  # one of them makes a folder a run
+ERROR_FILE = "error.txt"  # in the run directory of a failed run
+RUN_FILES = ("summary.json", "metrics.jsonl", ERROR_FILE, ".hydra/config.yaml")  # one of them makes a folder a run
+FIGURES = ("loss", "examples_per_second", "bubble", "bubble_predicted", "wall_seconds")  # of summary.json
 MEASURED_STEPS = 200  # of an unfinished run: the last ones, as summary.json of a finished one
 
 
@@ -20,15 +22,19 @@ class FinishedRun:
     """Holds the figures of one run, as its directory has them.
 
     Attributes:
-        status: "done", "stopped", "not finished" or "failed", with the error.
+        status: "done", "stopped" (it saved first), "not finished, 7 steps on record" or "failed".
         settings: the whole configuration, flat: "pipeline.K" to value.
+        error: of a failed run, in one line.
+        damaged: what cannot be read, in words.
         loss: of the last step.
-        evaluation: the last evaluation's numbers.
+        evaluation: the last evaluation's numbers, without single languages.
     """
 
     folder: Path
     status: str
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    damaged: Sequence[str] = ()
     K: int | None = None
     M: int | None = None
     workers: int | None = None
@@ -36,12 +42,18 @@ class FinishedRun:
     examples_per_second: float | None = None
     bubble: float | None = None
     bubble_predicted: float | None = None
+    wall_seconds: float | None = None
     evaluation: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def measured(self) -> bool:
         """Reports whether the run can be compared in speed."""
         return self.K is not None and self.M is not None and bool(self.examples_per_second)
+
+    @property
+    def outcome(self) -> str:
+        """Returns the status with the error and what is damaged."""
+        return "; ".join([self.status if self.error is None else f"{self.status}: {self.error}", *self.damaged])
 
 
 def find_runs(paths: Sequence[Path]) -> tuple[list[FinishedRun], list[str]]:
@@ -78,35 +90,43 @@ def _number(folder: Path) -> tuple[float, str]:
 
 
 def read_run(folder: Path) -> FinishedRun:
-    """Reads a run directory; files that cannot be read are named in `status`."""
+    """Reads a run directory."""
     broken: list[str] = []
     settings = dict(_flat(_read(folder / ".hydra" / "config.yaml", yaml.safe_load, broken) or {}))
     summary = _read(folder / "summary.json", json.loads, broken)
     rows = _rows(folder / "metrics.jsonl", broken) if summary is None else []
-    status = _status(folder, summary, rows)
+    error = _error(folder / ERROR_FILE)
+    status = "failed" if error else _status(summary, rows)
     if summary is None:
         speeds = [row["examples_per_second"] for row in rows[-MEASURED_STEPS:] if row.get("examples_per_second")]
         summary = {"loss": rows[-1].get("loss") if rows else None}
         summary["examples_per_second"] = median(speeds) if speeds else None
     scores = (summary.get("evaluation") or {}).items()
-    names = ("workers", "loss", "examples_per_second", "bubble", "bubble_predicted")
     return FinishedRun(
         folder=folder,
-        status="; ".join([status, *broken]),
+        status=status,
         settings=settings,
+        error=error,
+        damaged=broken,
         K=summary.get("K", settings.get("pipeline.K")),
         M=summary.get("M", settings.get("pipeline.M")),
-        **{name: summary.get(name) for name in names},
+        workers=summary.get("workers"),
+        **{name: summary.get(name) for name in FIGURES},
         evaluation={name: score for name, score in scores if "/" not in name and isinstance(score, (int, float))},
     )
 
 
-def _status(folder: Path, summary: Any, rows: Sequence[Any]) -> str:
-    if (folder / "error.txt").is_file():
-        lines = (folder / "error.txt").read_text(errors="replace").strip().splitlines() or ["no message"]
-        traceback = any(line.startswith("Traceback ") for line in lines)
-        said = [line for line in lines if line and not line[0].isspace() and not line.startswith("log: ")]
-        return f"failed: {said[-1] if traceback and said else lines[0]}"
+def _error(path: Path) -> str | None:
+    """Returns the exception's line of a traceback, or the first line of another text; None without the file."""
+    if not path.is_file():
+        return None
+    lines = path.read_text(errors="replace").strip().splitlines() or ["no message"]
+    traceback = any(line.startswith("Traceback ") for line in lines)
+    said = [line for line in lines if line and not line[0].isspace() and not line.startswith("log: ")]
+    return said[-1] if traceback and said else lines[0]
+
+
+def _status(summary: Any, rows: Sequence[Any]) -> str:
     if summary is None:
         return f"not finished, {len(rows)} steps on record"
     return "stopped" if summary.get("stopped_by") == "request" else "done"
