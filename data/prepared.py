@@ -1,4 +1,4 @@
-"""Makes a prepared text in the cache, in one process at a time; the others wait for it."""
+"""Makes a prepared text in the cache, in one process at a time, and opens it for a source."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 import sentencepiece
 
 from ..cpu import usable_cores
+from .defects import defects_of
+from .sentences import keep_vocabularies
 from .source import Report, cache_folder, writing_cache
 
 WORK = "work"  # folder of the intermediate files, in a folder that is being made
@@ -20,7 +23,10 @@ SMALL_BYTES = 4 * 2**20  # text that one process prepares before others have sta
 
 
 def prepared_folder(cache_dir: str | None, name: str, make: Callable[[Path], None], report: Report) -> Path:
-    """Returns a folder of the cache; calls `make` first, which puts it there as a whole, if it is not there.
+    """Returns a folder of the cache, and makes it first if it is not there.
+
+    Args:
+        make: fills the draft of the folder, where a process that was killed may have left files.
 
     Raises:
         DiskError: the cache cannot be written.
@@ -33,9 +39,48 @@ def prepared_folder(cache_dir: str | None, name: str, make: Callable[[Path], Non
             lock = (cache / f".{name}.lock").open("w")
         with writing_cache(cache), lock, _locked(lock.fileno(), name, report):
             if not folder.is_dir():
-                make(folder)
+                draft = folder.with_name(f"{name}.partial")
+                draft.mkdir(exist_ok=True)
+                make(draft)
+                draft.rename(folder)
     shutil.rmtree(folder / WORK, ignore_errors=True)
     return folder
+
+
+class PreparedText(Protocol):
+    """Holds a prepared text: a `store.Store` or a `text.store.TextStore`."""
+
+    folder: Path
+
+    def fingerprint(self) -> str: ...
+
+
+Store = TypeVar("Store", bound=PreparedText)
+
+
+class PreparedSource(Generic[Store]):
+    """Holds the text that a source reads, from `prepare` on."""
+
+    _store: Store | None = None
+
+    @property
+    def _opened(self) -> Store:
+        if self._store is None:
+            raise RuntimeError(f"{type(self).__name__}: call prepare() before reading")
+        return self._store
+
+    def keep_vocabularies(self, folder: Path) -> None:
+        """Copies what ids mean to a folder, from which `sentences` reads it without the text."""
+        keep_vocabularies(self._opened.folder, folder)
+
+    @property
+    def prepared_defects(self) -> dict[str, int]:
+        """Returns how many defects of each kind the text has; most of these lines are left out."""
+        return defects_of(self._opened.folder)
+
+    def fingerprint(self) -> str:
+        """Returns that of the text that is trained on, which the order of reading does not change."""
+        return self._opened.fingerprint()
 
 
 def digest_of(*content: object) -> str:

@@ -282,13 +282,3 @@ def write_description(
     summaries = {code: asdict(summary) for code, summary in languages.items()}
     description = {"format": FORMAT, "block": block, "languages": summaries, "made_of": made_of}
     write_text(folder / "store.json", json.dumps(description, indent=1, ensure_ascii=False))
-
-
-def publish(draft: Path, folder: Path) -> None:
-    """Moves a finished store to its place."""
-    draft.chmod(0o755)
-    try:
-        draft.rename(folder)
-    except OSError:  # another process was first: a folder with files in it is never replaced
-        if not folder.is_dir():
-            raise

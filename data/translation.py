@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,9 +15,8 @@ import torch
 
 from ..errors import ConfigurationError
 from .cldr.languages import SCRIPTS
-from .defects import defects_of
+from .prepared import PreparedSource
 from .sampling import TemperatureSampler, temperature_shares
-from .sentences import keep_vocabularies
 from .source import Batch, Report, permutation, read_ahead, slices_of_replica, split_evenly
 from .store import HeldOutPair, Ragged, Rows, Store, Tokens
 from .token_batches import balanced, by_count, by_tokens, pairs_by_width, width_of
@@ -43,7 +41,7 @@ class HeldOutSample(NamedTuple):
     source_ids: list[int]
 
 
-class PairSource:
+class PairSource(PreparedSource[Store]):
     """Yields temperature-sampled mini-batches of pairs of similar length. Subclasses open the store.
 
     A micro-batch is `((source [b, S], target_in [b, T]), (target_out [b, T],))`, int64: the source ends with the end
@@ -79,7 +77,6 @@ class PairSource:
         self.evaluation_per_language = evaluation_per_language
         self.evaluation_split = evaluation_split
         self._pairs_by_width: dict[int, int] = {}
-        self._store: Store | None = None
 
     def _open(self, report: Report) -> Store:
         raise NotImplementedError
@@ -174,10 +171,6 @@ class PairSource:
         """Returns the text of target ids, up to the first end token."""
         return self._opened.target_vocabulary.decode(ids)
 
-    def keep_vocabularies(self, folder: Path) -> None:
-        """Copies them to a folder from which `sentences.SentenceSource` translates without the corpus."""
-        keep_vocabularies(self._opened.folder, folder)
-
     @property
     def sizes(self) -> dict[str, int]:
         """Returns the number of training pairs of each language."""
@@ -187,15 +180,6 @@ class PairSource:
     def scripts(self) -> dict[str, str]:
         """Returns the script of each language that is in the table of CLDR languages."""
         return {code: SCRIPTS[code] for code in self.sizes if code in SCRIPTS}
-
-    @property
-    def prepared_defects(self) -> dict[str, int]:
-        """Returns how many defects of each kind the text has; most of these pairs are left out."""
-        return defects_of(self._opened.folder)
-
-    def fingerprint(self) -> str:
-        """Returns that of the corpus, which the order of reading does not change."""
-        return self._opened.fingerprint()
 
     def epoch(self, position: Any) -> float:
         """Returns the pairs read up to `position` over the size of the corpus; small languages repeat more often."""
@@ -212,12 +196,6 @@ class PairSource:
         """Returns the chunk, and how many of its pairs have been read."""
         start = position or {"chunk": 0, "batch": 0}
         return start["chunk"], start.get("pairs", start["batch"] * self._pairs)
-
-    @property
-    def _opened(self) -> Store:
-        if self._store is None:
-            raise RuntimeError(f"{type(self).__name__}: call prepare() before reading")
-        return self._store
 
     @property
     def _chunk(self) -> int:

@@ -1,17 +1,10 @@
-"""Builds the CLDR corpus as a store, once for each CLDR version and parameters; the folder's name holds both.
-
-It is written beside its place and moved there in one step, so that no reader sees half of it. If two processes build
-it at once, one of the two stays.
-"""
+"""Builds the CLDR corpus as a store, once for each CLDR version and parameters; the folder's name holds both."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-import shutil
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,8 +12,9 @@ from pathlib import Path
 from ...cpu import usable_cores
 from ...errors import ConfigurationError
 from ..defects import DEFECTS, defects_of
+from ..prepared import prepared_folder
 from ..sampling import temperature_shares
-from ..source import Report, cache_folder, writing_cache
+from ..source import Report
 from ..store import (
     FORMAT,
     LONGEST,
@@ -29,7 +23,6 @@ from ..store import (
     Store,
     interleave,
     pair_ends,
-    publish,
     write_description,
     write_shard,
 )
@@ -43,7 +36,6 @@ log = logging.getLogger(__name__)
 
 VOCABULARY_PAIRS = 56_000  # given to SentencePiece: more cost time and change little
 VOCABULARY_TEMPERATURE = 5.0
-ABANDONED_SECONDS = 24 * 3600
 SMALL = 50_000  # pairs, which one process composes in about two seconds
 
 NOTICE = """\
@@ -84,16 +76,7 @@ def open_store(parameters: CorpusParameters, cache_dir: str | None, report: Repo
         ConfigurationError: the vocabulary size does not fit the corpus, or `max_length` leaves a language no pair.
         DiskError: the cache cannot be written.
     """
-    cache = cache_folder(cache_dir)
-    folder = cache / parameters.folder()
-    if not folder.is_dir():
-        with writing_cache(cache):
-            draft = _draft(cache, folder.name)
-            try:
-                _build(parameters, draft, report)
-                publish(draft, folder)
-            finally:
-                shutil.rmtree(draft, ignore_errors=True)
+    folder = prepared_folder(cache_dir, parameters.folder(), lambda draft: _build(parameters, draft, report), report)
     store = Store(folder)
     if notice := smaller_notice("vocabulary", parameters.vocabulary, store.source_vocabulary):
         log.warning("%s", notice)
@@ -102,14 +85,6 @@ def open_store(parameters: CorpusParameters, cache_dir: str | None, report: Repo
         counts = f"{left_out:,} of {used + left_out:,} pairs"
         log.warning("%s are left out: longer than data.max_length=%d tokens", counts, parameters.max_length)
     return store
-
-
-def _draft(cache: Path, name: str) -> Path:
-    cache.mkdir(parents=True, exist_ok=True)
-    for left in cache.glob(".translation-*"):  # of processes that were killed
-        if time.time() - left.stat().st_mtime > ABANDONED_SECONDS:
-            shutil.rmtree(left, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f".{name}-", dir=cache))
 
 
 def _build(parameters: CorpusParameters, folder: Path, report: Report) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from ...errors import ConfigurationError
 from ...targets import require_fitting
-from ..sentences import keep_vocabularies
+from ..prepared import PreparedSource
 from ..source import Report, permutation
 from ..store import Rows, Store
 from ..vocabulary import BOS, EOS, PAD
@@ -21,7 +20,7 @@ from .languages import check_languages
 PACKED_AT_ONCE = 20_000  # pairs
 
 
-class TextSource(WindowSource):
+class TextSource(WindowSource, PreparedSource[Store]):
     """Yields windows of "sentence end English end sentence end English end …"; the corpus is shuffled once.
 
     Args:
@@ -54,7 +53,6 @@ class TextSource(WindowSource):
         codes = tuple(check_languages(languages))
         self.parameters = CorpusParameters(codes, largest, smallest, vocabulary, corpus_seed)
         self._evaluation_per_language, self._cache_dir = evaluation_per_language, cache_dir
-        self._store: Store | None = None
         self._stream = np.empty(0, np.uint16)
 
     def prepare(self, report: Report) -> None:
@@ -85,20 +83,6 @@ class TextSource(WindowSource):
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the ids of each text."""
         return self._opened.source_vocabulary.encode(texts)
-
-    def keep_vocabularies(self, folder: Path) -> None:
-        """Copies the vocabulary to a folder from which `sentences.SentenceSource` reads it."""
-        keep_vocabularies(self._opened.folder, folder)
-
-    def fingerprint(self) -> str:
-        """Returns that of the corpus, which the order of reading does not change."""
-        return self._opened.fingerprint()
-
-    @property
-    def _opened(self) -> Store:
-        if self._store is None:
-            raise RuntimeError("TextSource: call prepare() before reading")
-        return self._store
 
     def _training_tokens(self) -> TokenSequence:
         if not len(self._stream):

@@ -1,7 +1,7 @@
 """Makes a store of a folder of parallel text, with several processes; continues where a killed preparation stopped.
 
 Lines are counted and sampled; vocabularies are trained; pieces of text become ids, divided among shards; the shards are
-shuffled. All of this happens in `<store>.partial` in the cache, which becomes the store at the end.
+shuffled. All of this happens in a folder of the cache that becomes the store at the end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..defects import Defect, DefectCount, Ledger
 from ..prepared import WORK
 from ..sampling import temperature_shares
 from ..source import Report
-from ..store import LanguageSummary, Sizes, publish, whole_file, write_description, write_text
+from ..store import LanguageSummary, Sizes, whole_file, write_description, write_text
 from ..vocabulary import cached_vocabulary
 from ..workers import Workers
 from .folders import PairFiles
@@ -78,7 +78,7 @@ class Preparation:
     Args:
         pairs: the files.
         policy: what is done about each kind of defect.
-        folder: of the finished store.
+        draft: the folder that becomes the store.
         workers: number of processes.
     """
 
@@ -87,12 +87,11 @@ class Preparation:
         text: ParallelText,
         pairs: Sequence[PairFiles],
         policy: Mapping[str, str],
-        folder: Path,
+        draft: Path,
         workers: int,
         report: Report,
     ) -> None:
-        self._text, self._pairs, self._folder, self._report = text, pairs, folder, report
-        self._draft = folder.with_name(f"{folder.name}.partial")
+        self._text, self._pairs, self._draft, self._report = text, pairs, draft, report
         self._work = self._draft / WORK
         self._ledger = Ledger(policy)
         self._workers = workers
@@ -168,7 +167,7 @@ class Preparation:
                         f"data.root={self._text.root}: no pair of lines has text on both sides; the first file is "
                         f"{self._pairs[0].source}"
                     )
-                coverage, cache = wanted.character_coverage, self._folder.parent
+                coverage, cache = wanted.character_coverage, self._draft.parent
                 model.write_bytes(cached_vocabulary(cache, sentences, size, coverage, key, wanted.smaller))
 
     def _vocabulary_pairs(self, scans: Mapping[str, Scan]) -> Iterator[list[str]]:
@@ -263,5 +262,4 @@ class Preparation:
         self._ledger.write(self._draft, lines)
         text = {key: value for key, value in asdict(self._text).items() if key != "sizes"}
         write_description(self._draft, summaries, self._text.sizes.block, {"parallel_text": text})
-        publish(self._draft, self._folder)
         self._report("parallel text: languages", len(summaries), len(summaries))

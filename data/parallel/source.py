@@ -112,8 +112,8 @@ def open_parallel_store(
     pairs = find_pairs(text.root, text.languages, text.target)
     files = [file for pair in pairs for file in pair.files]
 
-    def make(folder: Path) -> None:
-        Preparation(text, pairs, policy, folder, worker_count(files, workers), report).run()
+    def make(draft: Path) -> None:
+        Preparation(text, pairs, policy, draft, worker_count(files, workers), report).run()
 
     stats = [[pair.language, pair.split, *stat_of(file)] for pair in pairs for file in pair.files]
     name = f"parallel-{digest_of(FORMAT, asdict(text), stats)}"

@@ -25,7 +25,7 @@ from ..prepared import WORK
 from ..sampling import EvenSample
 from ..sentences import SOURCE, TOKENIZER, open_vocabulary
 from ..source import Report
-from ..store import publish, whole_file, write_text
+from ..store import whole_file, write_text
 from ..vocabulary import Vocabulary, cached_vocabulary
 from ..workers import Workers
 from .documents import SEPARATORS, TEXT, Document, documents
@@ -77,7 +77,7 @@ class TextPreparation:
         files: to train on; a share of their documents is held out.
         held_out: files that are held out as a whole.
         policy: what is done about each kind of defect.
-        folder: of the finished store.
+        draft: the folder that becomes the store.
         workers: number of processes.
     """
 
@@ -87,13 +87,12 @@ class TextPreparation:
         files: Sequence[Path],
         held_out: Sequence[Path],
         policy: Mapping[str, str],
-        folder: Path,
+        draft: Path,
         workers: int,
         report: Report,
     ) -> None:
         self._form, self._files, self._held_out = form, files, held_out
-        self._folder, self._report = folder, report
-        self._draft = folder.with_name(f"{folder.name}.partial")
+        self._draft, self._report = draft, report
         self._ledger = Ledger(policy)
         self._workers = workers
 
@@ -103,7 +102,7 @@ class TextPreparation:
         Raises:
             ConfigurationError: a file or a defect is refused, or no vocabulary of this size can be trained.
         """
-        (self._draft / WORK).mkdir(parents=True, exist_ok=True)
+        (self._draft / WORK).mkdir(exist_ok=True)
         for file in (*self._files, *self._held_out):
             check_text(file)
         with Workers(self._workers) as workers:
@@ -127,7 +126,7 @@ class TextPreparation:
             raise ConfigurationError(f"no line of the text can be used for training. {self._first_defect()}")
         texts = [texts[i * len(texts) // count] for i in range(count)]
         arguments = (form.vocabulary, form.character_coverage, "vocabulary", form.smaller)
-        (self._draft / SOURCE).write_bytes(cached_vocabulary(self._folder.parent, texts, *arguments))
+        (self._draft / SOURCE).write_bytes(cached_vocabulary(self._draft.parent, texts, *arguments))
 
     def _first_defect(self) -> Defect | str:
         """Returns the first defect of the first file; with none all of its documents are held out."""
@@ -170,7 +169,6 @@ class TextPreparation:
         made_of = {key: value for key, value in asdict(self._form).items() if key != "tokenizer"}
         content = {"format": FORMAT, "end_token": self._form.end_token, "made_of": made_of, "pieces": pieces}
         write_text(self._draft / "store.json", json.dumps(content, indent=1, ensure_ascii=False))
-        publish(self._draft, self._folder)
         tokens = sum(piece[split] for piece in pieces for split in SPLITS)
         self._report("text: tokens", tokens, tokens)
 

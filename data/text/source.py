@@ -9,9 +9,9 @@ from pathlib import Path
 
 from ...errors import ConfigurationError
 from ...targets import require_fitting
-from ..defects import OF_TEXT, check_policy, defect_notice, defects_of
-from ..prepared import digest_of, prepared_folder, stat_of, worker_count
-from ..sentences import keep_vocabularies, read_vocabulary
+from ..defects import OF_TEXT, check_policy, defect_notice
+from ..prepared import PreparedSource, digest_of, prepared_folder, stat_of, worker_count
+from ..sentences import read_vocabulary
 from ..source import Report
 from ..vocabulary import BOS, smaller_notice
 from ..windows import TokenSequence, WindowSource
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 PIECE = 2**24  # bytes of text that one process takes at a time
 
 
-class TextFilesSource(WindowSource):
+class TextFilesSource(WindowSource, PreparedSource[TextStore]):
     """Reads text files, as one sequence of documents with an end token after each.
 
     Args:
@@ -91,7 +91,6 @@ class TextFilesSource(WindowSource):
         share = held_out if evaluation_root is None else 0.0
         pieces = (vocabulary, character_coverage, smaller_vocabulary, vocabulary_samples)
         self.form = TextForm(document, json_key, share, corpus_seed, tokenizer, end_token, *pieces, PIECE)
-        self._store: TextStore | None = None
 
     def prepare(self, report: Report) -> None:
         """Makes the store unless it is in the cache, and opens it.
@@ -102,9 +101,9 @@ class TextFilesSource(WindowSource):
         files = find_texts(self._root, "data.root")
         held_out = [] if self._evaluation_root is None else find_texts(self._evaluation_root, "data.evaluation_root")
 
-        def make(folder: Path) -> None:
+        def make(draft: Path) -> None:
             workers = worker_count([*files, *held_out], self._workers)
-            TextPreparation(self.form, files, held_out, self._policy, folder, workers, report).run()
+            TextPreparation(self.form, files, held_out, self._policy, draft, workers, report).run()
 
         given = [] if self.form.tokenizer is None else [Path(self.form.tokenizer).expanduser()]
         stats = [[stat_of(file) for file in group] for group in (files, held_out, given)]
@@ -135,25 +134,6 @@ class TextFilesSource(WindowSource):
     def eos_id(self) -> int:
         """Returns the id of the token that ends a document."""
         return self._opened.vocabulary.eos_id
-
-    def keep_vocabularies(self, folder: Path) -> None:
-        """Copies what ids mean to a folder."""
-        keep_vocabularies(self._opened.folder, folder)
-
-    @property
-    def prepared_defects(self) -> dict[str, int]:
-        """Returns how many defects of each kind the text has; these lines are left out."""
-        return defects_of(self._opened.folder)
-
-    def fingerprint(self) -> str:
-        """Returns that of the tokens that are trained on, which the order of reading does not change."""
-        return self._opened.fingerprint()
-
-    @property
-    def _opened(self) -> TextStore:
-        if self._store is None:
-            raise RuntimeError("TextFilesSource: call prepare() before reading")
-        return self._store
 
     def _training_tokens(self) -> TokenSequence:
         return self._opened.train
