@@ -113,16 +113,19 @@ class EvenSample(Generic[Item]):
 
     Args:
         wanted: items; up to twice as many are kept.
+
+    Attributes:
+        kept: items, each with its number in the sequence, from 0.
     """
 
     def __init__(self, wanted: int) -> None:
         self.stride, self.total = 1, 0
         self._most = max(1, 2 * wanted)
-        self._kept: list[tuple[int, Item]] = []
+        self.kept: list[tuple[int, Item]] = []
 
     @property
     def items(self) -> list[Item]:
-        return [item for _, item in self._kept]
+        return [item for _, item in self.kept]
 
     def places(self, count: int) -> range:
         """Returns which of the next `count` items are in the sample."""
@@ -130,11 +133,11 @@ class EvenSample(Generic[Item]):
 
     def keep(self, place: int, item: Item) -> None:
         """Takes the item at one of these places."""
-        self._kept.append((self.total + place, item))
+        self.kept.append((self.total + place, item))
 
     def go_on(self, count: int) -> None:
         """Passes over the `count` items."""
         self.total += count
-        while len(self._kept) > self._most:
+        while len(self.kept) > self._most:
             self.stride *= 2
-            self._kept = [entry for entry in self._kept if entry[0] % self.stride == 0]
+            self.kept = [entry for entry in self.kept if entry[0] % self.stride == 0]

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..data.sampling import EvenSample
 from ..distributed.world import World
 from ..micro_batch import MicroBatch
 
@@ -59,13 +60,15 @@ class PredictionKeeper:
     def __init__(self, world: World, task: PredictingTask, source: Any) -> None:
         self._world, self._task, self._source = world, task, source
         self._rows: list[Tensor] = []
-        self._images = SpreadExamples(IMAGES)
+        self._images = EvenSample[Tensor](IMAGES)
 
     def read(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Keeps images of a mini-batch that this worker has read."""
-        if self._world.rank == 0:
-            for inputs, _ in micro_batches:
-                self._images.add(inputs[0])
+        """Keeps some images of a mini-batch that this worker has read; tensors that are no images are ignored."""
+        for images in (inputs[0] for inputs, _ in micro_batches):
+            if self._world.rank == 0 and images.dim() == 4 and images.shape[1] in (1, 3):
+                for place in self._images.places(len(images)):
+                    self._images.keep(place, images[place].clone())  # a view would keep the whole micro-batch
+                self._images.go_on(len(images))
 
     def judged(self, outputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> None:
         """Keeps the predictions of a micro-batch at the last cell; called in the order of reading."""
@@ -74,7 +77,7 @@ class PredictionKeeper:
     def finish(self) -> Predictions | None:
         """Gathers the predictions of all workers on rank 0 and resets; returns None elsewhere and without data."""
         mine = torch.cat(self._rows).tolist() if self._rows else None
-        images, self._rows, self._images = self._images, [], SpreadExamples(IMAGES)
+        kept, self._rows, self._images = self._images.kept, [], EvenSample(IMAGES)
         seen = [np.array(rows, dtype=np.float32) for rows in self._world.all_gather(mine) if rows is not None]
         if self._world.rank != 0 or not seen:
             return None
@@ -83,40 +86,7 @@ class PredictionKeeper:
         known = getattr(self._source, "class_names", ())
         classes = max(len(known), int(max(labels.max(), predicted.max())) + 1)
         names = [*known, *(str(number) for number in range(len(known), classes))]
-        confidences = [float(rows[place, 2]) for place in images.places]
-        return Predictions(labels, predicted, names, images.stacked(), images.places, confidences)
-
-
-class SpreadExamples:
-    """Keeps between ``wanted`` and twice as many examples of a stream of unknown length, evenly spread.
-
-    Attributes:
-        places: numbers of the examples that `stacked` returns, counted from 0.
-    """
-
-    def __init__(self, wanted: int) -> None:
-        self._wanted, self._stride, self._count = wanted, 1, 0
-        self._kept: list[tuple[int, Tensor]] = []
-
-    def add(self, images: Tensor) -> None:
-        """Adds the next examples, [b, C, H, W]; ignores tensors that are no images."""
-        if images.dim() != 4 or images.shape[1] not in (1, 3):
-            return
-        for offset in range(-self._count % self._stride, len(images), self._stride):
-            self._kept.append((self._count + offset, images[offset].clone()))  # a view would keep the whole micro-batch
-        self._count += len(images)
-        while len(self._kept) > 2 * self._wanted:
-            self._kept, self._stride = self._kept[::2], 2 * self._stride
-
-    @property
-    def places(self) -> list[int]:
-        return [place for place, _ in self._chosen()]
-
-    def stacked(self) -> Tensor | None:
-        """Returns the chosen images, [s, C, H, W]; None if there are none or their sizes differ."""
-        images = [image for _, image in self._chosen()]
-        return torch.stack(images) if len({image.shape for image in images}) == 1 else None
-
-    def _chosen(self) -> list[tuple[int, Tensor]]:
-        wanted = min(self._wanted, len(self._kept))
-        return [self._kept[i * len(self._kept) // wanted] for i in range(wanted)]
+        count = min(IMAGES, len(kept))
+        shown, images = zip(*(kept[i * len(kept) // count] for i in range(count)), strict=True) if kept else ((), ())
+        stacked = torch.stack(images) if len({image.shape for image in images}) == 1 else None
+        return Predictions(labels, predicted, names, stacked, shown, [float(rows[place, 2]) for place in shown])

@@ -52,7 +52,7 @@ ROOMS: dict[str, set[str]] = {
     "partition": {"pipeline", "schedule"},
     "checkpoint": {"data", "pipeline"},
     "optim": {"checkpoint", "pipeline"},
-    "metrics": {"distributed", "pipeline", "schedule"},
+    "metrics": {"data", "distributed", "pipeline", "schedule"},
     "decoding": {"distributed", "metrics", "pipeline", "schedule", "tasks"},
     "factory": {"data", "distributed", "partition", "pipeline", "tasks"},
     "trainer": {

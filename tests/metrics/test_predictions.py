@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpipe_cli.distributed.world import World
 from gpipe_cli.metrics.image_pictures import draw_classification
-from gpipe_cli.metrics.predictions import IMAGES, PredictionKeeper, SpreadExamples
+from gpipe_cli.metrics.predictions import IMAGES, PredictionKeeper
 from gpipe_cli.tasks.classification import ClassificationTask
 
 
@@ -100,12 +100,15 @@ def test_data_that_are_no_images_leave_only_the_confusion_matrix(tmp_path: Path)
 
 @pytest.mark.parametrize("count", [1, IMAGES, IMAGES + 1, 333, 5000])
 def test_examples_are_spread_over_a_stream_of_unknown_length(count: int) -> None:
-    spread = SpreadExamples(IMAGES)
+    one = keeper()
     for first in range(0, count, 7):
-        spread.add(torch.zeros(min(7, count - first), 3, 1, 1))
-    assert len(spread.places) == min(count, IMAGES)
-    gaps = np.diff([*spread.places, count])
-    assert gaps.max() <= 4 * count / len(spread.places)
+        labels = torch.zeros(min(7, count - first), dtype=torch.int64)
+        one.read([((torch.zeros(len(labels), 3, 1, 1),), (labels,))])
+        one.judged((logits(labels.tolist(), 0.9),), (labels,))
+    found = one.finish()
+    assert found is not None and found.images is not None
+    assert len(found.shown) == len(found.images) == min(count, IMAGES)
+    assert np.diff([*found.shown, count]).max() <= 4 * count / len(found.shown)
 
 
 def test_a_matrix_of_many_classes_is_drawn(tmp_path: Path) -> None:
