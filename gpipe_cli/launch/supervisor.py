@@ -68,8 +68,7 @@ class Job:
         threads: per worker, for torch and OpenMP.
         grace_seconds: from the first request to stop until the workers are killed.
         stall_seconds: without progress of any worker, after which the job is ended; None: never.
-        fork: False starts every worker as a new interpreter. None: fork on Linux, unless the environment variable
-            GPIPE_LAUNCH=spawn is set.
+        fork: False starts every worker as a new interpreter, as on systems other than Linux.
     """
 
     run_dir: Path
@@ -80,7 +79,7 @@ class Job:
     threads: int = 1
     grace_seconds: float = 8.0
     stall_seconds: float | None = None
-    fork: bool | None = None
+    fork: bool = sys.platform == "linux"
 
 
 def launch(job: Job, on_event: OnEvent) -> Any:
@@ -353,8 +352,7 @@ class _Watch:
 
 
 def _as_json(job: Job, directory: Path) -> dict[str, Any]:
-    fork = sys.platform == "linux" and os.environ.get("GPIPE_LAUNCH") != "spawn" if job.fork is None else job.fork
-    return {**asdict(job), "run_dir": str(directory.parent), "directory": str(directory), "fork": fork}
+    return {**asdict(job), "run_dir": str(directory.parent), "directory": str(directory)}
 
 
 def _make_store(handed_over: ExitStack, until_end: ExitStack) -> tuple[str, list[int]]:

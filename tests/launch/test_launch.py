@@ -101,12 +101,6 @@ def test_modules_that_start_threads_are_not_forked(command: Any, tmp_path: Path)
     assert events[-1]["value"]["world_size"] == 2
 
 
-def test_the_environment_can_ask_for_new_interpreters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GPIPE_LAUNCH", "spawn")
-    job = Job(tmp_path, 1, "launch_jobs:describe", {}, preload=("no_such_module",))  # only a fork preloads
-    assert launch(job, lambda event: None)["world_size"] == 1
-
-
 def test_a_worker_may_use_a_multiprocessing_pool(command: Any) -> None:
     started = command("use_pool", 1)
     assert list(started.events())[-1]["value"] == [1, 2]
