@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, Literal
 
 from ..errors import ConfigurationError
@@ -88,20 +88,12 @@ def describe(device: str | Mapping[str, Any]) -> Device:
                 "{flops: 1e13, memory: 16GB, bandwidth: 5e11, link: 1e10}"
             )
         return PRESETS[device]
-    values = {"name": "described", **{key: _number(value) for key, value in device.items() if key != "like"}}
-    if "memory" in device:
-        values["memory"] = parse_bytes(device["memory"], "plan.device.memory")
-    if "like" in device:
-        defaults = asdict(describe(str(device["like"])))
-    else:
-        if missing := [key for key in _DESCRIBED if key not in device]:
-            raise ConfigurationError(
-                f"plan.device has no {', '.join(missing)}: give all of {', '.join(_DESCRIBED)}, "
-                "or like: h100 and the rest"
-            )
-        defaults = {field.name: field.default for field in fields(Device) if field.default is not MISSING}
-        defaults["half_flops"] = values["flops"]
-    return read_section(Device, {**defaults, **values}, "plan.device")
+    if missing := [key for key in _DESCRIBED if key not in device]:
+        raise ConfigurationError(f"plan.device has no {', '.join(missing)}: give all of {', '.join(_DESCRIBED)}")
+    defaults = {field.name: field.default for field in fields(Device) if field.default is not MISSING}
+    values = {"name": "described", **{key: _number(value) for key, value in device.items()}}
+    values["memory"] = parse_bytes(device["memory"], "plan.device.memory")
+    return read_section(Device, {**defaults, "half_flops": values["flops"], **values}, "plan.device")
 
 
 def _number(value: Any) -> Any:

@@ -367,14 +367,18 @@ def test_more_micro_batches_than_examples_are_planned_with_a_note(capsys: pytest
     assert "data.batch_size=16 has no 32 micro-batches: planned with data.batch_size=32" in capsys.readouterr().out
 
 
+def described(figure: str) -> str:
+    return f"plan.device={{flops: 1e13, memory: 16GB, bandwidth: 5e11, link: 1e10, {figure}}}"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["plan.device=h1000"], "did you mean h100"),
         (["plan.device={flops: 1e12}"], "plan.device has no memory, bandwidth, link"),
-        (["plan.device={like: h100, overhead: abc}"], "plan.device.overhead=abc: use a number, at least 0"),
-        (["plan.device={like: h100, latency: -1}"], "plan.device.latency=-1: use a number, at least 0"),
-        (["plan.device={like: h100, flops: 0}"], "plan.device.flops=0: use a number, more than 0"),
+        ([described("overhead: abc")], "plan.device.overhead=abc: use a number, at least 0"),
+        ([described("latency: -1")], "plan.device.latency=-1: use a number, at least 0"),
+        ([described("half_flops: 0")], "plan.device.half_flops=0: use a number, more than 0"),
         (["plan.foo=1"], "there is no key plan.foo; plan has: device, memory, fit"),
         (["plan.fit=16 apples"], "plan.fit=16 apples: use a number of bytes, as 16GB"),
         (["plan.fit=1GB", "plan.best=true"], "give one of them"),
@@ -409,5 +413,6 @@ def test_sizes_are_read_with_their_units() -> None:
     ]
 
 
-def test_a_device_can_be_described_by_what_differs() -> None:
-    assert describe({"like": "h100", "link": "1e9"}) == replace(PRESETS["h100"], name="described", link=1e9)
+def test_a_device_can_be_described_by_its_figures() -> None:
+    figures = {"flops": "67e12", "memory": 80 * 2**30, "bandwidth": 3.35e12, "link": 4.5e11}
+    assert describe(figures) == replace(PRESETS["h100"], name="described", half_flops=67e12)
