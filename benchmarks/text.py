@@ -18,18 +18,17 @@ import json
 import os
 import resource
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from argparse import Namespace
 from concurrent.futures import ProcessPoolExecutor
 from itertools import islice
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import Row, parser, report
+from benchmarks.common import Row, in_new_process, parser, report
 from benchmarks.corpus import memory
 from gpipe_cli.data.source import no_report
 from gpipe_cli.data.text.source import TextFilesSource
@@ -114,26 +113,31 @@ def read(root: str, cache: str) -> Row:
 def measure(processes: int, root: Path, arguments: Namespace) -> Row:
     """Prepares the text in a new process with an empty cache, and reads it in another."""
     with tempfile.TemporaryDirectory(prefix="text-", dir=arguments.folder) as cache:
-        command = [sys.executable, "-m", "benchmarks.text", "--root", str(root), "--cache", cache]
         size = sum(path.stat().st_size for path in root.iterdir())
         row = {"processes": processes, "MB": size / 1e6, "killed after, s": 0.0, "pieces kept": 0}
         if arguments.kill:
-            row |= _kill_halfway([*command, "--processes", str(processes)], Path(cache), 1e6 * arguments.megabytes)
-        for more in (["--processes", str(processes)], ["--read"]):
-            row |= json.loads(subprocess.run([*command, *more], check=True, capture_output=True).stdout)
-        return row
+            row |= _kill_halfway(str(root), Path(cache), processes, 1e6 * arguments.megabytes)
+        return row | in_new_process(prepare, str(root), cache, processes) | in_new_process(read, str(root), cache)
 
 
-def _kill_halfway(command: list[str], cache: Path, size: float) -> Row:
+def _kill_halfway(root: str, cache: Path, processes: int, size: float) -> Row:
     """Kills a preparation and its processes when half of the text is done, which has so many bytes."""
     began = time.perf_counter()
-    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL) as process:
-        while sum(path.stat().st_size for path in cache.rglob("*.npy")) < BYTES_OF_IDS * size / 2:
-            if process.poll() is not None:
-                raise SystemExit("the preparation ended before it was killed: use more --megabytes")
-            time.sleep(0.1)
-        os.killpg(process.pid, signal.SIGKILL)
+    process = get_context("spawn").Process(target=_prepare_in_a_session, args=(root, str(cache), processes))
+    process.start()
+    while sum(path.stat().st_size for path in cache.rglob("*.npy")) < BYTES_OF_IDS * size / 2:
+        if not process.is_alive():
+            raise SystemExit("the preparation ended before it was killed: use more --megabytes")
+        time.sleep(0.1)
+    assert process.pid is not None
+    os.killpg(process.pid, signal.SIGKILL)
+    process.join()
     return {"killed after, s": time.perf_counter() - began, "pieces kept": len(list(cache.rglob("*.train.npy")))}
+
+
+def _prepare_in_a_session(root: str, cache: str, processes: int) -> None:
+    os.setsid()  # so that one signal reaches this process and those that it starts
+    prepare(root, cache, processes)
 
 
 def main() -> None:
@@ -143,14 +147,7 @@ def main() -> None:
     options.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     options.add_argument("--kill", action="store_true", help="kill each preparation once, and go on")
     options.add_argument("--folder", default=None, help="where to write (default: the folder for temporary files)")
-    options.add_argument("--root", default=None, help="a text to prepare: for processes that this command starts")
-    options.add_argument("--cache", default=None, help="... and its cache")
-    options.add_argument("--read", action="store_true", help="... to read what is prepared")
     arguments = options.parse_args()
-    if arguments.root:
-        root, cache = arguments.root, arguments.cache
-        print(json.dumps(read(root, cache) if arguments.read else prepare(root, cache, *arguments.processes)))
-        return
     with tempfile.TemporaryDirectory(prefix="text-", dir=arguments.folder) as folder:
         generate(Path(folder), 2 if arguments.quick else arguments.megabytes, arguments.files)
         columns = {"processes": "d", "MB": ",.0f", "tokens": ",d", "vocabulary, s": ".0f", "tokens, s": ",.0f"}

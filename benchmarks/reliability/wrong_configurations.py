@@ -311,9 +311,8 @@ def run(case: Case) -> Answer:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--count", type=int, default=CASES, help=f"cases (default: {CASES})")
-    options.add_argument("--kind", help="only cases of this kind")
     arguments = options.parse_args()
-    chosen = [case for case in cases(20 if arguments.quick else arguments.count) if arguments.kind in (None, case.kind)]
+    chosen = cases(20 if arguments.quick else arguments.count)
     faults: list[str] = []
 
     def rows() -> Iterator[Row]:
