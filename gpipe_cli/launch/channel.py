@@ -8,7 +8,10 @@ import logging
 import os
 import socket
 import threading
+from dataclasses import asdict
 from typing import Any
+
+from gpipe_cli.launch.report import Failure
 
 STOP, LEAVE = b"s", b"l"  # the command's words to a worker: end the run in order; all have finished, exit
 REPORT_SECONDS = 5.0  # that a failed worker waits for a command that does not read
@@ -66,11 +69,11 @@ class WorkerChannel:
                 return False
         return self._stop
 
-    def fail(self, record: dict[str, Any]) -> None:
+    def fail(self, failure: Failure) -> None:
         """Sends the report of the error that ends this worker, which may not reach a file on a full disk."""
         with self._lock, contextlib.suppress(OSError):
             self._socket.settimeout(REPORT_SECONDS)
-            self._socket.sendall(bytes(self._pending) + encode({"failed": record}))
+            self._socket.sendall(bytes(self._pending) + encode({"failed": asdict(failure)}))
             self._pending.clear()
 
     def finish(self, value: Any) -> None:

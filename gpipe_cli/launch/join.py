@@ -173,7 +173,7 @@ def _fail(context: Context, error: BaseException, where: dict[str, Any]) -> NoRe
     """Records the error, for torchrun's own summary too, and always ends this process."""
     try:
         directory = context.run_dir / "workers"
-        shown = report.publish(directory, report.record_of(context.rank, error, where))
+        shown = report.publish(directory, report.failure_of(context.rank, error, where))
         if report.error_path(directory, context.rank).exists():
             shown = report.echo_line(directory, context.rank, error, where) or shown
         print(shown, file=sys.stderr)

@@ -8,7 +8,7 @@ import signal
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import dropwhile, islice, takewhile
 from pathlib import Path
 from types import TracebackType
@@ -58,7 +58,7 @@ class WorkerOutOfMemory(WorkerFailed):
 
 @dataclass(frozen=True)
 class Failure:
-    """Describes one worker's end, as far as it is known.
+    """Describes one worker's end, as far as it is known; the fields are JSON values.
 
     Attributes:
         rank: STARTER for the process that starts the workers.
@@ -101,49 +101,42 @@ def error_path(directory: Path, rank: int) -> Path:
     return directory / f"error_{rank}.json"
 
 
-def record_of(rank: int, error: BaseException, where: dict[str, Any]) -> dict[str, Any]:
-    """Returns what the command needs to know of a worker's error, as JSON values."""
-    plain = str(error) if isinstance(error, PlainError) else disk.explain(error)
+def failure_of(rank: int, error: BaseException, where: dict[str, Any]) -> Failure:
+    """Describes the end of a worker by an exception, in this worker."""
+    plain, echo = str(error) if isinstance(error, PlainError) else disk.explain(error), suspicion(error)
     shown = "".join(traceback.format_exception(type(error), error, _beyond_launcher(error.__traceback__))).rstrip()
-    return {
-        "rank": rank,
-        "time": time.time(),
-        "cause": f"{_name(rank)} failed: {type(error).__name__}: {error}".splitlines()[0],
-        "shown": shown if plain is None else plain,
-        "plain": plain is not None,
-        "configuration": isinstance(error, ConfigurationError),
-        "memory": any(_is_memory(link) for link in _chain(error)),
-        "suspicion": suspicion(error),
-        "where": dict(where),
-    }
+    return Failure(
+        rank=rank,
+        suspicion=echo,
+        time=time.time(),
+        text=f"{_name(rank)} failed{_place(where)}:\n{shown}" if plain is None else plain,
+        cause=f"{_name(rank)} failed: {type(error).__name__}: {error}".splitlines()[0],
+        place=describe_place(where),
+        is_plain=plain is not None,
+        is_configuration=isinstance(error, ConfigurationError),
+        is_memory=any(_is_memory(link) for link in _chain(error)),
+        from_outside=echo == 2,
+    )
 
 
-def record_of_death(rank: int, where: dict[str, Any]) -> dict[str, Any]:
-    """Returns the same for a rank without a supervisor that has left no report."""
-    return {
-        "rank": rank,
-        "time": time.time(),
-        "cause": f"{_name(rank)} was killed, or ended without a report",
-        "shown": f"{_name(rank)} was killed, or ended without a report{_place(where)}; its launcher tells how",
-        "plain": True,
-        "configuration": False,
-        "memory": False,
-        "suspicion": 0,
-        "where": dict(where),
-    }
+def failure_without_report(rank: int, where: dict[str, Any]) -> Failure:
+    """Describes the end of a rank without a supervisor that has left no report."""
+    cause = f"{_name(rank)} was killed, or ended without a report"
+    text = f"{cause}{_place(where)}; its launcher tells how"
+    return Failure(rank, 0, time.time(), text, cause, describe_place(where), is_plain=True)
 
 
-def publish(directory: Path, record: dict[str, Any]) -> str:
+def publish(directory: Path, failure: Failure) -> str:
     """Writes the error file of a rank without a supervisor, whole or not at all; returns its text for the console."""
-    path = error_path(directory, record["rank"])
+    path = error_path(directory, failure.rank)
     unfinished = path.with_suffix(".tmp")
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps(record, indent=1, default=str))
+        unfinished.write_text(json.dumps(asdict(failure), indent=1))
         unfinished.replace(path)
     except OSError as full:
-        return f"{shown_error(record)}\n({disk.cannot_write(directory, full)})"
-    return shown_error(record)
+        return f"{failure.text}\n({disk.cannot_write(directory, full)})"
+    return failure.text
 
 
 def _beyond_launcher(stack: TracebackType | None) -> TracebackType | None:
@@ -194,44 +187,23 @@ def _is_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and NO_MEMORY.search(str(error)) is not None
 
 
-def failure_of(
-    directory: Path, rank: int, exit_code: int, when: float, where: dict[str, Any], record: dict[str, Any] | None
-) -> Failure:
-    """Describes the end of a worker that did not finish, by its own report or else by its exit code.
+def received(directory: Path, report: dict[str, Any]) -> Failure:
+    """Returns the failure that a worker has sent as JSON, with the path of its log."""
+    failure = Failure(**report)
+    log = "" if failure.is_plain else f"\nlog: {log_path(directory, failure.rank)}"
+    return replace(failure, text=failure.text + log)
+
+
+def silent_failure(directory: Path, rank: int, exit_code: int, when: float, where: dict[str, Any]) -> Failure:
+    """Describes the end of a worker that has sent no report.
 
     Args:
         exit_code: minus the signal's number for a process killed by a signal, as in `subprocess`.
         when: the end was seen, in seconds since the epoch.
-        where: the last known place of the worker, in case it sent no report.
-        record: the worker's report (`record_of`), if it sent one.
+        where: the last known place of the worker.
     """
-    if record is None:
-        return _silent_death(directory, rank, exit_code, when, where)
-    log = "" if record["plain"] else f"\nlog: {log_path(directory, rank)}"
-    return Failure(
-        rank=rank,
-        suspicion=record["suspicion"],
-        time=record["time"],
-        text=shown_error(record) + log,
-        cause=record["cause"],
-        place=describe_place(record["where"]),
-        is_plain=record["plain"],
-        is_configuration=record["configuration"],
-        is_memory=record["memory"],
-        from_outside=record["suspicion"] == 2,
-    )
-
-
-def shown_error(record: dict[str, Any]) -> str:
-    """Returns a report's text for the console."""
-    if record["plain"]:
-        return str(record["shown"])
-    return f"{_name(record['rank'])} failed{_place(record['where'])}:\n{record['shown']}"
-
-
-def _silent_death(directory: Path, rank: int, exit_code: int, when: float, where: dict[str, Any]) -> Failure:
     log = log_path(directory, rank)
-    tail = last_lines(log)
+    tail = "\n".join(_tail(log)[-LOG_LINES_SHOWN:])
     if exit_code < 0:
         name, meaning = _signal_name(-exit_code)
         how = f"was killed by {name}"
@@ -254,10 +226,6 @@ def _signal_name(number: int) -> tuple[str, str]:
     except ValueError:  # most real-time signals have no name
         return f"signal {number}", ""
     return known.name, f" ({SIGNAL_MEANING[known]})" if known in SIGNAL_MEANING else ""
-
-
-def last_lines(log: Path, count: int = LOG_LINES_SHOWN) -> str:
-    return "\n".join(_tail(log)[-count:])
 
 
 def crash_lines(log: Path) -> str:
@@ -292,8 +260,7 @@ def take_failure(directory: Path) -> Failure | None:
     """
     found = []
     for path in directory.glob("error_*.json"):
-        record = json.loads(path.read_text())
-        found.append(failure_of(directory, record["rank"], 1, record["time"], {}, record))
+        found.append(Failure(**json.loads(path.read_text())))
         path.unlink()
     causes = [failure for failure in found if not failure.from_outside]
     return root_cause(causes) if causes else None

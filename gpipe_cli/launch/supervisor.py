@@ -291,8 +291,9 @@ class _Watch:
                 raise
 
     def _failure(self, rank: int, exit_code: int, when: float) -> report.Failure:
-        where, record = self.processes.places.of(rank), self.reports.get(rank)
-        return report.failure_of(self.directory, rank, exit_code, when, where, record)
+        if rank in self.reports:
+            return report.received(self.directory, self.reports[rank])
+        return report.silent_failure(self.directory, rank, exit_code, when, self.processes.places.of(rank))
 
     def _settled_failure(self) -> WorkerFailed | ConfigurationError:
         start = time.monotonic()

@@ -84,5 +84,5 @@ def main(rank_process: int, rank: int, memory: int) -> None:
             directory = Path(message)
         if not news:
             break
-    record = report.record_of_death(rank, where.known())
-    sys.stderr.write((report.publish(directory, record) if directory else report.shown_error(record)) + "\n")
+    failure = report.failure_without_report(rank, where.known())
+    sys.stderr.write((report.publish(directory, failure) if directory else failure.text) + "\n")

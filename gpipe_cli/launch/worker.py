@@ -65,7 +65,7 @@ def _run(job: dict[str, Any], rank: int) -> None:
     try:
         channel.finish(call_entry(job["entry"], context, job["config"], job["threads"]))
     except BaseException as error:
-        channel.fail(report.record_of(rank, error, context.where.known()))
+        channel.fail(report.failure_of(rank, error, context.where.known()))
         raise
 
 

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import asdict
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -57,7 +58,7 @@ def main(job: dict[str, Any], parent: int) -> None:
     try:
         workers = _start_workers(job, control)
     except Exception as error:
-        control.sendall(encode({"failed": report.record_of(report.STARTER, error, {})}))
+        control.sendall(encode({"failed": asdict(report.failure_of(report.STARTER, error, {}))}))
         raise
     outlive_parent()  # to kill the workers' children too
     _watch(workers, control, parent)

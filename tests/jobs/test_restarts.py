@@ -205,14 +205,13 @@ def test_with_fewer_cores_than_before_it_goes_on_with_fewer_workers(
 
 def test_a_cause_says_how_a_worker_ended_and_whether_it_came_from_outside(tmp_path: Path) -> None:
     (tmp_path / "rank_1.log").touch()
-    ends = [report.failure_of(tmp_path, 1, code, 0.0, {}, None) for code in (-9, -11, 3)]
+    ends = [report.silent_failure(tmp_path, 1, code, 0.0, {}) for code in (-9, -11, 3)]
     assert [(end.cause, end.from_outside) for end in ends] == [
         ("worker 1 was killed by SIGKILL", True),
         ("worker 1 was killed by SIGSEGV", False),
         ("worker 1 ended with exit code 3 and left no error report", False),
     ]
-    record = report.record_of(1, ValueError("no\nmore"), {})
-    assert report.failure_of(tmp_path, 1, 1, 0.0, {}, record).cause == "worker 1 failed: ValueError: no"
+    assert report.failure_of(1, ValueError("no\nmore"), {}).cause == "worker 1 failed: ValueError: no"
 
 
 @pytest.mark.slow(2)

@@ -44,7 +44,7 @@ def end_of(*words: str) -> str:
 def test_its_place_is_printed_and_left_for_the_next_start(how: str, tmp_path: Path) -> None:
     assert end_of(how, str(tmp_path / "workers")).startswith(SAID)
     record = json.loads((tmp_path / "workers" / "error_3.json").read_text())
-    assert record["where"]["layer"] == "encoder.3"
+    assert "layer encoder.3" in record["place"]
     failure = take_failure(tmp_path / "workers")
     assert failure is not None and failure.cause == "worker 3 was killed, or ended without a report"
     assert failure.place == "step 7, cell 1, layer encoder.3, micro-batch 2, backward"
