@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -112,26 +113,19 @@ def around_backward(
     after: Callable[[_TrainingStep, Instruction, Any], None] = lambda step, i, kept: None,
 ) -> AbstractContextManager[Any]:
     """Calls ``before`` and ``after`` around the backward of a cell; ``after`` gets what ``before`` returned."""
-    handlers = dict(_TrainingStep.HANDLERS)
 
-    def around(op: Op) -> Callable[..., None]:
-        def run(step: _TrainingStep, i: Instruction) -> None:
-            kept = before(step, i)
-            handlers[op](step, i)
-            after(step, i, kept)
+    def run(handler: Callable[..., None], step: _TrainingStep, i: Instruction) -> None:
+        kept = before(step, i)
+        handler(step, i)
+        after(step, i, kept)
 
-        return run
-
-    wrapped = {op: around(op) if op in (Op.BACKWARD, Op.INPUT_GRADIENT) else handlers[op] for op in handlers}
-    return mock.patch.object(_TrainingStep, "HANDLERS", wrapped)
+    return handlers_replaced(run, Op.BACKWARD, Op.INPUT_GRADIENT)
 
 
-def handler_replaced(op: Op, change: Callable[..., None]) -> AbstractContextManager[Any]:
-    """Replaces what a training step does for an operation by ``change(handler, step, instruction)``."""
-    handler = _TrainingStep.HANDLERS[op]
-    return mock.patch.object(
-        _TrainingStep, "HANDLERS", {**_TrainingStep.HANDLERS, op: lambda step, i: change(handler, step, i)}
-    )
+def handlers_replaced(change: Callable[..., None], *ops: Op) -> AbstractContextManager[Any]:
+    """Replaces what a training step does for some operations by ``change(handler, step, instruction)``."""
+    handlers = _TrainingStep.HANDLERS
+    return mock.patch.dict(handlers, {op: partial(change, handlers[op]) for op in ops})
 
 
 def parameters(trainer: Trainer, cell: int) -> list[nn.Parameter]:

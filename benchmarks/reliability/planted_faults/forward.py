@@ -21,7 +21,7 @@ from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.schedule.instruction import Instruction, Op
 from gpipe_cli.trainer import batches
 
-from .fault import fault, handler_replaced, replaced, run_training
+from .fault import fault, handlers_replaced, replaced, run_training
 
 Patch = AbstractContextManager[Any]
 ALWAYS, BF16 = "pipeline.remat=always", "precision=bf16"
@@ -42,7 +42,7 @@ def stale_activation_buffer() -> Patch:
             )
         run(step, i)
 
-    return handler_replaced(Op.FORWARD, stale)
+    return handlers_replaced(stale, Op.FORWARD)
 
 
 @fault(r"mix_2 \(cell 2\).*micro-batch 2", "that of micro-batch 1", "model.dropout=0", workers=4)
@@ -89,17 +89,7 @@ def mini_batch_skipped() -> Patch:
         next(found)
         return found
 
-    return mock.patch.object(batches.TrainingBatches, "open", _opening(skip))
-
-
-def _opening(change: Any) -> Any:
-    opened = batches.TrainingBatches.open
-
-    def change_what_is_read(training: batches.TrainingBatches) -> None:
-        with replaced(batches, "training_batches", change):
-            opened(training)
-
-    return change_what_is_read
+    return replaced(batches, "training_batches", skip)
 
 
 @fault("replica 1", "that of replica 0|other data", "model.dropout=0", replicas=2)
@@ -109,7 +99,7 @@ def replicas_read_the_same() -> Patch:
     def same(read: Any, source: Any, position: Any, M: int, replica: int, replicas: int) -> Any:
         return read(source, position, M, 0, replicas)
 
-    return mock.patch.object(batches.TrainingBatches, "open", _opening(same))
+    return replaced(batches, "training_batches", same)
 
 
 @fault("layer embed.*micro-batch 0", "elements instead of.*rows", "data.batch_size=14")

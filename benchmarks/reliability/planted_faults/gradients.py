@@ -17,7 +17,7 @@ from gpipe_cli.schedule.instruction import Instruction, Op
 from gpipe_cli.trainer import update as weight_update
 from gpipe_cli.trainer.update import Updater
 
-from .fault import around_backward, cell_parameters, fault, handler_replaced, replaced
+from .fault import around_backward, cell_parameters, fault, handlers_replaced, replaced
 
 Patch = AbstractContextManager[Any]
 M = 4
@@ -129,7 +129,7 @@ def weight_half_lost() -> Patch:
         else:
             run(step, i)
 
-    return handler_replaced(Op.WEIGHT_GRADIENT, lose)
+    return handlers_replaced(lose, Op.WEIGHT_GRADIENT)
 
 
 @fault("all layers", "step before")
