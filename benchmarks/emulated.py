@@ -114,11 +114,11 @@ def kinds_on(workers: int) -> list[str]:
     return [kind for kind in CELLS if workers > 1 or kind in ("gpipe", "1f1b")]
 
 
-def contenders(setting: Mapping[str, Any], rank: int, K: int, shared_memory: bool) -> dict[str, Step | None]:
+def contenders(setting: Mapping[str, Any], rank: int, K: int) -> dict[str, Step | None]:
     """Builds the steps of the plain loops, the engine and torch; None where torch refuses."""
     seconds = [forward_seconds(setting["serial_seconds"], setting["M"])] * LAYERS
     cuts = {cells: [LAYERS // cells] * cells for cells in (K, 2 * K)}
-    work = emulated_workload(seconds, cuts, setting["M"], setting["remat"], rank, K, shared_memory=shared_memory)
+    work = emulated_workload(seconds, cuts, setting["M"], setting["remat"], rank, K)
     steps: dict[str, Step | None] = {"plain": plain_step(work.layers(K, rank), work.micro_batches)}
     if "zero_bubble" in kinds_on(K):  # the first cell's input needs no gradient, as in the pipeline
         inputs = [((rows.clone().requires_grad_(rank > 0),), (rows,)) for (rows,), _ in work.micro_batches]
@@ -138,7 +138,7 @@ def worker(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     """
     watch = join_emulation(context, config["realtime"])
     rank, K = context.rank, context.world_size
-    transport = cpu_transport(tuple(range(K)), not config["gloo"])
+    transport = cpu_transport(tuple(range(K)))
     link = None if transport is None else measure_link(transport, rank)
     settings = [measure(setting, config, watch, rank, K) for setting in config["settings"]]
     return {"link": tuple(link or FREE), "settings": settings}
@@ -148,7 +148,7 @@ def measure(
     setting: Mapping[str, Any], config: Mapping[str, Any], watch: StopWatch, rank: int, K: int
 ) -> dict[str, Any]:
     """Returns the seconds, bubbles and busy seconds of each contender's steps, and those of the loop in two halves."""
-    steps = contenders(setting, rank, K, not config["gloo"])
+    steps = contenders(setting, rank, K)
     running = {name: step for name, step in steps.items() if step is not None}
     bubbles: dict[str, list[float]] = defaultdict(list)
     busy: dict[str, list[list[float]]] = defaultdict(list)
@@ -217,7 +217,6 @@ def main() -> None:
     options.add_argument("--repetitions", type=int, default=3, help="timed steps of each contender (default: 3)")
     options.add_argument("--seconds", type=float, help="serial work per step; default: 1.5, 3, 8 s for M = 1, 4, 32")
     options.add_argument("--realtime", action="store_true", help="go before the machine's other work (Linux, as root)")
-    options.add_argument("--gloo", action="store_true", help="our messages by gloo, too, as torch's are")
     arguments = options.parse_args()
     if arguments.quick:
         arguments.repetitions = 1
@@ -227,8 +226,7 @@ def main() -> None:
         for M in arguments.M
         for remat in ("never", "except_last")
     ]
-    names = ("repetitions", "realtime", "gloo")
-    config = {"settings": settings, **{name: getattr(arguments, name) for name in names}}
+    config = {"settings": settings, "repetitions": arguments.repetitions, "realtime": arguments.realtime}
     links: dict[int, LinkTimes] = {}
 
     def rows() -> Iterator[Row]:

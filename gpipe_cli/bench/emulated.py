@@ -215,7 +215,6 @@ def emulated_workload(
     rank: int,
     K: int,
     link: Link | None = None,
-    shared_memory: bool = True,
 ) -> Workload:
     """Returns a model of layers that sleep.
 
@@ -224,7 +223,7 @@ def emulated_workload(
         link: None: messages as fast as this machine has them.
     """
     batch = torch.zeros(EXAMPLES, WIDTH)
-    transport = partial(cpu_transport, shared_memory=shared_memory) if link is None else partial(LinkTransport, link)
+    transport = cpu_transport if link is None else partial(LinkTransport, link)
 
     def build(i: int, divisible: bool) -> nn.Module:
         return SleepingLayer(seconds[i], divisible)
