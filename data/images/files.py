@@ -25,11 +25,6 @@ MOST_BYTES = 2**29  # of a file; each loader process holds one
 MOST_PIXELS = 89_478_485  # of an image: 256 MiB in RGB. Pillow itself only warns from here to twice as many
 SIXTEEN_BITS = ("PNG", "PPM")  # formats whose images in Pillow's mode of 32-bit integers have 16 bits
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "PPM", "TIFF")  # others, as EPS, would start other programs
-ORIENTATION = 0x0112  # EXIF's tag
-TURNS = {  # its values, as Pillow's names of what brings the image upright
-    2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE",
-    6: "ROTATE_270", 7: "TRANSVERSE", 8: "ROTATE_90",
-}  # fmt: skip
 
 
 class BrokenImage(NamedTuple):
@@ -150,7 +145,7 @@ def decode(encoded: bytes) -> Tensor:
         ValueError: the image is too large, or its numbers have no known range.
         Exception: anything that Pillow raises for a broken file.
     """
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of damaged EXIF data
@@ -158,18 +153,10 @@ def decode(encoded: bytes) -> Tensor:
             width, height = image.size
             if width * height > MOST_PIXELS:  # checked before Pillow reserves memory for them
                 raise ValueError(f"{width:,}×{height:,} pixels, more than {MOST_PIXELS:,}")
-            turn = TURNS.get(_orientation(image))
-            pixels = _bytes_of(image)
-    if turn is not None:
-        pixels = pixels.transpose(Image.Transpose[turn])
-    return torch.from_numpy(np.array(pixels)).permute(2, 0, 1)
-
-
-def _orientation(image: PillowImage) -> int:
-    """Returns the number of EXIF's orientation; 1, upright, where there is none or it cannot be read."""
-    with suppress(Exception):  # damaged EXIF data raise anything
-        return int(image.getexif().get(ORIENTATION, 1))
-    return 1
+            image.load()
+            with suppress(Exception):  # damaged EXIF data raise anything
+                ImageOps.exif_transpose(image, in_place=True)
+            return torch.from_numpy(np.array(_bytes_of(image))).permute(2, 0, 1)
 
 
 def _bytes_of(image: PillowImage) -> PillowImage:

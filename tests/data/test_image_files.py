@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import tiny_images
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
-from gpipe_cli.data.images import files as image_files
 from gpipe_cli.data.images.files import BrokenImageError, ImageFiles, decode
 from gpipe_cli.data.images.source import ImageSource
 from gpipe_cli.data.source import no_report
@@ -82,16 +81,17 @@ def test_what_cannot_be_read_right_is_broken(content: bytes, reason: str, tmp_pa
         ImageFiles(tmp_path, ["odd.tif"], [0], ["a"]).read(0)
 
 
+@pytest.mark.parametrize("kind", ["JPEG", "TIFF"])  # Pillow turns the second by itself
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_an_image_is_turned_as_its_exif_data_say(orientation: int) -> None:
+def test_an_image_is_turned_once_as_its_exif_data_say(orientation: int, kind: str) -> None:
     upright = Image.fromarray(
         np.kron(np.array([[0, 90], [180, 255], [30, 200]], np.uint8), np.ones((16, 16), np.uint8))
     )
     turns = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}  # Pillow's number of the turn that the orientation undoes
     stored = upright if orientation == 1 else upright.transpose(Image.Transpose(turns[orientation]))
     exif = Image.Exif()
-    exif[image_files.ORIENTATION] = orientation
-    read = decode(encoded(stored, "JPEG", exif=exif, quality=95))
+    exif[ExifTags.Base.Orientation] = orientation
+    read = decode(encoded(stored, kind, exif=exif, **({"quality": 95} if kind == "JPEG" else {})))
     assert (read[0].int() - torch.from_numpy(np.array(upright)).int()).abs().max() < 20
 
 
