@@ -18,7 +18,7 @@ from gpipe_cli.bench.tables.capacity_table import PlanFailed
 from gpipe_cli.bench.tables.table import Table
 from gpipe_cli.bench.workers import machine, machine_line
 from gpipe_cli.errors import ConfigurationError, Problems
-from gpipe_cli.terminal.frame import FAILED, run_command, to_stderr
+from gpipe_cli.terminal.frame import FAILED, read_value, run_command, to_stderr
 from gpipe_cli.terminal.help import conf_folder
 from gpipe_cli.terminal.output import show
 from gpipe_cli.terminal.text import duration
@@ -71,26 +71,12 @@ def parse(words: Sequence[str]) -> BenchOptions:
         elif not equals:
             problems.append(f"{word}: write {key}=VALUE (see gpipe-bench --help)")
         else:
-            values[key] = read_value(value, "list" in str(hints[key]))
+            values[key] = read_value(value, hints[key])
     options = read_what_fits(BenchOptions, values, "", problems)
     if getattr(options, "table", 0) is None:
         problems.append("which table? gpipe-bench table=1, 2, 3 or 4 (see --help)")
     problems.refuse()
     return options
-
-
-def read_value(text: str, is_list: bool) -> Any:
-    """Reads a value as YAML; if the key takes a list, ``2,4`` and a single ``2`` are lists."""
-    try:
-        value = yaml.safe_load(f"[{text.strip('[]')}]" if is_list and text != "null" else text)
-    except yaml.YAMLError:
-        return text
-    if isinstance(value, str):
-        try:
-            return float(value)  # 1e9 is a text in YAML 1.1
-        except ValueError:
-            return value
-    return value
 
 
 def run(options: BenchOptions) -> int:

@@ -39,7 +39,7 @@ baseline=[RUNS]   bilingual runs: one more picture shows the differences to them
 Keys of gpipe-train change the run's configuration: pipeline.K and pipeline.workers (the figures stay the same),
 task.generation.beam, task.generation.per_language_at_end, precision=bf16. More: docs/translation.md.
 """
-OWN = ("checkpoint", "step", "split", "output", "trust")
+OWN = dict.fromkeys(("checkpoint", "step", "split", "output", "trust"), str)
 EXAMPLE = "gpipe-eval checkpoint=runs/NAME"
 COMPARE_EXAMPLE = "gpipe-eval compare=[RUN1,RUN2] baseline=[RUN3]"
 REPORT = "evaluation.json"  # written by inference/evaluate.py

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from gpipe_cli.checkpoint.choose import choose
 from gpipe_cli.checkpoint.files import CheckpointInfo, with_suffix
 from gpipe_cli.errors import ConfigurationError, Problems
-from gpipe_cli.terminal.frame import is_true, run_command, split_words, to_stderr
+from gpipe_cli.terminal.frame import run_command, split_words, to_stderr
 from gpipe_cli.terminal.output import show
 from gpipe_cli.typed_section import unknown_key
 
@@ -36,7 +36,7 @@ Weights and buffers are named <layer name>.<parameter>, in model order; optimize
     model = torch.nn.Sequential(OrderedDict((layer.name, layer.build()) for layer in layers))
     model.load_state_dict(weights)
 """
-OWN = ("checkpoint", "output", "step", "overwrite", "average")
+OWN = {"checkpoint": str, "output": str, "step": str, "overwrite": bool, "average": bool}
 EXAMPLE = "gpipe-export checkpoint=RUN output=model.safetensors"
 SUFFIXES = (".safetensors", ".pt")
 
@@ -51,7 +51,7 @@ def _run(words: Sequence[str]) -> int:
     problems = Problems()
     chosen, others = split_words(words, OWN, EXAMPLE, problems)
     problems += [unknown_key(word.partition("=")[0], OWN) for word in others]
-    average, overwrite = is_true(chosen, "average", problems), is_true(chosen, "overwrite", problems)
+    average, overwrite = chosen.get("average", False), chosen.get("overwrite", False)
     if "output" in chosen:
         problems += _wrong_output(Path(chosen["output"]), overwrite)
     with problems.collected():

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
-
-import yaml  # type: ignore[import-untyped]  # it has no types of its own
 
 from gpipe_cli.commands.lines import answer_lines, line_config, opened
 from gpipe_cli.errors import ConfigurationError, Problems
 from gpipe_cli.targets import Seed
-from gpipe_cli.terminal.frame import is_true, run_command, split_words
+from gpipe_cli.terminal.frame import run_command, split_words
 from gpipe_cli.terminal.frame import to_stderr as say  # standard output holds the texts only
-from gpipe_cli.typed_section import Count, Limit, NotNegative, read_values
+from gpipe_cli.typed_section import Count, Limit, NotNegative
 
 if TYPE_CHECKING:
     from gpipe_cli.jobs.checkpointed import Checkpointed
@@ -29,7 +27,7 @@ SAMPLING: dict[str, Any] = {
     "seed": Seed,
     "samples": Annotated[int, Limit(at_least=1, at_most=1024)],
 }
-KEYS = ("checkpoint", "step", "prompt", "input", "output", "scores", "trust", *SAMPLING)
+OWN = {**dict.fromkeys(("checkpoint", "step", "prompt", "input", "output", "trust"), str), "scores": bool, **SAMPLING}
 HELP = """\
 gpipe-generate: continues texts with the language model of a run, in cells on workers as in training.
 
@@ -68,8 +66,7 @@ def _generate(words: Sequence[str]) -> int:
     problems = Problems()
     prompt = next((word.partition("=")[2] for word in words if word.startswith("prompt=")), None)
     others = [word for word in words if word != "prompt="]  # an empty prompt begins a text
-    chosen, overrides = split_words(others, KEYS, EXAMPLE, problems)
-    scores, sampling = is_true(chosen, "scores", problems), read_sampling(chosen, problems)
+    chosen, overrides = split_words(others, OWN, EXAMPLE, problems)
     if prompt is not None and "input" in chosen:
         problems.append("prompt= is one beginning, input= a file of them: leave out one of the two")
     with problems.collected(), opened(chosen.get("input", os.devnull)):
@@ -79,24 +76,13 @@ def _generate(words: Sequence[str]) -> int:
     )
     for line in (*run.warnings, *run.prepared.lines):
         say(line)
+    sampling = {key: chosen[key] for key in SAMPLING if key in chosen}
     config = {**worker_config(run), "sampling": {"length": 64, **sampling}}
     if prompt is not None:
         config["prompt"] = prompt
-    result, writer = answer_lines("gpipe_cli.inference.generate:main", config, chosen, scores)
+    result, writer = answer_lines("gpipe_cli.inference.generate:main", config, chosen)
     writer.print_end(result)
     return 0
-
-
-def read_sampling(chosen: Mapping[str, str], problems: Problems) -> dict[str, Any]:
-    """Returns the typed keys of `SAMPLING`; adds a line to ``problems`` for each wrong value."""
-    typed: dict[str, Any] = {}
-    for key in SAMPLING:
-        if key in chosen:
-            try:
-                typed[key] = yaml.safe_load(chosen[key])
-            except yaml.YAMLError:
-                typed[key] = chosen[key]
-    return read_values(SAMPLING, typed, "", problems)
 
 
 def worker_config(run: Checkpointed) -> dict[str, Any]:

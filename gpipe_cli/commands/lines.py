@@ -43,14 +43,14 @@ def line_config(run: Checkpointed, command: str, source: Mapping[str, Any] | Non
 
 
 def answer_lines(
-    entry: str, config: Mapping[str, Any], chosen: Mapping[str, str], scores: bool, keep: bool = False
+    entry: str, config: Mapping[str, Any], chosen: Mapping[str, Any], keep: bool = False
 ) -> tuple[Any, Writer]:
     """Runs workers that answer the lines of the input, or the one prompt in ``config``.
 
     Args:
         entry: of the workers.
-        chosen: the command's own words, among them perhaps `input` and `output`.
-        scores, keep: see `Writer`.
+        chosen: the command's own keys, among them perhaps `input`, `output` and `scores`.
+        keep: see `Writer`.
 
     Returns:
         What rank 0 returned, and the writer of the answers.
@@ -58,7 +58,7 @@ def answer_lines(
     from gpipe_cli.jobs.job import EntryPoint, launch_program
 
     with ExitStack() as stack:
-        output = sys.stdout
+        output, scores = sys.stdout, chosen.get("scores", False)
         if "output" in chosen:
             try:
                 output = stack.enter_context(Path(chosen["output"]).expanduser().open("w", encoding="utf-8"))

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.commands.lines import Writer, answer_lines, line_config, opened
 from gpipe_cli.errors import ConfigurationError, Problems
-from gpipe_cli.terminal.frame import is_true, run_command, split_words
+from gpipe_cli.terminal.frame import run_command, split_words
 from gpipe_cli.terminal.frame import to_stderr as say  # standard output holds translations only
 
 if TYPE_CHECKING:
     from gpipe_cli.jobs.checkpointed import Checkpointed
 
 EXAMPLE = "gpipe-translate checkpoint=RUN < sentences.txt"
-KEYS = ("checkpoint", "step", "input", "output", "scores", "references", "trust")
+OWN = {**dict.fromkeys(("checkpoint", "step", "input", "output", "references", "trust"), str), "scores": bool}
 HELP = """\
 gpipe-translate: translates lines with the model of a run, in cells on workers as in training.
 
@@ -53,8 +53,7 @@ def _translate(words: Sequence[str]) -> int:
     from gpipe_cli.jobs.checkpointed import open_run
 
     problems = Problems()
-    chosen, overrides = split_words(words, KEYS, EXAMPLE, problems)
-    scores = is_true(chosen, "scores", problems)
+    chosen, overrides = split_words(words, OWN, EXAMPLE, problems)
     references = None
     with problems.collected():
         references = _read_references(chosen.get("references"))
@@ -67,7 +66,7 @@ def _translate(words: Sequence[str]) -> int:
         say(line)
     config = worker_config(run)
     entry = "gpipe_cli.inference.translate:main"
-    result, writer = answer_lines(entry, config, chosen, scores, keep=references is not None)
+    result, writer = answer_lines(entry, config, chosen, keep=references is not None)
     _print_end(result, config["longest"], writer)
     return _show_bleu(writer.texts, references)
 

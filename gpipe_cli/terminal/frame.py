@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from gpipe_cli import __version__
 from gpipe_cli.disk import DiskError, explain
@@ -14,6 +15,7 @@ from gpipe_cli.errors import ConfigurationError, Problems
 from gpipe_cli.launch.srun import adopt_step
 from gpipe_cli.terminal.output import OutputFailed, discard, open_closed_streams, reader_is_gone, show
 from gpipe_cli.terminal.text import relative_paths
+from gpipe_cli.typed_section import read_values
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130  # exit codes: failed; wrong configuration; Ctrl-C
 SCREEN_LINES, SCREEN_COLUMNS = 24, 120
@@ -47,45 +49,51 @@ def answer(
 
 
 def split_words(
-    words: Sequence[str], own: Sequence[str], example: str, problems: Problems
-) -> tuple[dict[str, str], list[str]]:
+    words: Sequence[str], own: Mapping[str, Any], example: str, problems: Problems
+) -> tuple[dict[str, Any], list[str]]:
     """Separates a command's own ``key=value`` words from overrides of the run's configuration.
 
     Args:
-        own: the command's keys. `checkpoint` is one of them and must be given; a bare word stands for it.
+        own: the type of each of the command's keys. `checkpoint` is one of them and must be given; a bare word stands
+            for it.
         example: a correct call, for error messages.
-        problems: gets one line for each word that is not ``key=value``, or whose own key has no value or came before.
+        problems: gets one line for each word that is not ``key=value``, or whose own key has no value, a wrong one, or
+            came before.
     """
-    chosen: dict[str, str] = {}
+    typed: dict[str, str] = {}
     overrides = []
     for word in words:
         key, equals, value = word.partition("=")
-        if not equals and "checkpoint" not in chosen and not word.startswith(("-", "~")):
+        if not equals and "checkpoint" not in typed and not word.startswith(("-", "~")):
             key, value = "checkpoint", word
         elif word.startswith("-") or not (equals or word.startswith("~")):
             problems.append(f"{word}: write key=value, as in {example} (see --help)")
             continue
         if key not in own:
             overrides.append(word)
-        elif not value or key in chosen:
+        elif not value or key in typed:
             problems.append(f"{word}: give {key} one value, as in {example}")
         else:
-            chosen[key] = value
-    if "checkpoint" not in chosen:
+            typed[key] = value
+    if "checkpoint" not in typed:
         problems.append(f"checkpoint= is missing: which run? For example: {example}")
-    return chosen, overrides
+    return read_values(own, {key: read_value(text, own[key]) for key, text in typed.items()}, "", problems), overrides
 
 
-def is_true(chosen: dict[str, str], key: str, problems: Problems) -> bool:
-    """Returns the value of a switch, false by default.
+def read_value(text: str, hint: Any) -> Any:
+    """Reads a value as YAML, unless its type is a text; if it is a list, ``2,4`` and a single ``2`` are lists."""
+    import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
-    Args:
-        problems: gets a line if the value is neither true nor false.
-    """
-    value = chosen.get(key, "false")
-    if value not in ("true", "false"):
-        problems.append(f"{key}={value}: use true or false")
-    return value == "true"
+    if hint is str:
+        return text
+    try:
+        value = yaml.safe_load(f"[{text.strip('[]')}]" if "list" in str(hint) and text != "null" else text)
+    except yaml.YAMLError:
+        return text
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return float(value)  # 1e9 is a text in YAML 1.1
+    return value
 
 
 def to_stderr(text: str) -> None:
