@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -103,8 +102,8 @@ def _run(words: Sequence[str]) -> int:
         with problems.collected():
             requests.append(make_request(job, line.folder, Problems(problems)))
     problems.refuse()
-    for request in requests:
-        _check_picture(request.options.picture, line.is_sweep)
+    if line.is_sweep and (picture := requests[0].options.picture) is not None:
+        raise ConfigurationError(f"plan.picture={picture} shows one plan, not a sweep: leave out -m or plan.picture")
     # Only now, so that a wrong configuration is refused before torch is imported.
     return _plan_all(requests, swept) if line.is_sweep else _plan_one(requests[0])
 
@@ -139,8 +138,6 @@ def _as_json(outcome: Plan | ConfigurationError) -> dict[str, Any]:
 
 def _plan_one(request: Request) -> int:
     plan = request.plan()
-    if request.options.picture is not None:
-        _draw(plan, request.options.picture)
     if request.options.format == "json":
         show(json.dumps(plan.to_json()))
     else:
@@ -149,25 +146,9 @@ def _plan_one(request: Request) -> int:
         for line in request.lines:
             show(line)
         show("\n\n".join([*found_line(plan), describe(plan)]))
+    if request.options.picture is not None:
+        _draw(plan, request.options.picture)
     return 0
-
-
-def _check_picture(picture: str | None, is_sweep: bool) -> None:
-    """Checks, before the work begins, that the picture can be written.
-
-    Raises:
-        ConfigurationError: it cannot.
-    """
-    if picture is None:
-        return
-    if is_sweep:
-        raise ConfigurationError(f"plan.picture={picture} shows one plan, not a sweep: leave out -m or plan.picture")
-    folder = next(parent for parent in Path(picture).absolute().parents if parent.exists())
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise _not_writable(picture, error) from error
 
 
 def _draw(plan: Plan, picture: str) -> None:
@@ -177,13 +158,9 @@ def _draw(plan: Plan, picture: str) -> None:
         Path(picture).parent.mkdir(parents=True, exist_ok=True)
         save_picture(plan.timeline, picture, f"{plan.schedule} on {plan.device.name}", "s")
     except OSError as error:
-        raise _not_writable(picture, error) from error
-
-
-def _not_writable(picture: str, error: OSError) -> ConfigurationError:
-    return ConfigurationError(
-        f"plan.picture={picture} cannot be written ({error.strerror}): name a file in a folder that can be"
-    )
+        raise ConfigurationError(
+            f"plan.picture={picture} cannot be written ({error.strerror}): name a file in a folder that can be"
+        ) from error
 
 
 def expand(line: CommandLine) -> tuple[list[list[str]], list[str]]:

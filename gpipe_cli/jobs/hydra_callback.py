@@ -12,7 +12,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gpipe_cli.disk import DiskError, refuse_links
+from gpipe_cli.disk import DiskError
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import sweep, torchrun
 from gpipe_cli.jobs.job import in_words, prepare
@@ -63,7 +63,6 @@ class CommandCallback(Callback):
             SystemExit: the directory cannot be made, or a link leads out of it.
         """
         with _exiting():
-            refuse_links(Path(str(config.hydra.sweep.dir)))
             require_writable("hydra.sweep.dir", config.hydra.sweep.dir)
         jobs = sweep.count_jobs(_typed_words(config))
         sweep.current = sweep.Sweep(Path(config.hydra.sweep.dir).absolute(), jobs)

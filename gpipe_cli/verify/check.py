@@ -248,8 +248,8 @@ class Checker:
         """Returns whether another update explains what the pipeline made of the weights of ``layers``.
 
         Args:
-            changed: keys of the section `optimizer` that are different; ``state``: None forgets the state,
-                ``gradients``: a factor of the gradients, ``times``: updates in a row.
+            changed: keys of the section `optimizer` that are different; ``state``: None forgets the state, ``times``:
+                updates in a row.
         """
         section = {**self.settings.optimizer, **{k: v for k, v in changed.items() if k in self.settings.optimizer}}
         rate, times = self.rate(step.number), int(changed.get("times", 1))
@@ -260,7 +260,7 @@ class Checker:
                 weight = old[f"weight/{name}"]
                 made = Update(weight, {} if "state" in changed else state_of(old, name))
                 for _ in range(times):
-                    made = update(section, rate, made, gradient * step.factor * float(changed.get("gradients", 1.0)))
+                    made = update(section, rate, made, gradient * step.factor)
                 gaps[layer, name] = measure(new.get(f"weight/{name}"), made.weight, weight)
         return not c.tensors(c.UPDATED, gaps, max(self.tolerance, 1e-3), changes=True).beyond
 

@@ -233,13 +233,11 @@ def device_budget() -> tuple[int, int]:
 def search(K: int, trial: dict[str, Any], say: Say, most: int = LARGEST_L) -> dict[str, Any] | None:
     """Returns ``L``, ``peak`` and ``parameters`` of the largest model that fits; None where not even L=1 does.
 
-    ``or_more``: larger ones were not tried, and may fit too; ``trials``: number of trials.
+    ``or_more``: larger ones were not tried, and may fit too.
     """
     found: dict[int, dict[str, int]] = {}
-    tried: list[int] = []
 
     def peak_of(L: int) -> int | None:
-        tried.append(L)
         try:
             found[L] = run_workers(WORKER, K, {**trial, "L": L}, PRELOAD)
         except WorkerOutOfMemory:
@@ -249,7 +247,7 @@ def search(K: int, trial: dict[str, Any], say: Say, most: int = LARGEST_L) -> di
         return found[L]["peak"]
 
     L = largest(peak_of, trial["budget"], most)
-    return {"L": L, **found[L], "or_more": most == L, "trials": len(tried)} if L else None
+    return {"L": L, **found[L], "or_more": most == L} if L else None
 
 
 def largest(peak_of: Callable[[int], int | None], budget: int, most: int) -> int:

@@ -93,10 +93,7 @@ CAUSES: dict[str, dict[str, Any]] = {
     "its memory of earlier steps was lost": {"state": None},
     "weight decay was left out": {"weight_decay": 0.0},
     "weight decay was applied to every parameter, also to those of one dimension": {"decay_only": None},
-    "weight decay was applied to matrices only": {"decay_only": "matrices"},
     "the update was made twice": {"times": 2},
-    "the gradients were not used": {"gradients": 0.0},
-    "the gradients were subtracted with the wrong sign": {"gradients": -1.0},
 }
 
 
@@ -112,8 +109,7 @@ def _optimizer(now: ComparedStep, checker: Checker) -> list[str]:
         f"gradients agree, but {what} differs, first in {run.place(first.layer)} ({measured(first)}, {first.where}), "
         f"in {run.cells_of(layers)}"
     )
-    causes = {**CAUSES, **_swapped(checker)}
-    named = [cause for cause, changed in causes.items() if checker.alternative(now, layers, changed)]
+    named = [cause for cause, changed in CAUSES.items() if checker.alternative(now, layers, changed)]
     if not named and any(difference.where.endswith(":step") for difference in state.beyond):
         named = ["its memory of earlier steps was lost"]
     named = named or _state_of_another(now, checker, first) or _rounded(now, checker, layers) or _farther(now)
@@ -156,11 +152,6 @@ def _farther(now: ComparedStep) -> list[str]:
     gaps = now.gaps[c.UPDATED]
     factor = common_factor([gaps[d.layer, d.where].factor for d in now.found[c.UPDATED].beyond])
     return [] if factor is None else [f"the weights moved {factor:.4g} times as far, as with another learning rate"]
-
-
-def _swapped(checker: Checker) -> dict[str, dict[str, Any]]:
-    betas = checker.settings.optimizer.get("betas")
-    return {"its two decays (betas) were exchanged": {"betas": list(reversed(betas))}} if betas else {}
 
 
 def _averages(now: ComparedStep, run: VerifiedRun) -> list[str]:
