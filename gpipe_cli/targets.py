@@ -323,14 +323,13 @@ def require_fitting(target: str, values: Mapping[str, Any]) -> None:
     """Refuses arguments of a shipped `_target_` outside the limits of its keys, for callers that come from Python.
 
     Raises:
-        ValueError: it has one line for each such argument.
+        ConfigurationError: it has one line for each such argument.
     """
     section = next(name for name, targets in OF_SECTIONS.items() if target in targets)
     problems = Problems()
     fitting = {"_target_": target, **read_values(TARGETS[target], values, f"{section}.", problems)}
     problems += contradictions(*(fitting if name == section else {} for name in OF_SECTIONS))
-    if problems:
-        raise ValueError("\n".join(problems))
+    problems.refuse()
 
 
 def _unknown(section: str, values: Mapping[str, Any], known: Iterable[str]) -> list[str]:
