@@ -329,7 +329,7 @@ FAST, SLOWEST = ("nmt_small/narrow", "nmt_t_64_16384_32"), ("imagenet_amoebanet_
         for name in EXPERIMENTS
     ],
 )
-def test_every_experiment_is_cut_as_its_plan_advises(experiment: str) -> None:
+def test_the_cut_and_the_figures_in_an_experiment_s_head_are_what_its_plan_advises(experiment: str) -> None:
     """Without its data, for the device that its head names; the small family times its layers on its machine itself."""
     head = (ROOT / "conf" / "experiment" / f"{experiment}.yaml").read_text()
     device = re.search(rf"gpipe-plan .*experiment={experiment} .*(plan\.device=\S+)", head)
@@ -340,6 +340,11 @@ def test_every_experiment_is_cut_as_its_plan_advises(experiment: str) -> None:
         assert make_request([f"experiment={experiment}"]).settings.pipeline.cost == "profile"
     else:
         assert made.fits and made.better_cut is None
+        said = {"s": r"([\d.]+) s (?:a step|on A100s)", "GB": r"([\d.]+) GB[^,;:]*, libraries not counted"}
+        for unit, value in (("s", made.step_seconds), ("GB", made.memory / 1e9)):
+            if found := re.search(said[unit], head):
+                decimals = len(found[1].partition(".")[2])
+                assert found[1] == f"{value:.{decimals}f}", f"the head says {found[1]} {unit}"
 
 
 def test_a_user_s_own_model_data_and_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
