@@ -8,7 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
+from ...errors import ConfigurationError
 from ...layers import LayerBuilder
 from .cuts import choose_cuts
 from .layer import LayerMaker, Weights
@@ -44,6 +46,7 @@ def layers(
     Raises:
         TraceError: the module cannot be traced; the message says where and what to do.
     """
+    _refuse_kinds(module, {"arguments": arguments or {}, "masks": masks or {}})
     call = Call(inputs, output, arguments or {}, masks or {}, pad_id, mean, std, labels, ignored)
     made_by = (module.func, module.args, module.keywords) if isinstance(module, partial) else (module,)
     key = repr((*made_by, example, seed, call, float_type))  # as good as identity: what it stands for is kept beside it
@@ -51,6 +54,18 @@ def layers(
         _known.clear()
         _known[key] = module, _traced_layers(module, call, example, seed, getattr(torch, float_type))
     return _known[key][1]
+
+
+def _refuse_kinds(module: object, mappings: Mapping[str, object]) -> None:
+    if not callable(module) or isinstance(module, nn.Module):
+        shown = module if isinstance(module, str) else f"a {type(module).__name__}"
+        raise ConfigurationError(
+            f"model.module={shown}: name what makes the module, as model.module._target_=torchvision.models.resnet18, "
+            "and leave model.module._partial_ as it is: it is called under the run's seed"
+        )
+    for key, value in mappings.items():
+        if not isinstance(value, Mapping):
+            raise ConfigurationError(f"model.{key}={value}: use names with values, as {{attention_mask: input_ids}}")
 
 
 _known: dict[str, tuple[Constructor, list[LayerBuilder]]] = {}  # the last one: gpipe-verify asks for it again and again

@@ -94,24 +94,21 @@ def traced(
         ) from error
     try:
         refuse_module(module)
-        return _trace(module, recording, call, _inputs(example, fake), float_type)
+        if float_type is not torch.float32:
+            _widen(module, float_type)
+        forms, aliases = _forms(module)
+        programs = _programs(Called(module, call), _inputs(example, fake))
     except Exception as error:
+        raise TraceError(explained(error, constructor)) from error
+    try:
+        return _trace(programs, forms, aliases, recording)
+    except Untraceable as error:
         raise TraceError(explained(error, constructor)) from error
 
 
-def _trace(
-    module: nn.Module,
-    recording: ConstructorRecord | None,
-    call: Call,
-    inputs: tuple[Tensor, ...],
-    float_type: torch.dtype,
-) -> Trace:
-    if float_type is not torch.float32:
-        _widen(module, float_type)
-    called = Called(module, call)
-    forms, aliases = _forms(module)
-    constants: dict[str, Tensor] = {}
-    prints = StringIO()  # of the module's code
+def _programs(called: Called, inputs: tuple[Tensor, ...]) -> list[ExportedProgram]:
+    """Exports a module for training and for evaluation; what its code prints is suppressed."""
+    prints = StringIO()
     with (
         without_logs(),
         warnings.catch_warnings(),
@@ -121,7 +118,16 @@ def _trace(
         refusing_what_gets_lost(),
     ):
         warnings.filterwarnings("ignore", message=r"(?s).*_flat_weights")  # nn.LSTM assigns them in every call
-        programs = [_export(called.train(training), inputs) for training in (True, False)]
+        return [_export(called.train(training), inputs) for training in (True, False)]
+
+
+def _trace(
+    programs: Sequence[ExportedProgram],
+    forms: dict[str, Form],
+    aliases: dict[str, str],
+    recording: ConstructorRecord | None,
+) -> Trace:
+    constants: dict[str, Tensor] = {}
     graphs = [flatten(program, INSIDE, aliases, constants) for program in programs]
     for name, constant in constants.items():
         if isinstance(constant, FakeTensor) and (recording is None or not recording.name(name, constant)):

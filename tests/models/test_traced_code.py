@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from benchmarks.traced.check import find
 from benchmarks.traced.modules import TracedSubject
 from gpipe_cli.commands.plan import make_request
+from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.models.traced.layers import layers
 from gpipe_cli.models.traced.module import Call, Called, CallError
 from gpipe_cli.models.traced.recording import ConstructorRecord
@@ -96,6 +97,20 @@ def test_an_output_inside_others_is_named_by_its_path_and_bytes_may_stay_bytes()
     assert torch.equal(called(images), images + 1)
     with pytest.raises(CallError, match=r"the module returns the tensors heads\.logits, heads\.again: name one"):
         Called(Nested(), Call(output="heads"))(images)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"module": "torchvision.models.vgg11"}, r"^model\.module=torchvision\.models\.vgg11: name what makes"),
+        ({"module": nn.Linear(2, 2)}, r"^model\.module=a Linear: name what makes"),
+        ({"module": nn.ReLU, "arguments": [1]}, r"^model\.arguments=\[1\]: use names with values"),
+        ({"module": nn.ReLU, "masks": "ids"}, r"^model\.masks=ids: use names with values"),
+    ],
+)
+def test_keys_of_another_kind_are_refused_by_name(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        layers(**keys, example=[("float32", [4, 3])])
 
 
 def test_a_mask_of_no_input_is_refused() -> None:
