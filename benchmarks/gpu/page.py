@@ -22,7 +22,8 @@ on with it. It writes `docs/gpu.json`, and this page from it. `python -m benchma
 parts; `--again` repeats what has passed; `--device cpu --tiny` tries every part without a GPU, as
 `tests/benchmarks/test_gpu.py` does.
 
-It needs this repository, torch (2.11 or newer) and the packages of `pyproject.toml`. For a machine without a network:
+It needs this repository, torch (2.11 or newer; `make test TORCH=2.11.0` passed on a CPU on 23 November 2026) and the
+packages of `pyproject.toml`. For a machine without a network:
 
     make wheelhouse PYTHON=3.12                                              # here; 3.12 is the Python there
     python3 -m pip install --no-index --find-links wheelhouse gpipe-cli pytest    # there, beside its own torch
