@@ -20,6 +20,7 @@ import pytest
 import torch
 from checkpoint_tools import Layers, make_layers, names_of, restore, save
 from inline_run import train_inline
+from run_files import bytes_of
 from torch import nn
 
 from gpipe_cli.checkpoint import choose
@@ -92,13 +93,11 @@ def test_a_directory_that_cannot_be_written_surfaces_at_the_end_of_the_run(tmp_p
 KILLED_RUNS = """
 import os, signal, sys
 from pathlib import Path
-import torch
 from torch import nn
 from gpipe_cli.checkpoint import commit as checkpoint_commit, files as checkpoint_files
 from gpipe_cli.checkpoint.files import RunState
 from gpipe_cli.checkpoint.layer_state import layer_state
 from gpipe_cli.checkpoint.writer import CheckpointWriter
-from gpipe_cli.disk import DiskError
 
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -202,12 +201,10 @@ WRITES_FOR_EVER = """
 import sys
 from itertools import count
 from pathlib import Path
-import torch
 from torch import nn
 from gpipe_cli.checkpoint.files import RunState
 from gpipe_cli.checkpoint.layer_state import layer_state
 from gpipe_cli.checkpoint.writer import CheckpointWriter
-from gpipe_cli.disk import DiskError
 layers = {f"layer{i}": nn.Linear(64, 64) for i in range(30)}
 writer = CheckpointWriter(Path(sys.argv[1]), 0, {name: ["weight", "bias"] for name in layers})
 for step in count(1):
@@ -320,10 +317,6 @@ def test_layers_that_were_exchanged_are_noticed_where_the_sums_were_adjusted(tmp
     assert (choose.latest(tmp_path).warnings[0]).count("instead of") == 2
 
 
-def everything_in(directory: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
-
-
 @pytest.mark.parametrize("layout", ["as today's", "unknown"])
 def test_a_checkpoint_of_a_newer_format_is_refused_with_its_versions_and_not_touched(
     layout: str, tmp_path: Path
@@ -336,7 +329,7 @@ def test_a_checkpoint_of_a_newer_format_is_refused_with_its_versions_and_not_tou
     newer = checkpoint_files.FORMAT + 1
     two_checkpoints(tmp_path)
     change_manifest(tmp_path, 2, renew)
-    before = everything_in(tmp_path)
+    before = bytes_of(tmp_path)
     words = ["debug=tiny", "trainer.steps=1"]
     step_1 = tmp_path / "checkpoints" / "step_00000001"
     for resume in ("auto", str(tmp_path)):
@@ -345,7 +338,7 @@ def test_a_checkpoint_of_a_newer_format_is_refused_with_its_versions_and_not_tou
     for more in ([], [f"checkpoint.resume={step_1}"]):  # not even where the run would go on from an older one
         with pytest.raises(CheckpointError, match=rf"has format {newer}, and gpipe-cli .* reads up to {newer - 1}"):
             train_inline(tmp_path, *words, *more)
-    assert everything_in(tmp_path) == before
+    assert bytes_of(tmp_path) == before
 
 
 class Payload:
@@ -395,7 +388,7 @@ def test_a_best_checkpoint_that_the_last_evaluation_replaces_is_deleted(tmp_path
 
 @pytest.fixture
 def undeletable(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """As on NFS, where a file that is still open leaves its directory not empty; `undo()` makes it deletable."""
+    """Keeps checkpoints from being deleted, as NFS does while a file of theirs is open, until `undo()`."""
     really = checkpoint_commit.shutil.rmtree
 
     def busy(path: Path | str, **given: bool) -> None:

@@ -10,12 +10,11 @@ from typing import get_type_hints
 
 import golden_losses
 import pytest
-from hydra import compose, initialize_config_module
+from composed import checked
 
 from gpipe_cli.checkpoint.compatibility import MAY_DIFFER, differences, require_compatible
 from gpipe_cli.checkpoint.files import CheckpointError, CheckpointInfo, Json, RunState
 from gpipe_cli.config import Settings
-from gpipe_cli.jobs.job import prepare
 from gpipe_cli.jobs.limits import TRAINING
 from gpipe_cli.jobs.own_target import complete
 from gpipe_cli.schedule.orders import KINDS
@@ -98,16 +97,13 @@ def test_a_refused_resume_says_what_differs_and_what_to_type() -> None:
     require_compatible(info, now, ["optimizer.*"])
 
 
-def test_a_refused_resume_of_an_own_model_brings_back_its_learning_rate_schedule_by_the_words_it_names() -> None:
-    def composed(*words: str) -> dict[str, Json]:
-        typed = complete(["model._target_=own_model.layers", *words])
-        with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
-            return prepare(compose("train", typed), typed, TRAINING).config
+def test_the_words_that_a_refused_resume_of_an_own_model_names_bring_its_learning_rates_back() -> None:
+    def own(*words: str) -> dict[str, Json]:
+        return checked(*complete(["model._target_=own_model.layers", *words]), checks=TRAINING).config
 
-    # Runs of the first releases got this schedule without a word.
-    begun = composed("lr_schedule=inverse_sqrt", "lr_schedule.warmup_steps=20")
+    begun = own("lr_schedule=inverse_sqrt", "lr_schedule.warmup_steps=20")  # what early releases took unasked
     info = CheckpointInfo(Path("step_00000001"), 1, RunState(configuration=begun), {}, {})
     with pytest.raises(CheckpointError) as caught:
-        require_compatible(info, composed())
+        require_compatible(info, own())
     (line,) = (line for line in str(caught.value).splitlines() if line.startswith("To go on as it was made"))
-    require_compatible(info, composed(*line.partition("type: ")[2].split()))
+    require_compatible(info, own(*line.partition("type: ")[2].split()))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from inline_run import train_inline
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from gpipe_cli.checkpoint.files import CheckpointError, read_manifest, step_directory
@@ -146,7 +146,6 @@ def test_names_that_lack_a_first_part_are_matched(tmp_path: Path) -> None:
     match = match_names(model, saved, [], [], tmp_path)
     assert match.saved == {"transformer.h.0.weight": "h.0.weight", "head.weight": "head.weight"}
     assert match.renamed == "names in it lack 'transformer.'"
-    assert load_file(tmp_path / "model.safetensors").keys() == saved.keys()
 
 
 @pytest.mark.slow

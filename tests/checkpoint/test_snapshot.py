@@ -291,6 +291,17 @@ def test_trying_an_optimizer_changes_nothing_of_it() -> None:
     assert torch.equal(torch.get_rng_state(), random)
 
 
+def test_the_state_that_early_releases_saved_with_every_use_of_a_tied_parameter_stays_with_its_owner() -> None:
+    saved, layer = nn.Linear(2, 2), nn.Linear(2, 2)
+    everything = torch.optim.Adam(saved.parameters())
+    saved(torch.ones(1, 2)).sum().backward()
+    everything.step()
+    optimizer = torch.optim.Adam([layer.bias])  # another layer owns the weight
+    restore_layer("one", layer, optimizer, layer_state(saved, everything).copied())
+    assert list(optimizer.state) == [layer.bias]
+    assert torch.equal(layer.weight, saved.weight)
+
+
 class ReadsGradients(torch.optim.Optimizer):
     """Reads a value before it makes its state, as fake tensors cannot be read."""
 
@@ -302,17 +313,6 @@ class ReadsGradients(torch.optim.Optimizer):
             for parameter in group["params"]:
                 largest = parameter.grad.abs().max().item()
                 self.state[parameter].setdefault("seen", torch.full_like(parameter, largest))
-
-
-def test_the_state_that_early_releases_saved_with_every_use_of_a_tied_parameter_stays_with_its_owner() -> None:
-    saved, layer = nn.Linear(2, 2), nn.Linear(2, 2)
-    everything = torch.optim.Adam(saved.parameters())
-    saved(torch.ones(1, 2)).sum().backward()
-    everything.step()
-    optimizer = torch.optim.Adam([layer.bias])  # another layer owns the weight
-    restore_layer("one", layer, optimizer, layer_state(saved, everything).copied())
-    assert list(optimizer.state) == [layer.bias]
-    assert torch.equal(layer.weight, saved.weight)
 
 
 def test_an_optimizer_that_looks_at_values_is_checked_too() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from inline_run import train_inline
+from run_files import rows
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_images import CLASSES, image_folder
@@ -135,8 +136,7 @@ def test_resume_auto_goes_on_and_does_not_begin_again(digits: Path, tmp_path: Pa
         done = command(tmp_path, *words, f"trainer.steps={steps}")
         assert done.returncode == 0, done.stdout + done.stderr
         assert ("weights from" in done.stdout) == (steps == 1)
-    rows = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert rows == [1, 2]
+    assert [row["step"] for row in rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
 
 
 def cut_tensor(checkpoint: Path, kind: str) -> None:

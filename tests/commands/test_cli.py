@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import json
-import math
 import os
 import pty
 import signal
 import subprocess
 import sys
 import time
-from contextlib import redirect_stdout
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import cli_jobs
 import pytest
 from small_disk import small_disk
 
-from gpipe_cli import gpus
-from gpipe_cli.config import PipelineConfig, Settings
-from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.jobs import devices, own_target, sweep
-from gpipe_cli.jobs.devices import Devices, settle_workers
-from gpipe_cli.terminal.console import Console
-from gpipe_cli.terminal.help import help_text
-from gpipe_cli.terminal.runs import FinishedRun
-from gpipe_cli.terminal.text import relative_paths, text_table
+from gpipe_cli import __version__
+from gpipe_cli.config import Settings
 
 JOBS = Path(__file__).parents[1] / "jobs"
 COMMAND = [sys.executable, str(JOBS / "cli_jobs.py")]
@@ -66,8 +53,8 @@ def test_a_link_that_leads_out_of_the_run_directory_is_refused_before_anything_i
     (directory / "train.log").symlink_to(outside)
     done = run(tmp_path, "pipeline.K=1", "trainer.steps=1", "hydra.run.dir=given")
     assert (done.returncode, done.stdout) == (1, "")
-    said = f"given/train.log is a symbolic link to {outside}, outside the run directory: remove it"
-    assert done.stderr.replace(f"{tmp_path}/", "") == f"gpipe-train: {said}\n".replace(f"{tmp_path}/", "")
+    said = "given/train.log is a symbolic link to outside, outside the run directory: remove it"
+    assert done.stderr.replace(f"{tmp_path}/", "") == f"gpipe-train: {said}\n"
     assert outside.read_text() == "mine\n" and [path.name for path in directory.iterdir()] == ["train.log"]
 
 
@@ -78,11 +65,8 @@ def test_a_run_directory_that_cannot_be_written_is_told_in_one_line(options: str
     with small_disk(tmp_path / "given", options):
         done = run(tmp_path, "pipeline.K=1", "trainer.steps=1", "hydra.run.dir=given")
     assert (done.returncode, done.stdout) == (1, "")
-    assert (
-        done.stderr.count("\n") == 1
-        and f"given cannot be written: {reason}" in done.stderr
-        and "room left: " in done.stderr
-    )
+    assert f"given cannot be written: {reason}" in done.stderr and "room left: " in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_workers_receive_the_resolved_configuration_and_the_start_of_the_command(tmp_path: Path) -> None:
@@ -318,11 +302,6 @@ def test_a_typed_target_gets_the_typed_keys_alone(tmp_path: Path) -> None:
     assert only(tmp_path / "runs").name.endswith("_my_module.my_layers")
 
 
-def test_a_typed_data_target_keeps_the_batch_size() -> None:
-    config = {"data": {"_target_": "mine.Data", "batch_size": 8, "languages": None}}
-    assert own_target.keys_left_out(config, ["++data._target_=mine.Data"]) == {"data": ["languages"]}
-
-
 def test_a_typed_optimizer_and_schedule_get_the_typed_keys_and_the_learning_rate(tmp_path: Path) -> None:
     words = ["optimizer._target_=torch.optim.NAdam", "optimizer.momentum_decay=0.01", "pipeline.K=1", "trainer.steps=1"]
     assert run(tmp_path, *words, "lr_schedule._target_=my_module.flat", "lr_schedule.over=5").returncode == 0
@@ -344,17 +323,10 @@ def test_a_reference_to_what_the_chosen_data_lacks_is_told_in_words(tmp_path: Pa
     )
 
 
-def test_without_a_typed_target_no_key_is_left_out() -> None:
-    config = {"model": {"_target_": "gpipe_cli.models.transformer.transformer", "L": 3}}
-    assert own_target.keys_left_out(config, ["model.L=3", "pipeline.K=2"]) == {}
-
-
-def test_keys_of_a_typed_target_need_no_plus() -> None:
-    words = ["-m", "model._target_=mine.layers", "model.width=1,2", "+model.depth=3", "task.pad_id=0", "pipeline.K=2"]
-    assert own_target.allow_new_keys(words) == [
-        *("-m", "++model._target_=mine.layers", "++model.width=1,2"),
-        *("+model.depth=3", "task.pad_id=0", "pipeline.K=2"),
-    ]
+def test_debug_tiny_says_what_it_cannot_make_smaller(tmp_path: Path) -> None:
+    said = run(tmp_path, "debug=tiny", "model._target_=my_module.layers", "trainer.steps=1").stdout
+    assert "cannot make your own model smaller" in said and "your own data" not in said
+    assert "cannot make" not in run(tmp_path, "debug=tiny", "trainer.steps=1").stdout
 
 
 # -- sweeps ------------------------------------------------------------------------------------------------------
@@ -399,32 +371,6 @@ def test_a_sweep_over_seeds_ends_in_mean_and_standard_deviation(tmp_path: Path) 
     assert "0.92 ± 0.01" in done.stdout
 
 
-def job(number: int, accuracy: float | None, status: str = "done", **overrides: str) -> sweep.JobResult:
-    evaluation = {} if accuracy is None else {"accuracy": accuracy}
-    return sweep.JobResult(number, overrides, FinishedRun(Path(), status, K=1, M=1, evaluation=evaluation))
-
-
-def test_a_spread_is_written_with_two_digits() -> None:
-    assert [str(sweep.Spread(*values)) for values in ((0.934567, 0.012345), (0.5, 0.0), (3703.2, 632.4))] == [
-        *("0.9346 ± 0.012", "0.5 ± 0", "3,703 ± 632.4"),
-    ]
-
-
-def test_seeds_are_taken_together_for_each_combination_of_the_other_swept_keys() -> None:
-    jobs = [job(2 * i + s, 0.1 * i + 0.02 * s, seed=str(s), lr=str(i)) for i in range(3) for s in range(2)]
-    found = sweep.over_seeds(jobs)
-    assert [(seeds.overrides, [job.number for job in seeds.jobs]) for seeds in found] == [
-        *(({"lr": "0"}, [0, 1]), ({"lr": "1"}, [2, 3]), ({"lr": "2"}, [4, 5])),
-    ]
-    assert found[1].evaluation["accuracy"].mean == pytest.approx(0.11)
-
-
-def test_jobs_that_failed_and_seeds_that_stand_alone_have_no_spread() -> None:
-    jobs = [job(0, 0.5, seed="1", lr="1"), job(1, None, "failed", seed="2", lr="1"), job(2, 0.5, seed="1", lr="2")]
-    assert sweep.over_seeds(jobs) == []
-    assert sweep.over_seeds([job(0, 0.5, lr="1"), job(1, 0.5, lr="2")]) == []
-
-
 def test_a_job_that_is_refused_is_a_failed_job_of_the_sweep(tmp_path: Path) -> None:
     done = run(tmp_path, "-m", "pipeline.K=0,1", "trainer.steps=1")
     table = json.loads((only(tmp_path / "sweeps") / "sweep.json").read_text())
@@ -453,10 +399,6 @@ def test_a_signal_ends_the_whole_sweep_and_still_shows_the_table(
     assert "1 more were not started" in rest
 
 
-def test_the_number_of_jobs_is_known_for_choices_and_ranges() -> None:
-    assert sweep.count_jobs(["a=1,2,3", "b=range(5)", "c=x", "d=choice(p,q)"]) == 30
-
-
 def test_folders_of_jobs_are_named_by_what_is_swept(tmp_path: Path) -> None:
     """TensorBoard shows these names, and they are cut where they are long."""
     fixed = ["data.cache_dir=" + "long/" * 30, "trainer.steps=1", "+model.own_key=3", "precision=bf16"]
@@ -464,12 +406,6 @@ def test_folders_of_jobs_are_named_by_what_is_swept(tmp_path: Path) -> None:
     names = sorted(folder.name for folder in only(tmp_path / "sweeps").iterdir() if folder.is_dir())
     cells = [(K, M) for K in (1, 2) for M in (4, 8)]
     assert names == [f"{number}_pipeline.K={K},pipeline.M={M}" for number, (K, M) in enumerate(cells)]
-
-
-def test_names_of_job_folders_are_safe() -> None:
-    assert sweep.folder_name("data.root=/a b/c,pipeline.K=2") == "data.root=_a_b_c,pipeline.K=2"
-    assert len(sweep.folder_name("x" * 500)) == sweep.LONGEST_NAME
-    assert sweep.folder_name(None, "transformer") == "transformer"
 
 
 # -- under torchrun ----------------------------------------------------------------------------------------------
@@ -496,226 +432,12 @@ def test_torchrun_refuses_a_sweep_over_K(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# -- workers and devices -----------------------------------------------------------------------------------------
-
-
-PIPELINE = PipelineConfig(
-    K=16,
-    M=4,
-    remat="never",
-    schedule="gpipe",
-    partition="min_max",
-    cost="flops",
-    workers="auto",
-    replicas=1,
-    threads=1,
-    backend="auto",
-    device="auto",
-    sync_batchnorm=False,
-    compile=False,
-    shard_optimizer=False,
-)
-
-
-@pytest.mark.parametrize(
-    ("changes", "machine", "workers", "line"),
-    [
-        ({}, Devices(2, "core"), 2, "16 cells on 2 workers (2 cores)"),
-        ({"K": 4}, Devices(8, "GPU"), 4, "4 cells on 4 workers (8 GPUs)"),
-        ({"replicas": 4}, Devices(8, "GPU"), 2, "16 cells on 2 workers × 4 replicas (8 GPUs)"),
-        ({"replicas": 4}, Devices(2, "core"), 1, "16 cells on 1 worker × 4 replicas (2 cores)"),
-        ({"threads": 4}, Devices(8, "core"), 2, "16 cells on 2 workers (8 cores)"),
-        ({"workers": 16}, Devices(2, "core"), 16, "16 cells on 16 workers (pipeline.workers=16)"),
-        ({"schedule": "interleaved_1f1b"}, Devices(7, "core"), 4, "16 cells on 4 workers (7 cores)"),
-    ],
-)
-def test_workers_follow_the_devices(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], machine: Devices, workers: int, line: str
-) -> None:
-    monkeypatch.setattr(devices, "find_devices", lambda device: machine)
-    assert settle_workers(replace(PIPELINE, **changes), inline=False, world_size=None) == (workers, line)
-
-
-@pytest.mark.parametrize(
-    ("changes", "world_size", "message"),
-    [
-        ({"workers": 3}, 4, "needs 3 processes but WORLD_SIZE=4"),
-        ({"replicas": 3}, 4, "pipeline.replicas=3 does not divide WORLD_SIZE=4"),
-        ({"K": 2}, 4, "use pipeline.K>=4, or start torchrun with 2 processes in all"),
-        ({"schedule": "interleaved_1f1b"}, 3, r"no multiple of 3 workers \(WORLD_SIZE=3\): use pipeline.K=18"),
-    ],
-)
-def test_a_job_of_the_wrong_size_is_refused(changes: dict[str, Any], world_size: int, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        settle_workers(replace(PIPELINE, **changes), inline=False, world_size=world_size)
-
-
-def test_gpus_are_those_that_cuda_programs_see(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "_installed_gpus", lambda: 4)
-    seen = {}
-    for visible in ("0,1", "", "-1", "2", "0,1,2,3,4,5"):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        seen[visible] = gpus.count_gpus()
-    assert seen == {"0,1": 2, "": 0, "-1": 0, "2": 1, "0,1,2,3,4,5": 4}
-
-
-@pytest.mark.parametrize(("visible", "number"), [("7", 0), ("NoDevFiles", 0), ("GPU-a,MIG-b", 2)])
-def test_names_that_no_gpu_has_are_none(visible: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NoDevFiles is what Slurm gives to a job without GPUs; a worker would take one more for a driver that fails."""
-    monkeypatch.setattr(gpus, "_installed_gpus", lambda: 4)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert gpus.count_gpus() == number
-
-
-# -- what the console shows --------------------------------------------------------------------------------------
-
-
-def shown(*events: dict[str, object], every: int = 1, brief: bool = False) -> str:
-    output = io.StringIO()
-    with redirect_stdout(output), Console(every, "plain", brief=brief) as console:
-        for event in events:
-            console(event)
-    return output.getvalue()
-
-
-def test_what_a_terminal_cannot_show_is_a_question_mark() -> None:
-    written = io.BytesIO()
-    with redirect_stdout(io.TextIOWrapper(written, encoding="ascii")), Console(1, "plain") as console:
-        console.say("8.1 → 7.9")
-        console.say("on")
-    assert written.getvalue() == b"8.1 ? 7.9\non\n"
-
-
-def test_an_output_that_somebody_has_closed_ends_no_run() -> None:
-    output = io.StringIO()
-    with redirect_stdout(output), Console(1, "plain") as console:
-        output.close()
-        console.say("still here")
-
-
-def test_plain_progress_tells_the_first_step_the_last_and_not_too_many_between() -> None:
-    lines = shown(*(cli_jobs.progress(step, 1000) for step in range(1, 1001)), every=10).splitlines()
-    assert lines[0].startswith("step 1/1,000") and lines[-1].startswith("step 1,000/1,000")
-    assert len(lines) < 5
-
-
-def test_a_run_of_a_sweep_is_a_few_lines() -> None:
-    row = {"cell": 0, "worker": 0, "layers": 3, "first": "a", "last": "b", "parameters": 12345, "cost": 1, "share": 0.5}
-    events: list[dict[str, object]] = [
-        {"kind": "message", "text": "4 cells on 2 workers"},
-        {"kind": "cells", "rows": [row]},
-        *(cli_jobs.progress(step, 100) for step in range(1, 101)),
-        {"kind": "evaluation", "step": 100, "numbers": {"nll": 2.5}},
-        {"kind": "samples", "rows": [{"source": "a", "output": "b"}]},
-        {"kind": "end", "text": "loss 5 -> 0.05"},
-    ]
-    lines = shown(*events, brief=True).splitlines()
-    assert [line.partition("  ")[0] for line in lines] == [
-        "step 1/100",
-        "evaluation after step 100: nll 2.5",
-        "loss 5 -> 0.05",
-    ]
-
-
-def test_paths_are_relative_to_where_the_person_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert relative_paths(f"log: {tmp_path}/runs/x and /elsewhere") == "log: runs/x and /elsewhere"
-
-
-def test_debug_tiny_says_what_it_cannot_make_smaller(tmp_path: Path) -> None:
-    said = run(tmp_path, "debug=tiny", "model._target_=my_module.layers", "trainer.steps=1").stdout
-    assert "cannot make your own model smaller" in said and "your own data" not in said
-    assert "cannot make" not in run(tmp_path, "debug=tiny", "trainer.steps=1").stdout
-
-
-def test_the_time_left_follows_from_the_share_done_whatever_limits_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = iter(range(0, 1000, 30))  # the clock is read twice at the first step, and twice at each that follows
-    monkeypatch.setattr("gpipe_cli.terminal.console.time", SimpleNamespace(monotonic=ticks.__next__))
-    events = [{**cli_jobs.progress(step, None), "done": done} for step, done in ((1, 0.25), (2, 0.5), (3, 1.0))]
-    first, second, last = shown(*events).splitlines()
-    assert "left" not in first and "left" not in last
-    assert second.endswith("2:00 left")  # a quarter took a minute
-
-
-def test_numbers_that_are_not_known_are_shown_as_such() -> None:
-    line = shown({**cli_jobs.progress(1, None), "loss": None, "bubble": None, "skipped_updates": 2})
-    assert line == "step 1  loss not finite  lr 1.0e-03  800 examples/s  bubble -  2 skipped\n"
-
-
-def test_the_bubble_stands_beside_the_schedules_own() -> None:
-    line = shown({**cli_jobs.progress(2, None), "bubble_predicted": 0.15})
-    assert "bubble 20.0 % (schedule 15.0 %)" in line
-
-
-def test_the_table_of_cells_is_aligned() -> None:
-    row = {"cell": 0, "worker": 0, "layers": 3, "first": "a", "last": "b", "parameters": 12345, "cost": 1, "share": 0.5}
-    assert (
-        shown({"kind": "cells", "rows": [row]}).splitlines()[2] == "   0       0       3  a     b       12,345  50.0 %"
-    )
-
-
-def test_events_of_the_launcher_are_told_in_words() -> None:
-    text = shown(
-        {"event": "stopping", "signal": "SIGINT", "grace_seconds": 8.0}, {"event": "warning", "message": "slow disk"}
-    )
-    assert text.startswith("SIGINT: the run stops after this step and saves, within 8 s")
-    assert "warning: slow disk" in text
-
-
-def test_other_events_are_not_shown() -> None:
-    assert shown({"kind": "heartbeat"}) == ""
-
-
-def test_a_table_puts_numbers_to_the_right() -> None:
-    assert text_table(["name", "n"], [["a", 5], ["long", 1234]]) == "name      n\n----  -----\na         5\nlong  1,234"
-
-
-# -- help, and the speed of short answers ------------------------------------------------------------------------
-
-
-def test_help_is_short_and_names_every_group_with_its_options() -> None:
-    text = help_text()
-    assert len(text.splitlines()) <= 48
-    assert all(len(line) <= 120 for line in text.splitlines())
-    assert "transformer*  transformer_lm" in text
-    assert "adafactor_momentum  adam*" in text
-    assert "    pipeline.K              4  " in text
-
-
-def test_every_key_of_the_help_can_be_typed() -> None:
-    from gpipe_cli.config import FREE_FORM, known_keys
-    from gpipe_cli.terminal.help import KEYS
-
-    assert all(key in known_keys() or key.partition(".")[0] in FREE_FORM for key, _ in KEYS)
+# -- short answers -----------------------------------------------------------------------------------------------
 
 
 def test_version_is_that_of_the_package() -> None:
-    from gpipe_cli import __version__
-
     answer = subprocess.run([*COMMAND, "--version"], env=ENVIRONMENT, capture_output=True, text=True)
     assert answer.stdout == f"gpipe-train {__version__}\n"
-
-
-def fastest(command: list[str], folder: Path, enough: float = 0.0) -> float:
-    """Seconds of processor time, the least of up to ten: other work on the machine only ever adds.
-
-    Args:
-        enough: stop as soon as one is below this; 0: three times.
-    """
-    times = [math.inf]
-    while len(times) <= (10 if enough else 3) and min(times) >= enough:
-        before = os.times()
-        subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True)
-        after = os.times()
-        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
-    return min(times)
-
-
-@pytest.mark.parametrize("words", [["--help"], ["pipeline.k=4"], ["pipeline.K=0"], ["--cfg", "job"]])
-def test_short_answers_come_within_half_a_second(tmp_path: Path, words: list[str]) -> None:
-    slower = fastest([sys.executable, "-c", "import hydra, hydra.utils"], tmp_path) / 0.2  # than a machine of 2024
-    limit = 0.5 * max(1.0, slower)
-    assert fastest([sys.executable, "-m", "gpipe_cli.commands.train", *words], tmp_path, enough=limit) < limit
 
 
 @pytest.mark.parametrize(("words", "times"), [(["pipeline.K=0"], 1), (["hydra.mode=RUN", "pipeline.K=0"], 2)])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -77,12 +75,3 @@ def test_an_existing_output_is_replaced_only_on_request(tmp_path: Path, capsys: 
     assert export.main(words) == 2
     assert "overwrite=true" in capsys.readouterr().err and output.read_text() == "mine"
     assert export.main([*words, "overwrite=true"]) == 0
-
-
-def test_choosing_a_checkpoint_and_the_help_of_export_need_no_torch() -> None:
-    code = (
-        "import sys; from gpipe_cli.commands.export import main; main(['--help']); "
-        "import gpipe_cli.checkpoint.compatibility, gpipe_cli.checkpoint.commit; assert 'torch' not in sys.modules"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=30).stdout
-    assert "gpipe-export RUN" in shown

@@ -1,7 +1,9 @@
-"""Tests that all commands answer --help with a page and use the same exit codes."""
+"""Tests that all commands answer --help with a page, at once, and use the same exit codes."""
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -59,3 +61,42 @@ def test_how_a_command_ends(error: BaseException, code: int, said: str, capsys: 
     assert exit_code("gpipe-x", work) == code
     assert capsys.readouterr().err == said
     assert exit_code("gpipe-x", lambda: 7) == 7
+
+
+SHORT = [["train", "pipeline.k=4"], ["train", "pipeline.K=0"], ["train", "--cfg", "job"]]
+SHORT += [[target.partition(":")[0].rpartition(".")[2], "--help"] for target in COMMANDS.values()]
+SLOW_TO_IMPORT = {"torch", "numpy", "matplotlib", "tensorboard", "safetensors", "sentencepiece", "babel", "rich"}
+ANSWERS = """
+import contextlib, io, json, sys
+from importlib import import_module
+imported = {}
+for command, *words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.suppress(SystemExit):
+            import_module(f"gpipe_cli.commands.{command}").main(words)
+    imported[" ".join([command, *words])] = sorted(sys.modules)
+print(json.dumps(imported))
+"""
+
+
+def test_short_answers_import_no_slow_library() -> None:
+    """`python -m benchmarks.reliability.wrong_configurations` measures their processor time."""
+    answers = sorted(SHORT, key=lambda words: words[0] == "bench")  # it has numpy; what it imports stays imported
+    command = [sys.executable, "-c", ANSWERS, json.dumps(answers)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    found = {words: SLOW_TO_IMPORT & set(names) for words, names in json.loads(done.stdout).items()}
+    assert found.pop("bench --help") <= {"numpy"}
+    assert {words: slow for words, slow in found.items() if slow} == {}
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        "gpipe_cli.checkpoint.compatibility, gpipe_cli.checkpoint.commit, gpipe_cli.jobs.checkpointed",
+        "gpipe_cli.metrics.language_pictures, gpipe_cli.tasks.bleu",
+    ],
+    ids=["choosing a checkpoint", "comparing evaluations"],
+)
+def test_torch_is_not_imported_for(modules: str) -> None:
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

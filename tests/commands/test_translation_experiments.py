@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
+from composed import composed
 from inline_run import train_inline
-from omegaconf import OmegaConf
 from parallel_folder import opus
 
 from gpipe_cli.config import Settings
 from gpipe_cli.factory.build import build_model
-from gpipe_cli.terminal.help import help_text
 
 PAPER = {  # L, H, A, K (section 5), parameters, tokens of a mini-batch
     "nmt_t_6_8192_16": (6, 8192, 16, 1, 408_177_920, 4_000_000),
@@ -31,9 +29,7 @@ SMALL = ("narrow", "bilingual", "very_deep")  # wide and deep are narrow with ot
 
 def settings(*words: str) -> dict[str, Any]:
     """Returns the settings at full size, as a user would start the experiment."""
-    with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
-        config = OmegaConf.to_container(compose("train", list(words)), resolve=True)
-    assert isinstance(config, dict)
+    config = composed(*words)
     Settings.from_config(config)
     return config
 
@@ -66,11 +62,6 @@ def test_each_has_the_paper_s_recipe(name: str) -> None:
     assert (config["task"]["generation"]["beam"], config["task"]["generation"]["length_exponent"]) == (8, 0.5)
     assert config["task"]["generation"]["per_language_at_end"] is None  # whole test sets, as figure 3
     assert config["data"]["evaluation_per_language"] is None
-
-
-@pytest.mark.parametrize("name", PAPER)
-def test_the_help_lists_it(name: str) -> None:
-    assert name in help_text()
 
 
 def test_the_small_family_has_the_paper_s_proportions() -> None:

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from run_files import rows
 
 PAGE = (Path(__file__).parents[2] / "docs" / "your-own-model.md").read_text(encoding="utf-8")
 MODULE = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -87,8 +88,7 @@ def test_a_loss_that_is_not_finite_skips_the_update_and_then_stops_by_name(tmp_p
     assert re.search(r"step \d+: the loss of micro-batch \d is not finite", done.stderr)
     assert "3 updates in a row" in done.stderr
     assert "Traceback" not in done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert rows[-1]["skipped_updates"] >= 3
+    assert rows(tmp_path / "run" / "metrics.jsonl")[-1]["skipped_updates"] >= 3
 
 
 @pytest.mark.parametrize(
@@ -147,8 +147,7 @@ def test_layers_that_share_their_weights_train_as_one_layer_that_applies_them_as
         words = ["pipeline.K=1", "pipeline.M=2", "trainer.steps=6", "trainer.evaluate_first=false"]
         done = train(folder, module.replace("hidden = ", pieces), *words)
         assert done.returncode == 0, done.stderr
-        rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-        found.append([row[key] for row in rows for key in ("loss", "grad_norm")])
+        found.append([row[key] for row in rows(folder / "run" / "metrics.jsonl") for key in ("loss", "grad_norm")])
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 

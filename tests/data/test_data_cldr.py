@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from run_files import bytes_of
 
 from gpipe_cli.data.cldr import corpus as cldr_corpus
 from gpipe_cli.data.cldr import items
@@ -197,11 +198,7 @@ TINY = CorpusParameters(("de", "yrl"), largest=300, smallest=100, vocabulary=400
 
 def test_the_store_is_the_same_bytes_each_time(tmp_path: Path) -> None:
     first, second = (open_store(TINY, str(tmp_path / name), no_report).folder for name in ("a", "b"))
-    assert _bytes(first) == _bytes(second)
-
-
-def _bytes(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert bytes_of(first) == bytes_of(second)
 
 
 @pytest.mark.slow(2)
@@ -213,7 +210,7 @@ def test_the_store_is_the_same_bytes_however_many_processes_make_it(
     monkeypatch.setattr(cldr_corpus, "SMALL", 0)
     monkeypatch.setattr(cldr_corpus, "usable_cores", lambda: 3)
     monkeypatch.setattr(cldr_corpus, "Workers", lambda count: asked.append(count) or Workers(count))
-    assert _bytes(open_store(TINY, str(tmp_path / "three"), no_report).folder) == _bytes(alone)
+    assert bytes_of(open_store(TINY, str(tmp_path / "three"), no_report).folder) == bytes_of(alone)
     assert asked == [3]
 
 

@@ -23,7 +23,6 @@ from gpipe_cli.data.examples import ExampleSource
 from gpipe_cli.data.sampling import TemperatureSampler, temperature_shares
 from gpipe_cli.data.source import (
     Batch,
-    Source,
     no_report,
     permutation,
     read_ahead,
@@ -155,12 +154,6 @@ def test_epochs_count_how_often_the_data_was_read(make: Any, cache: str) -> None
     positions = [None, *(batch.position for batch in first(source.train(None, 2, 0, 1), 200))]
     epochs = [source.epoch(position) for position in positions]
     assert epochs[0] == 0 and np.diff(epochs) == pytest.approx(epochs[1]) and epochs[1] > 0
-
-
-@every_source
-def test_a_source_has_the_methods_of_the_protocol(make: Any, cache: str) -> None:
-    source: Source = make(cache)
-    assert all(callable(getattr(source, name)) for name in ("prepare", "train", "evaluation"))
 
 
 # --- translation

@@ -1,13 +1,9 @@
-"""Tests the transforms of images and the pictures of predictions."""
+"""Tests the transforms of images."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from gpipe_cli.data.images.transforms import (
     GREY,
@@ -17,7 +13,6 @@ from gpipe_cli.data.images.transforms import (
     evaluation_transform,
     training_transform,
 )
-from gpipe_cli.metrics.image_pictures import confusion_matrix, draw_confusion, draw_predictions
 
 
 def noise(height: int, width: int) -> torch.Tensor:
@@ -98,21 +93,3 @@ def test_cutout_fills_a_square_around_any_pixel(
 
 def test_the_grey_of_cutout_is_about_zero_once_the_stem_has_scaled_it() -> None:
     assert abs(GREY / 127.5 - 1) < 0.005
-
-
-def test_the_confusion_matrix_counts_true_by_predicted() -> None:
-    counts = confusion_matrix([0, 0, 1, 2, 2, 2], [0, 1, 1, 2, 2, 0], 3)
-    assert counts.tolist() == [[1, 1, 0], [0, 1, 0], [1, 0, 2]]
-
-
-@pytest.mark.parametrize("classes", [3, 25, 1000])
-def test_the_confusion_matrix_is_drawn_for_few_and_many_classes(classes: int, tmp_path: Path) -> None:
-    draw_confusion([0, 1, 2], [0, 1, 1], [f"class {number}" for number in range(classes)], tmp_path / "c.png")
-    assert min(Image.open(tmp_path / "c.png").size) > 300
-
-
-@pytest.mark.parametrize("images", [torch.rand(11, 3, 8, 8), torch.zeros(1, 1, 8, 8, dtype=torch.uint8)])
-def test_predictions_are_drawn_for_bytes_and_numbers_grey_and_coloured(images: torch.Tensor, tmp_path: Path) -> None:
-    labels = np.arange(len(images)) % 2
-    draw_predictions(images, labels.tolist(), [0] * len(images), ["cat", "dog"], tmp_path / "p.png", labels.tolist())
-    assert Image.open(tmp_path / "p.png").format == "PNG"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,8 @@ import numpy as np
 import parallel_folder
 import pytest
 from inline_run import train_inline
-from text_sources import prepared, refusal_of
+from run_files import rows
+from text_sources import defects, places, prepared, refusal_of
 
 from gpipe_cli.data.defects import KINDS, check_policy
 from gpipe_cli.data.parallel.folders import find_pairs
@@ -28,15 +28,6 @@ def source(root: Path, **changes: Any) -> ParallelTextSource:
 
 def refusal(root: Path, **changes: Any) -> str:
     return refusal_of(ParallelTextSource, root, {**SMALL, **changes})
-
-
-def defects(made: ParallelTextSource) -> dict[str, Any]:
-    said: dict[str, Any] = json.loads((made._opened.folder / "defects.json").read_text())
-    return said
-
-
-def places(made: ParallelTextSource) -> list[tuple[str, str, int]]:
-    return [(one["kind"], Path(one["file"]).name, one["line"]) for one in defects(made)["defects"]]
 
 
 def sources_read(made: ParallelTextSource) -> set[str]:
@@ -382,17 +373,11 @@ def test_what_was_left_out_is_said_once_and_counted_in_every_run(root: Path, tmp
 
 def test_a_run_logs_how_often_each_language_was_read(tmp_path: Path) -> None:
     root = parallel_folder.opus(tmp_path / "text")
-    words = (
-        "debug=tiny",
-        "data=parallel_text",
-        f"data.root={root}",
-        f"data.cache_dir={tmp_path}",
-        "task.generation=null",
-    )
-    train_inline(tmp_path / "run", *words, "trainer.steps=2", "trainer.evaluate_every=null")
-    lines = [json.loads(line) for line in (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()]
-    assert lines[0]["epochs"] == {"de": 0, "fi": 0, "sw": 0}
-    assert sum(lines[-1]["epochs"][code] * size for code, size in parallel_folder.SIZES.items()) == pytest.approx(32)
+    words = ["debug=tiny", "data=parallel_text", f"data.root={root}", f"data.cache_dir={tmp_path}", "trainer.steps=2"]
+    train_inline(tmp_path / "run", *words, "task.generation=null", "trainer.evaluate_every=null")
+    read = [row["epochs"] for row in rows(tmp_path / "run" / "evaluations.jsonl")]
+    assert read[0] == {"de": 0, "fi": 0, "sw": 0}
+    assert sum(read[-1][code] * size for code, size in parallel_folder.SIZES.items()) == pytest.approx(32)
 
 
 def test_a_corpus_without_any_dev_set_is_trained_on(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import parallel_folder
 import preparation_jobs
 import pytest
+from run_files import bytes_of
 
 from gpipe_cli.data.source import no_report
 from gpipe_cli.data.store import LanguageSummary, Sizes, Store, interleave, write_description, write_shard
@@ -27,10 +28,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def store(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Store:
     return preparation_jobs.prepare(root, tmp_path_factory.mktemp("cache"), 1, no_report)
-
-
-def bytes_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def pairs_of(store: Store, code: str) -> list[tuple[str, str]]:

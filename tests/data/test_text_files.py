@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 import zstandard
-from hydra import compose, initialize_config_module
+from composed import checked
 from inline_run import train_inline
-from text_sources import prepared, refusal_of
+from run_files import bytes_of
+from text_sources import places, prepared, refusal_of
 
 from gpipe_cli.data.cldr import pairs as cldr
 from gpipe_cli.data.text.source import TextFilesSource
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.jobs.job import prepare
 from gpipe_cli.jobs.limits import TRAINING
 
 SMALL: dict[str, Any] = {
@@ -83,11 +83,6 @@ def texts_of(made: TextFilesSource, split: str = "train") -> list[str]:
     return [store.vocabulary.decode(part.tolist()) for part in np.split(row, ends)[:-1]]
 
 
-def places(made: TextFilesSource) -> list[tuple[str, str, int]]:
-    said = json.loads((made._opened.folder / "defects.json").read_text())
-    return [(one["kind"], Path(one["file"]).name, one["line"]) for one in said["defects"]]
-
-
 # --- what is read
 
 
@@ -140,7 +135,7 @@ def test_an_evaluation_reads_the_held_out_text_once_or_a_share_of_it(tmp_path: P
 
 
 def store_bytes(made: TextFilesSource) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in made._opened.folder.iterdir()}
+    return bytes_of(made._opened.folder)
 
 
 def prepare_and_die(root: Path, changes: dict[str, Any]) -> None:
@@ -247,10 +242,8 @@ def test_a_wrong_place_or_too_little_text_says_what_to_type(tmp_path: Path) -> N
     ids=["not set", "absent"],
 )
 def test_a_place_that_is_not_there_is_refused_before_workers_start(words: list[str], message: str) -> None:
-    with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
-        composed = compose("train", ["model=transformer_lm", "data=text", *words])
     with pytest.raises(ConfigurationError, match=message):
-        prepare(composed, words, TRAINING)
+        checked("model=transformer_lm", "data=text", *words, checks=TRAINING)
 
 
 # --- training

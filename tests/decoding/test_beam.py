@@ -48,7 +48,7 @@ def log_probability(model: Model, tokens: Sequence[int]) -> float:
 
 
 def all_hypotheses(limit: int) -> list[tuple[int, ...]]:
-    """Yields every token sequence of at most ``limit`` tokens, the end mark included."""
+    """Returns every token sequence of at most ``limit`` tokens, the end mark included."""
     bodies = (body for n in range(limit) for body in product(range(1, VOCABULARY), repeat=n))
     return [(*body, END) for body in bodies]
 
@@ -121,7 +121,7 @@ def test_a_translation_without_an_end_stops_at_its_longest_length() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """As workers have: the number of threads changes the last bits."""
+    """Computes with one thread, as workers do: the number of threads changes the last bits."""
     with torch_threads(1):
         yield
 

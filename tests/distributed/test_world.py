@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ ONE_ON_A_CPU = ["a 0", "a 1", CPU]
 
 
 class Ranks:
-    """Ranks of one job, each a thread; they share a store and collect their events."""
+    """Runs the ranks of one job, each in a thread; they share a store and collect their events."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
@@ -35,16 +36,20 @@ class Ranks:
 
     def backends(self, devices: Sequence[str], backend: str = "auto") -> list[Any]:
         """Returns each rank's backend, or the error where it refuses; ``devices``: each rank's identity."""
-        store = HashStore()
 
-        def choose(rank: int) -> Any:
+        def choose(context: Context) -> Any:
             try:
-                return choose_backend(self.context(rank, len(devices), store), devices[rank], backend)
+                return choose_backend(context, devices[context.rank], backend)
             except ConfigurationError as error:
                 return error
 
-        with ThreadPoolExecutor(len(devices)) as threads:
-            return list(threads.map(choose, range(len(devices))))
+        return self.together(len(devices), choose)
+
+    def together(self, size: int, act: Callable[[Context], Any]) -> list[Any]:
+        """Returns what each rank's call of ``act`` returns."""
+        store = HashStore()
+        with ThreadPoolExecutor(size) as threads:
+            return list(threads.map(lambda rank: act(self.context(rank, size, store, rank)), range(size)))
 
 
 @pytest.fixture
@@ -169,16 +174,24 @@ def test_a_ranks_number_on_its_machine_is_the_one_its_launcher_sets(
 def test_nccl_is_told_its_gpu_where_it_would_guess_it(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, bound_from_the_start: bool
 ) -> None:
-    told: list[Any] = []
-    gpu = torch.device("cuda", 1)
-    context = ranks.context(3, 4, HashStore(), local_rank=1)
-    monkeypatch.setattr(context, "init_process_group", lambda *given: told.append(given))
-    monkeypatch.setattr(world, "choose_device", lambda *_: gpu)
-    monkeypatch.setattr(world, "device_identity", lambda _: "b 1")
-    monkeypatch.setattr(world, "choose_backend", lambda *_: "nccl")
-    monkeypatch.setattr(world, "_new_group", lambda *_: None)
+    gpus(monkeypatch, installed=2, usable=2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=str(device)))
     monkeypatch.delattr(torch.distributed.distributed_c10d, "ProcessGroupNCCL2", raising=False)
     if bound_from_the_start:
         monkeypatch.setattr(torch.distributed.distributed_c10d, "ProcessGroupNCCL2", object, raising=False)
-    world.join_world(context, 2, 2, "auto", "auto")
-    assert told == [("nccl", gpu if bound_from_the_start else None)]
+
+    def told(context: Context) -> list[Any]:
+        """Returns the backend and the GPU with which a rank would make its process group."""
+        given: list[Any] = []
+
+        def stop(*arguments: Any) -> None:
+            given.extend(arguments)
+            raise NotImplementedError
+
+        monkeypatch.setattr(context, "init_process_group", stop)
+        with suppress(NotImplementedError):
+            world.join_world(context, 2, 1, "auto", "auto")
+        return given
+
+    told_gpus = [torch.device("cuda", rank) if bound_from_the_start else None for rank in range(2)]
+    assert ranks.together(2, told) == [["nccl", gpu] for gpu in told_gpus]

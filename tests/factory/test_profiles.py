@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
+from composed import checked
 from inline_run import train_inline
 
 from gpipe_cli.commands import plan
-from gpipe_cli.config import Settings
 from gpipe_cli.factory.build import build_model
 from gpipe_cli.factory.profiles import profiled_costs
-from gpipe_cli.jobs.job import prepare
 from gpipe_cli.partition.cost import LayerCost
 from gpipe_cli.planner.measure import measurement
 from gpipe_cli.tasks.language_model import LanguageModelTask
@@ -27,9 +25,7 @@ CPU = torch.device("cpu")
 def profile(cache: Path, *words: str, batch: int = 2) -> tuple[list[LayerCost], str]:
     """Returns the costs of a tiny language model's layers, and the messages about them."""
     common = ["model=transformer_lm_small", "debug=tiny", "data.vocabulary=50", "model.L=1", "launch.inline=true"]
-    with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
-        composed = compose("train", overrides=[*common, *words])
-    settings = Settings.from_config(prepare(composed, list(words)).config)
+    settings = checked(*common, *words).settings
     said: list[str] = []
     ids = (torch.ones(batch, 5, dtype=torch.int64),)
     costs = profiled_costs(build_model(settings.model), (ids, ids), settings, CPU, said.append, cache)

@@ -8,24 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
+from composed import checked
 from inline_run import train_inline
 from own_model import DIGITS, Flatten
 from torch import nn
 
-from gpipe_cli.config import Settings
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory.room import Room, refuse_without_room
-from gpipe_cli.jobs.job import prepare
 from gpipe_cli.layers import LayerBuilder
 
 MB = 1 << 20
-
-
-def settings(*words: str) -> Settings:
-    with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
-        composed = compose("train", overrides=["optimizer=adam", *words])
-    return Settings.from_config(prepare(composed, list(words)).config)
 
 
 def layers(count: int = 4, **options: Any) -> list[LayerBuilder]:
@@ -36,7 +28,8 @@ def layers(count: int = 4, **options: Any) -> list[LayerBuilder]:
 def told(memory: float, *words: str, trains: bool = True, devices: int = 1, **options: Any) -> str:
     """Returns the refusal of four layers; empty where they fit."""
     try:
-        refuse_without_room(layers(**options), settings(*words), Room("machine", int(memory * MB), devices), trains)
+        settings = checked("optimizer=adam", *words).settings
+        refuse_without_room(layers(**options), settings, Room("machine", int(memory * MB), devices), trains)
     except ConfigurationError as error:
         return str(error)
     return ""
@@ -69,7 +62,7 @@ def test_the_message_names_the_largest_layer_and_both_sizes() -> None:
 def test_a_shared_layer_counts_once() -> None:
     one = nn.Linear(512, 512, bias=False)
     shared = [LayerBuilder(f"use.{n}", lambda: one) for n in range(4)]
-    refuse_without_room(shared, settings(), Room("machine", 4 * MB), True)
+    refuse_without_room(shared, checked("optimizer=adam").settings, Room("machine", 4 * MB), True)
 
 
 def huge(side: int) -> list[LayerBuilder]:

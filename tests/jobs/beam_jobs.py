@@ -44,7 +44,7 @@ def build() -> list[BuiltLayer]:
 
 
 def sentences(count: int = 11) -> list[list[int]]:
-    """Sources of 2 to 8 tokens, each with its end mark."""
+    """Returns sources of 2 to 8 tokens, each with its end mark."""
     random = torch.Generator().manual_seed(3)
     lengths = torch.randint(1, 8, (count,), generator=random).tolist()
     return [[*torch.randint(4, VOCABULARY, (n,), generator=random).tolist(), EOS] for n in lengths]

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from hydra import compose, initialize_config_module
+from composed import checked
 
-from gpipe_cli.jobs.job import prepare
 from gpipe_cli.launch.supervisor import Job, launch_inline
 
 
@@ -20,9 +19,7 @@ def train_inline(run_dir: Path, *overrides: str, pictures: bool = False) -> tupl
     Args:
         pictures: draw the pictures too, which takes a third of a small run's time.
     """
-    with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
-        composed = compose("train", overrides=["launch.inline=true", "logging.tensorboard=false", *overrides])
-    config = prepare(composed, list(overrides)).config
+    config = checked("launch.inline=true", "logging.tensorboard=false", *overrides).config
     run_dir.mkdir(parents=True, exist_ok=True)
     events: list[dict[str, Any]] = []
     job = Job(run_dir, 1, "gpipe_cli.trainer.run:main", {"settings": config, "started_at": time.time()})

@@ -1,4 +1,4 @@
-"""Sums numbers over replicas, for test_replicas.py."""
+"""Sums numbers over replicas, for test_gradients.py."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from inline_run import train_inline
+from run_files import losses
 from torch.distributed import HashStore
 from two_machines import TwoMachines, permitted
 
@@ -105,10 +106,6 @@ def ends(started: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     with ThreadPoolExecutor() as threads:
         said = list(threads.map(lambda each: each.communicate(timeout=240)[0], started))
     return [(each.returncode, text) for each, text in zip(started, said, strict=True)]
-
-
-def losses(run_dir: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow(2)

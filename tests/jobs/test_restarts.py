@@ -14,9 +14,10 @@ from typing import Any
 import own_model
 import pytest
 from checkpoint_tools import make_layers, save
-from hydra import compose, initialize_config_module
+from composed import checked
 from inline_run import train_inline
 from own_model import WORDS
+from run_files import rows
 
 from benchmarks.reliability.kills import same_end
 from gpipe_cli import gpus
@@ -25,7 +26,6 @@ from gpipe_cli.checkpoint.files import step_directory
 from gpipe_cli.config import Settings
 from gpipe_cli.jobs import devices, restarts, torchrun
 from gpipe_cli.jobs.devices import Devices
-from gpipe_cli.jobs.job import prepare
 from gpipe_cli.jobs.restarts import Restarts
 from gpipe_cli.launch import report
 from gpipe_cli.launch.report import Failure, WorkerFailed
@@ -46,9 +46,7 @@ class Script:
     """Takes the place of a run: fails as told at each start, and keeps the settings of all starts."""
 
     def __init__(self, run_dir: Path, *words: str) -> None:
-        with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
-            composed = compose("train", overrides=["launch.restarts=9", "pipeline.workers=4", *words])
-        self.config, self.run_dir = prepare(composed, list(words)).config, run_dir
+        self.config, self.run_dir = checked("launch.restarts=9", "pipeline.workers=4", *words).config, run_dir
         self.starts: list[dict[str, Any]] = []
 
     def run(self, *failures: WorkerFailed | None, save_steps: tuple[int, ...] = ()) -> Restarts:
@@ -89,7 +87,7 @@ def test_a_killed_worker_s_run_starts_again_from_the_newest_checkpoint_and_says_
     assert [record["from_step"] for record in made.records] == [5, 7]
     assert made.records[0]["cause"] == KILLED["cause"]
     assert "worker 1 was killed by SIGKILL: restart 2 of 9 from step 7 on 4 workers" in capsys.readouterr().out
-    assert [json.loads(line) for line in (tmp_path / restarts.FILE).read_text().splitlines()] == made.records
+    assert rows(tmp_path / restarts.FILE) == made.records
 
 
 def test_before_the_first_checkpoint_it_begins_as_it_was_told_to(tmp_path: Path) -> None:

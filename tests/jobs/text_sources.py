@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,3 +27,14 @@ def refusal_of(kind: Callable[..., object], root: Path, settings: Mapping[str, A
     with pytest.raises(ConfigurationError) as error:
         prepared(kind, root, settings)
     return str(error.value)
+
+
+def defects(made: Any) -> dict[str, Any]:
+    """Returns what the preparation of a source has noted of lines that cannot be used."""
+    said: dict[str, Any] = json.loads((made._opened.folder / "defects.json").read_text())
+    return said
+
+
+def places(made: Any) -> list[tuple[str, str, int]]:
+    """Returns kind, file and line of every defect."""
+    return [(one["kind"], Path(one["file"]).name, one["line"]) for one in defects(made)["defects"]]

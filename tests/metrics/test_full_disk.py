@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -10,11 +9,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from inline_run import train_inline
 from own_model import WORDS
+from run_files import rows
 from small_disk import fill, small_disk
 
 from gpipe_cli.checkpoint import choose
@@ -24,10 +23,6 @@ from gpipe_cli.disk import DiskError, cannot_write, explain, refuse_links, writi
 from gpipe_cli.metrics.board import Board
 from gpipe_cli.metrics.metrics_file import MetricsFile, write_whole
 from gpipe_cli.terminal.train_log import TrainLog
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture
@@ -41,14 +36,10 @@ def test_rows_that_find_no_room_are_written_when_there_is_some(disk: Path) -> No
     file = MetricsFile(path, 0)
     file.write({"step": 1, "text": "x" * 4000})  # the first page of the file is nearly full: the next row is cut
     filler = fill(disk)
-    for write in (
-        lambda: file.write({"step": 2, "text": "y" * 4000}),
-        lambda: file.write({"step": 3}),
-    ):
-        with pytest.raises(
-            DiskError, match=r"m\.jsonl cannot be written: No space left on device \(room left: 0\.0 MB, "
-        ):
-            write()
+    said = r"m\.jsonl cannot be written: No space left on device \(room left: 0\.0 MB, "
+    for row in ({"step": 2, "text": "y" * 4000}, {"step": 3}):
+        with pytest.raises(DiskError, match=said):
+            file.write(row)
     with pytest.raises(DiskError):
         file.close()
     filler.unlink()

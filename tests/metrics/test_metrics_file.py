@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
-from typing import Any
+
+from run_files import rows
 
 from gpipe_cli.metrics.metrics_file import MetricsFile
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_numbers_that_json_does_not_have_are_null(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tests the predictions of an evaluation, collected over workers and replicas."""
+"""Tests the predictions of an evaluation: collected over workers and replicas, counted and drawn."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from gpipe_cli.distributed.world import World
-from gpipe_cli.metrics.image_pictures import draw_classification
+from gpipe_cli.metrics.image_pictures import confusion_matrix, draw_classification, draw_confusion, draw_predictions
 from gpipe_cli.metrics.predictions import IMAGES, PredictionKeeper
 from gpipe_cli.tasks.classification import ClassificationTask
 
@@ -24,7 +25,7 @@ def keeper(rank: int = 0, others: tuple[Any, ...] = (), names: tuple[str, ...] =
 
 
 def numbered_images(first: int, count: int) -> Tensor:
-    """Images whose every pixel is their number."""
+    """Returns images whose every pixel is their number."""
     return torch.arange(first, first + count, dtype=torch.uint8)[:, None, None, None].expand(-1, 3, 4, 4)
 
 
@@ -111,8 +112,19 @@ def test_examples_are_spread_over_a_stream_of_unknown_length(count: int) -> None
     assert np.diff([*found.shown, count]).max() <= 4 * count / len(found.shown)
 
 
-def test_a_matrix_of_many_classes_is_drawn(tmp_path: Path) -> None:
-    one = keeper(names=tuple(f"class {number}" for number in range(60)))
-    one.judged((logits([1, 2], 0.9),), (torch.tensor([0, 2]),))
-    found = one.finish()
-    assert found is not None and draw_classification(found, tmp_path)[0].stat().st_size > 0
+def test_the_confusion_matrix_counts_true_by_predicted() -> None:
+    counts = confusion_matrix([0, 0, 1, 2, 2, 2], [0, 1, 1, 2, 2, 0], 3)
+    assert counts.tolist() == [[1, 1, 0], [0, 1, 0], [1, 0, 2]]
+
+
+@pytest.mark.parametrize("classes", [3, 25, 1000])
+def test_the_confusion_matrix_is_drawn_for_few_and_many_classes(classes: int, tmp_path: Path) -> None:
+    draw_confusion([0, 1, 2], [0, 1, 1], [f"class {number}" for number in range(classes)], tmp_path / "c.png")
+    assert min(Image.open(tmp_path / "c.png").size) > 300
+
+
+@pytest.mark.parametrize("images", [torch.rand(11, 3, 8, 8), torch.zeros(1, 1, 8, 8, dtype=torch.uint8)])
+def test_predictions_are_drawn_for_bytes_and_numbers_grey_and_coloured(images: torch.Tensor, tmp_path: Path) -> None:
+    labels = np.arange(len(images)) % 2
+    draw_predictions(images, labels.tolist(), [0] * len(images), ["cat", "dog"], tmp_path / "p.png", labels.tolist())
+    assert Image.open(tmp_path / "p.png").format == "PNG"

@@ -11,13 +11,13 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
+from composed import checked
 from inline_run import train_inline
+from run_files import rows
 
 from gpipe_cli.distributed.exchange import Exchange
 from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.jobs.job import prepare
 from gpipe_cli.launch.supervisor import Job, launch
 from gpipe_cli.metrics.step_report import StepReport, StepReporter
 from gpipe_cli.metrics.trace import Recording, measured_timeline, on_one_clock
@@ -55,7 +55,7 @@ class Run:
         return cast("list[Event]", json.loads(text)["traceEvents"])
 
     def metrics(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
+        return rows(self.directory / "metrics.jsonl")
 
 
 def recorded(kind: str, directory: Path) -> Run:
@@ -73,9 +73,7 @@ def recorded(kind: str, directory: Path) -> Run:
         "logging.every=3",
         "logging.tensorboard=false",
     ]
-    with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
-        config = prepare(compose("train", overrides=words), words).config
-    content = {"settings": config, "started_at": time.time()}
+    content = {"settings": checked(*words).config, "started_at": time.time()}
     job = Job(directory, 2, "gpipe_cli.trainer.run:main", content, preload=PRELOAD)
     return Run(directory, launch(job, lambda event: None), kind)
 
@@ -155,9 +153,9 @@ def test_the_update_takes_time_and_is_a_part_of_the_step(run: Run) -> None:
 
 
 def test_now_and_then_a_step_tells_the_times_of_every_cell(run: Run) -> None:
-    rows = run.metrics()
-    assert ["cells" in row for row in rows] == [True, False, True]  # the first, and every third
-    cells = rows[2]["cells"]
+    steps = run.metrics()
+    assert ["cells" in row for row in steps] == [True, False, True]  # the first, and every third
+    cells = steps[2]["cells"]
     assert all(cell["forward"] > 0 and cell["backward"] > 0 for cell in cells)
     # Cells 0 and 1 share a worker, 2 and 3 the other: messages pass between 1 and 2 alone.
     assert [cell["waiting_for_gradient"] > 0 for cell in cells] == [False, True, False, False]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from inline_run import train_inline
+from run_files import losses, rows
 from safetensors.torch import load_file
 from small_models import CPU
 from torch import Tensor, nn
@@ -121,12 +121,9 @@ def test_every_k_and_a_resume_give_the_same_bits(whole: Path, tmp_path: Path) ->
 
 def test_evaluation_uses_the_averages(whole: Path, tmp_path: Path) -> None:
     train_inline(tmp_path, *TINY, "trainer.average=null")
-    plain, averaged = (
-        json.loads((run / "evaluations.jsonl").read_text().splitlines()[-1]) for run in (tmp_path, whole)
-    )
-    rows = [(run / "metrics.jsonl").read_text().splitlines()[-1] for run in (tmp_path, whole)]
-    assert json.loads(rows[0])["loss"] == json.loads(rows[1])["loss"]
-    assert plain["nll"] != averaged["nll"]
+    assert losses(tmp_path) == losses(whole)
+    plain, averaged = (rows(run / "evaluations.jsonl")[-1]["nll"] for run in (tmp_path, whole))
+    assert plain != averaged
 
 
 class NotFinite(nn.Module):

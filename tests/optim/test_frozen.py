@@ -22,7 +22,7 @@ DECAY = "optimizer={_target_: torch.optim.AdamW, lr: 0.1, weight_decay: 0.5}"
 
 @pytest.fixture
 def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers find the model, too."""
+    """Lets workers find the model too."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "jobs"))
 
 

@@ -1,14 +1,15 @@
-"""Tests times of forward, backward and the loss, by layers that sleep for a known time."""
+"""Tests the times of forward, backward, its halves and the loss, with layers that turn the clock themselves."""
 
 from __future__ import annotations
 
-import time
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.partition import layer_times
@@ -18,29 +19,45 @@ from gpipe_cli.partition.profile import ModelProfile, profile_layers
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm
 
 CPU = torch.device("cpu")
-FORWARD, BACKWARD = 0.004, 0.008  # seconds
+FORWARD, BACKWARD, WEIGHT = 4.0, 8.0, 2.0  # seconds
+CLOCK = SimpleNamespace(now=0.0)
 
 
-class SleepsGoingBack(torch.autograd.Function):
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_times, "time", SimpleNamespace(perf_counter=lambda: CLOCK.now))
+
+
+class Takes(torch.autograd.Function):
+    """Returns its input after so many seconds, and its gradient after so many."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        time.sleep(FORWARD)
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        CLOCK.now += forward
+        ctx.backward_seconds = backward
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        time.sleep(BACKWARD)
-        return gradients[0]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        CLOCK.now += ctx.backward_seconds
+        return gradients[0], None, None
 
 
-class Sleeping(nn.Linear):
+class Slow(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
-        made: Tensor = SleepsGoingBack.apply(super().forward(input))
+        made: Tensor = Takes.apply(super().forward(input), FORWARD, BACKWARD)
         return made
 
 
-def sleeping_loss(outputs: tuple[Tensor, ...]) -> Tensor:
-    made: Tensor = SleepsGoingBack.apply(outputs[0].sum())
+class SlowWeight(nn.Linear):
+    """Takes its time for the gradient of its input, and for that of its weight."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(Takes.apply(input, 0, BACKWARD), Takes.apply(self.weight, 0, WEIGHT), self.bias)
+
+
+def slow_loss(outputs: tuple[Tensor, ...]) -> Tensor:
+    made: Tensor = Takes.apply(outputs[0].sum(), FORWARD, BACKWARD)
     return made
 
 
@@ -50,29 +67,25 @@ def profile(*makers: Any, **options: Any) -> ModelProfile:
 
 
 def test_forward_and_backward_of_every_layer_are_timed() -> None:
-    found = profile(partial(Sleeping, 8, 8), partial(nn.Linear, 8, 8))
+    found = profile(partial(Slow, 8, 8), partial(nn.Linear, 8, 8))
     slow = found.times[0]
-    assert min(slow.inference, slow.forward, slow.recompute) >= FORWARD
-    assert slow.backward >= BACKWARD
-    assert [layer.cost for layer in found.layers] == [times.total for times in found.times]
-    assert slow.total == slow.forward + slow.backward
+    assert (slow.inference, slow.forward, slow.recompute, slow.backward) == (FORWARD, FORWARD, FORWARD, BACKWARD)
+    assert [layer.cost for layer in found.layers] == [times.total for times in found.times] == [FORWARD + BACKWARD, 0]
 
 
 def test_halves_of_a_backward_are_timed_apart() -> None:
-    """The layer sleeps on the gradient's way to the input; where nobody waits for that, the first half does it all."""
-    first, second = profile(*[partial(Sleeping, 8, 8)] * 2).times
-    assert second.input_gradient >= BACKWARD
-    assert 0 < second.weight_gradient < BACKWARD
-    assert first.input_gradient >= BACKWARD
-    assert first.weight_gradient < BACKWARD / 10
+    """The first layer has no gradient to hand back: its whole backward belongs to the first half."""
+    first, second = profile(*[partial(SlowWeight, 8, 8)] * 2).times
+    assert (second.input_gradient, second.weight_gradient, second.backward) == (BACKWARD, WEIGHT, BACKWARD + WEIGHT)
+    assert (first.input_gradient, first.weight_gradient, first.backward) == (WEIGHT, 0, WEIGHT)
 
 
 def test_the_loss_stands_behind_the_last_layer_which_pays_for_it() -> None:
-    found = profile(partial(nn.Linear, 8, 8), partial(nn.Linear, 8, 4), loss=sleeping_loss)
+    found = profile(partial(Slow, 8, 8), partial(nn.Linear, 8, 4), loss=slow_loss)
     assert found.loss is not None
-    assert found.loss.forward >= FORWARD
-    assert found.loss.backward >= BACKWARD
-    assert [layer.cost for layer in found.costs] == [found.times[0].total, found.times[1].total + found.loss.total]
+    assert (found.loss.forward, found.loss.backward) == (FORWARD, BACKWARD)
+    assert [layer.cost for layer in found.costs] == [FORWARD + BACKWARD, FORWARD + BACKWARD]
+    assert [layer.cost for layer in found.layers] == [FORWARD + BACKWARD, 0]
     without = profile(partial(nn.Linear, 8, 8))
     assert without.loss is None
     assert without.costs == without.layers
@@ -87,15 +100,15 @@ class Judged(nn.Linear):
     """Has an auxiliary loss, as AmoebaNet's cell with an auxiliary head."""
 
     def auxiliary_loss(self, outputs: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
-        return sleeping_loss((outputs - targets[0],))
+        return slow_loss((outputs - targets[0],))
 
 
 def test_an_auxiliary_loss_belongs_to_its_layer() -> None:
     judged, other = profile(partial(Judged, 8, 8), partial(nn.Linear, 8, 8), targets=(torch.zeros(4, 8),)).times
-    assert min(judged.inference, judged.forward, judged.recompute) >= FORWARD
-    assert judged.backward >= BACKWARD
-    assert max(other.forward, other.backward) < FORWARD
-    assert profile(partial(Judged, 8, 8)).times[0].forward < FORWARD  # without targets there is nothing to judge by
+    assert (judged.inference, judged.forward, judged.recompute) == (FORWARD, FORWARD, FORWARD)
+    assert judged.backward == BACKWARD
+    assert other.total == 0
+    assert profile(partial(Judged, 8, 8)).times[0].total == 0  # without targets there is nothing to judge by
 
 
 def test_an_auxiliary_loss_that_fails_is_named_with_its_layer() -> None:
@@ -104,20 +117,21 @@ def test_an_auxiliary_loss_that_fails_is_named_with_its_layer() -> None:
 
 
 def test_layers_that_are_equal_are_timed_once() -> None:
-    first, second, third = profile(*[partial(Sleeping, 8, 8)] * 3).times
+    first, second, third = profile(*[partial(Slow, 8, 8)] * 3).times
     assert second is third  # the first differs: its input needs no gradient
     assert first is not second
 
 
-def test_small_groups_give_every_layer_its_times_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_timed_in_groups_of_one_have_the_times_of_a_group_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [partial(Slow, 8, 8), partial(nn.Linear, 8, 4), partial(SlowWeight, 4, 4)]
+    together = profile(*layers, loss=slow_loss)
     monkeypatch.setattr(layer_times, "_ENOUGH", 1)
-    found = profile(partial(Sleeping, 8, 8), partial(nn.Linear, 8, 4), partial(nn.Linear, 4, 4), loss=sleeping_loss)
-    assert all(times.total > 0 for times in found.times)
-    assert found.loss is not None
+    assert profile(*layers, loss=slow_loss) == together
 
 
 def test_a_layer_may_work_in_place() -> None:
-    assert all(times.total > 0 for times in profile(partial(nn.Linear, 8, 8), partial(nn.ReLU, inplace=True)).times)
+    times = profile(partial(nn.ReLU, inplace=True), partial(Slow, 8, 8), partial(nn.ReLU, inplace=True)).times
+    assert [one.total for one in times] == [0, FORWARD + BACKWARD, 0]
 
 
 def test_batchnorm_gathers_in_every_forward_but_not_when_it_is_recomputed() -> None:

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import pytest
 import torch
-from small_models import CPU, build_all, mini_batch, small_model, token_loss, weight_of
+from small_models import build_all, engine_of, mini_batch, small_model, token_loss, train_step
 from torch import Tensor, nn
 
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.pipeline import compiled
-from gpipe_cli.pipeline.cell import Cell, LayerFailed
-from gpipe_cli.pipeline.engine import Pipeline, StepInput
-from gpipe_cli.pipeline.randomness import NoiseSource
+from gpipe_cli.pipeline.cell import LayerFailed
+from gpipe_cli.pipeline.engine import Pipeline
 from gpipe_cli.schedule.orders import KINDS
-from gpipe_cli.schedule.schedule import REMAT, schedule
+from gpipe_cli.schedule.schedule import REMAT
 
 M = 3
 CUTS = ([7], [3, 4], [1, 2, 2, 2])
-
-
-def pipeline_of(builders: Sequence[LayerBuilder], cuts: Sequence[int], compiles: bool = False) -> Pipeline:
-    """Returns the engine of one worker; ``cuts``: the number of layers of each cell."""
-    noise, layers = NoiseSource(1, 0, CPU), iter(build_all(builders))
-    cells = [Cell(k, [next(layers) for _ in range(n)], noise, None, compiles) for k, n in enumerate(cuts)]
-    return Pipeline(cells, (0,) * len(cells), None, token_loss, 1, CPU)
-
-
-def step(engine: Pipeline, kind: str, remat: str) -> None:
-    batch = mini_batch(0, 8, M)
-    step_input = StepInput(0, 1, ("shape",) * M, 1 / weight_of(batch))
-    engine.train_step(schedule(kind, engine.placement, M, remat)[0], step_input, batch)
+BACKWARDS = ("backward", "input_gradient", "weight_gradient")
 
 
 def strays(engine: Pipeline, kind: str, remat: str) -> list[str]:
@@ -48,12 +34,9 @@ def strays(engine: Pipeline, kind: str, remat: str) -> list[str]:
     weights = [(w, layer.name, c.number) for c in engine.cells.values() for layer in c.layers for w in params(layer)]
     for weight, layer, cell in weights:
         weight.register_hook(partial(look, layer, cell))  # type: ignore[no-untyped-call]  # torch's own
-    step(engine, kind, remat)
+    train_step(engine, kind, remat, mini_batch(0, 8, M))
     assert count >= M * len(weights)
     return found
-
-
-BACKWARDS = ("backward", "input_gradient", "weight_gradient")
 
 
 def params(layer: object) -> list[nn.Parameter]:
@@ -64,14 +47,14 @@ def params(layer: object) -> list[nn.Parameter]:
 def test_every_gradient_of_a_weight_is_made_in_its_own_layer(kind: str) -> None:
     for cuts in CUTS:
         for remat in REMAT:
-            engine = pipeline_of(small_model(batchnorm=True, dropout=0.3), cuts)
+            engine = engine_of(build_all(small_model(batchnorm=True, dropout=0.3)), cuts)
             assert strays(engine, kind, remat) == [], (cuts, remat)
             assert engine.where.known() == {}
 
 
 def test_compiled_layers_are_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled.torch, "compile", partial(torch.compile, backend="aot_eager"))
-    assert strays(pipeline_of(small_model(), [3, 4], compiles=True), "zero_bubble", "except_last") == []
+    assert strays(engine_of(build_all(small_model()), [3, 4], compiles=True), "zero_bubble", "except_last") == []
     torch._dynamo.reset()
 
 
@@ -100,7 +83,7 @@ def test_a_failing_backward_names_its_layer_also_between_layers_that_pass_tensor
     builders[2] = LayerBuilder("broken", Broken)
     builders[4] = LayerBuilder("passing", nn.Identity)
     with pytest.raises(LayerFailed, match="cell 0, backward of layer 'broken', micro-batch 0"):
-        step(pipeline_of(builders, [7]), kind, "never")
+        train_step(engine_of(build_all(builders), [7]), kind, "never", mini_batch(0, 8, M))
 
 
 def test_a_failing_backward_of_the_loss_is_named() -> None:
@@ -108,7 +91,7 @@ def test_a_failing_backward_of_the_loss_is_named() -> None:
         value, statistics = token_loss(outputs, targets)
         return Breaking.apply(value), statistics  # type: ignore[no-untyped-call]  # torch's own
 
-    engine = pipeline_of(small_model(), [3, 4])
+    engine = engine_of(build_all(small_model()), [3, 4])
     engine.loss = loss
     with pytest.raises(LayerFailed, match="cell 1, backward of the task's loss, micro-batch 2"):
-        step(engine, "gpipe", "never")
+        train_step(engine, "gpipe", "never", mini_batch(0, 8, M))

@@ -11,16 +11,12 @@ import torch
 from inline_run import train_inline
 from own_model import WORDS
 from own_plan import planned
-from small_models import CPU, build_all, mini_batch, small_model, token_loss, weight_of
+from small_models import build_all, engine_of, gradients_of, mini_batch, small_model, train_step
 from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.pipeline import compiled
-from gpipe_cli.pipeline.cell import Cell
 from gpipe_cli.pipeline.compiled import COMPILED_BACKWARD, compile_layer, require_compiler
-from gpipe_cli.pipeline.engine import Pipeline, StepInput
-from gpipe_cli.pipeline.randomness import NoiseSource
-from gpipe_cli.schedule.schedule import schedule
 
 M = 4
 
@@ -33,19 +29,14 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def trained(cuts: list[int], kind: str, remat: str, is_compiled: bool = True) -> dict[str, Tensor]:
+def trained(cuts: list[int], kind: str, remat: str) -> dict[str, Tensor]:
     """Returns losses and gradients of two steps; ``cuts``: the number of layers of each cell."""
-    noise, taken = NoiseSource(1, 0, CPU), iter(build_all(small_model(batchnorm=True, dropout=0.3)))
-    cells = [Cell(k, [next(taken) for _ in range(n)], noise, None, is_compiled) for k, n in enumerate(cuts)]
-    engine = Pipeline(cells, (0,) * len(cells), None, token_loss, 1, CPU)
+    engine = engine_of(build_all(small_model(batchnorm=True, dropout=0.3)), cuts, compiles=True)
     found: dict[str, Tensor] = {}
     for step in range(2):
-        batch = mini_batch(0, 8, M)
-        step_input = StepInput(step, 2, ("shape",) * M, 1 / weight_of(batch))
-        instructions = schedule(kind, engine.placement, M, remat)[0]
-        record = engine.train_step(instructions, step_input, batch)
+        record = train_step(engine, kind, remat, mini_batch(0, 8, M), step)
         found |= {f"loss {step} {key}": loss for key, loss in record.losses.items()}
-    return found | {name: p.grad for cell in cells for name, p in cell.parameters() if p.grad is not None}
+    return found | gradients_of(engine)
 
 
 CASES = [([3, 4], "gpipe", "always"), ([1, 2, 2, 2], "1f1b", "except_last"), ([3, 4], "zero_bubble", "never")]

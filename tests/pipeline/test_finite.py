@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import CPU, build_all, mini_batch, small_model, token_loss, weight_of
+from small_models import CPU, build_all, engine_of, mini_batch, small_model, token_loss, weight_of
 from torch import Tensor, nn
 
 from gpipe_cli.micro_batch import MicroBatch, Tensors
@@ -41,12 +41,7 @@ class PoisonBack(torch.autograd.Function):
 
 
 def engine_with(K: int, plant: Callable[[Pipeline], None]) -> Pipeline:
-    layers = build_all(small_model(batchnorm=True, dropout=0.3))
-    cells = [
-        Cell(number, [layers[i] for i in indices], NoiseSource(1, 0, CPU))
-        for number, indices in enumerate(cell_layers(SIZES[K]))
-    ]
-    engine = Pipeline(cells, (0,) * K, None, token_loss, 1, CPU)
+    engine = engine_of(build_all(small_model(batchnorm=True, dropout=0.3)), SIZES[K])
     plant(engine)
     return engine
 

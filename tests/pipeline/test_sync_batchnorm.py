@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from inline_run import train_inline
+from run_files import losses
 
 from gpipe_cli.launch.supervisor import Job, launch
 
@@ -17,10 +17,6 @@ def test_two_replicas_have_the_gradients_and_statistics_of_the_joined_mini_batch
     job = Job(tmp_path, 2, "sync_batchnorm_jobs:compare", {}, preload=("torch", "torch.distributed"))
     found = launch(job, lambda event: None)
     assert not found, "\n".join(found)
-
-
-def losses(run_dir: Path) -> list[float]:
-    return [json.loads(row)["loss"] for row in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow

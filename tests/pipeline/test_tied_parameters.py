@@ -37,7 +37,10 @@ class InMemory(ReplicaLink):
         back.put(None)
 
 
-def made(placement: Sequence[int], trained: bool = True) -> list[tuple[TiedParameters, dict[str, nn.Parameter]]]:
+Side = tuple[TiedParameters, dict[str, nn.Parameter]]
+
+
+def made(placement: Sequence[int], trained: bool = True) -> list[Side]:
     """Returns every worker's side, and its parameters by full name; cell i has the i-th layer."""
     worker_of = dict(zip(LAYERS, placement, strict=True))
     queues: dict[tuple[int, int], tuple[Queue[Tensor], Queue[None]]] = defaultdict(lambda: (Queue(), Queue()))
@@ -67,9 +70,15 @@ def drawn(name: str) -> torch.Generator:
     return torch.Generator().manual_seed(sum(map(ord, name)))
 
 
-def on_all(sides: Sequence[tuple[TiedParameters, object]], do: Callable[[TiedParameters], None]) -> None:
+def on_all(sides: Sequence[Side], do: Callable[[TiedParameters], object]) -> None:
+    on_all_with_parameters(sides, lambda side, _: do(side))
+
+
+def on_all_with_parameters(
+    sides: Sequence[Side], do: Callable[[TiedParameters, dict[str, nn.Parameter]], object]
+) -> None:
     with ThreadPoolExecutor(len(sides)) as pool:
-        list(pool.map(lambda side: do(side[0]), sides))
+        list(pool.map(lambda side: do(*side), sides))
 
 
 PLACEMENTS = ([0, 0, 0, 0, 0], [0, 1, 2, 3, 4], [0, 1, 0, 1, 0], [2, 1, 0, 1, 0])
@@ -114,19 +123,18 @@ def test_values_for_a_while_go_without_a_message_even_after_a_failure(placement:
     own = {name: parameter for _, parameters in sides for name, parameter in parameters.items()}
     before = {name: parameter.detach().clone() for name, parameter in own.items()}
 
-    def evaluate(side: TiedParameters) -> None:
-        averages = {uses[0]: torch.full((1000,), 7.0) for uses in TIES}
-        owners = {name: parameter for name, parameter in side._own.items() if name in averages}
-        live = {name: parameter.data for name, parameter in owners.items()}
-        for name, parameter in owners.items():
-            parameter.data = averages[name]
+    def evaluate(side: TiedParameters, parameters: dict[str, nn.Parameter]) -> None:
+        owners = [parameters[uses[0]] for uses in TIES if uses[0] in parameters]
+        live = [owner.data for owner in owners]
+        for owner in owners:
+            owner.data = torch.full((1000,), 7.0)
         with pytest.raises(ZeroDivisionError), side.spread_for_a_while():
-            assert all(bool((parameter == 7).all()) for parameter in side._own.values())
+            assert all(bool((parameter == 7).all()) for parameter in parameters.values())
             raise ZeroDivisionError
-        for name, parameter in owners.items():
-            parameter.data = live[name]
+        for owner, value in zip(owners, live, strict=True):
+            owner.data = value
 
-    on_all(sides, evaluate)
+    on_all_with_parameters(sides, evaluate)
     assert all(torch.equal(parameter, before[name]) for name, parameter in own.items())
 
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from small_models import CPU, build_all, mini_batch, small_model, token_loss, weight_of
+from small_models import CPU, build_all, engine_of, gradients_of, mini_batch, small_model, train_step
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,15 +29,10 @@ def half() -> torch.autocast:
 
 def gradients(layers: list[BuiltLayer], kind: str, cuts: list[int], steps: int = 2) -> dict[str, Tensor]:
     """Returns the gradients of some steps together; ``cuts``: the number of layers of each cell."""
-    noise, taken = NoiseSource(1, 0, CPU), iter(layers)
-    cells = [Cell(k, [next(taken) for _ in range(size)], noise) for k, size in enumerate(cuts)]
-    placement = (0,) * len(cells)
-    engine = Pipeline(cells, placement, None, token_loss, 1, CPU, half)
+    engine = engine_of(layers, cuts, half)
     for step in range(steps):
-        batch = mini_batch(step, 8, M)
-        step_input = StepInput(step, steps, tuple(f"{step} {m}" for m in range(M)), 1 / weight_of(batch))
-        engine.train_step(schedule(kind, placement, M, "except_last")[0], step_input, batch)
-    return {name: p.grad for cell in cells for name, p in cell.parameters() if p.grad is not None}
+        train_step(engine, kind, "except_last", mini_batch(step, 8, M), step)
+    return gradients_of(engine)
 
 
 @pytest.mark.parametrize("kind", KINDS)

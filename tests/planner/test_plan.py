@@ -400,9 +400,7 @@ def test_mistakes_are_named(words: list[str], message: str, capsys: pytest.Captu
 
 
 @pytest.mark.slow
-def test_help_needs_no_torch_and_nothing_is_left_behind(tmp_path: Path) -> None:
-    code = "import sys; from gpipe_cli.commands.plan import main; main(['--help']); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
+def test_a_plan_leaves_nothing_behind(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "jobs")}
     command = [sys.executable, "-m", "gpipe_cli.commands.plan", *OWN]
     subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)

@@ -16,7 +16,7 @@ SMALL = (*OWN, "pipeline.K=2,4")
 
 
 def table(printed: str) -> list[dict[str, str]]:
-    """Its rows, by column; the last lines before any notes."""
+    """Returns the rows of a printed table by column; they are the last lines before any notes."""
     lines = printed.splitlines()
     rule = next(number for number, line in enumerate(lines) if line.startswith("-"))
     ends = [0]

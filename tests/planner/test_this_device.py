@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,6 +75,14 @@ def test_what_is_timed_on_a_gpu_alone_takes_longer_where_it_is_shared(monkeypatc
 
 
 def test_starting_an_operation_is_timed_without_waiting_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An operation here costs nothing, and waiting for the GPU 2 ms."""
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: time.sleep(0.002))
-    assert this_device._seconds(lambda: None, is_gpu=True, calls=this_device._QUEUED) < 0.0005
+    """Starting takes 1 µs here, and waiting for the GPU 2 ms."""
+    now = 0.0
+
+    def turn(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(this_device, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: turn(2e-3))
+    found = this_device._seconds(lambda: turn(1e-6), is_gpu=True, calls=this_device._QUEUED)
+    assert found == pytest.approx(1e-6 + 2e-3 / this_device._QUEUED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,6 +13,7 @@ from inline_run import train_inline
 from late_device import LATE, METER, NAME, QUEUES, LateTensor, Stream, current_stream, pin_memory, runs_on, stream
 from late_jobs import train_late
 from own_model import WORDS
+from run_files import losses, rows
 from torch import Tensor, nn
 
 from gpipe_cli.bench.steps import engine_step, make_cell
@@ -32,10 +32,6 @@ SMALL = (*WORDS, "trainer.steps=4", "checkpoint.every=2", "optimizer.lr=0.01")
 def device_of_runs(name: str) -> AbstractContextManager[None]:
     """Makes the kind of device that of the runs inside the block."""
     return runs_on(LATE if name == NAME else torch.device(name, 0 if name == "cuda" else None), name)
-
-
-def losses(run_dir: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_tensors_of_two_devices_do_not_mix_and_bytes_are_counted() -> None:
@@ -130,10 +126,8 @@ def test_a_run_on_the_device_has_the_bits_of_any_k(words: tuple[str, ...], tmp_p
     assert (losses(tmp_path / "1") == losses(tmp_path / "cpu")) == (words != ("precision=bf16",))
     assert losses(tmp_path / "1") == pytest.approx(losses(tmp_path / "cpu"), rel=0.02)
     if words == TIED:
-        on_the_device, on_the_cpu = (tmp_path / run / "evaluations.jsonl" for run in ("4", "cpu"))
-        assert [json.loads(line)["nll"] for line in on_the_device.read_text().splitlines()] == [
-            json.loads(line)["nll"] for line in on_the_cpu.read_text().splitlines()
-        ]
+        here, there = (rows(tmp_path / run / "evaluations.jsonl") for run in ("4", "cpu"))
+        assert [row["nll"] for row in here] == [row["nll"] for row in there]
 
 
 @pytest.mark.slow
@@ -141,9 +135,9 @@ def test_a_run_on_the_device_has_the_bits_of_any_k(words: tuple[str, ...], tmp_p
 def test_workers_on_the_device_have_the_bits_of_one(K: int, tmp_path: Path) -> None:
     words = (*SMALL, f"pipeline.K={K}", "pipeline.schedule=1f1b", "checkpoint.every=null")
     train_late(tmp_path / "one", 1, *words)
-    _, events = train_late(tmp_path / "processes", K, *words)
+    summary, _ = train_late(tmp_path / "processes", K, *words)
     assert losses(tmp_path / "processes") == losses(tmp_path / "one")
-    assert {event["rank"] for event in events} >= {0}
+    assert [cell["worker"] for cell in summary["cells"]] == list(range(K))
 
 
 def test_a_layer_that_makes_a_tensor_on_the_cpu_is_named() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -10,11 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 from inline_run import train_inline
+from run_files import rows
 from safetensors.torch import load_file
 
 from gpipe_cli.checkpoint.files import read_manifest, step_directory
@@ -61,13 +61,13 @@ def signalled(words: list[str], run_dir: Path, steps: int, number: signal.Signal
 
 
 def losses(run_dir: Path) -> list[float]:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    return [row["loss"] for row in rows]
+    steps = rows(run_dir / "metrics.jsonl")
+    assert [row["step"] for row in steps] == list(range(1, len(steps) + 1))
+    return [row["loss"] for row in steps]
 
 
-def evaluations(run_dir: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+def evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    return rows(run_dir / "evaluations.jsonl")
 
 
 def same_bits(one: Path, other: Path, step: int = 20) -> bool:

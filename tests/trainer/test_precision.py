@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from inline_run import train_inline
 from own_plan import planned
+from run_files import losses, rows
 from safetensors.torch import load_file
 
 from gpipe_cli.checkpoint.files import read_manifest, step_directory
@@ -32,10 +31,6 @@ TINY = (
 BOUNDARIES = ("precision=bf16", "precision.boundaries=bfloat16")
 
 
-def rows(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 def trained(run_dir: Path, *words: str, steps: int = STEPS) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Returns the losses of a run and all tensors of its last checkpoint."""
     train_inline(run_dir, *TINY, f"trainer.steps={steps}", *words)
@@ -45,7 +40,7 @@ def trained(run_dir: Path, *words: str, steps: int = STEPS) -> tuple[list[float]
         for name in manifest.layers
         for key, value in load_file(manifest.layer_path(name)).items()
     }
-    return [row["loss"] for row in rows(run_dir)], tensors
+    return losses(run_dir), tensors
 
 
 def changed(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
@@ -66,17 +61,18 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[s
 def test_boundaries_in_bf16_give_the_same_bits_for_every_k(
     words: tuple[str, ...], whole: tuple[list[float], dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
-    losses, tensors = trained(tmp_path / "run", *BOUNDARIES, *words)
-    assert losses == whole[0]
+    found, tensors = trained(tmp_path / "run", *BOUNDARIES, *words)
+    assert found == whole[0]
     assert changed(tensors, whole[1]) == []
 
 
-def test_boundaries_in_bf16_round_what_passes(
+def test_bf16_trains_close_to_fp32_and_boundaries_in_bf16_round_what_passes(
     whole: tuple[list[float], dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
-    losses, _ = trained(tmp_path / "run", "precision=bf16", "pipeline.K=4")
-    assert losses != whole[0]
-    assert losses == pytest.approx(whole[0], rel=0.02)
+    found, _ = trained(tmp_path / "bf16", "precision=bf16", "pipeline.K=4")
+    assert found != whole[0] and found == pytest.approx(whole[0], rel=0.02)
+    exact, _ = trained(tmp_path / "fp32", "pipeline.K=1")
+    assert found != exact and found == pytest.approx(exact, rel=0.02)
 
 
 def test_boundaries_in_bf16_halve_the_messages() -> None:
@@ -91,17 +87,20 @@ def test_boundaries_in_bf16_halve_the_messages() -> None:
 FLOAT16 = ("precision=fp16", f"precision.loss_scale={2**22}")  # gradients overflow in the first steps
 
 
+def scales(run_dir: Path) -> list[tuple[float, int]]:
+    """Returns the loss scale and the number of skipped updates after every step."""
+    return [(row["loss_scale"], row["skipped_updates"]) for row in rows(run_dir / "metrics.jsonl")]
+
+
 def test_loss_scaling_gives_the_same_bits_for_every_k_and_over_a_resume(tmp_path: Path) -> None:
-    losses, tensors = trained(tmp_path / "whole", *FLOAT16, "pipeline.K=1", steps=4)
-    first = rows(tmp_path / "whole")
-    assert [row["loss_scale"] for row in first] == [2**21, 2**20, 2**20, 2**20]
-    assert [row["skipped_updates"] for row in first] == [1, 2, 2, 2]
+    found, tensors = trained(tmp_path / "whole", *FLOAT16, "pipeline.K=1", steps=4)
+    assert scales(tmp_path / "whole") == [(2**21, 1), (2**20, 2), (2**20, 2), (2**20, 2)]
     trained(tmp_path / "cut", *FLOAT16, "pipeline.K=4", steps=1)
     resume = f"checkpoint.resume={step_directory(tmp_path / 'cut', 1)}"
     again = trained(tmp_path / "cut", *FLOAT16, "pipeline.K=2", resume, steps=4)
-    assert again[0] == losses
+    assert again[0] == found
     assert changed(again[1], tensors) == []
-    assert [row["loss_scale"] for row in rows(tmp_path / "cut")] == [row["loss_scale"] for row in first]
+    assert scales(tmp_path / "cut") == scales(tmp_path / "whole")
 
 
 def test_an_overflow_is_told_and_is_no_error(tmp_path: Path) -> None:
@@ -110,7 +109,7 @@ def test_an_overflow_is_told_and_is_no_error(tmp_path: Path) -> None:
     assert [event for event in events if event["kind"] == "warning"] == []
     told = "step 1: gradients overflow float16 with their loss scale; update skipped, the scale is 2,097,152 now"
     assert told in [event["text"] for event in events if event["kind"] == "message"]
-    assert "not_finite" not in rows(tmp_path / "run")[0]
+    assert "not_finite" not in rows(tmp_path / "run" / "metrics.jsonl")[0]
 
 
 def report_of(loss: float, norm: float) -> StepReport:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from inline_run import train_inline
 from own_model import WORDS, Ending
+from run_files import rows
 from safetensors.torch import load_file
 
 from gpipe_cli.checkpoint.compatibility import require_compatible
@@ -61,8 +61,7 @@ def learning_rates(folder: Path, *words: str) -> list[float]:
     train_inline(folder / "first", *common)
     resume = f"checkpoint.resume={step_directory(folder / 'first', 2)}"
     train_inline(folder / "second", *common, *words, resume)
-    rows = (folder / "second" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(row)["lr"] for row in rows]
+    return [row["lr"] for row in rows(folder / "second" / "metrics.jsonl")]
 
 
 def test_a_learning_rate_that_may_differ_is_the_one_that_trains(tmp_path: Path) -> None:
@@ -113,7 +112,7 @@ def going_on(run_dir: Path) -> str:
 
 
 def evaluated(run_dir: Path) -> list[int]:
-    return [json.loads(row)["step"] for row in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+    return [row["step"] for row in rows(run_dir / "evaluations.jsonl")]
 
 
 @pytest.mark.slow

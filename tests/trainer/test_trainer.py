@@ -13,6 +13,7 @@ from typing import Any
 import own_model
 import pytest
 from inline_run import train_inline
+from run_files import losses, rows
 
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.metrics.pictures import draw_loss
@@ -20,28 +21,24 @@ from gpipe_cli.trainer import loop
 from gpipe_cli.trainer.nonfinite import Cause
 
 CONF = Path(__file__).parents[2] / "conf"
-GROUPS = ("optimizer", "lr_schedule", "precision", "pipeline", "checkpoint", "logging", "experiment")
+GROUPS = ("optimizer", "lr_schedule", "precision", "pipeline", "checkpoint", "logging")
 
 
-def options() -> list[str]:
-    """Returns an override for each YAML file that works with the default model, and for the language model.
+def options() -> list[tuple[str, ...]]:
+    """Returns words that name every YAML of these groups, one of each group at a time, and both language models.
 
-    Experiments on files of one's own stand in test_experiments.py and test_translation_experiments.py.
+    Experiments stand in test_experiments.py and test_translation_experiments.py.
     """
-    found = [
-        f"{group}={path.relative_to(CONF / group).with_suffix('').as_posix()}"
-        for group in GROUPS
-        for path in sorted((CONF / group).rglob("*.yaml"))
-        if group != "experiment" or path.parent.name == "nmt_small"
-    ]
-    return [*found, "model=transformer_lm", "model=transformer_lm_small"]
+    groups = [[f"{group}={path.stem}" for path in sorted((CONF / group).glob("*.yaml"))] for group in GROUPS]
+    together = [tuple(group[number % len(group)] for group in groups) for number in range(max(map(len, groups)))]
+    return [*together, ("model=transformer_lm",), ("model=transformer_lm_small",)]
 
 
-@pytest.mark.parametrize("option", options())
-def test_every_yaml_trains_a_tiny_step(option: str, tmp_path: Path) -> None:
-    words = ["debug=tiny", "trainer.steps=1", "trainer.evaluate_first=false", "pipeline.K=2", option]
-    words += [] if option.startswith("model=transformer_lm") else ["task.generation=null"]
-    summary, _ = train_inline(tmp_path, *words)
+@pytest.mark.parametrize("words", options(), ids=" ".join)
+def test_every_yaml_trains_a_tiny_step(words: tuple[str, ...], tmp_path: Path) -> None:
+    common = ["debug=tiny", "trainer.steps=1", "trainer.evaluate_first=false", "pipeline.K=2"]
+    common += [] if words[0].startswith("model=transformer_lm") else ["task.generation=null"]
+    summary, _ = train_inline(tmp_path, *common, *words)
     assert summary["steps"] == 1
     assert math.isfinite(summary["loss"])
     assert summary["skipped_updates"] == 0
@@ -54,7 +51,7 @@ THREE_CELLS = ("debug=tiny", "trainer.steps=2", "pipeline.K=3", "task.generation
 def plain_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     run_dir = tmp_path_factory.mktemp("plain")
     train_inline(run_dir, *THREE_CELLS)
-    return [row["loss"] for row in rows(run_dir / "metrics.jsonl")]
+    return losses(run_dir)
 
 
 @pytest.mark.parametrize(
@@ -72,16 +69,12 @@ def test_every_way_to_cut_and_to_run_gives_the_same_losses(
     words: list[str], plain_losses: list[float], tmp_path: Path
 ) -> None:
     train_inline(tmp_path, *THREE_CELLS, *words)
-    assert [row["loss"] for row in rows(tmp_path / "metrics.jsonl")] == pytest.approx(plain_losses, rel=1e-5)
+    assert losses(tmp_path) == pytest.approx(plain_losses, rel=1e-5)
 
 
 def test_layers_without_a_declared_cost_are_named_when_costs_should_be_declared(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"source_embedding.*pipeline\.cost"):
         train_inline(tmp_path, "debug=tiny", "pipeline.cost=declared")
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_a_run_leaves_what_other_programs_rely_on(tmp_path: Path) -> None:
@@ -108,14 +101,6 @@ def test_a_run_leaves_what_other_programs_rely_on(tmp_path: Path) -> None:
     assert sum(cell["parameters"] for cell in summary["cells"]) == summary["parameters"]
     drawn = {path.name for path in (tmp_path / "pictures").iterdir()}
     assert drawn >= {"step.png", "loss.png", "breakdown.png", "step_000003.png", "step_000003.svg"}
-
-
-def test_bf16_trains_close_to_fp32(tmp_path: Path) -> None:
-    words = ("debug=tiny", "pipeline.K=2", "task.generation=null")
-    whole, _ = train_inline(tmp_path / "fp32", *words)
-    half, _ = train_inline(tmp_path / "bf16", *words, "precision=bf16")
-    assert half["loss"] != whole["loss"]
-    assert half["loss"] == pytest.approx(whole["loss"], rel=0.02)
 
 
 OVERFLOW = (*own_model.WORDS, "++model.middle=Overflowing", "trainer.steps=4", "checkpoint.every=null", "pipeline.M=2")
@@ -167,10 +152,9 @@ def test_a_time_limit_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_patience_ends_a_run_that_no_longer_gets_better(tmp_path: Path) -> None:
-    words = ["trainer.steps=50", "trainer.evaluate_every=1", "trainer.patience=2", "optimizer.lr=0"]
-    summary, _ = train_inline(tmp_path, "debug=tiny", *words)
-    assert summary["stopped_by"] == "early stopping"
-    assert summary["steps"] == 2
+    words = (*own_model.WORDS, "trainer.evaluate_first=true", "trainer.evaluate_every=1", "trainer.patience=2")
+    summary, _ = train_inline(tmp_path, *words, "optimizer.lr=0", "trainer.steps=50")
+    assert (summary["stopped_by"], summary["steps"]) == ("early stopping", 2)
 
 
 def test_early_stopping_evaluates_its_last_step_once(tmp_path: Path) -> None:

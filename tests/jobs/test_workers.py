@@ -1,0 +1,81 @@
+"""Tests the number of workers that a run gets, and which GPUs count."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gpipe_cli import gpus
+from gpipe_cli.config import PipelineConfig
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.jobs import devices
+from gpipe_cli.jobs.devices import Devices, settle_workers
+
+PIPELINE = PipelineConfig(
+    K=16,
+    M=4,
+    remat="never",
+    schedule="gpipe",
+    partition="min_max",
+    cost="flops",
+    workers="auto",
+    replicas=1,
+    threads=1,
+    backend="auto",
+    device="auto",
+    sync_batchnorm=False,
+    compile=False,
+    shard_optimizer=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "machine", "workers", "line"),
+    [
+        ({}, Devices(2, "core"), 2, "16 cells on 2 workers (2 cores)"),
+        ({"K": 4}, Devices(8, "GPU"), 4, "4 cells on 4 workers (8 GPUs)"),
+        ({"replicas": 4}, Devices(8, "GPU"), 2, "16 cells on 2 workers × 4 replicas (8 GPUs)"),
+        ({"replicas": 4}, Devices(2, "core"), 1, "16 cells on 1 worker × 4 replicas (2 cores)"),
+        ({"threads": 4}, Devices(8, "core"), 2, "16 cells on 2 workers (8 cores)"),
+        ({"workers": 16}, Devices(2, "core"), 16, "16 cells on 16 workers (pipeline.workers=16)"),
+        ({"schedule": "interleaved_1f1b"}, Devices(7, "core"), 4, "16 cells on 4 workers (7 cores)"),
+    ],
+)
+def test_workers_follow_the_devices(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], machine: Devices, workers: int, line: str
+) -> None:
+    monkeypatch.setattr(devices, "find_devices", lambda device: machine)
+    assert settle_workers(replace(PIPELINE, **changes), inline=False, world_size=None) == (workers, line)
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "message"),
+    [
+        ({"workers": 3}, 4, "needs 3 processes but WORLD_SIZE=4"),
+        ({"replicas": 3}, 4, "pipeline.replicas=3 does not divide WORLD_SIZE=4"),
+        ({"K": 2}, 4, "use pipeline.K>=4, or start torchrun with 2 processes in all"),
+        ({"schedule": "interleaved_1f1b"}, 3, r"no multiple of 3 workers \(WORLD_SIZE=3\): use pipeline.K=18"),
+    ],
+)
+def test_a_job_of_the_wrong_size_is_refused(changes: dict[str, Any], world_size: int, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        settle_workers(replace(PIPELINE, **changes), inline=False, world_size=world_size)
+
+
+def test_gpus_are_those_that_cuda_programs_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "_installed_gpus", lambda: 4)
+    seen = {}
+    for visible in ("0,1", "", "-1", "2", "0,1,2,3,4,5"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        seen[visible] = gpus.count_gpus()
+    assert seen == {"0,1": 2, "": 0, "-1": 0, "2": 1, "0,1,2,3,4,5": 4}
+
+
+@pytest.mark.parametrize(("visible", "number"), [("7", 0), ("NoDevFiles", 0), ("GPU-a,MIG-b", 2)])
+def test_names_that_no_gpu_has_are_none(visible: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NoDevFiles is what Slurm gives to a job without GPUs; a worker would take one more for a driver that fails."""
+    monkeypatch.setattr(gpus, "_installed_gpus", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpus.count_gpus() == number

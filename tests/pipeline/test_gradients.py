@@ -1,0 +1,28 @@
+"""Tests sums of gradients over replicas, in one order for every number, and gradients that are sparse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_cli.bench.workers import run_workers
+from gpipe_cli.pipeline.gradients import fill_gradients, squared_norms
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+def test_the_bits_of_a_sum_over_replicas_do_not_depend_on_a_number_s_place_in_the_tensor(replicas: int) -> None:
+    assert run_workers("replicas_jobs:sums", replicas, {}) == []
+
+
+def test_a_sparse_gradient_counts_as_a_dense_one() -> None:
+    tables = [nn.Embedding(5, 2, sparse=sparse) for sparse in (True, False)]
+    tables[1].load_state_dict(tables[0].state_dict())
+    for table in tables:
+        for ids in ([1, 1, 3], [3, 4, 4]):
+            table(torch.tensor(ids)).square().sum().backward()
+    parameters = [table.weight for table in tables]
+    fill_gradients(parameters)
+    assert parameters[0].grad is not None and parameters[1].grad is not None
+    assert torch.allclose(parameters[0].grad, parameters[1].grad)
+    assert squared_norms(parameters)[0] > 0
