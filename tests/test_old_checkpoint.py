@@ -1,16 +1,13 @@
 """Tests that an earlier release's run (tests/old_checkpoint/) is evaluated, exported and gone on from.
 
-All by the commands, as a person would; the keys of the run are those in its .hydra/overrides.yaml. The last bits belong
-to the processor and the releases that expected.json names. With others a tolerance serves; so small a model's gradients
-need a wide one.
+All by the commands; the keys of the run are those in its .hydra/overrides.yaml. The last bits belong to the processor
+and the releases that expected.json names. With others a tolerance serves; so small a model's gradients need a wide one.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from math import isclose
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,8 @@ import golden_losses
 import pytest
 import yaml
 from safetensors.torch import load_file
+
+from gpipe_cli.commands import evaluate, export, train
 
 HOME = Path(__file__).parent / "old_checkpoint"
 EXPECTED = json.loads((HOME / "expected.json").read_text())
@@ -30,7 +29,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_it_is_evaluated(run: Path) -> None:
-    command("evaluate", f"checkpoint={run}", f"output={run / 'report'}")
+    assert evaluate.main([f"checkpoint={run}", f"output={run / 'report'}", "launch.inline=true"]) == 0
     hold("evaluation", EXPECTED["evaluation"], json.loads((run / "report" / "evaluation.json").read_text())["numbers"])
 
 
@@ -40,7 +39,7 @@ def test_it_is_gone_on_from(run: Path, cells: int) -> None:
     keys = yaml.safe_load((run / ".hydra" / "overrides.yaml").read_text())
     steps = EXPECTED["next_steps"]
     others = [f"checkpoint.resume={run}", f"trainer.steps={steps[-1]['step']}", f"pipeline.K={cells}"]
-    command("train", *keys, *others, f"hydra.run.dir={run}")
+    assert train.main([*keys, *others, "launch.inline=true", f"hydra.run.dir={run}"]) == 0
     after = (run / "metrics.jsonl").read_text()
     assert after.startswith(before)
     lines = [json.loads(line) for line in after.removeprefix(before).splitlines()]
@@ -50,16 +49,9 @@ def test_it_is_gone_on_from(run: Path, cells: int) -> None:
 
 
 def test_its_weights_are_exported(run: Path, tmp_path: Path) -> None:
-    command("export", f"checkpoint={run}", f"output={tmp_path / 'model.safetensors'}")
+    assert export.main([f"checkpoint={run}", f"output={tmp_path / 'model.safetensors'}"]) == 0
     weights = load_file(tmp_path / "model.safetensors")
     assert {name: list(weight.shape) for name, weight in weights.items()} == EXPECTED["state_dict"]
-
-
-def command(name: str, *words: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", f"gpipe_cli.commands.{name}", *words], capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, f"gpipe-{name} {' '.join(words)}\n{done.stdout}{done.stderr}"
 
 
 def hold(what: str, expected: dict[str, float], got: dict[str, Any]) -> None:

@@ -8,10 +8,17 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from inline_run import train_inline
 from run_files import rows
+
+from gpipe_cli.errors import ConfigurationError, PlainError
+from gpipe_cli.jobs.own_target import complete
+from gpipe_cli.pipeline.cell import LayerFailed
 
 PAGE = (Path(__file__).parents[2] / "docs" / "your-own-model.md").read_text(encoding="utf-8")
 MODULE = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -20,8 +27,24 @@ assert MODULE is not None and SHELL is not None
 WORDS = shlex.split(SHELL[1].replace("\\\n", " ").splitlines()[1])[1:]
 
 
-def train(folder: Path, module: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Runs the page's command with a changed module and further overrides."""
+Train = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
+    """Runs the page's command in this process with a changed module and further overrides; returns the summary."""
+
+    def start(module: str, *words: str, folder: str = "") -> dict[str, Any]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "spirals.py").write_text(module, encoding="utf-8")
+        monkeypatch.delitem(sys.modules, "spirals", raising=False)
+        monkeypatch.syspath_prepend(tmp_path / folder)
+        return train_inline(tmp_path / folder / "run", *complete([*WORDS, *words]))[0]
+
+    return start
+
+
+def train_by_command(folder: Path, module: str, *words: str) -> subprocess.CompletedProcess[str]:
     (folder / "spirals.py").write_text(module, encoding="utf-8")
     command = [sys.executable, "-m", "gpipe_cli.commands.train", *WORDS, f"hydra.run.dir={folder / 'run'}", *words]
     environment = {**os.environ, "PYTHONPATH": str(folder)}
@@ -36,7 +59,7 @@ def changed(old: str, new: str) -> str:
 @pytest.mark.slow
 def test_the_page_s_example_learns(tmp_path: Path) -> None:
     assert MODULE is not None
-    done = train(tmp_path, MODULE[1], "logging.tensorboard=false")
+    done = train_by_command(tmp_path, MODULE[1], "logging.tensorboard=false")
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["evaluation"]["accuracy"] > 0.9
@@ -44,97 +67,71 @@ def test_the_page_s_example_learns(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "pictures" / "step.png").stat().st_size > 0
 
 
-def test_an_exception_in_a_layer_ends_the_run_with_its_traceback_and_place(tmp_path: Path) -> None:
-    count = "Hidden.calls = getattr(Hidden, 'calls', 0) + 1\n        assert Hidden.calls < 100, 'a planted fault'\n"
-    broken = changed("return x + F.relu", f"{count}        return x + F.relu")
-    done = train(tmp_path, broken, "pipeline.workers=4", "trainer.evaluate_first=false")
-    assert done.returncode == 1
-    assert "AssertionError: a planted fault" in done.stderr
-    assert re.search(r"cell \d, layer 'hidden_\d', micro-batch \d", done.stderr)
+COUNT = "Hidden.calls = getattr(Hidden, 'calls', 0) + 1\n        "
 
 
-@pytest.mark.slow
-def test_outputs_whose_shape_depends_on_more_than_the_inputs_shapes_are_refused_by_name(tmp_path: Path) -> None:
-    count = "Hidden.calls = getattr(Hidden, 'calls', 0) + 1\n        shorter = int(Hidden.calls > 100)\n"
-    module = changed("return x + F.relu", f"{count}        return x[shorter:] + F.relu").replace(
-        "norm(x)", "norm(x[shorter:])"
-    )
-    words = ["pipeline.workers=4", "pipeline.cost=parameters", "trainer.evaluate_first=false"]
-    done = train(tmp_path, module, *words)
-    assert done.returncode == 1
+def test_an_exception_in_a_layer_ends_the_run_with_its_place(train: Train) -> None:
+    broken = changed("return x + F.relu", f"{COUNT}assert Hidden.calls < 100, 'planted'\n        return x + F.relu")
+    with pytest.raises(LayerFailed, match=r"cell \d, layer 'hidden_\d', micro-batch \d") as failed:
+        train(broken, "trainer.evaluate_first=false")
+    assert isinstance(failed.value.__cause__, AssertionError) and "planted" in str(failed.value.__cause__)
+
+
+def test_outputs_whose_shape_depends_on_more_than_the_inputs_shapes_are_refused_by_name(train: Train) -> None:
+    shorter = changed("return x + F.relu", f"{COUNT}cut = int(Hidden.calls > 96)\n        return x[cut:] + F.relu")
+    words = ["pipeline.cost=parameters", "trainer.evaluate_first=false"]  # call 97 begins a micro-batch of step 3
     refusal = r"cell \d \(last layer '\w+'\), micro-batch \d: its outputs, with the targets, have the shapes .* before"
-    assert re.search(refusal, done.stderr)
+    with pytest.raises(Exception, match=refusal):
+        train(shorter.replace("norm(x)", "norm(x[cut:])"), *words)
 
 
 @pytest.mark.slow
 def test_an_exception_in_the_data_is_told_as_one_of_the_data(tmp_path: Path) -> None:
-    broken = changed(
-        "            number += 1\n", "            number += 1\n            assert number < 8, 'a planted fault'\n"
-    )
-    done = train(tmp_path, broken, "trainer.evaluate_first=false")
+    broken = changed("            number += 1\n", "            number += 1\n            assert number < 8, 'planted'\n")
+    done = train_by_command(tmp_path, broken, "trainer.evaluate_first=false")
     assert done.returncode == 1
-    assert "AssertionError: a planted fault" in done.stderr
+    assert "AssertionError: planted" in done.stderr
     assert "worker 0 failed at step 7, reading the next mini-batch:" in done.stderr
 
 
-def test_a_loss_that_is_not_finite_skips_the_update_and_then_stops_by_name(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_skips_the_update_and_then_stops_by_name(train: Train, tmp_path: Path) -> None:
     broken = changed(
         '        return F.cross_entropy(outputs[0], targets[0], reduction="sum"), torch',
         "        bad = float('nan') if (targets[0][0] == 0) else 1.0\n"
         '        return bad * F.cross_entropy(outputs[0], targets[0], reduction="sum"), torch',
     )
-    done = train(tmp_path, broken, "trainer.nonfinite_limit=3", "trainer.evaluate_first=false")
-    assert done.returncode == 1
-    assert re.search(r"step \d+: the loss of micro-batch \d is not finite", done.stderr)
-    assert "3 updates in a row" in done.stderr
-    assert "Traceback" not in done.stderr
+    with pytest.raises(PlainError, match=r"step \d+: the loss of micro-batch \d is not finite.*3 updates in a row"):
+        train(broken, "trainer.nonfinite_limit=3", "trainer.evaluate_first=false")
     assert rows(tmp_path / "run" / "metrics.jsonl")[-1]["skipped_updates"] >= 3
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "words", "message", "code"),
+    ("old", "new", "words", "message"),
     [
-        ("return x + F.relu", "x += 1\n        return x + F.relu", ["pipeline.K=8"], "use inplace=False there", 2),
-        ("def layers(width: int = 64, depth", "def layers(width: int = 64, deep", [], "model._target_=spirals.la", 2),
-        pytest.param(
-            'LayerBuilder("last"', 'LayerBuilder("first"', [], "two layers named 'first'", 2, marks=pytest.mark.slow
-        ),
-        ("    def weight(self", "    def wait(self", [], "has no method weight", 2),
-        pytest.param(
-            ', reduction="sum"), torch.zeros(0, dtype=torch.float64)',
-            ', reduction="sum")',
-            [],
-            "loss() must return two",
-            2,
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
+        ("return x + F.relu", "x += 1\n        return x + F.relu", ["pipeline.K=8"], "use inplace=False there"),
+        ("def layers(width: int = 64, depth", "def layers(width: int = 64, deep", [], "model._target_=spirals.la"),
+        ('LayerBuilder("last"', 'LayerBuilder("first"', [], "two layers named 'first'"),
+        ("    def weight(self", "    def wait(self", [], "has no method weight"),
+        (', reduction="sum"), torch.zeros(0, dtype=torch.float64)', ', reduction="sum")', [], "loss() must return two"),
+        (
             "return torch.stack([nll.double(), correct.double()])",
             "return nll.double()",
             [],
             "evaluate() must return a v",
-            2,
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
-            "Batch(pieces[replica",
-            "Batch(pieces + pieces[replica",
-            [],
-            "gave 8 micro-batches",
-            2,
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(*("", "", ["pipeline.K=9"], "pipeline.K=9 but the model has 8 layers", 2), marks=pytest.mark.slow),
+        ("Batch(pieces[replica", "Batch(pieces + pieces[replica", [], "gave 8 micro-batches"),
+        ("", "", ["pipeline.K=9"], "pipeline.K=9 but the model has 8 layers"),
     ],
 )
-def test_mistakes_are_named(tmp_path: Path, old: str, new: str, words: list[str], message: str, code: int) -> None:
-    done = train(tmp_path, changed(old, new), *words)
-    assert done.returncode == code
-    assert message in done.stderr
+def test_mistakes_are_named(train: Train, old: str, new: str, words: list[str], message: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        train(changed(old, new), *words)
+    assert message in str(refused.value)
 
 
-@pytest.mark.slow(2)
-def test_layers_that_share_their_weights_train_as_one_layer_that_applies_them_as_often(tmp_path: Path) -> None:
+def test_layers_that_share_their_weights_train_as_one_layer_that_applies_them_as_often(
+    train: Train, tmp_path: Path
+) -> None:
     """Loss and gradient norm of every step: one gradient, summed in another order, and one update."""
     pieces = "torch.manual_seed(3)\n    same, last = Hidden(width), nn.Linear(width, 2)\n    hidden = "
     one_last = changed("partial(nn.Linear, width, 2)", "lambda: last")
@@ -142,31 +139,26 @@ def test_layers_that_share_their_weights_train_as_one_layer_that_applies_them_as
     as_one = '[LayerBuilder("hidden", lambda: nn.Sequential(*[same] * depth))]'
     found = []
     for number, module in enumerate((shared, re.sub(r"\[LayerBuilder\(f\"hidden.*\]", as_one, one_last))):
-        folder = tmp_path / str(number)
-        folder.mkdir()
         words = ["pipeline.K=1", "pipeline.M=2", "trainer.steps=6", "trainer.evaluate_first=false"]
-        done = train(folder, module.replace("hidden = ", pieces), *words)
-        assert done.returncode == 0, done.stderr
-        found.append([row[key] for row in rows(folder / "run" / "metrics.jsonl") for key in ("loss", "grad_norm")])
+        train(module.replace("hidden = ", pieces), *words, folder=str(number))
+        steps = rows(tmp_path / str(number) / "run" / "metrics.jsonl")
+        found.append([row[key] for row in steps for key in ("loss", "grad_norm")])
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 @pytest.mark.slow
 def test_all_replicas_stop_when_the_data_of_one_ends(tmp_path: Path) -> None:
     ends = changed("while True:", "while replica == 0 or number < 3:")
-    done = train(
-        tmp_path, ends, "pipeline.K=1", "pipeline.replicas=2", "pipeline.workers=1", "logging.tensorboard=false"
-    )
+    words = ["pipeline.K=1", "pipeline.replicas=2", "pipeline.workers=1", "logging.tensorboard=false"]
+    done = train_by_command(tmp_path, ends, *words)
     assert done.returncode == 0, done.stderr
     assert "the data of replica 1 ended after step 3, that of the others did not" in done.stdout + done.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["steps"], summary["stopped_by"]) == (3, "end of data")
 
 
-@pytest.mark.slow
-def test_a_builder_that_keeps_what_it_makes_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_builder_that_keeps_what_it_makes_is_refused_by_name(train: Train) -> None:
     kept = "KEPT = {}\n\n\ndef kept(width):\n    return KEPT.setdefault(width, Hidden(width))\n\n\ndef layers("
     module = changed("partial(Hidden, width)", "partial(kept, width)").replace("def layers(", kept, 1)
-    done = train(tmp_path, module, "pipeline.K=1")
-    assert done.returncode == 2
-    assert "layer 'hidden_0': its builder keeps the module that it makes" in done.stderr
+    with pytest.raises(ConfigurationError, match="layer 'hidden_0': its builder keeps the module that it makes"):
+        train(module, "pipeline.K=1")

@@ -12,6 +12,7 @@ import torch
 from inline_run import train_inline
 from own_plan import planned
 
+from benchmarks.reliability.planted_faults.run import verified
 from gpipe_cli.checkpoint.files import read_manifest, step_directory
 from gpipe_cli.checkpoint.layer_state import load_layer
 from gpipe_cli.pipeline.cell import build_layer
@@ -51,11 +52,10 @@ def test_the_optimizer_keeps_nothing_of_frozen_weights(tmp_path: Path) -> None:
     assert set(load_layer(saved, "last").optimizer) == {"weight", "bias"}
 
 
-def test_a_run_with_frozen_weights_is_the_plain_loop(tmp_path: Path, own_path: None) -> None:
-    words = [*FROZEN, DECAY, "pipeline.K=2", "pipeline.workers=2"]
-    command = [sys.executable, "-m", "gpipe_cli.commands.verify", *words]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.parametrize("workers", [(), pytest.param(("pipeline.workers=2",), marks=pytest.mark.slow)], ids=str)
+def test_a_run_with_frozen_weights_is_the_plain_loop(workers: tuple[str, ...], tmp_path: Path, own_path: None) -> None:
+    report = verified(tmp_path, *FROZEN, DECAY, "pipeline.K=2", *workers, subject=False)
+    assert report["agrees"], report["findings"]
 
 
 def test_a_plan_has_neither_gradients_nor_optimizer_state_for_frozen_weights() -> None:

@@ -268,21 +268,6 @@ def test_jobs_of_a_sweep_train_as_the_run_alone(whole: Path, tmp_path: Path) -> 
     assert (tmp_path / "sweep" / "sweep.json").is_file()
 
 
-def test_a_resume_with_another_model_is_refused_by_name(whole: Path, tmp_path: Path) -> None:
-    words = [
-        *COMMAND,
-        *COMMON,
-        f"hydra.run.dir={tmp_path / 'run'}",
-        f"checkpoint.resume={whole}",
-        "pipeline.M=2",
-        "seed=9",
-    ]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert "pipeline.M" in done.stderr
-    assert "seed" in done.stderr
-
-
 @pytest.mark.slow
 def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
     run_dir = train(tmp_path, *WHOLE)
