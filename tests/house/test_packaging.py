@@ -166,6 +166,11 @@ def test_no_folder_has_more_files_than_a_reader_can_survey() -> None:
     assert not {folder for folder, size in sizes.items() if size > 16}
 
 
+def test_tests_stand_in_folders_with_the_names_of_the_rooms() -> None:
+    folders = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
+    assert folders <= {*ROOMS, "house", "benchmarks"}
+
+
 def test_every_command_of_the_project_exists() -> None:
     for target in PROJECT["project"]["scripts"].values():
         module, _, function = target.partition(":")

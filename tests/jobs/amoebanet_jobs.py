@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from plain_amoebanet import PlainAmoebaNet
-from small_models import CPU, build_all
+from small_models import CPU, build_all, other_bits, seen_after
 from torch.nn import functional as F
 
 from gpipe_cli.launch.context import Context
@@ -62,7 +62,6 @@ def run_engine(case: Case, placement: Sequence[int], worker: int, transport: Tra
     cells = [Cell(k, [layers[i] for i in numbers[k]], noise) for k in range(case.K) if placement[k] == worker]
     engine = Pipeline(cells, placement, transport, ClassificationTask(0.1).loss, 1, CPU)
     instructions = schedule("gpipe", placement, case.M, case.remat)[worker]
-    held = dict(named for cell in cells for named in cell.parameters())
     seen = []
     for step in range(STEPS):
         parts = case.parts(step)
@@ -71,16 +70,8 @@ def run_engine(case: Case, placement: Sequence[int], worker: int, transport: Tra
         finish_batchnorm([b for cell in cells for b in cell.batchnorms], None)
         if transport is not None:
             dist.barrier()  # in the trainer the exchange separates the steps
-        gradients = {name: parameter.grad.clone() for name, parameter in held.items() if parameter.grad is not None}
-        buffers = {
-            f"{layer.name}.{name}": value.clone()
-            for cell in cells
-            for layer in cell.layers
-            for name, value in layer.module.named_buffers()
-        }
-        losses = {key: loss.item() for key, loss in record.losses.items()}
-        seen.append({"losses": losses, "gradients": gradients, "buffers": buffers})
-        descend(list(held.values()))
+        seen.append(seen_after(cells, record))
+        descend([parameter for cell in cells for _, parameter in cell.parameters()])
     return seen
 
 
@@ -152,12 +143,8 @@ def compare_as_processes(context: Context, config: dict[str, Any]) -> list[str]:
         if not noise:
             found += differences(case, ours, run_plain(case))
         alone = run_engine(case, (0,) * K, 0, None)
-        for step, (here, there) in enumerate(zip(ours, alone, strict=True)):
-            for part in ("gradients", "buffers"):
-                other = [name for name, value in here[part].items() if not torch.equal(value, there[part][name])]
-                found += [
-                    f"{case}, step {step}: {part} of {name} have other bits than in one process" for name in other
-                ]
+        different = other_bits(ours, alone, ["gradients", "buffers"])
+        found += [f"{case}, {text} have other bits than in one process" for text in different]
     everyone: list[Any] = [None] * K
     dist.all_gather_object(everyone, found)
     return [text for worker in everyone for text in worker]

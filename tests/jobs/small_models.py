@@ -152,6 +152,34 @@ def gradients_of(engine: Pipeline) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
 
 
+def seen_after(cells: Sequence[Cell], record: StepRecord) -> dict[str, dict[Any, Any]]:
+    """Returns losses, gradients and buffers after a step, of the cells that are here."""
+    held = dict(named for cell in cells for named in cell.parameters())
+    buffers = {
+        f"{layer.name}.{name}": value.clone()
+        for cell in cells
+        for layer in cell.layers
+        for name, value in layer.module.named_buffers()
+    }
+    gradients = {name: parameter.grad.clone() for name, parameter in held.items() if parameter.grad is not None}
+    return {"losses": {k: v.item() for k, v in record.losses.items()}, "gradients": gradients, "buffers": buffers}
+
+
+def other_bits(
+    seen: Sequence[dict[str, dict[Any, Any]]],
+    reference: Sequence[dict[str, dict[Any, Any]]],
+    parts: Sequence[str] = ("losses", "gradients", "buffers"),
+) -> list[str]:
+    """Returns the parts of `seen_after`'s steps that have other bits than those of the reference."""
+    found = []
+    for step, (now, then) in enumerate(zip(seen, reference, strict=True)):
+        for part in parts:
+            for name, value in now[part].items():
+                same = torch.equal(value, then[part][name]) if isinstance(value, Tensor) else value == then[part][name]
+                found += [] if same else [f"step {step}: {part} of {name}"]
+    return found
+
+
 def plain_step(layers: Sequence[BuiltLayer], micro_batches: Sequence[MicroBatch], step: int, seed: int = 1) -> float:
     """Runs forward and backward of a mini-batch without engine, cells or schedule; returns its loss."""
     noise = NoiseSource(seed, 0, CPU)
