@@ -386,11 +386,6 @@ def test_a_job_that_is_refused_is_a_failed_job_of_the_sweep(tmp_path: Path) -> N
     assert done.returncode == 1
 
 
-def test_a_sweep_without_failures_exits_with_0(tmp_path: Path) -> None:
-    done = run(tmp_path, "-m", "pipeline.K=1,2", "trainer.steps=1")
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_the_whole_sweep_and_still_shows_the_table(
     tmp_path: Path, number: signal.Signals, code: int
@@ -464,7 +459,7 @@ def test_a_refusal_composes_the_configuration_no_more_often_than_needed(
     assert "pipeline.K=0: use a whole number" in done.stderr
 
 
-def test_a_mode_that_is_typed_is_heard(tmp_path: Path) -> None:
+def test_a_typed_mode_makes_a_sweep_which_without_failures_exits_with_0(tmp_path: Path) -> None:
     assert run(tmp_path, "hydra.mode=MULTIRUN", "pipeline.K=1,2", "trainer.steps=1").returncode == 0
     assert [job["K"] for job in json.loads((only(tmp_path / "sweeps") / "sweep.json").read_text())["jobs"]] == [1, 2]
 

@@ -44,11 +44,10 @@ def sources_read(made: ParallelTextSource) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
 @pytest.mark.parametrize(
-    "layout",
-    [parallel_folder.opus, parallel_folder.folders, parallel_folder.tables],
-    ids=lambda layout: layout.__name__,
+    ("layout", "ending"),
+    [(parallel_folder.opus, ""), (parallel_folder.folders, ".gz"), (parallel_folder.tables, ".zst")],
+    ids=["opus", "folders", "tables"],
 )
 def test_every_layout_gives_the_same_languages_and_sentences(
     layout: Callable[..., Path], ending: str, tmp_path: Path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from run_files import rows
 from safetensors.torch import load_file
 
 from gpipe_cli.checkpoint.files import read_manifest, step_directory
+from gpipe_cli.commands.train import main
 
 COMMAND = [sys.executable, "-m", "gpipe_cli.commands.train"]
 COMMON = [
@@ -269,17 +271,17 @@ def test_jobs_of_a_sweep_train_as_the_run_alone(whole: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
-    run_dir = train(tmp_path, *WHOLE)
-    before = losses(run_dir), evaluations(run_dir)
-    newest = run_dir / "checkpoints" / "step_00000020" / "layers" / "softmax.safetensors"
+def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = Path(shutil.copytree(whole, tmp_path / "run"))
+    newest = step_directory(run_dir, 20) / "layers" / "softmax.safetensors"
     os.truncate(newest, newest.stat().st_size // 2)
-    words = [*COMMAND, *COMMON, f"hydra.run.dir={run_dir}", "checkpoint.resume=auto", "pipeline.K=2"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "softmax.safetensors" in done.stdout
-    assert "step_00000015" in done.stdout
-    assert (losses(run_dir), evaluations(run_dir)) == before
+    words = [f"hydra.run.dir={run_dir}", "checkpoint.resume=auto", "pipeline.K=2", "launch.inline=true"]
+    assert main([*COMMON, *words]) == 0
+    said = capsys.readouterr().out
+    assert "softmax.safetensors" in said and "step_00000015" in said
+    assert (losses(run_dir), evaluations(run_dir)) == (losses(whole), evaluations(whole))
 
 
 @pytest.mark.slow

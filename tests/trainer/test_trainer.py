@@ -101,6 +101,7 @@ def test_a_run_leaves_what_other_programs_rely_on(tmp_path: Path) -> None:
     assert sum(cell["parameters"] for cell in summary["cells"]) == summary["parameters"]
     drawn = {path.name for path in (tmp_path / "pictures").iterdir()}
     assert drawn >= {"step.png", "loss.png", "breakdown.png", "step_000003.png", "step_000003.svg"}
+    assert not drawn & {"predictions.png", "confusion.png"}  # of classifications
 
 
 OVERFLOW = (*own_model.WORDS, "++model.middle=Overflowing", "trainer.steps=4", "checkpoint.every=null", "pipeline.M=2")
