@@ -434,7 +434,7 @@ def test_what_could_not_be_deleted_is_deleted_by_a_later_checkpoint(
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000003"]
 
 
-def test_an_old_checkpoint_that_somebody_else_deletes_meanwhile_is_no_warning(
+def test_an_old_checkpoint_that_another_process_deletes_meanwhile_is_no_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     really = checkpoint_commit.shutil.rmtree

@@ -464,7 +464,7 @@ def test_a_typed_mode_makes_a_sweep_which_without_failures_exits_with_0(tmp_path
     assert [job["K"] for job in json.loads((only(tmp_path / "sweeps") / "sweep.json").read_text())["jobs"]] == [1, 2]
 
 
-def test_the_command_process_never_imports_torch(tmp_path: Path) -> None:
+def test_a_whole_run_imports_no_torch_into_the_command_s_process(tmp_path: Path) -> None:
     program = (
         "import sys, cli_jobs; code = cli_jobs.main(['pipeline.K=1', 'trainer.steps=1'], "
         "cli_jobs.EntryPoint('cli_jobs:train', ('json',))); print('torch' in sys.modules, code)"

@@ -155,7 +155,7 @@ def test_sections_chosen_by_name_keep_keys_that_only_their_target_knows() -> Non
         ("trainer.colour", []),
     ],
 )
-def test_a_misspelt_key_finds_its_neighbour(typed: str, meant: list[str]) -> None:
+def test_a_misspelt_key_is_answered_with_the_nearest(typed: str, meant: list[str]) -> None:
     assert nearest(typed, known_keys())[: len(meant) or 1] == meant
 
 
@@ -173,7 +173,7 @@ def test_amoebanet_brings_optimizer_schedule_and_length_of_the_run() -> None:
     assert config["trainer"]["steps"] != composed()["trainer"]["steps"]
 
 
-def test_a_short_run_of_amoebanet_is_not_refused_for_keys_that_nobody_typed() -> None:
+def test_a_short_run_of_amoebanet_is_not_refused_for_keys_that_were_not_typed() -> None:
     Settings.from_config(composed("model=amoebanet", "trainer.steps=2"))
 
 

@@ -71,7 +71,7 @@ def test_a_function_named_in_a_manifest_is_not_called(
         ({"data.x": r"\${oc.decode:'{_target_: os.abort}'}"}, "no run writes ${…} there"),
     ],
 )
-def test_no_way_round_it(
+def test_a_manifest_cannot_hide_what_it_wants_to_call(
     changes: dict[str, Any], message: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changed = with_configuration(run, tmp_path, changes)

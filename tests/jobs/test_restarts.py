@@ -182,7 +182,9 @@ def test_a_worker_that_dies_again_and_again_is_given_up(tmp_path: Path) -> None:
     assert script.workers == [4, 4, 4, 2]  # interleaved_1f1b: three workers cannot share four cells evenly
 
 
-def test_its_gpu_is_hidden_where_there_are_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_of_a_dying_worker_is_hidden_if_there_are_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4")
     monkeypatch.setattr(gpus, "_installed_gpus", lambda: 5)
     script = Script(tmp_path)

@@ -482,7 +482,7 @@ def by_hand(port: int, rank: int = 0, world_size: int = 1) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(("entry", "world_size"), [("deadlock", 2), ("wait_in_shared_memory", 1)])
-def test_ranks_that_nobody_watches_end_by_themselves(command: Any, entry: str, world_size: int) -> None:
+def test_ranks_without_a_supervisor_end_by_themselves(command: Any, entry: str, world_size: int) -> None:
     port = free_port()
     ranks = [command(entry, prefix=by_hand(port, rank, world_size), grace_seconds=1.0) for rank in range(world_size)]
     for rank in ranks:

@@ -134,7 +134,7 @@ def test_unknown_objective_lists_the_known_ones() -> None:
         partition([1, 2], 1, "even")
 
 
-def test_no_cell() -> None:
+def test_zero_cells_are_refused() -> None:
     with pytest.raises(PartitionError, match=r"pipeline\.K=0: use pipeline\.K=1 or more"):
         partition([1, 2], 0, "min_max")
 

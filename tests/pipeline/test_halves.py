@@ -129,7 +129,7 @@ CASES: dict[str, tuple[Callable[..., Any], int]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_layer(name: str, dtype: torch.dtype) -> None:
+def test_a_layer_has_the_same_gradients_in_halves_as_in_one(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     function, can_wait = CASES[name]
     assert same(Function(function), torch.randn(5, 4)) == can_wait
@@ -175,7 +175,7 @@ class WithoutItsBeginning(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["transformer", "amoebanet"])
-def test_a_model(name: str, dtype: torch.dtype) -> None:
+def test_a_model_has_the_same_gradients_in_halves_as_in_one(name: str, dtype: torch.dtype) -> None:
     builders, inputs = models()[name]
     module = WithoutItsBeginning(builders)
     inputs = tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in inputs)

@@ -30,7 +30,7 @@ def test_what_a_terminal_cannot_show_is_a_question_mark() -> None:
     assert written.getvalue() == b"8.1 ? 7.9\non\n"
 
 
-def test_an_output_that_somebody_has_closed_ends_no_run() -> None:
+def test_an_output_that_is_closed_ends_no_run() -> None:
     output = io.StringIO()
     with redirect_stdout(output), Console(1, "plain") as console:
         output.close()

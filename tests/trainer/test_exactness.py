@@ -204,7 +204,7 @@ def test_torchrun_s_processes_train_save_when_asked_to_stop_and_go_on_with_the_s
 
 
 @pytest.mark.slow
-def test_processes_that_somebody_started_by_hand_are_the_workers_of_one_run(whole: Path, tmp_path: Path) -> None:
+def test_processes_started_by_hand_are_the_workers_of_one_run(whole: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     words = [*COMMAND, *COMMON, f"hydra.run.dir={run_dir}", "pipeline.K=2", "trainer.steps=2"]
     with socket.create_server(("127.0.0.1", 0)) as server:

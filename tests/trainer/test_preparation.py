@@ -44,7 +44,7 @@ def prepare(tmp_path: Path) -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_replicas_prepare_in_turn_and_nobody_loses_patience(prepare: Any) -> None:
+def test_replicas_prepare_in_turn_and_no_message_times_out(prepare: Any) -> None:
     job = prepare(4, LONGER_THAN_A_MESSAGE_MAY)
     *_, result = job.events()
     code, errors = job.end()
@@ -55,7 +55,7 @@ def test_replicas_prepare_in_turn_and_nobody_loses_patience(prepare: Any) -> Non
 
 
 @pytest.mark.slow(2)
-def test_under_torchrun_nobody_loses_patience(prepare: Any) -> None:
+def test_under_torchrun_no_message_times_out_during_a_preparation(prepare: Any) -> None:
     job = prepare(2, LONGER_THAN_A_MESSAGE_MAY, TORCHRUN)
     results = [event["value"] for event in job.events() if event["event"] == "result"]
     code, errors = job.end()
@@ -71,7 +71,7 @@ def test_ctrl_c_ends_a_preparation(prepare: Any) -> None:
     assert job.end()[0] == -signal.SIGINT
 
 
-def test_a_worker_that_dies_preparing_leaves_nobody_waiting(prepare: Any) -> None:
+def test_a_worker_that_dies_preparing_leaves_no_other_waiting(prepare: Any) -> None:
     job = prepare(2, FOR_EVER)
     job.wait_until_ready(1)
     os.kill(job.ready[0]["pid"], signal.SIGKILL)

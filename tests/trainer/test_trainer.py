@@ -108,7 +108,7 @@ OVERFLOW = (*own_model.WORDS, "++model.middle=Overflowing", "trainer.steps=4", "
 CAUSE = "it began in layer 'middle' of cell 2, micro-batch 0"
 
 
-def test_the_layer_of_a_skipped_step_is_named_and_the_run_goes_on_as_if_nobody_had_looked(
+def test_the_layer_of_a_skipped_step_is_named_and_looking_for_it_changes_no_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     summary, events = train_inline(tmp_path / "named", *OVERFLOW, "pipeline.K=3")
