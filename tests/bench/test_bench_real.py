@@ -46,6 +46,7 @@ def test_all_contenders_compute_the_same_gradients(remat: str) -> None:
                 assert norms[name] == pytest.approx(norms["gpipe"], rel=1e-2, abs=1e-5), (family, M, name)
 
 
+@pytest.mark.slow
 def test_uneven_micro_batches_are_refused_by_torch_and_no_error() -> None:
     """4 examples make micro-batches of 2, 1 and 1."""
     config = {"settings": [("transformer", 3)], "remat": "never", "contenders": ["gpipe", "torch gpipe"]}

@@ -76,11 +76,6 @@ def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
     assert "kept in" not in said
 
 
-def test_a_run_says_that_its_layers_were_timed(tmp_path: Path) -> None:
-    _, events = train_inline(tmp_path, "debug=tiny", "pipeline.cost=profile", "trainer.steps=1", "task.generation=null")
-    assert any("profile of" in event["text"] for event in events if event["kind"] == "message")
-
-
 PLANNED = ("model=transformer_lm_small", "debug=tiny", "model.L=1", "pipeline.cost=profile")
 
 
@@ -91,11 +86,12 @@ def notes_of_a_plan(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[li
     return json.loads(printed.out)["notes"], printed.err
 
 
-def test_a_plan_cuts_by_the_profile_of_a_run(
+def test_a_run_says_that_its_layers_were_timed_and_a_plan_cuts_by_its_profile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("GPIPE_CACHE", str(tmp_path))
-    train_inline(tmp_path / "run", *PLANNED, "trainer.steps=1")
+    _, events = train_inline(tmp_path / "run", *PLANNED, "trainer.steps=1")
+    assert any("profile of" in event["text"] for event in events if event["kind"] == "message")
     (file,) = (tmp_path / "profiles").iterdir()
     notes, told = notes_of_a_plan(capsys=capsys)
     assert any(f"from {file}" in note for note in notes)

@@ -65,13 +65,14 @@ def test_the_counters_see_what_waits(counter: Any, value: str) -> None:
 TRANSFORMER = ("task.generation=null", "task.logit_clip=null", "model.dropout=0.1")  # clipping looks, on a CPU alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
         (*TRANSFORMER, "precision=bf16", "precision.boundaries=bfloat16"),
-        pytest.param((*TRANSFORMER, "pipeline.schedule=zero_bubble", "pipeline.remat=never"), marks=pytest.mark.slow),
-        pytest.param(("model=amoebanet", "pipeline.schedule=1f1b"), marks=pytest.mark.slow),
-        pytest.param(("model=transformer_lm_small", "task.logit_clip=null"), marks=pytest.mark.slow),
+        (*TRANSFORMER, "pipeline.schedule=zero_bubble", "pipeline.remat=never"),
+        ("model=amoebanet", "pipeline.schedule=1f1b"),
+        ("model=transformer_lm_small", "task.logit_clip=null"),
     ],
     ids=lambda words: " ".join(words[-2:]),
 )
