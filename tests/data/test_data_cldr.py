@@ -252,7 +252,7 @@ def test_what_a_killed_build_left_does_not_disturb_the_next(tmp_path: Path) -> N
     left.mkdir(parents=True)
     (left / "de-00000.tokens.npy").write_bytes(b"torn")
     first, second = (open_store(TINY, str(tmp_path / name), no_report).folder for name in ("left", "empty"))
-    assert _bytes(first) == _bytes(second)
+    assert bytes_of(first) == bytes_of(second)
     assert not left.exists()
 
 
