@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.jobs.devices import plural
 from gpipe_cli.schedule.picture import draw_text, legend
 from gpipe_cli.schedule.simulate import BUBBLE_FORMULAS, simulate, unit_durations
 from gpipe_cli.terminal.text import number, percent, text_table
@@ -31,8 +32,8 @@ def describe(plan: Plan) -> str:
 def _head(plan: Plan) -> list[str]:
     replicas = f" × {plan.replicas} replicas" if plan.replicas > 1 else ""
     return [
-        f"{plan.parameters:,} parameters in {plan.K} cells on {plan.workers} devices{replicas} ({plan.device.name}), "
-        f"M={plan.M}, {plan.schedule}, remat {plan.remat}",
+        f"{plan.parameters:,} parameters in {plural(plan.K, 'cell')} on {plural(plan.workers, 'device')}{replicas} "
+        f"({plan.device.name}), M={plan.M}, {plan.schedule}, remat {plan.remat}",
         f"a micro-batch: {', '.join(plan.micro_batch)}; a mini-batch: {plan.examples:,} examples",
     ]
 

@@ -31,7 +31,7 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from gpipe_cli.terminal.output import OutputStream
-from gpipe_cli.terminal.text import duration, number, percent, text_table
+from gpipe_cli.terminal.text import duration, number, percent, relative_paths, text_table
 
 PLAIN_SECONDS = 2.0  # minimum between two progress lines: fast steps must not flood a log
 LONGEST_SILENCE_SECONDS = 20.0  # maximum between two progress lines, whatever `logging.every` is
@@ -114,7 +114,7 @@ class Console:
     # -- kinds of events -----------------------------------------------------------------------------------------
 
     def _message(self, event: Event) -> None:
-        self.detail(str(event["text"]))
+        self.detail(relative_paths(str(event["text"])))
 
     def _warning(self, event: Event) -> None:
         self.warn(str(event.get("text") or event.get("message")))

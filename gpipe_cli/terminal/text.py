@@ -65,7 +65,10 @@ def _is_number(value: object) -> bool:
 
 def relative_paths(text: str) -> str:
     """Returns the text with paths below the current directory shortened."""
-    here = str(Path.cwd()).rstrip("/")
+    try:
+        here = str(Path.cwd()).rstrip("/")
+    except OSError:  # it has been deleted
+        return text
     return text.replace(f"{here}/", "") if here else text
 
 

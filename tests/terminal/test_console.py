@@ -64,6 +64,8 @@ def test_a_run_of_a_sweep_is_a_few_lines() -> None:
 def test_paths_are_relative_to_where_the_person_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert relative_paths(f"log: {tmp_path}/runs/x and /elsewhere") == "log: runs/x and /elsewhere"
+    message: dict[str, object] = {"event": "message", "text": f"step 3 recorded: {tmp_path}/trace/step.json"}
+    assert shown(message) == "step 3 recorded: trace/step.json\n"
 
 
 def test_the_time_left_follows_from_the_share_done_whatever_limits_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
