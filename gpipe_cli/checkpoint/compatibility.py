@@ -14,12 +14,11 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from .files import CheckpointError, CheckpointInfo, Json, sha256_of, shorten, vocabulary_folder
+from .files import CheckpointError, CheckpointInfo, Json, is_named, sha256_of, shorten, vocabulary_folder
 
 if TYPE_CHECKING:
     from ..data.source import Source
@@ -87,7 +86,7 @@ def differences(
     return {
         key: pair
         for key, pair in pairs.items()
-        if not (_same(*pair) or key in idle or _matches(key, patterns))
+        if not (_same(*pair) or key in idle or is_named(key, patterns))
         and not (key in SAME_BITS and SAME_BITS[key].issuperset(pair))
     }
 
@@ -150,10 +149,6 @@ def _flatten(tree: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:
     return flat
 
 
-def _matches(key: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(key, pattern) or fnmatchcase(key, f"{pattern}.*") for pattern in patterns)
-
-
 def _same(saved: Json, new: Json) -> bool:
     return saved == new and isinstance(saved, bool) == isinstance(new, bool)
 
@@ -197,7 +192,7 @@ def require_same_data(info: CheckpointInfo, source: Source | None, allow_changes
     """
     _require_same_vocabularies(info, source)
     saved, now = info.state.data_fingerprint, fingerprint(source)
-    if None not in (saved, now) and saved != now and not any(fnmatchcase(DATA, pattern) for pattern in allow_changes):
+    if None not in (saved, now) and saved != now and not is_named(DATA, allow_changes):
         raise CheckpointError(
             f"{info.path} was trained on other data than there are now: {_advice(info)}\n"
             + _insist([*allow_changes, DATA])

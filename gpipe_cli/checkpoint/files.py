@@ -18,9 +18,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -288,6 +289,11 @@ def best_step(run_dir: Path) -> int | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged ({error}): delete it; the next best result writes it anew") from error
     return step if step_directory(run_dir, step).is_dir() else None
+
+
+def is_named(name: str, patterns: Iterable[str]) -> bool:
+    """Returns whether a pattern matches a dotted name, or something that it is part of."""
+    return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for pattern in patterns)
 
 
 def shorten(texts: Sequence[str], limit: int = 8) -> str:

@@ -10,12 +10,11 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .files import CheckpointError, shorten
+from .files import CheckpointError, is_named, shorten
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -181,10 +180,10 @@ def match_names(
     for group in aliases:
         if given := next((taken[name] for name in group if name in taken), None):
             taken |= dict.fromkeys((name for name in group if name in model and name not in taken), given)
-    wanted = [name for name in model if not is_left_out(name, left_out)]
+    wanted = [name for name in model if not is_named(name, left_out)]
     known = set(taken.values())
     missing = [name for name in wanted if name not in taken]
-    unknown = [name for name in saved if name not in known and not is_left_out(name, left_out)]
+    unknown = [name for name in saved if name not in known and not is_named(name, left_out)]
     shapes = [
         f"{name} is {list(saved[taken[name]].shape)}, this model's {list(model[name])}"
         for name in wanted
@@ -202,11 +201,6 @@ def match_names(
             + f"anew: checkpoint.init_except=[{','.join(patterns)}]"
         )
     return Match({name: taken[name] for name in wanted}, renamed)
-
-
-def is_left_out(name: str, patterns: Iterable[str]) -> bool:
-    """Returns whether a pattern matches a name, or something that it is part of."""
-    return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for pattern in patterns)
 
 
 def _best_change(model: Collection[str], saved: Collection[str]) -> tuple[Callable[[str], str], str]:

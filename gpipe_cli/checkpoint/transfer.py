@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..layers import own_name
 from ..pipeline.cell import Cell
-from .files import CheckpointError, CheckpointInfo, shorten
-from .foreign import Match, SavedTensor, is_left_out
+from .files import CheckpointError, CheckpointInfo, is_named, shorten
+from .foreign import Match, SavedTensor
 from .layer_state import LayerState, load_layer, named_tensors, restore_layer
 
 
@@ -27,8 +27,8 @@ def require_same_model(info: CheckpointInfo, model: Mapping[str, Sequence[str]],
         CheckpointError: it names what does not fit, and what to type.
     """
     here, there = _parameters(model), _parameters_of(info)
-    lacking = [name for name in sorted(here - there) if not is_left_out(name, left_out)]
-    unknown = [name for name in sorted(there - here) if not is_left_out(name, left_out)]
+    lacking = [name for name in sorted(here - there) if not is_named(name, left_out)]
+    unknown = [name for name in sorted(there - here) if not is_named(name, left_out)]
     faults = [f"not in the checkpoint: {shorten(lacking)}"] if lacking else []
     faults += [f"not in this model: {shorten(unknown)}"] if unknown else []
     if faults:
@@ -58,7 +58,7 @@ def load_weights(info: CheckpointInfo, cells: Sequence[Cell], left_out: Sequence
     """
     new = []
     for layer in (layer for cell in cells for layer in cell.layers):
-        if is_left_out(layer.name, left_out):
+        if is_named(layer.name, left_out):
             new.append(layer.name)
             continue
         weights, buffers = named_tensors(layer.module)
@@ -68,7 +68,7 @@ def load_weights(info: CheckpointInfo, cells: Sequence[Cell], left_out: Sequence
             _chosen(layer.name, weights, saved.weights, better, left_out),
             _chosen(layer.name, buffers, saved.buffers, better, left_out),
         )
-        if any(is_left_out(f"{layer.name}.{name}", left_out) for name in (*weights, *buffers)):
+        if any(is_named(f"{layer.name}.{name}", left_out) for name in (*weights, *buffers)):
             new.append(layer.name)
         try:
             restore_layer(layer.name, layer.module, None, state)
@@ -131,8 +131,8 @@ def _chosen(
     left_out: Sequence[str],
 ) -> dict[str, Tensor]:
     taken = {name: averages.get(name, value) for name, value in saved.items()}
-    kept = {name: value.detach().clone() for name, value in own.items() if is_left_out(f"{layer}.{name}", left_out)}
-    return {name: value for name, value in taken.items() if not is_left_out(f"{layer}.{name}", left_out)} | kept
+    kept = {name: value.detach().clone() for name, value in own.items() if is_named(f"{layer}.{name}", left_out)}
+    return {name: value for name, value in taken.items() if not is_named(f"{layer}.{name}", left_out)} | kept
 
 
 def _parameters_of(info: CheckpointInfo) -> set[str]:

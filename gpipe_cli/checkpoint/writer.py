@@ -48,8 +48,6 @@ class CheckpointWriter:
     def __init__(
         self, run_dir: Path, worker: int, model: Mapping[str, Collection[str]], keep: int = 2, device: str = "cpu"
     ) -> None:
-        if keep < 1:
-            raise ValueError(f"checkpoint.keep={keep}: at least the newest checkpoint is kept, use 1 or more")
         self._run_dir = run_dir
         self._worker = worker
         self._model = model

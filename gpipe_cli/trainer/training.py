@@ -10,8 +10,8 @@ from typing import Any, cast
 from ..checkpoint.choose import open_checkpoint
 from ..checkpoint.commit import prepare_directory
 from ..checkpoint.compatibility import fingerprint, other_vocabulary, require_same_steps, vocabularies
-from ..checkpoint.files import CheckpointError, CheckpointInfo, shorten, vocabulary_folder
-from ..checkpoint.foreign import is_foreign, is_left_out, match_names, open_foreign
+from ..checkpoint.files import CheckpointError, CheckpointInfo, is_named, shorten, vocabulary_folder
+from ..checkpoint.foreign import is_foreign, match_names, open_foreign
 from ..checkpoint.transfer import (
     load_foreign,
     load_weights,
@@ -178,7 +178,7 @@ def warn_of_patterns_without_effect(
 ) -> None:
     """Warns of the patterns in `checkpoint.init_except` that match no name: they may be misspelt."""
     for pattern in patterns:
-        if not any(is_left_out(name, [pattern]) for name in names):
+        if not any(is_named(name, [pattern]) for name in names):
             journal.warn(f"checkpoint.init_except: {pattern} is no layer or parameter of this model or of {path}")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -11,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..checkpoint.choose import open_checkpoint
+from ..checkpoint.files import is_named
 from ..checkpoint.foreign import is_foreign, match_names, open_foreign
 from ..config import Settings
 from ..factory.build import build_model
@@ -31,7 +31,7 @@ def expected_weights(settings: Settings) -> Load:
     def taken(layer: int) -> dict[str, Tensor]:
         name = names[layer]
         path = info.layer_path(name)
-        if name not in info.layers or _matches(name, config.init_except) or not path.exists():
+        if name not in info.layers or is_named(name, config.init_except) or not path.exists():
             return {}
         kinds = ("weight:", "buffer:", "average:") if config.init_average else ("weight:", "buffer:")
         tensors = load_file(path)
@@ -44,7 +44,7 @@ def expected_weights(settings: Settings) -> Load:
         for kind in kinds:  # an average replaces its weight
             for key, tensor in tensors.items():
                 full = f"{name}.{key.removeprefix(kind)}"
-                if key.startswith(kind) and not _matches(full, config.init_except):
+                if key.startswith(kind) and not is_named(full, config.init_except):
                     found[full] = tensor
         return found
 
@@ -69,8 +69,3 @@ def _made_elsewhere(settings: Settings, path: Path) -> Load:
             tied.setdefault(plain[owner], [plain[owner]]).append(own_name(builder.name, name))
     match = match_names(shapes, saved, tied.values(), settings.checkpoint.init_except, path).saved
     return lambda layer: {name: saved[match[plain[name]]].read() for name in of_layer[layer] if plain[name] in match}
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    """Returns whether a pattern names it, or something that it is part of."""
-    return any(fnmatchcase(name, each) for pattern in patterns for each in (pattern, f"{pattern}.*"))
