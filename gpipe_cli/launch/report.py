@@ -8,6 +8,7 @@ import signal
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import dropwhile, islice, takewhile
 from pathlib import Path
@@ -260,7 +261,8 @@ def take_failure(directory: Path) -> Failure | None:
     """
     found = []
     for path in directory.glob("error_*.json"):
-        found.append(Failure(**json.loads(path.read_text())))
+        with suppress(TypeError):  # another release may have left other fields
+            found.append(Failure(**json.loads(path.read_text())))
         path.unlink()
     causes = [failure for failure in found if not failure.from_outside]
     return root_cause(causes) if causes else None

@@ -50,6 +50,12 @@ def test_its_place_is_printed_and_left_for_the_next_start(how: str, tmp_path: Pa
     assert failure.place == "step 7, cell 1, layer encoder.3, micro-batch 2, backward"
 
 
+def test_the_error_file_of_another_release_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "error_0.json").write_text('{"message": "lost"}')
+    assert take_failure(tmp_path) is None
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_where_no_file_can_be_written_it_is_printed_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "workers").touch()
     said = end_of("exit", str(tmp_path / "workers"))
