@@ -59,8 +59,8 @@ def refuse_foreign(config: Mapping[str, Any], trusted: Sequence[str], checkpoint
     if foreign:
         everything = ",".join([*trusted, *foreign])
         raise ConfigurationError(
-            f"{checkpoint} wants to call {', '.join(foreign)}, which is not part of gpipe-cli. Other code is "
-            f"called only when you name it: if you know it and trust it, type trust=[{everything}]"
+            f"{checkpoint} wants to call {', '.join(foreign)}: code that is not part of gpipe-cli is called "
+            f"only when you name it. If you know it and trust it, type trust=[{everything}]"
         )
 
 
