@@ -254,7 +254,7 @@ def _wanted(hint: Any, value: object = None) -> str:
     origin = get_origin(hint)
     if origin is Annotated:
         base, limit = get_args(hint)
-        return str(limit.in_words(_wanted(base), value))
+        return str(limit.in_words(_wanted(base, value), value))
     if origin in (Union, types.UnionType):
         return " or ".join(_wanted(part, value) for part in get_args(hint))
     if origin is Literal:
@@ -268,6 +268,8 @@ def _wanted(hint: Any, value: object = None) -> str:
 
 
 def _wanted_list(item: Any, value: object) -> str:
+    if item is str and isinstance(value, (list, tuple)) and any(isinstance(part, bool) for part in value):
+        return "a list such as ['no','de'] (YAML reads the bare words no and yes as false and true)"
     if item is str:
         return f"a list such as [{value if isinstance(value, str) and value.isalnum() else 'a,b'}]"
     if get_origin(item) is Literal:
