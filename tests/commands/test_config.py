@@ -92,6 +92,10 @@ def test_debug_tiny_leaves_what_is_typed() -> None:
         (["pipeline.remat=sometimes"], "pipeline.remat=sometimes: use always or except_last or never"),
         (["trainer.gradient_clip=0"], "trainer.gradient_clip=0: use a number, more than 0 or null"),
         (["trainer.evaluate_first=3"], "trainer.evaluate_first=3: use true or false"),
+        (
+            ["data.languages=[de,false]"],
+            "use a list such as ['no','de'] (YAML reads the bare words no and yes as false and true) or null",
+        ),
         (["pipeline.workers=5"], "use pipeline.workers<=4 or pipeline.K>=5"),
         (["pipeline.schedule=zigzag"], "use gpipe or 1f1b or interleaved_1f1b or zero_bubble"),
         (
