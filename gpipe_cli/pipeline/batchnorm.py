@@ -8,7 +8,6 @@ in the forwards, never in recomputes, and applied once when the step ends.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,15 +16,6 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .replicas import sum_over_replicas
-
-
-class _Statistics(NamedTuple):
-    """Holds a micro-batch's number of values of a channel, their means (C), and variances (C) before a correction."""
-
-    values: int
-    mean: Tensor
-    variance: Tensor
-    correction: float  # makes the variance that of the values themselves, where it is an estimate from a sample
 
 
 class DeferredBatchNorm(nn.Module):
@@ -49,7 +39,7 @@ class DeferredBatchNorm(nn.Module):
         self.register_buffer("num_batches_tracked", replaced.num_batches_tracked)
         self.group = group
         self.gathering = True  # off while a micro-batch is recomputed
-        self._gathered: list[_Statistics] = []
+        self._pooled: Tensor | None = None  # float64 (3, C): count, sum, sum of squares about zero
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns ``x`` of shape (n, C, …), normalised over all dimensions but the second."""
@@ -63,7 +53,7 @@ class DeferredBatchNorm(nn.Module):
         mean = torch.zeros(x.size(1), device=x.device, dtype=self._statistics_dtype(x))
         variance = torch.zeros_like(mean)
         output = F.batch_norm(x, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
-        self._gather(_Statistics(count, mean, variance, (count - 1) / count))
+        self._gather(count, mean, variance * ((count - 1) / count))
         return output
 
     def _statistics_dtype(self, x: Tensor) -> torch.dtype:
@@ -80,7 +70,7 @@ class DeferredBatchNorm(nn.Module):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         mean = wide.mean(dims)
         squares = (wide - mean.view(shape)).square().sum(dims)
-        self._gather(_Statistics(count, mean.detach(), (squares / count).detach(), 1.0))
+        self._gather(count, mean, squares / count)
         everyone = self._from_every_replica(torch.stack([torch.full_like(mean, count), mean, squares]))
         counts, means, squares = everyone.unbind(1)  # each (replicas, C)
         together = (counts * means).sum(0) / counts.sum(0)
@@ -98,30 +88,22 @@ class DeferredBatchNorm(nn.Module):
         return everyone
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # so that a compiled layer is one for both cases
-    def _gather(self, statistics: _Statistics) -> None:
-        if self.running_mean is not None and self.gathering and self.training:
-            self._gathered.append(statistics)
+    def _gather(self, count: int, mean: Tensor, variance: Tensor) -> None:
+        if self.running_mean is None or not (self.gathering and self.training):
+            return
+        mean, variance = mean.detach().double(), variance.detach().double()
+        sums = torch.stack([torch.full_like(mean, count), mean * count, (variance + mean * mean) * count])
+        self._pooled = sums if self._pooled is None else self._pooled + sums
 
     @property
     def gathered_count(self) -> float:
         """Returns how many values of a channel have been gathered since the last `take_pooled`."""
-        return sum(statistics.values for statistics in self._gathered)
+        return 0.0 if self._pooled is None else self._pooled[0, 0].item()
 
     def take_pooled(self) -> Tensor | None:
-        """Returns the sums gathered since the last call, and clears them.
-
-        The sums are float64 (3, C): of counts, of values, and of squares about zero; None: nothing has been gathered.
-        All micro-batches are taken together, because many small operations in every forward would hold up a GPU.
-        """
-        if not self._gathered:
-            return None
-        counts, means, variances, corrections = zip(*self._gathered, strict=True)
-        self._gathered = []
-        mean = torch.stack(means).double()
-        variance = torch.stack(torch._foreach_mul(variances, corrections)).double()
-        of_a_value = torch.stack([torch.ones_like(mean), mean, variance + mean * mean], dim=1)
-        first, *others = torch._foreach_mul(of_a_value.unbind(), counts)
-        return sum(others, first)
+        """Returns the sums gathered since the last call, float64 (3, C), or None, and clears them."""
+        pooled, self._pooled = self._pooled, None
+        return pooled
 
     def update_moving_averages(self, pooled: Tensor) -> None:
         """Updates the moving averages with mean and population variance of all micro-batches of a mini-batch."""
