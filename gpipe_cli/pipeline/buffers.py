@@ -1,4 +1,4 @@
-"""Refuses layers that change their buffers in a training forward.
+"""Refuses layers that change their buffers or weights in a training forward.
 
 The forward of a micro-batch may run twice, the second time for its backward, and micro-batches pass one after another:
 results of a layer that changes its buffers would depend on K, on re-materialization and on the schedule. Only
@@ -22,7 +22,7 @@ LEAF_CHANGED = "leaf Variable that requires grad is being used in an in-place op
 
 
 class BufferChanged(ConfigurationError):
-    """Raised when a layer changes a buffer or its input in a training forward; names it and what to use instead."""
+    """Raised when a layer changes a buffer, a weight or its input in a training forward; names it and the way out."""
 
 
 class _Seen(NamedTuple):
@@ -34,7 +34,7 @@ class _Seen(NamedTuple):
 
 
 class BufferGuard:
-    """Calls a layer and compares its buffers and its input before and after.
+    """Calls a layer and compares its buffers, its weights and its input before and after.
 
     A change of the input in place is refused wherever the layer stands: at the start of a cell the input is kept for
     re-materialization, and where cells start depends on K.
@@ -54,10 +54,11 @@ class BufferGuard:
         """Returns the layer's outputs.
 
         Raises:
-            BufferChanged: a buffer or the input has changed.
+            BufferChanged: a buffer, a weight or the input has changed.
         """
         inputs = as_tensors(argument)
         versions = [tensor._version for tensor in inputs]
+        weights = {name: weight._version for name, weight in self._module.named_parameters()}
         try:
             outputs, changed = self._changes(argument, self._module)
         except RuntimeError as error:
@@ -66,6 +67,9 @@ class BufferGuard:
             raise
         if [tensor._version for tensor in inputs] != versions:
             raise self._input_changed()
+        for name, weight in self._module.named_parameters():
+            if weight._version != weights.get(name, weight._version):
+                raise self._weight_changed(name)
         if changed:
             _, changed = self._changes(argument, self._once_more)
         if changed:
@@ -76,6 +80,13 @@ class BufferGuard:
                 "the engine keeps; what counts steps belongs into begin_step (docs/your-own-model.md)"
             )
         return outputs
+
+    def _weight_changed(self, weight: str) -> BufferChanged:
+        return BufferChanged(
+            f"layer {self._name!r} changes its parameter {weight!r} in forward, as nn.Embedding(max_norm=...) does. A "
+            "micro-batch may go forward twice, and the weights of replicas, which see other examples, would become "
+            "different: change weights in the optimizer alone"
+        )
 
     def _input_changed(self) -> BufferChanged:
         return BufferChanged(

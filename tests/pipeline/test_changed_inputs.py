@@ -1,4 +1,4 @@
-"""Tests that a layer that changes its input in place is refused in the same words, wherever the cut puts it."""
+"""Tests that a layer that changes its input, or a weight, in a forward is refused in the same words at every cut."""
 
 from __future__ import annotations
 
@@ -20,3 +20,9 @@ def test_a_change_in_place_has_one_answer(starts_cell: bool) -> None:
 def test_a_layer_may_change_what_it_has_made_itself() -> None:
     layer = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True))
     assert BufferGuard("layer", layer)(torch.randn(2, 3, requires_grad=True)).shape == (2, 3)
+
+
+def test_a_layer_that_changes_a_weight_is_refused_by_name() -> None:
+    """Replicas that see other examples would train different weights, without a word until the next resume."""
+    with pytest.raises(BufferChanged, match="layer 'words' changes its parameter 'weight' in forward"):
+        BufferGuard("words", nn.Embedding(8, 4, max_norm=0.1))(torch.arange(8))
