@@ -77,7 +77,7 @@ class Job:
     config: dict[str, Any]
     preload: tuple[str, ...] = ()
     threads: int = 1
-    grace_seconds: float = 8.0
+    grace_seconds: float = 28.0
     stall_seconds: float | None = None
     fork: bool = sys.platform == "linux"
 

@@ -177,7 +177,7 @@ def test_a_run_from_before_a_key_existed_has_its_default_and_takes_an_override(r
     manifest.write_text(json.dumps(said))
     settings = checkpointed.open_run(str(old), ["task.generation.beam=3"]).prepared.settings
     assert settings.task["generation"]["beam"] == 3
-    assert settings.trainer.patience is None and settings.launch.grace_seconds == 8
+    assert settings.trainer.patience is None and settings.launch.grace_seconds == 28
 
 
 @pytest.mark.parametrize(

@@ -336,7 +336,7 @@ def test_the_first_signal_lets_the_run_save_and_end(command: Any, number: signal
     started = command("run_until_stopped")
     started.wait_until_ready(3)
     os.killpg(started.process.pid, number)
-    assert next(started.events()) == {"event": "stopping", "signal": number.name, "grace_seconds": 8.0}
+    assert next(started.events()) == {"event": "stopping", "signal": number.name, "grace_seconds": Job.grace_seconds}
     assert started.end()[0] == expected
     assert (started.run_dir / "saved").exists()
 

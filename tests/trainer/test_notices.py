@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from composed import checked
 
-from gpipe_cli.launch.context import torchrun_grace_seconds
+from gpipe_cli.launch.context import TORCHRUN_SECONDS, torchrun_grace_seconds
 from gpipe_cli.trainer.notices import batchnorm_notice, grace_warning
 
 
@@ -86,3 +87,7 @@ def test_a_rank_knows_of_torchruns_patience_what_its_environment_says(monkeypatc
     assert torchrun_grace_seconds() == 30.0
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     assert torchrun_grace_seconds() == 600.0
+
+
+def test_by_default_a_rank_uses_the_time_that_torchrun_and_slurm_leave_it() -> None:
+    assert TORCHRUN_SECONDS - 5 < checked().settings.launch.grace_seconds < TORCHRUN_SECONDS
