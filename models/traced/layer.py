@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .module import Constructor
+from .module import Constructor, TracedFrom
 from .recording import NotRecordable, seeded
 from .segments import BatchNorm, Segment
 from .sizes import SizeCondition, SizeError
@@ -129,11 +129,20 @@ def _clone(tensor: Tensor) -> Tensor:
 
 
 class LayerMaker:
-    """Builds one layer; the `build` of its LayerBuilder."""
+    """Builds one layer; the `build` of its LayerBuilder.
 
-    def __init__(self, segment: Segment, trace: Trace, weights: Weights) -> None:
-        self._segment, self._trace, self._weights = segment, trace, weights
+    Attributes:
+        traced_from: of all layers of the module.
+    """
+
+    def __init__(self, segment: Segment, trace: Trace, weights: Weights, traced_from: TracedFrom) -> None:
+        self._segment, self._trace, self._weights, self.traced_from = segment, trace, weights, traced_from
         self._forwards: tuple[Forward, Forward] | None = None
+
+    @property
+    def held(self) -> Mapping[str, str]:
+        """Returns the names of the layer's tensors in the module: name within the layer -> first name."""
+        return self._segment.held
 
     def announce(self) -> None:
         """Notes that this process will build the layer."""

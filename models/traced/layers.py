@@ -14,7 +14,7 @@ from ...errors import ConfigurationError
 from ...layers import LayerBuilder
 from .cuts import choose_cuts
 from .layer import LayerMaker, Weights
-from .module import Call, Constructor
+from .module import Call, Constructor, TracedFrom
 from .segments import segments_of
 from .trace import Example, traced
 
@@ -52,7 +52,7 @@ def layers(
     key = repr((*made_by, example, seed, call, float_type))  # as good as identity: what it stands for is kept beside it
     if key not in _known:
         _known.clear()
-        _known[key] = module, _traced_layers(module, call, example, seed, getattr(torch, float_type))
+        _known[key] = module, traced_layers(TracedFrom(module, call, seed), example, getattr(torch, float_type))
     return _known[key][1]
 
 
@@ -71,11 +71,12 @@ def _refuse_kinds(module: object, mappings: Mapping[str, object]) -> None:
 _known: dict[str, tuple[Constructor, list[LayerBuilder]]] = {}  # the last one: gpipe-verify asks for it again and again
 
 
-def _traced_layers(
-    module: Constructor, call: Call, example: Example, seed: int, float_type: torch.dtype
-) -> list[LayerBuilder]:
-    trace = traced(module, call, example, seed, float_type)
+def traced_layers(traced_from: TracedFrom, example: Example, float_type: torch.dtype) -> list[LayerBuilder]:
+    """Returns the layers of a traced module; the arguments are those of `layers`."""
+    module, seed = traced_from.constructor, traced_from.seed
+    trace = traced(module, traced_from.call, example, seed, float_type)
     segments = segments_of(trace, choose_cuts(trace.training, trace.evaluation))
     holders = Counter(first for segment in segments for first in set(segment.held.values()))
     weights = Weights(trace, module, seed, [first for first, count in holders.items() if count > 1])
-    return [LayerBuilder(segment.name, LayerMaker(segment, trace, weights), tied=segment.tied) for segment in segments]
+    makers = [LayerMaker(segment, trace, weights, traced_from) for segment in segments]
+    return [LayerBuilder(segment.name, make, tied=segment.tied) for segment, make in zip(segments, makers, strict=True)]

@@ -43,6 +43,21 @@ class Call:
     ignored: int | None = None
 
 
+@dataclass(frozen=True)
+class TracedFrom:
+    """Says what the layers of a traced module were traced from.
+
+    Attributes:
+        constructor: makes the module, without arguments.
+        call: how it is called.
+        seed: of torch, numpy and Python when it is made.
+    """
+
+    constructor: Constructor
+    call: Call
+    seed: int
+
+
 class CallError(ValueError):
     """Raised where a module cannot be called as the keys of model=module say; names the key."""
 
