@@ -79,7 +79,7 @@ def tensors_of(modules: list[nn.Module], micro_batches: list[MicroBatch]) -> lis
 
 def worker(context: Context, config: dict[str, Any]) -> list[int]:
     """Returns the highest count of any worker, for each setting."""
-    context.init_process_group("gloo")
+    context.init_process_group()
     rank, K = context.rank, context.world_size
     highest = []
     for M, remat in config["settings"]:

@@ -12,24 +12,27 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from benchmarks.common import Row, parser, report
-from gpipe_cli.bench.steps import cpu_transport
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.launch.context import Context
+from gpipe_cli.pipeline.messages.transport import connect_workers
 from gpipe_cli.planner.measure.link import LinkTimes, measure_link
 
-WIRES = {"shared memory": True, "gloo": False}
+CPU = torch.device("cpu")
 
 
 def worker(context: Context, config: dict[str, Any]) -> dict[str, list[LinkTimes]]:
     """Returns what a message took on each wire, by round; the wires take turns."""
-    context.init_process_group("gloo")
+    context.init_process_group()
     ranks = tuple(range(context.world_size))
-    wires = {name: cpu_transport(ranks, shared) for name, shared in WIRES.items()}
+    groups: dict[str, Any] = {"shared memory": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
+    wires = {name: connect_workers(ranks, CPU, CPU, (group, group), group) for name, group in groups.items()}
     found: dict[str, list[LinkTimes]] = {name: [] for name in wires}
     for _ in range(config["rounds"]):
         for name, transport in wires.items():
-            assert transport is not None
             found[name].append(measure_link(transport, context.rank))
     return found
 

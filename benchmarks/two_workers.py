@@ -32,7 +32,7 @@ WHOLE = 0.97  # share of two cores from which on they count as whole
 
 def worker(context: Context, config: dict[str, Any]) -> dict[str, list[float]]:
     """Returns the seconds of every round by contender."""
-    context.init_process_group("gloo")
+    context.init_process_group()
     rank, width, M = context.rank, config["width"], config["M"]
     torch.manual_seed(0)
     blocks = [Block(width) for _ in range(config["layers"])]

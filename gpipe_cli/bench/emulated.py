@@ -195,7 +195,7 @@ def join_emulation(context: Context, realtime: bool) -> StopWatch:
     """
     if realtime:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(PRIORITY))
-    context.init_process_group("gloo")
+    context.init_process_group()
     return StopWatch(context.rank, context.world_size, ACCELERATOR.reset)
 
 

@@ -99,8 +99,7 @@ def workload_of(
     def transport(placement: tuple[int, ...]) -> Transport | None:
         if world.message_groups is None or world.all_ranks is None:
             return None
-        groups = world.message_groups, world.all_ranks
-        return connect_workers(placement, world.device, world.wire, *groups, world.shared_memory)
+        return connect_workers(placement, world.device, world.wire, world.message_groups, world.all_ranks)
 
     return Workload(
         build,

@@ -40,12 +40,12 @@ def as_loss(loss: SumLoss) -> Loss:
 squared_loss = as_loss(squared_sum)
 
 
-def cpu_transport(placement: tuple[int, ...], shared_memory: bool = True) -> Transport | None:
+def cpu_transport(placement: tuple[int, ...]) -> Transport | None:
     """Connects this worker to the others of the process group; returns None when there are none."""
     world = dist.group.WORLD
     if world is None or world.size() == 1:
         return None
-    return connect_workers(placement, CPU, CPU, (world, world), world, shared_memory)
+    return connect_workers(placement, CPU, CPU, (world, world), world)
 
 
 @dataclass(frozen=True)

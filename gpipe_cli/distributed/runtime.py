@@ -95,4 +95,4 @@ def make_transport(world: World, placement: Sequence[int]) -> Transport | None:
     if world.workers == 1 or world.message_groups is None or world.all_ranks is None:
         return None
     ranks = tuple(world.rank_of(worker) for worker in placement)
-    return connect_workers(ranks, world.device, world.wire, world.message_groups, world.all_ranks, world.shared_memory)
+    return connect_workers(ranks, world.device, world.wire, world.message_groups, world.all_ranks)

@@ -35,7 +35,6 @@ class World:
         all_ranks: group of all ranks for CPU tensors; None when there is only one rank.
         message_groups: groups for activations and for gradients; with NCCL two of each, see `Transport`.
         replica_group: the ranks that hold the same layers, one of each replica; None without replicas.
-        shared_memory: messages from CPU to CPU within a machine go through shared memory.
     """
 
     rank: int
@@ -46,7 +45,6 @@ class World:
     all_ranks: dist.ProcessGroup | None
     message_groups: tuple[dist.ProcessGroup, ...] | None
     replica_group: dist.ProcessGroup | None
-    shared_memory: bool = True
 
     @property
     def size(self) -> int:
@@ -85,8 +83,8 @@ def join_world(context: Context, workers: int, replicas: int, device: str, backe
         workers, replicas: W and D; W·D is the number of ranks.
         device: auto, cpu or cuda.
         backend: auto, gloo or nccl. ``auto`` is NCCL when every worker of the job has a GPU of its own. Otherwise
-            messages go through the CPU: by shared memory and sockets without names within a machine, by gloo under
-            torchrun and between machines.
+            messages go through the CPU: by shared memory and sockets without names between the workers that
+            gpipe-train has started, by gloo under torchrun.
 
     Raises:
         ValueError: the number of ranks is not W·D.
@@ -117,8 +115,7 @@ def join_world(context: Context, workers: int, replicas: int, device: str, backe
             group = _new_group([replica * workers + worker for replica in range(replicas)])
             if context.rank % workers == worker:
                 replica_group = group
-    shared_memory = backend != "gloo"
-    return World(context.rank, workers, replicas, chosen, wire, all_ranks, message_groups, replica_group, shared_memory)
+    return World(context.rank, workers, replicas, chosen, wire, all_ranks, message_groups, replica_group)
 
 
 def _new_group(ranks: list[int] | None, backend: str | None = None) -> dist.ProcessGroup:

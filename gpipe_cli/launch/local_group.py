@@ -8,6 +8,7 @@ gloo would listen on a TCP port in every process, and could not tell who connect
 
 from __future__ import annotations
 
+import socket
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -64,6 +65,14 @@ class LocalGroup(dist.ProcessGroup):
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int = 0) -> dist.Work:
         return _Transfer(self._messenger, [self._start_to_receive(tensors[0], rank, tag)], self._seconds)
+
+    def connect(self, rank: int, number: int) -> socket.socket:
+        """Returns a socket connected to a worker of the group, which gets the other end by `accept`; never waits."""
+        return self._messenger.connect(self._ranks[rank], number)
+
+    def accept(self, rank: int, number: int) -> socket.socket:
+        """Returns a socket that a worker of the group has connected with this number; waits for it."""
+        return self._messenger.accept(self._ranks[rank], number, self._seconds)
 
     def broadcast(self, tensors: list[Tensor], options: Any = None) -> dist.Work:
         root, (tensor,) = options.rootRank, tensors

@@ -10,11 +10,13 @@ import socket
 import struct
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from gpipe_cli.launch.mailboxes import Mailboxes
 
 _HEADER = struct.Struct("<QqQ")  # channel, tag, bytes of the content
+_MESSAGES = 0  # number of the connections that carry messages; others are given away
 _LONGEST = 3600.0  # seconds of one wait in the kernel, which takes no years
 
 
@@ -54,6 +56,28 @@ class Messenger:
         self._gone: set[int] = set()
         self._awaited: defaultdict[Address, deque[Parcel]] = defaultdict(deque)
         self._early: defaultdict[Address, deque[bytearray]] = defaultdict(deque)
+        self._others: defaultdict[tuple[int, int], deque[socket.socket]] = defaultdict(deque)  # by peer and number
+
+    def connect(self, peer: int, number: int) -> socket.socket:
+        """Returns a connection of the caller's own to a worker, which takes it by `accept` with the same number, not 0.
+
+        Raises:
+            RuntimeError: the other worker has ended.
+        """
+        try:
+            return self._mailboxes.connect(peer, number)
+        except OSError as error:
+            raise _closed(peer) from error
+
+    def accept(self, peer: int, number: int, seconds: float) -> socket.socket:
+        """Returns the oldest connection that a worker has made by `connect` and that was not taken; waits for it.
+
+        Raises:
+            RuntimeError: the other worker does nothing for so many seconds.
+        """
+        made = self._others[peer, number]
+        self._wait_until(lambda: bool(made), peer, seconds)
+        return made.popleft()
 
     def send(self, address: Address, content: memoryview) -> Parcel:
         """Starts to send; ``content`` must not change before the parcel is done.
@@ -89,17 +113,20 @@ class Messenger:
         Raises:
             RuntimeError: the other worker has ended, or does nothing for so many seconds.
         """
+        self._wait_until(lambda: parcel.done, parcel.address.peer, seconds)
+
+    def _wait_until(self, done: Callable[[], bool], peer: int, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while not parcel.done:
-            if parcel.address.peer in self._gone:
-                raise _closed(parcel.address.peer)
+        while not done():
+            if peer in self._gone:
+                raise _closed(peer)
             if (left := deadline - time.monotonic()) < 0:
-                raise RuntimeError(f"process group: nothing from or to rank {parcel.address.peer} for {seconds:g} s")
+                raise RuntimeError(f"process group: nothing from or to rank {peer} for {seconds:g} s")
             for key, events in self._selector.select(min(left, _LONGEST)):
                 self._handle(key.data, events)
 
     def _connect(self, peer: int) -> _Outgoing:
-        outgoing = _Outgoing(peer, self._mailboxes.connect(peer))
+        outgoing = _Outgoing(peer, self._mailboxes.connect(peer, _MESSAGES))
         self._outgoing[peer] = outgoing
         self._selector.register(outgoing.connection, selectors.EVENT_READ, outgoing)  # to see its end
         return outgoing
@@ -129,7 +156,11 @@ class Messenger:
 
     def _accept(self) -> None:
         while (connected := self._mailboxes.accept()) is not None:
-            incoming = _Incoming(*connected)
+            peer, number, connection = connected
+            if number != _MESSAGES:
+                self._others[peer, number].append(connection)
+                continue
+            incoming = _Incoming(peer, connection)
             self._selector.register(incoming.connection, selectors.EVENT_READ, incoming)
 
     def _take(self, incoming: _Incoming) -> None:

@@ -139,7 +139,7 @@ def compare_as_processes(context: Context, config: dict[str, Any]) -> list[str]:
     workers = context.world_size
     world = dist.group.WORLD
     assert world is not None
-    each_way = tuple(dist.new_group() for _ in range(4))
+    each_way, gloo = tuple(dist.new_group() for _ in range(4)), dist.new_group(backend="gloo")
     found: list[str] = []
     for case in all_cases(workers) + (round_robin_cases(2 * workers) if workers < 4 else []):
         placement = tuple(cell % workers for cell in range(case.K))
@@ -152,7 +152,7 @@ def compare_as_processes(context: Context, config: dict[str, Any]) -> list[str]:
             transport.exchange_first_messages()
             transport.blocks_device = True
         else:
-            transport = connect_workers(placement, CPU, CPU, groups, world, shared_memory=wire == "shared memory")
+            transport = connect_workers(placement, CPU, CPU, groups, world if wire == "shared memory" else gloo)
         ours = run_case(case, placement, context.rank, transport)
         found += differences(case, ours, run_plain(case))
         losses: list[Any] = [None] * workers

@@ -34,10 +34,12 @@ CPU = torch.device("cpu")
 def measure(context: Context, config: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """Returns for each configuration and each worker the bytes of each kind; the entry point of a worker."""
     world = join_world(context, context.world_size, 1, "cpu", "auto")
+    gloo = dist.new_group(backend="gloo")
     found = []
     for values in config["settings"]:
         settings = Settings.from_config(values)
-        mine = one_run(settings, replace(world, shared_memory=settings.pipeline.backend != "gloo"))
+        over_gloo = replace(world, all_ranks=gloo, message_groups=(gloo, gloo))
+        mine = one_run(settings, over_gloo if settings.pipeline.backend == "gloo" else world)
         found.append(cast("list[dict[str, Any]]", world.all_gather(mine)))
     return found
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,11 +16,11 @@ import pytest
 from launch_command import Command
 
 from gpipe_cli.launch.zygote import bootstrap
-from gpipe_cli.pipeline.messages import shared_memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for sockets in /proc")
 
 NOBODY = 65534
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4", "--standalone", "--no-python")
 INTERNET = ("tcp", "tcp6", "udp", "udp6", "raw", "raw6")
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
 
@@ -82,10 +83,43 @@ def as_another_user(act: Callable[[], object]) -> Iterator[str]:
     os.waitpid(child, 0)
 
 
-def connected(name: bytes) -> socket.socket:
-    peer = socket.socket(socket.AF_UNIX)
-    peer.connect(b"\0" + name)
-    return peer
+def crowd_every_name() -> None:
+    """Connects to each abstract socket of the machine as often as the system allows, from now on, again and again."""
+
+    def crowd() -> None:
+        kept: dict[str, list[socket.socket]] = {}
+        while True:
+            for row in table("unix"):
+                name = row[7] if len(row) > 7 else ""
+                if not name.startswith("@") or name in kept:
+                    continue
+                kept[name] = []
+                with suppress(OSError):  # full, or it listens no more
+                    while len(kept[name]) < 8:
+                        peer = socket.socket(socket.AF_UNIX)
+                        peer.setblocking(False)
+                        kept[name].append(peer)
+                        peer.connect(name.replace("@", "\0", 1))
+
+    threading.Thread(target=crowd, daemon=True).start()
+
+
+@as_root
+@pytest.mark.parametrize("prefix", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["own", "torchrun"])
+def test_a_stranger_who_crowds_every_socket_with_a_name_holds_nobody_up(
+    tmp_path: Path, prefix: tuple[str, ...]
+) -> None:
+    options = [] if prefix else ['preload=["torch"]']
+    with as_another_user(crowd_every_name) as outcome:
+        assert outcome == "done"
+        command = Command(tmp_path, "meet_and_wait", "4", str(tmp_path), *options, prefix=prefix)
+        alarm = threading.Timer(100, command.clean_up)  # a job that is held up fails the test
+        alarm.start()
+        try:
+            command.wait_until_ready(4)
+        finally:
+            alarm.cancel()
+            command.clean_up()
 
 
 def test_no_process_of_a_job_has_a_socket_of_the_internet(running: Command) -> None:
@@ -133,29 +167,6 @@ def test_another_user_opens_no_descriptor_of_a_job(running: Command) -> None:
     for forbidden in (lambda: memory[0].open("r+b"), lambda: [list(folder.iterdir()) for folder in folders]):
         with as_another_user(forbidden) as outcome:
             assert outcome == "PermissionError"
-
-
-@as_root
-def test_a_connection_of_another_user_is_refused() -> None:
-    name = os.urandom(16)
-    listener = shared_memory._listen(name)
-    assert listener is not None
-    with listener, as_another_user(lambda: connected(name)) as outcome:
-        assert outcome == "done"  # it waits before ours
-        ours = shared_memory._reach(name)
-        assert ours is not None
-        with ours, shared_memory._accept(listener) as accepted:
-            ours.sendall(b"hello")
-            assert accepted.recv(5) == b"hello"
-
-
-@as_root
-def test_the_listener_of_another_user_is_refused() -> None:
-    name = os.urandom(16)
-    with as_another_user(lambda: shared_memory._listen(name)) as outcome:
-        assert outcome == "done"
-        connected(name).close()
-        assert shared_memory._reach(name) is None
 
 
 def test_a_pickle_from_another_worker_is_an_error_and_runs_nothing(tmp_path: Path) -> None:

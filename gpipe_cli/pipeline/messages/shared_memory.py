@@ -4,20 +4,21 @@ gloo sends over TCP even there: a message is copied four times and wakes two thr
 cores are the devices this is computing time. Here the sender copies a message into a slot of shared memory and
 announces it by 16 bytes on a socket; the receiver copies it out and returns the slot by one byte.
 
-The memory has no name (memfd) and travels as a descriptor over the socket, so nothing is left behind however the
-processes end; the end of one process is seen by the other as the end of the socket.
+Neither memory (memfd) nor sockets have a name: the memory travels as a descriptor over a socket that the process group
+of one machine hands from worker to worker. So nobody else gets in, and nothing is left behind however the processes
+end; the end of one process is seen by the other as the end of the socket.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import secrets
 import socket
 import struct
 from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -26,12 +27,10 @@ from torch import Tensor
 from ...micro_batch import Tensors
 from ...schedule.instruction import Message, send_window
 from .boundary import BoundarySpec, unpack
-from .process_group import ProcessGroupTransport, Wait, message_tag, routes, spec_tag
+from .process_group import DIRECTIONS, ProcessGroupTransport, Wait, message_tag, routes
 
 _TOKEN = struct.Struct("<qii")  # tag, slot, whether the slot's memory comes behind it
-_CREDENTIALS = struct.Struct("3i")  # process, user, group: struct ucred of <sys/socket.h>
 _BYTE = b"\0"
-_NAME_BYTES = 64
 _PATIENCE = 1800.0  # seconds, as a process group's: the end of a peer is seen at once, this is for one that hangs
 
 
@@ -40,14 +39,22 @@ def slot_bytes(message: int) -> int:
     return -(-message // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-class SharedMemoryTransport:
-    """Sends messages through shared memory where both workers see the same memory, all others as ``other`` does.
+@runtime_checkable
+class Sockets(Protocol):
+    """Connects workers of one machine by sockets without a name; `LocalGroup` does (launch/local_group.py)."""
 
-    All workers of the pipeline make theirs at the same time.
+    def connect(self, rank: int, number: int) -> socket.socket:
+        """Returns a socket whose other end `accept` returns to worker ``rank``, for the same number; never waits."""
+
+    def accept(self, rank: int, number: int) -> socket.socket: ...
+
+
+class SharedMemoryTransport:
+    """Sends messages through shared memory; all workers of the pipeline make theirs at the same time.
 
     Args:
-        other: for workers of other machines, for messages without content, and for descriptions.
-        ranks, device, control: as in `connect_workers`.
+        other: for messages without content, and for descriptions.
+        ranks, device: as in `connect_workers`.
     """
 
     blocks_device = False
@@ -57,7 +64,7 @@ class SharedMemoryTransport:
         other: ProcessGroupTransport,
         ranks: tuple[int, ...],
         device: torch.device,
-        control: dist.ProcessGroup,
+        sockets: Sockets,
     ) -> None:
         self._other, self._ranks = other, ranks
         self._outgoing: dict[tuple[str, int], Outgoing] = {}  # by direction and receiver
@@ -65,9 +72,12 @@ class SharedMemoryTransport:
         self.send_spec, self.receive_spec, self.drain = other.send_spec, other.receive_spec, other.drain
         rank, window = dist.get_rank(), send_window(len(set(ranks)))
         for direction, sender, receiver in routes(ranks):
-            if rank == sender and (peer := connect_sender(receiver, control, spec_tag(0), _PATIENCE)):
+            number = 1 + DIRECTIONS.index(direction)
+            if rank == sender:
+                peer = _patient(sockets.connect(receiver, number), _PATIENCE)
                 self._outgoing[direction, receiver] = Outgoing(peer, receiver, window)
-            elif rank == receiver and (peer := connect_receiver(sender, control, spec_tag(0), _PATIENCE)):
+            elif rank == receiver:
+                peer = _patient(sockets.accept(sender, number), _PATIENCE)
                 self._incoming[direction, sender] = Incoming(peer, sender, device)
 
     @property
@@ -75,16 +85,16 @@ class SharedMemoryTransport:
         return sum(channel.bytes_shared for channel in self._outgoing.values())
 
     def send(self, message: Message, tensors: Tensors, spec: BoundarySpec) -> None:
-        channel = self._outgoing.get((message.direction, self._ranks[message.receiver]))
-        if channel is None or not spec.size:
+        if not spec.size:
             self._other.send(message, tensors, spec)
         else:
+            channel = self._outgoing[message.direction, self._ranks[message.receiver]]
             channel.send(tensors, spec, message_tag(message, len(self._ranks)))
 
     def post(self, message: Message, spec: BoundarySpec) -> Wait:
-        channel = self._incoming.get((message.direction, self._ranks[message.sender]))
-        if channel is None or not spec.size:
+        if not spec.size:
             return self._other.post(message, spec)
+        channel = self._incoming[message.direction, self._ranks[message.sender]]
         tag = message_tag(message, len(self._ranks))
         return lambda separate: channel.receive(spec, tag)  # every tensor gets memory of its own
 
@@ -235,80 +245,6 @@ def _lost(peer: int, error: OSError | None = None) -> RuntimeError:
     if isinstance(error, BlockingIOError):
         return RuntimeError(f"process group, shared memory: rank {peer} neither sends nor takes a message any more")
     return RuntimeError(f"process group, shared memory: Connection closed by peer, rank {peer} ({error})")
-
-
-def connect_sender(receiver: int, control: dist.ProcessGroup, tag: int, patience: float) -> socket.socket | None:
-    """Connects the sender's end of a channel; None where no memory can be shared, as between two machines.
-
-    Args:
-        receiver: rank.
-        control: CPU group for connecting, with messages of this ``tag``.
-        patience: the most seconds that a later wait may take.
-    """
-    name = torch.zeros(_NAME_BYTES, dtype=torch.uint8)
-    dist.recv(name, receiver, group=control, tag=tag)
-    peer = _reach(bytes(name.tolist()).rstrip(_BYTE))
-    dist.send(torch.tensor([int(peer is not None)]), receiver, group=control, tag=tag)
-    return None if peer is None else _patient(peer, patience)
-
-
-def connect_receiver(sender: int, control: dist.ProcessGroup, tag: int, patience: float) -> socket.socket | None:
-    """Connects the receiver's end of a channel; see `connect_sender`."""
-    name = b"gpipe-" + secrets.token_hex(16).encode()
-    listener = _listen(name)
-    message = torch.tensor(list((name if listener else b"").ljust(_NAME_BYTES, _BYTE)), dtype=torch.uint8)
-    answer = torch.zeros(1, dtype=torch.int64)
-    dist.send(message, sender, group=control, tag=tag)
-    dist.recv(answer, sender, group=control, tag=tag)
-    if listener is None:
-        return None
-    with listener:
-        return _patient(_accept(listener), patience) if answer.item() else None
-
-
-def _accept(listener: socket.socket) -> socket.socket:
-    """Returns the connection of a process of this user: any user's may connect to an abstract name."""
-    while True:
-        peer = listener.accept()[0]
-        if _belongs_to_this_user(peer):
-            return peer
-        peer.close()
-
-
-def _belongs_to_this_user(peer: socket.socket) -> bool:
-    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(credentials)
-    return bool(user == os.geteuid())
-
-
-def _listen(name: bytes) -> socket.socket | None:
-    """Returns a listener under an abstract name (no file, this machine only); None where there are no such names."""
-    with ExitStack() as undo:
-        try:
-            listener = undo.enter_context(socket.socket(socket.AF_UNIX))
-            listener.bind(_BYTE + name)
-            listener.listen(1)
-        except OSError:
-            return None
-        undo.pop_all()
-        return listener
-
-
-def _reach(name: bytes) -> socket.socket | None:
-    """Returns a socket connected to that listener; None where there is none, or no memory can be shared."""
-    if not name or not hasattr(os, "memfd_create"):  # a Python built for old systems has none
-        return None
-    with ExitStack() as undo:
-        try:
-            os.close(os.memfd_create("gpipe-trial"))
-            peer = undo.enter_context(socket.socket(socket.AF_UNIX))
-            peer.connect(_BYTE + name)
-        except OSError:
-            return None
-        if not _belongs_to_this_user(peer):
-            return None
-        undo.pop_all()
-        return peer
 
 
 def _patient(peer: socket.socket, seconds: float) -> socket.socket:

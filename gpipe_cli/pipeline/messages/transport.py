@@ -8,6 +8,7 @@ A new implementation needs the methods of `Transport` and a line in `connect_wor
 
 from __future__ import annotations
 
+import os
 from typing import Protocol
 
 import torch
@@ -17,7 +18,7 @@ from ...micro_batch import Tensors
 from ...schedule.instruction import Message
 from .boundary import BoundarySpec
 from .process_group import ProcessGroupTransport, Wait
-from .shared_memory import SharedMemoryTransport
+from .shared_memory import SharedMemoryTransport, Sockets
 
 
 class Transport(Protocol):
@@ -68,7 +69,6 @@ def connect_workers(
     wire: torch.device,
     groups: tuple[dist.ProcessGroup, ...],
     control: dist.ProcessGroup,
-    shared_memory: bool = True,
 ) -> Transport:
     """Connects this worker with those of the neighbouring cells; all workers of the pipeline call it at the same time.
 
@@ -79,14 +79,13 @@ def connect_workers(
         groups: one process group for activations and one for gradients, so that neither waits for the other. Or two of
             each: one for messages to a later rank, one for messages to an earlier rank. A backend that runs the
             messages between two ranks in one order (NCCL) needs that where messages of a kind go both ways.
-        control: a CPU group for descriptions.
-        shared_memory: messages from CPU to CPU between two workers of one machine go through memory that both share,
-            not through the process group.
+        control: a CPU group for descriptions. If it is that of one machine (launch/local_group.py), messages from CPU
+            to CPU go through memory that both workers share.
     """
     transport = ProcessGroupTransport(ranks, device, wire, groups, control)
     if wire.type == "cuda":
         transport.exchange_first_messages()
         torch.cuda.synchronize(wire)
-    elif shared_memory:
+    elif isinstance(control, Sockets) and hasattr(os, "memfd_create"):
         return SharedMemoryTransport(transport, ranks, device, control)
     return transport

@@ -44,7 +44,7 @@ def link_between_processes(shared_memory: bool = True) -> LinkTimes | None:
     """Measures between two new processes of this machine; returns None where they cannot be connected.
 
     Args:
-        shared_memory: as of `connect_workers`; otherwise over gloo.
+        shared_memory: as gpipe-train's own workers send; otherwise over gloo.
     """
     with tempfile.TemporaryDirectory(prefix="gpipe-link-") as directory:
         entry, config = f"{__name__}:main", {"shared_memory": shared_memory}
@@ -118,8 +118,7 @@ def _typical(seconds: list[float]) -> float:
 
 def main(context: Context, config: dict[str, Any]) -> LinkTimes:
     """Runs one of the two processes."""
-    cpu, shared_memory = torch.device("cpu"), config["shared_memory"]
-    context.init_process_group(None if shared_memory else "gloo")
+    context.init_process_group(None if config["shared_memory"] else "gloo")
     world = dist.group.WORLD
     assert world is not None
-    return measure_link(connect_workers((0, 1), cpu, cpu, (world, world), world, shared_memory), context.rank)
+    return measure_link(connect_workers((0, 1), _CPU, _CPU, (world, world), world), context.rank)
