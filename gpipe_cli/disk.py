@@ -43,6 +43,18 @@ def open_for_writing(path: Path, flags: int = os.O_WRONLY | os.O_TRUNC) -> int:
     return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o666)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Replaces the file atomically. Unlike a checkpoint's files it may be lost when the machine crashes.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    temporary = path.with_name(f"{path.name}.partial")
+    with os.fdopen(open_for_writing(temporary), "w", encoding="utf-8") as file:
+        file.write(text)
+    temporary.replace(path)
+
+
 def prepare_directory(directory: Path) -> None:
     """Makes a directory, and finds out whether a few small files can be written there and nowhere else.
 

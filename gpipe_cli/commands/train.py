@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpipe_cli.disk import written_file
 from gpipe_cli.errors import ConfigurationError, Problems
 from gpipe_cli.terminal.flags import CommandLine, read_words
 from gpipe_cli.terminal.frame import FAILED, REFUSED, run_command, to_stderr
@@ -78,7 +77,9 @@ def _run(words: Sequence[str], program: EntryPoint | None) -> int:
     finally:
         if sweep.current is not None:
             codes.append(_end_sweep(sweep.current))
-    return next((code for code in codes if code), 0) if sweep.current is None else codes[-1]
+    if sweep.current is None:
+        return next((code for code in codes if code), 0)
+    return codes[-1] or (FAILED if any(codes) else 0)  # a refused job leaves an earlier run's record as it was
 
 
 def _has_unknown_key(line: CommandLine, program: EntryPoint) -> bool:
@@ -118,8 +119,6 @@ def _run_jobs(line: CommandLine, program: EntryPoint, started_at: float, codes: 
         if has_begun or isinstance(error, ConfigurationError):
             raise
         if isinstance(error, OSError) and error.errno is not None and error.filename is None:
-            if written_file(error.__traceback__) is not None:
-                raise  # .hydra/config.yaml
             raise OutputFailed(error) from error  # what Hydra prints for --cfg and --info
         refuse(line, program, Problems(), error)
 

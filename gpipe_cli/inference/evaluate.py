@@ -7,11 +7,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+from ..disk import write_whole
 from ..distributed.exchange import Exchange
 from ..launch.context import Context
 from ..metrics.image_pictures import draw_classification
 from ..metrics.language_pictures import ModelScores, draw_languages
-from ..metrics.metrics_file import write_whole
 from ..metrics.records import Evaluation
 from ..metrics.translation_scores import languages_of
 from ..trainer.assembly import Assembly, assemble_evaluator, assemble_from_checkpoint, generation_settings

@@ -8,7 +8,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from gpipe_cli.checkpoint import choose as checkpoints
+from gpipe_cli.checkpoint.commit import refuse_another_run
 from gpipe_cli.checkpoint.compatibility import require_compatible
 from gpipe_cli.checkpoint.files import CheckpointInfo
 from gpipe_cli.checkpoint.foreign import is_foreign, weight_files
@@ -30,13 +31,13 @@ from gpipe_cli.jobs.composition import plain_values
 from gpipe_cli.jobs.devices import settle_workers
 from gpipe_cli.jobs.limits import MACHINE
 from gpipe_cli.jobs.micro_batches import AUTO, settle_micro_batches
+from gpipe_cli.jobs.record import RunRecord
 from gpipe_cli.jobs.restarts import Restarts
 from gpipe_cli.launch.join import join, joined, restart_count, serve_store
 from gpipe_cli.launch.report import WorkerFailed
 from gpipe_cli.launch.supervisor import Job, OnEvent, launch, launch_inline
 from gpipe_cli.terminal.frame import FAILED, REFUSED
 from gpipe_cli.terminal.help import conf_folder
-from gpipe_cli.terminal.runs import ERROR_FILE
 from gpipe_cli.terminal.text import command_name, relative_paths
 
 if TYPE_CHECKING:
@@ -173,28 +174,28 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
     place = HydraConfig.get()
     run_dir = Path(place.runtime.output_dir)
     is_sweep = place.mode == RunMode.MULTIRUN
+    record = RunRecord(run_dir, composed, keep=is_sweep)
     with Console(*_console_settings(composed), silent=not torchrun.is_first(), brief=is_sweep) as console:
         if is_sweep:
             console.say(_job_line(place))
         try:
-            with writing(run_dir):
-                (run_dir / ERROR_FILE).unlink(missing_ok=True)
-            prepared = prepare(composed, list(place.overrides.task))
-            prepared.lines.extend(_not_made_tiny(place))
-            with _sole_writer(run_dir, console):
+            with _sole_writer(run_dir, console), record:
+                prepared = prepare(composed, list(place.overrides.task))
+                prepared.lines.extend(_not_made_tiny(place))
                 config = _with_checkpoint(prepared, run_dir, place, console)
                 config = {"settings": config, "started_at": time.time() if is_sweep else started_at}
-                result = _start(prepared, config, run_dir, program, console)
-            if program.conclude is not None:
-                return program.conclude(result, run_dir, console), math.nan
+                result = _start(prepared, config, run_dir, program, console, record)
+                record.begin()
+                if program.conclude is not None:
+                    return program.conclude(result, run_dir, console), math.nan
             if not is_sweep:
                 console.say(where_it_is(run_dir))
-        except (ConfigurationError, WorkerFailed, DiskError) as error:
-            text = in_words(str(error)) if isinstance(error, ConfigurationError) else str(error)
-            with suppress(OSError):  # it may lie on the disk that is the cause
-                (run_dir / ERROR_FILE).write_text(f"{error}\n")
-            console.error(relative_paths(text))
-            return (REFUSED if isinstance(error, ConfigurationError) else FAILED), math.nan
+        except ConfigurationError as error:
+            console.error(relative_paths(in_words(str(error))), logged=record.is_open)
+            return REFUSED, math.nan
+        except (WorkerFailed, DiskError) as error:
+            console.error(relative_paths(str(error)))
+            return FAILED, math.nan
         loss = result.get("loss") if isinstance(result, dict) else None
         return 0, math.nan if loss is None else float(loss)
 
@@ -205,7 +206,7 @@ def _with_checkpoint(prepared: Prepared, run_dir: Path, place: Any, console: Con
     `checkpoint.init_from` is read by a new run only: a resumed one has its own weights.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it was made with another configuration.
+        CheckpointError: there is no checkpoint, it was made with another configuration, or the directory holds others.
     """
     config = prepared.config
     if not torchrun.is_first():
@@ -215,6 +216,7 @@ def _with_checkpoint(prepared: Prepared, run_dir: Path, place: Any, console: Con
         serve_store()  # every file of a checkpoint is read, which takes minutes for a large one
     resumed = checkpoints.resolve("auto", run_dir).checkpoint if restart_count() else None
     resumed = resumed or _resumed(prepared, run_dir, place, console)
+    refuse_another_run(run_dir, resumed)
     begun = None if resumed is not None else _begun_with(prepared, console)
     paths = {
         "resume": None if resumed is None else str(resumed.path.absolute()),
@@ -253,14 +255,22 @@ def _resumed(prepared: Prepared, run_dir: Path, place: Any, console: Console) ->
     return choice.checkpoint
 
 
-def _start(prepared: Prepared, config: dict[str, Any], run_dir: Path, program: EntryPoint, console: Console) -> Any:
+def _start(
+    prepared: Prepared, config: dict[str, Any], run_dir: Path, program: EntryPoint, console: Console, record: RunRecord
+) -> Any:
     for line in prepared.lines:
         console.detail(line)
     restarts = Restarts(prepared.settings, config["settings"], run_dir, console)
 
+    def on_event(event: dict[str, Any]) -> None:
+        if event.get("kind") == "begun":
+            record.begin()
+        else:
+            console(event)
+
     def start(settings: dict[str, Any]) -> Any:
         started = {**config, "settings": settings, "restarts": restarts.records}
-        return _run_program(prepared.settings.launch, started, run_dir, program, console)
+        return _run_program(prepared.settings.launch, started, run_dir, program, on_event)
 
     try:
         return restarts.run(start)
@@ -270,12 +280,12 @@ def _start(prepared: Prepared, config: dict[str, Any], run_dir: Path, program: E
 
 
 def _run_program(
-    settings: LaunchConfig, config: dict[str, Any], run_dir: Path, program: EntryPoint, console: Console
+    settings: LaunchConfig, config: dict[str, Any], run_dir: Path, program: EntryPoint, on_event: OnEvent
 ) -> Any:
     if joined():
-        return join(torchrun.ENTRY, torchrun.wrap(program.entry, config), run_dir, console, settings.grace_seconds)
+        return join(torchrun.ENTRY, torchrun.wrap(program.entry, config), run_dir, on_event, settings.grace_seconds)
     try:
-        return launch_program(program, config, run_dir, console)
+        return launch_program(program, config, run_dir, on_event)
     except (ConfigurationError, WorkerFailed, DiskError):
         raise
     except Exception as error:

@@ -52,7 +52,6 @@ def overrides_elsewhere(folder: str) -> list[str]:
         f"hydra.run.dir={folder}",
         f"hydra.sweep.dir={folder}",
         "hydra.sweep.subdir=.",
-        "hydra.output_subdir=null",
         "hydra/job_logging=disabled",
     ]
 

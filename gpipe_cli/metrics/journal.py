@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..disk import DiskError, cannot_write, writing
+from ..disk import DiskError, cannot_write, write_whole, writing
 from ..distributed.batch_plan import BatchPlan
 from ..schedule.instruction import COMPUTE
 from ..schedule.run_schedules import RunSchedules
@@ -17,7 +17,7 @@ from .board import Board
 from .breakdown import Breakdown, mean_breakdown, predicted_bubble
 from .image_pictures import draw_classification
 from .language_pictures import ModelScores, draw_languages
-from .metrics_file import MetricsFile, json_safe, write_whole
+from .metrics_file import MetricsFile, json_safe
 from .pictures import draw_breakdown, draw_loss, draw_step, draw_traced_step
 from .step_report import TIME_OF, StepReport
 from .trace import Recording, measured_timeline, trace, write_trace
@@ -75,6 +75,7 @@ class Journal:
         """
         if not self._active:
             return
+        self._emit({"kind": "begun"})
         self._metrics = MetricsFile(self._run_dir / "metrics.jsonl", resumed_step)
         self._evaluations_file = MetricsFile(self._run_dir / "evaluations.jsonl", resumed_step)
         if self._tensorboard:

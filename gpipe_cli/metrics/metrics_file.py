@@ -72,18 +72,6 @@ def _write_all(file: io.FileIO, content: bytes) -> None:
         content = content[file.write(content) :]
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replaces the file atomically. Unlike a checkpoint's files it may be lost when the machine crashes.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    temporary = path.with_name(f"{path.name}.partial")
-    with os.fdopen(open_for_writing(temporary), "w", encoding="utf-8") as file:
-        file.write(text)
-    temporary.replace(path)
-
-
 def json_safe(value: Any) -> Any:
     """Replaces NaN and infinity, which JSON does not have, by None."""
     if isinstance(value, float) and not math.isfinite(value):

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..disk import write_whole
 from ..distributed.world import World, machine_id
 from ..pipeline.meter import Meter, Phase
 from ..schedule.critical_path import Place, critical_path
 from ..schedule.instruction import COMPUTE, Instruction
 from ..schedule.simulate import Span, Timeline
-from .metrics_file import write_whole
 
 COMPUTATION, MESSAGES = 0, 1  # threads of a worker
 _ARROW_SECONDS = 1e-6  # an arrow ends so long before its receive, because it must end inside it

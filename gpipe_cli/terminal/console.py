@@ -12,6 +12,7 @@ Everything printed also goes to train.log, as plain text. An event is a JSON obj
     evaluation     step, numbers: {name: value}
     samples        rows: [{label: text}]                     outputs beside the references
     end            text                                      the last line of the run
+    begun                                                    nothing can refuse the run any more: for jobs/job.py
 
 and the launcher's own, with "event": stopping (signal, grace_seconds), killed (message), warning (message). Any other
 event goes only to train.log. Numbers may be null (not finite, or unknown). A run goes on when its output can no longer
@@ -90,9 +91,10 @@ class Console:
         else:
             self.say(text)
 
-    def error(self, text: str) -> None:
-        """Prints a failure on standard error and in train.log."""
-        log.error("%s", text, extra={"shown": True})
+    def error(self, text: str, logged: bool = True) -> None:
+        """Prints a failure on standard error and, if it is logged, in train.log."""
+        if logged:
+            log.error("%s", text, extra={"shown": True})
         if self._bar:
             self._bar.close()
         if not self._silent:

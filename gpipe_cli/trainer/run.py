@@ -13,7 +13,6 @@ import torch._dynamo  # every optimizer imports it when it is made; imported her
 
 from .. import __version__
 from ..checkpoint.choose import open_checkpoint
-from ..checkpoint.commit import refuse_another_run
 from ..checkpoint.compatibility import require_same_data
 from ..checkpoint.files import vocabulary_folder
 from ..config import Settings
@@ -47,8 +46,6 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     settings = Settings.from_config(config["settings"])
     world = start_worker(context, settings)
     resumed = None if settings.checkpoint.resume is None else open_checkpoint(Path(settings.checkpoint.resume))
-    if world.rank == 0:
-        refuse_another_run(context.run_dir, resumed)
     task = build_task(settings.task, settings.seed)
     build_lr_schedule(settings.lr_schedule, build_optimizer(settings.optimizer, []))  # refused before data is prepared
     journal = Journal(

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import cli_jobs
 import pytest
+from run_files import bytes_of
 from small_disk import small_disk
 
 from gpipe_cli import __version__
 from gpipe_cli.commands.train import main
 from gpipe_cli.config import Settings
+from gpipe_cli.terminal.runs import read_run
 
 JOBS = Path(__file__).parents[1] / "jobs"
 COMMAND = [sys.executable, str(JOBS / "cli_jobs.py")]
@@ -231,11 +233,32 @@ def wait_for(path: Path) -> None:
         time.sleep(0.02)
 
 
-def test_a_resume_without_a_checkpoint_is_refused_before_workers_start(tmp_path: Path) -> None:
-    refused = run(tmp_path, "checkpoint.resume=nowhere", "pipeline.K=1")
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("checkpoint.resume=nowhere", "nowhere holds no complete checkpoint"),
+        (f"seed={cli_jobs.REFUSES}", "fourteen is refused"),
+    ],
+    ids=["by the command", "by a worker"],
+)
+def test_a_refused_run_leaves_no_directory(word: str, reason: str, tmp_path: Path) -> None:
+    refused = run(tmp_path, word, "pipeline.K=1")
     assert refused.returncode == 2
-    assert "nowhere holds no complete checkpoint" in refused.stderr
-    assert not (only(tmp_path / "runs") / "workers").exists()
+    assert reason in refused.stderr
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_refused_command_changes_nothing_of_an_earlier_run(tmp_path: Path) -> None:
+    words = ["hydra.run.dir=here", "pipeline.K=1", "trainer.steps=1"]
+    assert run(tmp_path, *words).returncode == 0
+    (tmp_path / "here" / "checkpoints" / "step_00000001").mkdir(parents=True)
+    before, hydra = bytes_of(tmp_path / "here"), bytes_of(tmp_path / "here" / ".hydra")
+    assert run(tmp_path, *words, "seed=77").returncode == 2
+    assert bytes_of(tmp_path / "here") == before
+    (tmp_path / "here" / "checkpoints" / "step_00000001").rmdir()
+    assert run(tmp_path, *words, f"seed={cli_jobs.REFUSES}").returncode == 2
+    assert read_run(tmp_path / "here").status == "done"
+    assert bytes_of(tmp_path / "here" / ".hydra") == hydra
 
 
 def test_resume_auto_without_any_checkpoint_begins_at_the_beginning(tmp_path: Path) -> None:

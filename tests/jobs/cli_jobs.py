@@ -11,10 +11,11 @@ import time
 from typing import Any
 
 from gpipe_cli.commands.train import main
+from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs.job import EntryPoint
 from gpipe_cli.launch.context import Context
 
-FAILS, SLOW = 13, 7
+FAILS, REFUSES, SLOW = 13, 14, 7
 
 
 def train(context: Context, config: dict[str, Any]) -> dict[str, Any]:
@@ -22,6 +23,8 @@ def train(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     K, steps, seed = settings["pipeline"]["K"], settings["trainer"]["steps"], settings["seed"]
     if seed == FAILS and context.rank == 0:
         raise ValueError("thirteen is unlucky")
+    if seed == REFUSES and context.rank == 0:
+        raise ConfigurationError("fourteen is refused")
     if context.rank == 0:
         for step in range(1, steps + 1):
             context.emit(progress(step, steps))

@@ -19,9 +19,9 @@ from small_disk import fill, small_disk
 from gpipe_cli.checkpoint import choose
 from gpipe_cli.checkpoint.commit import write_json
 from gpipe_cli.commands import train
-from gpipe_cli.disk import DiskError, cannot_write, explain, refuse_links, writing
+from gpipe_cli.disk import DiskError, cannot_write, explain, refuse_links, write_whole, writing
 from gpipe_cli.metrics.board import Board
-from gpipe_cli.metrics.metrics_file import MetricsFile, write_whole
+from gpipe_cli.metrics.metrics_file import MetricsFile
 from gpipe_cli.terminal.train_log import TrainLog
 
 
@@ -178,7 +178,7 @@ def test_a_configuration_that_cannot_be_kept_is_told_with_its_file(
     with small_disk(tmp_path / "run" / ".hydra", "size=8k") as folder:
         fill(folder)
         assert train.main(["debug=tiny", "hydra.run.dir=run"]) == 1
-    assert capsys.readouterr().err.startswith("gpipe-train: run/.hydra/config.yaml cannot be written: No space left")
+    assert capsys.readouterr().err.startswith("run/.hydra/config.yaml cannot be written: No space left")
 
 
 @pytest.mark.slow

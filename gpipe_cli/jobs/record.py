@@ -1,0 +1,74 @@
+"""Opens the record of a run once nothing can refuse it any more, so that a refused command changes no other run's."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from gpipe_cli.disk import DiskError, write_whole, writing
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.launch.report import WorkerFailed
+from gpipe_cli.terminal.runs import ERROR_FILE
+
+
+class RunRecord:
+    """Writes `.hydra/` and `error.txt` of a run directory, whose lock is held inside the `with` block.
+
+    An empty directory gets them at once, one that holds an earlier run when this one has begun.
+
+    Args:
+        composed: the configuration without Hydra's own node.
+        keep: whether a new directory stays when its run is refused: a sweep's table reads it.
+
+    Attributes:
+        is_open: whether the directory holds this run's record.
+    """
+
+    def __init__(self, run_dir: Path, composed: DictConfig, keep: bool) -> None:
+        self._run_dir, self._composed, self._keep = run_dir, composed, keep
+        self._is_new = not any(run_dir.iterdir())
+        self._begun = self.is_open = False
+
+    def __enter__(self) -> RunRecord:
+        if self._is_new:
+            self._open()
+        return self
+
+    def begin(self) -> None:
+        """Takes the place of an earlier run's record, because nothing can refuse this run any more."""
+        self._begun = True
+        if not self.is_open:
+            self._open()
+
+    def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
+        """Leaves the reason why the run failed; of a refused run that was to have a directory of its own, nothing."""
+        if not self.is_open or not isinstance(error, (ConfigurationError, WorkerFailed, DiskError)):
+            return
+        useless = self._is_new and not (self._begun or self._keep) and isinstance(error, ConfigurationError)
+        if useless and not Path.cwd().is_relative_to(self._run_dir):
+            shutil.rmtree(self._run_dir, ignore_errors=True)
+            self.is_open = False
+            return
+        with suppress(OSError):  # it may lie on the disk that is the cause
+            (self._run_dir / ERROR_FILE).write_text(f"{error}\n", encoding="utf-8")
+
+    def _open(self) -> None:
+        folder, hydra = self._run_dir / ".hydra", HydraConfig.instance().cfg
+        parts = {
+            "config.yaml": self._composed,
+            "hydra.yaml": hydra,
+            "overrides.yaml": HydraConfig.get().overrides.task,
+        }
+        with writing(folder):
+            folder.mkdir(exist_ok=True)
+        for name, part in parts.items():
+            with writing(folder / name):
+                write_whole(folder / name, OmegaConf.to_yaml(part))
+        with writing(error := self._run_dir / ERROR_FILE):
+            error.unlink(missing_ok=True)
+        self.is_open = True
