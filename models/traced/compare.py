@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from io import StringIO
@@ -26,7 +26,7 @@ from ...layers import LayerBuilder, announce
 from ...micro_batch import MicroBatch, Tensors
 from .layer import LayerMaker
 from .layers import traced_layers
-from .module import Called
+from .module import Called, TracedFrom
 from .recording import seeded
 from .trace import Example
 
@@ -37,12 +37,16 @@ NOTHING = 1e-6  # the same in float64, where a smaller gradient is zero but for 
 COPIES = 6  # of the parameters that a comparison holds at the most: weights and gradients of both sides
 
 Loss = Callable[[Tensors, Tensors], Tensor]  # of outputs and targets
+Run = Callable[[], Iterable[Tensor]]
+Named = Callable[[], Mapping[str, Tensor]]
 Place = tuple[str, str]  # what it is and its name, as ("gradient", "head.weight")
 Values = dict[Place, Tensor]
 
 OUTPUT, GRADIENT, BUFFER, EVALUATED, TRAINED = "output", "gradient", "buffer", "output in evaluation", "requires_grad"
+COUNT = "num_batches_tracked"  # ends the name of a BatchNorm's counter
 AFTER_UPDATE = " after an update"
-KINDS = (TRAINED, OUTPUT, GRADIENT, OUTPUT + AFTER_UPDATE, GRADIENT + AFTER_UPDATE, BUFFER, EVALUATED)
+ONCE = (TRAINED, OUTPUT, GRADIENT, BUFFER, EVALUATED)
+KINDS = (*ONCE, *(kind + AFTER_UPDATE for kind in ONCE))
 
 
 @dataclass(frozen=True)
@@ -90,9 +94,6 @@ class Comparison:
 def compare(builders: Sequence[LayerBuilder], micro_batches: Sequence[MicroBatch], loss: Loss) -> Comparison:
     """Compares the layers of a traced module with the module itself.
 
-    Where float32 differs by more than rounding usually does, and not by as much as an error would, the comparison is
-    made again in float64, whose verdict counts.
-
     Args:
         builders: as `layers` has returned them.
         micro_batches: that both sides run, in order; each has (inputs, targets).
@@ -101,16 +102,30 @@ def compare(builders: Sequence[LayerBuilder], micro_batches: Sequence[MicroBatch
     Raises:
         Exception: what the layers or the module raise.
     """
-    gaps = differences(run_layers(builders, micro_batches, loss), run_module(builders, micro_batches, loss))
-    found = _judged(gaps, ROUNDING)
+    traced_from = maker_of(builders[0]).traced_from
+
+    def run(float_type: torch.dtype) -> tuple[Values, Values]:
+        given = [(_in(float_type, inputs), _in(float_type, targets)) for inputs, targets in micro_batches]
+        is_wide = float_type is not torch.float32
+        traced = traced_layers(traced_from, _example(given[0][0]), float_type) if is_wide else builders
+        ours = run_layers(traced, given, loss, float_type)
+        return ours, run_module(traced_from, given, loss, float_type)
+
+    return decide(run)
+
+
+def decide(run: Callable[[torch.dtype], tuple[Values, Values]]) -> Comparison:
+    """Compares two sides.
+
+    Where float32 differs by more than rounding usually does, and not by as much as an error would, float64 decides.
+
+    Args:
+        run: returns `values_of` the layers, and of the module itself, whose float32 is the type that it is given.
+    """
+    found = _judged(differences(*run(torch.float32)), ROUNDING)
     if found.agrees or any(gap.share > CEILING for gap in found.differing):
         return found
-    wide = [(_widened(inputs), _widened(targets)) for inputs, targets in micro_batches]
-    again = traced_layers(maker_of(builders[0]).traced_from, _example(wide[0][0]), torch.float64)
-    gaps = differences(
-        run_layers(again, wide, loss, torch.float64), run_module(again, wide, loss, torch.float64), NOTHING
-    )
-    decided = _judged(gaps, ROUNDING**2)
+    decided = _judged(differences(*run(torch.float64), NOTHING), ROUNDING**2)
     return replace(decided, decided=str(found.worst)) if decided.agrees else found
 
 
@@ -131,24 +146,27 @@ def _judged(gaps: Sequence[Deviation], limit: float) -> Comparison:
     return Comparison(len(gaps), worst, sorted(beyond, key=lambda gap: KINDS.index(gap.kind)))
 
 
-# -- the two sides -----------------------------------------------------------------------------------------------------
+# -- one side ----------------------------------------------------------------------------------------------------------
 
 
 def run_module(
-    builders: Sequence[LayerBuilder],
+    traced_from: TracedFrom,
     micro_batches: Sequence[MicroBatch],
     loss: Loss,
     float_type: torch.dtype = torch.float32,
 ) -> Values:
-    """Returns what the module itself computes from which the layers were traced; see `values_of`.
+    """Returns what the module itself computes.
 
     Args:
         float_type: in which parameters and buffers are that are float32.
     """
-    traced_from = maker_of(builders[0]).traced_from
     with _quiet(), seeded(traced_from.seed):
         called = Called(traced_from.constructor(), traced_from.call)
-    return values_of(_widen(called, float_type), lambda: dict(_tensors(called.module)), micro_batches, loss)
+    module = called.module
+    _widen(called, float_type)
+    return _run(
+        called, lambda: {**dict(module.named_parameters()), **dict(module.named_buffers())}, micro_batches, loss
+    )
 
 
 def run_layers(
@@ -160,49 +178,63 @@ def run_layers(
     """Returns what all layers in order compute, without an engine, under the names of the module."""
     announce(builders)
     layers = _InOrder([(_widen(builder.build(), float_type), maker_of(builder).held) for builder in builders])
-    return values_of(layers, layers.tensors, micro_batches, loss)
+    return _run(layers, layers.tensors, micro_batches, loss)
 
 
-def values_of(
-    model: nn.Module,
-    tensors: Callable[[], Mapping[str, Tensor]],
-    micro_batches: Sequence[MicroBatch],
-    loss: Loss,
-) -> Values:
-    """Runs one side.
+def _run(model: nn.Module, tensors: Named, micro_batches: Sequence[MicroBatch], loss: Loss) -> Values:
+    """Runs a plain loop over the micro-batches, as often as `values_of` asks for."""
+
+    def train() -> Iterator[Tensor]:
+        model.train()
+        counts = {name: tensor.clone() for name, tensor in tensors().items() if name.endswith(COUNT)}
+        with _averaged_over_a_mini_batch():
+            for inputs, targets in micro_batches:
+                output = model(*(tensor.clone() for tensor in inputs))
+                yield output.detach().clone()
+                total = loss((output,), targets)
+                if total.requires_grad:
+                    total.backward()  # type: ignore[no-untyped-call]  # torch's own
+        for name, count in counts.items():  # of mini-batches, as the engine counts them
+            tensors()[name].copy_(torch.minimum(tensors()[name], count + 1))
+
+    def evaluate() -> Iterator[Tensor]:
+        model.eval()
+        for inputs, _ in micro_batches:
+            yield model(*(tensor.clone() for tensor in inputs)).clone()
+
+    return values_of(train, evaluate, tensors)
+
+
+def values_of(train: Run, evaluate: Run, tensors: Named) -> Values:
+    """Trains twice, with an update of the parameters in between, and evaluates after each.
 
     Args:
-        model: maps the tensors of a micro-batch to one.
-        tensors: returns its parameters and buffers by name.
+        train: runs a mini-batch and leaves its gradients at the parameters; returns the micro-batches' outputs.
+        evaluate: returns the same micro-batches' outputs in evaluation.
+        tensors: returns parameters and buffers by their first name in the module.
 
     Returns:
-        The outputs of each micro-batch, the gradients of all, twice; then buffers, and whether parameters are trained;
-        then the outputs in evaluation.
+        All that `KINDS` lists.
     """
     values: Values = {}
     with _quiet(), seeded(0), _SameNoise():
-        model.train(True)
         for again in ("", AFTER_UPDATE):
-            with _averaged_over_a_mini_batch():
-                for number, (inputs, targets) in enumerate(micro_batches):
-                    output = model(*(tensor.clone() for tensor in inputs))
-                    values[OUTPUT + again, f"micro-batch {number}"] = output.detach().clone()
-                    total = loss((output,), targets)
-                    if total.requires_grad:
-                        total.backward()  # type: ignore[no-untyped-call]  # torch's own
-            for name, parameter in tensors().items():
-                if parameter.grad is not None:
-                    values[GRADIENT + again, name] = parameter.grad
-                    parameter.grad = None
-                    _move(name, parameter)
-        for name, tensor in tensors().items():
-            is_parameter = isinstance(tensor, nn.Parameter)
-            value = torch.tensor(tensor.requires_grad) if is_parameter else tensor.detach().clone()
-            values[TRAINED if is_parameter else BUFFER, name] = value
-        model.eval()
-        with torch.no_grad():
-            for number, (inputs, _) in enumerate(micro_batches):
-                values[EVALUATED, f"micro-batch {number}"] = model(*(tensor.clone() for tensor in inputs)).clone()
+            for number, output in enumerate(train()):
+                values[OUTPUT + again, f"micro-batch {number}"] = output
+            for name, tensor in tensors().items():
+                if not isinstance(tensor, nn.Parameter):
+                    values[BUFFER + again, name] = tensor.detach().clone()
+                    continue
+                values[TRAINED + again, name] = torch.tensor(tensor.requires_grad)
+                if tensor.grad is not None:
+                    values[GRADIENT + again, name] = tensor.grad
+                    tensor.grad = None
+            with torch.no_grad():
+                for number, output in enumerate(evaluate()):
+                    values[EVALUATED + again, f"micro-batch {number}"] = output
+            for name, tensor in tensors().items():
+                if (GRADIENT, name) in values:
+                    _move(name, tensor)
     return values
 
 
@@ -230,12 +262,12 @@ class _InOrder(nn.Module):
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns parameters and buffers by their first name in the module."""
-        return {first: getattr(holder, name) for holder, name, first in self._held}
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
+        found: dict[str, Tensor] = {}
+        for holder, name, first in self._held:
+            tensor = getattr(holder, name)
+            same = found.get(first) is tensor or first not in found or torch.equal(found[first], tensor)
+            found[first] = tensor if same else torch.empty(0)  # layers have made different buffers of one
+        return found
 
 
 def _widen(module: nn.Module, float_type: torch.dtype) -> nn.Module:
@@ -246,8 +278,9 @@ def _example(inputs: Tensors) -> Example:
     return [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in inputs]
 
 
-def _widened(tensors: Tensors) -> Tensors:
-    return tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors)
+def _in(float_type: torch.dtype, tensors: Tensors) -> Tensors:
+    wide = float_type is not torch.float32
+    return tuple(tensor.to(float_type) if wide and tensor.is_floating_point() else tensor for tensor in tensors)
 
 
 @torch.no_grad()
@@ -323,46 +356,50 @@ def differences(layers: Mapping[Place, Tensor], own: Mapping[Place, Tensor], lea
     """
     largest: dict[str, float] = {}
     for (kind, _), value in own.items():
-        largest[kind] = max(largest.get(kind, 0.0), _norm(value))
+        largest[kind] = max(largest.get(kind, 0.0), _norm(_plain(value)))
     gaps = []
     for place in dict.fromkeys([*own, *layers]):
-        gap = _gap(place, layers.get(place), own.get(place), largest.get(place[0], 0.0), least)
+        gap = _deviation(place, layers.get(place), own.get(place), largest.get(place[0], 0.0), least)
         if gap is not None:
             gaps.append(gap)
     return gaps
 
 
-def _gap(place: Place, ours: Tensor | None, own: Tensor | None, largest: float, least: float) -> Deviation | None:
+def _deviation(place: Place, ours: Tensor | None, own: Tensor | None, largest: float, least: float) -> Deviation | None:
     kind, name = place
+    said = _said(kind.removesuffix(AFTER_UPDATE), ours, own)
+    if said is None:
+        return None
+    if said:
+        return Deviation(kind, name, math.inf, math.inf, said)
+    if ours is None or own is None:
+        return Deviation(kind, name, 0.0)
+    distance, norm = _norm(_plain(ours) - _plain(own)), _norm(_plain(own))
+    relative, share = (distance / max(norm, small * largest, 1e-30) for small in (least, SMALL))
+    return Deviation(kind, name, relative, share)
+
+
+def _said(kind: str, ours: Tensor | None, own: Tensor | None) -> str | None:
+    """Returns how two values differ where that is no number; "" where it is, None where they are not compared."""
     if ours is None or own is None:
         present = own if ours is None else ours
-        if present is None or kind in (TRAINED, BUFFER):  # a layer holds what it uses
+        if present is None or kind in (TRAINED, BUFFER):  # constants of a layer, tables made at first use
             return None
-        if not bool(present.any()):
-            return Deviation(kind, name, 0.0)
-        return Deviation(
-            kind, name, math.inf, math.inf, "none in the traced layers" if ours is None else "none in the module itself"
-        )
-    if ours.shape != own.shape or ours.dtype != own.dtype:
-        shown = [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (ours, own)]
-        return Deviation(
-            kind, name, math.inf, math.inf, f"{shown[0]} in the traced layers, {shown[1]} in the module itself"
-        )
+        where = "traced layers" if ours is None else "module itself"
+        return f"none in the {where}" if bool(present.any()) else ""
     if kind == TRAINED and bool(ours != own):
-        return Deviation(
-            kind, name, math.inf, math.inf, f"{bool(ours)} in the traced layers, {bool(own)} in the module itself"
-        )
-    x, y = ours.double(), own.double()
-    if not torch.equal(finite := torch.isfinite(x), torch.isfinite(y)):
-        return Deviation(kind, name, math.inf, math.inf, "not finite on one side")
-    distance, norm = _norm(torch.where(finite, x - y, 0.0)), _norm(torch.where(finite, y, 0.0))
-    return Deviation(
-        kind,
-        name,
-        distance / max(norm, least * largest, 1e-30) if distance else 0.0,
-        distance / max(norm, SMALL * largest, 1e-30) if distance else 0.0,
-    )
+        return f"{bool(ours)} in the traced layers, {bool(own)} in the module itself"
+    if ours.shape != own.shape or ours.dtype != own.dtype:
+        shown = [f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for tensor in (ours, own)]
+        return f"{shown[0]} in the traced layers, {shown[1]} in the module itself"
+    return "" if torch.equal(torch.isfinite(ours), torch.isfinite(own)) else "not finite on one side only"
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Returns the values in float64, and 0 for those that are not finite."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.double().nan_to_num(0.0, 0.0, 0.0)
 
 
 def _norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(torch.where(torch.isfinite(tensor.double()), tensor.double(), 0.0)))
+    return float(torch.linalg.vector_norm(tensor))
