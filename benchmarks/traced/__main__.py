@@ -1,12 +1,15 @@
-"""Traces every family of torchvision's classification models, and architectures of the transformers library.
+"""Traces modules as researchers write them, and architectures of torchvision and the transformers library.
 
-Each becomes a list of layers, is cut into K = 1, 2 and 4 cells and takes a step with and without re-materialization;
-gradients and loss are compared by name with those of the module itself by torch's own autograd. Names of modules on the
-command line choose some; --parts N --part P divides the list among processes.
+Each becomes a list of layers, is cut into K = 1, 2 and 4 cells and takes two steps with and without
+re-materialization, each followed by an evaluation. Outputs, gradients and buffers are compared by name with those of
+the module itself by torch's own autograd; a module may be refused instead, with the line of its code. Names on the
+command line, of modules or as `as_written` and `torchvision`, choose some; --parts N --part P divides the list among
+processes. Ends with 1 if a module differs in silence, or is refused without a line.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -15,7 +18,7 @@ from benchmarks.common import Row, parser, report
 from benchmarks.traced.check import find
 from benchmarks.traced.modules import subjects
 
-COLUMNS = {"module": "", "layers": "d", "tied": "d", "difference": "", "cuts": "", "seconds": ".1f", "where": ""}
+COLUMNS = {"module": "", "layers": "d", "tied": "d", "verdict": "", "cuts": "", "seconds": ".1f", "where": ""}
 
 
 def main() -> None:
@@ -24,32 +27,50 @@ def main() -> None:
     made.add_argument("--parts", type=int, default=1)
     made.add_argument("--part", type=int, default=0)
     arguments = made.parse_args()
-    if unknown := set(arguments.names) - {subject.name for subject in subjects()}:
-        made.error(f"there is no module {', '.join(sorted(unknown))} in benchmarks/traced/modules.py")
+    chosen = [subject for subject in subjects() if not arguments.names or _is_named(subject.name, arguments.names)]
+    if unknown := [name for name in arguments.names if not any(_is_named(s.name, [name]) for s in chosen)]:
+        made.error(f"there is no module {', '.join(unknown)} in benchmarks/traced")
+    wrong = []
     torch.set_num_threads(1)
 
     def rows() -> Iterator[Row]:
-        chosen = [subject for subject in subjects() if not arguments.names or subject.name in arguments.names]
         for subject in chosen[arguments.part :: arguments.parts][: 2 if arguments.quick else None]:
             found = find(subject)
             yield {
                 "module": subject.name,
                 "layers": found.layers,
                 "tied": found.tied,
-                "difference": "same bits" if found.difference == 0 else f"{found.difference:.0e}",
-                "cuts": "same bits" if found.cuts_differ == 0 else f"{found.cuts_differ:.0e}",
+                "verdict": found.verdict,
+                "cuts": ""
+                if not found.layers
+                else "same bits"
+                if found.cuts_differ == 0
+                else f"{found.cuts_differ:.0e}",
                 "seconds": found.seconds,
                 "where": found.reason,
                 "verified": found.verified,
             }
+            if not found.right:
+                wrong.append(subject.name)
 
     report(COLUMNS, rows(), arguments.output, notes)
+    sys.exit(bool(wrong))
+
+
+def _is_named(module: str, names: Sequence[str]) -> bool:
+    return any(module == name or module.startswith(f"{name} ") for name in names)
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
     verified = [row for row in rows if row["verified"]]
-    same = [row for row in verified if row["difference"] == "same bits"]
-    return [f"verified: {len(verified)} of {len(rows)}, {len(same)} of them with the same bits as the module itself"]
+    same = [row for row in verified if row["verdict"] == "same bits"]
+    refused = [row for row in rows if row["verdict"] == "refused"]
+    wrong = [f"{row['module']}: {row['verdict']}" for row in rows if row not in verified and row not in refused]
+    return [
+        f"equal: {len(verified)} of {len(rows)}, {len(same)} of them with the same bits as the module itself",
+        f"refused with a line: {len(refused)}",
+        *wrong,
+    ]
 
 
 if __name__ == "__main__":

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 import torchvision  # type: ignore[import-untyped]
 from torch import Tensor, nn
+
+from benchmarks.traced.as_written import written
+from benchmarks.traced.subject import TracedSubject
 
 IMAGE = 64  # pixels a side, where the module takes any
 VOCABULARY, LENGTH = 96, 16
@@ -34,26 +36,9 @@ SIZES = {  # tiny; a configuration takes those that it knows
 }
 
 
-@dataclass(frozen=True)
-class TracedSubject:
-    """Describes one module and its inputs.
-
-    Attributes:
-        name: of the row.
-        constructor: makes the module.
-        inputs: makes the input tensors of a number of examples.
-        call: the keys of model=module that say how it is called.
-    """
-
-    name: str
-    constructor: Callable[[], nn.Module]
-    inputs: Callable[[int], tuple[Tensor, ...]]
-    call: Mapping[str, Any] = field(default_factory=dict)
-
-
 def subjects() -> list[TracedSubject]:
-    """Returns all modules."""
-    return [*_torchvision(), *_transformers()]
+    """Returns all modules: those as researchers write them, then the libraries'."""
+    return [*written, *_torchvision(), *_transformers()]
 
 
 # -- torchvision -------------------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ import pytest
 from torch import Tensor
 
 from benchmarks.traced.check import CASES, find
-from benchmarks.traced.modules import TracedSubject, subjects
+from benchmarks.traced.modules import subjects
+from benchmarks.traced.subject import TracedSubject
 
 FEW = [(1, "never"), (2, "always"), (4, "never")]  # of the benchmark's cases
 LENGTH = 5  # tokens, where the test makes the benchmark's module smaller still

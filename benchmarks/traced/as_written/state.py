@@ -1,0 +1,361 @@
+"""Defines modules that keep or change something between two calls: buffers, statistics, caches, counters."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.traced.as_written.given import LENGTH, WIDTH, given, images, series, vectors
+from benchmarks.traced.as_written.weights import Net
+
+
+@given(series)
+class RecurrentMemory(nn.Module):
+    """Keeps its activations for the next call, as Transformer-XL does with segments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 10)
+        self.memory: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Any:
+        h = torch.tanh(self.inner(x))
+        if self.memory is not None:
+            h = h + self.outer(self.memory)
+        self.memory = h.detach()
+        return self.head(h.mean(1))
+
+
+@given(vectors)
+class CountsCalls(Net):
+    """Anneals a temperature by the number of calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def middle(self, h: Tensor) -> Any:
+        self.calls += 1
+        return F.gelu(self.body(h) / (1 + 0.5 * self.calls))
+
+
+@given(vectors)
+class CountsInBuffer(Net):
+    """Counts its training calls in a buffer and anneals by it."""
+
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def middle(self, h: Tensor) -> Any:
+        if self.training:
+            self.steps += 1
+        return self.body(h) * torch.exp(-0.1 * self.steps)
+
+
+@given(vectors)
+class KeepsAttentionMap(Net):
+    """Keeps an activation for a picture; nothing reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown: Tensor | None = None
+
+    def middle(self, h: Tensor) -> Any:
+        weights = self.body(h).softmax(-1)
+        self.shown = weights.detach()
+        return h * weights
+
+
+@given(vectors)
+class LogsNorms(Net):
+    """Appends the norm of its activations to a list; nothing reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[Tensor] = []
+
+    def middle(self, h: Tensor) -> Any:
+        self.norms.append(h.detach().norm())
+        return F.gelu(self.body(h))
+
+
+@given(vectors)
+class AssignsBuffer(Net):
+    """Replaces a buffer by its moving average and centres by it."""
+
+    centre: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(WIDTH))
+
+    def middle(self, h: Tensor) -> Any:
+        self.centre = 0.9 * self.centre + 0.1 * h.detach().mean(0)
+        return F.gelu(self.body(h - self.centre))
+
+
+@given(vectors)
+class UpdatesView(Net):
+    """Updates one row of a buffer through a view of it."""
+
+    statistics: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("statistics", torch.zeros(2, WIDTH))
+
+    def middle(self, h: Tensor) -> Any:
+        with torch.no_grad():
+            self.statistics[0].mul_(0.9).add_(h.mean(0), alpha=0.1)
+        return F.gelu(self.body(h - self.statistics[0]))
+
+
+@given(vectors)
+class AveragesInTraining(Net):
+    """Keeps a moving average in training and centres by it in evaluation."""
+
+    centre: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(WIDTH))
+
+    def middle(self, h: Tensor) -> Any:
+        if self.training:
+            with torch.no_grad():
+                self.centre.lerp_(h.mean(0), 0.1)
+            return F.gelu(self.body(h - h.mean(0)))
+        return F.gelu(self.body(h - self.centre))
+
+
+@given(vectors)
+class CodebookByAverages(Net):
+    """Quantises by a codebook that is a moving average of what it quantises, as VQ-VAE does."""
+
+    codes: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randn(4, WIDTH))
+
+    def middle(self, h: Tensor) -> Any:
+        hot = F.one_hot(torch.cdist(h, self.codes).argmin(-1), 4).to(h.dtype)
+        quantised = hot @ self.codes
+        if self.training:
+            self.codes.data.mul_(0.9).add_(hot.t() @ h.detach(), alpha=0.1)
+        return self.body(h + (quantised - h).detach())
+
+
+@given(vectors)
+class MomentumEncoder(Net):
+    """Keeps a target network that follows the online one, updated in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = copy.deepcopy(self.body).requires_grad_(False)
+
+    def middle(self, h: Tensor) -> Any:
+        with torch.no_grad():
+            for slow, fast in zip(self.target.parameters(), self.body.parameters(), strict=True):
+                slow.data = slow.data * 0.9 + fast.data * 0.1
+            aim = self.target(h)
+        return self.body(h) - aim
+
+
+@given(vectors)
+class Queue(Net):
+    """Keeps the keys of former calls in a queue, as MoCo does."""
+
+    keys: Tensor
+    pointer: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("keys", torch.randn(12, WIDTH))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+
+    def middle(self, h: Tensor) -> Any:
+        kept = self.keys.clone()
+        at = int(self.pointer)
+        self.keys[at : at + len(h)] = h.detach()
+        self.pointer[0] = (at + len(h)) % 12
+        return (self.body(h) @ kept.t()).softmax(-1) @ kept
+
+
+@given(vectors)
+class DataDependentStart(Net):
+    """Sets scale and bias by the first batch, as ActNorm does."""
+
+    begun: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.bias = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+        self.register_buffer("begun", torch.tensor(False))
+
+    def middle(self, h: Tensor) -> Any:
+        if not self.begun:
+            self.bias.data.copy_(-h.detach().mean(0))
+            self.scale.data.copy_(1 / (h.detach().std(0) + 1e-6))
+            self.begun.fill_(True)
+        return self.body((h + self.bias) * self.scale)
+
+
+@given(series)
+class PositionsAtFirstCall(nn.Module):
+    """Makes a table of positions when it is first called, and again for longer inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 10)
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Any:
+        if self.table is None or self.table.shape[0] < x.shape[1]:
+            at = torch.arange(x.shape[1], dtype=torch.float32, device=x.device)
+            self.table = torch.sin(at[:, None] / 10 ** torch.arange(WIDTH, device=x.device))
+        return self.head(torch.tanh(self.outer(torch.tanh(self.inner(x + self.table[: x.shape[1]])))).mean(1))
+
+
+@given(series)
+class CachedMask(nn.Module):
+    """Computes attention by einsum, with a mask that is a buffer outside of state_dict."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out, self.head = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 10)
+        self.register_buffer("mask", torch.ones(2 * LENGTH, 2 * LENGTH).tril().bool(), persistent=False)
+
+    def forward(self, x: Tensor) -> Any:
+        b, t, _ = x.shape
+        q, k, v = self.qkv(x).view(b, t, 3, 2, WIDTH // 2).unbind(2)
+        scores = torch.einsum("bihd,bjhd->bhij", q, k) / (WIDTH // 2) ** 0.5
+        scores = scores.masked_fill(~self.mask[:t, :t], float("-inf"))
+        mixed = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v).reshape(b, t, WIDTH)
+        return self.head(x + self.out(mixed))
+
+
+# -- BatchNorm ---------------------------------------------------------------------------------------------------------
+
+
+class ConvNet(nn.Module):
+    """Stacks two convolutions with BatchNorm; those below change how."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 6, 3, bias=False), nn.Conv2d(6, 6, 3, padding=1, bias=False)
+        self.bn1, self.bn2, self.head = nn.BatchNorm2d(6), nn.BatchNorm2d(6), nn.Linear(6, 10)
+
+    def forward(self, x: Tensor) -> Any:
+        h = F.relu(self.bn1(self.first(x)))
+        return self.head(F.relu(self.bn2(self.second(h)) + h).mean((2, 3)))
+
+
+@given(images)
+class FrozenBatchNorm(ConvNet):
+    """Keeps a BatchNorm in evaluation mode by an overridden train()."""
+
+    def train(self, mode: bool = True) -> FrozenBatchNorm:
+        super().train(mode)
+        self.bn1.eval()
+        return self
+
+
+@given(images)
+class BatchNormFrozenLater(ConvNet):
+    """Puts BatchNorm into evaluation mode in forward."""
+
+    def forward(self, x: Tensor) -> Any:
+        self.bn2.eval()
+        return super().forward(x)
+
+
+@given(images)
+class CumulativeBatchNorm(ConvNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn1, self.bn2 = nn.BatchNorm2d(6, momentum=None), nn.BatchNorm2d(6, momentum=0.5, eps=1e-3)
+
+
+@given(images)
+class BatchNormTwice(ConvNet):
+    """Normalises twice by one BatchNorm."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = F.relu(self.bn1(self.first(x)))
+        return self.head(F.relu(self.bn1(self.second(h)) + h).mean((2, 3)))
+
+
+@given(images)
+class SharedBlockWithBatchNorm(nn.Module):
+    """Repeats one block that has a BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Conv2d(3, 6, 3), nn.Linear(6, 10)
+        self.block = nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(inplace=True))
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        for _ in range(3):
+            x = x + self.block(x)
+        return self.head(x.mean((2, 3)))
+
+
+@given(images)
+class SiameseWithBatchNorm(nn.Module):
+    """Calls one encoder with BatchNorm for an image and its mirror image, then stops one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(1))
+        self.project = nn.Sequential(nn.Linear(216, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10))
+
+    def forward(self, x: Tensor) -> Any:
+        one, other = self.encoder(x), self.encoder(x.flip(-1))
+        return self.project(one) - self.project(other).detach()
+
+
+@given(images)
+class FunctionalBatchNorm(ConvNet):
+    """Calls F.batch_norm with statistics of its own."""
+
+    mean: Tensor
+    variance: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("variance", torch.ones(6))
+        self.gain = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.first(x)
+        h = F.batch_norm(h, self.mean, self.variance, self.gain, None, training=self.training, momentum=0.2)
+        return self.head(F.relu(self.bn2(self.second(h)) + h).mean((2, 3)))
+
+
+@given(images)
+class BatchNormWithoutStatistics(ConvNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn1, self.bn2 = nn.BatchNorm2d(6, track_running_stats=False), nn.BatchNorm2d(6, affine=False)
+
+
+@given(images)
+class BatchNormUnderNoGrad(ConvNet):
+    """Computes features without gradients, with a BatchNorm in training mode."""
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            h = F.relu(self.bn1(self.first(x)))
+        return self.head(F.relu(self.bn2(self.second(h)) + h).mean((2, 3)))

@@ -1,0 +1,338 @@
+"""Defines modules that hold, share, tie, freeze or make weights in ways of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, weight_norm
+
+from benchmarks.traced.as_written.given import VOCABULARY, WIDTH, given, images, series, tokens, vectors
+
+
+class Net(nn.Module):
+    """Stacks four layers; most modules below change what happens between the first and the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.body, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(F.gelu(self.last(self.middle(F.gelu(self.stem(x))))))
+
+    def middle(self, h: Tensor) -> Any:
+        return F.gelu(self.body(h))
+
+
+@given(tokens)
+class TiedHead(nn.Module):
+    """Ties the output layer to the embedding by assignment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.mix = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.decoder = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.decoder.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Any:
+        h = self.embedding(ids)
+        h = h + torch.tanh(self.mix(h.cumsum(1)))
+        return self.decoder(self.norm(h))
+
+
+@given(tokens)
+class TiedInList(nn.Module):
+    """Keeps tied weights in a plain list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.mix = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.tied = [self.embedding.weight]
+
+    def forward(self, ids: Tensor) -> Any:
+        h = self.embedding(ids)
+        h = h + torch.tanh(self.mix(h.cumsum(1)))
+        return F.linear(self.norm(h), self.tied[0])
+
+
+@given(vectors)
+class WeightsByName(Net):
+    """Looks weights up in a plain dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = dict(self.named_parameters())
+
+    def middle(self, h: Tensor) -> Any:
+        return F.linear(h, self.table["body.weight"], self.table["body.bias"]).relu()
+
+
+@given(vectors)
+class ForgottenList(Net):
+    """Keeps parameters in a plain list, so that no optimizer sees them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = [nn.Parameter(torch.rand(WIDTH)) for _ in range(3)]
+
+    def middle(self, h: Tensor) -> Any:
+        for scale in self.scales:
+            h = self.body(h * scale).tanh()
+        return h
+
+
+@given(vectors)
+class WeightInClosure(Net):
+    """Keeps a function that closes over a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = self.body.weight
+
+        def back(h: Tensor) -> Tensor:
+            return h @ weight
+
+        self.back: Callable[[Tensor], Tensor] = back
+
+    def middle(self, h: Tensor) -> Any:
+        return self.back(F.gelu(self.body(h)))
+
+
+@given(vectors)
+class HiddenFromModules(Net):
+    """Hides a reference to a layer by object.__setattr__, so that it is not registered twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self, "shortcut", self.stem)
+
+    def middle(self, h: Tensor) -> Any:
+        return self.body(h) + self.shortcut(h)  # type: ignore[operator]
+
+
+@given(vectors)
+class HiddenParameter(Net):
+    """Hides a weight by object.__setattr__."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self, "kernel", self.stem.weight)
+
+    def middle(self, h: Tensor) -> Any:
+        return self.body(h) + F.linear(h, self.kernel)  # type: ignore[arg-type]
+
+
+@given(vectors)
+class KeepsTranspose(nn.Module):
+    """Decodes by the encoder's weight, transposed once in the constructor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.middle, self.head = nn.Linear(WIDTH, 5), nn.Linear(5, 5), nn.Linear(WIDTH, 10)
+        self.decoder_weight = self.encoder.weight.t()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(F.linear(self.middle(torch.sigmoid(self.encoder(x))), self.decoder_weight))
+
+
+@given(vectors)
+class ReadsData(Net):
+    """Stops the gradient into a weight by .data."""
+
+    def middle(self, h: Tensor) -> Any:
+        return self.body(h) + h @ self.body.weight.data.t()
+
+
+@given(vectors)
+class KeepsData(Net):
+    """Keeps `.data` of a weight, which the optimizer goes on changing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.anchor = self.stem.weight.data
+
+    def middle(self, h: Tensor) -> Any:
+        return self.last(self.body(h)) + h @ self.anchor
+
+
+@given(series)
+class Siamese(nn.Module):
+    """Calls one encoder for both of a pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+        self.head = nn.Linear(2 * WIDTH, 10)
+
+    def forward(self, pair: Tensor) -> Any:
+        one, other = self.encoder(pair[:, 0]), self.encoder(pair[:, 1])
+        return self.head(torch.cat([(one - other).abs(), one * other], -1))
+
+
+@given(series)
+class Looped(nn.Module):
+    """Repeats one Transformer layer, as a universal Transformer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True, norm_first=True)
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, x: Tensor) -> Any:
+        for _ in range(4):
+            x = self.block(x)
+        return self.head(x.mean(1))
+
+
+@given(vectors)
+class WeightNormed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = parametrizations.weight_norm(self.body)
+        parametrizations.orthogonal(self.last)
+
+
+@given(vectors)
+class WeightNormedOfOld(Net):
+    """Uses the weight_norm that a hook applies and that keeps the product as a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = weight_norm(self.body)
+
+
+@given(vectors)
+class SpectralNormed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        parametrizations.spectral_norm(self.body)
+
+
+@given(vectors)
+class Lazy(Net):
+    """Creates parameters at the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.LazyLinear(WIDTH)
+
+
+@given(vectors)
+class FrozenStem(Net):
+    """Trains no weight of its first layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem.requires_grad_(False)
+        self.body.bias.requires_grad = False
+
+
+@given(vectors)
+class FreezesInTrain(Net):
+    """Freezes weights in an overridden train()."""
+
+    def train(self, mode: bool = True) -> FreezesInTrain:
+        super().train(mode)
+        self.stem.requires_grad_(False)
+        return self
+
+
+@given(vectors)
+class FreezesInForward(Net):
+    """Freezes a layer in forward."""
+
+    def middle(self, h: Tensor) -> Any:
+        self.body.requires_grad_(False)
+        return F.gelu(self.body(h))
+
+
+@given(vectors)
+class ThawsInForward(Net):
+    """Trains a layer only in training mode, by its flag."""
+
+    def forward(self, x: Tensor) -> Any:
+        for parameter in self.last.parameters():
+            parameter.requires_grad = self.training
+        return super().forward(x)
+
+
+@given(vectors)
+class Hypernetwork(Net):
+    """Computes the weights of a layer from an embedding of the task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.task = nn.Parameter(torch.randn(4))
+        self.maker = nn.Linear(4, WIDTH * WIDTH + WIDTH)
+
+    def middle(self, h: Tensor) -> Any:
+        made = self.maker(self.task)
+        weights = {"weight": made[WIDTH:].view(WIDTH, WIDTH), "bias": made[:WIDTH]}
+        return functional_call(self.body, weights, (h,)).tanh()
+
+
+@given(images)
+class WeightStandardised(nn.Module):
+    """Standardises the kernels of its convolutions in forward, and normalises by groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+        self.norm, self.head = nn.GroupNorm(2, 8), nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Any:
+        for conv in (self.first, self.second):
+            weight = conv.weight - conv.weight.mean((1, 2, 3), keepdim=True)
+            weight = weight / (weight.std((1, 2, 3), keepdim=True) + 1e-5)
+            x = F.relu(F.conv2d(x, weight, conv.bias))
+        return self.head(self.norm(x).mean((2, 3)))
+
+
+@given(vectors)
+class ParameterContainers(Net):
+    """Keeps low-rank updates in a ParameterDict and a ParameterList."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body.requires_grad_(False)
+        self.low = nn.ParameterDict({"down": torch.randn(2, WIDTH), "up": torch.randn(WIDTH, 2)})
+        self.gates = nn.ParameterList([nn.Parameter(torch.ones(WIDTH)) for _ in range(2)])
+
+    def middle(self, h: Tensor) -> Any:
+        h = self.body(h) + F.linear(F.linear(h, self.low["down"]), self.low["up"])
+        for gate in self.gates:
+            h = F.silu(h * gate)
+        return h
+
+
+@given(vectors)
+class ClipsData(Net):
+    """Clips a weight in forward, as a critic of Wasserstein GANs does."""
+
+    def middle(self, h: Tensor) -> Any:
+        self.body.weight.data.clamp_(-0.1, 0.1)
+        return F.gelu(self.body(h))
+
+
+@given(series)
+class ComplexDiagonal(nn.Module):
+    """Computes a linear state space with complex parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 10)
+        self.rate = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.inner(x)
+        steps = torch.arange(x.shape[1], device=x.device)
+        kernel = torch.exp(-self.rate.abs().unsqueeze(-1) * steps) * torch.exp(1j * self.rate.angle()[:, None] * steps)
+        length = 2 * x.shape[1]
+        spectrum = torch.fft.fft(x.mT.to(kernel.dtype), length) * torch.fft.fft(kernel, length)
+        return self.head(torch.fft.ifft(spectrum, length)[..., : x.shape[1]].real.mT.mean(1))
