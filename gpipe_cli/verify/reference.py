@@ -73,9 +73,9 @@ def _transformer(keys: Section, n: int) -> float:
 
 
 def _cosine(keys: Section, n: int) -> float:
-    warm_up, final = keys.get("warmup_steps", 0), keys.get("final", 0.0)
+    warm_up, final = min(keys.get("warmup_steps", 0), keys["steps"] // 2), keys.get("final", 0.0)
     way = min(max(n - 1 - warm_up, 0) / (keys["steps"] - warm_up), 1.0)
-    return _warmed_up(keys, n, final + (1 - final) * math.cos(math.pi * way / 2) ** 2)
+    return _warmed_up({"warmup_steps": warm_up}, n, final + (1 - final) * math.cos(math.pi * way / 2) ** 2)
 
 
 def _exponential(keys: Section, n: int) -> float:
