@@ -2,8 +2,7 @@
 
 The forward of a micro-batch may run twice, the second time for its backward, and micro-batches pass one after another:
 results of a layer that changes its buffers would depend on K, on re-materialization and on the schedule. Only
-BatchNorm's statistics may change, when a step ends (`batchnorm.py`). gpipe-verify runs without this guard, because it
-shows by how much such a layer differs.
+BatchNorm's statistics may change, when a step ends (`batchnorm.py`).
 """
 
 from __future__ import annotations
@@ -45,10 +44,11 @@ class BufferGuard:
     Args:
         name: of the layer, for the message.
         module: the layer.
+        forward: how it is called without the guard.
     """
 
-    def __init__(self, name: str, module: nn.Module) -> None:
-        self._name, self._module = name, module
+    def __init__(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._name, self._module, self._forward = name, module, forward
 
     def __call__(self, argument: Any) -> Any:
         """Returns the layer's outputs.
@@ -60,7 +60,7 @@ class BufferGuard:
         versions = [tensor._version for tensor in inputs]
         weights = {name: weight._version for name, weight in self._module.named_parameters()}
         try:
-            outputs, changed = self._changes(argument, self._module)
+            outputs, changed = self._changes(argument, self._forward)
         except RuntimeError as error:
             if LEAF_CHANGED in str(error):  # autograd's own answer at the start of a cell
                 raise self._input_changed() from error
@@ -112,7 +112,7 @@ class BufferGuard:
         for batchnorm in gathering:
             batchnorm.gathering = False
         with torch.random.fork_rng(devices=[tensor.device for tensor in as_tensors(argument) if tensor.is_cuda]):
-            self._module(copies)
+            self._forward(copies)
         for batchnorm in gathering:
             batchnorm.gathering = True
 

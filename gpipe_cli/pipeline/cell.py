@@ -144,7 +144,9 @@ class Cell:
 
     def guard_buffers(self) -> None:
         """Makes the next `run_training` refuse a layer whose forward changes its buffers."""
-        self._guarded_calls = [(layer, BufferGuard(layer.name, layer.module), loss) for layer, _, loss in self._calls]
+        self._guarded_calls = [
+            (layer, BufferGuard(layer.name, layer.module, forward), loss) for layer, forward, loss in self._calls
+        ]
 
     @contextmanager
     def calls_replaced(self, replace: Callable[[int, Call], Call]) -> Iterator[None]:

@@ -59,8 +59,6 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
         steps=settings.trainer.steps,
     )
     assembly = assemble_model(context, settings, world, task, journal)
-    for cell in assembly.cells:
-        cell.guard_buffers()
     if resumed is not None and world.rank == 0:
         require_same_data(resumed, assembly.source, settings.checkpoint.allow_changes)
     keep_vocabularies = getattr(assembly.source, "keep_vocabularies", None)

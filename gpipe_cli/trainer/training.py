@@ -84,6 +84,8 @@ def assemble_training(
         journal.message(f"continuing from {resumed.path}, step {resumed.step}")
         if text := another_device_notice(resumed.versions, world.device.type):
             journal.warn(text)
+    for cell in cells:
+        cell.guard_buffers()
     assembly.ties.spread()
     loss_scale.begin(progress, settings.precision.loss_scale)
     report_batchnorm(journal, world, cells, settings, assembly.first.examples)

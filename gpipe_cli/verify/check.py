@@ -183,7 +183,7 @@ class Checker:
         sums = [] if plain.statistics is None else plain.statistics.tolist()
         pairs = zip(ours.statistics, sums, strict=True)
         used = [trace.get(kind, {}) for kind in (WEIGHTS, WEIGHTS_AGAIN)]
-        held = [{point: plain.used[point.layer, point.number] for point in marks} for marks in used]
+        held = [{point: plain.weight_used(point, mark) for point, mark in marks.items()} for marks in used]
         repeated = {point: mark for point, mark in forward.items() if point in again}
         return [
             c.numbers(c.LOSS, {"mini-batch": (ours.loss, plain.loss)}, tolerance),

@@ -30,7 +30,7 @@ from ..pipeline.randomness import generator_states
 from ..tasks.base import Task
 from .batchnorm import run_together
 from .compare import total
-from .record import OUTPUT, Fingerprint, Key, LayerTrace, Place, fingerprint, modules_of, named, named_buffers
+from .record import OUTPUT, Fingerprint, Key, LayerTrace, Place, Point, fingerprint, modules_of, named, named_buffers
 from .reference import noise_seed, weights_drawn
 
 
@@ -111,7 +111,7 @@ class PlainStep:
         uses: fingerprints of what the uses of a tied parameter add to its gradient, by the owner and the use.
         counted: values per channel that each BatchNorm has seen.
         seen: fingerprints of the layers.
-        used: fingerprints of weights, by layer and their number in it.
+        used: fingerprints of weights, by layer and their number in it, in each type that they are used in: by its name.
         draws_noise: layers that have drawn random numbers.
     """
 
@@ -123,12 +123,17 @@ class PlainStep:
     uses: dict[Key, dict[Key, Fingerprint]] = field(default_factory=dict)
     counted: dict[Key, float] = field(default_factory=dict)
     seen: LayerTrace = field(default_factory=LayerTrace)
-    used: dict[tuple[int, int], Fingerprint] = field(default_factory=dict)
+    used: dict[tuple[int, int], dict[str, Fingerprint]] = field(default_factory=dict)
     draws_noise: set[int] = field(default_factory=set)
 
     @property
     def loss(self) -> float:
         return sum(self.losses[key] for key in sorted(self.losses)) / self.weight if self.weight else 0.0
+
+    def weight_used(self, point: Point, used: Fingerprint) -> Fingerprint:
+        """Returns the fingerprint of the weight at ``point`` in the type in which it was ``used``, or in its own."""
+        types = self.used[point.layer, point.number]
+        return types.get(used.dtype, next(iter(types.values())))
 
     @property
     def gradient_norm(self) -> float:
@@ -165,6 +170,8 @@ class PlainModel:
         self._settings, self.task, self.device, self.cells, self.owners = settings, task, device, cells, owners
         self.autocast: Callable[[], AbstractContextManager[Any]] = build_autocast(settings.precision, device)
         self._boundary_type, self.last, self.seed = boundary_type_of(settings.precision), cells[-1][-1], settings.seed
+        autocast = settings.precision.autocast
+        self.half: torch.dtype | None = None if autocast is None else getattr(torch, autocast)
 
     @torch.no_grad()
     def build(self, cell: Sequence[int], load: Load = lambda layer: {}) -> _Built:
@@ -308,9 +315,12 @@ class _Built:
             if begin_step is not None:
                 begin_step(step, steps)
 
-    def fingerprint_weights(self, step: PlainStep) -> None:
+    def fingerprint_weights(self, step: PlainStep, half: torch.dtype | None) -> None:
+        """Takes the fingerprints of the weights, and of their casts where autocast casts to ``half``."""
         for index, _, module in self.layers:
-            step.used |= {(index, i): fingerprint(parameter) for i, parameter in enumerate(module.parameters())}
+            for number, weight in enumerate(module.parameters()):
+                marks = [fingerprint(weight.to(dtype)) for dtype in (weight.dtype, half) if dtype is not None]
+                step.used[index, number] = {mark.dtype: mark for mark in marks}
 
     def take_gradients(self) -> dict[Key, Tensor]:
         """Returns the gradients of trainable parameters, zero where there is none, and resets them."""
@@ -375,7 +385,7 @@ class _CellRun:
             The gradients of the parameters, and of the inputs.
         """
         self.records = True
-        self.built.fingerprint_weights(self.step)
+        self.built.fingerprint_weights(self.step, self.model.half)
         scale = self.mini_batch.loss_scale / self.step.weight if self.step.weight else 0.0
         totals: list[dict[Key, Tensor]] = []
         with _frozen_averages(self.built.batchnorms.values()):

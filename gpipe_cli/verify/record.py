@@ -25,8 +25,9 @@ Place = tuple[int, int]  # (replica, micro-batch)
 Layers = Iterable[tuple[int, str, nn.Module]]  # index, name, module
 
 # Kinds of traces: a layer's output in forward and in recompute; the gradient of its output; the weights that it used in
-# forward and in recompute.
+# forward and in recompute; what the first layer of a cell was given in both.
 OUTPUT, RECOMPUTED, GRADIENT, WEIGHTS, WEIGHTS_AGAIN = "output", "recomputed", "gradient", "weights", "weights again"
+INPUT, INPUT_AGAIN = "input", "input again"
 WIDTH = 4096  # of a row, when a tensor is projected row by row
 
 
@@ -162,7 +163,7 @@ class LayerTrace:
         for number, parameter in enumerate(weights):
             address, version, mark = self._known.get(id(parameter), (0, -1, None))
             if mark is None or (address, version) != (parameter.data_ptr(), parameter._version):
-                mark = fingerprint(parameter)
+                mark = fingerprint(parameter.data)  # .data: WeightCasts counts what reads the parameter itself
                 self._known[id(parameter)] = parameter.data_ptr(), parameter._version, mark
             self.trace.setdefault(kind, {})[Point(*call, number)] = mark
         self.seeds.setdefault(kind, {})[call] = torch.initial_seed()

@@ -19,6 +19,8 @@ from ..position import Position
 from ..trainer.assembly import Assembly
 from ..trainer.loop import Trainer
 from .record import (
+    INPUT,
+    INPUT_AGAIN,
     OUTPUT,
     RECOMPUTED,
     WEIGHTS,
@@ -27,6 +29,7 @@ from .record import (
     Fingerprint,
     Key,
     LayerTrace,
+    Point,
     RecordedStep,
     fingerprint,
     modules_of,
@@ -52,9 +55,9 @@ class LayerWatch:
         self._replica, self._device, self._where = replica, device, where
         self._seen = LayerTrace()
         self.active = False
-        for layer in (layer for cell in cells for layer in cell.layers):
+        for cell, layer in ((cell, layer) for cell in cells for layer in cell.layers):
             # Functions, because a copy of the module then calls the same watch.
-            layer.module.register_forward_pre_hook(self._before(layer))
+            layer.module.register_forward_pre_hook(self._before(layer, layer is cell.layers[0]))
             layer.module.register_forward_hook(self._after(layer.index))
 
     def take(self) -> LayerTrace:
@@ -62,14 +65,15 @@ class LayerWatch:
         seen, self._seen = self._seen, LayerTrace()
         return seen
 
-    def _before(self, layer: BuiltLayer) -> Callable[[nn.Module, Any], None]:
-        weights = list(layer.module.parameters())  # while the layer runs, casts may stand in their place
-
+    def _before(self, layer: BuiltLayer, begins_cell: bool) -> Callable[[nn.Module, Any], None]:
         def hook(module: nn.Module, inputs: Any) -> None:
             if self.active:
                 kind, call = WEIGHTS_AGAIN if self._again else WEIGHTS, self._call(layer.index)
-                self._seen.inputs(kind, call, weights)
+                self._seen.inputs(kind, call, list(module.parameters()))  # or what stands in their place: the casts
                 self._seen.mode(kind, call, module, self._device)
+                for number, tensor in enumerate(as_tensors(inputs[0]) if begins_cell else ()):
+                    given = self._seen.trace.setdefault(INPUT_AGAIN if self._again else INPUT, {})
+                    given[Point(*call, number)] = fingerprint(tensor)
 
         return hook
 

@@ -78,6 +78,13 @@ class Constant(nn.Module):
     auxiliary_loss = Positions.auxiliary_loss
 
 
+class First(nn.Module):
+    """Returns what an LSTM puts out, without its state."""
+
+    def forward(self, outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return outputs[0]
+
+
 def cell_of(layer: nn.Module) -> Cell:
     cell = Cell(0, [BuiltLayer(0, "the layer", layer)], NoiseSource(1, 0, torch.device("cpu")))
     cell.train(True)
@@ -120,6 +127,17 @@ def test_a_table_made_at_first_use_is_allowed_and_the_comparison_changes_no_bit(
         assert torch.equal(one, other) and torch.equal(losses[0], expected[0])
     pooled = [cell.batchnorms[0].take_pooled() for cell in (late, ready)]
     assert pooled[0] is not None and pooled[1] is not None and torch.equal(pooled[0], pooled[1])
+
+
+def test_the_guarded_forward_builds_a_graph_where_later_ones_do() -> None:
+    """oneDNN's LSTM and compiled layers give other bits without one."""
+    lstm, graphs = nn.LSTM(4, 4), []
+    lstm.register_forward_pre_hook(lambda module, inputs: graphs.append(torch.is_grad_enabled()))
+    cell = cell_of(nn.Sequential(lstm, First()))
+    for _ in range(2):
+        with torch.no_grad():
+            run(cell)
+    assert graphs == [True, True]
 
 
 def test_a_run_with_such_a_layer_ends_in_its_first_step(tmp_path: Path) -> None:

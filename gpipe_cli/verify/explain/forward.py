@@ -9,7 +9,8 @@ from .. import compare as c
 from ..check import AGAIN, Checker, ComparedStep
 from ..compare import Difference, Quantity
 from ..layout import VerifiedRun
-from ..record import OUTPUT, WEIGHTS, WEIGHTS_AGAIN, Fingerprint, Point
+from ..plain import PlainStep
+from ..record import INPUT, INPUT_AGAIN, OUTPUT, WEIGHTS, WEIGHTS_AGAIN, Fingerprint, Point
 from ..reference import noise_seed
 from .likeness import BFLOAT16, likeness
 
@@ -62,10 +63,10 @@ def _of_layer(now: ComparedStep, first: Difference, checker: Checker) -> str:
         return (
             f"{place} has the right weights: its begin_step was told another step than {now.number - 1}, or not called"
         )
+    if any(difference.layer == first.layer for difference in now.found[c.AGAIN].beyond):
+        return _not_repeatable(first.layer, now, run)
     if any(layer == first.layer for layer, _ in now.plain.counted):
         return f"{place} has the right weights: its BatchNorm normalises by other statistics than its micro-batch's"
-    if any(difference.layer == first.layer for difference in now.found[c.AGAIN].beyond):
-        return _not_repeatable(first.layer, run)
     if BFLOAT16[0] < first.relative < BFLOAT16[1]:
         return f"{place} has the right weights; a difference of this size is that of bfloat16: its input was rounded"
     return f"{place} used the right weights: its input or its computation differs{f'; {like}' if like else ''}"
@@ -90,19 +91,20 @@ def _used_weights(now: ComparedStep, before: ComparedStep | None, run: VerifiedR
     when = "recompute" if kind == WEIGHTS_AGAIN else "forward"
     who = f"{run.cells_of(layers)} used"
     which = f"first {run.place(layers[0])}, {run.micro_batches((p.replica, p.micro_batch) for p in wrong_marks)}"
-    if before is not None and before.plain is not None and _agree(wrong_marks, before.plain.used):
+    if before is not None and before.plain is not None and _agree(wrong_marks, before.plain):
         return [f"{who} stale weights in {when}: those of the step before, without its update ({which})"]
     return [f"{who} other weights in {when} than were held before the step ({which})"]
 
 
 def _differs(now: ComparedStep, point: Point, kind: str) -> bool:
     assert now.plain is not None
-    right, mark = now.plain.used[point.layer, point.number], now.ours.trace[kind][point]
+    mark = now.ours.trace[kind][point]
+    right = now.plain.weight_used(point, mark)
     return mark.distance(right) > 1e-12 * max(right.norm, 1e-30)
 
 
-def _agree(used: Mapping[Point, Fingerprint], old: Mapping[tuple[int, int], Fingerprint]) -> bool:
-    pairs = [(mark, old[point.layer, point.number]) for point, mark in used.items()]
+def _agree(used: Mapping[Point, Fingerprint], old: PlainStep) -> bool:
+    pairs = [(mark, old.weight_used(point, mark)) for point, mark in used.items()]
     return all(mark.distance(one) <= 1e-9 * max(one.norm, 1e-30) for mark, one in pairs)
 
 
@@ -165,16 +167,32 @@ def explain_recompute(now: ComparedStep, before: ComparedStep | None, run: Verif
     if not beyond:
         return causes
     first = beyond[0]
+    causes = causes or _other_input(now, first, run)
     place = run.place(first.layer)
     head = (
         f"forward agrees, but when it is recomputed for backward, the output of {place} differs "
         f"({measured(first)}, {first.where})"
     )
-    return [head, *(causes or [_not_repeatable(first.layer, run)])]
+    return [head, *(causes or [_not_repeatable(first.layer, now, run)])]
 
 
-def _not_repeatable(layer: int, run: VerifiedRun) -> str:
+def _other_input(now: ComparedStep, first: Difference, run: VerifiedRun) -> list[str]:
+    """Explains a recompute that began with another input than forward, at the first layer of a cell."""
+    assert first.point is not None
+    trace, at = now.ours.trace, first.point
+    given, again = trace.get(INPUT, {}), trace.get(INPUT_AGAIN, {})
+    wrong = [point for point, mark in again.items() if point[:3] == at[:3] and mark != given.get(point)]
+    if not wrong:
+        return []
+    like = likeness(again[wrong[0]], wrong[0], given, run)
+    text = f"{run.place(first.layer)} was given another input in recompute than in forward, and is not to blame"
+    return [f"{text}{f': {like}' if like else ''}"]
+
+
+def _not_repeatable(layer: int, now: ComparedStep, run: VerifiedRun) -> str:
+    assert now.plain is not None
+    norm = "its BatchNorm normalises by other statistics, or " if layer in {of for of, _ in now.plain.counted} else ""
     return (
         f"{run.place(layer)} gives something else when it is computed again, and draws no random numbers from "
-        "torch's generator: it depends on something that changes between two calls"
+        f"torch's generator: {norm}it depends on something that changes between two calls"
     )
