@@ -470,10 +470,15 @@ def _as_passed_on(outputs: Tensors, inputs: Tensors, dtype: torch.dtype | None) 
 def _plainly_laid_out(tensor: Tensor) -> Tensor:
     """Returns the values in an order of memory that every tensor may have, as a file or a message would keep them.
 
-    Kernels choose their order of summation by it, so a difference would be one of rounding.
+    Kernels choose their order of summation by it, so a difference would be one of rounding. Its gradient gets the same.
     """
-    is_plain = tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
-    return tensor if is_plain else tensor.contiguous()
+    by_channel = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    made = tensor if by_channel or tensor.is_contiguous() else tensor.contiguous()
+    order = torch.contiguous_format if made.is_contiguous() else torch.channels_last
+    if made.requires_grad:
+        lay_out = partial(Tensor.contiguous, memory_format=order)
+        made.register_hook(lay_out)  # type: ignore[no-untyped-call]  # torch's own
+    return made
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._mode_utils import no_dispatch
 
 from ..micro_batch import Tensors
 
@@ -163,7 +164,8 @@ class LayerTrace:
         for number, parameter in enumerate(weights):
             address, version, mark = self._known.get(id(parameter), (0, -1, None))
             if mark is None or (address, version) != (parameter.data_ptr(), parameter._version):
-                mark = fingerprint(parameter.data)  # .data: WeightCasts counts what reads the parameter itself
+                with no_dispatch():  # in WeightCasts this reading would count as a use
+                    mark = fingerprint(parameter)
                 self._known[id(parameter)] = parameter.data_ptr(), parameter._version, mark
             self.trace.setdefault(kind, {})[Point(*call, number)] = mark
         self.seeds.setdefault(kind, {})[call] = torch.initial_seed()

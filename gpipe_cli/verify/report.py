@@ -9,8 +9,10 @@ from ..config import Settings
 from ..metrics.metrics_file import json_safe
 from . import compare as c
 from .compare import PASSED_BACK, Quantity, StepComparison
+from .settings import ceiling_of
 
 EXACT = {c.BEGIN, c.RESUMED, c.SKIPPED, c.USED, c.SEEDS, c.MODES, c.AGAIN, c.CLIPPED, c.RATES, c.COUNTS, c.REPLICAS}
+COUNTED = {c.PASSED_BACK, c.STATISTICS, c.METRICS}  # where rounding decides between two values that are far apart
 
 
 @dataclass(frozen=True)
@@ -44,18 +46,20 @@ class VerifyReport:
 
     @property
     def may_be_rounding(self) -> bool:
-        """Returns whether only quantities differ that rounding can change, so that float64 can decide."""
-        settings = self.settings
+        """Returns whether only quantities differ that rounding can change, and that far, so that float64 can decide."""
+        settings, ceiling = self.settings, ceiling_of(self.settings)
         if self.agrees or settings.verify.tolerance != "auto" or settings.checkpoint.init_from is not None:
             return False
         found = [quantity for step in self.steps.values() for quantity in step.quantities if quantity.beyond]
-        return all(quantity.name not in EXACT for quantity in found)
+        return all(q.name not in EXACT and (q.name in COUNTED or _relative(q) <= ceiling) for q in found)
 
     def decided_by(self, wide: VerifyReport) -> VerifyReport:
         """Returns the report of the same run in float64, which says what differed here."""
         worst = max((q for step in self.steps.values() for q in step.quantities if q.beyond), key=_relative)
         where = "" if worst.worst is None else f", {worst.worst.where}: {worst.worst.relative:.1e}"
-        text = f"in {self.settings.precision.autocast or 'float32'} {worst.name} differ by more than rounding{where}"
+        types = self.settings.precision
+        narrow = types.autocast or types.boundaries or "float32"
+        text = f"in {narrow} {worst.name} differ by more than rounding{where}"
         return replace(wide, rounding=text)
 
     @property

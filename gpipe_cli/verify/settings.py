@@ -21,6 +21,11 @@ from .reference import learning_rate, peak_rate
 
 TOLERANCES = {"float64": 1e-6, "bfloat16": 1e-3, "float16": 1e-3, "tf32": 1e-3, "configured": 1e-4}
 
+# The largest relative difference that may turn out to be rounding. In half precision both sides run the same kernels,
+# and float64 runs without their code, so little is excused. In float32, and where BatchNorm over replicas is another
+# formula on each side, rounding may grow until nothing is left of a result but its size.
+CEILING, CEILING_IN_HALF = 10.0, 0.02
+
 # Tensors of a cell's size that rank 0 holds at the most, beside the pipeline: weights and gradients of the plain cell,
 # and of one layer what the two sides are compared by.
 COPIES = 6
@@ -88,15 +93,27 @@ def tolerance_of(settings: Settings) -> float:
     return TOLERANCES[precision.autocast or precision.boundaries or tf32 or settings.verify.dtype]
 
 
+def ceiling_of(settings: Settings) -> float:
+    """Returns the relative difference above which nothing counts as rounding, whatever float64 says."""
+    precision = settings.precision
+    half = precision.autocast or precision.boundaries
+    return CEILING_IN_HALF if half and not settings.pipeline.sync_batchnorm else CEILING
+
+
 def in_float64(settings: Settings) -> Settings:
-    """Returns settings whose layers and data come in float64, without autocast."""
+    """Returns settings whose layers and data come in float64, without autocast.
+
+    Boundaries are still cast, to float64, and the loss is still scaled.
+    """
     data = {"_target_": f"{__name__}.Float64Source", "source": settings.data}
     assert settings.verification is not None
+    wide: Any = "float64"  # beside what a user may choose
+    boundaries = None if settings.precision.boundaries is None else wide
     return dataclasses.replace(
         settings,
         model={"_target_": f"{__name__}.float64_layers", "layers": settings.model, "_recursive_": False},
         data={**data, "batch_size": settings.data.get("batch_size")},
-        precision=PrecisionConfig(autocast=None, boundaries=None, loss_scale=None, tf32=False),
+        precision=PrecisionConfig(None, boundaries, settings.precision.loss_scale, tf32=False),
         verification=dataclasses.replace(settings.verification, dtype="float64"),
     )
 

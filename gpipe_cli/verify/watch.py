@@ -55,10 +55,11 @@ class LayerWatch:
         self._replica, self._device, self._where = replica, device, where
         self._seen = LayerTrace()
         self.active = False
-        for cell, layer in ((cell, layer) for cell in cells for layer in cell.layers):
-            # Functions, because a copy of the module then calls the same watch.
-            layer.module.register_forward_pre_hook(self._before(layer, layer is cell.layers[0]))
-            layer.module.register_forward_hook(self._after(layer.index))
+        for layers in (cell.layers for cell in cells):
+            for layer in layers:
+                # Functions, because a copy of the module then calls the same watch.
+                layer.module.register_forward_pre_hook(self._before(layer, layer is layers[0]))
+                layer.module.register_forward_hook(self._after(layer.index))
 
     def take(self) -> LayerTrace:
         """Returns the record since the last call."""

@@ -144,7 +144,22 @@ def is_named(run_dir: Path, fault: Fault) -> bool:
     return row["caught"] == row["named"] == "yes"
 
 
-@pytest.mark.parametrize("name", ["scaled_by_m", "other_noise_in_recompute", "clipping_by_cell"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "scaled_by_m",
+        "other_noise_in_recompute",
+        "another_input_recomputed",
+        "recompute_by_moving_averages",
+        "clipping_by_cell",
+        "loss_scale_not_divided_out",
+        "loss_scale_left_in_one_layer",
+        "stale_weight_casts",
+        "weight_casts_without_a_graph",
+        "boundary_cast_left_out",
+        "overflow_ignored",
+    ],
+)
 def test_a_fault_is_caught_and_named(tmp_path: Path, name: str) -> None:
     assert is_named(tmp_path, FAULTS[name])
 

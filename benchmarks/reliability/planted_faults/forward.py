@@ -32,7 +32,16 @@ ALWAYS, BF16 = "pipeline.remat=always", "precision=bf16"
 @fault(r"mix_2 \(cell 2\).*micro-batch 2", "that of micro-batch 1", "model.dropout=0")
 def stale_activation_buffer() -> Patch:
     """Runs cell 2 for micro-batch 2 on the activations of micro-batch 1."""
+    return _other_input(Op.FORWARD)
 
+
+@fault(r"mix_2 \(cell 2\)", "another input in recompute than in forward: it is that of micro-batch 1")
+def another_input_recomputed() -> Patch:
+    """Recomputes cell 2 for micro-batch 2 from the activations of micro-batch 1."""
+    return _other_input(Op.RECOMPUTE)
+
+
+def _other_input(op: Op) -> Patch:
     def stale(run: Any, step: _TrainingStep, i: Instruction) -> None:
         if (i.cell, i.micro_batch) == (2, 2):
             spec = BoundarySpec.of(step.buffers.inputs[2, 2])
@@ -42,7 +51,7 @@ def stale_activation_buffer() -> Patch:
             )
         run(step, i)
 
-    return handlers_replaced(stale, Op.FORWARD)
+    return handlers_replaced(stale, op)
 
 
 @fault(r"mix_2 \(cell 2\).*micro-batch 2", "that of micro-batch 1", "model.dropout=0", workers=4)

@@ -14,7 +14,7 @@ from gpipe_cli.jobs.job import EntryPoint, launch_program, prepare
 from gpipe_cli.launch.context import Context
 from gpipe_cli.verify import run as verify
 
-from . import beginnings, forward, gradients, statistics, ties, updates  # noqa: F401  (they register their faults)
+from . import beginnings, forward, gradients, half, statistics, ties, updates  # noqa: F401  (they register their faults)
 from .fault import Fault, planted
 from .subject import PARTITION, WORDS
 

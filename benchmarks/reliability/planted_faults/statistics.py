@@ -72,6 +72,18 @@ def statistics_of_another_micro_batch() -> Patch:
     return replaced(DeferredBatchNorm, "forward", normalise)
 
 
+@fault(r"layer norm \(cell 1\)", "its BatchNorm normalises by other statistics, or")
+def recompute_by_moving_averages() -> Patch:
+    """Normalises by the moving averages when a micro-batch is recomputed."""
+
+    def normalise(forward: Any, norm: DeferredBatchNorm, x: Tensor) -> Tensor:
+        if norm.gathering or not norm.training:
+            return forward(norm, x)  # type: ignore[no-any-return]
+        return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps)
+
+    return replaced(DeferredBatchNorm, "forward", normalise)
+
+
 @fault(r"norm\.norm\.running_var", "n - 1 instead of n")
 def variance_of_a_sample() -> Patch:
     """Averages the variance divided by n - 1 instead of n."""

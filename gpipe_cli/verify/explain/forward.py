@@ -185,7 +185,7 @@ def _other_input(now: ComparedStep, first: Difference, run: VerifiedRun) -> list
     if not wrong:
         return []
     like = likeness(again[wrong[0]], wrong[0], given, run)
-    text = f"{run.place(first.layer)} was given another input in recompute than in forward, and is not to blame"
+    text = f"{run.place(first.layer)} was given another input in recompute than in forward"
     return [f"{text}{f': {like}' if like else ''}"]
 
 

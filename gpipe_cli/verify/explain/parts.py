@@ -92,7 +92,7 @@ def made_of(ours: Tensor | None, parts: Mapping[Place, Tensor]) -> Parts | None:
     if ours is None or not parts or len(ours) <= len(parts):
         return None
     matrix = torch.stack(list(parts.values()), 1)
-    if torch.linalg.cond(matrix) > 1e6:
+    if not torch.isfinite(matrix).all() or torch.linalg.cond(matrix) > 1e6:
         return None
     factors = torch.linalg.lstsq(matrix, ours[:, None]).solution[:, 0]
     rest = torch.linalg.vector_norm(matrix @ factors - ours)
