@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gpipe_cli.bench.tables.run_table import run_table
 from gpipe_cli.errors import ConfigurationError, Problems
-from gpipe_cli.terminal.frame import FAILED, run_command, to_stderr
+from gpipe_cli.terminal.frame import FAILED, is_path, run_command, to_stderr
 from gpipe_cli.terminal.output import show
 from gpipe_cli.terminal.runs import find_runs
 from gpipe_cli.typed_section import unknown_key
@@ -61,15 +61,15 @@ def read_words(words: Sequence[str]) -> tuple[list[Path], Path]:
     """
     problems, paths, output = Problems(), list[Path](), "bench"
     for word in words:
-        key, equals, value = word.partition("=")
-        if word.startswith("-"):
-            problems.append(f"there is no option {word}; give runs and output=DIR (see --help)")
-        elif equals and key == "output":
-            output = value
-        elif equals and key.isidentifier() and not Path(word).exists():
-            problems.append(unknown_key(key, ["output"]))
-        else:
+        key, _, value = word.partition("=")
+        if is_path(word):
             paths.append(Path(word))
+        elif word.startswith("-"):
+            problems.append(f"there is no option {word}; give runs and output=DIR (see --help)")
+        elif key == "output":
+            output = value
+        else:
+            problems.append(unknown_key(key, ["output"]))
     if not paths:
         problems.append("which runs? gpipe-report sweeps/NAME (see --help)")
     problems.refuse()

@@ -24,16 +24,15 @@ def complete(words: Sequence[str]) -> list[str]:
     """Returns the command line as Hydra must read it: new keys marked, and what a user's own model needs."""
     marked, typed = allow_new_keys(words), filter(None, map(_parsed, words))
     targets = {override.key_or_group: _target(override) for override in typed}
-    target = targets.get("model._target_") or targets.get("model.module._target_") or targets.get("model.module")
-    if not isinstance(target, str) or any(word.startswith("experiment=") for word in words):
+    own = targets.get("model._target_")
+    name = own or targets.get("model.module._target_") or targets.get("model.module")
+    if not isinstance(name, str) or any(word.startswith("experiment=") for word in words):
         return marked
-    own = {
-        "name": target,  # else the run directory has the name of the group model=transformer
-        "trainer.average": "null",  # conf/trainer/transformer.yaml sets it for the Transformer
-        "lr_schedule": OWN_LR_SCHEDULE,  # conf/model/transformer.yaml chooses one for the Transformer
-    }
+    added = {"name": name}  # else the run directory has the name of the chosen group
+    if own:  # in place of conf/model/transformer.yaml, which chooses both for the Transformer
+        added |= {"trainer.average": "null", "lr_schedule": OWN_LR_SCHEDULE}
     typed_keys = {word.partition("=")[0] for word in words}
-    return [*marked, *(f"{key}={value}" for key, value in own.items() if key not in typed_keys)]
+    return [*marked, *(f"{key}={value}" for key, value in added.items() if key not in typed_keys)]
 
 
 def allow_new_keys(words: Sequence[str]) -> list[str]:

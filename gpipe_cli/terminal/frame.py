@@ -64,7 +64,7 @@ def split_words(
     overrides = []
     for word in words:
         key, equals, value = word.partition("=")
-        if not equals and "checkpoint" not in typed and not word.startswith(("-", "~")):
+        if "checkpoint" not in typed and is_path(word):
             key, value = "checkpoint", word
         elif word.startswith("-") or not (equals or word.startswith("~")):
             problems.append(f"{word}: write key=value, as in {example} (see --help)")
@@ -78,6 +78,12 @@ def split_words(
     if "checkpoint" not in typed:
         problems.append(f"checkpoint= is missing: which run? For example: {example}")
     return read_values(own, {key: read_value(text, own[key]) for key, text in typed.items()}, "", problems), overrides
+
+
+def is_path(word: str) -> bool:
+    """Returns whether a word is a path: it has no =, or no key before it, as the sweep's folder ``0_pipeline.K=1``."""
+    key, equals, _ = word.partition("=")
+    return not word.startswith(("-", "~")) and not (equals and key.lstrip("+").replace(".", "_").isidentifier())
 
 
 def read_value(text: str, hint: Any) -> Any:

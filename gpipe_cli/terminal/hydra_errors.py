@@ -37,8 +37,8 @@ def explain(error: Exception, key: str | None = None) -> str:
         return _missing_option(error)
     if isinstance(error, OverrideParseException):
         return (
-            f"could not read {error.override!r}: write key=value, with '…' around the whole word if the value has "
-            f"spaces or brackets ({_one_line(text)})"
+            f"could not read {error.override!r}: write key=value, a value with spaces, brackets or = in two quotes, as "
+            f"name='\"a=b\"' ({_one_line(text)})"
         )
     if isinstance(error, MissingMandatoryValue):
         return f"{key} needs a value: type {key}=…"

@@ -212,6 +212,11 @@ def test_a_module_may_be_typed_as_one_value() -> None:
     assert composed(*own_target.complete(part))["model"]["module"]["config"] == module["config"]
 
 
+def test_a_module_gets_the_learning_rates_that_its_yaml_names() -> None:
+    config = composed(*own_target.complete(["model=module", "model.module._target_=my.make"]))
+    assert config["lr_schedule"] == composed("lr_schedule=cosine")["lr_schedule"]
+
+
 def test_what_is_typed_for_an_own_model_wins() -> None:
     typed = ["model._target_=my_module.layers", "lr_schedule=cosine", "name=mine", "trainer.average=0.5"]
     config = composed(*own_target.complete(typed))

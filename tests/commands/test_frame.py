@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.errors import ConfigurationError, Problems
 from gpipe_cli.launch.report import WorkerFailed
-from gpipe_cli.terminal.frame import exit_code
+from gpipe_cli.terminal.frame import exit_code, split_words
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -61,6 +61,13 @@ def test_how_a_command_ends(error: BaseException, code: int, said: str, capsys: 
     assert exit_code("gpipe-x", work) == code
     assert capsys.readouterr().err == said
     assert exit_code("gpipe-x", lambda: 7) == 7
+
+
+@pytest.mark.parametrize("run", ["0_pipeline.K=1", "sweeps/today/0_pipeline.K=1", "runs/NAME"])
+def test_a_sweeps_job_folder_is_a_run(run: str) -> None:
+    problems = Problems()
+    assert split_words(["+task.x=1", run], {"checkpoint": str}, "", problems) == ({"checkpoint": run}, ["+task.x=1"])
+    assert problems == []
 
 
 SHORT = [["train", "pipeline.k=4"], ["train", "pipeline.K=0"], ["train", "--cfg", "job"]]
