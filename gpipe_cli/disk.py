@@ -56,32 +56,16 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def prepare_directory(directory: Path) -> None:
-    """Makes a directory, and finds out whether a few small files can be written there and nowhere else.
+    """Makes a directory, and finds out whether a few small files can be written there.
 
     Raises:
-        DiskError: they cannot, or a link leads out of the directory.
+        DiskError: they cannot.
     """
-    refuse_links(directory)
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(bytes(FEW_BYTES))
             file.flush()
-
-
-def refuse_links(directory: Path) -> None:
-    """Refuses a directory in which a symbolic link would lead what is written to a place outside of it.
-
-    Raises:
-        DiskError: there is one, or a pipe or device, to which writing could wait for ever; the message names it.
-    """
-    home = directory.resolve()
-    for folder, folders, files in os.walk(home):
-        for path in (Path(folder, name) for name in (*folders, *files)):
-            if path.is_symlink() and not path.resolve().is_relative_to(home):
-                raise DiskError(f"{path} is a symbolic link to {path.resolve()}, outside the run directory: remove it")
-            if path.is_fifo() or path.is_char_device() or path.is_block_device():
-                raise DiskError(f"{path} is neither a file nor a folder: remove it")
 
 
 def cannot_write(path: Path, error: OSError) -> str:

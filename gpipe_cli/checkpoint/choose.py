@@ -150,7 +150,7 @@ def _run_dir(path: Path) -> Path:
 
 
 def _advice(damaged: Path) -> str:
-    older = [path for path in step_directories(damaged.resolve().parent.parent) if path.name < damaged.name]
+    older = [path for path in step_directories(damaged.absolute().parent.parent) if path.name < damaged.name]
     with suppress(NewerFormat):
         if usable := next((path for path in reversed(older) if not problems_of(path)), None):
             return f"Use {usable} instead"

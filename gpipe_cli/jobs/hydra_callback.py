@@ -60,7 +60,7 @@ class CommandCallback(Callback):
         """Makes the sweep's directory, and counts its jobs.
 
         Raises:
-            SystemExit: the directory cannot be made, or a link leads out of it.
+            SystemExit: the directory cannot be made.
         """
         with _exiting():
             require_writable("hydra.sweep.dir", config.hydra.sweep.dir)

@@ -119,13 +119,13 @@ def require_writable(key: str, folder: str | Path) -> None:
 
     Raises:
         ConfigurationError: it cannot be made, or nothing may be written there.
-        DiskError: its disk is full or fails, or a link leads out of it.
+        DiskError: its disk is full or fails.
     """
     try:
         prepare_directory(Path(str(folder)).expanduser())
     except (DiskError, ValueError, RuntimeError) as error:  # a NUL character; a home that is not known
         cause = error.__cause__
-        if isinstance(error, DiskError) and (not isinstance(cause, OSError) or cause.errno in DISK):
+        if isinstance(cause, OSError) and cause.errno in DISK:
             raise
         raise ConfigurationError(f"{key}={folder}: {error}: name a folder that can be made and written") from error
 

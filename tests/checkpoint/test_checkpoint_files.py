@@ -31,6 +31,7 @@ from gpipe_cli.checkpoint.files import CheckpointError, RunState
 from gpipe_cli.checkpoint.layer_state import export_state_dict, layer_state, load_layer
 from gpipe_cli.checkpoint.writer import CheckpointWriter
 from gpipe_cli.disk import DiskError
+from gpipe_cli.terminal.output import require_writable
 
 
 def layer_file(run_dir: Path, step: int, layer: str) -> Path:
@@ -273,6 +274,18 @@ def test_a_checkpoint_given_by_path_is_never_replaced_silently(tmp_path: Path) -
     chosen = tmp_path / "checkpoints" / "step_00000002"
     with pytest.raises(CheckpointError, match=r"head\.safetensors has .* Use .*step_00000001 instead"):
         choose.resolve(chosen, tmp_path / "new")
+
+
+def test_the_checkpoints_of_a_run_may_lie_on_a_scratch_disk(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (tmp_path / "scratch").mkdir()
+    run.mkdir()
+    (run / "checkpoints").symlink_to(tmp_path / "scratch")
+    require_writable("hydra.run.dir", run)
+    two_checkpoints(run)
+    cut_short(layer_file(run, 2, "head"))
+    with pytest.raises(CheckpointError, match=r"Use .*run/checkpoints/step_00000001 instead"):
+        choose.resolve(run / "checkpoints" / "step_00000002", tmp_path / "new")
 
 
 def test_a_run_with_only_damaged_checkpoints_is_an_error_not_a_new_beginning(tmp_path: Path) -> None:

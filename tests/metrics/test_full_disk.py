@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from small_disk import fill, small_disk
 from gpipe_cli.checkpoint import choose
 from gpipe_cli.checkpoint.commit import write_json
 from gpipe_cli.commands import train
-from gpipe_cli.disk import DiskError, cannot_write, explain, refuse_links, write_whole, writing
+from gpipe_cli.disk import DiskError, cannot_write, explain, write_whole, writing
 from gpipe_cli.metrics.board import Board
 from gpipe_cli.metrics.metrics_file import MetricsFile
 from gpipe_cli.terminal.train_log import TrainLog
@@ -74,28 +73,6 @@ def test_a_symbolic_link_is_never_written_through(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="symbolic links"):
         write_json(tmp_path / "best.json", {})
     assert outside.read_text() == "mine\n"
-
-
-@pytest.mark.parametrize("name", ["summary.json", "checkpoints", "workers/rank_0.log", ".hydra/config.yaml"])
-def test_links_that_lead_out_of_a_run_directory_are_refused(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "run" / name
-    path.parent.mkdir(parents=True)
-    (tmp_path / "outside").mkdir()
-    path.symlink_to(tmp_path / "outside")
-    with pytest.raises(DiskError, match=f"{name} is a symbolic link to {tmp_path}/outside, outside"):
-        refuse_links(tmp_path / "run")
-
-
-def test_links_inside_a_run_directory_and_to_it_are_allowed_and_pipes_are_not(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    (run / "checkpoints").mkdir(parents=True)
-    (run / "newest").symlink_to("checkpoints")
-    (tmp_path / "latest").symlink_to(run)
-    refuse_links(tmp_path / "latest")
-    refuse_links(tmp_path / "new")
-    os.mkfifo(run / "metrics.jsonl")
-    with pytest.raises(DiskError, match=r"metrics\.jsonl is neither a file nor a folder"):
-        refuse_links(run)
 
 
 def test_train_log_warns_once_and_raises_nothing(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
