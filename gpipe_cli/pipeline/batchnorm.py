@@ -135,14 +135,13 @@ class _SumOverReplicas(torch.autograd.Function):
 
 
 def defer_batchnorm(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
-    """Replaces every BatchNorm in ``module`` by `DeferredBatchNorm`; returns the new module if it is one itself."""
-    if isinstance(module, _BatchNorm):
-        return DeferredBatchNorm(module, group)
-    for name, child in module.named_children():
-        replacement = defer_batchnorm(child, group)
-        if replacement is not child:
-            setattr(module, name, replacement)
-    return module
+    """Replaces every BatchNorm in ``module`` by one `DeferredBatchNorm`, wherever it is used; returns the new module."""
+    found = [part for part in module.modules() if isinstance(part, _BatchNorm)]
+    deferred: dict[nn.Module, nn.Module] = {part: DeferredBatchNorm(part, group) for part in found}
+    for path, part in [*module.named_modules(remove_duplicate=False)]:
+        if path and part in deferred:
+            module.set_submodule(path, deferred[part])
+    return deferred.get(module, module)
 
 
 def finish_batchnorm(layers: Iterable[DeferredBatchNorm], replicas: dist.ProcessGroup | None) -> None:

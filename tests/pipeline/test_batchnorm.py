@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gpipe_cli.layers import LayerBuilder
-from gpipe_cli.pipeline.batchnorm import finish_batchnorm
+from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm, defer_batchnorm, finish_batchnorm
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell, build_layer
 from gpipe_cli.pipeline.engine import Pipeline, StepInput
 from gpipe_cli.pipeline.randomness import NoiseSource
@@ -47,3 +47,13 @@ def test_moving_averages_take_the_pooled_statistics_once_per_mini_batch(M: int, 
     population = (EXAMPLES - EXAMPLES.mean(0)).square().mean(0)
     torch.testing.assert_close(norm.running_var, 0.7 + 0.3 * population, rtol=1e-5, atol=1e-6)
     assert norm.num_batches_tracked == 1
+
+
+def test_a_batchnorm_in_two_places_is_updated_once() -> None:
+    norm = nn.BatchNorm1d(6, momentum=1)
+    layer = defer_batchnorm(nn.Sequential(norm, nn.Sequential(nn.ReLU(), norm)))
+    between = nn.BatchNorm1d(6)(EXAMPLES).relu()
+    layer(EXAMPLES)
+    finish_batchnorm([part for part in layer.modules() if isinstance(part, DeferredBatchNorm)], None)
+    assert norm.running_mean is not None and norm.num_batches_tracked == 1
+    torch.testing.assert_close(norm.running_mean, torch.cat([EXAMPLES, between]).mean(0))
