@@ -1,15 +1,17 @@
-"""Describes files that cannot be written: which one, why, and how much room is left. No slow imports."""
+"""Reads and writes the files of a run, and says which one is damaged or cannot be written, and why. No slow imports."""
 
 from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from gpipe_cli.errors import PlainError
 
@@ -20,6 +22,16 @@ FEW_BYTES = 16_384
 
 class DiskError(PlainError):
     """Raised when a file cannot be written; the message names the file, the reason and the room that is left."""
+
+
+class Vanished(DiskError):
+    """Raised when a file or folder that a run writes to is no longer at its path."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(
+            f"{path} cannot be written: it, or a folder above it, was moved, deleted or replaced during the run, which "
+            "ends here. If it was moved, put it back to continue from its newest checkpoint"
+        )
 
 
 @contextmanager
@@ -53,6 +65,36 @@ def write_whole(path: Path, text: str) -> None:
     with os.fdopen(open_for_writing(temporary), "w", encoding="utf-8") as file:
         file.write(text)
     temporary.replace(path)
+
+
+def json_lines(lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Yields each line with its JSON object; None where the line holds none, because it is damaged."""
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        yield line, row if isinstance(row, dict) else None
+
+
+def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """Returns the objects of a file of JSON lines, and the numbers of its damaged lines; none without the file."""
+    rows: list[dict[str, Any]] = []
+    damaged: list[int] = []
+    if path.is_file():
+        with path.open("rb") as file:
+            for number, (_, row) in enumerate(json_lines(file), 1):
+                if row is None:
+                    damaged.append(number)
+                else:
+                    rows.append(row)
+    return rows, damaged
+
+
+def skipped(path: Path, damaged: Sequence[int]) -> str:
+    """Returns one line about the damaged lines of a file."""
+    more = f" and {len(damaged) - 8} more" if len(damaged) > 8 else ""
+    return f"{path}: damaged and skipped: line {', '.join(map(str, damaged[:8]))}{more}"
 
 
 def prepare_directory(directory: Path) -> None:

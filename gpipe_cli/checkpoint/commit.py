@@ -162,7 +162,7 @@ def prepare_directory(run_dir: Path, resumed: CheckpointInfo | None) -> list[str
     refuse_another_run(run_dir, resumed)
     home, existing = checkpoints_directory(run_dir), step_directories(run_dir)
     with writing(home):
-        home.mkdir(parents=True, exist_ok=True)
+        home.mkdir(exist_ok=True)
     for folder in (home.parent, home.parent.parent):  # a checkpoint is safe only when its folder is
         sync_directory(folder)
     failed = _try_each(shutil.rmtree, [*home.glob(f"step_*{PARTIAL}"), *home.glob(f"step_*{DISCARDED}")])

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from ..disk import DiskError, cannot_write
+from ..disk import DiskError, Vanished, cannot_write
 from . import commit
 from .files import (
     CheckpointError,
@@ -119,7 +119,8 @@ class CheckpointWriter:
     def _write(self, step: int, layers: Mapping[str, LayerState]) -> None:
         directory = partial_directory(self._run_dir, step)
         try:
-            (directory / "layers").mkdir(parents=True, exist_ok=True)
+            for folder in (directory.parent, directory, directory / "layers"):  # but never the run directory
+                folder.mkdir(exist_ok=True)
             written = {name: write_layer(directory, step, name, state) for name, state in layers.items()}
             commit.sync_directory(directory / "layers")
             commit.write_part(directory, self._worker, written)
@@ -147,6 +148,8 @@ class CheckpointWriter:
             self._jobs.pop(0).result()
 
     def _failure(self, action: str, path: Path, error: OSError | SafetensorError) -> DiskError:
+        if not self._run_dir.is_dir():
+            return Vanished(self._run_dir)
         reason = cannot_write(path, error) if isinstance(error, OSError) else f"{path}: {error}"
         return DiskError(
             f"worker {self._worker}, {action}: {reason}. Earlier checkpoints are untouched: free disk space or restore "

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from gpipe_cli.checkpoint import choose as checkpoints
 from gpipe_cli.checkpoint.files import read_manifest, step_directories
 from gpipe_cli.config import Settings
+from gpipe_cli.disk import read_rows, skipped, write_whole
 from gpipe_cli.gpus import hide_gpu
 from gpipe_cli.jobs.devices import find_devices, plural, room_for_workers
 from gpipe_cli.jobs.torchrun import is_first
@@ -55,7 +56,9 @@ class Restarts:
         if config["checkpoint"]["resume"] is None and is_first() and not restart_count():
             (run_dir / FILE).unlink(missing_ok=True)
         self._found = _stamps(run_dir) if self._allowed else frozenset()
-        self.records = _read_records(run_dir / FILE)
+        self.records, damaged = read_rows(run_dir / FILE)
+        if damaged:
+            console.warn(skipped(run_dir / FILE, damaged))
 
     def run(self, start: Callable[[dict[str, Any]], Any]) -> Any:
         """Calls ``start`` with the settings of each start, and returns its result.
@@ -122,8 +125,7 @@ class Restarts:
             {"time": time.time(), "cause": cause, "place": place or None, "from_step": step, "workers": workers}
         )
         try:
-            with (self._run_dir / FILE).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(self.records[-1]) + "\n")
+            write_whole(self._run_dir / FILE, "".join(f"{json.dumps(record)}\n" for record in self.records))
         except OSError as error:
             self._console.warn(f"{self._run_dir / FILE} cannot be written ({error}): the restart is not recorded there")
 
@@ -163,9 +165,3 @@ def _stamps(run_dir: Path) -> frozenset[Stamp]:
 def _stamp(checkpoint: Path) -> Stamp:
     """Returns a checkpoint's path and the time of its manifest, in nanoseconds."""
     return checkpoint, (checkpoint / "manifest.json").stat().st_mtime_ns
-
-
-def _read_records(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]

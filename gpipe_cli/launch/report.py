@@ -132,7 +132,7 @@ def publish(directory: Path, failure: Failure) -> str:
     path = error_path(directory, failure.rank)
     unfinished = path.with_suffix(".tmp")
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(exist_ok=True)
         unfinished.write_text(json.dumps(asdict(failure), indent=1))
         unfinished.replace(path)
     except OSError as full:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..disk import DiskError, cannot_write, write_whole, writing
+from ..disk import DiskError, Vanished, cannot_write, skipped, write_whole, writing
 from ..distributed.batch_plan import BatchPlan
 from ..schedule.instruction import COMPUTE
 from ..schedule.run_schedules import RunSchedules
@@ -78,6 +78,9 @@ class Journal:
         self._emit({"kind": "begun"})
         self._metrics = MetricsFile(self._run_dir / "metrics.jsonl", resumed_step)
         self._evaluations_file = MetricsFile(self._run_dir / "evaluations.jsonl", resumed_step)
+        for file in (self._metrics, self._evaluations_file):
+            if file.damaged:
+                self.warn(skipped(file.path, file.damaged))
         if self._tensorboard:
             self._board = Board(self._run_dir / "tensorboard", resumed_step, self.warn)
 
@@ -86,6 +89,8 @@ class Journal:
         """Warns, once for each file, where it cannot be written while the context lasts."""
         try:
             yield
+        except Vanished:
+            raise
         except (OSError, DiskError) as error:
             if path not in self._warned:
                 self._warned.add(path)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..disk import open_for_writing, writing
+from ..disk import Vanished, json_lines, open_for_writing, writing
 
 
 class MetricsFile:
@@ -23,6 +23,9 @@ class MetricsFile:
         path: of the file; a resumed run appends to it. It may not be a symbolic link.
         resumed_step: rows of later steps, from a run that was killed after its last checkpoint, are removed.
 
+    Attributes:
+        damaged: numbers of the lines that hold no row; they stay, as the rows after them do.
+
     Raises:
         DiskError: by every method, where the file cannot be written.
     """
@@ -32,11 +35,16 @@ class MetricsFile:
         self._pending: list[bytes] = []
         self._cut: int | None = None  # where the file ends in a part of a row, which is to be written again
         with writing(path):
-            self._last_line = _drop_later_rows(path, resumed_step)
+            self._last_line, self.damaged = _drop_later_rows(path, resumed_step)
             self._file = _open(path)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Writes the row of a step; it must have a key "step"."""
+        """Writes the row of a step; it must have a key "step".
+
+        Raises:
+            Vanished: the file is no longer at its path. Rows must not go where the checkpoints do not.
+        """
+        self._require_in_place()
         line = json.dumps(json_safe(row))
         if line != self._last_line:
             self._last_line = line
@@ -48,11 +56,17 @@ class MetricsFile:
         self._write_pending()
         self._file.close()
 
+    def _require_in_place(self) -> None:
+        with writing(self.path):
+            try:
+                if os.path.samestat(self.path.lstat(), os.fstat(self._file.fileno())):
+                    return
+            except (FileNotFoundError, NotADirectoryError):
+                pass
+        raise Vanished(self.path)
+
     def _write_pending(self) -> None:
         with writing(self.path):
-            if os.fstat(self._file.fileno()).st_nlink == 0:  # the run directory was removed
-                removed, self._file, self._cut = self._file, _open(self.path), None
-                removed.close()
             while self._pending:
                 if self._cut is not None:
                     self._file.truncate(self._cut)
@@ -83,26 +97,24 @@ def json_safe(value: Any) -> Any:
     return value
 
 
-def _drop_later_rows(path: Path, step: int) -> str | None:
-    """Truncates the file behind ``step``, because a resumed run writes later steps again; removes a torn last row.
+def _drop_later_rows(path: Path, step: int) -> tuple[str | None, list[int]]:
+    """Truncates the file behind the last row up to ``step``, because a resumed run writes later steps again.
 
     Truncating is atomic, so a kill meanwhile loses nothing.
 
     Returns:
-        The last row that is kept.
+        The last row that is kept, and the numbers of damaged lines. A torn last one, as a kill leaves it, is none.
     """
-    last, end = None, 0
+    last, end, place = None, 0, 0
+    damaged: list[int] = []
     with _open(path) as raw, io.BufferedRandom(raw) as file:
-        for line in file:
-            if not _is_row_up_to(step, line):
+        for number, (line, row) in enumerate(json_lines(file), 1):
+            place += len(line)
+            if not line.endswith(b"\n"):
                 break
-            last, end = line.decode().rstrip("\n"), end + len(line)
+            if row is None or not isinstance(row.get("step"), int):
+                damaged.append(number)
+            elif row["step"] <= step:
+                last, end = line.decode().rstrip("\n"), place
         file.truncate(end)
-    return last
-
-
-def _is_row_up_to(step: int, line: bytes) -> bool:
-    try:
-        return line.endswith(b"\n") and bool(json.loads(line)["step"] <= step)
-    except (ValueError, KeyError, TypeError):
-        return False
+    return last, damaged

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from ..disk import json_lines
 from ..schedule.critical_path import critical_path
 from ..schedule.picture import Panel, new_figure, save_panels, save_picture
 from ..schedule.run_schedules import RunSchedules
@@ -97,7 +97,7 @@ def _rows(path: Path, most: int | None = None) -> Iterator[Mapping[str, Any]]:
     with path.open("rb") as file:
         every = 1 if most is None else max(1, sum(1 for _ in file) // most)
         file.seek(0)
-        yield from (json.loads(line) for line in islice(file, 0, None, every))
+        yield from (row for _, row in json_lines(islice(file, 0, None, every)) if row is not None)
 
 
 def _smooth(values: Sequence[float]) -> list[float]:

@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
+from gpipe_cli.disk import read_rows, skipped
+
 ERROR_FILE = "error.txt"  # in the run directory of a failed run
 RUN_FILES = ("summary.json", "metrics.jsonl", ERROR_FILE, ".hydra/config.yaml")  # one of them makes a folder a run
 FIGURES = ("loss", "examples_per_second", "bubble", "bubble_predicted", "wall_seconds")  # of summary.json
@@ -94,7 +96,9 @@ def read_run(folder: Path) -> FinishedRun:
     broken: list[str] = []
     settings = dict(_flat(_read(folder / ".hydra" / "config.yaml", yaml.safe_load, broken) or {}))
     summary = _read(folder / "summary.json", json.loads, broken)
-    rows = _rows(folder / "metrics.jsonl", broken) if summary is None else []
+    rows, damaged = read_rows(folder / "metrics.jsonl") if summary is None else ([], [])
+    if damaged:
+        broken.append(skipped(Path("metrics.jsonl"), damaged))
     error = _error(folder / ERROR_FILE)
     status = "failed" if error else _status(summary, rows)
     if summary is None:
@@ -143,21 +147,6 @@ def _read(path: Path, parse: Any, broken: list[str]) -> dict[str, Any] | None:
         broken.append(f"{path.name} cannot be read")
         return None
     return found
-
-
-def _rows(path: Path, broken: list[str]) -> list[dict[str, Any]]:
-    """Returns the steps; the last line of a killed run may be cut off."""
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if isinstance(row, dict):
-            rows.append(row)
-        elif "metrics.jsonl is damaged" not in broken:
-            broken.append("metrics.jsonl is damaged")
-    return rows
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

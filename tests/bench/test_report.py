@@ -81,7 +81,7 @@ def test_broken_runs_are_named_and_the_others_shown(
     status = [row["status"] for row in rows]
     assert "summary.json cannot be read" in status[0]
     assert status[4] == "failed: ValueError: no"
-    assert status[5] == "not finished, 1 steps on record; metrics.jsonl is damaged"
+    assert status[5] == "not finished, 1 steps on record; metrics.jsonl: damaged and skipped: line 2"
     assert rows[5]["examples_per_second"] == 60.0
     assert rows[1]["normalised"] == 1.0, "the smallest K and M that has a speed"
     assert "nowhere is not there" in capsys.readouterr().err

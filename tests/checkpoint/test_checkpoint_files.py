@@ -126,6 +126,7 @@ def arm(point):
         checkpoint_commit.shutil.rmtree = half
 
 def run(run_dir, point):
+    run_dir.mkdir()
     layers = {f"layer{i}": nn.Linear(8, 8) for i in range(4)}
     writer = CheckpointWriter(run_dir, 0, {name: ["weight", "bias"] for name in layers}, keep=1)
     for step in (1, 2):
@@ -192,6 +193,7 @@ def test_everything_is_on_disk_before_a_checkpoint_gets_its_name(
 
     monkeypatch.setattr(os, "fsync", noted)
     monkeypatch.setattr(Path, "rename", checked)
+    (tmp_path / "run").mkdir()
     checkpoint_commit.prepare_directory(tmp_path / "run", None)
     assert {folder.stat().st_ino for folder in (tmp_path, tmp_path / "run")} <= flushed
     save(tmp_path / "run", 1, make_layers())
@@ -343,14 +345,13 @@ def test_a_checkpoint_of_a_newer_format_is_refused_with_its_versions_and_not_tou
     two_checkpoints(tmp_path)
     change_manifest(tmp_path, 2, renew)
     before = bytes_of(tmp_path)
-    words = ["debug=tiny", "trainer.steps=1"]
-    step_1 = tmp_path / "checkpoints" / "step_00000001"
+    step_1 = choose.open_checkpoint(tmp_path / "checkpoints" / "step_00000001")
     for resume in ("auto", str(tmp_path)):
         with pytest.raises(CheckpointError, match=rf"step_00000002/manifest\.json has format {newer}.*gpipe-cli 9\.8"):
             choose.resolve(resume, tmp_path)
-    for more in ([], [f"checkpoint.resume={step_1}"]):  # not even where the run would go on from an older one
+    for resumed in (None, step_1):  # not even where the run would go on from an older one
         with pytest.raises(CheckpointError, match=rf"has format {newer}, and gpipe-cli .* reads up to {newer - 1}"):
-            train_inline(tmp_path, *words, *more)
+            checkpoint_commit.refuse_another_run(tmp_path, resumed)
     assert bytes_of(tmp_path) == before
 
 

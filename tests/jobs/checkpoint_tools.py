@@ -66,6 +66,7 @@ def save(
     best: tuple[str, float] | None = None,
 ) -> CheckpointInfo:
     """Saves everything as the only worker."""
+    run_dir.mkdir(parents=True, exist_ok=True)
     writer = CheckpointWriter(run_dir, 0, names_of(layers), keep)
     writer.begin(step, {name: layer_state(layer, optimizer) for name, layer in layers.items()})
     writer.wait()

@@ -90,6 +90,19 @@ def test_a_killed_worker_s_run_starts_again_from_the_newest_checkpoint_and_says_
     assert rows(tmp_path / restarts.FILE) == made.records
 
 
+def test_a_torn_record_of_restarts_is_named_and_the_others_are_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path, 3, make_layers())
+    (tmp_path / restarts.FILE).write_text('{"from_step": 1}\n{"from_st{"from_step": 2}\n{"from_step": 3}\n{"from_')
+    script = Script(tmp_path)
+    script.config["checkpoint"]["resume"] = str(step_directory(tmp_path, 3))
+    made = script.run(failed(**KILLED))
+    assert f"{tmp_path / restarts.FILE}: damaged and skipped: line 2, 4\n" in capsys.readouterr().out
+    assert [record["from_step"] for record in made.records] == [1, 3, 3]
+    assert rows(tmp_path / restarts.FILE) == made.records
+
+
 def test_before_the_first_checkpoint_it_begins_as_it_was_told_to(tmp_path: Path) -> None:
     save(tmp_path / "old", 3, make_layers())
     script = Script(tmp_path)

@@ -6,8 +6,9 @@ import logging
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from inline_run import train_inline
@@ -47,17 +48,31 @@ def test_rows_that_find_no_room_are_written_when_there_is_some(disk: Path) -> No
     assert [row["step"] for row in rows(path)] == [1, 2, 3, 4]
 
 
-def test_a_removed_file_is_begun_anew_when_its_folder_is_back(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    file = MetricsFile(folder / "m.jsonl", 0)
-    file.write({"step": 1})
-    shutil.rmtree(folder)
-    with pytest.raises(DiskError, match="No such file or directory"):
-        file.write({"step": 2})
-    folder.mkdir()
-    file.write({"step": 3})
-    assert rows(folder / "m.jsonl") == [{"step": 2}, {"step": 3}]
+def move_away(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+
+
+def replace_by_a_copy(folder: Path) -> None:
+    move_away(folder)
+    shutil.copytree(folder.with_name("elsewhere"), folder)
+
+
+@pytest.mark.parametrize("lose", [shutil.rmtree, move_away, replace_by_a_copy], ids=["removed", "moved", "replaced"])
+def test_a_run_whose_directory_vanishes_ends_and_does_not_make_it_again(
+    lose: Callable[[Path], None], tmp_path: Path
+) -> None:
+    run_dir, steps = tmp_path / "run", list[int]()
+
+    def on_event(event: dict[str, Any]) -> None:
+        if event.get("kind") == "progress":
+            steps.append(event["step"])
+            if event["step"] == 2:
+                lose(run_dir)
+
+    with pytest.raises(DiskError, match="cannot be written: it, or a folder above it, was moved, deleted"):
+        train_inline(run_dir, *WORDS, "trainer.steps=5", "pipeline.K=1", "checkpoint.every=1", on_event=on_event)
+    assert steps == [1, 2]
+    assert lose is replace_by_a_copy or not run_dir.exists()
 
 
 def test_a_symbolic_link_is_never_written_through(tmp_path: Path) -> None:

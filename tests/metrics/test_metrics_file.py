@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
+import pytest
 from run_files import rows
 
+from gpipe_cli.disk import read_rows
+from gpipe_cli.metrics.journal import Journal
 from gpipe_cli.metrics.metrics_file import MetricsFile
 
 
@@ -23,6 +27,21 @@ def test_a_resumed_run_replaces_the_rows_after_its_checkpoint_and_a_torn_one(tmp
     file = MetricsFile(path, 2)
     file.write({"step": 3, "loss": 1.0})
     assert rows(path) == [{"step": 1}, {"step": 2}, {"step": 3, "loss": 1.0}]
+
+
+@pytest.mark.parametrize("damaged", [b"{", b"[]", b"\xff", b'{"step": 1}{"step": 2}'])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_damaged_row_is_named_and_the_rows_after_it_are_kept(damaged: bytes, place: int, tmp_path: Path) -> None:
+    lines = [b'{"step": 1}', b'{"step": 2}', b'{"step": 3}']
+    lines[place] = damaged
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
+    events: list[dict[str, Any]] = []
+    journal = Journal(tmp_path, events.append, True, 1, False, (), "", None)
+    journal.open(2)
+    warnings = [event["text"] for event in events if event["kind"] == "warning"]
+    assert warnings == [f"{tmp_path}/metrics.jsonl: damaged and skipped: line {place + 1}"]
+    kept, _ = read_rows(tmp_path / "metrics.jsonl")
+    assert kept == [{"step": 2 - place}]
 
 
 def test_what_a_finished_run_finds_once_more_is_not_written_again(tmp_path: Path) -> None:
