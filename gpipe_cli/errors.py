@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 NOT_THE_USERS = frozenset({*sys.stdlib_module_names, "hydra", "omegaconf", "torch", "numpy", "gpipe_cli"})
 
@@ -57,10 +58,13 @@ class Problems(list[str]):
 
 def place_in_users_code(error: BaseException) -> str | None:
     """Returns file and line of the innermost call in the user's own code; None if there is none."""
-    calls = [
-        (frame.f_code.co_filename, line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if str(frame.f_globals.get("__name__")).partition(".")[0] not in NOT_THE_USERS
-        and not frame.f_code.co_filename.startswith("<")  # made by a library
-    ]
-    return f"{calls[-1][0]}, line {calls[-1][1]}" if calls else None
+    return own_place(reversed([*traceback.walk_tb(error.__traceback__)]))
+
+
+def own_place(calls: Iterable[tuple[FrameType, int]]) -> str | None:
+    """Returns file and line of the first of these calls that is in the user's own code; None if there is none."""
+    for frame, line in calls:
+        file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
+        if module.partition(".")[0] not in NOT_THE_USERS and not file.startswith("<"):  # <…>: made by a library
+            return f"{file}, line {line}"
+    return None

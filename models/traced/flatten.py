@@ -3,13 +3,14 @@
 torch.export leaves blocks without gradient as inner graphs, operations that change a tensor in place, and checks of
 what it assumed. Here inner graphs are put in place, an in-place operation becomes its functional twin wherever that is
 the same, and checks are dropped. Where a change in place stays, no cut may come between the tensor's first use and it.
+A tensor that shares the memory of a parameter becomes a use of that parameter.
 """
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch.export.graph_signature import InputKind
 from .module import Untraceable
 from .operations import (
     ATTENTION,
+    BATCH_NORM,
     LSTM,
     attention_with_trained_mask,
     enter_autocast,
@@ -62,16 +64,24 @@ class Flat:
         return [node for node in self.graph.nodes if node.op == "call_function"]
 
 
-def flatten(program: ExportedProgram, inside: str, aliases: Mapping[str, str], constants: dict[str, Tensor]) -> Flat:
+def flatten(
+    program: ExportedProgram,
+    inside: str,
+    aliases: Mapping[str, str],
+    parameters: Mapping[int, tuple[str, Tensor]],
+    constants: dict[str, Tensor],
+) -> Flat:
     """Returns the plain graph of a program.
 
     Args:
         inside: prefix of the names in the program, taken off.
         aliases: further name of a tensor -> its first name.
+        parameters: first name and tensor of each parameter, by `memory_of` it.
         constants: gets the tensors that are neither parameters nor buffers: without values, where they are attributes.
     """
     flat = Flat(fx.Graph())
     env: dict[fx.Node, Any] = {}
+    views: dict[fx.Node, Tensor] = {}  # uses of a parameter under another form, as `self.weight.t()` kept in a list
     kinds = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     module = program.graph_module
     for node in module.graph.nodes:
@@ -84,20 +94,58 @@ def flatten(program: ExportedProgram, inside: str, aliases: Mapping[str, str], c
             flat.inputs.append(copy)
             continue
         name = str(spec.target).removeprefix(inside)
-        if spec.kind == InputKind.CONSTANT_TENSOR and name not in aliases:
-            constants[name] = program.constants[str(spec.target)]
-        flat.held[copy] = aliases.get(name, name)
-        if spec.kind == InputKind.PARAMETER:
+        name, constant = aliases.get(name, name), program.constants.get(str(spec.target))
+        shared = parameters.get(memory_of(constant)) if constant is not None else None
+        if shared is not None:
+            name, views[copy] = shared[0], constant
+            copy.meta["val"] = shared[1]
+        elif spec.kind == InputKind.CONSTANT_TENSOR and constant is not None:
+            name = _kept(name, constant, constants)
+        flat.held[copy] = name
+        if spec.kind == InputKind.PARAMETER or shared is not None:
             flat.parameters.add(copy)
     flattener = _Flattener(flat)
     answers = flattener.put(module, module.graph, env)
     flat.output = answers[0]
     flat.graph.output(flat.output)
+    for node, view in views.items():
+        _use_as(flat.graph, node, view)
     flat.graph.eliminate_dead_code(_has_effect)
     _keep_kernels(flat)
+    _refuse_statistics(flat, flattener.counted)
     kept = set(flat.graph.nodes)
     flat.forbidden = [pair for pair in flattener.forbidden if pair[0] in kept and pair[1] in kept]
     return flat
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Returns a number that tensors have in common exactly when they share memory, with values or without."""
+    return tensor.untyped_storage()._cdata
+
+
+def _kept(name: str, constant: Tensor, constants: dict[str, Tensor]) -> str:
+    """Keeps a constant under its name, or under another where the other graph has another constant of this name."""
+    while name in constants and constants[name] is not constant:
+        name += "_again"
+    constants[name] = constant
+    return name
+
+
+def _use_as(graph: fx.Graph, parameter: fx.Node, view: Tensor) -> None:
+    """Gives every user of a parameter the view of it that the module keeps, made directly before."""
+    whole: Tensor = parameter.meta["val"]
+    for user in list(parameter.users):
+        with graph.inserting_before(user):
+            made = parameter
+            if (view.shape, view.stride()) != (whole.shape, whole.stride()):
+                form = (list(view.shape), list(view.stride()), view.storage_offset() - whole.storage_offset())
+                made = graph.call_function(torch.ops.aten.as_strided.default, (made, *form))
+            if whole.requires_grad and not view.requires_grad:
+                made = graph.call_function(torch.ops.aten.detach.default, (made,))
+        if made is not parameter:
+            for node in {made, *made.all_input_nodes} - {parameter}:
+                node.meta = {**user.meta, "val": view}
+            user.replace_input_with(parameter, made)
 
 
 class _Flattener:
@@ -106,7 +154,10 @@ class _Flattener:
     def __init__(self, flat: Flat) -> None:
         self._flat = flat
         self._base: dict[fx.Node, fx.Node] = {}  # of the new graph: a tensor -> the one whose memory it may share
+        self._open: list[tuple[dict[fx.Node, Any], fx.Node]] = []  # of each graph around: what it holds, the node at work
+        self._outside: set[fx.Node] | None = None  # within torch.no_grad: the nodes from before it
         self.forbidden: list[tuple[fx.Node, fx.Node]] = []
+        self.counted: set[str] = set()  # the num_batches_tracked that forward counts up; the engine does
 
     def put(self, module: torch.nn.Module, graph: fx.Graph, env: dict[fx.Node, Any]) -> list[Any]:
         """Copies a graph whose placeholders ``env`` holds; returns its outputs."""
@@ -116,13 +167,19 @@ class _Flattener:
             if node.op == "get_attr":
                 env[node] = operator.attrgetter(str(node.target))(module)
             elif node.op == "call_function" and node not in env:
+                self._open.append((env, node))
                 self._put_node(node, env)
+                self._open.pop()
         return []
 
     def _put_node(self, node: fx.Node, env: dict[fx.Node, Any]) -> None:
         name = getattr(node.target, "__name__", str(node.target))
         if name in INNER:
             env[node] = self._put_inner(name, node, env)
+        elif isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise Untraceable(f"here torch's {name} runs code of its own that a layer cannot repeat", _place(node))
+        elif "functorch" in str(getattr(node.target, "__module__", "")):
+            raise Untraceable("here a function of torch.func, as vmap, runs: write the dimension out", _place(node))
         elif node.target is operator.getitem and isinstance(env[node.args[0]], list):  # type: ignore[index]
             env[node] = env[node.args[0]][node.args[1]]  # type: ignore[index]
         elif name.startswith(CHECKS):
@@ -153,15 +210,23 @@ class _Flattener:
             leave = graph.call_function(leave_autocast, (enter,))
             self.forbidden.append((enter, leave))
             return answers
+        if self._outside is not None and node.args[0]:
+            raise Untraceable("here gradients are switched on within torch.no_grad", _place(node))
+        if self._outside is not None or node.args[0]:
+            return self.put(inner, inner.graph, within)
+        outside = self._outside = set(graph.nodes)
         answers = self.put(inner, inner.graph, within)
-        return answers if node.args[0] else [self._detached(answer) for answer in answers]
+        self._outside = None
+        return [answer if answer in outside else self._detached(answer) for answer in answers]
 
     def _detached(self, answer: Any) -> Any:
+        """Returns a node with the same value, and memory, without a gradient."""
         value = answer.meta.get("val") if isinstance(answer, fx.Node) else None
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return answer
         detached = self._flat.graph.call_function(torch.ops.aten.detach.default, (answer,))
         detached.meta = dict(answer.meta)
+        self._note_alias(detached)
         return detached
 
     def _put_in_place(self, node: fx.Node, env: dict[fx.Node, Any]) -> bool:
@@ -171,34 +236,41 @@ class _Flattener:
             return False
         if "out" in node.kwargs:
             raise Untraceable("here an operation writes into `out`, as spectral_norm does in every step", _place(node))
-        changed_before: Any = node.args[0]
-        changed = env[changed_before]
+        changed: Any = env[node.args[0]]  # type: ignore[index]
         base = self._base_of(changed)
-        if base in self._flat.parameters:
-            said = f"here forward changes the parameter {self._flat.held[base]}, and a micro-batch may go forward twice"
-            raise Untraceable(f"{said} (max_norm of nn.Embedding does so too)", _place(node))
-        if self._flat.held.get(base, "").endswith("num_batches_tracked"):  # the engine counts
+        if base in self._flat.held:
+            if not self._flat.held[base].endswith("num_batches_tracked"):
+                kind = "the parameter " if base in self._flat.parameters else ""
+                said = f"here forward changes {kind}{self._flat.held[base]} in place"
+                raise Untraceable(f"{said}, and a micro-batch may go forward twice", _place(node))
+            self.counted.add(self._flat.held[base])
             env[node] = changed
             return True
-        others = [
-            old
-            for old, new in env.items()
-            if isinstance(new, fx.Node) and new is not changed and self._base_of(new) is base and _used_later(old, node)
-        ]
+        if self._outside is not None and base in self._outside:  # autograd does not see it
+            copy = self._flat.graph.node_copy(node, lambda old: self._detached(env[old]))
+            env[node] = changed
+            self.forbidden.append((base, copy))
+            return True
         functional = _functional(target)
-        if functional is None or others or changed in self._flat.held:
-            copy = self._copy(node, env)
-            env[node] = copy
-            if base not in self._flat.held:
-                self.forbidden.append((base, copy))
+        if functional is None or self._has_other_names(base, changed) or _changes_type(node, env):
+            env[node] = self._copy(node, env)
+            self.forbidden.append((base, env[node]))
             return True
         copy = self._flat.graph.node_copy(node, lambda old: env[old])
         copy.target, copy.meta = functional, {**node.meta, IN_PLACE: target}
-        for old, new in list(env.items()):
-            if new is changed:
-                env[old] = copy
+        for held, _ in self._open:
+            held |= {old: copy for old, new in held.items() if new is changed}
         env[node] = copy
         return True
+
+    def _has_other_names(self, base: fx.Node, changed: fx.Node) -> bool:
+        """Returns whether code behind the open nodes uses another tensor with the memory of this one."""
+        return any(
+            new is not changed and self._base_of(new) is base and any(user > at for user in old.users)
+            for held, at in self._open
+            for old, new in held.items()
+            if isinstance(new, fx.Node)
+        )
 
     def _base_of(self, node: fx.Node) -> fx.Node:
         while node in self._base:
@@ -219,8 +291,9 @@ class _Flattener:
 
 def _place(node: fx.Node) -> str | None:
     """Returns file and line of the code from which a node comes, if it is not torch's own."""
-    places = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    own = [f"{file}, line {line}" for file, line in places if "torch" not in Path(file).parts]
+    places = re.findall(r'File "([^"<]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    ours = Path(__file__).parent
+    own = [f"{f}, line {line}" for f, line in places if "torch" not in Path(f).parts and Path(f).parent != ours]
     return own[-1] if own else None
 
 
@@ -239,6 +312,28 @@ def _keep_kernels(flat: Flat) -> None:
             node.target = attention_with_trained_mask
 
 
+def _refuse_statistics(flat: Flat, counted: Collection[str]) -> None:
+    """Refuses statistics that no single nn.BatchNorm keeps: the engine updates them once a mini-batch (section 2.2).
+
+    Args:
+        counted: the num_batches_tracked that forward counts up.
+    """
+    seen: set[str] = set()
+    for node in flat.nodes:
+        if node.target is not BATCH_NORM or not node.args[5] or node.args[3] is None:
+            continue
+        weight, _, mean, variance = (flat.held.get(given) for given in node.args[1:5])  # type: ignore[arg-type]
+        owner = (mean or "").rpartition(".")[0]
+        wanted = {f"{owner}.running_mean", f"{owner}.running_var"}
+        is_module = f"{owner}.num_batches_tracked" in counted and {mean, variance} == wanted
+        if not is_module or (node.args[1] is not None and weight != f"{owner}.weight"):
+            raise Untraceable("here F.batch_norm has statistics of its own: use nn.BatchNorm", _place(node))
+        if owner in seen:
+            said = f"here the BatchNorm {owner} is called once more, and its statistics would be those of both calls"
+            raise Untraceable(f"{said}: use one for each", _place(node))
+        seen.add(owner)
+
+
 def _functional(target: torch._ops.OpOverload) -> Any:
     """Returns the operation that gives the value of an in-place one and changes nothing; None if there is none."""
     namespace, _, name = target._schema.name.partition("::")
@@ -248,8 +343,11 @@ def _functional(target: torch._ops.OpOverload) -> Any:
     return getattr(packet, target._overloadname, None) if packet is not None else None
 
 
-def _used_later(node: fx.Node, than: fx.Node) -> bool:
-    return any(user > than for user in node.users)
+def _changes_type(node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
+    """Returns whether the functional twin would return another type, as that of ``half.add_(single)`` does."""
+    values = [env[given].meta["val"] for given in node.all_input_nodes]
+    types = [value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    return any(other != types[0] for other in types)
 
 
 def _has_effect(node: fx.Node) -> bool:

@@ -83,6 +83,11 @@ class Names:
                 number = (free or users or [_nearest(name, called)])[0]
                 assigned[number][name] = first
                 without = [user for user in without if user != number]
+            if users and users[0] in without:  # it owns the parameter, so it has the name
+                holder = next(number for number in users if first in assigned[number])
+                del assigned[holder][first]
+                assigned[users[0]][first] = first
+                without[without.index(users[0])] = holder
             for again, number in enumerate(without, start=1):
                 assigned[number][f"{first}{AGAIN}{again}"] = first
         order = {name: place for place, name in enumerate((*trace.forms, *trace.aliases, *trace.constants))}

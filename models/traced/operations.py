@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+BATCH_NORM = torch.ops.aten.batch_norm.default
+CUMULATIVE = -1.0  # stands for a BatchNorm's momentum of None, which its code would turn into a value of a tensor
 LSTM = torch.ops.aten.lstm.input
 
 

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.parameter import UninitializedParameter
+from torch.overrides import TorchFunctionMode
 
 from ...errors import ConfigurationError, place_in_users_code
 from .module import CallError, Constructor, Untraceable
 
 WAY_OUT = "change that, or write the model as a list of layers (docs/your-own-model.md)"
+USUAL_DATA: Any = torch._C.TensorBase.data
+USUAL_INFERENCE = torch.inference_mode.__enter__  # torch.export uses it, too
 UNTRACEABLE = {  # what torch says -> what the code does
     "DataDependent|data-dependent": "here the code depends on the values of a tensor, as `if x.sum() > 0` does",
     r"\.numpy\(\)": "here a tensor becomes a numpy array",
@@ -66,7 +71,12 @@ def refusing_what_gets_lost() -> Iterator[None]:
         Untraceable: it hooks a gradient, computes one, or draws from Python's or numpy's generator.
     """
     before = _states()
-    with patch.object(Tensor, "register_hook", _refuse_hook), patch.object(torch.autograd, "grad", _refuse_gradient):
+    with (
+        patch.object(Tensor, "register_hook", _refuse_hook),
+        patch.object(torch.autograd, "grad", _refuse_gradient),
+        patch.object(fx.proxy.TracerBase, "_filter_traceback_frames", lambda _, frames: frames, create=True),
+        _data(lambda tensor: tensor if isinstance(tensor, nn.Parameter) else USUAL_DATA.__get__(tensor)),
+    ):
         yield
     if _states() != before:
         raise Untraceable(
@@ -75,12 +85,62 @@ def refusing_what_gets_lost() -> Iterator[None]:
         )
 
 
+@contextmanager
+def in_forward(plain: Collection[int]) -> Iterator[None]:
+    """Makes `.data` traceable within the context, which is the module's forward alone, without torch.export's own code.
+
+    Args:
+        plain: ids of tensors in the module that are neither parameters nor buffers.
+
+    Raises:
+        Untraceable: the code replaces `.data`, changes such a tensor, switches to inference, or has its own generator.
+    """
+    refused = patch.object(torch.inference_mode, "__enter__", _refuse_inference)
+    with refused, _Refusing(plain), _data(Tensor.detach, _refuse_data):
+        yield
+
+
+def _data(get: Callable[[Tensor], Tensor], put: Callable[[Tensor, Any], None] | None = None) -> Any:
+    """Replaces the property `data` of tensors; torch.export asks a parameter for it to make a constant of it."""
+    return patch.object(Tensor, "data", property(get, put or USUAL_DATA.__set__), create=True)
+
+
+class _Refusing(TorchFunctionMode):
+    """Refuses random numbers from a generator of its own, changes of plain tensors, and len() of a size that varies."""
+
+    def __init__(self, plain: Collection[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self._plain = plain
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (kwargs or {}).get("generator") is not None:
+            raise Untraceable("here numbers are drawn from a generator of its own; leave out generator=…")
+        if function is Tensor.__len__ and isinstance(args[0].shape[0], torch.SymInt):
+            raise Untraceable("here len() of a tensor makes its size a constant: use x.shape[0]")
+        version = args[0]._version if args and id(args[0]) in self._plain else 0
+        answer = function(*args, **(kwargs or {}))
+        if args and id(args[0]) in self._plain and args[0]._version != version:
+            raise Untraceable("here forward changes a tensor that is no parameter and no registered buffer")
+        return answer
+
+
 def _states() -> tuple[object, str]:
     return random.getstate(), str(np.random.get_state())
 
 
 def _refuse_hook(tensor: Tensor, hook: object) -> None:
     raise Untraceable("here the gradient of a tensor gets a hook, which a traced layer would not call")
+
+
+def _refuse_inference(context: torch.inference_mode) -> None:
+    caller = str(sys._getframe(1).f_globals.get("__name__"))
+    if caller.partition(".")[0] != "torch" or caller == "torch.utils._contextlib":  # which is that of a decorator
+        raise Untraceable("here torch.inference_mode stands within training: use torch.no_grad")
+    USUAL_INFERENCE(context)
+
+
+def _refuse_data(tensor: Tensor, value: object) -> None:
+    raise Untraceable("here forward puts new values into `.data`")
 
 
 def _refuse_gradient(*arguments: object, **more: object) -> None:

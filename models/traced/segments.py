@@ -13,11 +13,11 @@ from torch import Tensor, fx
 from .cuts import Boundary
 from .flatten import IN_PLACE, Flat
 from .names import Names
+from .operations import BATCH_NORM, CUMULATIVE
 from .positions import CutPoint, is_size
 from .sizes import SizeCondition
 from .trace import Trace
 
-BATCH_NORM = torch.ops.aten.batch_norm.default
 # Operations with a result of its own that no backward reads, and activations that may overwrite it: their backward
 # reads what they return. Both save memory and time.
 OVERWRITABLE = (
@@ -38,7 +38,7 @@ class BatchNorm:
     dimensions: int
     features: int
     eps: float
-    momentum: float
+    momentum: float | None
     affine: bool
 
 
@@ -224,7 +224,8 @@ class _PartGraph:
         given, weight, _, mean = node.args[:4]
         path = self._local[self._flat.held[mean]].rpartition(".")[0]  # type: ignore[index]
         value: Tensor = given.meta["val"]  # type: ignore[union-attr]
-        momentum, eps = float(node.args[6]), float(node.args[7])  # type: ignore[arg-type]
+        factor, eps = float(node.args[6]), float(node.args[7])  # type: ignore[arg-type]
+        momentum = None if factor == CUMULATIVE else factor
         features = int(value.shape[1])
         self._batchnorms[path] = BatchNorm(value.dim(), features, eps, momentum, weight is not None)
         self._env[node] = self._graph.call_module(path, (self._value(given),))  # type: ignore[arg-type]

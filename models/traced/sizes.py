@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,8 @@ class SizeCondition:
     @cached_property
     def holds(self) -> Callable[[Sequence[Tensor]], bool]:
         """Returns a function that says whether inputs fulfil it."""
-        function: Callable[[Sequence[Tensor]], bool] = eval(f"lambda tensors: {self.code}")
+        names = {"math": math, "torch": torch}  # which torch.export's conditions use
+        function: Callable[[Sequence[Tensor]], bool] = eval(f"lambda tensors: {self.code}", names)
         return function
 
     def __str__(self) -> str:

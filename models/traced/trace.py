@@ -14,10 +14,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...errors import place_in_users_code
-from .flatten import Flat, flatten
+from .flatten import Flat, flatten, memory_of
+from .kept_state import KeptState
 from .module import Call, Called, CallError, Constructor, Untraceable
+from .operations import CUMULATIVE
 from .own_backward import own_backward_kept
 from .recording import ConstructorRecord, NotRecordable, recorded, seeded, without_logs
 from .refusals import WAY_OUT, TraceError, explained, name_of, refuse_module, refusing_what_gets_lost
@@ -94,21 +97,24 @@ def traced(
         ) from error
     try:
         refuse_module(module)
+        for part in module.modules():
+            if isinstance(part, _BatchNorm) and part.momentum is None:
+                part.momentum = CUMULATIVE
         if float_type is not torch.float32:
             _widen(module, float_type)
-        forms, aliases = _forms(module)
-        programs = _programs(Called(module, call), _inputs(example, fake))
+        forms, aliases = _forms(module.train())
+        programs = _programs(Called(module, call), example, fake)
     except Exception as error:
         raise TraceError(explained(error, constructor)) from error
     try:
-        return _trace(programs, forms, aliases, recording)
+        return _trace(programs, module, forms, aliases, recording)
     except Untraceable as error:
         raise TraceError(explained(error, constructor)) from error
 
 
-def _programs(called: Called, inputs: tuple[Tensor, ...]) -> list[ExportedProgram]:
+def _programs(called: Called, example: Example, fake: FakeTensorMode) -> list[ExportedProgram]:
     """Exports a module for training and for evaluation; what its code prints is suppressed."""
-    prints = StringIO()
+    prints, inputs, kept = StringIO(), _inputs(example, fake), KeptState(called)
     with (
         without_logs(),
         warnings.catch_warnings(),
@@ -118,17 +124,23 @@ def _programs(called: Called, inputs: tuple[Tensor, ...]) -> list[ExportedProgra
         refusing_what_gets_lost(),
     ):
         warnings.filterwarnings("ignore", message=r"(?s).*_flat_weights")  # nn.LSTM assigns them in every call
-        return [_export(called.train(training), inputs) for training in (True, False)]
+        with kept.noted():
+            programs = [_export(called.train(training), inputs, kept) for training in (True, False)]
+        with fake:
+            kept.refuse_what_is_kept(inputs)
+        return programs
 
 
 def _trace(
     programs: Sequence[ExportedProgram],
+    module: nn.Module,
     forms: dict[str, Form],
     aliases: dict[str, str],
     recording: ConstructorRecord | None,
 ) -> Trace:
     constants: dict[str, Tensor] = {}
-    graphs = [flatten(program, INSIDE, aliases, constants) for program in programs]
+    parameters = {memory_of(parameter): (name, parameter) for name, parameter in module.named_parameters()}
+    graphs = [flatten(program, INSIDE, aliases, parameters, constants) for program in programs]
     for name, constant in constants.items():
         if isinstance(constant, FakeTensor) and (recording is None or not recording.name(name, constant)):
             raise Untraceable("its forward puts new values into `.data` of a parameter")
@@ -193,7 +205,7 @@ def _forms(module: nn.Module) -> tuple[dict[str, Form], dict[str, str]]:
     return forms, aliases
 
 
-def _export(called: Called, inputs: tuple[Tensor, ...]) -> ExportedProgram:
+def _export(called: Called, inputs: tuple[Tensor, ...], kept: KeptState) -> ExportedProgram:
     """Exports with a batch of any size; token sequences may have any length too, where the module allows it."""
     texts = [not tensor.is_floating_point() and tensor.dim() == 2 for tensor in inputs]
     whole: list[tuple[int, ...]] = [(0, 1) if text else (0,) for text in texts]
@@ -201,6 +213,7 @@ def _export(called: Called, inputs: tuple[Tensor, ...]) -> ExportedProgram:
     tries = [whole, batch] if any(texts) else [batch]
     failure: Exception | None = None
     for dynamic in tries:
+        kept.restore()
         try:
             return _export_with(called, inputs, dynamic)
         except Exception as error:

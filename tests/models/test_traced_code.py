@@ -54,7 +54,7 @@ def test_unusual_code_gives_the_modules_own_numbers_at_every_cut(module: type[nn
             "here forward computes a gradient",
         ),
         ("DrawsInPython", None, "draw with torch.rand"),
-        ("ReplacesData", None, "puts new values into `.data` of a parameter"),
+        ("ReplacesData", None, "here forward puts new values into `.data`"),
         (
             "ChangesParameter",
             "            self.second.weight.clamp_(-0.1, 0.1)",
