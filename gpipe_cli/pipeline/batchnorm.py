@@ -135,7 +135,7 @@ class _SumOverReplicas(torch.autograd.Function):
 
 
 def defer_batchnorm(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
-    """Replaces every BatchNorm in ``module`` by one `DeferredBatchNorm`, wherever it is used; returns the new module."""
+    """Replaces each BatchNorm in ``module`` by one `DeferredBatchNorm`, wherever it is used; returns the new module."""
     found = [part for part in module.modules() if isinstance(part, _BatchNorm)]
     deferred: dict[nn.Module, nn.Module] = {part: DeferredBatchNorm(part, group) for part in found}
     for path, part in [*module.named_modules(remove_duplicate=False)]:

@@ -120,7 +120,7 @@ def flatten(
 
 def memory_of(tensor: Tensor) -> int:
     """Returns a number that tensors have in common exactly when they share memory, with values or without."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _kept(name: str, constant: Tensor, constants: dict[str, Tensor]) -> str:
@@ -154,7 +154,7 @@ class _Flattener:
     def __init__(self, flat: Flat) -> None:
         self._flat = flat
         self._base: dict[fx.Node, fx.Node] = {}  # of the new graph: a tensor -> the one whose memory it may share
-        self._open: list[tuple[dict[fx.Node, Any], fx.Node]] = []  # of each graph around: what it holds, the node at work
+        self._open: list[tuple[dict[fx.Node, Any], fx.Node]] = []  # of each graph around: values, node at work
         self._outside: set[fx.Node] | None = None  # within torch.no_grad: the nodes from before it
         self.forbidden: list[tuple[fx.Node, fx.Node]] = []
         self.counted: set[str] = set()  # the num_batches_tracked that forward counts up; the engine does

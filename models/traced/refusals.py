@@ -109,7 +109,7 @@ class _Refusing(TorchFunctionMode):
     """Refuses random numbers from a generator of its own, changes of plain tensors, and len() of a size that varies."""
 
     def __init__(self, plain: Collection[int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        super().__init__()
         self._plain = plain
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
