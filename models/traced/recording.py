@@ -135,6 +135,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         if kwargs.get("generator") is not None:
             raise NotRecordable("the constructor has a generator of its own")
         answers = [_View(tensor) for tensor in tree_iter(answer) if isinstance(tensor, Tensor)]
+        if any(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tree_iter(answer)):
+            raise NotRecordable("the constructor fills tensors on meta from a file, as from_pretrained does")
         self.operations.append(_Operation(function, given, answers))
         return answer
 

@@ -85,7 +85,14 @@ def test_constructors_that_cannot_be_repeated_run_for_real() -> None:
             module.reset_parameters()
         return module
 
-    for constructor in (seeds, looks):
+    def loads() -> nn.Module:
+        with torch.device("meta"):
+            module = nn.Linear(4, 4)
+        weight, bias = torch.arange(16.0).view(4, 4), torch.ones(4)
+        module.load_state_dict({"weight": weight, "bias": bias}, assign=True)
+        return module
+
+    for constructor in (seeds, looks, loads):
         with pytest.raises(NotRecordable):
             recorded(constructor, SEED, FakeTensorMode(allow_non_fake_inputs=True))
         (first, *others) = layers(constructor, [("float32", [2, 4])], SEED)

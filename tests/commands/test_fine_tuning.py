@@ -1,0 +1,124 @@
+"""Tests that docs/fine-tuning.md works as printed, in fewer steps, with tiny models that the library saves here."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional as F
+from torchvision.transforms.functional import to_pil_image
+
+from gpipe_cli.checkpoint.files import read_manifest, step_directory
+from gpipe_cli.factory.build import build_source
+
+PAGE = (Path(__file__).parents[2] / "docs" / "fine-tuning.md").read_text(encoding="utf-8")
+TEXTS, IMAGES = re.findall(r"```sh\n(.*?)```", PAGE.replace("trainer.steps=100", "trainer.steps=10"), re.DOTALL)
+(FRAGMENT,) = re.findall(r"In place of .*?\n\n(.*?)\n\n", PAGE, re.DOTALL)
+INSTEAD = shlex.split(FRAGMENT.replace("\\\n", " "))
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Runs lines of the page in an empty folder, and stays in it."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(5)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+    def shell(lines: str) -> None:
+        done = subprocess.run(
+            ["bash", "-e"], input=lines, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=400
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    return shell
+
+
+def save_gpt2() -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {word: number for number, word in enumerate(["<|endoftext|>", *map(str, range(50)), "[UNK]"])}
+    tokenizer = Tokenizer(models.WordLevel(words, "[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained("gpt2")
+    sizes = {"n_positions": 128, "n_embd": 32, "n_layer": 3, "n_head": 4}
+    config = transformers.GPT2Config(vocab_size=len(words), bos_token_id=0, eos_token_id=0, **sizes)
+    transformers.GPT2LMHeadModel(config).save_pretrained("gpt2")
+    Path("texts").mkdir()
+    lines = [" ".join(str((first + step) % 50) for step in range(20 + first // 50)) for first in range(700)]
+    Path("texts/counting.txt").write_text("\n\n".join(lines))
+
+
+def save_vit() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    config = transformers.ViTConfig(image_size=224, patch_size=56, num_labels=10, **sizes)
+    transformers.ViTForImageClassification(config).save_pretrained("vit")
+    transformers.ViTImageProcessor().save_pretrained("vit")
+    for folder in (Path("pets", split, str(kind)) for split in ("train", "val") for kind in range(3)):
+        folder.mkdir(parents=True)
+        for number in range(16):
+            image = torch.randint(0, 60, (3, 32, 32), dtype=torch.uint8)
+            image[int(folder.name)] += 150
+            to_pil_image(image).save(folder / f"{number}.png")
+
+
+def plain_loss(model: Any, run: Path, prepared: Callable[[Tensor], Tensor]) -> float:
+    """Returns the mean loss of a model of the library on the evaluation set of a run."""
+    config: Any = read_manifest(step_directory(run, 10)).state.configuration
+    source = build_source(config["data"], config["seed"])
+    source.prepare(lambda *_: None)  # type: ignore[attr-defined]  # optional in general
+    losses = []
+    with torch.no_grad():
+        for (inputs,), (targets,) in (pair for batch in source.evaluation(1) for pair in batch.micro_batches):
+            logits = model(prepared(inputs)).logits
+            counts = targets.flatten() != -100
+            losses.append(F.cross_entropy(logits.flatten(0, -2)[counts], targets.flatten()[counts], reduction="none"))
+    return float(torch.cat(losses).mean())
+
+
+def told_loss(run: Path) -> float:
+    """Returns the loss of a run's last evaluation."""
+    return float(json.loads((run / "summary.json").read_text())["evaluation"]["nll"])
+
+
+@pytest.mark.slow
+def test_a_language_model_of_the_library_is_trained_and_loaded_by_it(run: Callable[[str], None]) -> None:
+    save_gpt2()
+    run(TEXTS)
+    before, tuned = map(transformers.AutoModelForCausalLM.from_pretrained, ("gpt2", "tuned"))
+    told = told_loss(Path("runs/tuned"))
+    assert plain_loss(tuned, Path("runs/tuned"), lambda ids: ids) == pytest.approx(told, rel=1e-5)
+    assert plain_loss(before, Path("runs/tuned"), lambda ids: ids) > told
+    assert transformers.AutoTokenizer.from_pretrained("tuned")("7 8")["input_ids"] == [8, 9]
+
+
+@pytest.mark.slow
+def test_a_classifier_of_the_library_gets_a_new_head(run: Callable[[str], None]) -> None:
+    save_vit()
+    run(IMAGES)
+    tuned = transformers.AutoModelForImageClassification.from_pretrained("tuned-vit", num_labels=3)
+    loss = plain_loss(tuned, Path("runs/tuned-vit"), lambda images: (images / 255 - 0.5) / 0.5)
+    assert loss == pytest.approx(told_loss(Path("runs/tuned-vit")), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_weights_read_layer_by_layer_give_the_same_run(run: Callable[[str], None]) -> None:
+    save_gpt2()
+    words = shlex.split(TEXTS.partition("\ngpipe-export")[0].replace("\\\n", " "))
+    words = [*words[:-1], "trainer.steps=3", "trainer.evaluate_first=false"]
+    layer_by_layer = [word for word in words if not word.startswith(("model.module._target_", "model.module.pre"))]
+    run(shlex.join([*words, "hydra.run.dir=whole"]) + "\ngpipe-export whole")
+    run(shlex.join([*layer_by_layer, *INSTEAD, "pipeline.K=1", "hydra.run.dir=layers"]) + "\ngpipe-export layers")
+    whole, layers = (load_file(f"{name}/model.safetensors") for name in ("whole", "layers"))
+    assert whole.keys() == layers.keys() and all(torch.equal(whole[name], layers[name]) for name in whole)
