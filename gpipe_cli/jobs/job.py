@@ -26,7 +26,7 @@ from gpipe_cli.config import Checks, LaunchConfig, Settings
 from gpipe_cli.disk import DiskError, writing
 from gpipe_cli.disk import explain as explain_disk
 from gpipe_cli.errors import ConfigurationError, PlainError, Problems
-from gpipe_cli.jobs import own_target, sweep, torchrun
+from gpipe_cli.jobs import own_target, sweep, torchrun, trust
 from gpipe_cli.jobs.composition import plain_values
 from gpipe_cli.jobs.devices import settle_workers
 from gpipe_cli.jobs.limits import MACHINE
@@ -180,6 +180,7 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
             console.say(_job_line(place))
         try:
             with _sole_writer(run_dir, console), record:
+                own_target.look_here(trust.targets(OmegaConf.to_container(composed)))
                 prepared = prepare(composed, list(place.overrides.task))
                 prepared.lines.extend(_not_made_tiny(place))
                 config = _with_checkpoint(prepared, run_dir, place, console)

@@ -7,7 +7,10 @@ For a fixed set of keys, write a YAML file and choose it with --config-dir.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -33,6 +36,20 @@ def complete(words: Sequence[str]) -> list[str]:
         added |= {"trainer.average": "null", "lr_schedule": OWN_LR_SCHEDULE}
     typed_keys = {word.partition("=")[0] for word in words}
     return [*marked, *(f"{key}={value}" for key, value in added.items() if key not in typed_keys)]
+
+
+def look_here(named: Iterable[str]) -> None:
+    """Appends the current directory to the import path if one of these names begins with a module found nowhere else.
+
+    Only then, and at the end: the directory may be a stranger's, whose files must not run because a library looks for
+    an optional module. Workers inherit the path.
+
+    Args:
+        named: `_target_`s that the user has chosen, not those of a checkpoint.
+    """
+    modules = filter(None, (name.partition(".")[0] for name in named))
+    if any(module not in sys.modules and find_spec(module) is None for module in modules):
+        sys.path.append(str(Path.cwd()))
 
 
 def allow_new_keys(words: Sequence[str]) -> list[str]:

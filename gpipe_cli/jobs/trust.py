@@ -29,7 +29,7 @@ def trusted_names(word: str) -> list[str]:
 def typed_names(overrides: Sequence[Override]) -> list[str]:
     """Returns the `_target_`s in the overrides, also inside values such as ``data.train={_target_:my_data.Mine}``."""
     values = [{override.key_or_group.rpartition(".")[2]: override.value()} for override in overrides]
-    return [str(name) for name in _targets(values)]
+    return list(targets(values))
 
 
 def refuse_interpolations(recorded: Mapping[str, Any], checkpoint: Path) -> None:
@@ -54,7 +54,7 @@ def refuse_foreign(config: Mapping[str, Any], trusted: Sequence[str], checkpoint
     Raises:
         ConfigurationError: it names the foreign `_target_`s, and what to type to trust them.
     """
-    wanted = list(dict.fromkeys(map(str, _targets([config[section] for section in SECTIONS]))))
+    wanted = list(dict.fromkeys(targets([config[section] for section in SECTIONS])))
     foreign = [name for name in wanted if name not in OURS and name not in trusted]
     if foreign:
         everything = ",".join([*trusted, *foreign])
@@ -64,9 +64,9 @@ def refuse_foreign(config: Mapping[str, Any], trusted: Sequence[str], checkpoint
         )
 
 
-def _targets(value: Any) -> Iterator[Any]:
+def targets(value: Any) -> Iterator[str]:
     """Yields every `_target_`, at any depth."""
-    return (item for key, item in _entries(value) if key == "_target_")
+    return (str(item) for key, item in _entries(value) if key == "_target_")
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -41,7 +41,7 @@ mini-batch split into M micro-batches (GPipe). The result is the same for every 
     gpipe-train debug=tiny                                  the same code in seconds
     gpipe-train model=transformer_lm_small data=text data.root=FOLDER      a language model of your own text
     gpipe-train model=module model.module._target_=NAME     any nn.Module: NAME makes it, as torchvision.models.vgg11
-    gpipe-train model._target_=my_module.my_layers          your own list of layers, from your PYTHONPATH
+    gpipe-train model._target_=my_module.my_layers          your own list of layers, from ./my_module.py
 
 Keys (key=value) and their defaults:
 {keys}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -29,11 +28,10 @@ def block(language: str, text: str = SECTION) -> str:
 @pytest.mark.slow
 def test_the_source_of_the_page_trains_as_printed(tmp_path: Path) -> None:
     (tmp_path / "counting.py").write_text(block("python"))
-    words = shlex.split(block("sh").replace("\\\n", " ").splitlines()[1])[1:]
+    words = shlex.split(block("sh").replace("\\\n", " "))[1:]
     words += ["hydra.run.dir=run", "launch.inline=true", "logging.tensorboard=false"]
-    command = [sys.executable, "-m", "gpipe_cli.commands.train", *words]
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    command = [Path(sys.executable).with_name("gpipe-train"), *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["evaluation"]["nll"] < 0.5
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -22,9 +21,9 @@ from gpipe_cli.pipeline.cell import LayerFailed
 
 PAGE = (Path(__file__).parents[2] / "docs" / "your-own-model.md").read_text(encoding="utf-8")
 MODULE = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
-SHELL = re.search(r"```sh\n(export PYTHONPATH.*?)```", PAGE, re.DOTALL)
+SHELL = re.search(r"```sh\n(gpipe-train model._target_.*?)```", PAGE, re.DOTALL)
 assert MODULE is not None and SHELL is not None
-WORDS = shlex.split(SHELL[1].replace("\\\n", " ").splitlines()[1])[1:]
+WORDS = shlex.split(SHELL[1].replace("\\\n", " "))[1:]
 
 
 Train = Callable[..., dict[str, Any]]
@@ -46,9 +45,8 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
 
 def train_by_command(folder: Path, module: str, *words: str) -> subprocess.CompletedProcess[str]:
     (folder / "spirals.py").write_text(module, encoding="utf-8")
-    command = [sys.executable, "-m", "gpipe_cli.commands.train", *WORDS, f"hydra.run.dir={folder / 'run'}", *words]
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    command = [Path(sys.executable).with_name("gpipe-train"), *WORDS, f"hydra.run.dir={folder / 'run'}", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
 
 
 def changed(old: str, new: str) -> str:
