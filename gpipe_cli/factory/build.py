@@ -6,9 +6,9 @@ that what it makes is the same in every process and in every run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from inspect import signature
+from inspect import Parameter, isclass, signature
 from typing import Any, cast
 
 import torch
@@ -22,6 +22,7 @@ from ..errors import ConfigurationError
 from ..layers import LayerBuilder
 from ..pipeline.randomness import SECTION, seeded
 from ..tasks.base import Task
+from ..tasks.own_loss import LossFunctionTask
 from .checked_task import CheckedTask
 from .target_errors import explain
 from .targets_as_inputs import TargetsAsInputs
@@ -60,9 +61,24 @@ def build_source(section: Mapping[str, Any], seed: int, task: Mapping[str, Any] 
 
 
 def build_task(section: Mapping[str, Any], seed: int = 0) -> Task:
-    """Makes ``task._target_``, loss and metrics; what they return is checked at every call."""
-    task = _with_methods("task", section, seed, ("weight", "loss", "evaluate", "summarize"))
+    """Makes ``task._target_``, loss and metrics; what they return is checked at every call.
+
+    It may also be a function of outputs and targets that returns a loss, or a class of such functions, as torch.nn has.
+    """
+    is_loss = _arguments_left(section) == 2
+    task = _instantiate("task", {**section, "_partial_": True} if is_loss else section, seed)
+    if is_loss or (callable(task) and not hasattr(task, "loss")):
+        task = LossFunctionTask(task)
+    _require_methods("task", section, task, ("weight", "loss", "evaluate", "summarize"))
     return cast(Task, CheckedTask(cast(Task, task), section["_target_"]))
+
+
+def _arguments_left(section: Mapping[str, Any]) -> int:
+    """Returns how many positional arguments the section leaves to the caller of a function; 0 of a class."""
+    named = get_object(section["_target_"]) if (given := parameters_of(section)) else None
+    needed = [one for name, one in given.items() if name not in section and one.default is one.empty]
+    positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    return 0 if isclass(named) else sum(one.kind in positional for one in needed)
 
 
 def build_optimizer(
@@ -163,22 +179,26 @@ def _with_seed(section: Mapping[str, Any], seed: int) -> Mapping[str, Any]:
     return {**section, "seed": seed} if "seed" not in section and "seed" in parameters_of(section) else section
 
 
-def parameters_of(section: Mapping[str, Any]) -> Collection[str]:
-    """Returns the names of the parameters of ``_target_``; none where it is not found, as `_instantiate` tells."""
+def parameters_of(section: Mapping[str, Any]) -> Mapping[str, Parameter]:
+    """Returns the parameters of ``_target_``; none where it is not found, as `_instantiate` tells."""
     try:
         return signature(get_object(section["_target_"])).parameters
     except Exception:
-        return ()
+        return {}
 
 
 def _with_methods(
     key: str, section: Mapping[str, Any], seed: int, methods: Sequence[str], *arguments: object
 ) -> object:
     made = _instantiate(key, section, seed, *arguments)
+    _require_methods(key, section, made, methods)
+    return cast(object, made)
+
+
+def _require_methods(key: str, section: Mapping[str, Any], made: object, methods: Sequence[str]) -> None:
     missing = [name for name in methods if not callable(getattr(made, name, None))]
     if missing:
         raise ConfigurationError(f"{key}._target_={section['_target_']} has no method {', '.join(missing)}")
-    return cast(object, made)
 
 
 def _describe(value: object) -> str:

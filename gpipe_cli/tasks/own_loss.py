@@ -1,12 +1,14 @@
-"""Defines the task of a model that computes its own loss from its inputs and the targets."""
+"""Defines the tasks of a model that computes its own loss, and of a loss that is a plain function."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..errors import ConfigurationError
 from ..micro_batch import Tensors
 
 
@@ -56,3 +58,45 @@ class OwnLossTask:
     def _count(self, target: Tensor) -> Tensor:
         ignored = (target == -100) if self.ignored is None else (target == -100) | target.eq(self.ignored)
         return (~ignored).sum()
+
+
+class LossFunctionTask:
+    """Takes what a function returns for the mean loss of a micro-batch's examples, and weights it by their number.
+
+    Args:
+        function: gets the model's outputs and the targets, each a tensor, or a tuple where there are several.
+    """
+
+    unit = "examples"
+    statistics: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ("loss",)
+
+    def __init__(self, function: Callable[[Any, Any], Any]) -> None:
+        self._function = function
+
+    def weight(self, targets: Tensors) -> float:
+        """Returns the number of examples."""
+        return float(len(targets[0]))
+
+    def loss(self, outputs: Tensors, targets: Tensors) -> tuple[Tensor, Tensor]:
+        """Returns (the function's mean loss times the number of examples; nothing).
+
+        Raises:
+            ConfigurationError: the function returns something else than one number.
+        """
+        mean = self._function(*(part[0] if len(part) == 1 else part for part in (outputs, targets)))
+        if not isinstance(mean, Tensor) or mean.numel() != 1:
+            shown = f"a tensor of shape {list(mean.shape)}" if isinstance(mean, Tensor) else f"a {type(mean).__name__}"
+            raise ConfigurationError(
+                f"task._target_: the loss function returned {shown}: it must return one number, the mean over the "
+                "examples of a micro-batch, as a tensor"
+            )
+        return mean.reshape(()) * len(targets[0]), torch.zeros(0, dtype=torch.float64, device=mean.device)
+
+    def evaluate(self, outputs: Tensors, targets: Tensors) -> Tensor:
+        """Returns [the sum of the loss]."""
+        return self.loss(outputs, targets)[0].double().reshape(1)
+
+    def summarize(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
+        """Returns the mean over the examples."""
+        return {"loss": sums["loss"] / weight}

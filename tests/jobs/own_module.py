@@ -86,6 +86,11 @@ class WithLoss(TiedTexts):
         return Answer(None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)
 
 
+def smoothed_loss(outputs: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+    """Returns the mean over the examples, as every place of a text counts."""
+    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), label_smoothing=smoothing)
+
+
 class PaddedTexts:
     """Makes random texts; those of a mini-batch differ in length, and their targets end with zeros."""
 

@@ -1,4 +1,4 @@
-"""Tests task=own_loss: a module that returns its own mean loss trains as with the whole mini-batch, at every K."""
+"""Tests a module that returns its own mean loss, and a loss that is a function: as with the whole mini-batch."""
 
 from __future__ import annotations
 
@@ -7,27 +7,29 @@ from pathlib import Path
 import pytest
 import torch
 from inline_run import train_inline
-from own_module import PaddedTexts, WithLoss
+from own_module import PaddedTexts, TiedTexts, WithLoss, smoothed_loss
 from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.reliability.planted_faults.run import verified
 from gpipe_cli.commands import export
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.factory.build import build_task
 from gpipe_cli.jobs.own_target import complete
 from gpipe_cli.tasks.own_loss import OwnLossTask
 
 SEED, LR = 7, 0.5
-WORDS = [
-    *("model=module", "model.module._target_=own_module.WithLoss", "model.pad_id=0"),
-    *("data._target_=own_module.PaddedTexts", "data.batch_size=8", "task=own_loss", "task.ignored=0"),
+COMMON = [
+    *("model=module", "model.pad_id=0", "data._target_=own_module.PaddedTexts"),
     *(f"seed={SEED}", "trainer.steps=1", "trainer.evaluate_first=false", "checkpoint.every=1"),
     *("optimizer=sgd", f"optimizer.lr={LR}", "optimizer.momentum=0", "optimizer.weight_decay=0"),
     *("trainer.gradient_clip=null", "lr_schedule.warmup_steps=0"),
 ]
+WORDS = [*COMMON, "model.module._target_=own_module.WithLoss", "task=own_loss", "task.ignored=0", "data.batch_size=8"]
 
 
 def trained(folder: Path, *words: str) -> dict[str, Tensor]:
-    summary, _ = train_inline(folder, *complete([*WORDS, *words]))
+    summary, _ = train_inline(folder, *complete(words))
     assert summary["evaluation"]["loss"] > 0
     assert export.main([str(folder), f"output={folder / 'model.safetensors'}"]) == 0
     return load_file(folder / "model.safetensors")
@@ -42,10 +44,43 @@ def test_micro_batches_count_by_their_targets(tmp_path: Path) -> None:
     assert loss is not None
     loss.backward()
     torch.optim.SGD(module.parameters(), LR).step()
-    one, four = (trained(tmp_path / f"k{K}", f"pipeline.K={K}", "pipeline.M=4") for K in (1, 4))
+    one, four = (trained(tmp_path / f"k{K}", *WORDS, f"pipeline.K={K}", "pipeline.M=4") for K in (1, 4))
     for name, parameter in module.named_parameters():
         assert torch.equal(one[name], four[name])
         assert torch.allclose(one[name], parameter, rtol=1e-6, atol=1e-7), name
+
+
+def test_a_loss_function_trains_as_in_a_plain_loop(tmp_path: Path) -> None:
+    """Four micro-batches of ten examples have three or two, so that the mean of their means would be another loss."""
+    torch.manual_seed(SEED)
+    module, data = TiedTexts(), PaddedTexts(10, SEED).train(None, 1, 0, 1)
+    optimizer = torch.optim.SGD(module.parameters(), LR)
+    for _ in range(2):
+        ((ids,), (targets,)) = next(data).micro_batches[0]
+        optimizer.zero_grad()
+        smoothed_loss(module(ids), targets, 0.1).backward()
+        optimizer.step()
+    words = [*COMMON, "model.module._target_=own_module.TiedTexts", "data.batch_size=10", "trainer.steps=2"]
+    words += ["task._target_=own_module.smoothed_loss", "task.smoothing=0.1"]
+    for M in (1, 4):
+        one, two = (trained(tmp_path / f"{K}_{M}", *words, f"pipeline.K={K}", f"pipeline.M={M}") for K in (1, 2))
+        for name, parameter in module.named_parameters():
+            assert torch.equal(one[name], two[name])
+            assert torch.allclose(one[name], parameter, rtol=1e-5, atol=1e-7), name
+
+
+def test_losses_of_torch_are_tasks_as_they_are() -> None:
+    logits, labels = torch.randn(6, 3), torch.arange(6) % 3
+    wanted = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.2, reduction="sum")
+    for name in ("torch.nn.CrossEntropyLoss", "torch.nn.functional.cross_entropy"):
+        loss, _ = build_task({"_target_": name, "label_smoothing": 0.2}).loss((logits,), (labels,))
+        assert torch.allclose(loss, wanted)
+
+
+def test_a_loss_function_that_returns_no_mean_is_refused() -> None:
+    task = build_task({"_target_": "torch.nn.CrossEntropyLoss", "reduction": "none"})
+    with pytest.raises(ConfigurationError, match=r"a tensor of shape \[2\]: it must return one number, the mean"):
+        task.loss((torch.zeros(2, 3),), (torch.zeros(2, dtype=torch.int64),))
 
 
 def test_gpipe_verify_finds_the_plain_loop_in_float64(tmp_path: Path) -> None:
