@@ -68,6 +68,7 @@ class Finding:
         cuts_differ: largest difference between two of `CASES`, which must be 0.
         reason: why it was refused, or where the difference is.
         refused: whether it was refused, by a message for the user.
+        only_gradients: whether nothing but gradients differs by more than rounding.
     """
 
     layers: int
@@ -77,6 +78,7 @@ class Finding:
     cuts_differ: float
     reason: str
     refused: bool = False
+    only_gradients: bool = False
 
     @property
     def verified(self) -> bool:
@@ -99,11 +101,11 @@ class Finding:
 def find(subject: TracedSubject, cases: Sequence[tuple[int, str]] = CASES) -> Finding:
     """Traces a module and compares it, cut into K cells, with the module itself.
 
-    Where something differs by more than rounding in float32 usually does, the comparison is made again in float64. A
-    gradient that is zero but for rounding, as that of a bias in front of a BatchNorm, has no digits in either.
+    Where only gradients differ by more than rounding in float32 usually does, the comparison is made again in float64.
+    A gradient that is zero but for rounding, as that of a bias in front of a BatchNorm, has no digits in either.
     """
     found = _compared(subject, cases, torch.float32)
-    if found.layers and LARGEST < found.difference < float("inf"):
+    if found.only_gradients:
         with suppress(RuntimeError):  # of a module with types of its own
             again = _compared(subject, cases, torch.float64)
             if again.layers and again.difference <= LARGEST**2:
@@ -139,10 +141,12 @@ def _compared(subject: TracedSubject, cases: Sequence[tuple[int, str]], float_ty
     differences = _missing(runs[0], names_of(module.module)) | _differences(runs[0], own, least)
     between = max(max(_differences(run, runs[0]).values()) for run in runs)
     worst = max(differences, key=lambda key: differences[key])
-    named = [f"{key} ({size:.0e})" if size < 1e3 else key for key, size in differences.items() if size > LARGEST]
+    large = {key: size for key, size in differences.items() if size > LARGEST}
+    named = [f"{key} ({size:.0e})" if size < 1e3 else key for key, size in large.items()]
     reason = "; ".join(named[:3]) or ("" if differences[worst] == 0 else f"at {worst}")
     tied = sum(len(builder.tied) for builder in builders)
-    return Finding(len(builders), tied, seconds, differences[worst], between, reason)
+    only_gradients = bool(large) and all("gradient" in key for key in large)
+    return Finding(len(builders), tied, seconds, differences[worst], between, reason, only_gradients=only_gradients)
 
 
 def _build(build: Callable[[], nn.Module], float_type: torch.dtype) -> nn.Module:

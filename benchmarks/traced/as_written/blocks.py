@@ -107,22 +107,6 @@ class RotaryDecoder(nn.Module):
 
 
 @given(series)
-class DenseMixture(nn.Module):
-    """Routes to the two best of four experts; all of them run, and the others count for nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.head = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 10)
-        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU()) for _ in range(4)])
-
-    def forward(self, x: Tensor) -> Any:
-        values, chosen = self.router(x).topk(2, -1)
-        weights = torch.zeros_like(self.router(x)).scatter(-1, chosen, values.softmax(-1))
-        answers = torch.stack([expert(x) for expert in self.experts], -1)
-        return self.head(x + (answers * weights.unsqueeze(-2)).sum(-1))
-
-
-@given(series)
 class SparseMixture(nn.Module):
     """Gives each expert the tokens that are routed to it."""
 
@@ -246,22 +230,51 @@ class LibraryAttention(nn.Module):
         return self.head(self.encoder(x, mask=causal, is_causal=True).mean(1))
 
 
-@given(images)
-class UNet(nn.Module):
-    """Adds skip connections across its depth."""
+@given(tokens)
+class PacksTokens(nn.Module):
+    """Computes with the tokens that are no padding, and puts the results back."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.down = nn.ModuleList([nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 8, 3, padding=1)])
-        self.up = nn.ModuleList([nn.ConvTranspose2d(8, 4, 2, 2), nn.ConvTranspose2d(8, 4, 2, 2)])
-        self.head = nn.Conv2d(4, 2, 1)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 10)
+
+    def forward(self, ids: Tensor) -> Any:
+        real = ids != 0
+        h = self.embedding(ids)
+        out = torch.zeros_like(h)
+        out[real] = torch.tanh(self.inner(h[real]))
+        return self.head(out)
+
+
+@given(vectors)
+class LogProbability(Net):
+    """Returns densities of torch.distributions, which look at their arguments."""
+
+    def middle(self, h: Tensor) -> Any:
+        return torch.distributions.Normal(self.body(h), F.softplus(self.last(h))).log_prob(h)  # type: ignore[no-untyped-call]
+
+
+@given(vectors)
+class AuxiliaryInTraining(Net):
+    """Returns a second output in training only."""
 
     def forward(self, x: Tensor) -> Any:
-        skips = []
-        for conv in self.down:
-            x = F.relu(conv(x), inplace=True)
-            skips.append(x)
-            x = F.max_pool2d(x, 2)
-        x = self.up[0](x)
-        x = self.up[1](torch.cat([x, F.interpolate(skips[0], scale_factor=0.5)], 1))
-        return self.head(x + skips.pop(0))
+        out = super().forward(x)
+        return (out, self.head(x)) if self.training else out
+
+
+@given(series)
+class SparseAdjacency(nn.Module):
+    """Mixes nodes of a graph by a sparse matrix."""
+
+    adjacency: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 10)
+        self.register_buffer("adjacency", (torch.rand(LENGTH, LENGTH) > 0.5).float().to_sparse())
+
+    def forward(self, x: Tensor) -> Any:
+        h = torch.sparse.mm(self.adjacency, self.inner(x).transpose(0, 1).flatten(1)).view(LENGTH, -1, WIDTH)
+        return self.head(h.transpose(0, 1))

@@ -49,6 +49,68 @@ class ClampsData(Net):
 
 
 @given(vectors)
+class RoundsActivations(Net):
+    """Overwrites its activations by rounded ones under no_grad."""
+
+    def middle(self, h: Tensor) -> Any:
+        h = self.body(h)
+        with torch.no_grad():
+            h.copy_((h * 8).round() / 8)
+        return self.last(h)
+
+
+@given(vectors)
+class ReadsDataOfActivations(Net):
+    """Stops a gradient by .data."""
+
+    def middle(self, h: Tensor) -> Any:
+        return self.body(h) - h.data
+
+
+@given(vectors)
+class DetachesInPlace(Net):
+    """Stops a gradient by detach_()."""
+
+    def middle(self, h: Tensor) -> Any:
+        h = self.body(h)
+        h.detach_()
+        return self.last(h).tanh()
+
+
+@given(vectors)
+class WritesOut(Net):
+    """Writes into `out`."""
+
+    def middle(self, h: Tensor) -> Any:
+        doubled = torch.empty_like(h)
+        with torch.no_grad():
+            torch.mul(h, 2, out=doubled)
+        return self.body(h) + doubled
+
+
+@given(vectors)
+class FillsEmpty(Net):
+    """Copies into an empty tensor."""
+
+    def middle(self, h: Tensor) -> Any:
+        out = h.new_empty(h.shape)
+        out.copy_(self.body(h))
+        out[:, 0].zero_()
+        return out
+
+
+@given(vectors)
+class ZeroesByMask(Net):
+    """Assigns by a mask."""
+
+    def middle(self, h: Tensor) -> Any:
+        h = self.body(h)
+        h[h < 0] = 0
+        h.masked_fill_(h > 1, 1)
+        return h
+
+
+@given(vectors)
 class ChangesViews(Net):
     """Changes views of its activations in place, with gradients."""
 
@@ -220,6 +282,33 @@ class InnerGradient(Net):
         return h - 0.1 * slope
 
 
+@given(vectors)
+class TeacherInInference(Net):
+    """Computes a target in inference mode."""
+
+    def middle(self, h: Tensor) -> Any:
+        with torch.inference_mode():
+            target = self.last(h)
+        return self.body(h) - target
+
+
+@given(vectors)
+class AsksForGradients(Net):
+    """Chooses by whether gradients are wanted."""
+
+    def middle(self, h: Tensor) -> Any:
+        h = self.body(h) if torch.is_grad_enabled() else self.body(h) * 1.5
+        return h.tanh() if h.requires_grad else h.sin()
+
+
+@given(vectors)
+class MapsGradients(Net):
+    """Returns derivatives with respect to its input, as networks that solve equations do."""
+
+    def forward(self, x: Tensor) -> Any:
+        return vmap(torch.func.grad(lambda row: self.head(torch.tanh(self.stem(row))).sum()))(x)
+
+
 # -- types -------------------------------------------------------------------------------------------------------------
 
 
@@ -272,16 +361,6 @@ class FourierMixing(nn.Module):
         x = self.norm(x + torch.fft.fft2(x).real)
         spectrum = torch.fft.rfft(self.inner(x), dim=1, norm="ortho") * torch.view_as_complex(self.filter)
         return self.head(torch.fft.irfft(spectrum, n=x.shape[1], dim=1, norm="ortho"))
-
-
-@given(vectors)
-class WidensLoss(Net):
-    """Computes in float64 where it matters."""
-
-    def middle(self, h: Tensor) -> Any:
-        with torch.autocast("cpu", enabled=False):
-            wide = self.body(h).double()
-            return (wide - wide.logsumexp(-1, keepdim=True)).float()
 
 
 # -- control -----------------------------------------------------------------------------------------------------------
@@ -364,6 +443,36 @@ class KeepsGenerator(Net):
 
     def middle(self, h: Tensor) -> Any:
         return self.body(h + torch.rand(h.shape[-1], generator=self.generator))
+
+
+@given(vectors)
+class SeedsInForward(Net):
+    """Draws the same random features in each call."""
+
+    def middle(self, h: Tensor) -> Any:
+        torch.manual_seed(0)
+        return self.body(h @ torch.randn(WIDTH, WIDTH))
+
+
+@given(vectors)
+class ReadsItem(Net):
+    """Divides by the value of a parameter as a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+
+    def middle(self, h: Tensor) -> Any:
+        return self.body(h) / self.temperature.item() + self.temperature
+
+
+@given(vectors)
+class AssertsFinite(Net):
+    """Asserts of each activation that it is a number."""
+
+    def middle(self, h: Tensor) -> Any:
+        assert not torch.isnan(h).any()
+        return self.body(h)
 
 
 @given(tokens)

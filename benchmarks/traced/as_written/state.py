@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 from typing import Any
 
 import torch
@@ -71,19 +73,6 @@ class KeepsAttentionMap(Net):
         weights = self.body(h).softmax(-1)
         self.shown = weights.detach()
         return h * weights
-
-
-@given(vectors)
-class LogsNorms(Net):
-    """Appends the norm of its activations to a list; nothing reads it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms: list[Tensor] = []
-
-    def middle(self, h: Tensor) -> Any:
-        self.norms.append(h.detach().norm())
-        return F.gelu(self.body(h))
 
 
 @given(vectors)
@@ -242,6 +231,147 @@ class CachedMask(nn.Module):
         scores = scores.masked_fill(~self.mask[:t, :t], float("-inf"))
         mixed = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v).reshape(b, t, WIDTH)
         return self.head(x + self.out(mixed))
+
+
+class RunningMean:
+    """Keeps a moving average, in an object that is no module."""
+
+    def __init__(self) -> None:
+        self.mean: Tensor | None = None
+
+    def __call__(self, value: Tensor) -> Tensor:
+        self.mean = value if self.mean is None else 0.9 * self.mean + 0.1 * value
+        return self.mean
+
+
+@given(vectors)
+class StateInHelper(Net):
+    """Divides by a moving average that a helper keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tracker = RunningMean()
+
+    def middle(self, h: Tensor) -> Any:
+        return self.body(h) / self.tracker(h.detach().norm())
+
+
+@given(vectors)
+class StateInDict(Net):
+    """Keeps the last call's mean in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: dict[str, Tensor] = {}
+
+    def middle(self, h: Tensor) -> Any:
+        before = self.cache.get("last")
+        self.cache["last"] = h.detach().mean(0)
+        return self.body(h if before is None else h - before)
+
+
+@given(vectors)
+class CountsInClass(Net):
+    """Counts calls in its class."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        type(self).calls = 0
+
+    def middle(self, h: Tensor) -> Any:
+        type(self).calls += 1
+        return self.body(h) / type(self).calls
+
+
+@given(vectors)
+class AlternatesByIterator(Net):
+    """Takes one of two layers in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = itertools.cycle([self.body, self.last])
+
+    def middle(self, h: Tensor) -> Any:
+        return next(self.turns)(h).tanh()
+
+
+@given(vectors)
+class CountsEpochs(Net):
+    """Counts how often it is put into training mode, and anneals by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs = 0
+
+    def train(self, mode: bool = True) -> CountsEpochs:
+        super().train(mode)
+        self.epochs += mode
+        return self
+
+    def middle(self, h: Tensor) -> Any:
+        return self.body(h) / (1 + self.epochs)
+
+
+@functools.lru_cache
+def positions(count: int) -> Tensor:
+    """Returns a table that is made once."""
+    return torch.linspace(0, 1, count)
+
+
+@given(vectors)
+class CachedInModule(Net):
+    """Reads a table that a function of the file caches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        positions.cache_clear()
+
+    def middle(self, h: Tensor) -> Any:
+        return self.body(h + positions(h.shape[1]))
+
+
+@given(series)
+class ChangesSliceOfBuffer(nn.Module):
+    """Changes a slice of a buffer in place, perhaps without knowing."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 10)
+        self.register_buffer("table", torch.rand(2 * LENGTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        table = self.table[: x.shape[1]]
+        table *= 0.5
+        return self.head(torch.tanh(self.inner(x + table)))
+
+
+@given(vectors)
+class ChangesPlainTensor(Net):
+    """Changes a tensor in place that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.anchor = torch.ones(WIDTH)
+
+    def middle(self, h: Tensor) -> Any:
+        self.anchor.mul_(0.5)
+        return self.body(h + self.anchor)
+
+
+@given(vectors)
+class RegistersInForward(Net):
+    """Registers a buffer when it is first called."""
+
+    late: Tensor
+
+    def middle(self, h: Tensor) -> Any:
+        if not hasattr(self, "late"):
+            self.register_buffer("late", torch.arange(WIDTH).float())
+        return self.body(h + self.late)
 
 
 # -- BatchNorm ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, weight_norm
+from torch.nn.utils import parametrizations, prune, weight_norm
 
 from benchmarks.traced.as_written.given import VOCABULARY, WIDTH, given, images, series, tokens, vectors
 
@@ -27,22 +27,6 @@ class Net(nn.Module):
 
     def middle(self, h: Tensor) -> Any:
         return F.gelu(self.body(h))
-
-
-@given(tokens)
-class TiedHead(nn.Module):
-    """Ties the output layer to the embedding by assignment."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.mix = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.norm, self.decoder = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.decoder.weight = self.embedding.weight
-
-    def forward(self, ids: Tensor) -> Any:
-        h = self.embedding(ids)
-        h = h + torch.tanh(self.mix(h.cumsum(1)))
-        return self.decoder(self.norm(h))
 
 
 @given(tokens)
@@ -102,18 +86,6 @@ class WeightInClosure(Net):
 
     def middle(self, h: Tensor) -> Any:
         return self.back(F.gelu(self.body(h)))
-
-
-@given(vectors)
-class HiddenFromModules(Net):
-    """Hides a reference to a layer by object.__setattr__, so that it is not registered twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        object.__setattr__(self, "shortcut", self.stem)
-
-    def middle(self, h: Tensor) -> Any:
-        return self.body(h) + self.shortcut(h)  # type: ignore[operator]
 
 
 @given(vectors)
@@ -295,23 +267,6 @@ class WeightStandardised(nn.Module):
 
 
 @given(vectors)
-class ParameterContainers(Net):
-    """Keeps low-rank updates in a ParameterDict and a ParameterList."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body.requires_grad_(False)
-        self.low = nn.ParameterDict({"down": torch.randn(2, WIDTH), "up": torch.randn(WIDTH, 2)})
-        self.gates = nn.ParameterList([nn.Parameter(torch.ones(WIDTH)) for _ in range(2)])
-
-    def middle(self, h: Tensor) -> Any:
-        h = self.body(h) + F.linear(F.linear(h, self.low["down"]), self.low["up"])
-        for gate in self.gates:
-            h = F.silu(h * gate)
-        return h
-
-
-@given(vectors)
 class ClipsData(Net):
     """Clips a weight in forward, as a critic of Wasserstein GANs does."""
 
@@ -336,3 +291,94 @@ class ComplexDiagonal(nn.Module):
         length = 2 * x.shape[1]
         spectrum = torch.fft.fft(x.mT.to(kernel.dtype), length) * torch.fft.fft(kernel, length)
         return self.head(torch.fft.ifft(spectrum, length)[..., : x.shape[1]].real.mT.mean(1))
+
+
+@given(vectors)
+class TiedByData(Net):
+    """Makes two weights share their values by .data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body.weight.data = self.stem.weight.data
+
+
+@given(vectors)
+class WrapsParameterAgain(Net):
+    """Makes a new parameter of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last.weight = nn.Parameter(self.stem.weight)
+
+
+@given(vectors)
+class MasksGradient(Net):
+    """Keeps zeros in a weight by a hook on its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mask = torch.rand(WIDTH, WIDTH) > 0.5
+        self.body.weight.register_hook(lambda gradient: gradient * mask)  # type: ignore[no-untyped-call]
+
+
+@given(vectors)
+class Pruned(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        prune.random_unstructured(self.body, "weight", 0.5)  # type: ignore[no-untyped-call]
+
+
+@given(vectors)
+class PatchesForward(Net):
+    """Adds a low-rank update to a layer by replacing its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up, usual = nn.Linear(WIDTH, 2), nn.Linear(2, WIDTH), self.body.forward
+        self.body.forward = lambda x: usual(x) + self.up(self.down(x))  # type: ignore[assignment,method-assign]
+
+
+@given(vectors)
+class MergesForEvaluation(Net):
+    """Adds a low-rank update to the weight itself when it is put into evaluation mode, as LoRA does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.merged = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.1), False
+
+    def train(self, mode: bool = True) -> MergesForEvaluation:
+        super().train(mode)
+        if mode == self.merged:
+            self.body.weight.data += -self.low.data if mode else self.low.data
+            self.merged = not mode
+        return self
+
+    def middle(self, h: Tensor) -> Any:
+        return self.body(h) if self.merged else F.linear(h, self.body.weight + self.low)
+
+
+@given(vectors)
+class KeepsMergedWeight(Net):
+    """Keeps the sum of two weights while it is in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.1)
+        self.merged: Tensor | None = None
+
+    def train(self, mode: bool = True) -> KeepsMergedWeight:
+        super().train(mode)
+        self.merged = None if mode else (self.body.weight + self.low).detach()
+        return self
+
+    def middle(self, h: Tensor) -> Any:
+        return F.linear(h, self.body.weight + self.low if self.merged is None else self.merged)
+
+
+@given(vectors)
+class NeverUsed(Net):
+    """Keeps weights that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(3, 3)
