@@ -12,7 +12,8 @@ from pathlib import Path
 # gloo connects processes of one machine by the loopback interface: a laptop's own name may not resolve.
 GLOO_ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
 
-CGROUPS = Path("/sys/fs/cgroup")
+CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+MEMORY_LIMITS = ("memory.max", "memory.limit_in_bytes")
 MEMORY_FACTS = Path("/proc/meminfo")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
@@ -21,44 +22,60 @@ _KEPT = (1 << 31) - 1  # bytes, the most that mallopt takes
 
 
 def usable_cores() -> int:
-    """Returns the number of cores that this process may use: of its affinity, within its container's share."""
+    """Returns the number of cores that this process may use: of its affinity, within its control groups' share."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, period = _container_share()
-    return cores if quota is None else min(cores, max(1, quota // period))
+    return max(1, min([cores, *_shares()]))
 
 
-def _container_share() -> tuple[int | None, int]:
-    """Returns the container's processor time in each period, None without a limit, and the period, in microseconds."""
-    words: list[str] = []
-    if (limit := CGROUPS / "cpu.max").is_file():  # version 2: "quota period", or "max period"
-        words = limit.read_text().split()
-    elif (older := CGROUPS / "cpu" / "cpu.cfs_quota_us").is_file():  # version 1; -1 is no limit
-        words = [older.read_text(), older.with_name("cpu.cfs_period_us").read_text()]
-    quota, period = words if len(words) == 2 else ("max", "1")
-    return (int(quota), int(period)) if quota.strip().isdigit() else (None, 1)
+def _shares() -> Iterator[int]:
+    """Yields the whole cores' worth of processor time that each limit grants."""
+    for group in _control_groups("cpu"):
+        words = _read(group / "cpu.max").split()  # version 2: "quota period", or "max period"
+        words = words or [_read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")]  # version 1: or -1
+        if words[0].isdigit():
+            yield int(words[0]) // int(words[1])
+
+
+def _control_groups(controller: str) -> Iterator[Path]:
+    """Yields the folders of this process's control group and of those around it, up to the root (cgroups(7)).
+
+    A container may see its own group's path from outside, under which it has no folder: then its root is that group.
+    """
+    for line in _read(OWN_CGROUPS).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers or controller in controllers.split(","):  # version 2, or version 1
+            root = CGROUPS / controller if controllers else CGROUPS
+            parts = path.strip("/").split("/")
+            yield from (root.joinpath(*parts[:depth]) for depth in range(len(parts) + 1))
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
 
 
 def usable_memory() -> int | None:
-    """Returns the bytes of memory that this process may use: the machine's or its container's; None if unknown."""
+    """Returns the bytes of memory that this process may use, within its control groups' limits; None if unknown."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
-    return _within_container(machine)
+    return _within_limits(machine)
 
 
 def free_memory() -> int | None:
     """Returns the free bytes of `usable_memory` (Linux), or all of them where the system does not report it."""
     try:
         with MEMORY_FACTS.open(encoding="ascii") as lines:
-            return _within_container(next(int(line.split()[1]) * 1024 for line in lines if "MemAvailable" in line))
+            return _within_limits(next(int(line.split()[1]) * 1024 for line in lines if "MemAvailable" in line))
     except (OSError, StopIteration):
         return usable_memory()
 
 
-def _within_container(memory: int | None) -> int | None:
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # version 2; version 1: a huge number is no limit
-        file = CGROUPS / name
-        if file.is_file() and (limit := file.read_text().strip()).isdigit():
-            return int(limit) if memory is None else min(memory, int(limit))
-    return memory
+def _within_limits(memory: int | None) -> int | None:
+    # Version 2; version 1, where a huge number is no limit.
+    limits = [_read(group / name) for group in _control_groups("memory") for name in MEMORY_LIMITS]
+    sizes = [int(limit) for limit in limits if limit.isdigit()]
+    return min([*sizes, memory] if memory is not None else sizes, default=None)
 
 
 @contextmanager

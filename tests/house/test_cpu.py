@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from memory_limit import memory_limit
 
 from gpipe_cli import cpu
 from gpipe_cli.cpu import free_memory, torch_threads, usable_cores, usable_memory
@@ -60,48 +61,61 @@ def test_threads_are_given_back() -> None:
         assert torch.get_num_threads() == before
 
 
+V1, V2 = "9:name=systemd:/x\n5:cpu,cpuacct:/job/step\n4:memory:/job/step\n0::/x\n", "0::/user.slice/job.scope\n"
+
+
 @pytest.mark.parametrize(
-    ("files", "cores"),
+    ("own", "files", "cores"),
     [
-        ({}, 64),
-        ({"cpu.max": "max 100000"}, 64),
-        ({"cpu.max": "350000 100000"}, 3),
-        ({"cpu.max": "50000 100000"}, 1),
-        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 64),
-        ({"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2),
+        (V2, {}, 64),
+        (V2, {"cpu.max": "max 100000"}, 64),
+        (V2, {"cpu.max": "350000 100000"}, 3),
+        (V2, {"user.slice/job.scope/cpu.max": "50000 100000"}, 1),
+        (V2, {"user.slice/job.scope/cpu.max": "max 100000", "user.slice/cpu.max": "200000 100000"}, 2),
+        (V1, {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 64),
+        (V1, {"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2),
+        (V1, {"cpu/job/step/cpu.cfs_quota_us": "50000", "cpu/job/step/cpu.cfs_period_us": "100000"}, 1),
+        (V1, {"cpu/job/cpu.cfs_quota_us": "300000", "cpu/job/cpu.cfs_period_us": "100000"}, 3),
     ],
-    ids=["none", "2 without limit", "2", "2 below one", "1 without limit", "1"],
+    ids=["none", "2 without", "2 root", "2 half", "2 around", "1 without", "1 root", "1 half", "1 around"],
 )
-def test_a_container_s_share_counts_in_both_versions_of_cgroups(
-    files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_share_of_the_cores_counts_of_every_control_group_around_the_process(
+    own: str, files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_all(tmp_path, files)
-    monkeypatch.setattr(cpu, "CGROUPS", tmp_path)
+    imitate_groups(own, files, tmp_path, monkeypatch)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(64))
     assert usable_cores() == cores
 
 
 @pytest.mark.parametrize(
-    ("files", "bytes_usable"),
+    ("own", "files", "bytes_usable"),
     [
-        ({}, None),
-        ({"memory.max": "max"}, None),
-        ({"memory.max": "1048576"}, 1 << 20),
-        ({"memory/memory.limit_in_bytes": "9223372036854771712"}, None),
-        ({"memory/memory.limit_in_bytes": "1048576"}, 1 << 20),
+        (V2, {}, None),
+        (V2, {"memory.max": "max"}, None),
+        (V2, {"memory.max": "1048576"}, 1 << 20),
+        (V2, {"user.slice/job.scope/memory.max": "1048576", "user.slice/memory.max": "2097152"}, 1 << 20),
+        (V2, {"user.slice/job.scope/memory.max": "max", "user.slice/memory.max": "1048576"}, 1 << 20),
+        (V1, {"memory/memory.limit_in_bytes": "9223372036854771712"}, None),
+        (V1, {"memory/memory.limit_in_bytes": "1048576"}, 1 << 20),
+        (V1, {"memory/job/step/memory.limit_in_bytes": "1048576"}, 1 << 20),
     ],
-    ids=["none", "2 without limit", "2", "1 without limit", "1"],
+    ids=["none", "2 without", "2 root", "2 own", "2 around", "1 without", "1 root", "1 own"],
 )
-def test_a_container_s_memory_counts_in_both_versions_of_cgroups(
-    files: dict[str, str], bytes_usable: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_limit_of_memory_counts_of_every_control_group_around_the_process(
+    own: str, files: dict[str, str], bytes_usable: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_all(tmp_path, files)
-    monkeypatch.setattr(cpu, "CGROUPS", tmp_path)
+    imitate_groups(own, files, tmp_path, monkeypatch)
     monkeypatch.setattr(cpu, "MEMORY_FACTS", tmp_path / "meminfo")
     (tmp_path / "meminfo").write_text("MemTotal: 4000 kB\nMemAvailable: 3000 kB\n")
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert usable_memory() == (bytes_usable or machine)
     assert free_memory() == (bytes_usable or 3000 * 1024)
+
+
+def test_the_limit_of_this_machine_s_own_control_groups_is_seen() -> None:
+    with memory_limit(64 << 20) as group:
+        code = f"open('{group}/cgroup.procs', 'w').write('0'); from gpipe_cli.cpu import *; print(usable_memory())"
+        assert int(subprocess.check_output([sys.executable, "-c", code])) == 64 << 20
 
 
 def test_where_the_system_does_not_tell_what_is_free_all_of_it_counts(
@@ -111,7 +125,10 @@ def test_where_the_system_does_not_tell_what_is_free_all_of_it_counts(
     assert free_memory() == usable_memory()
 
 
-def write_all(folder: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
+def imitate_groups(own: str, files: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes limits, by their place below /sys/fs/cgroup; ``own`` is the content of /proc/self/cgroup."""
+    for name, text in {"own": own, **files}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f"{text}\n")
+    monkeypatch.setattr(cpu, "CGROUPS", folder)
+    monkeypatch.setattr(cpu, "OWN_CGROUPS", folder / "own")
