@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import resource
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,10 @@ from typing import Any
 from gpipe_cli.errors import PlainError
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)  # whatever the file was, its disk is the cause
+LIMITS = {
+    errno.EMFILE: ("no more files can be opened", "ulimit -n", resource.RLIMIT_NOFILE),
+    errno.EAGAIN: ("no more processes or threads can be started", "ulimit -u", resource.RLIMIT_NPROC),
+}
 
 FEW_BYTES = 16_384
 
@@ -129,11 +134,24 @@ def room(path: Path) -> str:
 
 
 def explain(error: BaseException) -> str | None:
-    """Returns one line for an error of the disk that no code has explained; None for any other error."""
+    """Returns one line for an error of the disk, or at a limit of the system, that no code has explained; else None."""
+    if reached := _limit_reached(error):
+        return reached
     if not isinstance(error, OSError) or error.errno not in DISK:
         return None
     file = _file_of(error) or written_file(error.__traceback__)
     return f"a file cannot be written: {os.strerror(error.errno)}" if file is None else cannot_write(file, error)
+
+
+def _limit_reached(error: BaseException | None) -> str | None:
+    """Returns one line for a limit that an error or its cause is about; compiled code tells it in words only."""
+    while error is not None:
+        said = str(error) if isinstance(error, OSError | RuntimeError) else ""
+        for number, (what, command, limit) in LIMITS.items():
+            if os.strerror(number).lower() in said.lower() or (number == errno.EAGAIN and "start new thread" in said):
+                return f"{what} ({said}): `{command}` is {resource.getrlimit(limit)[0]}, raise it"
+        error = error.__cause__
+    return None
 
 
 def written_file(stack: TracebackType | None) -> Path | None:

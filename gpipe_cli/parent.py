@@ -30,10 +30,10 @@ def die_with_parent(parent: int) -> None:
 
 
 def outlive_parent() -> None:
-    """Withdraws the request of `die_with_parent`."""
+    """Withdraws the request of `die_with_parent`; the parent's end continues this process if it is stopped then."""
     _released.set()
     if sys.platform == "linux":
-        _request_death_signal(0)
+        _request_death_signal(signal.SIGCONT)
 
 
 def _request_death_signal(number: int) -> None:

@@ -192,6 +192,20 @@ def _copy(tensor: Tensor, device: torch.device | None = None) -> Tensor:
 # --- between a state and its file ------------------------------------------------------------------------------------
 
 
+def save_tensors(tensors: dict[str, Tensor], path: Path, texts: dict[str, str]) -> None:
+    """Writes a safetensors file.
+
+    Raises:
+        OSError, SafetensorError: it cannot be written.
+    """
+    try:
+        save_file(tensors, path, texts)
+    except SafetensorError as error:
+        if code := SYSTEM_ERROR.search(str(error)):
+            raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
+        raise
+
+
 def write_layer(directory: Path, step: int, name: str, state: LayerState) -> LayerFile:
     """Writes one layer's file into the checkpoint directory of a step and flushes it to disk.
 
@@ -210,12 +224,7 @@ def write_layer(directory: Path, step: int, name: str, state: LayerState) -> Lay
                 values.setdefault(parameter, {})[key] = value
     path = files.layer_path(directory, name)
     temporary = files.with_suffix(path, ".tmp")
-    try:
-        save_file(tensors, temporary, {"layer": name, "step": str(step), "optimizer": json.dumps(values)})
-    except SafetensorError as error:
-        if code := SYSTEM_ERROR.search(str(error)):
-            raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
-        raise
+    save_tensors(tensors, temporary, {"layer": name, "step": str(step), "optimizer": json.dumps(values)})
     with temporary.open("rb") as file:
         os.fsync(file.fileno())
         size = os.fstat(file.fileno()).st_size

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from gpipe_cli.checkpoint.choose import choose
 from gpipe_cli.checkpoint.files import CheckpointInfo, with_suffix
-from gpipe_cli.errors import ConfigurationError, Problems
+from gpipe_cli.disk import writing
+from gpipe_cli.errors import Problems
 from gpipe_cli.terminal.frame import run_command, split_words, to_stderr
 from gpipe_cli.terminal.output import show
 from gpipe_cli.typed_section import unknown_key
@@ -42,7 +43,7 @@ SUFFIXES = (".safetensors", ".pt")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit code: 0, or 2 for a wrong call or a checkpoint that cannot be exported."""
+    """Runs the command; returns the exit code: 0; 1 for a file that cannot be written; 2 for a wrong call."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     return run_command("gpipe-export", words, HELP, partial(_run, words), needs_words=True)
 
@@ -63,10 +64,8 @@ def _run(words: Sequence[str]) -> int:
         problems.refuse()
     for warning in warnings:
         to_stderr(f"gpipe-export: warning: {warning}")
-    try:
+    with writing(output):
         show(export(info, output, average))
-    except OSError as error:
-        raise ConfigurationError(f"output={output}: {error.strerror or error}") from error
     return 0
 
 
@@ -77,14 +76,23 @@ def _wrong_output(output: Path, overwrite: bool) -> list[str]:
 
 
 def export(info: CheckpointInfo, output: Path, average: bool = False) -> str:
-    """Writes the state_dict, replacing ``output`` only when all of it is written; returns a line about it."""
+    """Writes the state_dict, replacing ``output`` only when all of it is written; returns a line about it.
+
+    Raises:
+        OSError: it cannot be written; as a rule before the weights are read.
+    """
     from gpipe_cli.checkpoint.layer_state import export_state_dict
 
-    weights = export_state_dict(info, average)
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = with_suffix(output, ".tmp")
-    _save(weights, temporary, output.suffix, info.step)
-    temporary.replace(output)
+    temporary.unlink(missing_ok=True)  # it may be a pipe, which to open would wait
+    temporary.open("xb").close()
+    try:
+        weights = export_state_dict(info, average)
+        _save(weights, temporary, output.suffix, info.step)
+        temporary.replace(output)
+    finally:
+        temporary.unlink(missing_ok=True)
     numbers = sum(tensor.numel() for tensor in weights.values())
     return (
         f"{output}: {len(weights)} tensors of {len(info.layers)} layers, {numbers:,} numbers, "
@@ -94,12 +102,19 @@ def export(info: CheckpointInfo, output: Path, average: bool = False) -> str:
 
 def _save(weights: dict[str, Tensor], path: Path, suffix: str, step: int) -> None:
     import torch
-    from safetensors.torch import save_file
 
-    if suffix == ".pt":
-        torch.save(weights, path)
-    else:
-        save_file(weights, path, {"format": "pt", "step": str(step)})
+    from gpipe_cli.checkpoint.layer_state import save_tensors
+
+    if suffix != ".pt":
+        save_tensors(weights, path, {"format": "pt", "step": str(step)})
+        return
+    try:
+        with path.open("wb") as file:
+            torch.save(weights, file)
+    except RuntimeError as error:  # of the end of the file, after what has failed in it
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 if __name__ == "__main__":

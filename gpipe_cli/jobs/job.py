@@ -290,10 +290,10 @@ def _run_program(
     except (ConfigurationError, WorkerFailed, DiskError):
         raise
     except Exception as error:
-        if not settings.inline:
+        said = str(error) if isinstance(error, PlainError) else explain_disk(error)
+        if said is None and not settings.inline:
             raise
-        said = str(error) if isinstance(error, PlainError) else explain_disk(error) or traceback.format_exc().rstrip()
-        raise WorkerFailed(said) from error
+        raise WorkerFailed(said or traceback.format_exc().rstrip()) from error
 
 
 def launch_program(program: EntryPoint, config: dict[str, Any], run_dir: Path, on_event: OnEvent) -> Any:

@@ -34,6 +34,19 @@ def joined() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def incomplete() -> str | None:
+    """Returns what is wrong with the variables by which a launcher makes this process a rank; None if nothing is."""
+    if not joined():
+        return None
+    rank, size, port = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    if all(map(str.isdecimal, (rank, size, port))) and int(rank) < int(size) and os.environ.get("MASTER_ADDR"):
+        return None
+    return (
+        f"RANK={rank} and WORLD_SIZE={size} are set, as torchrun sets them, but not so MASTER_ADDR and MASTER_PORT: "
+        "unset RANK and WORLD_SIZE, and the command starts its own workers, or set all four"
+    )
+
+
 def join(
     entry: str, config: dict[str, Any], run_dir: Path, on_event: OnEvent, grace_seconds: float = Job.grace_seconds
 ) -> Any:

@@ -60,7 +60,7 @@ def main(job: dict[str, Any], parent: int) -> None:
     except Exception as error:
         control.sendall(encode({"failed": asdict(report.failure_of(report.STARTER, error, {}))}))
         raise
-    outlive_parent()  # to kill the workers' children too
+    outlive_parent()  # to kill the workers and their children
     _watch(workers, control, parent)
     os._exit(0)
 

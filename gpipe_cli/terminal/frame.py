@@ -127,9 +127,12 @@ def run_command(
     open_closed_streams()
     adopt_step(os.environ)
     try:
-        Path.cwd()
+        "".join([str(Path.cwd()), *words]).encode()
     except OSError:
         say(f"{name}: the current directory has been deleted: change to another one with cd")
+        return REFUSED
+    except UnicodeEncodeError:
+        say(f"{name}: the path of the current directory, or a word of the command line, is not UTF-8: use another one")
         return REFUSED
     try:
         code = answer(words, help_text, name, needs_words)
@@ -158,7 +161,7 @@ def exit_code(name: str, work: Callable[[], int], say: Callable[[str], None] = t
     except (WorkerFailed, DiskError) as error:
         say(relative_paths(str(error)))
         return FAILED
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         if (text := explain(error)) is None:
             raise
         say(f"{name}: {relative_paths(text)}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_tools import OPTIMIZERS, make_layers, parameters_of, save, snapshot, train
 from safetensors.torch import load_file
+from small_disk import small_disk
 from torch import nn
 
 from gpipe_cli.commands import export
@@ -75,3 +77,33 @@ def test_an_existing_output_is_replaced_only_on_request(tmp_path: Path, capsys: 
     assert export.main(words) == 2
     assert "overwrite=true" in capsys.readouterr().err and output.read_text() == "mine"
     assert export.main([*words, "overwrite=true"]) == 0
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
+@pytest.mark.parametrize(
+    ("options", "reason"), [("size=16k", "No space left on device"), ("ro", "Read-only file system")]
+)
+def test_a_disk_that_does_not_take_the_file_is_told_in_one_line(
+    name: str, options: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path / "run", 1, {"wide": nn.Linear(100, 100)})
+    with small_disk(tmp_path / "disk", options) as disk:
+        assert export.main([str(tmp_path / "run"), f"output={disk / name}"]) == 1
+        assert not list(disk.iterdir())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{name} cannot be written: {reason} (room left: " in line
+
+
+def test_a_place_that_is_no_folder_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, 1, make_layers())
+    for folder in ("/proc", "/dev/null"):
+        assert export.main([str(tmp_path), f"output={folder}/model.pt"]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"{folder}/model.pt cannot be written: ")
+
+
+def test_a_pipe_in_the_way_is_not_waited_for(tmp_path: Path) -> None:
+    save(tmp_path, 1, make_layers())
+    os.mkfifo(tmp_path / "model.safetensors.tmp")
+    assert export.main([str(tmp_path)]) == 0
+    assert len(load_file(tmp_path / "model.safetensors")) == 10

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from gpipe_cli.errors import ConfigurationError, Problems
-from gpipe_cli.launch.report import WorkerFailed
+from gpipe_cli.launch.report import WorkerFailed, failure_of
 from gpipe_cli.terminal.frame import exit_code, split_words
 
 if sys.version_info >= (3, 11):
@@ -22,6 +25,7 @@ else:
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
 COMMANDS: dict[str, str] = PROJECT["project"]["scripts"]
+START_TRAINING = "import sys; from gpipe_cli.commands.train import main; sys.exit(main())"
 RUN_WITHOUT_WORDS = ("gpipe-train", "gpipe-verify", "gpipe-plan")
 
 
@@ -68,6 +72,72 @@ def test_a_sweeps_job_folder_is_a_run(run: str) -> None:
     problems = Problems()
     assert split_words(["+task.x=1", run], {"checkpoint": str}, "", problems) == ({"checkpoint": run}, ["+task.x=1"])
     assert problems == []
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            OSError(errno.EMFILE, "Too many open files"),
+            r"no more files can be opened \(.*\): `ulimit -n` is \d+, raise it",
+        ),
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), r"no more processes .*: `ulimit -u` is .*"),
+        (RuntimeError("can't start new thread"), r"no more processes or threads can be started .*: `ulimit -u` is .*"),
+    ],
+)
+def test_a_limit_of_the_system_is_told_in_one_line(
+    error: Exception, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work() -> int:
+        raise error
+
+    assert exit_code("gpipe-x", work) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(f"gpipe-x: {said}", line)
+    failed = ValueError("in layer 3")
+    failed.__cause__ = error
+    text = failure_of(1, failed, {}).text  # of a worker, where the engine has named the layer
+    assert re.fullmatch(said, text)
+
+
+def test_a_run_with_few_files_is_told_so_in_one_line(tmp_path: Path) -> None:
+    words = ["debug=tiny", "pipeline.K=4", "pipeline.workers=4", f"hydra.run.dir={tmp_path / 'run'}"]
+    few = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16)); {START_TRAINING}"
+    ended = subprocess.run([sys.executable, "-c", few, *words], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert re.fullmatch(r"no more files can be opened .* `ulimit -n` is 16, raise it\n", ended.stderr)
+
+
+def test_a_directory_whose_path_is_not_utf_8_is_refused_in_one_line(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    folder.mkdir()
+    for place, words in ((folder, []), (tmp_path, [f"hydra.run.dir={folder}"])):
+        ended = subprocess.run(
+            [sys.executable, "-c", START_TRAINING, *words], cwd=place, capture_output=True, text=True
+        )
+        assert ended.returncode == 2
+        (line,) = ended.stderr.splitlines()
+        assert "not UTF-8" in line
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RANK": "0", "WORLD_SIZE": "2"},
+        {"RANK": "1", "WORLD_SIZE": "2"},
+        {"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
+        {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
+    ],
+    ids=["rank 0", "rank 1", "no number", "too large"],
+)
+def test_variables_of_half_a_launcher_are_refused_in_one_line(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert command("gpipe-train")(["debug=tiny"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "unset RANK and WORLD_SIZE" in line
 
 
 SHORT = [["train", "pipeline.k=4"], ["train", "pipeline.K=0"], ["train", "--cfg", "job"]]
