@@ -70,8 +70,6 @@ def complete(
 ) -> CheckpointInfo:
     """Makes the partial checkpoint of ``step``, which every worker has finished, a complete one.
 
-    A step that is complete already stays as it is: one directory holds one training, so its content is the same.
-
     Args:
         workers: the number of workers that wrote a part.
         model: the parameter names of every layer of the whole model, in model order.
@@ -82,9 +80,6 @@ def complete(
             partial.
     """
     directory, final = partial_directory(run_dir, step), step_directory(run_dir, step)
-    if final.exists() and not problems_of(final):
-        shutil.rmtree(directory, ignore_errors=True)
-        return read_manifest(final)
     written = _join_parts([_read_part(directory, worker) for worker in range(workers)], step)
     _require_whole_model(written, model, step)
     info = CheckpointInfo(directory, step, state, {name: written[name] for name in model}, _versions(device))
@@ -93,17 +88,15 @@ def complete(
     for worker in range(workers):
         _part_path(directory, worker).unlink()
     write_json(directory / "manifest.json", _manifest(info))
-    if final.exists():
-        _discard(final)
     directory.rename(final)
     sync_directory(final.parent)
     return read_manifest(final)
 
 
 def amend(run_dir: Path, step: int, state: RunState) -> None:
-    """Replaces the run state of the complete checkpoint of ``step``, after an evaluation that followed it."""
+    """Replaces the progress in the complete checkpoint of ``step``; the rest belongs to its layers."""
     info = read_manifest(step_directory(run_dir, step))
-    write_json(info.path / "manifest.json", _manifest(replace(info, state=state)))
+    write_json(info.path / "manifest.json", _manifest(replace(info, state=replace(info.state, scalars=state.scalars))))
 
 
 def record_best(run_dir: Path, step: int, metric: str, value: float) -> None:

@@ -62,8 +62,8 @@ class Trainer:
 
     def run(self) -> None:
         """Trains until the last step, the end of the data, a limit, early stopping or a request to stop."""
-        if self._is_evaluation_owed() and self._evaluate(final=False):
-            self._save(is_best=True)
+        if self._is_evaluation_owed():
+            self._evaluate_and_save()
         self._stop_early()
         if not self.progress.stopped_by:
             for _ in self.steps():
@@ -198,13 +198,10 @@ class Trainer:
     def _between_steps(self) -> bool:
         """Saves and evaluates when it is time; True when the run should end early."""
         progress = self.progress
-        saving = _is_time(self.settings.checkpoint.every, progress.step)
-        if saving:
+        if _is_time(self.settings.checkpoint.every, progress.step):
             self._save(is_best=False)
         if progress.evaluation_due:
-            is_best = self._evaluate(final=False)
-            if saving or is_best:
-                self._save(is_best)
+            self._evaluate_and_save()
         self._stop_early()
         return bool(progress.stopped_by)
 
@@ -212,6 +209,12 @@ class Trainer:
         progress, patience = self.progress, self.settings.trainer.patience
         if not progress.stopped_by and patience is not None and progress.evaluations_since_best >= patience:
             progress.stopped_by = "early stopping"
+
+    def _evaluate_and_save(self) -> None:
+        """Evaluates, and saves the best; a checkpoint of this step that is there notes that it has been evaluated."""
+        is_best = self._evaluate(final=False)
+        if is_best or self.saver.saved_step == self.progress.step:
+            self._save(is_best)
 
     def _evaluate(self, final: bool, counts: bool = True) -> bool:
         """Evaluates the averaged weights, or the weights; True when this is the best evaluation loss so far.

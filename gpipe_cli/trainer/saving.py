@@ -25,6 +25,7 @@ class Saver:
         updater: gives the state of layers and learning rate schedule.
         configuration, data_fingerprint, vocabularies: saved with every checkpoint, compared when a run resumes.
         warn: called with a message about each old checkpoint that could not be deleted.
+        saved_step: whose layers are on disk, or being written; -1: none.
     """
 
     run_dir: Path
@@ -35,7 +36,7 @@ class Saver:
     data_fingerprint: str | None
     vocabularies: Mapping[str, str]
     warn: Callable[[str], None]
-    _begun: int = -1  # the step saved last
+    saved_step: int = -1
     _pending: tuple[int, RunState, tuple[str, float] | None] | None = None
     _saved: Path | None = None
 
@@ -51,7 +52,7 @@ class Saver:
     def begin(self, exchange: Exchange, progress: Mapping[str, Any], data_position: Any, is_best: bool) -> None:
         """Copies the worker's layers and writes them in the background, after the save before has ended.
 
-        A second call at the same step only replaces the progress: the layers are saved already.
+        Where the layers of this step are saved already only the progress is replaced.
         """
         self.finish(exchange)
         step = int(progress["step"])
@@ -69,12 +70,12 @@ class Saver:
             vocabularies=self.vocabularies,
         )
         best = ("loss", float(progress["best"])) if is_best else None
-        if step == self._begun:
+        if step == self.saved_step:
             if self.world.rank == 0:
                 assert self.writer is not None
                 self.writer.amend(step, state, best)
             return
-        self._begun, self._pending = step, (step, state, best)
+        self.saved_step, self._pending = step, (step, state, best)
         layers = self.updater.layer_states(keep=self.writer is not None)
         if self.writer is not None:
             self.writer.begin(step, layers)

@@ -64,7 +64,7 @@ def assemble_training(
     if resumed is None and settings.checkpoint.init_from is not None:
         begin_with_weights(assembly, journal)
     updater = make_updater(settings, assembly)
-    saver = make_saver(context, config, assembly, updater, journal)
+    saver = make_saver(context, config, assembly, updater, journal, resumed)
     reporter = make_reporter(assembly)
     codec = assembly.runtime.codec
     fields = {**codec.fields(), **reporter.fields(), **saver.fields(), **evaluation_fields(world.replicas, task)}
@@ -203,7 +203,12 @@ def make_updater(settings: Settings, assembly: Assembly) -> Updater:
 
 
 def make_saver(
-    context: Context, config: Mapping[str, Any], assembly: Assembly, updater: Updater, journal: Journal
+    context: Context,
+    config: Mapping[str, Any],
+    assembly: Assembly,
+    updater: Updater,
+    journal: Journal,
+    resumed: CheckpointInfo | None,
 ) -> Saver:
     """Makes what saves checkpoints; replica 0 writes, the others hold the same weights."""
     world, keep = assembly.world, assembly.settings.checkpoint.keep
@@ -211,7 +216,8 @@ def make_saver(
     device = world.device.type
     writer = CheckpointWriter(run_dir, world.worker, layers, keep, device) if world.replica == 0 else None
     ids = vocabularies(assembly.source) if world.rank == 0 else {}
-    return Saver(run_dir, world, writer, updater, config["settings"], data, ids, journal.warn)
+    saved_step = resumed.step if resumed is not None and resumed.run_dir.samefile(run_dir) else -1
+    return Saver(run_dir, world, writer, updater, config["settings"], data, ids, journal.warn, saved_step)
 
 
 def make_reporter(assembly: Assembly) -> StepReporter:

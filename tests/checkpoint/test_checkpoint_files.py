@@ -499,13 +499,6 @@ def test_pruning_does_not_count_a_damaged_checkpoint(tmp_path: Path) -> None:
     assert kept_steps(tmp_path) == [1, 2, 3]
 
 
-def test_saving_a_step_twice_keeps_the_first(tmp_path: Path) -> None:
-    layers = two_checkpoints(tmp_path)
-    save(tmp_path, 2, layers)
-    assert kept_steps(tmp_path) == [1, 2]
-    assert not list(tmp_path.glob("checkpoints/*.partial"))
-
-
 def test_a_file_in_the_place_of_the_checkpoints_is_told_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").touch()
     with pytest.raises(DiskError, match=r"checkpoints cannot be written: File exists \(room left: "):

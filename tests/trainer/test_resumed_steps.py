@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -129,6 +131,30 @@ def test_a_step_that_was_to_be_evaluated_when_the_run_was_ended_is_evaluated_whe
     monkeypatch.setattr(Ending, "asked", False)
     train_inline(tmp_path, *words, *EVERY_STEP, going_on(tmp_path))
     assert evaluated(tmp_path) == [1, 2, 3, 4, 5]
+
+
+def test_a_finished_run_that_is_started_again_writes_no_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_inline(tmp_path, *WORDS, "trainer.steps=1")
+    monkeypatch.setattr("gpipe_cli.checkpoint.writer.write_layer", None)
+    summary, _ = train_inline(tmp_path, *WORDS, "trainer.steps=1", going_on(tmp_path))
+    assert summary["steps"] == 1
+    assert evaluated(tmp_path) == [1]
+
+
+def test_an_evaluation_that_was_owed_is_owed_no_longer_once_it_is_done(tmp_path: Path) -> None:
+    train_inline(tmp_path, *WORDS, "trainer.steps=1")
+    manifest = step_directory(tmp_path, 1) / "manifest.json"
+    content = json.loads(manifest.read_text())
+    content["state"]["scalars"] |= {"evaluation_due": True, "best": -1.0}  # which the evaluation will not reach
+    manifest.write_text(json.dumps(content))
+    owed: list[object] = []
+
+    def on_event(event: dict[str, Any]) -> None:
+        if event.get("kind") == "progress":  # step 2 has been taken, and not been saved
+            owed.append(read_manifest(step_directory(tmp_path, 1)).state.scalars["evaluation_due"])
+
+    train_inline(tmp_path, *WORDS, "trainer.steps=2", going_on(tmp_path), on_event=on_event)
+    assert owed == [False]
 
 
 @pytest.mark.slow
