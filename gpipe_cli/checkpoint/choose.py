@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,8 @@ from .files import (
     step_directory,
     step_of,
 )
+
+in_use: list[int] = []  # descriptors of the checkpoints that `choose` has returned, open to this process's end
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,8 @@ def find(path: Path) -> tuple[CheckpointInfo, tuple[str, ...]]:
 def choose(path: Path, step: str = "last") -> tuple[CheckpointInfo, tuple[str, ...]]:
     """Returns the checkpoint that a command is to use, and a warning for each damaged newer one.
 
+    Until this process ends, no run in progress on this machine deletes it.
+
     Args:
         path: a run directory, its folder of checkpoints, or one checkpoint.
         step: of a run directory: a number, "best" or "last".
@@ -102,6 +108,34 @@ def choose(path: Path, step: str = "last") -> tuple[CheckpointInfo, tuple[str, .
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
+    while True:
+        candidates = [_hold(directory) for directory in step_directories(_run_dir(path))]
+        try:
+            info, warnings = _choose(path, step)
+            chosen = _hold(info.path)
+        finally:
+            for descriptor in filter(None, candidates):
+                os.close(descriptor)
+        if chosen is not None:  # else it was deleted after all, and there is a newer one
+            in_use.append(chosen)
+            return info, warnings
+
+
+def _hold(directory: Path) -> int | None:
+    """Returns a descriptor; while it is open, no run deletes the checkpoint. None: it is not there any more."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    if directory.is_dir():
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _choose(path: Path, step: str) -> tuple[CheckpointInfo, tuple[str, ...]]:
     if step == "last":
         return find(path)
     run_dir = _run_dir(path)

@@ -6,11 +6,13 @@ becomes complete by one rename of that directory: a kill at any moment leaves th
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -105,7 +107,7 @@ def record_best(run_dir: Path, step: int, metric: str, value: float) -> None:
 
 
 def prune(run_dir: Path, keep: int) -> dict[Path, str]:
-    """Deletes all but the best and the ``keep`` newest undamaged checkpoints, and all discarded ones.
+    """Deletes all but the best, the ``keep`` newest undamaged checkpoints and those being read; all discarded ones too.
 
     Returns:
         A warning for each directory that could not be deleted; the next call tries again.
@@ -115,7 +117,7 @@ def prune(run_dir: Path, keep: int) -> dict[Path, str]:
     undamaged = 0
     for directory in reversed(step_directories(run_dir)):
         if undamaged >= keep and step_of(directory) != best:
-            failed |= _try_each(_discard, [directory])
+            failed |= _try_each(_discard_unless_read, [directory])
         elif not problems_of(directory):
             undamaged += 1
     return failed | _try_each(shutil.rmtree, checkpoints_directory(run_dir).glob(f"step_*{DISCARDED}"))
@@ -163,6 +165,20 @@ def prepare_directory(run_dir: Path, resumed: CheckpointInfo | None) -> list[str
         if resumed is not None and step_of(directory) > resumed.step:
             _discard(directory)
     return list(failed.values())
+
+
+def _discard_unless_read(directory: Path) -> None:
+    """Discards a checkpoint, unless another command holds it (`choose.choose`)."""
+    with ExitStack() as stack:
+        descriptor = os.open(directory, os.O_RDONLY)
+        stack.callback(os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        except OSError:  # a file system without locks
+            pass
+        _discard(directory)
 
 
 def _discard(directory: Path) -> None:

@@ -234,7 +234,7 @@ def _begun_with(prepared: Prepared, console: Console) -> Path | None:
     if is_foreign(path):
         weight_files(path)  # refuses a folder that is not complete, before workers start
         return path
-    info, warnings = checkpoints.find(path)
+    info, warnings = checkpoints.choose(path)
     for warning in warnings:
         console.warn(warning)
     return info.path
