@@ -162,7 +162,7 @@ class ImageSource:
     def _examples(self, evaluation: Dataset[Any] | None = None) -> ExampleSource:
         return ExampleSource(
             self._prepared[0],
-            evaluation or self._prepared[1],
+            self._prepared[1] if evaluation is None else evaluation,
             self._batch_size,
             self._drop_last,
             cast(Any, collate),  # its micro-batches also hold broken images; `_loaded` counts them

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 from torch import Tensor
@@ -29,9 +31,10 @@ class CheckedTask:
         """Returns the task's loss and statistics.
 
         Raises:
-            ConfigurationError: they are not one number and a vector of the task's statistics.
+            ConfigurationError: they are not one number and the vector of statistics, or a target has no output.
         """
-        answer: Any = self._task.loss(outputs, targets)
+        with self._known_classes(outputs):
+            answer: Any = self._task.loss(outputs, targets)
         count = len(self._task.statistics)
         if isinstance(answer, (tuple, list)) and len(answer) == 2:
             loss, statistics = answer
@@ -47,9 +50,10 @@ class CheckedTask:
         """Returns the task's metrics of a micro-batch.
 
         Raises:
-            ConfigurationError: they are not a vector with one number for each metric.
+            ConfigurationError: they are not a vector with one number for each metric, or a target has no output.
         """
-        answer: Any = self._task.evaluate(outputs, targets)
+        with self._known_classes(outputs):
+            answer: Any = self._task.evaluate(outputs, targets)
         metrics = self._task.metrics
         if _is_vector(answer, len(metrics)):
             return cast(Tensor, answer)
@@ -57,6 +61,19 @@ class CheckedTask:
             f"task._target_={self._name}: evaluate() must return a vector with one number for each of the task's "
             f"metrics ({', '.join(metrics)}), not {_shown(answer)}"
         )
+
+    @contextmanager
+    def _known_classes(self, outputs: Tensors) -> Iterator[None]:
+        try:
+            yield
+        except (IndexError, RuntimeError) as error:
+            if "out of bounds" not in str(error):
+                raise
+            shapes = ", ".join(str(list(tensor.shape)) for tensor in outputs)
+            raise ConfigurationError(
+                f"a target of the data is beyond the model's outputs of shape {shapes} ({error}): give the model "
+                "as many classes, or tokens, as the data have (data.classes, data.vocabulary)"
+            ) from error
 
 
 def _is_vector(value: object, count: int) -> bool:

@@ -6,6 +6,7 @@ chosen, tries each key on the result, and checks the values as if the wrong word
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +20,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpipe_cli.config import FREE_FORM, known_keys
@@ -31,6 +32,17 @@ from gpipe_cli.terminal.hydra_errors import explain, no_such_option
 from gpipe_cli.typed_section import nearest, shown, unknown_key
 
 MOST_SWEPT = 50  # values of one key of a sweep that are tried
+
+
+def count_folders(root: str | None, folder: str) -> int | str:
+    """Returns the number of folders in ``root/folder``, one for each class of images; `MISSING` if there are none."""
+    found = 0
+    with suppress(OSError), os.scandir(Path(root or os.devnull, folder).expanduser()) as entries:
+        found = sum(entry.is_dir() and not entry.name.startswith(".") for entry in entries)
+    return found or str(MISSING)
+
+
+OmegaConf.register_new_resolver("gpipe_folders", count_folders, replace=True)
 Check = Callable[[DictConfig], object]
 
 

@@ -138,8 +138,10 @@ def _folder(settings: Settings) -> str | None:
     if data.get("root") is None:
         return "data.root is not set: type data.root=FOLDER, the folder that holds the data (docs/data.md)"
     if not target.startswith("gpipe_cli.data.text."):
-        there = Path(data["root"]).expanduser().is_dir() or data.get("download") is True
-        return None if there else f"data.root={data['root']}: there is no such folder"
+        folders = [Path(data["root"], name).expanduser() for name in ("", *data.get("folders", ()))]
+        missing = [folder for folder in folders if not folder.is_dir()]
+        there = not missing or data.get("download") is True
+        return None if there else f"data.root={data['root']}: there is no folder {missing[0]}"
     places = {key: data.get(key) for key in ("root", "evaluation_root", "tokenizer")}
     absent = [f"data.{key}={place}" for key, place in places.items() if place and not Path(place).expanduser().exists()]
     return f"{', '.join(absent)}: there is no such file or folder" if absent else None

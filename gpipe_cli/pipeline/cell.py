@@ -73,6 +73,7 @@ def build_layer(builder: LayerBuilder, index: int, seed: int, device: torch.devi
     return module.to(device)
 
 
+BEYOND_A_TABLE = "index out of range in self"  # torch says of nn.Embedding
 Call = tuple[BuiltLayer, Callable[..., Any], Callable[..., Tensor] | None]  # a layer, its forward, its auxiliary loss
 
 
@@ -282,7 +283,13 @@ class Cell:
         own = layer.name in self._compiled or any(isinstance(inner, nn.LSTM) for inner in layer.module.modules())
         return _with_graph(layer.module) if own else layer.module
 
-    def _failure(self, layer: BuiltLayer, micro_batch: int, error: Exception) -> LayerFailed:
+    def _failure(self, layer: BuiltLayer, micro_batch: int, error: Exception) -> Exception:
+        if isinstance(error, IndexError) and BEYOND_A_TABLE in str(error):
+            return ConfigurationError(
+                f"layer {layer.name!r} looks up an index beyond the end of its table (nn.Embedding): the data have "
+                "more tokens, or longer sequences, than it has rows. Enlarge the table, or lower data.vocabulary or "
+                "data.sequence_length"
+            )
         return LayerFailed(f"cell {self.number}, layer {layer.name!r}, micro-batch {micro_batch}{cuda_hint(error)}")
 
     def _refuse_new_grouping(self, values: Tensors, layer: int, signature: Hashable) -> None:

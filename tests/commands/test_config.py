@@ -55,6 +55,13 @@ def test_debug_tiny_shrinks_every_model_and_experiment(option: str) -> None:
     assert Settings.from_config(composed(option, "debug=tiny")).trainer.steps == 4
 
 
+def test_the_classes_of_an_image_folder_are_its_folders(tmp_path: Path) -> None:
+    for name in ("train/cat", "train/dog", "train/emu", "train/.cache", "val/cat"):
+        (tmp_path / name).mkdir(parents=True)
+    images = composed("model=amoebanet", "data=image_folder", f"data.root={tmp_path}")
+    assert images["data"]["classes"] == images["model"]["classes"] == 3
+
+
 def test_every_key_of_a_typed_section_has_a_value_in_yaml() -> None:
     config = composed()
     assert {key for key in known_keys() if "." in key} == {f"{name}.{key}" for name in TYPED for key in config[name]}

@@ -203,6 +203,12 @@ def test_replicas_may_share_an_evaluation_without_reading_an_image_twice(folder:
     assert equal(list(source.evaluation_share(1, 1, 2)), every[1::2])
 
 
+def test_an_evaluation_within_one_mini_batch_is_that_of_the_first_replica_alone(folder: Path) -> None:
+    source = images(folder, batch_size=20, drop_last=False)
+    assert len(list(source.evaluation_share(1, 0, 2))) == 1
+    assert list(source.evaluation_share(1, 1, 2)) == []
+
+
 @pytest.mark.parametrize(("cores", "replicas", "workers"), [(2, 1, 2), (96, 1, 16), (96, 8, 12), (2, 4, 1)])
 def test_loader_processes_are_sized_to_the_machine(
     cores: int, replicas: int, workers: int, monkeypatch: pytest.MonkeyPatch

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory.checked_task import CheckedTask
+from gpipe_cli.tasks.classification import ClassificationTask
 
 NUMBER, NONE = torch.tensor(2.5), torch.zeros(0)
 
@@ -44,6 +45,13 @@ def test_right_answers_and_optional_attributes_pass() -> None:
         1,
         1,
     ]
+
+
+def test_fewer_classes_than_the_data_have_are_named() -> None:
+    task = CheckedTask(ClassificationTask(), "ClassificationTask")
+    for method in (task.loss, task.evaluate):
+        with pytest.raises(ConfigurationError, match=r"outputs of shape \[3, 2\] .* as many classes"):
+            method((torch.zeros(3, 2),), (torch.tensor([0, 1, 2]),))
 
 
 @pytest.mark.parametrize(

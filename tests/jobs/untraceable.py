@@ -46,6 +46,14 @@ class OneSize(Base):
         return self.head(images.mean((2, 3)).view(2, 3))
 
 
+class LargeImages(Base):
+    """Takes images of 224 pixels a side, as torchvision's vit_b_16."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        torch._assert(images.shape[2] == 224, f"Wrong image height! Expected 224 but got {images.shape[2]}!")
+        return self.head(images.mean((2, 3)))
+
+
 class TwoInputs(Base):
     """Takes more than the data give."""
 

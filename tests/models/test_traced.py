@@ -94,6 +94,7 @@ def test_noise_and_tied_weights_do_not_depend_on_the_cut(tmp_path: Path) -> None
             "numpy array",
         ),
         ("untraceable.OneSize", None, "only for mini-batches of 2 examples"),
+        ("untraceable.LargeImages", None, "Expected 224 but got 32! (data.image_size=… gives"),
         ("untraceable.TwoInputs", None, r"model.inputs=["),
         ("untraceable.Missing", '        torch.load("/nowhere/weights.pt")', "cannot be constructed: "),
     ],

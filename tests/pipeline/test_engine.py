@@ -13,6 +13,7 @@ from engine_jobs import Case, all_cases, differences, run_case, run_plain
 from small_models import CPU, build_all, mini_batch, other_bits, small_model, token_loss
 from torch import nn
 
+from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch.supervisor import Job, launch
 from gpipe_cli.pipeline import engine as engine_module
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell, LayerFailed
@@ -102,6 +103,12 @@ def test_a_layer_that_writes_into_the_input_of_its_cell_is_refused_by_name() -> 
     cell = Cell(0, [BuiltLayer(0, "greedy", Greedy())], NoiseSource(1, 0, torch.device("cpu")))
     with pytest.raises(LayerFailed, match=r"'greedy'.*in place.*inplace=False"):
         cell.run_training((torch.zeros(2),), (), step=0, micro_batch=0, signature=None, first_time=True)
+
+
+def test_positions_beyond_the_model_s_end_are_named() -> None:
+    cell = Cell(0, [BuiltLayer(0, "positions", nn.Embedding(4, 2))], NoiseSource(1, 0, CPU))
+    with pytest.raises(ConfigurationError, match=r"layer 'positions' looks up .* lower data\.vocabulary or "):
+        cell.run_training((torch.arange(5),), (), step=0, micro_batch=0, signature=None, first_time=True)
 
 
 def test_nothing_is_left_in_the_engine_after_a_step_and_no_graph_is_alive() -> None:
