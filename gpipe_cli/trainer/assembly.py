@@ -89,6 +89,7 @@ class Assembly:
     Attributes:
         source: of the data; on the first worker of each replica, None elsewhere.
         first: the same on every worker.
+        builders: of all layers.
         cells: of this worker, in order.
         ties: the tied parameters of the model.
     """
@@ -98,6 +99,7 @@ class Assembly:
     source: Source | None
     first: FirstBatch
     layout: CellLayout
+    builders: Sequence[LayerBuilder]
     cells: list[Cell]
     ties: TiedParameters
     runtime: PipelineRuntime
@@ -172,7 +174,7 @@ def assemble_model(
     codec = BatchPlanCodec(first.shape, pipeline.M, world.replica, world.replicas)
     runtime = PipelineRuntime(world, engine, schedules, codec)
     ties = TiedParameters(cut.uses([builder.name for builder in builders]), cells, replica_link(world))
-    return Assembly(settings, task, source, first, lay_out_model(world, cells, cut), cells, ties, runtime)
+    return Assembly(settings, task, source, first, lay_out_model(world, cells, cut), builders, cells, ties, runtime)
 
 
 def list_layers(context: Context, settings: Settings, world: World, trains: bool) -> list[LayerBuilder]:

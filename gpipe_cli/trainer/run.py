@@ -5,8 +5,9 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._dynamo  # every optimizer imports it when it is made; imported here once, before workers are forked
@@ -16,11 +17,15 @@ from ..checkpoint.choose import open_checkpoint
 from ..checkpoint.compatibility import require_same_data
 from ..checkpoint.files import vocabulary_folder
 from ..config import Settings
+from ..data.source import Source
 from ..disk import writing
 from ..factory.build import build_lr_schedule, build_optimizer, build_task
+from ..factory.module_itself import is_traced, look_at_first_start
 from ..launch.context import Context
 from ..metrics.journal import Journal
+from ..micro_batch import MicroBatch
 from .assembly import Assembly, assemble_model, start_worker
+from .batches import first_batch
 from .data_source import count_defects
 from .equal_replicas import require_equal_replicas
 from .loop import Trainer
@@ -59,6 +64,11 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
         steps=settings.trainer.steps,
     )
     assembly = assemble_model(context, settings, world, task, journal)
+    if world.rank == 0 and is_traced(assembly.builders):
+        with context.where.doing("comparing the layers with the module itself"):
+            look_at_first_start(
+                assembly.builders, assembly.settings.model, task, partial(_first_micro_batch, assembly), journal.message
+            )
     if resumed is not None and world.rank == 0:
         require_same_data(resumed, assembly.source, settings.checkpoint.allow_changes)
     keep_vocabularies = getattr(assembly.source, "keep_vocabularies", None)
@@ -75,6 +85,11 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     journal.cell_times(summary["cells"])
     journal.close()
     return summary
+
+
+def _first_micro_batch(assembly: Assembly) -> MicroBatch:
+    source = cast(Source, assembly.source)
+    return first_batch(source, assembly.settings.pipeline.M, assembly.world.replicas).micro_batches[0]
 
 
 def summarize(trainer: Trainer, assembly: Assembly, config: Mapping[str, Any]) -> dict[str, Any]:

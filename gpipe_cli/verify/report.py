@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..config import Settings
+from ..factory.module_itself import ModuleReport
 from ..metrics.metrics_file import json_safe
 from . import compare as c
 from .compare import PASSED_BACK, Quantity, StepComparison
@@ -27,6 +28,7 @@ class VerifyReport:
         loss: of the last step.
         raised: factor by which the learning rate was raised.
         memory: peak bytes of rank 0: after the first step, and at the end.
+        itself: how the layers of a traced module compare with the module itself; None for other models.
         rounding: what differed in the configured precision, where float64 has decided that it is rounding.
     """
 
@@ -39,10 +41,12 @@ class VerifyReport:
     raised: float = 1.0
     memory: dict[str, int] = field(default_factory=dict)
     rounding: str = ""
+    itself: ModuleReport | None = None
 
     @property
     def agrees(self) -> bool:
-        return bool(self.steps) and all(step.agrees for step in self.steps.values())
+        pipelined = bool(self.steps) and all(step.agrees for step in self.steps.values())
+        return pipelined and (self.itself is None or self.itself.agrees is not False)
 
     @property
     def may_be_rounding(self) -> bool:
@@ -68,6 +72,8 @@ class VerifyReport:
         run = self._run()
         if not self.steps:
             return f"nothing was compared: the data ended before the first step ({run})"
+        if not self.agrees and all(step.agrees for step in self.steps.values()):
+            return f"DIFFERENT: the traced layers do not compute what the module itself does ({run})"
         if not self.agrees:
             return f"DIFFERENT: the pipelined run is not the plain one ({run})"
         worst = self._worst()
@@ -92,6 +98,8 @@ class VerifyReport:
     def notes(self) -> list[str]:
         """Returns what is no error, as sentences."""
         found = []
+        if self.itself is not None:
+            found.append(f"the module itself: {self.itself.line}")
         if self.raised != 1.0:
             found.append(
                 f"the learning rate was raised {self.raised:.4g} times, to its peak: in the first steps of a warm-up "
@@ -120,6 +128,7 @@ class VerifyReport:
             "findings": self.findings,
             "notes": self.notes,
             "batchnorm": self.batchnorm,
+            "itself": None if self.itself is None else asdict(self.itself),
             "steps": [
                 {"step": number, "quantities": [_quantity(quantity) for quantity in step.quantities]}
                 for number, step in self.steps.items()

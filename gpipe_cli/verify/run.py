@@ -45,6 +45,7 @@ from .explain.batchnorm_note import batchnorm_note
 from .explain.diagnose import diagnose
 from .initial import expected_weights
 from .layout import VerifiedRun, owners_of
+from .module import compare_module
 from .plain import MiniBatch, PlainModel, Together, discard
 from .record import RecordedStep
 from .report import VerifyReport
@@ -77,8 +78,11 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
     if not wide and world.broadcast(lambda: report is not None and report.may_be_rounding):
         decided = Verification(context, config, in_float64(settings), world, once_more=True).run()
         report = None if report is None or decided is None else report.decided_by(decided)
+    itself = compare_module(settings) if report is not None else None
+    wait_for_all(world)
     if report is None:
         return None
+    report = dataclasses.replace(report, itself=itself)
     (context.run_dir / "verify.json").write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
     return report.as_json()
 

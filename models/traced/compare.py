@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...errors import place_in_users_code
 from ...layers import LayerBuilder, announce
 from ...micro_batch import MicroBatch, Tensors
 from .layer import LayerMaker
@@ -47,6 +48,10 @@ COUNT = "num_batches_tracked"  # ends the name of a BatchNorm's counter
 AFTER_UPDATE = " after an update"
 ONCE = (TRAINED, OUTPUT, GRADIENT, BUFFER, EVALUATED)
 KINDS = (*ONCE, *(kind + AFTER_UPDATE for kind in ONCE))
+
+
+class ModuleFailed(Exception):
+    """Raised where the module itself fails; says where and how."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,8 @@ def compare(builders: Sequence[LayerBuilder], micro_batches: Sequence[MicroBatch
         loss: whose gradients are compared.
 
     Raises:
-        Exception: what the layers or the module raise.
+        ModuleFailed: the module fails where its layers do not.
+        Exception: what the layers raise.
     """
     traced_from = maker_of(builders[0]).traced_from
 
@@ -109,7 +115,11 @@ def compare(builders: Sequence[LayerBuilder], micro_batches: Sequence[MicroBatch
         is_wide = float_type is not torch.float32
         traced = traced_layers(traced_from, _example(given[0][0]), float_type) if is_wide else builders
         ours = run_layers(traced, given, loss, float_type)
-        return ours, run_module(traced_from, given, loss, float_type)
+        try:
+            return ours, run_module(traced_from, given, loss, float_type)
+        except Exception as error:
+            place = place_in_users_code(error)
+            raise ModuleFailed(f"{f'{place}: ' if place else ''}{type(error).__name__}: {error}") from error
 
     return decide(run)
 

@@ -56,7 +56,7 @@ ROOMS: dict[str, set[str]] = {
     "optim": {"checkpoint", "pipeline"},
     "metrics": {"data", "distributed", "pipeline", "schedule"},
     "decoding": {"distributed", "metrics", "pipeline", "schedule", "tasks"},
-    "factory": {"data", "distributed", "partition", "pipeline", "tasks"},
+    "factory": {"data", "distributed", "models", "partition", "pipeline", "tasks"},
     "trainer": {
         *("checkpoint", "data", "decoding", "distributed", "factory", "launch", "metrics", "optim", "pipeline"),
         *("schedule", "tasks"),

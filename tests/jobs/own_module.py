@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torchvision.models import MobileNetV2
 
@@ -68,6 +69,21 @@ class Noisy(nn.Module):
         x = x + self.again(means)
         x.relu_()
         return self.head(x)
+
+
+class Counting(Noisy):
+    """Multiplies by the number of its calls."""
+
+    calls = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(images) * self.calls
+
+
+def other_when_real() -> nn.Module:
+    """Returns a module to whoever traces it without memory, and another one that really runs."""
+    return Noisy() if isinstance(torch.empty(0), FakeTensor) else Counting()
 
 
 @dataclass
