@@ -95,9 +95,9 @@ def tolerance_of(settings: Settings) -> float:
 
 def ceiling_of(settings: Settings) -> float:
     """Returns the relative difference above which nothing counts as rounding, whatever float64 says."""
-    precision = settings.precision
-    half = precision.autocast or precision.boundaries
-    return CEILING_IN_HALF if half and not settings.pipeline.sync_batchnorm else CEILING
+    precision, pipeline = settings.precision, settings.pipeline
+    half, together = precision.autocast or precision.boundaries, pipeline.sync_batchnorm and pipeline.replicas > 1
+    return CEILING_IN_HALF if half and not together else CEILING
 
 
 def in_float64(settings: Settings) -> Settings:
