@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -24,7 +25,8 @@ class WeightCasts:
 
     Which weights are cast is seen in the first micro-batch of every step, for which autocast casts: those of which the
     layers make one cast and nothing else. Others are left to autocast: a weight that two layers share, or that is used
-    twice, has gradients that must be added up in the weight's own type. Nothing is kept from earlier steps, which a
+    twice, has gradients that must be added up in the weight's own type; a layer that reads a weight's type, as in
+    ``x.to(self.weight.dtype)``, must find its own. Nothing is kept from earlier steps, which a
     resumed run has not seen.
 
     Args:
@@ -55,7 +57,7 @@ class WeightCasts:
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
-        with _CastsSeen() as noted:
+        with _CastsSeen() as noted, _TypesRead(noted):
             yield
         if (seen := noted.casts) != self._seen:
             self._seen = seen
@@ -92,20 +94,33 @@ class _CastsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self._uses: Counter[int] = Counter()
+        self.uses: Counter[int] = Counter()
         self._types: dict[int, torch.dtype] = {}
 
     @property
     def casts(self) -> dict[int, torch.dtype]:
         """Returns the type of each such cast."""
-        return {key: dtype for key, dtype in self._types.items() if self._uses[key] == 1}
+        return {key: dtype for key, dtype in self._types.items() if self.uses[key] == 1}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for value in (*args, *kwargs.values()):
             for one in value if isinstance(value, (list, tuple)) else (value,):
                 if type(one) is not Tensor and isinstance(one, nn.Parameter):  # the second is slow
-                    self._uses[id(one)] += 1
+                    self.uses[id(one)] += 1
                     if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in _HALF:
                         self._types[id(one)] = kwargs["dtype"]
         return func(*args, **kwargs)
+
+
+class _TypesRead(TorchFunctionMode):
+    """Counts the reading of a parameter's type as a use."""
+
+    def __init__(self, casts: _CastsSeen) -> None:
+        super().__init__()
+        self._casts, self._read = casts, Tensor.dtype.__get__  # type: ignore[attr-defined]  # a C descriptor
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == self._read:
+            self._casts.uses[id(args[0])] += 1
+        return func(*args, **kwargs or {})

@@ -164,7 +164,7 @@ class LayerTrace:
         for number, parameter in enumerate(weights):
             address, version, mark = self._known.get(id(parameter), (0, -1, None))
             if mark is None or (address, version) != (parameter.data_ptr(), parameter._version):
-                with no_dispatch():  # in WeightCasts this reading would count as a use
+                with no_dispatch(), torch._C.DisableTorchFunction():  # WeightCasts would count this reading as a use
                     mark = fingerprint(parameter)
                 self._known[id(parameter)] = parameter.data_ptr(), parameter._version, mark
             self.trace.setdefault(kind, {})[Point(*call, number)] = mark

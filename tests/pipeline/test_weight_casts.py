@@ -66,13 +66,14 @@ def test_a_weight_is_cast_once_in_a_step_of_many_micro_batches() -> None:
 
 
 class Odd(nn.Module):
-    """Uses one weight twice, one in float32, and one in a matrix product and as it is."""
+    """Uses one weight twice, one in float32, one in a matrix product and as it is, and one for its type."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.twice, self.wide, self.both, self.once = (nn.Linear(4, 4) for _ in range(4))
+        self.twice, self.wide, self.both, self.once, self.typed = (nn.Linear(4, 4) for _ in range(5))
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.typed(x.to(self.typed.weight.dtype) / 3)
         x = self.once(self.twice(self.twice(x)))
         with torch.autocast("cpu", enabled=False):
             x = self.wide(x.float())
@@ -88,7 +89,7 @@ def test_other_uses_of_a_weight_are_left_to_autocast() -> None:
         with casts.used_on(CPU):
             assert torch.equal(layer(torch.ones(2, 4)), expected)
             changed = [name for name, value in layer.named_parameters() if value.dtype is torch.bfloat16]
-    assert changed == ["both.bias", "once.weight", "once.bias"]
+    assert changed == ["both.bias", "once.weight", "once.bias", "typed.bias"]
     assert all(isinstance(value, nn.Parameter) for value in layer.parameters())
 
 
