@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 NOT_THE_USERS = frozenset({*sys.stdlib_module_names, "hydra", "omegaconf", "torch", "numpy", "gpipe_cli"})
 
 
@@ -54,6 +55,11 @@ class Problems(list[str]):
     def error(self) -> ConfigurationError:
         """Returns the error with a line for each message, each once."""
         return ConfigurationError("\n".join(dict.fromkeys(self)))
+
+
+def visible(text: str) -> str:
+    """Returns the text with control characters written out, so that no file's content can act on a terminal."""
+    return text.translate(_CONTROLS)
 
 
 def place_in_users_code(error: BaseException) -> str | None:

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
-from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.errors import ConfigurationError, visible
 from gpipe_cli.terminal.frame import to_stderr as say  # standard output holds answers only
 
 if TYPE_CHECKING:
@@ -181,9 +181,10 @@ class Writer:
         from gpipe_cli.jobs.devices import plural
         from gpipe_cli.terminal.text import duration
 
-        start = "\r" if sys.stderr.isatty() else ""
+        if sys.stderr.isatty():
+            print(end="\r", file=sys.stderr)
         took = f"{duration(self.seconds)}, the start of the workers included"
-        say(f"{start}{plural(self.lines, 'line')} in {took}")
+        say(f"{plural(self.lines, 'line')} in {took}")
         if result["left_out"]:
             most, count = result["most"], result["left_out"]
             say(f"warning: not answered, because they have more than {most:,} tokens: {plural(count, 'line')}")
@@ -191,6 +192,8 @@ class Writer:
     def _write(self, lines: int, texts: Sequence[str], log_probabilities: Sequence[float]) -> None:
         if self._pipe is not None:
             texts = [" ".join(text.split("\n")) for text in texts]
+        if self._output.isatty():
+            texts = [visible(text) for text in texts]
         for text, total in zip(texts, log_probabilities, strict=True):
             self._output.write(f"{total:.4f}\t{text}\n" if self._scores else f"{text}\n")
         self._output.flush()

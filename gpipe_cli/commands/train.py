@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpipe_cli.errors import ConfigurationError, Problems
+from gpipe_cli.errors import ConfigurationError, Problems, visible
 from gpipe_cli.terminal.flags import CommandLine, read_words
 from gpipe_cli.terminal.frame import FAILED, REFUSED, run_command, to_stderr
 from gpipe_cli.terminal.output import OutputFailed
@@ -191,7 +191,7 @@ def _end_sweep(finished: Sweep) -> int:
     if not finished.directory.is_dir():
         return REFUSED
     table, all_done = sweep.finish(finished)
-    print(f"\n{table}\n\n{where_it_is(finished.directory)}", file=OutputStream(sys.stdout), flush=True)
+    print(visible(f"\n{table}\n\n{where_it_is(finished.directory)}"), file=OutputStream(sys.stdout), flush=True)
     return 0 if all_done else FAILED
 
 

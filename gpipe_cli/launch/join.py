@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from gpipe_cli.errors import visible
 from gpipe_cli.launch import report
 from gpipe_cli.launch.context import Context, call_entry, show_crashes
 from gpipe_cli.launch.stop import StopDeadline, StopSignals
@@ -189,7 +190,7 @@ def _fail(context: Context, error: BaseException, where: dict[str, Any]) -> NoRe
         shown = report.publish(directory, report.failure_of(context.rank, error, where))
         if report.error_path(directory, context.rank).exists():
             shown = report.echo_line(directory, context.rank, error, where) or shown
-        print(shown, file=sys.stderr)
+        print(visible(shown), file=sys.stderr)
         if "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(error, Exception):
             from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 

@@ -31,6 +31,7 @@ from typing import IO, Any, Literal, cast
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from gpipe_cli.errors import visible
 from gpipe_cli.terminal.output import OutputStream
 from gpipe_cli.terminal.text import duration, number, percent, relative_paths, text_table
 
@@ -98,7 +99,7 @@ class Console:
         if self._bar:
             self._bar.close()
         if not self._silent:
-            print(text, file=OutputStream(sys.stderr), flush=True)
+            print(visible(text), file=OutputStream(sys.stderr), flush=True)
 
     def warn(self, text: str) -> None:
         """Prints a warning on standard output and in train.log."""
@@ -109,9 +110,9 @@ class Console:
         if self._silent:
             return
         if self._rich.is_terminal:
-            self._rich.print(text, style=style)
+            self._rich.print(visible(text), style=style)
         else:
-            print(text, file=self._output, flush=True)
+            print(visible(text), file=self._output, flush=True)
 
     # -- kinds of events -----------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from gpipe_cli import __version__
 from gpipe_cli.disk import DiskError, explain
-from gpipe_cli.errors import ConfigurationError, Problems
+from gpipe_cli.errors import ConfigurationError, Problems, visible
 from gpipe_cli.launch.srun import adopt_step
 from gpipe_cli.terminal.output import OutputFailed, discard, open_closed_streams, reader_is_gone, show
 from gpipe_cli.terminal.text import relative_paths
@@ -104,7 +104,7 @@ def read_value(text: str, hint: Any) -> Any:
 
 def to_stderr(text: str) -> None:
     with suppress(OSError):  # nobody reads it
-        print(text, file=sys.stderr, flush=True)
+        print(visible(text), file=sys.stderr, flush=True)
 
 
 def run_command(

@@ -17,6 +17,7 @@ from omegaconf.errors import (
     UnsupportedInterpolationType,
 )
 
+from gpipe_cli.terminal import yaml_aliases  # noqa: F401  # from here on all YAML is checked
 from gpipe_cli.terminal.help import conf_folder
 from gpipe_cli.typed_section import nearest
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from gpipe_cli.disk import DISK, DiskError, prepare_directory
-from gpipe_cli.errors import ConfigurationError, PlainError
+from gpipe_cli.errors import ConfigurationError, PlainError, visible
 
 log = logging.getLogger("gpipe_cli")
 
@@ -91,7 +91,7 @@ def show(text: str) -> None:
         OutputFailed: it cannot be written.
     """
     try:
-        _write(sys.stdout, f"{text}\n")
+        _write(sys.stdout, f"{visible(text)}\n")
         sys.stdout.flush()
     except OSError as error:
         raise OutputFailed(error) from error

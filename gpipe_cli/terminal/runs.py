@@ -12,6 +12,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
 from gpipe_cli.disk import read_rows, skipped
+from gpipe_cli.terminal import yaml_aliases  # noqa: F401  # from here on all YAML is checked
 
 ERROR_FILE = "error.txt"  # in the run directory of a failed run
 RUN_FILES = ("summary.json", "metrics.jsonl", ERROR_FILE, ".hydra/config.yaml")  # one of them makes a folder a run

@@ -7,9 +7,11 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 from omegaconf import OmegaConf
 
 from benchmarks.reliability.wrong_configurations import SCREEN, Answer, Case, drawn, run, single_mistakes
+from gpipe_cli.commands import train
 from gpipe_cli.config import Settings
 from gpipe_cli.errors import ConfigurationError, Problems
 from gpipe_cli.jobs.composition import plain_values
@@ -40,6 +42,27 @@ def test_the_answer_names_every_mistake(
         code = end.code
     written = capsys.readouterr()
     assert Answer(code, written.out + written.err, 0.0, 0.0).faults(case) == []
+
+
+BOMB = "\n".join(["a0: &a0 [x, x]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40))])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("a: &a\n  b: *a\n", "this value holds itself"), (BOMB, "stand for more than 10,000 values")]
+)
+def test_yaml_without_end_is_refused_with_its_line(
+    text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text(text)
+    assert train.main([f"--config-dir={tmp_path}", "model=mine"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line and 'model/mine.yaml", line 1' in line
+
+
+def test_aliases_in_a_configuration_are_allowed() -> None:
+    assert yaml.safe_load("a: &a {x: 1}\nb: *a\nc: {<<: *a, y: 2}\n")["c"] == {"x": 1, "y": 2}
 
 
 def test_a_long_answer_fits_one_screen_and_says_how_much_is_left_out() -> None:

@@ -10,7 +10,10 @@ from types import SimpleNamespace
 import pytest
 from cli_jobs import progress
 
+from gpipe_cli.commands.lines import Writer
 from gpipe_cli.terminal.console import Console
+from gpipe_cli.terminal.frame import to_stderr
+from gpipe_cli.terminal.output import show
 from gpipe_cli.terminal.text import relative_paths, text_table
 
 
@@ -28,6 +31,33 @@ def test_what_a_terminal_cannot_show_is_a_question_mark() -> None:
         console.say("8.1 → 7.9")
         console.say("on")
     assert written.getvalue() == b"8.1 ? 7.9\non\n"
+
+
+HOSTILE = "\x1b]0;title\x07\x9b2J\rok"
+HARMLESS = r"\x1b]0;title\x07\x9b2J\x0dok"
+
+
+@pytest.mark.parametrize("terminal", ["0", "1"])
+def test_control_characters_of_files_do_not_reach_the_terminal(
+    terminal: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", terminal)  # of rich: whether it prints to a terminal
+    said = shown({"kind": "samples", "rows": [{"source": HOSTILE}]}, {"kind": "message", "text": f"\t{HOSTILE}"})
+    assert said.expandtabs() == f"    source  {HARMLESS}\n        {HARMLESS}\n"
+    show(HOSTILE)
+    to_stderr(HOSTILE)
+    Console(1, "plain").error(HOSTILE)
+    assert capsys.readouterr() == (f"{HARMLESS}\n", f"{HARMLESS}\n{HARMLESS}\n")
+
+
+def test_answers_are_harmless_on_a_terminal_and_whole_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = {}
+    for terminal in (True, False):
+        output = io.StringIO()
+        monkeypatch.setattr(output, "isatty", lambda terminal=terminal: terminal)
+        Writer(output, scores=False, pipe=None, keep=False)._write(1, [HOSTILE], [0.0])
+        written[terminal] = output.getvalue()
+    assert written == {True: f"{HARMLESS}\n", False: f"{HOSTILE}\n"}
 
 
 def test_an_output_that_is_closed_ends_no_run() -> None:
