@@ -125,7 +125,7 @@ def _refusal(
     info: CheckpointInfo, differing: Mapping[str, tuple[Json, Json]], allow_changes: Iterable[str], why: str
 ) -> CheckpointError:
     lines = [f"  {key}: {_shown(old)} in the checkpoint, {_shown(now)} now" for key, (old, now) in differing.items()]
-    back = (f"~{key}" if old == NOT_SET else f"{key}={_typed(old)}" for key, (old, _) in differing.items())
+    back = (f"~{key}" if old == NOT_SET else f"{key}={typed(old)}" for key, (old, _) in differing.items())
     return CheckpointError(
         f"{info.path} was made with another configuration:\n"
         + "\n".join(lines)
@@ -154,11 +154,11 @@ def _same(saved: Json, new: Json) -> bool:
 
 
 def _shown(value: Json) -> str:
-    text = _typed(value)
+    text = typed(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _typed(value: Json) -> str:
+def typed(value: Json) -> str:
     """Formats a value as Hydra's command line reads it."""
     if value is None:
         return "null"
@@ -167,9 +167,9 @@ def _typed(value: Json) -> str:
     if isinstance(value, str):
         return value if value == NOT_SET or _PLAIN.fullmatch(value) else json.dumps(value, ensure_ascii=False)
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_typed(entry)}" for key, entry in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{typed(entry)}" for key, entry in value.items()) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ",".join(_typed(entry) for entry in value) + "]"
+        return "[" + ",".join(typed(entry) for entry in value) + "]"
     return repr(value)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import fcntl
 import math
+import shlex
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +21,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from gpipe_cli.checkpoint import choose as checkpoints
 from gpipe_cli.checkpoint.commit import refuse_another_run
-from gpipe_cli.checkpoint.compatibility import require_compatible
-from gpipe_cli.checkpoint.files import CheckpointInfo
+from gpipe_cli.checkpoint.compatibility import require_compatible, typed
+from gpipe_cli.checkpoint.files import CheckpointInfo, step_directories, step_of
 from gpipe_cli.checkpoint.foreign import is_foreign, weight_files
 from gpipe_cli.config import Checks, LaunchConfig, Settings
 from gpipe_cli.disk import DiskError, writing
@@ -276,8 +278,21 @@ def _start(
     try:
         return restarts.run(start)
     except (KeyboardInterrupt, SystemExit):
-        console.say(f"stopped before its end; {where_it_is(run_dir)}")
+        console.say(f"{_how_to_go_on(run_dir, program)}\n{where_it_is(run_dir)}")
         raise
+
+
+def _how_to_go_on(run_dir: Path, program: EntryPoint) -> str:
+    """Returns which step of a stopped run is saved, and the command that continues from there."""
+    saved, place = step_directories(run_dir), HydraConfig.get()
+    if program.conclude is not None or not saved:
+        return "stopped before its end; no step is saved"
+    sweeps = place.mode == RunMode.MULTIRUN
+    key, folder = ("hydra.sweep.dir", place.sweep.dir) if sweeps else ("hydra.run.dir", run_dir)
+    last = [f"{key}={typed(relative_paths(str(folder)))}", "checkpoint.resume=auto"]
+    words = [word for word in sys.argv[1:] if not word.startswith((f"{key}=", "checkpoint.resume="))]
+    command = "the same with" if joined() else shlex.join([command_name(), *words])
+    return f"stopped before its end; step {step_of(saved[-1])} is saved. To go on, type: {command} {shlex.join(last)}"
 
 
 def _run_program(

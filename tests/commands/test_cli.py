@@ -180,6 +180,18 @@ def test_launch_inline_runs_every_cell_in_the_command_s_own_process(tmp_path: Pa
     assert not (only(tmp_path / "runs") / "workers").exists()
 
 
+def test_ctrl_c_says_which_step_is_saved_and_what_goes_on(tmp_path: Path) -> None:
+    with start(tmp_path, subprocess.PIPE, "hydra.run.dir=a run", "checkpoint.resume=null") as process:
+        assert process.stdout is not None
+        while b"step 1/8" not in process.stdout.readline():
+            pass
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read().decode()
+    (step,) = [int(path.name[5:]) for path in (tmp_path / "a run" / "checkpoints").iterdir()]
+    words = f"pipeline.K=1 trainer.steps=8 seed={cli_jobs.SLOW} 'hydra.run.dir=\"a run\"' checkpoint.resume=auto"
+    assert f"stopped before its end; step {step} is saved. To go on, type: gpipe-train {words}\n" in rest
+
+
 def test_two_runs_never_share_a_directory(tmp_path: Path) -> None:
     words = [*COMMAND, "pipeline.K=1", "trainer.steps=1"]
     both = [subprocess.Popen(words, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.DEVNULL) for _ in range(2)]

@@ -30,6 +30,7 @@ def train(context: Context, config: dict[str, Any]) -> dict[str, Any]:
             context.emit(progress(step, steps))
             time.sleep(0.1 if seed == SLOW else 0)
             if context.stop_requested():
+                (context.run_dir / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
                 break
         (context.run_dir / "received.json").write_text(json.dumps(config))
         (context.run_dir / "summary.json").write_text(json.dumps(summary(K, seed)))
