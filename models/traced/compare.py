@@ -11,7 +11,7 @@ import math
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from io import StringIO
 from typing import Any
@@ -32,7 +32,7 @@ from .recording import seeded
 from .trace import Example
 
 ROUNDING = 1e-4  # relative difference in float32 that still counts as rounding
-CEILING = 0.05  # a larger one, of a tensor that is not small, is none, whatever float64 says
+CEILING, CEILING_OF_GRADIENTS = 1e-3, 0.05  # more is none, whatever float64 says, unless the tensor is small
 SMALL = 1e-3  # times the largest norm of its kind: smaller tensors are measured by this for `CEILING`
 NOTHING = 1e-6  # the same in float64, where a smaller gradient is zero but for rounding
 COPIES = 6  # of the parameters that a comparison holds at the most: weights and gradients of both sides
@@ -130,13 +130,18 @@ def decide(run: Callable[[torch.dtype], tuple[Values, Values]]) -> Comparison:
     Where float32 differs by more than rounding usually does, and not by as much as an error would, float64 decides.
 
     Args:
-        run: returns `values_of` the layers, and of the module itself, whose float32 is the type that it is given.
+        run: returns `values_of` the layers, and of the module itself, whose float32 is the type that it is given. Where
+            it fails in float64, as the code of some modules holds types, float32 decides.
     """
     found = _judged(differences(*run(torch.float32)), ROUNDING)
-    if found.agrees or any(gap.share > CEILING for gap in found.differing):
+    if found.agrees or any(
+        gap.share > (CEILING_OF_GRADIENTS if gap.kind.startswith(GRADIENT) else CEILING) for gap in found.differing
+    ):
         return found
-    decided = _judged(differences(*run(torch.float64), NOTHING), ROUNDING**2)
-    return replace(decided, decided=str(found.worst)) if decided.agrees else found
+    with suppress(Exception):
+        decided = _judged(differences(*run(torch.float64), NOTHING), ROUNDING**2)
+        return replace(decided, decided=str(found.worst)) if decided.agrees else found
+    return found
 
 
 def maker_of(builder: LayerBuilder) -> LayerMaker:
@@ -243,7 +248,7 @@ def values_of(train: Run, evaluate: Run, tensors: Named) -> Values:
                 for number, output in enumerate(evaluate()):
                     values[EVALUATED + again, f"micro-batch {number}"] = output
             for name, tensor in tensors().items():
-                if (GRADIENT, name) in values:
+                if (GRADIENT, name) in values and bool(values[GRADIENT, name].any()):
                     _move(name, tensor)
     return values
 
