@@ -13,19 +13,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..errors import ConfigurationError
 from .cldr.languages import SCRIPTS
 from .prepared import PreparedSource
 from .sampling import TemperatureSampler, temperature_shares
 from .source import Batch, Report, permutation, read_ahead, slices_of_replica, split_evenly
-from .store import HeldOutPair, Ragged, Rows, Store, Tokens
-from .token_batches import balanced, by_count, by_tokens, pairs_by_width, width_of
+from .store import HeldOutPair, Ragged, Store, Tokens
+from .token_batches import dealt, least_pairs, micro_batches, width_of
 from .vocabulary import BOS, EOS, PAD
 
 if TYPE_CHECKING:
     from ..micro_batch import MicroBatch
 
-CHUNK_BATCHES = 64  # mini-batches that are sorted by length together
+CHUNK_BATCHES = 64  # mini-batches whose pairs are sorted by length together
 CHUNK_PAIRS = 2**22  # ... but no more pairs than this: they are held in memory, 40 bytes each
 EVALUATION_BATCH = 64  # sentences of a micro-batch
 TOKENS_OF_WIDTH = 0.8  # share of a padded target that is not padding, in CLDR batches
@@ -42,15 +41,16 @@ class HeldOutSample(NamedTuple):
 
 
 class PairSource(PreparedSource[Store]):
-    """Yields temperature-sampled mini-batches of pairs of similar length. Subclasses open the store.
+    """Yields temperature-sampled mini-batches of pairs. Subclasses open the store.
 
+    A mini-batch is a sample of all lengths. Its micro-batches hold pairs of similar lengths, and have nearly equal
+    numbers of padded tokens.
     A micro-batch is `((source [b, S], target_in [b, T]), (target_out [b, T],))`, int64: the source ends with the end
     token, `target_in` begins with the beginning token, `target_out` ends with the end token, and padding follows.
 
     Args:
-        batch_size: sentence pairs of a mini-batch, over all micro-batches and replicas, which get equal numbers.
-        batch_tokens: if given, a mini-batch has about this many target tokens instead, without padding, and its
-            micro-batches have nearly equal numbers of padded tokens.
+        batch_size: sentence pairs of a mini-batch, over all micro-batches and replicas.
+        batch_tokens: if given, a mini-batch has about this many target tokens instead, without padding.
         temperature: languages are drawn with p ∝ pairs^(1/temperature).
         max_length: tokens of the longest sequence, with its end token.
         evaluation_per_language: held-out sentences of each language in `evaluation`; None: all.
@@ -76,7 +76,6 @@ class PairSource(PreparedSource[Store]):
         self._temperature, self._max_length, self._seed = temperature, max_length, seed
         self.evaluation_per_language = evaluation_per_language
         self.evaluation_split = evaluation_split
-        self._pairs_by_width: dict[int, int] = {}
 
     def _open(self, report: Report) -> Store:
         raise NotImplementedError
@@ -93,10 +92,7 @@ class PairSource(PreparedSource[Store]):
         """
         self._store = store = self._open(report)
         if self._batch_tokens is not None:
-            widths = _drawn_widths(store, self._temperature)
-            self._pairs_by_width = pairs_by_width(widths, self._batch_tokens)
-            share = sum(pairs / self._pairs_by_width[width] for width, (pairs, _) in widths.items())
-            self._pairs = max(1, round(sum(pairs for pairs, _ in widths.values()) / share))
+            self._pairs = max(1, round(self._batch_tokens / _mean_target(store, self._temperature)))
 
     def typical_micro_batch(self, micro_batches: int, longest: bool) -> tuple[MicroBatch, int]:
         """Returns a micro-batch on the meta device, without data, and the examples of a mini-batch."""
@@ -110,15 +106,12 @@ class PairSource(PreparedSource[Store]):
         return ((ids, target_in), (target_out,)), examples
 
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
-        """Yields mini-batches without end; a position is `{"chunk": c, "batch": b, "pairs": n}`, the next one to make.
-
-        `pairs` counts the pairs of the chunk that were read; only `epochs` needs it.
-        """
-        start = position or {"chunk": 0, "batch": 0, "pairs": 0}
-        if self._batch_tokens is None:
-            slices_of_replica(self._pairs, M, replica, replicas, "data.batch_size")
-        else:
-            self._check_tokens(M * replicas)
+        """Yields mini-batches without end; a position is `{"chunk": c, "batch": b}`, the next one to make."""
+        start = position or {"chunk": 0, "batch": 0}
+        fewest, key = self._pairs, "data.batch_size"
+        if self._batch_tokens is not None:
+            fewest, key = least_pairs(self._pairs), "data.batch_tokens"
+        slices_of_replica(fewest, M, replica, replicas, key)
         return read_ahead(self._train(start["chunk"], start["batch"], M, replica, replicas))
 
     def evaluation(self, M: int) -> Iterator[Batch]:
@@ -183,19 +176,17 @@ class PairSource(PreparedSource[Store]):
 
     def epoch(self, position: Any) -> float:
         """Returns the pairs read up to `position` over the size of the corpus; small languages repeat more often."""
-        chunk, read = self._place(position)
-        return float((chunk * self._chunk + read) / sum(self._opened.sizes.values()))
+        return self._read(position) / sum(self._opened.sizes.values())
 
     def epochs(self, position: Any) -> dict[str, float]:
         """Returns how often each language's pairs have been read up to `position`."""
-        chunk, read = self._place(position)
-        taken = self._sampler().taken(chunk * self._chunk + read)
+        taken = self._sampler().taken(self._read(position))
         return {code: count / size for (code, size), count in zip(self._opened.sizes.items(), taken, strict=True)}
 
-    def _place(self, position: Any) -> tuple[int, int]:
-        """Returns the chunk, and how many of its pairs have been read."""
+    def _read(self, position: Any) -> int:
+        """Returns how many pairs have been read; with `batch_tokens` about as many, within a chunk."""
         start = position or {"chunk": 0, "batch": 0}
-        return start["chunk"], start.get("pairs", start["batch"] * self._pairs)
+        return int(start["chunk"] * self._chunk + start["batch"] * self._pairs)
 
     @property
     def _chunk(self) -> int:
@@ -211,50 +202,23 @@ class PairSource(PreparedSource[Store]):
         mine = slice(replica * M, (replica + 1) * M)
         for number in count(chunk):
             rows = self._opened.locate(*sampler.items(number))
-            batches = self._mini_batches(rows, number)
+            batches = dealt(rows.source + 1, rows.target + 1, len(rows) // self._pairs, self._batch_tokens is None)
+            order = permutation(len(batches), self._seed, "batches", number)
             opened: dict[int, Tokens] = {}  # files stay mapped for one chunk
-            read = sum(map(len, batches[:batch]))
             for place in range(batch, len(batches)):
-                of_batch = rows.take(batches[place])
-                read += len(of_batch)
-                cuts = self._cuts(of_batch, M * replicas)[mine]
+                groups = batches[order[place]]
+                of_batch = rows.take(np.concatenate(groups))
+                cuts = micro_batches([len(group) for group in groups], M * replicas)[mine]
                 made = [_micro_batch(*self._opened.gather(of_batch.take(cut), opened)) for cut in cuts]
-                yield Batch(made, {"chunk": number, "batch": place + 1, "pairs": read})
+                yield Batch(made, {"chunk": number, "batch": place + 1})
             batch = 0
 
-    def _check_tokens(self, micro_batches: int) -> None:
-        """Refuses too few `batch_tokens`: a chunk's last mini-batch may be half of one."""
-        width, pairs = min(self._pairs_by_width.items(), key=lambda item: item[1])
-        if pairs < 2 * micro_batches:
-            raise ConfigurationError(
-                f"data.batch_tokens={self._batch_tokens}: a mini-batch of the longest sentences has {pairs} pairs or "
-                f"half, too few for {micro_batches} micro-batches: "
-                f"use data.batch_tokens={2 * micro_batches * width} or a lower pipeline.M"
-            )
 
-    def _cuts(self, rows: Rows, micro_batches: int) -> list[slice]:
-        if self._batch_tokens is None:
-            return split_evenly(len(rows), micro_batches)
-        return balanced(rows.source + 1, rows.target + 1, micro_batches)
-
-    def _mini_batches(self, rows: Rows, chunk: int) -> list[npt.NDArray[np.int64]]:
-        """Returns the places of each mini-batch's pairs in the chunk; the mini-batches are in random order."""
-        if self._batch_tokens is None:
-            batches = by_count(rows.source + 1, rows.target + 1, self._pairs)
-        else:
-            batches = by_tokens(rows.source + 1, rows.target + 1, self._pairs_by_width)
-        return [batches[i] for i in permutation(len(batches), self._seed, "batches", chunk)]
-
-
-def _drawn_widths(store: Store, temperature: float) -> dict[int, tuple[float, float]]:
-    """Returns the share of the pairs, and the target tokens, of each target width after temperature sampling."""
-    drawn: dict[int, tuple[float, float]] = {}
+def _mean_target(store: Store, temperature: float) -> float:
+    """Returns the mean target tokens of a pair, with the end token, after temperature sampling."""
     shares = temperature_shares(list(store.sizes.values()), temperature)
-    for share, of in zip(shares, store.languages.values(), strict=True):
-        for width, (pairs, tokens) in of.widths.items():
-            before = drawn.get(width, (0.0, 0.0))
-            drawn[width] = (before[0] + share * pairs / of.pairs, before[1] + share * tokens / of.pairs)
-    return dict(sorted(drawn.items()))
+    summaries = zip(shares, store.languages.values(), strict=True)
+    return float(sum(share * sum(tokens for _, tokens in of.widths.values()) / of.pairs for share, of in summaries))
 
 
 def _ragged(sequences: Sequence[Sequence[int]]) -> Ragged:

@@ -17,7 +17,7 @@ from gpipe_cli.typed_section import unknown_key
 HELP = """\
 gpipe-report: one table and one plot of several runs of gpipe-train.
 
-    gpipe-train -m pipeline.K=1,2,4 pipeline.M=1,4,16
+    gpipe-train -m pipeline.K=1,2,4 pipeline.M=4,8,16
     gpipe-report sweeps/NAME
 
 RUN ...      run directories, sweep directories (all their jobs), folders of either, or files inside a run

@@ -37,7 +37,7 @@ gpipe-train {version}: trains a list of layers that is cut into K cells, each on
 mini-batch split into M micro-batches (GPipe). The result is the same for every K.
 
     gpipe-train model=transformer pipeline.K=16             the main job: 102 languages into English, embedded data
-    gpipe-train -m pipeline.K=1,2,4 pipeline.M=1,4,16       a sweep: nine runs, one table at the end
+    gpipe-train -m pipeline.K=1,2,4 pipeline.M=4,8,16       a sweep: nine runs, one table at the end
     gpipe-train debug=tiny                                  the same code in seconds
     gpipe-train model=transformer_lm_small data=text data.root=FOLDER      a language model of your own text
     gpipe-train model=module model.module._target_=NAME     any nn.Module: NAME makes it, as torchvision.models.vgg11

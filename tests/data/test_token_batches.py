@@ -1,4 +1,4 @@
-"""Tests batches of tokens against a plain loop: nothing is lost or repeated, loads are balanced, shapes are few."""
+"""Tests mini-batches of pairs: nothing is lost or repeated, each is a sample, loads are balanced, shapes are few."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gpipe_cli.data.cldr.source import TranslationSource
 from gpipe_cli.data.sampling import temperature_shares
 from gpipe_cli.data.source import Batch, Report, no_report
 from gpipe_cli.data.store import Store
-from gpipe_cli.data.token_batches import balanced, by_tokens, padded_tokens, pairs_by_width, width_of
+from gpipe_cli.data.token_batches import dealt, least_pairs, micro_batches, padded_tokens, width_of
 from gpipe_cli.data.translation import PairSource
 from gpipe_cli.errors import ConfigurationError
 
@@ -169,55 +169,74 @@ def lengths(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return np.clip(target * draw.normal(1.2, 0.2, count), 2, 96).astype(np.int64), target
 
 
-def cut(tokens: int, pairs: int = 40_000) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    source, target = lengths(pairs)
-    width = width_of(target)
-    widths = {int(w): (float((width == w).sum()), float(target[width == w].sum())) for w in np.unique(width)}
-    return source, target, by_tokens(source, target, pairs_by_width(widths, tokens))
+Parts = list[tuple[np.ndarray, np.ndarray]]
 
 
-def test_a_cut_in_mini_batches_keeps_every_pair_once() -> None:
-    _, _, batches = cut(4_000)
-    assert np.sort(np.concatenate(batches)).tolist() == list(range(40_000))
+def deal(pairs: int, equal_pairs: bool, parts: int, chunks: int = 3) -> list[Parts]:
+    """Returns the source and target lengths in each micro-batch of chunks of 64 mini-batches of about `pairs` pairs."""
+    made = []
+    for seed in range(chunks):
+        source, target = lengths(64 * pairs, seed)
+        for groups in dealt(source, target, 64, equal_pairs):
+            s, t = source[np.concatenate(groups)], target[np.concatenate(groups)]
+            made.append([(s[at], t[at]) for at in micro_batches([len(group) for group in groups], parts)])
+    return made
 
 
-def test_mini_batches_have_about_the_tokens_asked_for() -> None:
-    _, target, batches = cut(4_000)
-    tokens = np.array([int(target[batch].sum()) for batch in batches])
-    assert abs(tokens.mean() / 4_000 - 1) < 0.03
-    assert np.abs(tokens[:-1] / 4_000 - 1).max() < 0.25
+@pytest.mark.parametrize("equal_pairs", [True, False])
+@pytest.mark.parametrize("pairs", [1, 3, 4, 5, 96])
+def test_every_pair_of_a_chunk_is_dealt_once(pairs: int, equal_pairs: bool) -> None:
+    groups = [group for batch in dealt(*lengths(64 * pairs), 64, equal_pairs) for group in batch]
+    assert np.sort(np.concatenate(groups)).tolist() == list(range(64 * pairs))
+    assert min(map(len, groups)) > 0
 
 
-def test_padding_is_small() -> None:
-    source, target, batches = cut(4_000)
-    padded = sum(padded_tokens(source[b][p], target[b][p]) for b in batches for p in balanced(source[b], target[b], 4))
-    assert 1 - (source.sum() + target.sum()) / padded < 0.2
+@pytest.mark.parametrize("size", [{"batch_tokens": 900}, {"batch_size": 48, "batch_tokens": None}], ids=str)
+@pytest.mark.parametrize("M", [1, 4])
+def test_a_mini_batch_is_a_sample_of_the_corpus(M: int, size: dict[str, Any], folder: Path) -> None:
+    targets = [
+        np.concatenate([(out != 0).sum(1).numpy() for _, (out,) in batch.micro_batches])
+        for batch in first(opened(folder, **size).train(None, M, 0, 1), 64)
+    ]
+    corpus = np.concatenate(targets)
+    assert np.mean([of.std() for of in targets]) > 0.9 * corpus.std()
+    assert np.std([of.mean() for of in targets]) < 0.25 * corpus.std()
 
 
-@pytest.mark.parametrize("count", [2, 8])
-def test_micro_batches_are_balanced_in_padded_tokens_and_keep_the_order(count: int) -> None:
-    source, target, batches = cut(20_000)
-    for batch in batches:
-        cuts = balanced(source[batch], target[batch], count)
-        assert [i for cut in cuts for i in range(cut.start, cut.stop)] == list(range(len(batch)))
-        loads = [padded_tokens(source[batch][cut], target[batch][cut]) for cut in cuts]
-        assert len(loads) == count and max(loads) < 1.12 * np.mean(loads)
+def test_mini_batches_have_the_pairs_or_about_the_tokens_asked_for() -> None:
+    assert {sum(len(target) for _, target in batch) for batch in deal(150, True, 4)} == {150}
+    batches = deal(150, False, 4)
+    tokens = np.array([sum(target.sum() for _, target in batch) for batch in batches])
+    assert np.abs(tokens / tokens.mean() - 1).max() < 0.15
+    assert min(sum(len(target) for _, target in batch) for batch in batches) >= least_pairs(150)
+
+
+@pytest.mark.parametrize("equal_pairs", [True, False])
+def test_padding_is_small(equal_pairs: bool) -> None:
+    batches = deal(150, equal_pairs, 4)
+    padded = sum(padded_tokens(*part) for batch in batches for part in batch)
+    assert 1 - sum(int(source.sum() + target.sum()) for batch in batches for source, target in batch) / padded < 0.2
+
+
+@pytest.mark.parametrize(("equal_pairs", "mean", "most"), [(True, 1.35, 2.5), (False, 1.1, 1.6)])
+@pytest.mark.parametrize("parts", [4, 8])
+def test_micro_batches_are_balanced_in_padded_tokens(parts: int, equal_pairs: bool, mean: float, most: float) -> None:
+    batches = deal(600, equal_pairs, parts)
+    loads = np.array([[padded_tokens(*part) for part in batch] for batch in batches])
+    excess = loads.max(1) / loads.mean(1)
+    assert loads.shape == (len(batches), parts) and excess.mean() < mean and excess.max() < most
 
 
 def test_micro_batches_of_few_pairs_all_get_one() -> None:
-    source, target = np.array([90, 3, 3, 3]), np.array([90, 3, 3, 3])
-    assert [cut.stop - cut.start for cut in balanced(source, target, 4)] == [1, 1, 1, 1]
+    assert [part.stop - part.start for part in micro_batches([4, 2, 1, 1], 8)] == [1] * 8
 
 
 def test_shapes_are_few() -> None:
-    source, target, batches = cut(4_000, 200_000)
-    shapes = Counter(
-        (cut.stop - cut.start, int(width_of(source[b][cut].max())), int(width_of(target[b][cut].max())))
-        for b in batches
-        for cut in balanced(source[b], target[b], 4)
-    )
-    assert len(shapes) < sum(shapes.values()) / 20
-    assert sum(times for _, times in shapes.most_common(60)) > 0.9 * sum(shapes.values())
+    for equal_pairs in (True, False):
+        parts = [part for batch in deal(200, equal_pairs, 4, 16) for part in batch]
+        shapes = Counter((len(t), int(width_of(s.max())), int(width_of(t.max()))) for s, t in parts)
+        assert len(shapes) < len(parts) / 15
+        assert sum(times for _, times in shapes.most_common(80)) > 0.9 * len(parts)
 
 
 def test_widths_are_few_and_waste_little() -> None:
@@ -228,7 +247,7 @@ def test_widths_are_few_and_waste_little() -> None:
 
 
 def test_too_few_tokens_for_the_parts_are_refused_before_training(folder: Path) -> None:
-    said = r"data\.batch_tokens=300: .*too few for 16 micro-.*data\.batch_tokens=\d+"
+    said = r"divided into 16 micro-batches .*: raise data\.batch_tokens or lower pipeline\.M"
     with pytest.raises(ConfigurationError, match=said):
         opened(folder).train(None, 8, 0, 2)
 
