@@ -256,6 +256,8 @@ def recompute_without_autocast() -> Patch:
     """Recomputes in float32 what forward computed in bfloat16."""
 
     def wide(run: Any, cell: Cell, x: Any, y: Any, step: int, m: int, s: Any, first: bool) -> Any:
+        for parameters, name, weight, _ in () if first else cell._casts._slots:
+            parameters[name] = weight  # until the casts' own context ends
         with nullcontext() if first else torch.autocast("cpu", enabled=False):
             return run(cell, x, y, step, m, s, first)
 
