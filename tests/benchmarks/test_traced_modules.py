@@ -1,15 +1,18 @@
-"""Tests a sample of benchmarks/traced: traced modules, cut into cells, have the module's own loss and gradients."""
+"""Tests a sample of benchmarks/traced: modules, cut into cells, are equal to themselves or refused with a line."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from inspect import getsourcefile, getsourcelines
 from typing import Any
 
 import pytest
-from torch import Tensor
+from torch import Tensor, nn
 
-from benchmarks.traced.check import CASES, find
+from benchmarks.traced.as_written import blocks, operations, state, weights, written
+from benchmarks.traced.as_written.given import vectors
+from benchmarks.traced.check import CASES, DIFFERENT, find
 from benchmarks.traced.modules import subjects
 from benchmarks.traced.subject import TracedSubject
 
@@ -57,3 +60,56 @@ def test_a_traced_module_is_verified(name: str) -> None:
 def test_another_traced_module_is_verified(name: str) -> None:
     found = find(named(name), CASES)
     assert found.verified, found
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        *(weights.TiedInList, weights.HiddenParameter, weights.KeepsTranspose, weights.FreezesInTrain),
+        *(
+            operations.FillsPart,
+            operations.ClampsActivations,
+            operations.HalfAccumulator,
+            operations.BranchesOnTraining,
+        ),
+        *(state.FrozenBatchNorm, state.PositionsAtFirstCall, blocks.SparseMixture),
+    ],
+)
+def test_a_module_as_written_is_equal_to_itself(module: type[nn.Module]) -> None:
+    found = find(as_written(module), FEW)
+    assert found.verified, found
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        (weights.FreezesInForward, "self.body.requires_grad_(False)"),
+        (state.CountsCalls, "self.calls += 1"),
+        (state.UpdatesView, "self.statistics[0].mul_(0.9).add_(h.mean(0), alpha=0.1)"),
+        (state.AssignsBuffer, "self.centre = 0.9 * self.centre + 0.1 * h.detach().mean(0)"),
+        (operations.OwnGenerator, "noise = torch.rand(h.shape[-1], generator=torch.Generator().manual_seed(5))"),
+    ],
+)
+def test_another_module_as_written_is_refused_with_its_line(module: type[nn.Module], line: str) -> None:
+    found = find(as_written(module), FEW)
+    code, first = getsourcelines(module)
+    number = first + [text.strip() for text in code].index(line)
+    assert found.verdict == "refused" and f"{getsourcefile(module)}, line {number}: " in found.reason, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("subject", written, ids=lambda subject: subject.name)
+def test_every_module_as_written_is_equal_to_itself_or_refused(subject: TracedSubject) -> None:
+    found = find(subject, FEW)
+    assert found.right, found
+
+
+def test_a_module_that_differs_from_its_layers_is_found() -> None:
+    made = iter([weights.Net, operations.ScalesGradients, weights.Net])
+    found = find(TracedSubject("differs", lambda: next(made, operations.ScalesGradients)(), vectors), FEW)
+    assert found.verdict == DIFFERENT and "gradient of stem.weight" in found.reason, found
+
+
+def as_written(module: type[nn.Module]) -> TracedSubject:
+    (subject,) = (subject for subject in written if subject.constructor is module)
+    return subject
