@@ -196,6 +196,8 @@ def make_request(overrides: Sequence[str], folder: str | None = None, problems: 
     """
     from gpipe_cli.jobs.composition import Composer
     from gpipe_cli.jobs.devices import room_for_workers
+    from gpipe_cli.jobs.own_target import look_here
+    from gpipe_cli.jobs.trust import targets
     from gpipe_cli.planner.options import AUTO, keys
 
     problems = Problems() if problems is None else problems
@@ -204,6 +206,7 @@ def make_request(overrides: Sequence[str], folder: str | None = None, problems: 
     composed = composer.compose(line, problems, lambda composed: _check(composed, overrides, problems))
     config, options, settings, lines, notes = _check(composed, overrides, problems)
     problems.refuse()
+    look_here(targets(config))
     options = replace(options, find_M=config["pipeline"]["M"] == AUTO)
     if options.device is None:
         room = 1 if settings.launch.inline else room_for_workers(settings.pipeline)[0]

@@ -26,7 +26,7 @@ from gpipe_cli.errors import ConfigurationError, Problems
 from gpipe_cli.jobs import trust
 from gpipe_cli.jobs.composition import Composer, is_group, parsed, refuses
 from gpipe_cli.jobs.job import Prepared, check, prepare
-from gpipe_cli.jobs.own_target import allow_new_keys, look_here
+from gpipe_cli.jobs.own_target import allow_new_keys
 from gpipe_cli.launch.join import joined
 from gpipe_cli.terminal.flags import CommandLine
 
@@ -103,8 +103,7 @@ def open_run(
     with problems.collected():
         trust.refuse_foreign(check(composed, words, problems)[0], names, info.path)
     problems.refuse()
-    look_here(names)
-    return Checkpointed(info.path.parent.parent, info, prepare(composed, words), warnings)
+    return Checkpointed(info.path.parent.parent, info, prepare(composed, words, trusted=names), warnings)
 
 
 def _composed(

@@ -83,13 +83,16 @@ class Prepared:
     lines: list[str]
 
 
-def prepare(composed: DictConfig, overrides: Sequence[str], checks: Checks = MACHINE) -> Prepared:
-    """Resolves and checks a composed configuration.
+def prepare(
+    composed: DictConfig, overrides: Sequence[str], checks: Checks = MACHINE, trusted: Sequence[str] | None = None
+) -> Prepared:
+    """Resolves and checks a composed configuration, and makes what it names in the current directory importable.
 
     Args:
         composed: without Hydra's own node.
         overrides: as typed.
         checks: beside those of the configuration itself.
+        trusted: the `_target_`s that may lie in the current directory; None: all.
 
     Raises:
         ConfigurationError: it has one line for each wrong key or value.
@@ -97,6 +100,7 @@ def prepare(composed: DictConfig, overrides: Sequence[str], checks: Checks = MAC
     problems = Problems()
     config, settings, lines = check(composed, overrides, problems, checks)
     problems.refuse()
+    own_target.look_here(trust.targets(config) if trusted is None else trusted)
     if OmegaConf.select(composed, "pipeline.M") == AUTO:
         config, line = settle_micro_batches(config)
         lines.append(line)
@@ -182,7 +186,6 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
             console.say(_job_line(place))
         try:
             with _sole_writer(run_dir, console), record:
-                own_target.look_here(trust.targets(OmegaConf.to_container(composed)))
                 prepared = prepare(composed, list(place.overrides.task))
                 prepared.lines.extend(_not_made_tiny(place))
                 config = _with_checkpoint(prepared, run_dir, place, console)

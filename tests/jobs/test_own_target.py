@@ -8,7 +8,7 @@ from pathlib import Path
 import own_model
 import pytest
 
-from gpipe_cli.commands import evaluate, train
+from gpipe_cli.commands import evaluate, plan, train
 from gpipe_cli.jobs import own_target
 
 
@@ -43,6 +43,7 @@ def test_a_module_of_the_current_directory_is_called_once_it_is_named(
     inline = ["launch.inline=true", "pipeline.workers=1"]
     calls = (
         (train.main, [*words, "trainer.steps=1", "pipeline.K=2", "logging.tensorboard=false", "hydra.run.dir=run"], 0),
+        (plan.main, [*words, "pipeline.K=2"], 0),
         (evaluate.main, ["run"], 2),
         (evaluate.main, ["run", "trust=[lies_here.layers]"], 0),
     )

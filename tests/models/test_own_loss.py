@@ -23,7 +23,7 @@ COMMON = [
     *("model=module", "model.pad_id=0", "data._target_=own_module.PaddedTexts"),
     *(f"seed={SEED}", "trainer.steps=1", "trainer.evaluate_first=false", "checkpoint.every=1"),
     *("optimizer=sgd", f"optimizer.lr={LR}", "optimizer.momentum=0", "optimizer.weight_decay=0"),
-    *("trainer.gradient_clip=null", "lr_schedule.warmup_steps=0"),
+    *("trainer.gradient_clip=null", "lr_schedule=constant", "lr_schedule.warmup_steps=0"),
 ]
 WORDS = [*COMMON, "model.module._target_=own_module.WithLoss", "task=own_loss", "task.ignored=0", "data.batch_size=8"]
 
