@@ -119,14 +119,14 @@ def look_at_first_start(
         )
     else:
         report = compare_with_module(builders, [(inputs, targets)], task)
-        say(f"the module itself: {report.line}")
-        if report.agrees is None:
-            return
-        if not report.agrees:
+        if report.agrees is False:
             raise ConfigurationError(
                 f"{name_of(maker_of(builders[0]).traced_from.constructor)}: its layers, traced, do not compute what "
                 f"the module itself does: {report.line}; {WAY_OUT}"
             )
+        say(f"the module itself: {report.line}")
+        if report.agrees is None:
+            return
     with suppress(OSError):  # without a cache the next start looks again
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.touch()
