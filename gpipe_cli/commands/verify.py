@@ -46,10 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     own_keys = ("verify", *keys_of("verify", VerifyConfig))
     program = EntryPoint("gpipe_cli.verify.run:main", conclude=conclude, config_name="verify", own_keys=own_keys)
-    if "verify.format=json" in words:
-        with redirect_stdout(sys.stderr):
-            return train.main(words, program, HELP)
-    return train.main(words, program, HELP)
+    with redirect_stdout(sys.stdout):  # puts it back: verify.format=json changes it
+        return train.main(words, program, HELP)
 
 
 def conclude(report: Any, run_dir: Path, console: Console) -> int:

@@ -180,6 +180,8 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
     place = HydraConfig.get()
     run_dir = Path(place.runtime.output_dir)
     is_sweep = place.mode == RunMode.MULTIRUN
+    if OmegaConf.select(composed, "verify.format") == "json":
+        sys.stdout = sys.stderr  # standard output gets the report and nothing else
     record = RunRecord(run_dir, composed, keep=is_sweep)
     with Console(*_console_settings(composed), silent=not torchrun.is_first(), brief=is_sweep) as console:
         if is_sweep:

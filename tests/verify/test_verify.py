@@ -252,8 +252,9 @@ def test_the_exit_code_of_a_difference_is_1(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_json_is_all_that_standard_output_has(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = ["launch.inline=true", "verify.format=json", "verify.steps=1", f"hydra.run.dir={tmp_path / 'run'}"]
-    assert verify.main([*SUBJECT, *words]) == 0
+    (tmp_path / "mine.yaml").write_text("defaults: [verify, _self_]\nverify: {format: json, steps: 1}\n")
+    words = ["--config-dir", str(tmp_path), "--config-name", "mine", "launch.inline=true"]
+    assert verify.main([*words, *SUBJECT, f"hydra.run.dir={tmp_path / 'run'}"]) == 0
     report = json.loads(capfd.readouterr().out)
     assert report["agrees"] and [step["step"] for step in report["steps"]] == [1, 2, 3, 5]
 
