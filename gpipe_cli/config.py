@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
 from math import frexp, log2
 from typing import Annotated, Any, Literal
 
@@ -460,6 +461,25 @@ def _begins_in_one_way(settings: Settings) -> str | None:
     )
 
 
+def _init_except_has_a_source(settings: Settings) -> str | None:
+    checkpoint = settings.checkpoint
+    if not checkpoint.init_except or checkpoint.init_from is not None:
+        return None
+    return (
+        f"checkpoint.init_except={shown(checkpoint.init_except)} says what checkpoint.init_from does not bring, which "
+        "is null: type checkpoint.init_from=RUN too, or leave it out"
+    )
+
+
+def _changes_are_of_keys(settings: Settings) -> str | None:
+    known = known_keys()
+    for pattern in settings.checkpoint.allow_changes:
+        section = pattern.partition(".")[0]
+        if not any(fnmatchcase(key, pattern if section in TYPED else section) for key in known):
+            return f"checkpoint.allow_changes: {unknown_key(pattern, known)}"
+    return None
+
+
 CHECKS: Checks = (
     _enough_examples,
     _workers_have_cells,
@@ -473,5 +493,7 @@ CHECKS: Checks = (
     _inline_is_one_worker,
     _restarts_need_workers,
     _begins_in_one_way,
+    _init_except_has_a_source,
+    _changes_are_of_keys,
     _loss_scale_is_exact,
 )

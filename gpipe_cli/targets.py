@@ -391,6 +391,9 @@ def _of_data(data: Mapping[str, Any]) -> Iterator[str]:
         yield f"data.smallest={data['smallest']} is more than data.largest={data['largest']}: exchange them"
     if data.get("pair") is not None and data.get("languages") is not None:
         yield f"data.pair={data['pair']} is one language, data.languages={shown(data['languages'])}: leave out one key"
+    languages = data.get("languages") or []
+    if twice := [code for code in languages if languages.count(code) > 1]:
+        yield f"data.languages={shown(languages)}: {twice[0]} stands there twice, which changes nothing: once is enough"
     if data.get("batch_size", 1) is None and data.get("batch_tokens") is None:
         yield "data.batch_size=null needs data.batch_tokens: how large is a mini-batch?"
     shared, sides = data.get("vocabulary"), (data.get("source_vocabulary"), data.get("target_vocabulary"))

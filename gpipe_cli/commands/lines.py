@@ -191,7 +191,7 @@ class Writer:
 
     def _write(self, lines: int, texts: Sequence[str], log_probabilities: Sequence[float]) -> None:
         if self._pipe is not None:
-            texts = [" ".join(text.split("\n")) for text in texts]
+            texts = [" ".join(text.splitlines()) for text in texts]
         if self._output.isatty():
             texts = [visible(text) for text in texts]
         for text, total in zip(texts, log_probabilities, strict=True):

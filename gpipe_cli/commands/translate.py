@@ -85,8 +85,9 @@ def worker_config(run: Checkpointed) -> dict[str, Any]:
     config = run.config
     if not config["task"].get("generation"):
         raise ConfigurationError(
-            f"{run.run_dir}: its task has no section generation, so it does not generate text; if its model is "
-            "a translation, type +task.generation='{per_language:1,per_language_at_end:1,group:64,max_length:64}'"
+            f"{run.run_dir}: its task has no section generation, so it does not translate; texts are continued by "
+            "gpipe-generate. If its model is a translation, type "
+            "+task.generation='{per_language:1,per_language_at_end:1,group:64,max_length:64}'"
         )
     longest, vocabularies, source = config["data"].get("max_length"), vocabulary_folder(run.run_dir), None
     if are_kept(vocabularies):

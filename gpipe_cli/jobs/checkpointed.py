@@ -37,6 +37,8 @@ ANEW: Mapping[str, Any] = {
     "checkpoint.init_from": None,
     "launch.inline": False,
 }
+OF_TRAINING = ("optimizer", "lr_schedule", "trainer", "checkpoint", "logging")  # sections that are not read here
+READ = ("trainer.samples", "trainer.average")  # but these keys are
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,11 @@ def open_run(
     problems = Problems() if problems is None else problems
     composer, line = Composer(), CommandLine(allow_new_keys(words))
     overrides = list(parsed(line, problems))
+    problems += [
+        f"{override.input_line}: only training reads this key, leave it out"
+        for override in overrides
+        if override.key_or_group.partition(".")[0] in OF_TRAINING and override.key_or_group not in READ
+    ]
     try:
         info, warnings = choose(Path(checkpoint).expanduser(), step)
         trust.refuse_interpolations(info.state.configuration, info.path)

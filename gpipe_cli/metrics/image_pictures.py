@@ -100,7 +100,7 @@ def draw_confusion(labels: Numbers, predictions: Numbers, class_names: Sequence[
     axes = figure.add_subplot()
     picture = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
     figure.colorbar(picture, ax=axes, fraction=0.046, label="share of the true class")
-    axes.set_title(f"{np.trace(counts) / max(1, counts.sum()):.2%} of {counts.sum():,} right", fontsize=11)
+    axes.set_title(f"accuracy {np.trace(counts) / max(1, counts.sum()):.4g}, {counts.sum():,} examples", fontsize=11)
     axes.set_xlabel("predicted")
     axes.set_ylabel("true")
     if len(class_names) <= MOST_NAMED_CLASSES:

@@ -205,7 +205,7 @@ def _progress_line(event: Event, seconds_left: float | None, short: bool = False
     loss = event["loss"]
     parts = [
         f"loss {loss:.4f}" if loss is not None else "loss not finite",
-        f"accuracy {percent(event['accuracy'])}" if "accuracy" in event else f"lr {event['lr']:.1e}",
+        f"accuracy {number(event['accuracy'])}" if "accuracy" in event else f"lr {event['lr']:.1e}",
         f"{number(event['examples_per_second'], 3)} {'ex/s' if short else 'examples/s'}",
         _bubble(event["bubble"], event.get("bubble_predicted"), short),
     ]

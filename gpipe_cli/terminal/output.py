@@ -118,9 +118,11 @@ def require_writable(key: str, folder: str | Path) -> None:
         key: that names the folder.
 
     Raises:
-        ConfigurationError: it cannot be made, or nothing may be written there.
+        ConfigurationError: it has no name, it cannot be made, or nothing may be written there.
         DiskError: its disk is full or fails.
     """
+    if not str(folder):
+        raise ConfigurationError(f"{key}= is empty: name a folder, or leave it out")
     try:
         prepare_directory(Path(str(folder)).expanduser())
     except (DiskError, ValueError, RuntimeError) as error:  # a NUL character; a home that is not known

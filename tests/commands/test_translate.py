@@ -139,7 +139,11 @@ def test_what_is_no_utf8_is_named_and_still_a_line(
         (["checkpoint={run}", "scores=perhaps"], "scores=perhaps: use true or false"),
         (["checkpoint={run}", "step=77"], "no checkpoint of step 77; it has kept: 1"),
         (["checkpoint={run}", "pipeline.replicas=2"], "pipeline.replicas is 1 here"),
-        (["checkpoint={run}", "task.generation=null"], "no section generation"),
+        (
+            ["checkpoint={run}", "task.generation=null"],
+            "no section generation, so it does not translate; texts are continued by gpipe-generate",
+        ),
+        (["checkpoint={run}", "optimizer.lr=3"], "optimizer.lr=3: only training reads this key, leave it out"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -101,6 +101,7 @@ def test_wrong_values_leave_out_the_checks_that_need_them() -> None:
         (["optimizer=[adam,sgd]"], "optimizer=[adam,sgd]: optimizer has one option, without brackets"),
         (["name='${os.environ}'"], "name is taken from os.environ, and there is no such key: type name=…"),
         (["=3"], "=3: write key=value"),
+        (["hydra.run.dir="], "hydra.run.dir= is empty: name a folder, or leave it out"),
         (["--config-dir", ".", "--config-name", "bad"], "bad.yaml, line 1: not UTF-8"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else None,

@@ -60,6 +60,13 @@ def test_answers_are_harmless_on_a_terminal_and_whole_in_a_file(monkeypatch: pyt
     assert written == {True: f"{HARMLESS}\n", False: f"{HOSTILE}\n"}
 
 
+def test_accuracy_has_the_unit_of_an_evaluation() -> None:
+    said = shown(
+        {**progress(1, 2), "accuracy": 0.53125}, {"kind": "evaluation", "step": 1, "numbers": {"accuracy": 0.53125}}
+    )
+    assert said.count("accuracy 0.5312") == 2
+
+
 def test_an_output_that_is_closed_ends_no_run() -> None:
     output = io.StringIO()
     with redirect_stdout(output), Console(1, "plain") as console:
