@@ -543,6 +543,8 @@ def test_a_rank_may_end_a_pool_of_its_own(command: Any) -> None:
 def test_of_ranks_without_a_supervisor_only_the_one_that_failed_prints_a_traceback(command: Any) -> None:
     port = free_port()
     ranks = [command("fail_beside_recv", prefix=by_hand(port, rank, world_size=2)) for rank in (0, 1)]
+    for rank in ranks:
+        (rank.run_dir / "0").mkdir()
     (echo_code, echo), (code, cause) = [rank.end() for rank in ranks]
     assert (echo_code, code) == (1, 1)
     assert echo.startswith("worker 0 noticed the end of another: ")
