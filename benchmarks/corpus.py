@@ -3,9 +3,8 @@
 Writes corpora of token ids in the tool's own format (random ids, lengths as of real sentences, 102 languages of sizes
 100,000 : 1), opens each in a new process with cold files, and reads mini-batches of `--tokens` target tokens in 16
 micro-batches. Columns: `anonymous` is the process's own memory, `mapped` are pages of files, which the kernel reclaims
-when it needs them; the memory that importing torch takes is subtracted from both. `micro_batches` is the number of
-micro-batches read, `shapes` the number of different shapes among them, `imbalance` by how much the padded tokens of a
-mini-batch's largest micro-batch exceed its mean. Needs 110 bytes of disk per pair in `--folder`, and removes the files.
+when it needs them; the memory that importing torch takes is subtracted from both. Needs 110 bytes of
+disk per pair in `--folder`, and removes the files. What is in the mini-batches is measured by `benchmarks.updates`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import shutil
 import tempfile
 import time
 from argparse import Namespace
-from collections import Counter
 from itertools import islice
 from pathlib import Path
 
@@ -93,17 +91,13 @@ def read(folder: Path, tokens: int, batches: int) -> Row:
     began = time.perf_counter()
     next(stream)
     first = time.perf_counter() - began
-    began, target, shapes, loads = time.perf_counter(), 0, Counter[tuple[int, ...]](), []
+    began, target = time.perf_counter(), 0
     for batch in islice(stream, batches):
         target += sum(int((of[0] != 0).sum()) for _, of in batch.micro_batches)
-        shapes.update((*of[0].shape, of[1].shape[1]) for of, _ in batch.micro_batches)
-        loads.append([of[0].numel() + of[1].numel() for of, _ in batch.micro_batches])
     seconds = time.perf_counter() - began
     own_after, mapped = memory()
-    imbalance = float(np.mean([max(of) / np.mean(of) for of in loads]) - 1)
     row: Row = {"open, s": opened, "open, MB": own - before, "first batch, s": first}
-    row |= {"tokens/s": target / seconds, "anonymous, MB": own_after - before, "mapped, MB": mapped - libraries}
-    return row | {"micro_batches": shapes.total(), "shapes": len(shapes), "imbalance": imbalance}
+    return row | {"tokens/s": target / seconds, "anonymous, MB": own_after - before, "mapped, MB": mapped - libraries}
 
 
 def main() -> None:
@@ -116,7 +110,6 @@ def main() -> None:
     sizes = [100_000] if arguments.quick else arguments.pairs
     columns = {"pairs": ",d", "GB": ".2f", "open, s": ".2f", "open, MB": ".0f", "first batch, s": ".2f"}
     columns |= {"tokens/s": ",.0f", "anonymous, MB": ".0f", "mapped, MB": ".0f"}
-    columns |= {"micro_batches": ",d", "shapes": "d", "imbalance": ".1%"}
     report(columns, (measure(pairs, arguments) for pairs in sizes), arguments.output)
 
 

@@ -33,6 +33,7 @@ SMALL = {
     "reliability.healthy": "--count 1",
     "images": "--quick",
     "corpus": "--quick --tokens 20000 --batches 2",
+    "updates": "--quick",
     "text": "--quick",
     "reliability.wrong_configurations": "--count 3",
     "traced.plain_loop": "--quick",
