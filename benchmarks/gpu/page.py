@@ -16,11 +16,10 @@ HEAD = """\
 
     python -m benchmarks.gpu        # or: make gpu
 
-proves and measures what follows on a machine with one or more GPUs, without a network, in at most eight minutes. Each
-part is a process of its own with its own limit of time. What there is no time for is named, and the same command goes
-on with it. It writes `docs/gpu.json`, and this page from it. `python -m benchmarks.gpu exact bits` runs only these
-parts; `--again` repeats what has passed; `--device cpu --tiny` tries every part without a GPU, as
-`tests/benchmarks/test_gpu.py` does.
+proves and measures what follows on a machine with one or more GPUs, without a network, in at most eight minutes, and
+writes this page and `docs/gpu.json`. What there is no time for is named, and the same command goes on with it.
+`python -m benchmarks.gpu exact bits` runs only these parts; `--again` repeats what has passed; `--device cpu --tiny`
+tries every part without a GPU.
 
 It needs this repository, torch (2.11 or newer; `make test TORCH=2.11.0` passed on a CPU on 23 November 2026) and the
 packages of `pyproject.toml`. For a machine without a network:
@@ -53,41 +52,18 @@ PROMISES = (
     ("messages over NCCL cannot stall", "exact", "tests/pipeline/test_nccl_rules.py"),
     ("planned memory and times are those of a run", "planned", "tests/planner/test_plan.py"),
 )
-# What passes on the device without hardware, and the test in `DEVICES` that shows it.
-ON_THE_TEST_DEVICE = (
-    ("tensors of two devices do not mix", "test_tensors_of_two_devices_do_not_mix_and_bytes_are_counted"),
-    (
-        "streams, and planted faults of theirs",
-        "test_streams_go_on_in_any_order_that_events_allow",
-    ),
-    ("mini-batches copied ahead; without its wait the test fails", "test_an_upload_needs_what_it_does"),
-    ("times by events", "test_a_time_that_is_read_before_its_event_is_an_error"),
-    ("memory: counted exactly, and its end told", "test_memory_is_counted_exactly_and_ends_in_a_layer_with_a_name"),
-    (
-        "engine, trainer, ties, averages at K = 1, 2, 4; bf16",
-        "test_a_run_on_the_device_has_the_bits_of_any_k",
-    ),
-    ("two and four workers, real processes", "test_workers_on_the_device_have_the_bits_of_one"),
-    ("checkpoints, from device to CPU to device", "test_a_run_goes_on_from_one_kind_of_device_on_another"),
-    (
-        "evaluation, beam search, and the planner's measured layers (`pipeline.cost=profile`)",
-        "test_training_evaluation_and_translation_are_those_of_the_cpu",
-    ),
-)
 WITHOUT = """\
 ## What is proven without one
 
-`tests/jobs/late_device.py` is a device without hardware. Its operations run late, in an order drawn from a seed that
+`{devices}` runs engine, trainer, ties, averages, checkpoints, evaluation, beam search, copies ahead and measured layers
+on `tests/jobs/late_device.py`, a device without hardware. Its operations run late, in an order drawn from a seed that
 keeps only the order within a stream, events, and the host's waiting; a result that is used too early, or memory that is
 given away too early, gives NaN. It cannot show kernels, NCCL, the rounding or the random numbers of a GPU, or times.
-gpipe-plan itself needs no device. Tests in `{devices}`:
-
-{table}
 
 `tests/jobs/nccl_rules.py` models what NCCL and CUDA allow, with one communicator for two ranks (torch before 2.15) and
-with one for a group (since). `python tests/jobs/nccl_runs.py 0 100000` draws whole runs from the first connection on:
-every schedule, K up to 16, M up to 64, evaluation, decoding, checkpoints, tied weights, replicas with early sums and a
-divided optimizer state. A stall is drawn, and replayed by its seed. {runs}.
+with one for a group (since). `python tests/jobs/nccl_runs.py 0 100000` draws whole runs: every schedule, K up to 16,
+M up to 64, evaluation, decoding, checkpoints, tied weights, replicas with early sums and a divided optimizer state.
+A stall is drawn, and replayed by its seed. {runs}.
 """
 RUNS = "None of these 100,000 runs stalled\n(23 November 2026)"
 
@@ -100,17 +76,15 @@ def write_page(records: Records, path: Path) -> None:
 
 def page(records: Records) -> str:
     """Returns the page as Markdown."""
-    rows = [
-        [promise, shown(records.of.get(part), f"`{test}`"), f"[{part}](#{part})"] for promise, part, test in PROMISES
-    ]
+    rows = [[promise, shown(records.of.get(part), f"`{test}`"), part] for promise, part, test in PROMISES]
     paragraphs = [HEAD, "## What has run on a GPU\n", markdown_table(["promise", "state", "part"], rows), ""]
-    tests = [[what, f"`{test}`"] for what, test in ON_THE_TEST_DEVICE]
-    paragraphs.append(WITHOUT.format(devices=DEVICES, table=markdown_table(["what", "test"], tests), runs=RUNS))
+    paragraphs.append(WITHOUT.format(devices=DEVICES, runs=RUNS))
     for part in PARTS:
-        record = records.of.get(part.name)
-        paragraphs += [f"## {part.name}\n", f"{part.title[0].upper()}{part.title[1:]}. {told(record)}\n"]
-        if record is not None and record.rows:
-            paragraphs += [table(record.rows), ""]
+        if (record := records.of.get(part.name)) is not None:
+            paragraphs += [f"## {part.name}\n", f"{part.title[0].upper()}{part.title[1:]}. {told(record)}\n"]
+            paragraphs += [table(record.rows), ""] if record.rows else []
+    missing = [f"* {part.name}: {part.title}" for part in PARTS if part.name not in records.of]
+    paragraphs += ["## What has not run on a GPU\n", *missing] if missing else []
     return "\n".join(paragraphs).rstrip() + "\n"
 
 
@@ -123,10 +97,8 @@ def shown(record: Record | None, test: str) -> str:
     return f"**failed** on {record.where}, {record.date}; by rule: {test}"
 
 
-def told(record: Record | None) -> str:
+def told(record: Record) -> str:
     """Returns when and where a part has run."""
-    if record is None:
-        return "Has not run on a GPU."
     place = f"{record.where}, torch {record.torch}, {record.date}, {record.seconds:.0f} s"
     why = f": {record.why.splitlines()[-1]}" if record.why else ""
     return f"{record.status.capitalize()}{why} ({place})."

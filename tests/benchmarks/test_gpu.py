@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.__main__ import outcome, read, wanted
-from benchmarks.gpu.page import DEVICES, ON_THE_TEST_DEVICE, PROMISES, page, shown
+from benchmarks.gpu.page import PROMISES, page, shown
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.records import DONE, FAILED, LATE, SKIPPED, Record, Records
 from benchmarks.gpu.speed import preset, ran_out_of_memory
@@ -97,8 +97,6 @@ def test_every_promise_names_a_part_and_a_test() -> None:
         file, _, function = test.partition("::")
         assert part in names
         assert f"def {function}" in (ROOT / file).read_text(), test
-    devices = (ROOT / DEVICES).read_text()
-    assert [test for _, test in ON_THE_TEST_DEVICE if f"def {test}(" not in devices] == []
 
 
 def test_a_gpu_is_known_by_its_name() -> None:
