@@ -41,8 +41,7 @@ from . import compare as c
 from .check import Checker, ComparedStep
 from .compare import Quantity, StepComparison
 from .evaluation import check_evaluation, evaluate
-from .explain.batchnorm_note import batchnorm_note
-from .explain.diagnose import diagnose
+from .findings import batchnorm_note, findings
 from .initial import expected_weights
 from .layout import VerifiedRun, owners_of
 from .module import compare_module
@@ -170,7 +169,7 @@ class Verification:
         self._muted = False
         try:
             self._run_steps()
-            findings = [] if self._checker is None else diagnose(self._compared, self._checker)
+            found = [] if self._checker is None else findings(self._compared, self._checker)
             wait_for_all(self._world)  # not after an error: the others may never arrive
         finally:
             if self._world.rank == 0:
@@ -182,7 +181,7 @@ class Verification:
         steps = {one.number: one.found for one in self._compared}
         memory = {**self._memory, "verifying": peak_memory(self._world.device)}
         tolerance = self._checker.tolerance
-        return VerifyReport(self._settings, tolerance, steps, findings, self._note, loss, self._raised, memory)
+        return VerifyReport(self._settings, tolerance, steps, found, self._note, loss, self._raised, memory)
 
     def _emit(self, event: dict[str, Any]) -> None:
         """Passes an event to the console, unless gpipe-verify itself is its cause."""

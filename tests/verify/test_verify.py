@@ -15,8 +15,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.reliability.healthy import alarm, drawn
-from benchmarks.reliability.planted_faults.__main__ import tried
-from benchmarks.reliability.planted_faults.fault import FAULTS, Fault
 from benchmarks.reliability.planted_faults.run import SUBJECT, verified
 from gpipe_cli.commands import verify
 from gpipe_cli.commands.verify import as_text
@@ -24,7 +22,6 @@ from gpipe_cli.config import PipelineConfig
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.verify.batchnorm import run_together
 from gpipe_cli.verify.compare import GRADIENTS, PASSED_BACK, Difference, Quantity, StepComparison
-from gpipe_cli.verify.explain.parts import made_of
 from gpipe_cli.verify.plain import PlainModel, Together
 from gpipe_cli.verify.settings import require_room
 
@@ -135,85 +132,12 @@ def test_run_together_gives_batchnorm_the_whole_and_dropout_its_own(tmp_path: Pa
         run_together([partial(run, number) for number in (0, 7)], [norm], torch.device("cpu"))
 
 
-# -- planted faults ------------------------------------------------------------------------------------------------
-
-
-def is_named(run_dir: Path, fault: Fault) -> bool:
-    row = tried(fault, run_dir)
-    print("\n".join(row["said"]))
-    return row["caught"] == row["named"] == "yes"
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "scaled_by_m",
-        "other_noise_in_recompute",
-        "another_input_recomputed",
-        "recompute_by_moving_averages",
-        "clipping_by_cell",
-        "loss_scale_not_divided_out",
-        "loss_scale_left_in_one_layer",
-        "stale_weight_casts",
-        "weight_casts_without_a_graph",
-        "boundary_cast_left_out",
-        "overflow_ignored",
-    ],
-)
-def test_a_fault_is_caught_and_named(tmp_path: Path, name: str) -> None:
-    assert is_named(tmp_path, FAULTS[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "replica_left_out",
-        "weight_half_lost",
-        "noise_ignores_the_step",
-        "resumed_with_another_layer",
-        "one_cell_evaluated_in_training_mode",
-        "variance_of_a_sample",
-        "tied_gradient_lost",
-        "tied_value_not_sent",
-        "tied_parameters_trained_apart",
-    ],
-)
-def test_faults_of_all_classes_are_caught_and_named(tmp_path: Path, name: str) -> None:
-    """Some of `python -m benchmarks.reliability.planted_faults`."""
-    assert is_named(tmp_path, FAULTS[name])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 7, 9])
 def test_healthy_configurations_raise_no_alarm(tmp_path: Path, number: int) -> None:
     """Some of `python -m benchmarks.reliability.healthy`."""
     kind, said = alarm(drawn(number, 0), tmp_path)
     assert not kind, said
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["model.odd=dice"], "layer dice (cell 2) gives something else when it is computed again"),
-        (
-            ["model.odd=moody", "model.batchnorm=false"],
-            "layer moody (cell 2) gives something else when it is computed again, and draws no random",
-        ),
-    ],
-)
-def test_a_layer_that_cannot_be_repeated_is_named(tmp_path: Path, words: list[str], said: str) -> None:
-    report = verified(tmp_path, "pipeline.remat=always", *words)
-    assert said in "\n".join(report["findings"])
-    assert as_text(report)[-1].startswith("DIFFERENT: ")
-
-
-def test_parts_of_a_gradient_are_found_where_they_are_independent() -> None:
-    first, second = torch.randn(20, dtype=torch.float64), torch.randn(20, dtype=torch.float64)
-    parts = {(0, 0): first, (0, 1): second}
-    assert made_of(2 * first, parts) == pytest.approx({(0, 0): 2, (0, 1): 0}, abs=1e-9)
-    assert made_of(torch.randn(20, dtype=torch.float64), parts) is None
-    assert made_of(first, {(0, 0): first, (0, 1): first}) is None
 
 
 # -- the command, real processes -------------------------------------------------------------------------------------

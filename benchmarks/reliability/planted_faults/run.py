@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ from gpipe_cli.jobs.job import EntryPoint, launch_program, prepare
 from gpipe_cli.launch.context import Context
 from gpipe_cli.verify import run as verify
 
-from . import beginnings, forward, gradients, half, statistics, ties, updates  # noqa: F401  (they register their faults)
-from .fault import Fault, planted
+from .faults import Fault, planted
 from .subject import PARTITION, WORDS
 
 SUBJECT = (*WORDS, PARTITION)  # of the command line
@@ -36,30 +34,21 @@ def verified(run_dir: Path, *words: str, fault: str = "", subject: bool = True) 
         subject: on the subject's model, data and task.
     """
     program = EntryPoint(f"{__name__}:main", ("torch", __name__))
-    report = _run("verify", program, run_dir, [*(SUBJECT if subject else ()), *words], fault)
+    typed = [*(SUBJECT if subject else ()), *words]
+    apart = any(word.startswith(("pipeline.workers=", "pipeline.replicas=")) for word in typed)
+    overrides = own_target.complete([*typed, *(() if apart else ("launch.inline=true",))])
+    with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
+        config = prepare(compose("verify", overrides=overrides), overrides).config
+    run_dir.mkdir(parents=True, exist_ok=True)
+    job = {"settings": config, "started_at": time.time(), "fault": fault}
+    report = launch_program(program, job, run_dir, lambda event: None)
     assert isinstance(report, dict)
     return report
 
 
-def _run(config_name: str, program: EntryPoint, run_dir: Path, typed: Sequence[str], fault: str = "") -> Any:
-    apart = any(word.startswith(("pipeline.workers=", "pipeline.replicas=")) for word in typed)
-    overrides = own_target.complete([*typed, *(() if apart else ("launch.inline=true",))])
-    with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
-        config = prepare(compose(config_name, overrides=overrides), overrides).config
-    run_dir.mkdir(parents=True, exist_ok=True)
-    job = {"settings": config, "started_at": time.time(), "fault": fault}
-    return launch_program(program, job, run_dir, lambda event: None)
-
-
-def trained(run_dir: Path) -> Path:
-    """Trains the subject for two steps with another seed, and returns its checkpoint."""
-    _run("train", EntryPoint(), run_dir, [*SUBJECT, "seed=7", "trainer.steps=2", "logging.tensorboard=false"])
-    return next((run_dir / "checkpoints").glob("step_*"))
-
-
 def planted_report(run_dir: Path, fault: Fault) -> dict[str, Any]:
     """Returns the report of gpipe-verify on the subject with a fault planted."""
-    words = [word.replace("@", str(trained(run_dir / "earlier"))) if "@" in word else word for word in fault.words]
+    words = list(fault.words)
     if fault.workers > 1 or fault.replicas > 1:
         words += [f"pipeline.workers={fault.workers}", f"pipeline.replicas={fault.replicas}"]
     return verified(run_dir, *words, fault=fault.name)

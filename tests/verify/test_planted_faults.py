@@ -1,0 +1,55 @@
+"""Tests that gpipe-verify catches every planted fault, says where it is, and what a user can act on."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.reliability.planted_faults.faults import FAULTS
+from benchmarks.reliability.planted_faults.run import planted_report, verified
+from gpipe_cli.commands.verify import as_text
+from gpipe_cli.pipeline.buffers import BufferGuard
+from gpipe_cli.verify.compare import PASSED_BACK
+from gpipe_cli.verify.findings import HINTS, ORDER
+
+FAST = {
+    *("another_input_recomputed", "boundary_gradient_halved", "clipping_forgotten_in_a_cell", "mini_batch_skipped"),
+    *("recompute_by_moving_averages", "loss_scale_not_divided_out", "loss_scale_left_in_one_layer"),
+    *("stale_weight_casts", "weight_casts_without_a_graph", "boundary_cast_left_out", "overflow_ignored"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FAULTS]
+)
+def test_a_planted_fault_is_caught(tmp_path: Path, name: str) -> None:
+    fault, report = FAULTS[name], planted_report(tmp_path, FAULTS[name])
+    different = {q["name"] for step in report["steps"] for q in step["quantities"] if q["beyond"]}
+    assert not report["agrees"]
+    assert different >= {*fault.differs}, report["findings"]
+    assert re.search(fault.said, "\n".join(report["findings"]), re.DOTALL), report["findings"]
+
+
+def test_every_compared_quantity_is_held_by_a_fault() -> None:
+    held = {name for fault in FAULTS.values() for name in fault.differs}
+    assert held == {*ORDER, PASSED_BACK} and held > HINTS.keys()
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        ("dice", r"layer dice \(cell 2\) gives something else when it is computed again: it depends on something"),
+        ("moody", r"layer moody \(cell 2\) gives something else when it is computed again: .* that are not torch's$"),
+        ("counter", r"layer counter \(cell 2\) changes a buffer of its own in forward, and again in recompute"),
+    ],
+)
+def test_a_layer_that_changes_from_call_to_call_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layer: str, said: str
+) -> None:
+    """Without the check of the first micro-batch, which refuses the layer `counter`."""
+    monkeypatch.setattr(BufferGuard, "__call__", lambda guard, argument: guard._forward(argument))
+    report = verified(tmp_path, "pipeline.remat=always", f"model.odd={layer}")
+    assert re.search(said, "\n".join(report["findings"]))
+    assert as_text(report)[-1].startswith("DIFFERENT: ")
