@@ -152,8 +152,8 @@ def _not_made_tiny(place: Any) -> list[str]:
     sources = [source.path for source in place.runtime.config_sources if source.schema == "file"]
     folders = [conf_folder(), *map(Path, sources)]
     for section in ("model", "data") if tiny else ():
-        option = f"{tiny}/{place.runtime.choices[section]}.yaml"
-        if section in own or not any((folder / "debug" / section / option).is_file() for folder in folders):
+        option = f"debug/{place.runtime.choices[f'debug@{section}']}.yaml"
+        if section in own or not any((folder / option).is_file() for folder in folders):
             lines.append(f"debug={tiny} shortens the run but cannot make your own {section} smaller: type its keys")
     return lines
 

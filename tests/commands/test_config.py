@@ -55,6 +55,14 @@ def test_debug_tiny_shrinks_every_model_and_experiment(option: str) -> None:
     assert Settings.from_config(composed(option, "debug=tiny")).trainer.steps == 4
 
 
+@pytest.mark.parametrize("option", [option for option in OPTIONS if option.startswith("data=")])
+def test_debug_tiny_shrinks_every_data_set(option: str) -> None:
+    """Its files are optional for data of one's own, so that Hydra says nothing where one is not found."""
+    data = composed("model=module", option, "++data.classes=5", "debug=tiny")["data"]
+    assert data["batch_size"] == 16
+    assert data.get("workers", 1) == 1 and (data.get("image_size", 67) == 67 or option == "data=digits")
+
+
 def test_the_classes_of_an_image_folder_are_its_folders(tmp_path: Path) -> None:
     for name in ("train/cat", "train/dog", "train/emu", "train/.cache", "val/cat"):
         (tmp_path / name).mkdir(parents=True)
