@@ -177,9 +177,9 @@ class _Flattener:
         if name in INNER:
             env[node] = self._put_inner(name, node, env)
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
-            raise Untraceable(f"here torch's {name} runs code of its own that a layer cannot repeat", _place(node))
+            raise Untraceable(f"here torch's {name} runs code of its own that a layer cannot repeat", place_of(node))
         elif "functorch" in str(getattr(node.target, "__module__", "")):
-            raise Untraceable("here a function of torch.func, as vmap, runs: write the dimension out", _place(node))
+            raise Untraceable("here a function of torch.func, as vmap, runs: write the dimension out", place_of(node))
         elif node.target is operator.getitem and isinstance(env[node.args[0]], list):  # type: ignore[index]
             env[node] = env[node.args[0]][node.args[1]]  # type: ignore[index]
         elif name.startswith(CHECKS):
@@ -211,7 +211,7 @@ class _Flattener:
             self.forbidden.append((enter, leave))
             return answers
         if self._outside is not None and node.args[0]:
-            raise Untraceable("here gradients are switched on within torch.no_grad", _place(node))
+            raise Untraceable("here gradients are switched on within torch.no_grad", place_of(node))
         if self._outside is not None or node.args[0]:
             return self.put(inner, inner.graph, within)
         outside = self._outside = set(graph.nodes)
@@ -235,14 +235,16 @@ class _Flattener:
         if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable or not node.args:
             return False
         if "out" in node.kwargs:
-            raise Untraceable("here an operation writes into `out`, as spectral_norm does in every step", _place(node))
+            raise Untraceable(
+                "here an operation writes into `out`, as spectral_norm does in every step", place_of(node)
+            )
         changed: Any = env[node.args[0]]  # type: ignore[index]
         base = self._base_of(changed)
         if base in self._flat.held:
             if not self._flat.held[base].endswith("num_batches_tracked"):
                 kind = "the parameter " if base in self._flat.parameters else ""
                 said = f"here forward changes {kind}{self._flat.held[base]} in place"
-                raise Untraceable(f"{said}, and a micro-batch may go forward twice", _place(node))
+                raise Untraceable(f"{said}, and a micro-batch may go forward twice", place_of(node))
             self.counted.add(self._flat.held[base])
             env[node] = changed
             return True
@@ -289,7 +291,7 @@ class _Flattener:
             self._base[copy] = first
 
 
-def _place(node: fx.Node) -> str | None:
+def place_of(node: fx.Node) -> str | None:
     """Returns file and line of the code from which a node comes, if it is not torch's own."""
     places = re.findall(r'File "([^"<]+)", line (\d+)', node.meta.get("stack_trace") or "")
     ours = Path(__file__).parent
@@ -327,17 +329,17 @@ def _refuse_statistics(flat: Flat, counted: Collection[str]) -> None:
         wanted = {f"{owner}.running_mean", f"{owner}.running_var"}
         is_module = f"{owner}.num_batches_tracked" in counted and {mean, variance} == wanted
         if not is_module or (node.args[1] is not None and weight != f"{owner}.weight"):
-            raise Untraceable("here F.batch_norm has statistics of its own: use nn.BatchNorm", _place(node))
+            raise Untraceable("here F.batch_norm has statistics of its own: use nn.BatchNorm", place_of(node))
         if owner in seen:
             said = f"here the BatchNorm {owner} is called once more, and its statistics would be those of both calls"
-            raise Untraceable(f"{said}: use one for each", _place(node))
+            raise Untraceable(f"{said}: use one for each", place_of(node))
         seen.add(owner)
 
 
 def _functional(target: torch._ops.OpOverload) -> Any:
     """Returns the operation that gives the value of an in-place one and changes nothing; None if there is none."""
     namespace, _, name = target._schema.name.partition("::")
-    if not name.endswith("_") or name.startswith("_"):
+    if not name.endswith("_") or name.startswith("_") or name == "copy_":  # aten::copy has no derivative
         return None
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
     return getattr(packet, target._overloadname, None) if packet is not None else None

@@ -22,6 +22,7 @@ from .refusals import in_forward
 Key = tuple[str, str]  # (name of a module, attribute)
 CONTAINERS = (list, tuple, set, deque, dict)
 PLAIN = (type(None), bool, int, float, str)
+OF_CLASS = "type(self)."
 DEPTH = 4  # of containers and objects in each other
 
 
@@ -45,10 +46,15 @@ class KeptState:
             vars(part).update({name: _copied(value) for name, value in saved.items()})
             part.training = training
 
+    def _state_of_next_mode(self) -> dict[Key, Any]:
+        self._called.train()
+        return self._state()
+
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Notes within the context what each call changes, before torch.export can put it back."""
-        forward = Called.forward
+        forward, begun = Called.forward, self._state()
+        self._changed |= _differing(begun, self._state_of_next_mode())
         plain = {id(value) for held in self._saved.values() for value in held.values() if isinstance(value, Tensor)}
 
         def watched(called: Called, *tensors: Tensor) -> Tensor:
@@ -77,6 +83,7 @@ class KeptState:
         with _Dependence(self._called, inputs) as dependence:
             self._called(*inputs)
         first = self._state()
+        self._called.train()
         reads, writes = self._second_call(inputs)
         second = self._state()
         self._called.eval()
@@ -91,7 +98,7 @@ class KeptState:
                     flag = "the requires_grad of " if kind == "parameter" else ""
                     raise Untraceable(f"here forward replaces {flag}the {kind} {shown}", place)
             is_kept = key in _differing(first, second) or dependence.is_in(getattr(part, attribute, None))
-            if key in reads and is_kept:
+            if is_kept and (key in reads or attribute.startswith(OF_CLASS)):
                 raise Untraceable(f"here the module keeps {shown} for its next call: a trace repeats one call", place)
         self.restore()
 
@@ -141,6 +148,7 @@ class KeptState:
             if type(part).__module__.partition(".")[0] != "torch":
                 own = vars(part).items()
                 state |= {(name, n): _comparable(v) for n, v in own if n != "training" and n not in vars(EMPTY)}
+                state |= {(name, OF_CLASS + n): _comparable(v) for n, v in _of_class(type(part)) if _is_data(v)}
         return state
 
 
@@ -157,6 +165,17 @@ class _Same:
         return isinstance(other, _Same) and other._value is self._value
 
     __hash__ = None  # type: ignore[assignment]  # not needed, and dangerous beside this __eq__
+
+
+def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
+    """Yields the attributes of a class and its bases, but for torch's."""
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] not in ("torch", "builtins"):
+            yield from ((name, value) for name, value in vars(base).items() if not name.startswith("__"))
+
+
+def _is_data(value: Any) -> bool:
+    return isinstance(value, (*PLAIN, *CONTAINERS, Tensor))
 
 
 def _differing(before: Mapping[Key, Any], after: Mapping[Key, Any]) -> set[Key]:

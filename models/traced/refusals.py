@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +22,13 @@ from .module import CallError, Constructor, Untraceable
 
 WAY_OUT = "change that, or write the model as a list of layers (docs/your-own-model.md)"
 USUAL_DATA: Any = torch._C.TensorBase.data
-USUAL_INFERENCE = torch.inference_mode.__enter__  # torch.export uses it, too
+SEEDS = "here forward seeds the random generator: numbers are drawn by the run's seed, step and layer"
+REFUSED: list[tuple[Any, str, str]] = [
+    (torch.inference_mode, "__enter__", "here torch.inference_mode stands within training: use torch.no_grad"),
+    (torch, "manual_seed", SEEDS),
+    (torch, "set_rng_state", SEEDS),
+    (torch.random, "fork_rng", SEEDS),
+]
 UNTRACEABLE = {  # what torch says -> what the code does
     "DataDependent|data-dependent": "here the code depends on the values of a tensor, as `if x.sum() > 0` does",
     r"\.numpy\(\)": "here a tensor becomes a numpy array",
@@ -51,14 +58,25 @@ def refuse_module(module: object) -> None:
         )
     if isinstance(module, torch.jit.ScriptModule):
         raise CallError("it makes a TorchScript module: name the class from which that was made")
+    memory: dict[int, str] = {}
     for name, parameter in module.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise Untraceable(
                 f"its parameter {name} gets a shape only from the first input (nn.LazyLinear): give sizes"
             )
+        first = memory.setdefault(parameter.untyped_storage()._cdata, name)
+        if first != name:
+            raise Untraceable(f"its parameters {first} and {name} share memory: make them one nn.Parameter")
+        if parameter.is_complex():
+            raise Untraceable(f"its parameter {name} is complex: keep a real one, and use torch.view_as_complex")
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise Untraceable(f"its parameter {name} has a hook on its gradient, which a traced layer would not call")
     for name, part in module.named_modules():
+        iterators = [attribute for attribute, value in vars(part).items() if hasattr(value, "__next__")]
+        if iterators:
+            raise Untraceable(
+                f"its module {name or 'itself'} keeps an iterator, {iterators[0]}, which each call moves on"
+            )
         if part._backward_hooks or part._backward_pre_hooks:
             raise Untraceable(f"its module {name} has a hook on gradients, which a traced layer would not call")
 
@@ -95,8 +113,11 @@ def in_forward(plain: Collection[int]) -> Iterator[None]:
     Raises:
         Untraceable: the code replaces `.data`, changes such a tensor, switches to inference, or has its own generator.
     """
-    refused = patch.object(torch.inference_mode, "__enter__", _refuse_inference)
-    with refused, _Refusing(plain), _data(Tensor.detach, _refuse_data):
+    with ExitStack() as stack:
+        for holder, name, said in REFUSED:
+            stack.enter_context(patch.object(holder, name, _refused(getattr(holder, name), said)))
+        stack.enter_context(_Refusing(plain))
+        stack.enter_context(_data(Tensor.detach, _refuse_data))
         yield
 
 
@@ -132,11 +153,16 @@ def _refuse_hook(tensor: Tensor, hook: object) -> None:
     raise Untraceable("here the gradient of a tensor gets a hook, which a traced layer would not call")
 
 
-def _refuse_inference(context: torch.inference_mode) -> None:
-    caller = str(sys._getframe(1).f_globals.get("__name__"))
-    if caller.partition(".")[0] != "torch" or caller == "torch.utils._contextlib":  # which is that of a decorator
-        raise Untraceable("here torch.inference_mode stands within training: use torch.no_grad")
-    USUAL_INFERENCE(context)
+def _refused(usual: Callable[..., Any], said: str) -> Callable[..., Any]:
+    """Returns a function that refuses the module's code, and serves torch's own."""
+
+    def function(*arguments: Any, **more: Any) -> Any:
+        caller = str(sys._getframe(1).f_globals.get("__name__"))
+        if caller.partition(".")[0] != "torch" or caller == "torch.utils._contextlib":  # which is that of a decorator
+            raise Untraceable(said)
+        return usual(*arguments, **more)
+
+    return function
 
 
 def _refuse_data(tensor: Tensor, value: object) -> None:
@@ -161,8 +187,17 @@ def explained(error: Exception, constructor: Constructor) -> str:
         said = f"torch.export says: {type(error).__name__}: {' '.join(lines[:2])}"
         if re.search("(image|input).*(height|width|size)", said, re.IGNORECASE):
             said += " (data.image_size=… gives images of that many pixels a side)"
-    place = place or place_in_users_code(error)
+    place = place or place_in_users_code(error) or _defined(constructor)
     return f"{name} cannot be traced: {f'{place}: ' if place else ''}{said}; {WAY_OUT}"
+
+
+def _defined(constructor: Constructor) -> str | None:
+    """Returns file and line of what makes the module; None where it is a library's."""
+    made_by: Any = getattr(constructor, "func", constructor)
+    with suppress(TypeError, OSError):
+        file, line = inspect.getsourcefile(made_by), inspect.getsourcelines(made_by)[1]
+        return None if file is None or "site-packages" in file else f"{file}, line {line}"
+    return None
 
 
 def name_of(constructor: Constructor) -> str:

@@ -17,7 +17,7 @@ from torch.export.graph_signature import InputKind
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...errors import place_in_users_code
-from .flatten import Flat, flatten, memory_of
+from .flatten import Flat, flatten, memory_of, place_of
 from .kept_state import KeptState
 from .module import Call, Called, CallError, Constructor, Untraceable
 from .operations import CUMULATIVE
@@ -125,7 +125,9 @@ def _programs(called: Called, example: Example, fake: FakeTensorMode) -> list[Ex
     ):
         warnings.filterwarnings("ignore", message=r"(?s).*_flat_weights")  # nn.LSTM assigns them in every call
         with kept.noted():
-            programs = [_export(called.train(training), inputs, kept) for training in (True, False)]
+            programs = [_export(called.train(), inputs, kept)]
+            with torch.no_grad():  # as evaluation runs, which code may ask
+                programs.append(_export(called.eval(), inputs, kept))
         with fake:
             kept.refuse_what_is_kept(inputs)
         return programs
@@ -143,7 +145,9 @@ def _trace(
     graphs = [flatten(program, INSIDE, aliases, parameters, constants) for program in programs]
     for name, constant in constants.items():
         if isinstance(constant, FakeTensor) and (recording is None or not recording.name(name, constant)):
-            raise Untraceable("its forward puts new values into `.data` of a parameter")
+            users = [user for flat in graphs for node, held in flat.held.items() if held == name for user in node.users]
+            place = place_of(users[0]) if users else None
+            raise Untraceable("here forward uses a tensor that an earlier call made and kept, as lru_cache does", place)
     conditions = [
         c for program, flat in zip(programs, graphs, strict=True) for c in conditions_of(program, flat.inputs)
     ]
