@@ -7,7 +7,7 @@ beginning) has found to be right. So any step can be checked, and rounding does 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,21 +45,13 @@ class ComparedStep:
         number: of the step, from 1.
         ours: of the pipeline.
         plain: of the plain model; None for a step that is not computed again.
-        gaps: measures of tensors, by quantity.
         found: the comparison.
-        before: the moment of `Spill` that holds what there was before the step.
-        factor: by which clipping should have multiplied the gradients.
-        mini_batch: what the step was given; None as ``plain``.
     """
 
     number: int
     ours: RecordedStep
     plain: PlainStep | None
-    gaps: Mapping[str, Gaps]
     found: StepComparison
-    before: str = ""
-    factor: float = 1.0
-    mini_batch: MiniBatch | None = None
 
 
 @dataclass
@@ -112,9 +104,7 @@ class Checker:
 
     def skipped(self, number: int, record: RecordedStep, before: str, after: str) -> ComparedStep:
         """Checks a step whose loss was not finite: it must leave everything as it was."""
-        return ComparedStep(
-            number, record, None, {}, StepComparison([self.unchanged(c.SKIPPED, before, after)]), before
-        )
+        return ComparedStep(number, record, None, StepComparison([self.unchanged(c.SKIPPED, before, after)]))
 
     def not_finite(
         self, number: int, record: RecordedStep, mini_batch: MiniBatch, before: str, after: str
@@ -127,7 +117,7 @@ class Checker:
             c.numbers(c.NORM, {"all parameters": (record.gradient_norm, norm)}, self.tolerance),
             self.unchanged(c.SKIPPED, before, after),
         ]
-        return ComparedStep(number, record, plain, {}, StepComparison(found), before)
+        return ComparedStep(number, record, plain, StepComparison(found))
 
     # -- a whole step --------------------------------------------------------------------------------------------------
 
@@ -170,7 +160,7 @@ class Checker:
             ]
         )
         present = StepComparison([quantity for quantity in found.quantities if quantity.compared])
-        return ComparedStep(number, record, plain, gaps, present, before, factor, mini_batch)
+        return ComparedStep(number, record, plain, present)
 
     def _of_forward(self, ours: RecordedStep, plain: PlainStep, mini_batch: MiniBatch) -> list[Quantity]:
         names, trace, right, tolerance = self.run.names, ours.trace, plain.seen.trace, self.tolerance
@@ -227,7 +217,7 @@ class Checker:
                 if owner is not None:
                     gaps[c.UPDATED][layer, name] = measure(new.get(f"weight/{name}"), owned[owner], weight)
                     continue
-                expected = Update(weight, state_of(old, name))
+                expected = Update(weight, _state_of(old, name))
                 if name in gradients:
                     expected = update(self.settings.optimizer, rate, expected, gradients[name] * factor)
                 gaps[c.UPDATED][layer, name] = measure(new.get(f"weight/{name}"), expected.weight, weight)
@@ -243,26 +233,6 @@ class Checker:
                     expected_average = average(decay, updates, held, value)
                     gaps[c.AVERAGES][layer, name] = measure(new.get(f"average/{name}"), expected_average, held)
         return gaps
-
-    def alternative(self, step: ComparedStep, layers: Sequence[int], changed: Mapping[str, Any]) -> bool:
-        """Returns whether another update explains what the pipeline made of the weights of ``layers``.
-
-        Args:
-            changed: keys of the section `optimizer` that are different; ``state``: None forgets the state, ``times``:
-                updates in a row.
-        """
-        section = {**self.settings.optimizer, **{k: v for k, v in changed.items() if k in self.settings.optimizer}}
-        rate, times = self.rate(step.number), int(changed.get("times", 1))
-        gaps: Gaps = {}
-        for layer in layers:
-            old, new = self.spill.get(step.before, layer), self.spill.get(f"held {step.number}", layer)
-            for name, gradient in self.spill.get(f"gradients {step.number}", layer).items():
-                weight = old[f"weight/{name}"]
-                made = Update(weight, {} if "state" in changed else state_of(old, name))
-                for _ in range(times):
-                    made = update(section, rate, made, gradient * step.factor)
-                gaps[layer, name] = measure(new.get(f"weight/{name}"), made.weight, weight)
-        return not c.tensors(c.UPDATED, gaps, max(self.tolerance, 1e-3), changes=True).beyond
 
     def _of_update(self, number: int, record: RecordedStep, gaps: Mapping[str, Gaps], factor: float) -> list[Quantity]:
         whole: dict[Key, float] = {key: gap.ours for key, gap in gaps[c.GRADIENTS].items()}
@@ -304,7 +274,7 @@ def _held(spill: Spill, moment: str, layer: int) -> dict[str, Tensor]:
     return {**of_kind("weight", tensors), **of_kind("buffer", tensors)}
 
 
-def state_of(tensors: Mapping[str, Tensor], name: str) -> dict[str, Any]:
+def _state_of(tensors: Mapping[str, Tensor], name: str) -> dict[str, Any]:
     """Returns the optimizer's state of a parameter, of what `Spill` holds of its layer."""
     return {key.removeprefix(f"{name}:"): value for key, value in of_kind("state", tensors).items()
             if key.startswith(f"{name}:")}  # fmt: skip

@@ -121,7 +121,7 @@ class Gap:
     Attributes:
         absolute: largest difference of two elements; infinite where shapes differ, or which elements are finite.
         distance: norm of the difference.
-        ours, plain, product: norms and scalar product of the two; of their changes, where the step began with values.
+        ours, plain: norms of the two; of their changes, where the step began with values.
         size: norm of the plain one itself.
         epsilon: relative precision of its type.
     """
@@ -130,21 +130,11 @@ class Gap:
     distance: float
     ours: float
     plain: float
-    product: float
     size: float
     epsilon: float
 
-    @property
-    def factor(self) -> float | None:
-        """Returns f if the pipeline's is f times the plain one, within a hundredth; else None."""
-        if not self.plain or not math.isfinite(self.distance):
-            return None
-        factor = self.product / self.plain**2
-        rest = math.sqrt(max(self.ours**2 - (factor * self.plain) ** 2, 0.0))
-        return factor if rest <= 1e-2 * self.plain * max(abs(factor), 1e-3) else None
 
-
-MISSING = Gap(math.inf, math.inf, 0.0, 0.0, 0.0, 0.0, 0.0)
+MISSING = Gap(math.inf, math.inf, 0.0, 0.0, 0.0, 0.0)
 Gaps = dict[Key, Gap]
 
 
@@ -167,7 +157,7 @@ def measure(ours: Tensor | None, plain: Tensor | None, before: Tensor | None = N
         old = torch.where(finite, before.double().cpu(), 0.0)
         x, y = x - old, y - old
     largest = float(gap.abs().max()) if gap.numel() else 0.0
-    return Gap(largest, norm(gap), norm(x), norm(y), float((x * y).sum()), size, epsilon)
+    return Gap(largest, norm(gap), norm(x), norm(y), size, epsilon)
 
 
 def norm(tensor: Tensor) -> float:

@@ -1,8 +1,8 @@
-"""Describes the run that is verified: names of layers and micro-batches, as the report shows them."""
+"""Describes the run that is verified: names and places, as the report shows them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..layers import Owner
@@ -16,17 +16,12 @@ class VerifiedRun:
     Attributes:
         names: of the layers.
         cells: the cell of each layer.
-        M: micro-batches of a replica.
-        seed: of the run.
         statistics: names of the task's sums.
         repeated: the largest relative difference of an output that is computed again.
     """
 
     names: Sequence[str]
     cells: Sequence[int]
-    M: int
-    replicas: int
-    seed: int
     statistics: Sequence[str]
     repeated: float
 
@@ -35,17 +30,6 @@ class VerifiedRun:
 
     def micro_batch(self, replica: int, number: int, layer: int) -> str:
         return f"{self.names[layer]}, micro-batch {number}" + (f" of replica {replica}" if replica else "")
-
-    def cells_of(self, layers: Iterable[int]) -> str:
-        """Returns the cells of some layers, as "cell 2" or "cells 1, 2"."""
-        return listed("cell", {self.cells[layer] for layer in layers})
-
-    def micro_batches(self, places: Iterable[tuple[int, int]]) -> str:
-        """Returns (replica, micro-batch) places, as "micro-batches 1, 2 of replica 1"."""
-        found = set(places)
-        text = listed("micro-batch", {number for _, number in found})
-        replicas = {replica for replica, _ in found}
-        return f"{text} of {listed('replica', replicas)}" if self.replicas > 1 else text
 
 
 def owners_of(ties: Sequence[Mapping[str, Owner]], names: Sequence[str]) -> dict[Key, Key]:
@@ -60,10 +44,3 @@ def owners_of(ties: Sequence[Mapping[str, Owner]], names: Sequence[str]) -> dict
         for index, tied in enumerate(ties)
         for own, owner in tied.items()
     }
-
-
-def listed(noun: str, numbers: Iterable[int]) -> str:
-    """Returns "cell 2", or "cells 1, 2"."""
-    every = sorted(set(numbers))
-    plural = ("es" if noun.endswith("ch") else "s") if len(every) > 1 else ""
-    return f"{noun}{plural} {', '.join(map(str, every))}"

@@ -83,19 +83,16 @@ class MiniBatch:
         micro_batches: of each replica.
         order: in which the gradients of a replica's micro-batches are added up; it changes only the rounding.
         loss_scale: factor of the loss in backward; the gradients of weights are divided by it in the end.
-        only: the places (replica, micro-batch) that are computed; None: all.
     """
 
     step: int
     micro_batches: Sequence[Sequence[MicroBatch]]
     order: Sequence[int]
     loss_scale: float = 1.0
-    only: frozenset[Place] | None = None
 
     def sums(self, together: Together) -> Sums:
         """Returns the sums of gradients that are computed apart, as in `Together.groups`."""
-        sums = together.groups(len(self.micro_batches), self.order)
-        return [[group for group in groups if self.only is None or self.only.issuperset(group)] for groups in sums]
+        return together.groups(len(self.micro_batches), self.order)
 
 
 @dataclass
@@ -105,10 +102,8 @@ class PlainStep:
     Attributes:
         weight: of the mini-batch, by which its losses are divided.
         losses: unscaled sums by (replica, micro-batch).
-        auxiliary: the part of them that layers have added.
         statistics: sums of the task's statistics.
         norms: of each parameter's gradient.
-        uses: fingerprints of what the uses of a tied parameter add to its gradient, by the owner and the use.
         counted: values per channel that each BatchNorm has seen.
         seen: fingerprints of the layers.
         used: fingerprints of weights, by layer and their number in it, in each type that they are used in: by its name.
@@ -117,10 +112,8 @@ class PlainStep:
 
     weight: float
     losses: dict[Place, float] = field(default_factory=dict)
-    auxiliary: dict[Place, float] = field(default_factory=dict)
     statistics: Tensor | None = None
     norms: dict[Key, float] = field(default_factory=dict)
-    uses: dict[Key, dict[Key, Fingerprint]] = field(default_factory=dict)
     counted: dict[Key, float] = field(default_factory=dict)
     seen: LayerTrace = field(default_factory=LayerTrace)
     used: dict[tuple[int, int], dict[str, Fingerprint]] = field(default_factory=dict)
@@ -200,21 +193,17 @@ class PlainModel:
                 held[index, name].copy_(self.build([other], load).held[other, owner] if value is None else value)
         return built
 
-    def _summed(
-        self, gradients: dict[Key, Tensor], waiting: dict[Key, dict[Key, Tensor]], step: PlainStep
-    ) -> dict[Key, Tensor]:
+    def _summed(self, gradients: dict[Key, Tensor], waiting: dict[Key, dict[Key, Tensor]]) -> dict[Key, Tensor]:
         """Returns a cell's gradients with those of all uses of its tied parameters.
 
         Args:
             waiting: of later uses, by their owner; gets those of this cell.
-            step: gets the fingerprints of the uses.
         """
         for key, owner in self.owners.items():
             if key in gradients:
                 waiting.setdefault(owner, {})[key] = gradients.pop(key)
         for owner in waiting.keys() & gradients.keys():
             later = waiting.pop(owner)
-            step.uses[owner] = {key: fingerprint(g) for key, g in [(owner, gradients[owner]), *later.items()]}
             for _, gradient in sorted(later.items()):
                 gradients[owner] = gradients[owner] + gradient
         return gradients
@@ -242,7 +231,7 @@ class PlainModel:
         for number in reversed(range(len(self.cells))):
             run = self._begin(self.cells[number], mini_batch, load, step, given.pop())
             gradients, back = run.forward_and_back(sums, back)
-            gradients = self._summed(gradients, waiting, step)
+            gradients = self._summed(gradients, waiting)
             step.norms |= {key: float(torch.linalg.vector_norm(g, dtype=torch.float64)) for key, g in gradients.items()}
             take(number, gradients, run.built.averaged(step))
         return step
@@ -431,9 +420,6 @@ class _CellRun:
                 auxiliary = getattr(module, "auxiliary_loss", None)
                 if auxiliary is not None:
                     losses.append(auxiliary(returned, targets))
-                    if self.records:
-                        known = self.step.auxiliary.get(place, 0.0)
-                        self.step.auxiliary[place] = known + losses[-1].item()
                 if not all(map(torch.equal, before, generator_states(self.model.device))):
                     self.step.draws_noise.add(index)
                 values = outputs

@@ -297,7 +297,7 @@ class Verification:
         wait_for_all(self._world)
         agrees = bool(self._world.broadcast(lambda: agrees))
         if agrees and self._checker is not None:
-            for moment in (before, f"gradients {number - 1}"):
+            for moment in (before, f"gradients {number}"):
                 self._spill.drop(moment)
         return agrees
 
@@ -346,9 +346,6 @@ def _checker(assembly: Assembly, spill: Spill) -> Checker:
     run = VerifiedRun(
         names=list(assembly.layout.layers),
         cells=cells,
-        M=settings.pipeline.M,
-        replicas=assembly.world.replicas,
-        seed=settings.seed,
         statistics=list(assembly.task.statistics),
         repeated=0.0 if assembly.world.device.type == "cpu" else 1e-6,
     )
