@@ -1,0 +1,221 @@
+"""Trains the default jobs, and beside each a plain torch loop with a model of the same size on the same mini-batches.
+
+The plain loop is what a practitioner would write: torch's own layers (a GPT, `nn.Transformer`, torchvision's ResNet-18)
+in one process, AdamW with a warm-up and half a cosine. It gets the processor seconds that the job took, start included.
+`first`, `1/4`, `1/2` and `end` are training losses, means over a twentieth of the steps; `ln V` is the loss of a
+model that knows nothing. `evaluation` is the loss on the job's evaluation set, `accuracy` there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchvision.models import resnet18
+
+from benchmarks.common import Row, parser, report, run_command
+from gpipe_cli.commands.plan import make_request
+from gpipe_cli.config import Settings
+from gpipe_cli.data.source import Source, no_report
+from gpipe_cli.factory.build import build_source, build_task
+from gpipe_cli.micro_batch import MicroBatch
+from gpipe_cli.tasks.base import Task
+
+MAKE_TRAIN = ("pipeline.remat=never", "pipeline.schedule=zero_bubble")
+JOBS = {
+    "transformer": ("model=transformer", "pipeline.K=16", *MAKE_TRAIN),
+    "transformer_lm_small": ("model=transformer_lm_small",),
+    "amoebanet": ("model=amoebanet",),
+}
+RATES = {"transformer": 1e-3, "transformer_lm_small": 1e-3, "amoebanet": 1e-3}  # of the plain loop, chosen with --rate
+WARM_UP = 0.05  # share of the plain loop's time
+THREADS = 2
+WINDOW = 20  # steps are averaged over this part of a run
+COLUMNS = {"job": "", "side": "", "parameters": ",d", "steps": "d", "processor seconds": ".0f", "ln V": ".2f"}
+COLUMNS |= {"first": ".2f", "1/4": ".3f", "1/2": ".3f", "end": ".3f", "evaluation": ".3f", "accuracy": ".2%"}
+
+
+class Gpt(nn.Module):
+    """Predicts the next tokens [b, t, V] of ids [b, t], as GPT-2 does: learned positions, tied tables, norms before."""
+
+    def __init__(self, L: int, H: int, heads: int, d_model: int, vocabulary: int, longest: int) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, d_model), nn.Embedding(longest, d_model)
+        layer = nn.TransformerEncoderLayer(d_model, heads, H, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, L, nn.LayerNorm(d_model), enable_nested_tensor=False)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                residual = name.endswith(("out_proj.weight", "linear2.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * L) if residual else 0.02)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        length = ids.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length)
+        x = self.tokens(ids) + self.places.weight[:length]
+        return nn.functional.linear(self.layers(x, mask, is_causal=True), self.tokens.weight)
+
+
+class Translator(nn.Module):
+    """Predicts the next target tokens [b, t, V] of source ids [b, s] and target ids [b, t] by `nn.Transformer`."""
+
+    def __init__(self, L: int, H: int, heads: int, d_model: int, vocabulary: int, longest: int) -> None:
+        super().__init__()
+        self.source, self.target = nn.Embedding(vocabulary, d_model), nn.Embedding(vocabulary, d_model)
+        self.places = nn.Embedding(longest, d_model)
+        self.both = nn.Transformer(d_model, heads, L, L, H, 0.0, batch_first=True, norm_first=True)
+        self.softmax = nn.Linear(d_model, vocabulary)
+        for table in (self.source, self.target, self.places, self.softmax):
+            nn.init.normal_(table.weight, std=0.02)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
+        padding = torch.zeros(source.shape).masked_fill(source == 0, -math.inf)
+        x, y = (
+            table(ids) + self.places.weight[: ids.shape[1]]
+            for table, ids in ((self.source, source), (self.target, target))
+        )
+        answer = self.both(
+            x,
+            y,
+            tgt_mask=mask,
+            src_key_padding_mask=padding,
+            memory_key_padding_mask=padding,
+            tgt_is_causal=True,
+        )
+        logits: Tensor = self.softmax(answer)
+        return logits
+
+
+class Images(nn.Module):
+    """Classifies images [b, 3, h, w], given as bytes, by torchvision's ResNet-18."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.network = resnet18(num_classes=classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.network(images.float() / 127.5 - 1)  # type: ignore[no-any-return]
+
+
+def plain_model(settings: Settings) -> nn.Module:
+    """Returns torch's own model of the job's size; attention is as wide as the job's."""
+    model, data = settings.model, settings.data
+    if "D" in model:
+        return Images(model["classes"])
+    sizes = model["L"], model["H"], model["A"], model["d_model"]
+    if "source_vocabulary" in model:
+        return Translator(*sizes, model["target_vocabulary"], 2 * data["max_length"])
+    return Gpt(*sizes, model["vocabulary"], data["sequence_length"])
+
+
+def job(name: str, words: Sequence[str], folder: Path) -> Row:
+    """Runs gpipe-train in a folder and returns its row."""
+    before = _processor_seconds()
+    run_command("gpipe-train", [*words, f"hydra.run.dir={folder}"])
+    seconds = _processor_seconds() - before
+    losses = [row["loss"] for row in _lines(folder / "metrics.jsonl")]
+    summary = json.loads((folder / "summary.json").read_text())
+    found = {**_lines(folder / "evaluations.jsonl")[-1]}
+    return _row(name, "gpipe-train", summary["parameters"], losses, seconds, found)
+
+
+def plain(name: str, settings: Settings, budget: float, rate: float) -> Row:
+    """Trains torch's own model for so many processor seconds and returns its row."""
+    torch.set_num_threads(THREADS)
+    torch.manual_seed(settings.seed)
+    source, task, model = build_source(settings.data, settings.seed), build_task(settings.task), plain_model(settings)
+    source.prepare(no_report)
+    optimizer = torch.optim.AdamW(model.parameters(), rate, (0.9, 0.98), weight_decay=0.01)
+    losses, began = [], time.process_time()
+    for micro_batches in _batches(source, settings.pipeline.M):
+        share = (time.process_time() - began) / budget
+        if share >= 1:
+            break
+        factor = min(share / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * share))
+        for group in optimizer.param_groups:
+            group["lr"] = rate * factor
+        losses.append(_step(model, task, micro_batches))
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    seconds = time.process_time() - began
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return _row(name, f"plain loop, {rate:g}", parameters, losses, seconds, _evaluate(model, source, task))
+
+
+def _batches(source: Source, M: int) -> Iterator[Sequence[MicroBatch]]:
+    return (batch.micro_batches for batch in source.train(None, M, 0, 1))
+
+
+def _step(model: nn.Module, task: Task, micro_batches: Sequence[MicroBatch]) -> float:
+    """Adds up the gradients of a mini-batch; returns its loss."""
+    weight, total = sum(task.weight(targets) for _, targets in micro_batches), 0.0
+    for inputs, targets in micro_batches:
+        loss = task.loss((model(*inputs),), targets)[0] / weight
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        total += float(loss)
+    return total
+
+
+@torch.no_grad()
+def _evaluate(model: nn.Module, source: Source, task: Task) -> dict[str, float]:
+    model.eval()
+    sums, weight = torch.zeros(len(task.metrics), dtype=torch.float64), 0.0
+    for batch in source.evaluation(1):
+        for inputs, targets in batch.micro_batches:
+            sums += task.evaluate((model(*inputs),), targets)
+            weight += task.weight(targets)
+    return task.summarize(dict(zip(task.metrics, sums.tolist(), strict=True)), weight)
+
+
+def _row(name: str, side: str, parameters: int, losses: Sequence[float], seconds: float, found: dict[str, Any]) -> Row:
+    window = max(1, len(losses) // WINDOW)
+
+    def at(share: float) -> float:
+        return sum(losses[max(0, int(share * len(losses)) - window) :][:window]) / window
+
+    row: Row = {"job": name, "side": side, "parameters": parameters, "steps": len(losses), "first": losses[0]}
+    row |= {"processor seconds": seconds, "1/4": at(0.25), "1/2": at(0.5), "end": at(1.0)}
+    return row | {"evaluation": found.get("nll", found.get("loss")), "accuracy": found.get("accuracy")}
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _processor_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
+    made.add_argument("--rate", type=float, help="of the plain loop; default: the best that was found")
+    made.add_argument("--seconds", type=float, help="of the plain loop, without the job beside it")
+    arguments = made.parse_args()
+
+    def rows() -> Iterator[Row]:
+        for name in arguments.jobs:
+            words = [*JOBS[name], *(("debug=tiny",) if arguments.quick else ())]
+            settings, seconds = make_request(words).settings, arguments.seconds
+            classes = settings.model.get("target_vocabulary", settings.model.get("vocabulary", 10))
+            if seconds is None:
+                with tempfile.TemporaryDirectory() as folder:
+                    yield (row := job(name, words, Path(folder) / "run")) | {"ln V": math.log(classes)}
+                seconds = row["processor seconds"]
+            yield plain(name, settings, seconds, arguments.rate or RATES[name]) | {"ln V": math.log(classes)}
+
+    report(COLUMNS, rows(), arguments.output)
+
+
+if __name__ == "__main__":
+    main()
