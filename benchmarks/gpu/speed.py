@@ -52,13 +52,13 @@ LARGEST_FIRST = ("64_16384_32", "32_16384_32", "12_16384_32", "24_8192_16", "6_8
 
 def translation(shape: str) -> Callable[[Site], Iterator[Row]]:
     """Returns the measurement of one of the paper's translation models, as "6_8192_16"."""
-    return partial(_measure, words=(f"experiment=nmt_t_{shape}", *TRANSLATION), tiny=TINY_TRANSLATION)
+    return partial(_measure, words=(f"experiment=nmt/t_{shape}", *TRANSLATION), tiny=TINY_TRANSLATION)
 
 
 def largest(site: Site) -> Iterator[Row]:
     """Measures the largest of the five translation models that fits one device."""
     for shape in LARGEST_FIRST[-1:] if site.tiny else LARGEST_FIRST:
-        words = (f"experiment=nmt_t_{shape}", *TRANSLATION)
+        words = (f"experiment=nmt/t_{shape}", *TRANSLATION)
         if planned_bytes(_request(site, words, TINY_TRANSLATION), site)["always"] <= ROOM * free_bytes(site):
             yield from _measure(site, words, TINY_TRANSLATION)
             return
@@ -74,7 +74,7 @@ def language_model(site: Site) -> Iterator[Row]:
 def images(site: Site) -> Iterator[Row]:
     """Measures AmoebaNet-B (18, 512) at 480 × 480 pixels, micro-batches as in the experiment."""
     words = ("data.root=/anywhere", "pipeline.M=2", "data.batch_size=32")
-    yield from _measure(site, ("experiment=imagenet_amoebanet_b_18_512", *words), TINY_IMAGES)
+    yield from _measure(site, ("experiment=imagenet/amoebanet_b_18_512", *words), TINY_IMAGES)
 
 
 def _request(site: Site, words: Sequence[str], tiny: Sequence[str]) -> Request:

@@ -88,7 +88,6 @@ def _wrapped(head: str, text: str) -> str:
 
 
 def _options(conf: Path, group: str, default: str | None) -> str:
-    folders = ("*.yaml", "*/*.yaml") if group == "experiment" else ("*.yaml",)
-    found = (path for pattern in folders for path in (conf / group).glob(pattern))
+    found = (conf / group).glob("*/*.yaml" if group == "experiment" else "*.yaml")
     names = sorted(path.relative_to(conf / group).with_suffix("").as_posix() for path in found)
     return "  ".join(f"{name}*" if name == default else name for name in names) or "(none yet)"

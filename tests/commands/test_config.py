@@ -22,6 +22,7 @@ CONF = Path(__file__).parents[2] / "conf"
 OTHERS = ("hydra", "__pycache__")
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name not in OTHERS)
 OPTIONS = sorted(f"{group}={path.stem}" for group in GROUPS for path in (CONF / group).glob("*.yaml"))
+EXPERIMENTS = sorted(f"{path.parent.name}/{path.stem}" for path in (CONF / "experiment").glob("*/*.yaml"))
 
 MODELS = ["model=transformer", *(option for option in OPTIONS if option.startswith("model="))]
 
@@ -50,9 +51,16 @@ def test_every_key_of_a_shipped_target_has_a_type(option: str) -> None:
         assert set(keys) - {"_target_", "defaults", "generation", "on_defect"} <= set(TARGETS[keys["_target_"]])
 
 
-@pytest.mark.parametrize("option", [option for option in OPTIONS if option.startswith(("model=", "experiment="))])
-def test_debug_tiny_shrinks_every_model_and_experiment(option: str) -> None:
+@pytest.mark.parametrize("option", [option for option in OPTIONS if option.startswith("model=")])
+def test_debug_tiny_shrinks_every_model(option: str) -> None:
     assert Settings.from_config(composed(option, "debug=tiny")).trainer.steps == 4
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_an_experiment_is_family_and_name_and_debug_tiny_shrinks_it(experiment: str) -> None:
+    config = composed(f"experiment={experiment}", "debug=tiny")
+    Settings.from_config(config)
+    assert (config["name"], config["trainer"]["steps"]) == (experiment.replace("/", "_"), 4)
 
 
 @pytest.mark.parametrize("option", [option for option in OPTIONS if option.startswith("data=")])

@@ -20,8 +20,8 @@ from gpipe_cli.config import Settings
 from gpipe_cli.data.images.datasets import DATASETS
 
 CONF = Path(__file__).parents[2] / "conf" / "experiment"
-IMAGENET = [path.stem for path in sorted(CONF.glob("imagenet_*.yaml"))]
-PRETRAINING = "imagenet_amoebanet_b_18_512"  # what the transfer experiments begin with
+IMAGENET = [f"imagenet/{path.stem}" for path in sorted((CONF / "imagenet").glob("*.yaml"))]
+PRETRAINING = "imagenet/amoebanet_b_18_512"  # what the transfer experiments begin with
 TRANSFER = [path.stem for path in sorted((CONF / "transfer").glob("*.yaml"))]
 TINY = ("debug=tiny", "model.L=3", "trainer.steps=1", "data.workers=0", "data.classes=3", "data.batch_size=8")
 
@@ -84,7 +84,7 @@ def test_imagenet_b_is_the_paper_s_model_and_recipe() -> None:
 
 @pytest.mark.parametrize("name", TRANSFER)
 def test_a_transfer_never_begins_without_the_run_on_imagenet(name: str) -> None:
-    assert settings(f"transfer/{name}")["checkpoint"]["init_from"] == f"runs/{PRETRAINING}"
+    assert settings(f"transfer/{name}")["checkpoint"]["init_from"] == "runs/" + PRETRAINING.replace("/", "_")
 
 
 # --- what they do
@@ -92,7 +92,7 @@ def test_a_transfer_never_begins_without_the_run_on_imagenet(name: str) -> None:
 
 def train_tiny(folder: Path, experiment: str, *words: str) -> dict[str, Any]:
     root = folder / "data"
-    MAKERS[experiment.rpartition("/")[2] if "/" in experiment else "imagenet"](root)
+    MAKERS["imagenet" if experiment in IMAGENET else experiment.partition("/")[2]](root)
     summary, _ = train_inline(folder / "run", *TINY, f"experiment={experiment}", f"data.root={root}", *words)
     return summary
 

@@ -16,13 +16,13 @@ from gpipe_cli.config import Settings
 from gpipe_cli.factory.build import build_model
 
 PAPER = {  # L, H, A, K (section 5), parameters, tokens of a mini-batch
-    "nmt_t_6_8192_16": (6, 8192, 16, 1, 408_177_920, 4_000_000),
-    "nmt_t_24_8192_16": (24, 8192, 16, 4, 1_239_387_392, 4_000_000),
-    "nmt_t_12_16384_32": (12, 16384, 32, 2, 1_239_203_072, 4_000_000),
-    "nmt_t_32_16384_32": (32, 16384, 32, 8, 3_086_028_032, 4_000_000),
-    "nmt_t_64_16384_32": (64, 16384, 32, 16, 6_040_947_968, 4_000_000),
-    "nmt_bilingual": (6, 8192, 16, 1, 375_409_920, 260_000),
-    "nmt_large_batch": (6, 8192, 16, 1, 375_409_920, 4_000_000),
+    "nmt/t_6_8192_16": (6, 8192, 16, 1, 408_177_920, 4_000_000),
+    "nmt/t_24_8192_16": (24, 8192, 16, 4, 1_239_387_392, 4_000_000),
+    "nmt/t_12_16384_32": (12, 16384, 32, 2, 1_239_203_072, 4_000_000),
+    "nmt/t_32_16384_32": (32, 16384, 32, 8, 3_086_028_032, 4_000_000),
+    "nmt/t_64_16384_32": (64, 16384, 32, 16, 6_040_947_968, 4_000_000),
+    "nmt/bilingual": (6, 8192, 16, 1, 375_409_920, 260_000),
+    "nmt/large_batch": (6, 8192, 16, 1, 375_409_920, 4_000_000),
 }
 SMALL = ("narrow", "bilingual", "very_deep")  # wide and deep are narrow with other sizes
 
@@ -79,18 +79,18 @@ def test_a_tiny_step_of_the_small_family(name: str, tmp_path: Path) -> None:
     check(train_inline(tmp_path, f"experiment=nmt_small/{name}", *words)[0])
 
 
-@pytest.mark.parametrize("name", ["nmt_t_64_16384_32", "nmt_bilingual"])
+@pytest.mark.parametrize("name", ["nmt/t_64_16384_32", "nmt/bilingual"])
 def test_a_tiny_step_on_opus_s_layout(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPIPE_CACHE", str(tmp_path / "cache"))
     root = opus(tmp_path / "opus")
     words = ["debug=tiny", "trainer.steps=1", "trainer.patience=null", f"data.root={root}", "pipeline.workers=1"]
-    words += [f"data.{side}vocabulary=6000" for side in ("", "source_", "target_")] if name == "nmt_bilingual" else []
+    words += [f"data.{side}vocabulary=6000" for side in ("", "source_", "target_")] if name == "nmt/bilingual" else []
     summary, events = train_inline(tmp_path / "run", f"experiment={name}", *words)
     check(summary)
     smaller = [event["text"] for event in events if "the text supports" in event.get("text", "")]
-    assert len(smaller) == (name == "nmt_bilingual"), "300 pairs support fewer pieces, which is said once"
+    assert len(smaller) == (name == "nmt/bilingual"), "300 pairs support fewer pieces, which is said once"
     languages = {found for found in summary["evaluation"] if found.startswith("bleu/")}
-    assert languages == ({"bleu/de"} if name == "nmt_bilingual" else {"bleu/de", "bleu/fi", "bleu/sw"})
+    assert languages == ({"bleu/de"} if name == "nmt/bilingual" else {"bleu/de", "bleu/fi", "bleu/sw"})
 
 
 def check(summary: dict[str, Any]) -> None:

@@ -319,7 +319,7 @@ def test_grow_ends_at_the_last_value_that_fits_and_passes_over_those_that_the_mo
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-FAST, SLOWEST = ("nmt_small/narrow", "nmt_t_64_16384_32"), ("imagenet_amoebanet_d_google", "transfer/cifar10")
+FAST, SLOWEST = ("nmt_small/narrow", "nmt/t_64_16384_32"), ("imagenet/amoebanet_d_google", "transfer/cifar10")
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def test_micro_batches_of_data_counted_in_tokens_go_as_far_as_its_sentences() ->
 
 @pytest.mark.slow(2)
 def test_the_paper_s_mini_batch_of_four_million_tokens_fits_one_gpu_in_many_micro_batches() -> None:
-    words = ("experiment=nmt_t_6_8192_16", "plan.device=a100-40gb", "pipeline.remat=always")
+    words = ("experiment=nmt/t_6_8192_16", "plan.device=a100-40gb", "pipeline.remat=always")
     found = asked(*words, "pipeline.M=auto")
     assert found.fits
     assert found.M > 4
