@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchvision.models import resnet18
+from torchvision.models import resnet18  # type: ignore[import-untyped]
 
 from benchmarks.common import Row, parser, report, run_command
 from gpipe_cli.commands.plan import make_request
@@ -63,7 +63,7 @@ class Gpt(nn.Module):
         return nn.functional.linear(self.layers(x, mask, is_causal=True), self.tokens.weight)
 
 
-class Translator(nn.Module):
+class TorchTranslator(nn.Module):
     """Predicts the next target tokens [b, t, V] of source ids [b, s] and target ids [b, t] by `nn.Transformer`."""
 
     def __init__(self, L: int, H: int, heads: int, d_model: int, vocabulary: int, longest: int) -> None:
@@ -94,7 +94,7 @@ class Translator(nn.Module):
         return logits
 
 
-class Images(nn.Module):
+class TorchImages(nn.Module):
     """Classifies images [b, 3, h, w], given as bytes, by torchvision's ResNet-18."""
 
     def __init__(self, classes: int) -> None:
@@ -109,10 +109,10 @@ def plain_model(settings: Settings) -> nn.Module:
     """Returns torch's own model of the job's size; attention is as wide as the job's."""
     model, data = settings.model, settings.data
     if "D" in model:
-        return Images(model["classes"])
+        return TorchImages(model["classes"])
     sizes = model["L"], model["H"], model["A"], model["d_model"]
     if "source_vocabulary" in model:
-        return Translator(*sizes, model["target_vocabulary"], 2 * data["max_length"])
+        return TorchTranslator(*sizes, model["target_vocabulary"], 2 * data["max_length"])
     return Gpt(*sizes, model["vocabulary"], data["sequence_length"])
 
 
