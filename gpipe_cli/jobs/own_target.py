@@ -32,8 +32,8 @@ def complete(words: Sequence[str]) -> list[str]:
     if not isinstance(name, str) or any(word.startswith("experiment=") for word in words):
         return marked
     added = {"name": name}  # else the run directory has the name of the chosen group
-    if own:  # in place of conf/model/transformer.yaml, which chooses both for the Transformer
-        added |= {"trainer.average": "null", "lr_schedule": OWN_LR_SCHEDULE}
+    if own:  # in place of conf/model/transformer.yaml, which chooses them for the Transformer
+        added |= {"trainer.average": "null", "lr_schedule": OWN_LR_SCHEDULE, "optimizer": "adam"}
     typed_keys = {word.partition("=")[0] for word in words}
     return [*marked, *(f"{key}={value}" for key, value in added.items() if key not in typed_keys)]
 

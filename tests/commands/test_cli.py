@@ -281,7 +281,7 @@ def test_resume_auto_without_any_checkpoint_begins_at_the_beginning(tmp_path: Pa
         (["~optimizer.decay"], "there is no key optimizer.decay; did you mean optimizer.decay_only"),
         (["modle=transformer"], "there is no key modle; did you mean model?"),
         (["optimizer=adm"], "there is no optimizer=adm; did you mean optimizer=adam"),
-        (["optimizer=lamb"], "optimizer can be: adafactor, adafactor_momentum, adam, adamw, rmsprop, rmsprop_tf, sgd"),
+        (["optimizer=lamb"], "optimizer can be: adafactor, adafactor_momentum, adam, adam_translation, adamw, rmsprop, rmsprop_tf, sgd"),
         (["pipeline.K=1,2"], "pipeline.K=1,2 is a sweep: type gpipe-train -m … pipeline.K=1,2"),
         (["pipeline.partition=[1,2"], "could not read 'pipeline.partition=[1,2'"),
         (["pipeline.K=0", "trainer.steps=x"], "gpipe-train: pipeline.K=0: use a whole number, at least 1\ntrainer."),
@@ -336,7 +336,7 @@ def test_a_typed_optimizer_and_schedule_get_the_typed_keys_and_the_learning_rate
     words = ["optimizer._target_=torch.optim.NAdam", "optimizer.momentum_decay=0.01", "pipeline.K=1", "trainer.steps=1"]
     assert run(tmp_path, *words, "lr_schedule._target_=my_module.flat", "lr_schedule.over=5").returncode == 0
     received = json.loads((only(tmp_path / "runs") / "received.json").read_text())["settings"]
-    assert received["optimizer"] == {"_target_": "torch.optim.NAdam", "lr": 0.003, "momentum_decay": 0.01}
+    assert received["optimizer"] == {"_target_": "torch.optim.NAdam", "lr": 0.005, "momentum_decay": 0.01}
     assert received["lr_schedule"] == {"_target_": "my_module.flat", "over": 5}
 
 

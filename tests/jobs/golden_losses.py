@@ -26,6 +26,7 @@ MODELS = {
         "model.input_dropout=0.1",
         "model.attention_dropout=0.1",
         "task.generation=null",
+        "optimizer.lr=0.003",
     ],
     "transformer_lm": ["model.dropout=0.1", "model.input_dropout=0.1", "model.attention_dropout=0.1"],
     "amoebanet": ["model.dropout=0.2", "model.drop_path_keep=0.7"],
