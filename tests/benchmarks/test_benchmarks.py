@@ -34,6 +34,7 @@ SMALL = {
     "images": "--quick",
     "corpus": "--quick --tokens 20000 --batches 2",
     "updates": "--quick",
+    "quality": "--quick --jobs transformer_lm_small",
     "text": "--quick",
     "reliability.wrong_configurations": "--count 3",
     "traced.plain_loop": "--quick",

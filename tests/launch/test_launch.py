@@ -568,6 +568,8 @@ def test_two_machines_end_together_when_one_fails(command: Any) -> None:
         )
         for node in (0, 1)
     ]
+    for node in nodes:
+        (node.run_dir / "0").mkdir()
     ends = [node.end() for node in nodes]
     assert [code for code, _ in ends] == [1, 1]
     assert "worker 1 failed at cell 1, layer encoder.3, micro-batch 2, forward:" in ends[1][1]

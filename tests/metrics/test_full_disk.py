@@ -70,7 +70,7 @@ def test_a_run_whose_directory_vanishes_ends_and_does_not_make_it_again(
                 lose(run_dir)
 
     with pytest.raises(DiskError, match="cannot be written: it, or a folder above it, was moved, deleted"):
-        train_inline(run_dir, *WORDS, "trainer.steps=5", "pipeline.K=1", "checkpoint.every=1", on_event=on_event)
+        train_inline(run_dir, *WORDS, "trainer.steps=5", "pipeline.K=1", "checkpoint.every=4", on_event=on_event)
     assert steps == [1, 2]
     assert lose is replace_by_a_copy or not run_dir.exists()
 

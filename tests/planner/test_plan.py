@@ -368,8 +368,8 @@ def test_a_sweep_as_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_more_micro_batches_than_examples_are_planned_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["model=transformer_lm_small", "pipeline.M=32"]) == 0
-    assert "data.batch_size=16 has no 32 micro-batches: planned with data.batch_size=32" in capsys.readouterr().out
+    assert main(["model=transformer_lm_small", "pipeline.M=64"]) == 0
+    assert "data.batch_size=32 has no 64 micro-batches: planned with data.batch_size=64" in capsys.readouterr().out
 
 
 def described(figure: str) -> str:
