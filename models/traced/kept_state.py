@@ -10,6 +10,7 @@ from copy import copy
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -46,15 +47,26 @@ class KeptState:
             vars(part).update({name: _copied(value) for name, value in saved.items()})
             part.training = training
 
-    def _state_of_next_mode(self) -> dict[Key, Any]:
-        self._called.train()
-        return self._state()
+    def _change_modes(self) -> None:
+        """Calls eval() and train().
+
+        Raises:
+            Untraceable: they change a parameter, as code does that merges an adapter into a weight.
+        """
+        versions = {name: parameter._version for name, parameter in self._called.module.named_parameters()}
+        with torch.no_grad():
+            self._called.eval()
+            self._called.train()
+        for name, parameter in self._called.module.named_parameters():
+            if parameter._version != versions.get(name):
+                raise Untraceable(f"its train() or eval() changes the parameter {name}: compute it in forward")
 
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Notes within the context what each call changes, before torch.export can put it back."""
         forward, begun = Called.forward, self._state()
-        self._changed |= _differing(begun, self._state_of_next_mode())
+        self._change_modes()
+        self._changed |= _differing(begun, self._state())
         plain = {id(value) for held in self._saved.values() for value in held.values() if isinstance(value, Tensor)}
 
         def watched(called: Called, *tensors: Tensor) -> Tensor:
