@@ -99,11 +99,7 @@ def test_another_module_as_written_is_refused_with_its_line(module: type[nn.Modu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("subject", written, ids=lambda subject: subject.name)
-def test_every_module_as_written_is_equal_to_itself_or_refused(
-    subject: TracedSubject, request: pytest.FixtureRequest
-) -> None:
-    if subject.constructor is weights.MergesForEvaluation:  # the comparison of the first start finds it
-        request.applymarker(pytest.mark.xfail(strict=True, reason="its train() changes weights, which no trace sees"))
+def test_every_module_as_written_is_equal_to_itself_or_refused(subject: TracedSubject) -> None:
     found = find(subject, FEW)
     assert found.right, found
 
