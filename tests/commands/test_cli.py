@@ -21,10 +21,10 @@ from gpipe_cli.commands.train import main
 from gpipe_cli.config import Settings
 from gpipe_cli.terminal.runs import read_run
 
-JOBS = Path(__file__).parents[1] / "jobs"
-COMMAND = [sys.executable, str(JOBS / "cli_jobs.py")]
+HELPERS = Path(__file__).parents[1] / "helpers"
+COMMAND = [sys.executable, str(HELPERS / "cli_jobs.py")]
 NO_RANK = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-ENVIRONMENT = {**NO_RANK, "PYTHONPATH": os.pathsep.join([str(JOBS), str(JOBS.parents[1])]), "COLUMNS": "100"}
+ENVIRONMENT = {**NO_RANK, "PYTHONPATH": os.pathsep.join([str(HELPERS), str(HELPERS.parents[1])]), "COLUMNS": "100"}
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -24,7 +24,7 @@ DECAY = "optimizer={_target_: torch.optim.AdamW, lr: 0.1, weight_decay: 0.5}"
 @pytest.fixture
 def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets workers find the model too."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "jobs"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "helpers"))
 
 
 def weights(run_dir: Path, layer: str) -> dict[str, torch.Tensor]:

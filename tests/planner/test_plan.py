@@ -401,7 +401,7 @@ def test_mistakes_are_named(words: list[str], message: str, capsys: pytest.Captu
 
 @pytest.mark.slow
 def test_a_plan_leaves_nothing_behind(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "jobs")}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "helpers")}
     command = [sys.executable, "-m", "gpipe_cli.commands.plan", *OWN]
     subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Tests of runs on a device that is not the CPU: one without hardware (tests/jobs/late_device.py), and a GPU."""
+"""Tests of runs on a device that is not the CPU: one without hardware (tests/helpers/late_device.py), and a GPU."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def golden_file(model: str, group: str) -> Path:
 
 
 def rewrite(model: str, group: str) -> None:
-    head = [f"# python tests/jobs/golden_losses.py {model} {group}", made_with(), "# step, loss, gradient norm"]
+    head = [f"# python tests/helpers/golden_losses.py {model} {group}", made_with(), "# step, loss, gradient norm"]
     rows = [f"{i:2}  {step.loss!r:20} {step.gradient_norm!r}" for i, step in enumerate(trained(model, group, 1), 1)]
     golden_file(model, group).write_text("\n".join([*head, *rows]) + "\n")
     print(golden_file(model, group))

@@ -1,6 +1,6 @@
 """Draws whole runs as the calls of their ranks, for the model of NCCL's rules (`nccl_rules.py`).
 
-    python tests/jobs/nccl_runs.py 0 1000 [SECONDS]
+    python tests/helpers/nccl_runs.py 0 1000 [SECONDS]
 
 runs the seeds from the first number to the second, or until the seconds are over; a stall is drawn and ends it.
 """
