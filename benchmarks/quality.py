@@ -161,7 +161,7 @@ def _step(model: nn.Module, task: Task, micro_batches: Sequence[MicroBatch]) -> 
     for inputs, targets in micro_batches:
         loss = task.loss((model(*inputs),), targets)[0] / weight
         loss.backward()  # type: ignore[no-untyped-call]  # torch's own
-        total += float(loss)
+        total += float(loss.detach())
     return total
 
 

@@ -17,6 +17,7 @@ Numbers = npt.NDArray[np.int64]
 PAD_MULTIPLE = 8
 FINE_WIDTHS = 128  # up to here every multiple of 8 is a width, from here on there are four between n and 2n
 GROUPS = 4  # of a mini-batch; with more, one of four micro-batches would span several and be padded more
+ROUNDS = 6  # more change little
 LEAST = 8  # a group has at least an eighth of the mean number of pairs
 
 
@@ -30,13 +31,13 @@ def width_of(lengths: Numbers) -> Numbers:
 def dealt(source: Numbers, target: Numbers, count: int, equal_pairs: bool) -> list[list[Numbers]]:
     """Deals pairs over `count` mini-batches; returns the pairs' numbers in each group of each mini-batch.
 
-    The pairs are sorted by width and cut into four parts of nearly equal padded tokens, and each part into as many
-    groups as there are mini-batches. A mini-batch gets one group of each part, short sentences first. Every other part
-    is dealt from its end, so that the mini-batches have similar mean lengths.
+    The pairs are sorted by width and cut into four parts, and each part into as many groups as there are mini-batches.
+    A mini-batch gets one group of each part, short sentences first; its groups have nearly equal padded tokens. Every
+    other part is dealt from its end, so that the mini-batches have similar mean lengths.
 
     Args:
         source, target: lengths with the end token, of at least `count` pairs.
-        equal_pairs: mini-batches have equal numbers of pairs; else groups have nearly equal padded tokens.
+        equal_pairs: mini-batches have equal numbers of pairs; else all groups have nearly equal padded tokens.
     """
     width = width_of(target)
     # Source lengths rise in one width and fall in the next, so that a group that spans two has similar sources.
@@ -47,13 +48,12 @@ def dealt(source: Numbers, target: Numbers, count: int, equal_pairs: bool) -> li
     pairs = len(order) // count
     parts = min(GROUPS, pairs)
     if equal_pairs:
-        ends = _apart(_rounded(_places_of_shares(tokens, parts) // count), pairs, 1)
-        bounds = _shares(ends * count, parts * count)
+        bounds = _bounds_of_equal_pairs(tokens, parts, count)
     else:
         least = max(1, pairs // (LEAST * parts))
         bounds = _apart(_rounded(_places_of_shares(tokens, parts * count)), len(order), least)
     groups = np.split(order, bounds[1:-1])
-    rows = [groups[part * count : (part + 1) * count][:: -1 if part % 2 else 1] for part in range(parts)]
+    rows = [groups[part * count :][:count][:: -1 if part % 2 else 1] for part in range(parts)]
     return [list(column) for column in zip(*rows, strict=True)]
 
 
@@ -76,6 +76,33 @@ def micro_batches(groups: Sequence[int], count: int) -> list[slice]:
 def padded_tokens(source: Numbers, target: Numbers) -> int:
     """Returns the source and target tokens of these pairs, padding included."""
     return len(source) * int(width_of(source.max()) + width_of(target.max()))
+
+
+def _bounds_of_equal_pairs(tokens: Numbers, parts: int, count: int) -> Numbers:
+    """Returns where each group ends, from 0 on; mini-batches have equal pairs, and each equal tokens in its groups.
+
+    The pairs of a group are inverse to their mean tokens. These depend on where the group lies, and so on the pairs of
+    the groups before it; some rounds make both agree.
+
+    Args:
+        tokens: of the first pair, the first two pairs, and so on.
+    """
+    pairs = len(tokens) // count
+    step = _step(pairs)
+    to_here = np.array([0, *tokens])
+    sizes = np.full((parts, count), pairs // parts)
+    for _ in range(ROUNDS):
+        bounds = np.cumsum([0, *sizes.flat])
+        rates = (sizes << 32) // np.diff(to_here[bounds]).reshape(sizes.shape)  # pairs a token
+        ends = np.cumsum(_turned(rates), axis=0)
+        ends = (pairs * ends // ends[-1] + step // 2) // step * step
+        sizes = _turned(np.stack([np.diff(_apart(np.array([0, *of]), pairs, 1)) for of in ends.T], axis=1))
+    return np.cumsum([0, *sizes.flat])
+
+
+def _turned(parts: Numbers) -> Numbers:
+    """Returns parts [parts, groups] with every other one from its end."""
+    return np.stack([row[:: -1 if part % 2 else 1] for part, row in enumerate(parts)])
 
 
 def _places_of_shares(tokens: Numbers, count: int) -> Numbers:

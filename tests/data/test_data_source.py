@@ -122,8 +122,8 @@ def test_micro_batches_are_the_same_examples_in_the_same_order_as_one(make: Any,
     assert [rows(batch) for batch in whole] == [rows(batch) for batch in divided]
 
 
-@every_source
-def test_micro_batches_differ_in_size_by_at_most_one(make: Any, cache: str) -> None:
+@pytest.mark.parametrize("make", [text, own_text, examples])
+def test_micro_batches_of_equal_examples_differ_in_size_by_at_most_one(make: Any, cache: str) -> None:
     batch = next(make(cache).train(None, 4, 0, 1))
     assert [len(inputs[0]) for inputs, _ in batch.micro_batches] == [3, 3, 2, 2]
 
