@@ -58,11 +58,11 @@ WITHOUT = """\
 `{devices}` runs engine, trainer, ties, averages, checkpoints, evaluation, beam search, copies ahead and measured layers
 on `tests/helpers/late_device.py`, a device without hardware. Its operations run late, in an order drawn from a seed
 that keeps only the order within a stream, events, and the host's waiting; a result that is used too early, or memory
-that is given away too early, gives NaN. It cannot show kernels, NCCL, the rounding or the random numbers of a GPU, or times.
+that is given away too early, gives NaN. It cannot show kernels, NCCL, rounding or random numbers of a GPU, or times.
 
 `tests/helpers/nccl_rules.py` models what NCCL and CUDA allow, with one communicator for two ranks (torch before 2.15)
 and with one for a group (since). `python tests/helpers/nccl_runs.py 0 100000` draws whole runs: every schedule,
-K up to 16, M up to 64, evaluation, decoding, checkpoints, tied weights, replicas with early sums and a divided optimizer state.
+K up to 16, M up to 64, evaluation, decoding, checkpoints, tied weights, replicas with divided optimizer state.
 A stall is drawn, and replayed by its seed. {runs}.
 """
 RUNS = "None of these 100,000 runs stalled\n(23 November 2026)"
