@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.traced.as_written.given import LENGTH, WIDTH, given, images, series, vectors
+from benchmarks.traced.as_written.given import WIDTH, given, images, series, vectors
 from benchmarks.traced.as_written.weights import Net
 
 
@@ -43,22 +42,6 @@ class CountsCalls(Net):
     def middle(self, h: Tensor) -> Any:
         self.calls += 1
         return F.gelu(self.body(h) / (1 + 0.5 * self.calls))
-
-
-@given(vectors)
-class CountsInBuffer(Net):
-    """Counts its training calls in a buffer and anneals by it."""
-
-    steps: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
-
-    def middle(self, h: Tensor) -> Any:
-        if self.training:
-            self.steps += 1
-        return self.body(h) * torch.exp(-0.1 * self.steps)
 
 
 @given(vectors)
@@ -107,24 +90,6 @@ class UpdatesView(Net):
 
 
 @given(vectors)
-class AveragesInTraining(Net):
-    """Keeps a moving average in training and centres by it in evaluation."""
-
-    centre: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("centre", torch.zeros(WIDTH))
-
-    def middle(self, h: Tensor) -> Any:
-        if self.training:
-            with torch.no_grad():
-                self.centre.lerp_(h.mean(0), 0.1)
-            return F.gelu(self.body(h - h.mean(0)))
-        return F.gelu(self.body(h - self.centre))
-
-
-@given(vectors)
 class CodebookByAverages(Net):
     """Quantises by a codebook that is a moving average of what it quantises, as VQ-VAE does."""
 
@@ -156,26 +121,6 @@ class MomentumEncoder(Net):
                 slow.data = slow.data * 0.9 + fast.data * 0.1
             aim = self.target(h)
         return self.body(h) - aim
-
-
-@given(vectors)
-class Queue(Net):
-    """Keeps the keys of former calls in a queue, as MoCo does."""
-
-    keys: Tensor
-    pointer: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("keys", torch.randn(12, WIDTH))
-        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
-
-    def middle(self, h: Tensor) -> Any:
-        kept = self.keys.clone()
-        at = int(self.pointer)
-        self.keys[at : at + len(h)] = h.detach()
-        self.pointer[0] = (at + len(h)) % 12
-        return (self.body(h) @ kept.t()).softmax(-1) @ kept
 
 
 @given(vectors)
@@ -213,26 +158,6 @@ class PositionsAtFirstCall(nn.Module):
         return self.head(torch.tanh(self.outer(torch.tanh(self.inner(x + self.table[: x.shape[1]])))).mean(1))
 
 
-@given(series)
-class CachedMask(nn.Module):
-    """Computes attention by einsum, with a mask that is a buffer outside of state_dict."""
-
-    mask: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out, self.head = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 10)
-        self.register_buffer("mask", torch.ones(2 * LENGTH, 2 * LENGTH).tril().bool(), persistent=False)
-
-    def forward(self, x: Tensor) -> Any:
-        b, t, _ = x.shape
-        q, k, v = self.qkv(x).view(b, t, 3, 2, WIDTH // 2).unbind(2)
-        scores = torch.einsum("bihd,bjhd->bhij", q, k) / (WIDTH // 2) ** 0.5
-        scores = scores.masked_fill(~self.mask[:t, :t], float("-inf"))
-        mixed = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v).reshape(b, t, WIDTH)
-        return self.head(x + self.out(mixed))
-
-
 class RunningMean:
     """Keeps a moving average, in an object that is no module."""
 
@@ -254,20 +179,6 @@ class StateInHelper(Net):
 
     def middle(self, h: Tensor) -> Any:
         return self.body(h) / self.tracker(h.detach().norm())
-
-
-@given(vectors)
-class StateInDict(Net):
-    """Keeps the last call's mean in a dict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cache: dict[str, Tensor] = {}
-
-    def middle(self, h: Tensor) -> Any:
-        before = self.cache.get("last")
-        self.cache["last"] = h.detach().mean(0)
-        return self.body(h if before is None else h - before)
 
 
 @given(vectors)
@@ -314,41 +225,6 @@ class CountsEpochs(Net):
         return self.body(h) / (1 + self.epochs)
 
 
-@functools.lru_cache
-def positions(count: int) -> Tensor:
-    """Returns a table that is made once."""
-    return torch.linspace(0, 1, count)
-
-
-@given(vectors)
-class CachedInModule(Net):
-    """Reads a table that a function of the file caches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        positions.cache_clear()
-
-    def middle(self, h: Tensor) -> Any:
-        return self.body(h + positions(h.shape[1]))
-
-
-@given(series)
-class ChangesSliceOfBuffer(nn.Module):
-    """Changes a slice of a buffer in place, perhaps without knowing."""
-
-    table: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 10)
-        self.register_buffer("table", torch.rand(2 * LENGTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Any:
-        table = self.table[: x.shape[1]]
-        table *= 0.5
-        return self.head(torch.tanh(self.inner(x + table)))
-
-
 @given(vectors)
 class ChangesPlainTensor(Net):
     """Changes a tensor in place that is no buffer."""
@@ -360,18 +236,6 @@ class ChangesPlainTensor(Net):
     def middle(self, h: Tensor) -> Any:
         self.anchor.mul_(0.5)
         return self.body(h + self.anchor)
-
-
-@given(vectors)
-class RegistersInForward(Net):
-    """Registers a buffer when it is first called."""
-
-    late: Tensor
-
-    def middle(self, h: Tensor) -> Any:
-        if not hasattr(self, "late"):
-            self.register_buffer("late", torch.arange(WIDTH).float())
-        return self.body(h + self.late)
 
 
 # -- BatchNorm ---------------------------------------------------------------------------------------------------------
@@ -401,15 +265,6 @@ class FrozenBatchNorm(ConvNet):
 
 
 @given(images)
-class BatchNormFrozenLater(ConvNet):
-    """Puts BatchNorm into evaluation mode in forward."""
-
-    def forward(self, x: Tensor) -> Any:
-        self.bn2.eval()
-        return super().forward(x)
-
-
-@given(images)
 class CumulativeBatchNorm(ConvNet):
     def __init__(self) -> None:
         super().__init__()
@@ -423,36 +278,6 @@ class BatchNormTwice(ConvNet):
     def forward(self, x: Tensor) -> Any:
         h = F.relu(self.bn1(self.first(x)))
         return self.head(F.relu(self.bn1(self.second(h)) + h).mean((2, 3)))
-
-
-@given(images)
-class SharedBlockWithBatchNorm(nn.Module):
-    """Repeats one block that has a BatchNorm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = nn.Conv2d(3, 6, 3), nn.Linear(6, 10)
-        self.block = nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(inplace=True))
-
-    def forward(self, x: Tensor) -> Any:
-        x = self.first(x)
-        for _ in range(3):
-            x = x + self.block(x)
-        return self.head(x.mean((2, 3)))
-
-
-@given(images)
-class SiameseWithBatchNorm(nn.Module):
-    """Calls one encoder with BatchNorm for an image and its mirror image, then stops one gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(1))
-        self.project = nn.Sequential(nn.Linear(216, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10))
-
-    def forward(self, x: Tensor) -> Any:
-        one, other = self.encoder(x), self.encoder(x.flip(-1))
-        return self.project(one) - self.project(other).detach()
 
 
 @given(images)
@@ -479,13 +304,3 @@ class BatchNormWithoutStatistics(ConvNet):
     def __init__(self) -> None:
         super().__init__()
         self.bn1, self.bn2 = nn.BatchNorm2d(6, track_running_stats=False), nn.BatchNorm2d(6, affine=False)
-
-
-@given(images)
-class BatchNormUnderNoGrad(ConvNet):
-    """Computes features without gradients, with a BatchNorm in training mode."""
-
-    def forward(self, x: Tensor) -> Any:
-        with torch.no_grad():
-            h = F.relu(self.bn1(self.first(x)))
-        return self.head(F.relu(self.bn2(self.second(h)) + h).mean((2, 3)))

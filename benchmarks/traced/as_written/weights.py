@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, prune, weight_norm
+from torch.nn.utils import parametrizations
 
-from benchmarks.traced.as_written.given import VOCABULARY, WIDTH, given, images, series, tokens, vectors
+from benchmarks.traced.as_written.given import VOCABULARY, WIDTH, given, series, tokens, vectors
 
 
 class Net(nn.Module):
@@ -43,18 +43,6 @@ class TiedInList(nn.Module):
         h = self.embedding(ids)
         h = h + torch.tanh(self.mix(h.cumsum(1)))
         return F.linear(self.norm(h), self.tied[0])
-
-
-@given(vectors)
-class WeightsByName(Net):
-    """Looks weights up in a plain dict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = dict(self.named_parameters())
-
-    def middle(self, h: Tensor) -> Any:
-        return F.linear(h, self.table["body.weight"], self.table["body.bias"]).relu()
 
 
 @given(vectors)
@@ -171,15 +159,6 @@ class WeightNormed(Net):
 
 
 @given(vectors)
-class WeightNormedOfOld(Net):
-    """Uses the weight_norm that a hook applies and that keeps the product as a plain attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = weight_norm(self.body)
-
-
-@given(vectors)
 class SpectralNormed(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -193,16 +172,6 @@ class Lazy(Net):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.LazyLinear(WIDTH)
-
-
-@given(vectors)
-class FrozenStem(Net):
-    """Trains no weight of its first layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem.requires_grad_(False)
-        self.body.bias.requires_grad = False
 
 
 @given(vectors)
@@ -225,16 +194,6 @@ class FreezesInForward(Net):
 
 
 @given(vectors)
-class ThawsInForward(Net):
-    """Trains a layer only in training mode, by its flag."""
-
-    def forward(self, x: Tensor) -> Any:
-        for parameter in self.last.parameters():
-            parameter.requires_grad = self.training
-        return super().forward(x)
-
-
-@given(vectors)
 class Hypernetwork(Net):
     """Computes the weights of a layer from an embedding of the task."""
 
@@ -249,23 +208,6 @@ class Hypernetwork(Net):
         return functional_call(self.body, weights, (h,)).tanh()
 
 
-@given(images)
-class WeightStandardised(nn.Module):
-    """Standardises the kernels of its convolutions in forward, and normalises by groups."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
-        self.norm, self.head = nn.GroupNorm(2, 8), nn.Linear(8, 10)
-
-    def forward(self, x: Tensor) -> Any:
-        for conv in (self.first, self.second):
-            weight = conv.weight - conv.weight.mean((1, 2, 3), keepdim=True)
-            weight = weight / (weight.std((1, 2, 3), keepdim=True) + 1e-5)
-            x = F.relu(F.conv2d(x, weight, conv.bias))
-        return self.head(self.norm(x).mean((2, 3)))
-
-
 @given(vectors)
 class ClipsData(Net):
     """Clips a weight in forward, as a critic of Wasserstein GANs does."""
@@ -273,24 +215,6 @@ class ClipsData(Net):
     def middle(self, h: Tensor) -> Any:
         self.body.weight.data.clamp_(-0.1, 0.1)
         return F.gelu(self.body(h))
-
-
-@given(series)
-class ComplexDiagonal(nn.Module):
-    """Computes a linear state space with complex parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 10)
-        self.rate = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
-
-    def forward(self, x: Tensor) -> Any:
-        x = self.inner(x)
-        steps = torch.arange(x.shape[1], device=x.device)
-        kernel = torch.exp(-self.rate.abs().unsqueeze(-1) * steps) * torch.exp(1j * self.rate.angle()[:, None] * steps)
-        length = 2 * x.shape[1]
-        spectrum = torch.fft.fft(x.mT.to(kernel.dtype), length) * torch.fft.fft(kernel, length)
-        return self.head(torch.fft.ifft(spectrum, length)[..., : x.shape[1]].real.mT.mean(1))
 
 
 @given(vectors)
@@ -303,15 +227,6 @@ class TiedByData(Net):
 
 
 @given(vectors)
-class WrapsParameterAgain(Net):
-    """Makes a new parameter of another one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last.weight = nn.Parameter(self.stem.weight)
-
-
-@given(vectors)
 class MasksGradient(Net):
     """Keeps zeros in a weight by a hook on its gradient."""
 
@@ -319,13 +234,6 @@ class MasksGradient(Net):
         super().__init__()
         mask = torch.rand(WIDTH, WIDTH) > 0.5
         self.body.weight.register_hook(lambda gradient: gradient * mask)  # type: ignore[no-untyped-call]
-
-
-@given(vectors)
-class Pruned(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        prune.random_unstructured(self.body, "weight", 0.5)  # type: ignore[no-untyped-call]
 
 
 @given(vectors)
@@ -355,24 +263,6 @@ class MergesForEvaluation(Net):
 
     def middle(self, h: Tensor) -> Any:
         return self.body(h) if self.merged else F.linear(h, self.body.weight + self.low)
-
-
-@given(vectors)
-class KeepsMergedWeight(Net):
-    """Keeps the sum of two weights while it is in evaluation mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.low = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.1)
-        self.merged: Tensor | None = None
-
-    def train(self, mode: bool = True) -> KeepsMergedWeight:
-        super().train(mode)
-        self.merged = None if mode else (self.body.weight + self.low).detach()
-        return self
-
-    def middle(self, h: Tensor) -> Any:
-        return F.linear(h, self.body.weight + self.low if self.merged is None else self.merged)
 
 
 @given(vectors)
