@@ -166,18 +166,6 @@ def test_no_folder_has_more_files_than_a_reader_can_survey() -> None:
     assert not {folder for folder, size in sizes.items() if size > 16}
 
 
-def test_tests_stand_in_folders_with_the_names_of_the_rooms() -> None:
-    folders = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
-    assert folders <= {*ROOMS, "house", "benchmarks"}
-
-
-def test_every_command_of_the_project_exists() -> None:
-    for target in PROJECT["project"]["scripts"].values():
-        module, _, function = target.partition(":")
-        tree = ast.parse(MODULES[module.removeprefix("gpipe_cli.")].read_text(encoding="utf-8"))
-        assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-
-
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Builds the wheel; returns its path and the output of the build."""
