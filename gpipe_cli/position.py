@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from mmap import mmap
 from typing import TypeAlias
@@ -29,7 +29,7 @@ class Position:
     Attributes:
         step: number of the training step, counted from 1; None outside of steps.
         cell, micro_batch: of the instruction that runs; None outside of instructions.
-        layer: name of the layer whose forward or backward runs.
+        layer: name of the layer whose forward runs; None in a backward.
         instruction: the kind of instruction that runs, or other work such as "reading the next mini-batch".
     """
 
@@ -42,15 +42,6 @@ class Position:
         """Sets the instruction that runs, and no layer."""
         numbers = 0 if cell is None else cell + 1, 0 if micro_batch is None else micro_batch + 1
         _PLACE.pack_into(self._memory, _NUMBER.size, *numbers, (instruction or "").encode(), b"")
-
-    def layer_setter(self, layer: str) -> Callable[..., None]:
-        """Returns a function that sets the layer, whatever it is called with, in a third of the time."""
-        memory, text = self._memory, _LAYER.pack(layer.encode())
-
-        def set_layer(*_ignored: object) -> None:
-            memory[_LAYER_AT : Position.SIZE] = text
-
-        return set_layer
 
     @contextmanager
     def doing(self, work: str) -> Iterator[None]:

@@ -57,7 +57,7 @@ def record_everyone(world: World, meter: Meter, met_at: float) -> list[Recording
     Args:
         met_at: when the last exchange of all workers ended, in seconds of this worker's clock.
     """
-    meter.settle()
+    meter.read_phases()
     everyone = world.all_gather((machine_id(), met_at, Recording(meter.spans, meter.phases).as_json()))
     return on_one_clock([(machine, met, Recording.from_json(rows)) for machine, met, rows in everyone])
 

@@ -131,7 +131,7 @@ class LayerTrial:
         with torch.no_grad():
             values = grouped_like((tensor.clone() for tensor in self._inputs), self._inputs)
             with self._clock.running("inference"), self._autocast():
-                self._settled(values)
+                self._outputs_of(values)
 
     def forward(self) -> None:
         """Runs forward with a graph, which is kept."""
@@ -150,7 +150,7 @@ class LayerTrial:
         # Clones, because a layer may change its input in place, which autograd forbids for a leaf.
         values = grouped_like((leaf.clone() for leaf in leaves), self._inputs)
         with self._clock.running(phase), self._autocast():
-            outputs, losses = self._settled(values)
+            outputs, losses = self._outputs_of(values)
         self._kept.append((leaves, outputs, losses))
 
     def backward(self) -> None:
@@ -177,7 +177,7 @@ class LayerTrial:
         leaves, outputs, losses = self._kept.pop()
         return leaves, [tensor for tensor in outputs + losses if tensor.requires_grad]
 
-    def _settled(self, values: Tensors) -> tuple[Tensors, Tensors]:
+    def _outputs_of(self, values: Tensors) -> tuple[Tensors, Tensors]:
         self._noise.seed_layer(0, 0, 0)
         with self._casts.used_on(self._device):
             outputs, losses = self._run(values)

@@ -20,7 +20,7 @@ from .batchnorm import DeferredBatchNorm, defer_batchnorm
 from .buffers import BufferChanged, BufferGuard
 from .compiled import compile_layer
 from .messages.boundary import BoundarySpec, GradientLayouts, canonical, passed_on
-from .messages.grouping import as_argument, as_tensors, grouped_like, grouping_of, replace_tensors
+from .messages.grouping import as_argument, as_tensors, grouped_like, replace_tensors
 from .randomness import NoiseSource, weights_of_layer
 from .weight_casts import WeightCasts
 
@@ -106,7 +106,6 @@ class Cell:
         self.not_compiled = [layer.name for layer in self.layers if compiled and layer.name not in self._compiled]
         self._noise = noise
         self._layouts = GradientLayouts()
-        self._groupings: dict[Hashable, tuple[int, str | None]] = {}  # by layer and shapes: tensors, and their grouping
         modules = list(dict.fromkeys(module for layer in self.layers for module in layer.module.modules()))
         self.batchnorms = [module for module in modules if isinstance(module, DeferredBatchNorm)]
         self._indices = [layer.index for layer in self.layers]
@@ -117,15 +116,6 @@ class Cell:
             (layer, self._forward_of(layer), getattr(layer.module, "auxiliary_loss", None)) for layer in self.layers
         ]
         self._guarded_calls: list[Call] = []  # for the first micro-batch, where buffers are guarded
-
-    @property
-    def where(self) -> Position:
-        return self._where
-
-    @where.setter
-    def where(self, where: Position) -> None:
-        self._where = where
-        self._setters = {layer.name: where.layer_setter(layer.name) for layer in self.layers}
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Returns (full name, parameter) of every parameter in layer order; ``encoder.0.attention.query.weight``.
@@ -205,22 +195,18 @@ class Cell:
         seeds, seed_noise = self._noise.seeds(step, micro_batch, self._indices), self._noise.seed
         settled = self._layouts.settled(signature)
         for (layer, forward, auxiliary_loss), seed in zip(self._guarded_calls or self._calls, seeds, strict=True):
-            self._setters[layer.name]()
+            self.where.layer = layer.name
             seed_noise(seed)
             try:
                 outputs = forward(argument)
                 if auxiliary_loss is not None:
                     auxiliary[layer.index] = auxiliary_loss(outputs, targets)
-                    self._tell_backward(layer.name, (auxiliary[layer.index],), ())
-                made, came = as_tensors(outputs), as_tensors(argument)
                 if layer.index in settled and isinstance(outputs, Tensor) and layer.passes_as_it_is(outputs):
                     argument = outputs
                 else:
-                    self._refuse_new_grouping(made, layer.index, signature)
-                    made = passed_on(made, came, layer.boundary_type)
-                    made = self._layouts.settle(made, came, layer.index, signature)
-                    argument = as_argument(made)
-                self._tell_backward(layer.name, made, came)
+                    came = as_tensors(argument)
+                    made = passed_on(as_tensors(outputs), came, layer.boundary_type)
+                    argument = as_argument(self._layouts.settle(made, came, layer.index, signature))
             except BufferChanged:
                 raise
             except Exception as error:
@@ -249,31 +235,15 @@ class Cell:
         return values
 
     @contextmanager
-    def going_backward(self, micro_batch: int, begins_with: str | None = None) -> Iterator[None]:
-        """Turns an exception of autograd inside the context into a `LayerFailed` that names the layer.
-
-        Args:
-            begins_with: what backward passes through first; None: the last layer.
-        """
-        self.where.layer = begins_with or self.layers[-1].name
+    def going_backward(self, micro_batch: int) -> Iterator[None]:
+        """Turns an exception of autograd inside the context into a `LayerFailed` that names the cell's layers."""
         try:
             yield
         except Exception as error:
-            within = self.where.layer
-            named = within if within == begins_with else f"layer {within!r}"
+            first, last = self.layers[0].name, self.layers[-1].name
+            named = f"layer {first!r}" if first == last else f"layers {first!r} to {last!r}"
             place = f"cell {self.number}, backward of {named}, micro-batch {micro_batch}"
             raise LayerFailed(place + cuda_hint(error)) from error
-        self.where.layer = None
-
-    def _tell_backward(self, layer: str, made: Tensors, came: Tensors) -> None:
-        """Makes backward set `where.layer` when it comes to what the layer has made; what it only passes on is older.
-
-        Autograd runs what was made last first, so from there on the layer's own operations run.
-        """
-        for tensor in made:
-            node = tensor.grad_fn
-            if node is not None and not any(tensor is one for one in came):
-                node.register_prehook(self._setters[layer])
 
     def _forward_of(self, layer: BuiltLayer) -> Callable[..., Any]:
         """Returns the call of a layer that gives the same bits without a graph as with one.
@@ -291,15 +261,6 @@ class Cell:
                 "data.sequence_length"
             )
         return LayerFailed(f"cell {self.number}, layer {layer.name!r}, micro-batch {micro_batch}{cuda_hint(error)}")
-
-    def _refuse_new_grouping(self, values: Tensors, layer: int, signature: Hashable) -> None:
-        found = len(values), grouping_of(values)
-        known = self._groupings.setdefault((layer, signature), found)
-        if found != known:
-            raise TypeError(
-                f"the layer returned {_shown(*known)} before, for inputs of the same shapes, and now {_shown(*found)}: "
-                "what it returns may depend on the shapes of its inputs, not on their values"
-            )
 
     def refuse_new_shapes(self, message: Tensors, expected: BoundarySpec, micro_batch: int) -> None:
         """Checks the shapes of a message: the receiver has posted a receive for the shapes of earlier such inputs.
@@ -335,7 +296,3 @@ def _with_graph(module: nn.Module) -> Callable[..., Any]:
             return replace_tensors(module(argument), Tensor.detach)
 
     return forward
-
-
-def _shown(tensors: int, grouping: str | None) -> str:
-    return f"{tensors} tensor{'s' * (tensors != 1)}{'' if grouping is None else f' grouped as {grouping}'}"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
-import sys
 from typing import Any
 
 import torch
@@ -22,21 +20,13 @@ MOST_VARIANTS = 4096  # of one layer: by shapes, by types, with and without a gr
 
 
 def require_compiler(device: torch.device) -> None:
-    """Refuses a machine on which torch.compile cannot work.
+    """Refuses a machine without the compiler that torch.compile needs.
 
     Raises:
         ConfigurationError: it names what is missing.
     """
-    if device.type == "cuda":
-        default = next((name for name in ("gcc", "clang") if shutil.which(name)), "gcc")
-        name, compiler = "CC", os.environ.get("CC", default)
-        if importlib.util.find_spec("triton") is None:
-            raise ConfigurationError(
-                "pipeline.compile=true needs Triton on a GPU, and the package triton is not installed: install it (pip "
-                "install triton), or use pipeline.compile=false"
-            )
-    else:
-        name, compiler = "CXX", os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    name, default = ("CC", "gcc") if device.type == "cuda" else ("CXX", "g++")
+    compiler = os.environ.get(name, default)
     if shutil.which(compiler) is None:
         raise ConfigurationError(
             f"pipeline.compile=true needs a compiler, and there is no {compiler} on this machine: install it, name "

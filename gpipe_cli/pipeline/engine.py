@@ -459,11 +459,9 @@ class _TrainingStep(_Step):
         roots = [(tensor, next(arrived)) for tensor in graph.outputs if tensor.requires_grad]
         roots += [(loss, torch.full_like(loss, self.scale)) for loss in graph.losses if loss.requires_grad]
         outputs, gradients = [root for root, _ in roots], [gradient for _, gradient in roots]
-        begins_with = "the task's loss" if i.cell == self.pipeline.last else None
-        with self.pipeline.cells[i.cell].going_backward(i.micro_batch, begins_with):
+        with self.pipeline.cells[i.cell].going_backward(i.micro_batch):
             if i.op is Op.INPUT_GRADIENT:
-                halves = backward_of_inputs(outputs, gradients, inputs, self.pipeline.where)
-                self.buffers.weight_halves[place] = halves
+                self.buffers.weight_halves[place] = backward_of_inputs(outputs, gradients, inputs)
             elif roots:
                 torch.autograd.backward(outputs, gradients)
         if i.cell > 0:

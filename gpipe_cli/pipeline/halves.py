@@ -24,43 +24,38 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from ..position import Position
-
 # Nodes whose backward cannot compute only some gradients, or not twice: re-entrant checkpoints and compiled layers.
 _INDIVISIBLE = ("CheckpointFunctionBackward", "CompiledFunctionBackward")
 
 
 @dataclass
 class _Joint:
-    """Holds a node on the path to the input, the weights that join there, the gradients that arrived, and the layer."""
+    """Holds a node on the path to the input, the weights that join there, and the gradients that arrived."""
 
     node: Node
     leaves: list[Tensor] = field(default_factory=list)
     noted: list[tuple[Tensor | None, ...]] = field(default_factory=list)
-    layers: list[str | None] = field(default_factory=list)
 
-    def listen(self, where: Position) -> None:
+    def listen(self) -> None:
         """Keeps the gradients that arrive at the node, and uses them again in the second half.
 
         There they replace the incoming ones, on which a hook of the node's output tensor has run a second time.
         """
-        noted, layers = self.noted, self.layers  # not self: the node would keep itself alive through its hook
+        noted = self.noted  # not self: the node would keep itself alive through its hook
 
         def note(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
             if noted:
                 return noted[0]
             noted.append(gradients)
-            layers.append(where.layer)
             return None
 
         self._handle = self.node.register_prehook(note)
 
-    def finish(self, where: Position) -> None:
+    def finish(self) -> None:
         """Computes the gradients of the weights."""
         noted = self.noted[0] if self.noted else ()
         arrived = [(number, gradient) for number, gradient in enumerate(noted) if gradient is not None]
         if arrived:
-            where.layer = self.layers[0]
             edges = [GradientEdge(self.node, number) for number, _ in arrived]
             torch.autograd.backward(edges, [gradient for _, gradient in arrived], inputs=self.leaves)
         self._handle.remove()
@@ -69,8 +64,8 @@ class _Joint:
 class WeightHalf:
     """Holds the second half of a backward: the gradients of the weights that could wait."""
 
-    def __init__(self, joints: Sequence[_Joint], where: Position) -> None:
-        self._joints, self._where = list(joints), where
+    def __init__(self, joints: Sequence[_Joint]) -> None:
+        self._joints = list(joints)
 
     def __len__(self) -> int:
         """Returns the number of weights that wait."""
@@ -85,21 +80,17 @@ class WeightHalf:
         """Adds the gradients to the weights' ``.grad`` and frees the graph, joint by joint."""
         self._joints.reverse()
         while self._joints:
-            self._joints.pop().finish(self._where)
+            self._joints.pop().finish()
 
 
-def backward_of_inputs(
-    roots: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor], where: Position | None = None
-) -> WeightHalf:
+def backward_of_inputs(roots: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor]) -> WeightHalf:
     """Runs the first half of ``torch.autograd.backward(roots, gradients)``; the second is `WeightHalf.run`.
 
     Args:
         roots: the outputs and losses of a cell, for one micro-batch.
         gradients: of the roots.
         inputs: leaves whose ``.grad`` is computed now. If none needs a gradient, the whole backward runs here.
-        where: has the layer that the first half is in; in the second half it is set to the same.
     """
-    where = Position() if where is None else where
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     starts = [get_gradient_edge(root).node for root in roots] if wanted else []
     order = _from_roots(starts)
@@ -109,11 +100,11 @@ def backward_of_inputs(
         joints, now = _sort_weights(order, starts, wanted)
     if not joints:
         torch.autograd.backward(list(roots), list(gradients))
-        return WeightHalf((), where)
+        return WeightHalf(())
     for joint in joints:
-        joint.listen(where)
+        joint.listen()
     torch.autograd.backward(list(roots), list(gradients), retain_graph=True, inputs=wanted + now)
-    return WeightHalf(joints, where)
+    return WeightHalf(joints)
 
 
 def _from_roots(roots: Sequence[Node]) -> list[Node]:

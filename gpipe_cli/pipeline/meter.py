@@ -41,7 +41,7 @@ class Meter:
     Attributes:
         began: begin of the step by the machine's monotonic clock, which all its processes share.
         spans: of the last finished step, in seconds of that clock.
-        phases: that followed this step and that `settle` has read.
+        phases: that followed this step, as far as `read_phases` has read them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,7 +55,7 @@ class Meter:
 
     def begin_step(self) -> None:
         """Starts the clock."""
-        self.settle()
+        self.read_phases()
         if self._on_gpu:
             self._began_on_gpu = event_now(self._device)
         self.began = time.perf_counter()
@@ -86,7 +86,7 @@ class Meter:
         yield
         self._phase_marks.append((name, started, event_now(self._device) if device else time.perf_counter()))
 
-    def settle(self) -> None:
+    def read_phases(self) -> None:
         """Fills `phases`; on a GPU waits for its work first."""
         if self._on_gpu:
             self._synchronize()

@@ -61,7 +61,7 @@ class WeightCasts:
             yield
         if (seen := noted.casts) != self._seen:
             self._seen = seen
-            self._settle(seen)
+            self._choose(seen)
         with torch.enable_grad():
             self._casts = [parameter.to(dtype) for parameter, dtype in self._wanted]
 
@@ -76,7 +76,7 @@ class WeightCasts:
             for parameters, name, weight, _ in self._slots:
                 parameters[name] = weight
 
-    def _settle(self, seen: Mapping[int, torch.dtype]) -> None:
+    def _choose(self, seen: Mapping[int, torch.dtype]) -> None:
         users = Counter(id(parameter) for layer in self._layers for parameter in layer.parameters())
         self._wanted, self._slots, numbers = [], [], {}
         for module in dict.fromkeys(module for layer in self._layers for module in layer.modules()):

@@ -84,20 +84,10 @@ def test_a_layer_with_begin_step_stays_as_it_is() -> None:
     assert not compile_layer(nn.Sequential(Stepping(3, 3)))
 
 
-@pytest.mark.parametrize(
-    ("device", "environment", "message"),
-    [
-        ("cpu", {"CXX": "no-such-compiler"}, "there is no no-such-compiler on this machine: install it, .* CXX"),
-        ("cuda", {"CC": "no-such-compiler"}, "no-such-compiler|the package triton is not installed"),
-    ],
-)
-def test_a_missing_compiler_is_told(
-    device: str, environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigurationError, match=rf"pipeline.compile=true needs .*({message}).*pipeline.compile=false"):
-        require_compiler(torch.device(device))
+def test_a_missing_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigurationError, match=r"there is no no-such-compiler on this machine: install it, .* CXX"):
+        require_compiler(torch.device("cpu"))
 
 
 def test_zero_bubble_with_compiled_layers_is_told_by_run_and_plan(
