@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import resource
@@ -11,7 +10,6 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from gpipe_cli.errors import PlainError
@@ -139,7 +137,7 @@ def explain(error: BaseException) -> str | None:
         return reached
     if not isinstance(error, OSError) or error.errno not in DISK:
         return None
-    file = _file_of(error) or written_file(error.__traceback__)
+    file = _file_of(error)
     return f"a file cannot be written: {os.strerror(error.errno)}" if file is None else cannot_write(file, error)
 
 
@@ -152,18 +150,6 @@ def _limit_reached(error: BaseException | None) -> str | None:
                 return f"{what} ({said}): `{command}` is {resource.getrlimit(limit)[0]}, raise it"
         error = error.__cause__
     return None
-
-
-def written_file(stack: TracebackType | None) -> Path | None:
-    """Returns the file that code in the stack had open for writing: a failed write does not name it, unlike an open."""
-    found = None
-    while stack is not None:
-        for value in stack.tb_frame.f_locals.values():
-            name, mode = getattr(value, "name", None), getattr(value, "mode", "r")
-            if isinstance(value, io.IOBase) and isinstance(name, str) and str(mode).strip("bt") != "r":
-                found = Path(name)
-        stack = stack.tb_next
-    return found
 
 
 def _file_of(error: OSError) -> Path | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +13,6 @@ from .files import (
     NewerFormat,
     best_step,
     checkpoints_directory,
-    layer_problem,
     problems,
     problems_of,
     read_manifest,
@@ -24,8 +21,6 @@ from .files import (
     step_directory,
     step_of,
 )
-
-in_use: list[int] = []  # descriptors of the checkpoints that `choose` has returned, open to this process's end
 
 
 @dataclass(frozen=True)
@@ -37,7 +32,7 @@ class Choice:
 
 
 def latest(run_dir: Path) -> Choice:
-    """Chooses the newest checkpoint of a run that is whole; None when the run saved none. Every file of it is read.
+    """Chooses the newest checkpoint of a run whose files are there at full size; None when the run saved none.
 
     Raises:
         NewerFormat: a later release has written the newest one that is not damaged.
@@ -45,7 +40,7 @@ def latest(run_dir: Path) -> Choice:
     """
     warnings: list[str] = []
     for directory in reversed(step_directories(run_dir)):
-        found = problems_of(directory, content=True)
+        found = problems_of(directory)
         if not found:
             return Choice(read_manifest(directory), tuple(f"{text}; using {directory.name}" for text in warnings))
         warnings.append(f"{directory.name} cannot be used: {shorten(found)}")
@@ -84,7 +79,7 @@ def find(path: Path) -> tuple[CheckpointInfo, tuple[str, ...]]:
     Raises:
         CheckpointError: there is none, or none that can be used.
     """
-    if STEP_NAME.fullmatch(path.name) or (path / "manifest.json").is_file():
+    if is_one(path):
         return open_checkpoint(path), ()
     run_dir = _run_dir(path)
     choice = latest(run_dir)
@@ -99,8 +94,6 @@ def find(path: Path) -> tuple[CheckpointInfo, tuple[str, ...]]:
 def choose(path: Path, step: str = "last") -> tuple[CheckpointInfo, tuple[str, ...]]:
     """Returns the checkpoint that a command is to use, and a warning for each damaged newer one.
 
-    Until this process ends, no run in progress on this machine deletes it.
-
     Args:
         path: a run directory, its folder of checkpoints, or one checkpoint.
         step: of a run directory: a number, "best" or "last".
@@ -108,34 +101,6 @@ def choose(path: Path, step: str = "last") -> tuple[CheckpointInfo, tuple[str, .
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    while True:
-        candidates = [_hold(directory) for directory in step_directories(_run_dir(path))]
-        try:
-            info, warnings = _choose(path, step)
-            chosen = _hold(info.path)
-        finally:
-            for descriptor in filter(None, candidates):
-                os.close(descriptor)
-        if chosen is not None:  # else it was deleted after all, and there is a newer one
-            in_use.append(chosen)
-            return info, warnings
-
-
-def _hold(directory: Path) -> int | None:
-    """Returns a descriptor; while it is open, no run deletes the checkpoint. None: it is not there any more."""
-    try:
-        descriptor = os.open(directory, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
-    with suppress(OSError):  # a file system without locks
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-    if directory.is_dir():
-        return descriptor
-    os.close(descriptor)
-    return None
-
-
-def _choose(path: Path, step: str) -> tuple[CheckpointInfo, tuple[str, ...]]:
     if step == "last":
         return find(path)
     run_dir = _run_dir(path)
@@ -163,32 +128,36 @@ def open_checkpoint(directory: Path) -> CheckpointInfo:
     except NewerFormat:
         raise
     except CheckpointError as error:
-        raise CheckpointError(f"{error}. {_advice(directory)}") from error
+        raise CheckpointError(f"{error}. {advice(directory)}") from error
     if found := problems(info):
-        raise CheckpointError(f"{directory} cannot be used: {shorten(found)}. {_advice(directory)}")
+        raise CheckpointError(f"{directory} cannot be used: {shorten(found)}. {advice(directory)}")
     return info
 
 
-def require_whole(info: CheckpointInfo, layer: str) -> None:
-    """Compares one layer's file with the manifest: its size, checksum, layer and step.
+def older(info: CheckpointInfo) -> CheckpointInfo | None:
+    """Returns the newest older checkpoint of the same run that `latest` would take; None: there is none."""
+    usable = _usable_before(info.path)
+    return None if usable is None else read_manifest(usable)
 
-    Raises:
-        CheckpointError: it differs; the message names the file and an older checkpoint of the same run, if any.
-    """
-    if problem := layer_problem(info, layer):
-        raise CheckpointError(f"{problem}. {_advice(info.path)}")
+
+def is_one(path: Path) -> bool:
+    """Returns whether a path names one checkpoint, not a run."""
+    return STEP_NAME.fullmatch(path.name) is not None or (path / "manifest.json").is_file()
 
 
 def _run_dir(path: Path) -> Path:
     return path.parent if path.name == "checkpoints" else path
 
 
-def _advice(damaged: Path) -> str:
-    older = [path for path in step_directories(damaged.absolute().parent.parent) if path.name < damaged.name]
-    with suppress(NewerFormat):
-        if usable := next((path for path in reversed(older) if not problems_of(path)), None):
-            return f"Use {usable} instead"
-    return "This run has no older checkpoint to use instead"
+def advice(damaged: Path) -> str:
+    """Returns which older checkpoint of the same run to use in place of a damaged one."""
+    usable = _usable_before(damaged)
+    return "This run has no older checkpoint to use instead" if usable is None else f"Use {usable} instead"
+
+
+def _usable_before(directory: Path) -> Path | None:
+    older = [path for path in step_directories(directory.absolute().parent.parent) if path.name < directory.name]
+    return next((path for path in reversed(older) if not problems_of(path)), None)
 
 
 def _newest_run(run_root: Path) -> Path | None:

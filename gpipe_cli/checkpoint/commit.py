@@ -6,13 +6,11 @@ becomes complete by one rename of that directory: a kill at any moment leaves th
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import platform
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -82,7 +80,7 @@ def complete(
             partial.
     """
     directory, final = partial_directory(run_dir, step), step_directory(run_dir, step)
-    written = _join_parts([_read_part(directory, worker) for worker in range(workers)], step)
+    written = {layer: file for worker in range(workers) for layer, file in _read_part(directory, worker).items()}
     _require_whole_model(written, model, step)
     info = CheckpointInfo(directory, step, state, {name: written[name] for name in model}, _versions(device))
     if damaged := problems(info):
@@ -107,7 +105,7 @@ def record_best(run_dir: Path, step: int, metric: str, value: float) -> None:
 
 
 def prune(run_dir: Path, keep: int) -> dict[Path, str]:
-    """Deletes all but the best, the ``keep`` newest undamaged checkpoints and those being read; all discarded ones too.
+    """Deletes all but the best, the ``keep`` newest undamaged checkpoints; all discarded ones too.
 
     Returns:
         A warning for each directory that could not be deleted; the next call tries again.
@@ -117,7 +115,7 @@ def prune(run_dir: Path, keep: int) -> dict[Path, str]:
     undamaged = 0
     for directory in reversed(step_directories(run_dir)):
         if undamaged >= keep and step_of(directory) != best:
-            failed |= _try_each(_discard_unless_read, [directory])
+            failed |= _try_each(_discard, [directory])
         elif not problems_of(directory):
             undamaged += 1
     return failed | _try_each(shutil.rmtree, checkpoints_directory(run_dir).glob(f"step_*{DISCARDED}"))
@@ -167,20 +165,6 @@ def prepare_directory(run_dir: Path, resumed: CheckpointInfo | None) -> list[str
     return list(failed.values())
 
 
-def _discard_unless_read(directory: Path) -> None:
-    """Discards a checkpoint, unless another command holds it (`choose.choose`)."""
-    with ExitStack() as stack:
-        descriptor = os.open(directory, os.O_RDONLY)
-        stack.callback(os.close, descriptor)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return
-        except OSError:  # a file system without locks
-            pass
-        _discard(directory)
-
-
 def _discard(directory: Path) -> None:
     """Discards a checkpoint by one rename, because its files cannot all be deleted at once if a kill comes."""
     target = with_suffix(directory, DISCARDED)
@@ -211,19 +195,6 @@ def _read_part(directory: Path, worker: int) -> dict[str, LayerFile]:
             "directory must be on a file system that all machines of the run share (hydra.run.dir=...)"
         ) from error
     return {name: LayerFile.from_json(file) for name, file in content.items()}
-
-
-def _join_parts(parts: Sequence[Mapping[str, LayerFile]], step: int) -> dict[str, LayerFile]:
-    owners: dict[str, int] = {}
-    for worker, part in enumerate(parts):
-        for layer in part:
-            if layer in owners:
-                raise CheckpointError(
-                    f"the checkpoint of step {step} is not complete: layer {layer} was saved by worker {owners[layer]} "
-                    f"and by worker {worker}; with several replicas only one of them saves a layer"
-                )
-            owners[layer] = worker
-    return {layer: file for part in parts for layer, file in part.items()}
 
 
 def _require_whole_model(written: Mapping[str, LayerFile], model: Mapping[str, Collection[str]], step: int) -> None:

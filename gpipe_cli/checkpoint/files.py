@@ -19,10 +19,8 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import quote
@@ -34,15 +32,18 @@ from .old_names import with_todays_names
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 
-FORMAT = 3  # since 2 the run state may have data_fingerprint, since 3 vocabularies
+FORMAT = 3  # 2 has other names in its configuration, and no digests of vocabularies
 STEP_NAME = re.compile(r"step_(\d{8,})")
 PARTIAL = ".partial"
 DISCARDED = ".discarded"
-READERS = 8  # threads that read files at a time
 
 
 class CheckpointError(ConfigurationError):
     """Raised when a checkpoint cannot be written, found or used; the message names the file and what to do."""
+
+
+class DamagedFile(CheckpointError):
+    """Raised for a file of a checkpoint that is not what the manifest says."""
 
 
 class NewerFormat(CheckpointError):
@@ -180,7 +181,8 @@ def read_manifest(directory: Path) -> CheckpointInfo:
             raise NewerFormat(_newer(path, content))
         layers = {entry["name"]: LayerFile.from_json(entry) for entry in content["layers"]}
         state = RunState(**content["state"])
-        state = replace(state, configuration=with_todays_names(state.configuration))
+        if content["format"] == 2:
+            state = replace(state, configuration=with_todays_names(state.configuration))
         info = CheckpointInfo(directory, int(content["step"]), state, layers, content["versions"])
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing") from error
@@ -202,77 +204,47 @@ def _newer(path: Path, content: Mapping[str, Any]) -> str:
     )
 
 
-def problems(info: CheckpointInfo, content: bool = False) -> list[str]:
-    """Returns one sentence for each file that is missing or not as the manifest says.
-
-    Args:
-        content: reads every file whole; else only the sizes are compared.
-    """
-    check = layer_problem if content else size_problem
-    with ThreadPoolExecutor(READERS) as pool:  # hashing releases Python's lock
-        return [problem for problem in pool.map(partial(check, info), info.layers) if problem is not None]
-
-
-def size_problem(info: CheckpointInfo, layer: str) -> str | None:
-    """Returns what is wrong with the size of a layer's file; None: nothing."""
-    path, expected = info.layer_path(layer), info.layers[layer].bytes
-    try:
-        size = path.stat().st_size
-    except FileNotFoundError:
-        return f"{path} is missing"
-    except OSError as error:
-        return f"{path} cannot be read: {error}"
-    return None if size == expected else f"{path} has {size} bytes instead of {expected}"
+def problems(info: CheckpointInfo) -> list[str]:
+    """Returns one sentence for each file that is missing or has another size; a worker compares what it loads."""
+    found = []
+    for layer, file in info.layers.items():
+        path = info.layer_path(layer)
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            found.append(f"{path} is missing" if isinstance(error, FileNotFoundError) else f"{path}: {error}")
+            continue
+        if size != file.bytes:
+            found.append(f"{path} has {size} bytes instead of {file.bytes}")
+    return found
 
 
-def layer_problem(info: CheckpointInfo, layer: str) -> str | None:
-    """Returns what is wrong with a layer's file: its size, its checksum, or the layer and step in it; None: nothing."""
-    if problem := size_problem(info, layer):
-        return problem
-    path = info.layer_path(layer)
-    try:
-        if sha256_of(path) != info.layers[layer].sha256:
-            return f"{path} is damaged: its SHA-256 is not the manifest's"
-        written = _header(path)
-    except OSError as error:
-        return f"{path} cannot be read: {error}"
-    except ValueError as error:
-        return f"{path} is not a layer file: {error}"
-    if written.get("layer", layer) != layer:
-        return f"{path} holds layer {written['layer']} instead of {layer}"
-    if written.get("step", str(info.step)) != str(info.step):  # files of early releases do not say it
-        return f"{path} was written in step {written['step']}, the manifest says step {info.step}"
-    return None
-
-
-def _header(path: Path) -> dict[str, Any]:
-    """Returns the texts that `layer_state.py` puts into a safetensors file beside the tensors.
-
-    Raises:
-        ValueError: it is no safetensors file.
-    """
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > path.stat().st_size:
-            raise ValueError("its header is longer than the file")
-        content = json.loads(file.read(length))
-    if not isinstance(content, dict) or not isinstance(content.get("__metadata__", {}), dict):
-        raise ValueError("its header is no JSON object")
-    return dict(content.get("__metadata__", {}))
-
-
-def problems_of(directory: Path, content: bool = False) -> list[str]:
+def problems_of(directory: Path) -> list[str]:
     """Returns what `problems` does for a directory, and one sentence for a missing or damaged manifest.
 
     Raises:
         NewerFormat: a later release has written the checkpoint.
     """
     try:
-        return problems(read_manifest(directory), content)
+        return problems(read_manifest(directory))
     except NewerFormat:
         raise
     except CheckpointError as error:
         return [str(error)]
+
+
+def require_whole(info: CheckpointInfo, layer: str) -> None:
+    """Compares the checksum of one layer's file with the manifest.
+
+    Raises:
+        DamagedFile: it differs, or the file cannot be read.
+    """
+    path = info.layer_path(layer)
+    try:
+        if sha256_of(path) != info.layers[layer].sha256:
+            raise DamagedFile(f"{path} is damaged: its SHA-256 is not the manifest's")
+    except OSError as error:
+        raise DamagedFile(f"{path} cannot be read: {error}") from error
 
 
 def best_step(run_dir: Path) -> int | None:

@@ -24,9 +24,7 @@ from torch.optim import Optimizer
 
 from ..layers import AGAIN, Owner, own_name
 from . import files
-from .choose import require_whole
 from .files import CheckpointError, CheckpointInfo, LayerFile
-from .optimizer_state import StateForms, form, in_words
 
 OptimizerValue: TypeAlias = "Tensor | bool | int | float | str | None"
 SYSTEM_ERROR = re.compile(r"\b(?:code:|os error) (\d+)")  # errno in a message of safetensors
@@ -101,25 +99,18 @@ def layer_state(
 
 
 @torch.no_grad()
-def restore_layer(
-    name: str, module: nn.Module, optimizer: Optimizer | None, state: LayerState, forms: StateForms | None = None
-) -> None:
+def restore_layer(name: str, module: nn.Module, optimizer: Optimizer | None, state: LayerState) -> None:
     """Puts a saved state into layer ``name``: weights and buffers in place, optimizer state as copies.
 
     Parameters that were saved without optimizer state end without it. Values keep their dtype bit for bit, which
     ``Optimizer.load_state_dict`` does not promise (it casts state to the parameter's dtype).
 
-    Args:
-        forms: of the optimizer; shared by the layers of a worker, so that equal parameters are tried once.
-
     Raises:
-        CheckpointError: names, shapes or dtypes differ, the optimizer's included; the layer is then unchanged.
+        CheckpointError: names, shapes or dtypes of weights or buffers differ; the layer is then unchanged.
     """
     weights, buffers = named_tensors(module)
     require_match(name, "parameter", weights, state.weights)
     require_match(name, "buffer", buffers, state.buffers)
-    if optimizer is not None:
-        _require_optimizer_match(name, forms or StateForms(optimizer), weights, state)
     for own, saved in ((weights, state.weights), (buffers, state.buffers)):
         for key, tensor in own.items():
             tensor.copy_(saved[key])
@@ -129,7 +120,6 @@ def restore_layer(
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     for key, parameter in weights.items():
         optimizer.state.pop(parameter, None)
-        # Early releases saved the state of a tied parameter with every layer; today its owner alone has one.
         if (values := state.optimizer.get(key)) and parameter in groups:
             on_device = any(groups[parameter].get(option) for option in ("capturable", "fused"))
             optimizer.state[parameter] = {
@@ -157,16 +147,6 @@ def _require_storable(optimizer: Optimizer | None, parameter: str, key: str, val
     )
 
 
-def _require_optimizer_match(
-    layer: str, forms: StateForms, weights: Mapping[str, nn.Parameter], state: LayerState
-) -> None:
-    faults = [f"optimizer state of {name}, which is no parameter" for name in state.optimizer if name not in weights]
-    for name, parameter in weights.items():
-        faults += forms.faults(name, parameter, state.optimizer.get(name, {}))
-    if faults:
-        raise CheckpointError(f"layer {layer} does not fit its checkpoint: {files.shorten(faults)}")
-
-
 def require_match(layer: str, kind: str, own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
     """Compares names, shapes and types of a layer's tensors with saved ones.
 
@@ -176,12 +156,17 @@ def require_match(layer: str, kind: str, own: Mapping[str, Tensor], saved: Mappi
     faults = [f"{kind} {name} is not in the checkpoint" for name in own if name not in saved]
     faults += [f"{kind} {name} is in the checkpoint, not in the model" for name in saved if name not in own]
     faults += [
-        f"{kind} {name} should be {in_words(form(own[name]))}, the checkpoint has {in_words(form(saved[name]))}"
+        f"{kind} {name} should be {_form(own[name])}, the checkpoint has {_form(saved[name])}"
         for name in own
-        if name in saved and form(own[name]) != form(saved[name])
+        if name in saved and _form(own[name]) != _form(saved[name])
     ]
     if faults:
         raise CheckpointError(f"layer {layer} does not fit its checkpoint: {files.shorten(faults)}")
+
+
+def _form(tensor: Tensor) -> str:
+    """Returns type and shape, such as float32[3, 4]."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def _copy(tensor: Tensor, device: torch.device | None = None) -> Tensor:
@@ -244,7 +229,7 @@ def load_layer(info: CheckpointInfo, name: str) -> LayerState:
             f"{info.path} has no layer {name}: it holds {files.shorten(list(info.layers))}; "
             "give the model settings (model.*) it was made with"
         )
-    require_whole(info, name)
+    files.require_whole(info, name)
     tensors: dict[str, dict[str, Tensor]] = {"weight": {}, "buffer": {}, "average": {}}
     optimizer: dict[str, dict[str, OptimizerValue]] = {}
     try:
@@ -269,7 +254,7 @@ def load_layer(info: CheckpointInfo, name: str) -> LayerState:
 
 def _load_parameter(info: CheckpointInfo, owner: Owner) -> dict[str, Tensor]:
     """Reads one parameter, as "weight", and its moving average, as "average", where there is one."""
-    require_whole(info, owner.layer)
+    files.require_whole(info, owner.layer)
     with safe_open(info.layer_path(owner.layer), framework="pt", device="cpu") as file:
         names = {kind: f"{kind}:{owner.parameter}" for kind in ("weight", "average")}
         return {kind: file.get_tensor(key).clone() for kind, key in names.items() if key in file.keys()}  # noqa: SIM118

@@ -55,12 +55,8 @@ class LRScheduleState:
     def restore(self, saved: Mapping[str, Json]) -> None:
         """Restores schedule and groups to the state that `save` returned."""
         state: dict[str, Any] = {key: from_json(value) for key, value in saved.items()}
-        changed = state.pop(GROUPS, None)
-        if hasattr(self._lr_schedule, "lr_lambdas"):  # missing in checkpoints of early releases
-            state.setdefault("lr_lambdas", [None] * len(self._lr_schedule.lr_lambdas))
+        changed = state.pop(GROUPS)
         self._lr_schedule.load_state_dict(state)
-        if changed is None:  # early releases saved learning rates only
-            changed = [{"lr": lr} for lr in self._lr_schedule.get_last_lr()]
         for group, settings in zip(self._optimizer.param_groups, changed, strict=True):
             group.update(settings)
 

@@ -35,7 +35,7 @@ from gpipe_cli.jobs.limits import MACHINE
 from gpipe_cli.jobs.micro_batches import AUTO, settle_micro_batches
 from gpipe_cli.jobs.record import RunRecord
 from gpipe_cli.jobs.restarts import Restarts
-from gpipe_cli.launch.join import join, joined, restart_count, serve_store
+from gpipe_cli.launch.join import join, joined, restart_count
 from gpipe_cli.launch.report import WorkerFailed
 from gpipe_cli.launch.supervisor import Job, OnEvent, launch, launch_inline
 from gpipe_cli.terminal.frame import FAILED, REFUSED
@@ -191,7 +191,12 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
                 prepared = prepare(composed, list(place.overrides.task))
                 prepared.lines.extend(_not_made_tiny(place))
                 config = _with_checkpoint(prepared, run_dir, place, console)
-                config = {"settings": config, "started_at": time.time() if is_sweep else started_at}
+                named = prepared.settings.checkpoint.resume
+                config = {
+                    "settings": config,
+                    "started_at": time.time() if is_sweep else started_at,
+                    "may_take_older": named is None or not checkpoints.is_one(Path(named).expanduser()),
+                }
                 result = _start(prepared, config, run_dir, program, console, record)
                 record.begin()
                 if program.conclude is not None:
@@ -219,9 +224,6 @@ def _with_checkpoint(prepared: Prepared, run_dir: Path, place: Any, console: Con
     config = prepared.config
     if not torchrun.is_first():
         return config
-    checkpoint = prepared.settings.checkpoint
-    if joined() and (checkpoint.resume is not None or checkpoint.init_from is not None):
-        serve_store()  # every file of a checkpoint is read, which takes minutes for a large one
     resumed = checkpoints.resolve("auto", run_dir).checkpoint if restart_count() else None
     resumed = resumed or _resumed(prepared, run_dir, place, console)
     refuse_another_run(run_dir, resumed)

@@ -150,11 +150,10 @@ def enter(context: Context, wrapped: dict[str, Any]) -> Any:
         context.store.set(KEY, json.dumps([str(context.run_dir), wrapped["config"]]))
         if (lasting := lasting_store()) is not None:
             lasting.set(DIRECTORY, wrapped["directory"])
-    while not context.store.check([KEY]):  # as long as rank 0 takes: it may be reading a large checkpoint
+    while not context.store.check([KEY]):  # as long as rank 0 takes
         time.sleep(PAUSE)
     run_dir, config = json.loads(context.store.get(KEY))
     context.run_dir = Path(run_dir)
-    context.run_dir_known()
     refuse_separate_directories(context)
     module, _, function = wrapped["entry"].partition(":")
     return getattr(import_module(module), function)(context, config)

@@ -52,7 +52,6 @@ class Context:
             different times, so one of them has to decide for all.
         mailboxes: connect the workers where the command has started them all, on its own machine; None elsewhere.
         where: what the worker is doing; kept up to date by the engine and the trainer, shown with an error.
-        run_dir_known: to be called when ``run_dir`` has become rank 0's.
     """
 
     rank: int
@@ -64,7 +63,6 @@ class Context:
     stop_requested: Callable[[], bool]
     mailboxes: Mailboxes | None = None
     where: Position = field(default_factory=Position)
-    run_dir_known: Callable[[], None] = lambda: None
 
     @cached_property
     def store(self) -> Store:

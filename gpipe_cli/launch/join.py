@@ -17,7 +17,6 @@ from gpipe_cli.launch import report
 from gpipe_cli.launch.context import Context, call_entry, show_crashes
 from gpipe_cli.launch.stop import StopDeadline, StopSignals
 from gpipe_cli.launch.supervisor import Job, OnEvent
-from gpipe_cli.launch.witness import Witness
 from gpipe_cli.launch.worker import leave
 from gpipe_cli.parent import die_with_parent
 
@@ -81,7 +80,7 @@ def join(
 
         return PrefixStore(store_prefix, _base_store())
 
-    stop, witness = _StopRequest(rank), Witness(rank)
+    stop = _StopRequest(rank)
     context = Context(
         rank=rank,
         world_size=world_size,
@@ -90,16 +89,14 @@ def join(
         open_store=open_store,
         emit=lambda event: on_event({"rank": rank, **event}),
         stop_requested=lambda: stop.requested(deadline),
-        where=witness.where,
-        run_dir_known=lambda: witness.write_to(context.run_dir / "workers"),
     )
-    deadline = StopDeadline(grace_seconds, lambda: report.who(rank, witness.dismiss()))
-    with witness, StopSignals(stop.note, deadline.wake) as signals, deadline:
+    deadline = StopDeadline(grace_seconds, lambda: report.who(rank, context.where.known()))
+    with StopSignals(stop.note, deadline.wake) as signals, deadline:
         try:
             stop.use(context.store)
             value = call_entry(entry, context, config, threads=None)
         except BaseException as error:
-            _fail(context, error, witness.dismiss())
+            _fail(context, error)
     if interruption := signals.interruption():
         raise interruption
     return value
@@ -129,11 +126,6 @@ def lasting_store() -> Store | None:
     while isinstance(store, PrefixStore):  # some releases of torch number the restarts by a prefix
         store = store.underlying_store
     return PrefixStore("gpipe", store)
-
-
-def serve_store() -> None:
-    """Opens the store before this process needs it: where rank 0 serves it, the others wait a limited time for it."""
-    _base_store()
 
 
 @functools.cache
@@ -183,10 +175,10 @@ class _StopRequest:
         return self._noted
 
 
-def _fail(context: Context, error: BaseException, where: dict[str, Any]) -> NoReturn:
+def _fail(context: Context, error: BaseException) -> NoReturn:
     """Records the error, for torchrun's own summary too, and always ends this process."""
     try:
-        directory = context.run_dir / "workers"
+        directory, where = context.run_dir / "workers", context.where.known()
         shown = report.publish(directory, report.failure_of(context.rank, error, where))
         if report.error_path(directory, context.rank).exists():
             shown = report.echo_line(directory, context.rank, error, where) or shown

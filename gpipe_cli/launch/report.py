@@ -120,13 +120,6 @@ def failure_of(rank: int, error: BaseException, where: dict[str, Any]) -> Failur
     )
 
 
-def failure_without_report(rank: int, where: dict[str, Any]) -> Failure:
-    """Describes the end of a rank without a supervisor that has left no report."""
-    cause = f"{_name(rank)} was killed, or ended without a report"
-    text = f"{cause}{_place(where)}; its launcher tells how"
-    return Failure(rank, 0, time.time(), text, cause, describe_place(where), is_plain=True)
-
-
 def publish(directory: Path, failure: Failure) -> str:
     """Writes the error file of a rank without a supervisor, whole or not at all; returns its text for the console."""
     path = error_path(directory, failure.rank)
@@ -163,8 +156,8 @@ def echo_line(directory: Path, rank: int, error: BaseException, where: dict[str,
     # Without gloo's file name at its beginning and advice at its end.
     message = re.sub(r"^\[[^\]]*\] *", "", str(error)).partition("\n")[0].partition(". ")[0]
     return (
-        f"{who(rank, where)} noticed the end of another: {message}; the worker that failed first prints the cause, "
-        f"or its place if it was killed (traceback of this one: {error_path(directory, rank)})"
+        f"{who(rank, where)} noticed the end of another: {message}; the worker that failed first prints the cause "
+        f"(traceback of this one: {error_path(directory, rank)})"
     )
 
 

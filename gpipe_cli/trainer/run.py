@@ -37,8 +37,8 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         context: this worker's place in the job.
-        config: "settings", the resolved configuration as plain values; optionally "started_at", `time.time()`, and
-            "restarts" of the run so far.
+        config: "settings", the resolved configuration as plain values; optionally "started_at", `time.time()`,
+            "restarts" of the run so far, and "may_take_older": whether an older checkpoint may replace a damaged one.
 
     Returns:
         The summary, as in summary.json.
@@ -77,7 +77,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
             keep_vocabularies(folder)  # so that the run translates without its data
     trainer = assemble_training(context, config, assembly, journal, resumed)
     require_equal_replicas(world, assembly.cells)
-    journal.open(0 if resumed is None else resumed.step)
+    journal.open(trainer.progress.step)
     trainer.run()
     summary = summarize(trainer, assembly, config)
     journal.summary(summary)

@@ -7,10 +7,16 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from ..checkpoint.choose import open_checkpoint
+from ..checkpoint.choose import advice, older, open_checkpoint
 from ..checkpoint.commit import prepare_directory
-from ..checkpoint.compatibility import fingerprint, other_vocabulary, require_same_steps, vocabularies
-from ..checkpoint.files import CheckpointError, CheckpointInfo, is_named, shorten, vocabulary_folder
+from ..checkpoint.compatibility import (
+    fingerprint,
+    other_vocabulary,
+    require_compatible,
+    require_same_steps,
+    vocabularies,
+)
+from ..checkpoint.files import CheckpointError, CheckpointInfo, DamagedFile, is_named, shorten, vocabulary_folder
 from ..checkpoint.foreign import is_foreign, match_names, open_foreign
 from ..checkpoint.transfer import (
     load_foreign,
@@ -64,6 +70,9 @@ def assemble_training(
     if resumed is None and settings.checkpoint.init_from is not None:
         begin_with_weights(assembly, journal)
     updater = make_updater(settings, assembly)
+    if resumed is not None:
+        with context.where.doing("reading the checkpoint"):
+            resumed = restore(config, assembly, updater, journal, resumed)
     saver = make_saver(context, config, assembly, updater, journal, resumed)
     reporter = make_reporter(assembly)
     codec = assembly.runtime.codec
@@ -74,8 +83,6 @@ def assemble_training(
             journal.warn(warning)
     progress, position = Progress(), None
     if resumed is not None:
-        with context.where.doing("reading the checkpoint"):
-            updater.restore(resumed, config["settings"])
         scalars: dict[str, Any] = {key: value for key, value in resumed.state.scalars.items() if value is not None}
         try:
             progress, position = Progress(step=resumed.step, **scalars), resumed.state.data_position
@@ -116,6 +123,34 @@ def _check_steps(config: Mapping[str, Any], assembly: Assembly, resumed: Checkpo
         )
     if resumed is not None:
         require_same_steps(resumed, config["settings"], settings.checkpoint.allow_changes, names)
+
+
+def restore(
+    config: Mapping[str, Any], assembly: Assembly, updater: Updater, journal: Journal, resumed: CheckpointInfo
+) -> CheckpointInfo:
+    """Restores weights, optimizer and learning rate; returns the checkpoint. Every worker calls it at the same time.
+
+    Where a worker finds a damaged file, all take the newest older checkpoint, if `checkpoint.resume` names none.
+    """
+    settings, damage = config["settings"], None
+    saved: Mapping[str, Any] = resumed.state.configuration
+    before, now = (tree["optimizer"]["_target_"] for tree in (saved, settings))
+    try:
+        updater.restore_layers(resumed, keep_memory=before == now)
+    except DamagedFile as error:
+        damage = str(error)
+    damages = [text for text in assembly.world.all_gather(damage) if text is not None]
+    if damages:
+        other = older(resumed) if config.get("may_take_older") else None
+        if other is None:
+            raise CheckpointError(f"{damages[0]}. {advice(resumed.path)}")
+        journal.warn(f"{damages[0]}; using {other.path.name}")
+        require_compatible(other, settings, assembly.settings.checkpoint.allow_changes)
+        return restore(config, assembly, updater, journal, other)
+    if before != now:
+        journal.warn(f"optimizer._target_ was {before} in the checkpoint: {now} begins without memory")
+    updater.restore_lr(resumed, settings)
+    return resumed
 
 
 def layers_that_depend_on_steps(world: World, cells: Sequence[Cell]) -> list[str]:

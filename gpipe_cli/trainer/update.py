@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..checkpoint.files import CheckpointError, CheckpointInfo, Json
-from ..checkpoint.layer_state import LayerState, layer_state, load_layer, named_tensors, restore_layer
+from ..checkpoint.layer_state import LayerState, layer_state, load_layer, restore_layer
 from ..checkpoint.lr_schedule_state import LRScheduleState
-from ..checkpoint.optimizer_state import StateForms
 from ..launch.mailboxes import LOCAL
 from ..metrics.step_report import StepReport
 from ..optim.average import WeightAverage
@@ -177,48 +176,45 @@ class Updater:
         """Returns the state of the learning rate schedule."""
         return self._schedule_state.save()
 
-    def restore(self, info: CheckpointInfo, settings: Mapping[str, Json]) -> None:
-        """Puts the state of a checkpoint back.
-
-        Where `checkpoint.allow_changes` permitted another optimizer or lr_schedule section, the learning rate becomes
-        what it would be now if the run had had it from its first step. Another `optimizer._target_` begins without
-        memory where the saved one does not fit it.
+    def restore_layers(self, info: CheckpointInfo, keep_memory: bool) -> None:
+        """Puts weights, buffers, averages and optimizer state of a checkpoint back.
 
         Args:
-            settings: the resolved configuration.
+            keep_memory: False: the optimizer begins without state.
 
         Raises:
-            CheckpointError: something in the checkpoint does not fit this run, or is damaged.
+            DamagedFile: a file of the checkpoint is damaged; another checkpoint may be restored then.
+            CheckpointError: something in the checkpoint does not fit this run.
         """
-        saved, forms = info.state.configuration, StateForms(self.optimizer)
         for layer in self._layers:
             state = load_layer(info, layer.name)
-            if _target(saved) != _target(settings):
-                weights = named_tensors(layer.module)[0]
-                fitting = {
-                    name: values
-                    for name, values in state.optimizer.items()
-                    if name in weights and not forms.faults(name, weights[name], values)
-                }
-                state = replace(state, optimizer=fitting)
             try:
-                restore_layer(layer.name, layer.module, self.optimizer, state, forms)
+                restore_layer(
+                    layer.name, layer.module, self.optimizer, state if keep_memory else replace(state, optimizer={})
+                )
                 if self._average is not None:
                     own = {name: value for name, value in state.averages.items() if name not in layer.tied}
                     self._average.restore(layer.name, own)
             except CheckpointError as error:
                 raise CheckpointError(f"{info.path}: {error}") from None
-        if all(saved.get(section) == settings.get(section) for section in ("optimizer", "lr_schedule")):
-            try:
-                self._schedule_state.restore(cast("Mapping[str, Json]", info.state.schedule))
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise CheckpointError(
-                    f"{info.path}: its learning rate schedule cannot be restored: {error!r}"
-                ) from error
-        else:
+
+    def restore_lr(self, info: CheckpointInfo, settings: Mapping[str, Json]) -> None:
+        """Puts the state of the learning rate schedule back.
+
+        Where `checkpoint.allow_changes` permitted another optimizer or lr_schedule section, the learning rate becomes
+        what it would be now if the run had had it from its first step.
+
+        Args:
+            settings: the resolved configuration.
+
+        Raises:
+            CheckpointError: the state does not fit the schedule.
+        """
+        saved = info.state.configuration
+        if any(saved.get(section) != settings.get(section) for section in ("optimizer", "lr_schedule")):
             self._schedule_state.replay(info.step)
-
-
-def _target(configuration: Mapping[str, Json]) -> Json:
-    section = configuration.get("optimizer")
-    return section.get("_target_") if isinstance(section, Mapping) else None
+            return
+        try:
+            self._schedule_state.restore(cast("Mapping[str, Json]", info.state.schedule))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{info.path}: its learning rate schedule cannot be restored: {error!r}") from error

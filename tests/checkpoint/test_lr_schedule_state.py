@@ -118,16 +118,6 @@ def test_what_the_schedule_leaves_alone_follows_a_changed_configuration() -> Non
     assert optimizer.param_groups[0]["weight_decay"] == 0.25
 
 
-def test_a_checkpoint_with_the_schedule_s_own_state_alone_is_still_read() -> None:
-    optimizer, schedule, _ = make("sgd", {"_target_": "gpipe_cli.optim.lr_schedules.constant", "warmup_steps": 9})
-    course(optimizer, schedule, 4)
-    old = {key: value for key, value in schedule.state_dict().items() if key != "lr_lambdas"}
-    expected = course(optimizer, schedule, 3)
-    optimizer, schedule, state = make("sgd", {"_target_": "gpipe_cli.optim.lr_schedules.constant", "warmup_steps": 9})
-    state.restore(old)
-    assert course(optimizer, schedule, 3) == expected
-
-
 @pytest.mark.parametrize(
     ("target", "message"),
     [

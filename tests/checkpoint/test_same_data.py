@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from gpipe_cli.checkpoint.compatibility import (
     require_same_data,
     vocabularies,
 )
-from gpipe_cli.checkpoint.files import CheckpointInfo, RunState, read_manifest
+from gpipe_cli.checkpoint.files import CheckpointInfo, RunState
 from gpipe_cli.data.images.source import ImageSource
 from gpipe_cli.data.parallel.source import ParallelTextSource
 from gpipe_cli.data.source import no_report
@@ -120,13 +119,6 @@ def test_a_run_goes_on_with_the_fingerprint_that_its_checkpoint_has(tmp_path: Pa
     assert info.state.data_fingerprint
     resume = f"checkpoint.resume={info.path}"
     assert train_inline(tmp_path, *words, "trainer.steps=2", resume)[0]["steps"] == 2
-
-
-def test_a_manifest_from_before_there_were_fingerprints_is_read(tmp_path: Path) -> None:
-    state = {"data_position": None, "schedule": None, "scalars": {}, "configuration": {}}
-    manifest = {"format": 1, "step": 1, "state": state, "layers": [], "versions": {}}
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    assert read_manifest(tmp_path).state.data_fingerprint is None
 
 
 # --- fingerprints

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,7 +25,6 @@ from torch import Tensor, nn
 from gpipe_cli.checkpoint.choose import latest
 from gpipe_cli.checkpoint.files import CheckpointError, RunState
 from gpipe_cli.checkpoint.layer_state import LayerState, layer_state, load_layer, restore_layer
-from gpipe_cli.checkpoint.optimizer_state import StateForms
 from gpipe_cli.checkpoint.writer import CheckpointWriter
 
 
@@ -230,17 +228,6 @@ def test_a_checkpoint_that_is_not_the_whole_model_is_never_complete(
     assert latest(tmp_path).checkpoint is None
 
 
-def test_a_layer_saved_by_two_workers_is_refused(tmp_path: Path) -> None:
-    layers = make_layers()
-    states = {name: layer_state(layer, None) for name, layer in layers.items()}
-    writers = [CheckpointWriter(tmp_path, worker, names_of(layers)) for worker in range(2)]
-    for writer, part in zip(writers, (states, {"head": states["head"]}), strict=True):
-        writer.begin(1, part)
-        writer.wait()
-    with pytest.raises(CheckpointError, match="layer head was saved by worker 0 and by worker 1"):
-        writers[0].commit(1, RunState(), 2)
-
-
 def test_a_part_on_another_machines_disk_is_refused(tmp_path: Path) -> None:
     layers = make_layers()
     writer = CheckpointWriter(tmp_path, 0, names_of(layers))
@@ -248,76 +235,3 @@ def test_a_part_on_another_machines_disk_is_refused(tmp_path: Path) -> None:
     writer.wait()
     with pytest.raises(CheckpointError, match=r"worker 1 .* on a file system that all machines of the run share"):
         writer.commit(1, RunState(), workers=2)
-
-
-def cut(value: Tensor) -> Tensor:
-    """Returns a value of another shape, and where it is a scalar of another type."""
-    return value[..., :1].clone() if value.dim() and value.shape[-1] > 1 else value.to(torch.int16).reshape(-1)
-
-
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "SGD"])
-def test_optimizer_state_of_another_shape_or_type_is_refused_by_name(name: str) -> None:
-    layers = make_layers()
-    optimizer = OPTIMIZERS[name](parameters_of(layers))
-    train(layers, [optimizer], range(2))
-    state = layer_state(layers["embed"], optimizer).copied()
-    before = snapshot(layers, [optimizer])
-    for key, value in state.optimizer["weight"].items():
-        wrong = cut(value) if isinstance(value, Tensor) else torch.zeros(3)
-        others = {own: kept for own, kept in state.optimizer["weight"].items() if own != key}
-        for changed, message in (({**others, key: wrong}, f"{key}' of weight should be .*, saved is"), (others, key)):
-            damaged = replace(state, optimizer={**state.optimizer, "weight": changed})
-            if not changed:
-                continue
-            fresh = OPTIMIZERS[name](parameters_of(layers))
-            for target in (optimizer, fresh):  # one that has made its state, and one that has not
-                with pytest.raises(CheckpointError, match=f"layer embed does not fit.*'{message}"):
-                    restore_layer("embed", layers["embed"], target, damaged)
-    assert snapshot(layers, [optimizer]) == before
-
-
-def test_trying_an_optimizer_changes_nothing_of_it() -> None:
-    layers = make_layers()
-    optimizer = OPTIMIZERS["Adam"](parameters_of(layers))
-    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)  # replaces optimizer.step
-    before, random = snapshot(layers, [optimizer]), torch.get_rng_state()
-    made = StateForms(optimizer).of(parameters_of(layers)[0])  # type: ignore[arg-type]
-    assert made == {
-        "step": ((), torch.float32),
-        "exp_avg": ((6, 4), torch.float32),
-        "exp_avg_sq": ((6, 4), torch.float32),
-    }
-    assert snapshot(layers, [optimizer]) == before and not optimizer.state and schedule.last_epoch == 0
-    assert torch.equal(torch.get_rng_state(), random)
-
-
-def test_the_state_that_early_releases_saved_with_every_use_of_a_tied_parameter_stays_with_its_owner() -> None:
-    saved, layer = nn.Linear(2, 2), nn.Linear(2, 2)
-    everything = torch.optim.Adam(saved.parameters())
-    saved(torch.ones(1, 2)).sum().backward()
-    everything.step()
-    optimizer = torch.optim.Adam([layer.bias])  # another layer owns the weight
-    restore_layer("one", layer, optimizer, layer_state(saved, everything).copied())
-    assert list(optimizer.state) == [layer.bias]
-    assert torch.equal(layer.weight, saved.weight)
-
-
-class ReadsGradients(torch.optim.Optimizer):
-    """Reads a value before it makes its state, as fake tensors cannot be read."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                largest = parameter.grad.abs().max().item()
-                self.state[parameter].setdefault("seen", torch.full_like(parameter, largest))
-
-
-def test_an_optimizer_that_looks_at_values_is_checked_too() -> None:
-    layer = nn.Linear(3, 2)
-    weights = {name: parameter.detach() for name, parameter in layer.named_parameters()}
-    state = LayerState(weights, {}, {"weight": {"seen": torch.zeros(2, 2)}})
-    with pytest.raises(CheckpointError, match=r"'seen' of weight should be float32\[2, 3\], saved is float32\[2, 2\]"):
-        restore_layer("only", layer, ReadsGradients(list(layer.parameters())), state)

@@ -139,13 +139,14 @@ def test_resume_auto_goes_on_and_does_not_begin_again(digits: Path, tmp_path: Pa
     assert [row["step"] for row in rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
 
 
-def cut_tensor(checkpoint: Path, kind: str) -> None:
-    """Gives one tensor of a checkpoint another shape, and the manifest the sums of the file that holds it."""
+def cut_tensor(checkpoint: Path) -> None:
+    """Gives one weight of a checkpoint another shape, and the manifest the sums of the file that holds it."""
     info = read_manifest(checkpoint)
     path = info.layer_path("head")
+    held = load_file(path)
     with safe_open(path, "pt") as file:
-        held, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118  # no dict
-    name = next(name for name in held if name.startswith(f"{kind}:") and held[name].dim())
+        metadata = file.metadata()
+    name = "weight:classifier.weight"
     save_file({**held, name: held[name][:1].clone()}, path, metadata)
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     entry = next(entry for entry in manifest["layers"] if entry["name"] == "head")
@@ -153,30 +154,27 @@ def cut_tensor(checkpoint: Path, kind: str) -> None:
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
-def damage_schedule(checkpoint: Path, kind: str) -> None:
+def damage_schedule(checkpoint: Path) -> None:
     manifest = json.loads((checkpoint / "manifest.json").read_text())
-    manifest["state"][kind] = {"optimizer_groups": []}
+    manifest["state"]["schedule"] = {"optimizer_groups": []}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("damage", "kind", "message"),
+    ("damage", "message"),
     [
-        (cut_tensor, "optimizer", r"layer head does not fit its checkpoint: optimizer state '\w+' of .* saved is"),
-        (cut_tensor, "average", r"layer head does not fit its checkpoint: average .* should be"),
-        (cut_tensor, "weight", r"layer head does not fit its checkpoint: parameter .* should be"),
-        (damage_schedule, "schedule", r"its learning rate schedule cannot be restored"),
-        (damage_schedule, "scalars", r"manifest\.json is damaged: .*optimizer_groups"),
+        (cut_tensor, r"layer head does not fit its checkpoint: parameter .* should be"),
+        (damage_schedule, r"its learning rate schedule cannot be restored"),
     ],
 )
 def test_a_run_does_not_go_on_with_state_that_does_not_fit(
-    damage: Callable[[Path, str], None], kind: str, message: str, digits: Path, tmp_path: Path
+    damage: Callable[[Path], None], message: str, digits: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(digits.parent.parent, run_dir)
     checkpoint = step_directory(run_dir, 2)
-    damage(checkpoint, kind)
+    damage(checkpoint)
     words = ["trainer.steps=2", "trainer.average=0.9", f"checkpoint.resume={checkpoint}"]
     with pytest.raises(CheckpointError, match=f"^{re.escape(str(checkpoint))}.*{message}"):
         train_inline(run_dir, *TINY, *words)

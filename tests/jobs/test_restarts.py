@@ -139,7 +139,7 @@ def test_a_damaged_new_checkpoint_is_passed_over(tmp_path: Path) -> None:
                 save(tmp_path, step, make_layers())
             file = next(step_directory(tmp_path, 7).rglob("*.safetensors"))
             content = file.read_bytes()
-            file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+            file.write_bytes(content[:-1])
         script.starts.append(settings)
         if len(script.starts) == 1:
             raise failed(**KILLED)
@@ -159,7 +159,7 @@ def test_other_ranks_wait_for_rank_0_as_long_as_it_takes(tmp_path: Path, monkeyp
     pauses: list[float] = []
     monkeypatch.setattr(torchrun.time, "sleep", pauses.append)
     store = SimpleNamespace(check=lambda keys: next(answers, True), get=lambda key: decided)
-    context = SimpleNamespace(rank=1, store=store, run_dir=None, run_dir_known=lambda: None)
+    context = SimpleNamespace(rank=1, store=store, run_dir=None)
     wrapped = {"entry": "test_restarts:directory_and_config", "config": {"words": 1}, "directory": "elsewhere"}
     monkeypatch.setattr(torchrun, "refuse_separate_directories", lambda context: None)
     assert torchrun.enter(context, wrapped) == (tmp_path, {"words": 7})  # type: ignore[arg-type]
@@ -241,8 +241,6 @@ def test_under_torchrun_a_restart_finds_its_run_and_continues_it_bit_for_bit(tmp
     assert same_end(tmp_path / "whole", run_dir)
     (record,) = json.loads((run_dir / "summary.json").read_text())["restarts"]
     assert record["from_step"] in (2, 4) and record["workers"] == 2
-    assert record["cause"] == "worker 1 was killed, or ended without a report"
-    assert record["place"] == "step 6, cell 1, layer middle, micro-batch 3, backward"
-    assert f"{record['cause']} at {record['place']}; its launcher tells how" in done.stderr
+    assert record["cause"] == "a process of torchrun's was killed"
     assert f"torchrun's restart 1 from step {record['from_step']} on 2 workers" in done.stdout
     assert "launch.restarts does nothing here: torchrun restarts its processes" in done.stdout

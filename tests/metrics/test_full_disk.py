@@ -19,7 +19,7 @@ from small_disk import fill, small_disk
 from gpipe_cli.checkpoint import choose
 from gpipe_cli.checkpoint.commit import write_json
 from gpipe_cli.commands import train
-from gpipe_cli.disk import DiskError, cannot_write, explain, write_whole, writing
+from gpipe_cli.disk import DiskError, cannot_write, write_whole, writing
 from gpipe_cli.metrics.board import Board
 from gpipe_cli.metrics.metrics_file import MetricsFile
 from gpipe_cli.terminal.train_log import TrainLog
@@ -126,16 +126,6 @@ def test_only_what_is_written_becomes_an_error_of_the_disk(tmp_path: Path) -> No
             (tmp_path / "file").write_text("")
             (tmp_path / "file" / "cache").mkdir(parents=True)
     assert "room left: unknown" not in cannot_write(tmp_path / "a" / "b", OSError(28, "full"))
-
-
-def test_a_failed_write_is_told_with_its_file_although_the_error_does_not_name_it(disk: Path) -> None:
-    fill(disk)
-    with pytest.raises(OSError) as caught, (disk / "config.yaml").open("w") as file:
-        file.write("x")
-        file.flush()
-    text = explain(caught.value)
-    assert text is not None and text.startswith(f"{disk}/config.yaml cannot be written: No space left on device (room")
-    assert explain(FileNotFoundError(2, "No such file")) is None and explain(ValueError()) is None
 
 
 def test_a_run_whose_disk_is_full_ends_in_one_line(tmp_path: Path) -> None:
