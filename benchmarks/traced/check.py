@@ -37,7 +37,7 @@ from gpipe_cli.partition.fake_layers import CostError
 from gpipe_cli.partition.ties import find_ties
 from gpipe_cli.pipeline.batchnorm import finish_batchnorm
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell, build_layer
-from gpipe_cli.pipeline.engine import Pipeline, StepInput
+from gpipe_cli.pipeline.engine import Engine, StepInput
 from gpipe_cli.pipeline.gradients import fill_gradients
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.pipeline.ties import ReplicaLink, TiedParameters
@@ -211,7 +211,7 @@ class _Engine:
         self._builders, self._cells, self._ties, self._micro_batches = builders, cells, ties, micro_batches
         self._outputs: dict[int, Tensor] = {}
         placement = [0] * len(cells)
-        self._engine = Pipeline(cells, placement, None, self._loss, 1, CPU)
+        self._engine = Engine(cells, placement, None, self._loss, 1, CPU)
         self._signatures = tuple(tuple(tuple(t.shape) for t in inputs) for inputs, _ in micro_batches)
         self._train, self._evaluate = schedule("gpipe", placement, M, remat)[0], forward_only(placement, M)[0]
         for cell in cells:

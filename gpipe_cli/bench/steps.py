@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from gpipe_cli.micro_batch import Loss, MicroBatch, Tensors
 from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
-from gpipe_cli.pipeline.engine import Pipeline, StepInput
+from gpipe_cli.pipeline.engine import Engine, StepInput
 from gpipe_cli.pipeline.messages.grouping import as_argument, as_tensors
 from gpipe_cli.pipeline.messages.transport import Transport, connect_workers
 from gpipe_cli.pipeline.randomness import NoiseSource
@@ -106,7 +106,7 @@ def split(examples: tuple[Tensor, Tensor], M: int) -> list[MicroBatch]:
 class EngineStep:
     """Runs one training step of this worker whenever it is called; ``engine.meter`` has its times."""
 
-    engine: Pipeline
+    engine: Engine
     instructions: Sequence[Instruction]
     step_input: StepInput
     micro_batches: Sequence[MicroBatch] | None
@@ -157,7 +157,7 @@ def engine_step(
         micro_batches: every worker passes the same shapes; only the first worker's values count.
         scale: as in `Workload`.
     """
-    engine = Pipeline(cells, placement, transport, loss, len(micro_batches[0][1]), device, autocast)
+    engine = Engine(cells, placement, transport, loss, len(micro_batches[0][1]), device, autocast)
     instructions = schedule(kind, placement, len(micro_batches), remat)[rank]
     shapes = tuple(tuple(tensor.shape for tensor in inputs + targets) for inputs, targets in micro_batches)
     return EngineStep(engine, instructions, StepInput(0, 1, shapes, scale), micro_batches if rank == 0 else None)

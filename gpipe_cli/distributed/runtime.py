@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from ..micro_batch import MicroBatch, Tensors
-from ..pipeline.engine import Pipeline, StepInput, StepRecord
+from ..pipeline.engine import Engine, StepInput, StepRecord
 from ..pipeline.finite import FiniteWatch
 from ..pipeline.messages.transport import Transport, connect_workers
 from ..pipeline.ties import ReplicaLink
@@ -31,7 +31,7 @@ class PipelineRuntime:
     """
 
     world: World
-    engine: Pipeline
+    engine: Engine
     schedules: RunSchedules
     codec: BatchPlanCodec
 
@@ -51,7 +51,7 @@ class PipelineRuntime:
             step, steps: number of the training step, from 0, and of all steps; 0 where the latter is not known.
             micro_batches: on the worker of cell 0; None elsewhere.
             loss_scale: factor of the gradients.
-            watch: as in `Pipeline.train_step`.
+            watch: as in `Engine.train_step`.
             on_complete: called with the number of each cell as soon as its gradients are complete and on their way.
         """
         M, worker = len(plan.signatures), self.world.worker
@@ -73,7 +73,7 @@ class PipelineRuntime:
         sink: Callable[[int, Tensors, Tensors], None],
         caches: Caches | None = None,
     ) -> None:
-        """Runs micro-batches forward only; the arguments are those of `Pipeline.run_forward`."""
+        """Runs micro-batches forward only; the arguments are those of `Engine.run_forward`."""
         M, worker = len(signatures), self.world.worker
         posts = self.schedules.forward_posts(M, self.engine.receives_block_device)[worker]
         instructions = self.schedules.forward_lists(M)[worker]

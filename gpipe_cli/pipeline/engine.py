@@ -8,7 +8,7 @@ B backward; the digit is the micro-batch (gpipe, remat except_last, as `schedule
     worker 2 |  .  . F0 F1 F2 B2 R1 B1 R0 B0  .  .     [3] R builds the graph again, before the gradient arrives
                                                        [4] B uses graph and input up; the input's gradient goes back
 
-`Pipeline` lives as long as the run. Every step gets an interpreter of its own, `_TrainingStep` or `_ForwardStep`, with
+`Engine` lives as long as the run. Every step gets an interpreter of its own, `_TrainingStep` or `_ForwardStep`, with
 `StepBuffers` of its own: what a step holds ends with it.
 """
 
@@ -111,7 +111,7 @@ class StepBuffers:
         return [name for name, held in vars(self).items() if held and name != "targets"]
 
 
-class Pipeline:
+class Engine:
     """Runs one worker's share of a replica's pipeline.
 
     Args:
@@ -264,7 +264,7 @@ class _Step:
 
     HANDLERS: ClassVar[Handlers]
 
-    pipeline: Pipeline
+    pipeline: Engine
     instructions: Sequence[Instruction]
     signatures: Sequence[Hashable]
     micro_batches: InitVar[Sequence[MicroBatch] | None]
@@ -355,7 +355,7 @@ class _Step:
 
 @dataclass
 class _ForwardStep(_Step):
-    """Interprets a forward-only list; ``sink`` and ``caches`` as in `Pipeline.run_forward`."""
+    """Interprets a forward-only list; ``sink`` and ``caches`` as in `Engine.run_forward`."""
 
     sink: Sink
     caches: Caches | None

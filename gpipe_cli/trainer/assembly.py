@@ -37,7 +37,7 @@ from ..metrics.journal import Journal, Notices
 from ..metrics.predictions import PredictionKeeper
 from ..pipeline.cell import Cell
 from ..pipeline.compiled import COMPILED_BACKWARD, require_compiler
-from ..pipeline.engine import TASK, Pipeline
+from ..pipeline.engine import TASK, Engine
 from ..pipeline.ties import TiedParameters
 from ..schedule.run_schedules import RunSchedules
 from ..tasks.base import GenerationSettings, Task
@@ -169,7 +169,7 @@ def assemble_model(
             journal.warn(COMPILED_BACKWARD)
     transport, autocast = make_transport(world, cut.placement), build_autocast(settings.precision, world.device)
     targets = len(first.shape.targets)
-    engine = Pipeline(cells, cut.placement, transport, task.loss, targets, world.device, autocast, context.where)
+    engine = Engine(cells, cut.placement, transport, task.loss, targets, world.device, autocast, context.where)
     schedules = RunSchedules(pipeline.schedule, cut.placement, pipeline.remat)
     codec = BatchPlanCodec(first.shape, pipeline.M, world.replica, world.replicas)
     runtime = PipelineRuntime(world, engine, schedules, codec)

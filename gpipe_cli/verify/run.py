@@ -30,7 +30,7 @@ from ..launch.context import Context
 from ..metrics.journal import Notices
 from ..metrics.step_report import peak_memory
 from ..micro_batch import MicroBatch
-from ..pipeline.engine import Pipeline
+from ..pipeline.engine import Engine
 from ..schedule.instruction import Op
 from ..trainer.assembly import Assembly, assemble_model, start_worker
 from ..trainer.batches import training_batches
@@ -259,7 +259,7 @@ class Verification:
     @contextmanager
     def _poisoned(self, active: bool) -> Iterator[None]:
         """Makes the loss of one step not finite, if ``active``."""
-        engine: Pipeline = self._assembly.runtime.engine
+        engine: Engine = self._assembly.runtime.engine
         loss = engine.loss
 
         def not_finite(outputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:

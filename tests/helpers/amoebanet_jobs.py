@@ -18,7 +18,7 @@ from gpipe_cli.models.amoebanet import amoebanet, spatial_sizes
 from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.pipeline.batchnorm import finish_batchnorm
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
-from gpipe_cli.pipeline.engine import Pipeline, StepInput
+from gpipe_cli.pipeline.engine import Engine, StepInput
 from gpipe_cli.pipeline.messages.transport import Transport, connect_workers
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.schedule.schedule import schedule
@@ -60,7 +60,7 @@ def run_engine(case: Case, placement: Sequence[int], worker: int, transport: Tra
     numbers = cell_layers([len(part) for part in torch.arange(len(layers)).tensor_split(case.K)])
     noise = NoiseSource(1, 0, CPU)
     cells = [Cell(k, [layers[i] for i in numbers[k]], noise) for k in range(case.K) if placement[k] == worker]
-    engine = Pipeline(cells, placement, transport, ClassificationTask(0.1).loss, 1, CPU)
+    engine = Engine(cells, placement, transport, ClassificationTask(0.1).loss, 1, CPU)
     instructions = schedule("gpipe", placement, case.M, case.remat)[worker]
     seen = []
     for step in range(STEPS):

@@ -18,7 +18,7 @@ from gpipe_cli.launch.context import Context
 from gpipe_cli.models.transformer import transformer
 from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell, build_layer
-from gpipe_cli.pipeline.engine import Pipeline
+from gpipe_cli.pipeline.engine import Engine
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.schedule.run_schedules import RunSchedules
 from gpipe_cli.tasks.base import GenerationSettings
@@ -76,7 +76,7 @@ def decoder_of(
     ]
     for cell in cells:
         cell.train(False)
-    engine = Pipeline(cells, placement, make_transport(world, placement), TranslationTask(pad_id=PAD).loss, 1, CPU)
+    engine = Engine(cells, placement, make_transport(world, placement), TranslationTask(pad_id=PAD).loss, 1, CPU)
     codec = BatchPlanCodec(shape, 3, world.replica, world.replicas)
     return Decoder(PipelineRuntime(world, engine, RunSchedules("gpipe", placement, "never"), codec), form)
 

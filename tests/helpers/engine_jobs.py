@@ -29,7 +29,7 @@ from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.pipeline.batchnorm import finish_batchnorm
 from gpipe_cli.pipeline.cell import Cell
-from gpipe_cli.pipeline.engine import Pipeline, StepInput
+from gpipe_cli.pipeline.engine import Engine, StepInput
 from gpipe_cli.pipeline.messages.process_group import ProcessGroupTransport
 from gpipe_cli.pipeline.messages.transport import Transport, connect_workers
 from gpipe_cli.pipeline.randomness import NoiseSource
@@ -83,7 +83,7 @@ def run_case(case: Case, placement: Sequence[int], worker: int, transport: Trans
         for k, numbers in enumerate(cell_layers(sizes_of(case.K)))
         if placement[k] == worker
     ]
-    engine = Pipeline(cells, placement, transport, token_loss, 1, CPU)
+    engine = Engine(cells, placement, transport, token_loss, 1, CPU)
     lists = schedule(case.kind, placement, case.M, case.remat)
     posts = post_when_sent(lists)[worker] if transport is not None and transport.blocks_device else None
     seen = []
@@ -195,7 +195,7 @@ def compare_with_torch_pipelining(context: Context, config: dict[str, Any]) -> l
             mine = build_all(builders)[2 * rank : 2 * rank + 2]
             theirs = nn.Sequential(*(layer.module for layer in build_all(builders)[2 * rank : 2 * rank + 2]))
             transport = connect_workers(tuple(range(K)), CPU, CPU, (world, world), world)
-            engine = Pipeline([Cell(rank, mine, NoiseSource(1, 0, CPU))], range(K), transport, sum_of_losses, 1, CPU)
+            engine = Engine([Cell(rank, mine, NoiseSource(1, 0, CPU))], range(K), transport, sum_of_losses, 1, CPU)
             micro_batches = [((a,), (b,)) for a, b in zip(x.chunk(M), wanted.chunk(M), strict=True)]
             step_input = StepInput(0, 1, tuple(tuple(inputs[0].shape) for inputs, _ in micro_batches), 1 / 12)
             engine.train_step(

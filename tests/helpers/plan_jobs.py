@@ -21,7 +21,7 @@ from gpipe_cli.launch.context import Context
 from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.optim.average import WeightAverage
 from gpipe_cli.pipeline.cell import Cell
-from gpipe_cli.pipeline.engine import Pipeline, StepInput, _TrainingStep
+from gpipe_cli.pipeline.engine import Engine, StepInput, _TrainingStep
 from gpipe_cli.pipeline.ties import TiedParameters
 from gpipe_cli.planner.measure.tracking import Tracker
 from gpipe_cli.position import Position
@@ -56,7 +56,7 @@ def one_run(settings: Settings, world: World) -> dict[str, Any]:
     for cell in cells:
         cell.train(True)
     transport, autocast = make_transport(world, cut.placement), build_autocast(settings.precision, CPU)
-    engine = Pipeline(cells, cut.placement, transport, task.loss, len(micro_batch[1]), CPU, autocast)
+    engine = Engine(cells, cut.placement, transport, task.loss, len(micro_batch[1]), CPU, autocast)
     instructions = RunSchedules(pipeline.schedule, cut.placement, pipeline.remat).training_lists(pipeline.M)[
         world.worker
     ]
@@ -96,7 +96,7 @@ def averages_of(cells: Sequence[Cell], decay: float | None) -> list[Tensor]:
     return list({id(tensor): tensor for named in of_layers for tensor in named.values()}.values())
 
 
-def inputs_held(engine: Pipeline, step: Callable[[], object]) -> dict[str, int]:
+def inputs_held(engine: Engine, step: Callable[[], object]) -> dict[str, int]:
     """Returns for each cell the most bytes of boundary inputs that the engine keeps after any instruction of a step.
 
     An input stays until its backward is complete: what a first half has put off still needs it.

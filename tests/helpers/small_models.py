@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell, build_layer
-from gpipe_cli.pipeline.engine import Pipeline, StepInput, StepRecord
+from gpipe_cli.pipeline.engine import Engine, StepInput, StepRecord
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.schedule.schedule import schedule
 
@@ -130,23 +130,23 @@ def engine_of(
     cuts: Sequence[int],
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     compiles: bool = False,
-) -> Pipeline:
+) -> Engine:
     """Returns the engine of one worker that has all cells; ``cuts``: the number of layers of each."""
     noise, taken = NoiseSource(1, 0, CPU), iter(layers)
     cells = [Cell(k, [next(taken) for _ in range(size)], noise, None, compiles) for k, size in enumerate(cuts)]
-    return Pipeline(cells, (0,) * len(cells), None, token_loss, 1, CPU, autocast)
+    return Engine(cells, (0,) * len(cells), None, token_loss, 1, CPU, autocast)
 
 
 def train_step(
-    engine: Pipeline, kind: str, remat: str, batch: Sequence[MicroBatch], step: int = 0, **others: Any
+    engine: Engine, kind: str, remat: str, batch: Sequence[MicroBatch], step: int = 0, **others: Any
 ) -> StepRecord:
-    """Runs one training step of an engine that has all cells; ``others``: of `Pipeline.train_step`."""
+    """Runs one training step of an engine that has all cells; ``others``: of `Engine.train_step`."""
     signatures = tuple(tuple(inputs[0].shape) for inputs, _ in batch)
     step_input = StepInput(step, step + 1, signatures, 1 / weight_of(batch))
     return engine.train_step(schedule(kind, engine.placement, len(batch), remat)[0], step_input, batch, **others)
 
 
-def gradients_of(engine: Pipeline) -> dict[str, Tensor]:
+def gradients_of(engine: Engine) -> dict[str, Tensor]:
     """Returns the gradients of all parameters that have one, by name."""
     named = (named for cell in engine.cells.values() for named in cell.parameters())
     return {name: parameter.grad for name, parameter in named if parameter.grad is not None}

@@ -15,7 +15,7 @@ from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.pipeline.batchnorm import finish_batchnorm
 from gpipe_cli.pipeline.cell import Cell
-from gpipe_cli.pipeline.engine import Pipeline, StepInput
+from gpipe_cli.pipeline.engine import Engine, StepInput
 from gpipe_cli.pipeline.gradients import reduce_over_replicas
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.schedule.schedule import schedule
@@ -47,7 +47,7 @@ def train(replica: int, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
     """Returns gradients and buffers by step and name; without a group those of the joined micro-batches."""
     layers = build_all(amoebanet(**SMALL, image_size=32, auxiliary_head=False))  # type: ignore[arg-type]
     cell = Cell(0, layers, NoiseSource(1, replica, CPU), group)
-    engine = Pipeline([cell], (0,), None, ClassificationTask(0.1).loss, 1, CPU)
+    engine = Engine([cell], (0,), None, ClassificationTask(0.1).loss, 1, CPU)
     held = dict(cell.parameters())
     seen = {}
     for step in range(STEPS):

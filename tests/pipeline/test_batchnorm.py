@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm, defer_batchnorm, finish_batchnorm
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell, build_layer
-from gpipe_cli.pipeline.engine import Pipeline, StepInput
+from gpipe_cli.pipeline.engine import Engine, StepInput
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.schedule.schedule import schedule
 
@@ -37,7 +37,7 @@ def test_moving_averages_take_the_pooled_statistics_once_per_mini_batch(M: int, 
     cells = [Cell(0, built, noise)] if K == 1 else [Cell(k, [layer], noise) for k, layer in enumerate(built)]
     for cell in cells:
         cell.train(True)
-    engine = Pipeline(cells, (0,) * K, None, squares, 1, CPU)
+    engine = Engine(cells, (0,) * K, None, squares, 1, CPU)
     micro_batches = [((x,), (torch.zeros(len(x), 4),)) for x in EXAMPLES.tensor_split(M)]
     step_input = StepInput(0, 1, tuple(len(inputs[0]) for inputs, _ in micro_batches), 1 / 11)
     engine.train_step(schedule("gpipe", (0,) * K, M, remat)[0], step_input, micro_batches)

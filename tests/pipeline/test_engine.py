@@ -17,7 +17,7 @@ from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch.supervisor import Job, launch
 from gpipe_cli.pipeline import engine as engine_module
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell, LayerFailed
-from gpipe_cli.pipeline.engine import Pipeline, StepInput
+from gpipe_cli.pipeline.engine import Engine, StepInput
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.schedule.orders import KINDS
 from gpipe_cli.schedule.picture import draw_text
@@ -123,7 +123,7 @@ def test_nothing_is_left_in_the_engine_after_a_step_and_no_graph_is_alive() -> N
 
 
 def test_an_incomplete_list_is_an_error_and_the_next_step_starts_afresh() -> None:
-    engine = Pipeline([Cell(0, build_all(small_model()), NoiseSource(1, 0, CPU))], (0,), None, token_loss, 1, CPU)
+    engine = Engine([Cell(0, build_all(small_model()), NoiseSource(1, 0, CPU))], (0,), None, token_loss, 1, CPU)
     micro_batches, instructions = mini_batch(0, 8, 2), schedule("gpipe", (0,), 2, "never")[0]
     step_input = StepInput(0, 1, ("a", "b"), 1.0)
     with pytest.raises(RuntimeError, match="incomplete: the step has not used up inputs, graphs"):
@@ -135,7 +135,7 @@ def test_an_incomplete_list_is_an_error_and_the_next_step_starts_afresh() -> Non
 def test_each_cell_is_told_once_when_its_gradients_are_complete(kind: str) -> None:
     layers, noise = build_all(small_model()), NoiseSource(1, 0, CPU)
     cells = [Cell(0, layers[:3], noise), Cell(1, layers[3:], noise)]
-    engine = Pipeline(cells, (0, 0), None, token_loss, 1, CPU)
+    engine = Engine(cells, (0, 0), None, token_loss, 1, CPU)
     told: dict[int, list[torch.Tensor]] = {}
 
     def finished(cell: int) -> None:
@@ -153,7 +153,7 @@ def test_each_cell_is_told_once_when_its_gradients_are_complete(kind: str) -> No
 
 def test_an_evaluation_records_no_times() -> None:
     layers = build_all(small_model())
-    engine = Pipeline([Cell(0, layers, NoiseSource(1, 0, CPU))], (0,), None, token_loss, 1, CPU)
+    engine = Engine([Cell(0, layers, NoiseSource(1, 0, CPU))], (0,), None, token_loss, 1, CPU)
     micro_batches = mini_batch(0, 8, 2)
     engine.meter.begin_step()
     engine.run_forward(forward_only((0,), 2)[0], ("a", "b"), micro_batches, lambda *_: None)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gpipe_cli.micro_batch import MicroBatch, Tensors
 from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
-from gpipe_cli.pipeline.engine import Pipeline, StepInput
+from gpipe_cli.pipeline.engine import Engine, StepInput
 from gpipe_cli.pipeline.finite import BACKWARD, DATA, FORWARD, LOSS, FiniteWatch, Origin, not_finite
 from gpipe_cli.pipeline.messages.grouping import as_tensors, replace_tensors
 from gpipe_cli.pipeline.randomness import NoiseSource
@@ -40,16 +40,16 @@ class PoisonBack(torch.autograd.Function):
         return gradient * math.nan
 
 
-def engine_with(K: int, plant: Callable[[Pipeline], None]) -> Pipeline:
+def engine_with(K: int, plant: Callable[[Engine], None]) -> Engine:
     engine = engine_of(build_all(small_model(batchnorm=True, dropout=0.3)), SIZES[K])
     plant(engine)
     return engine
 
 
-def faulty(index: int, way: int, micro_batch: int) -> Callable[[Pipeline], None]:
+def faulty(index: int, way: int, micro_batch: int) -> Callable[[Engine], None]:
     """Returns what makes a layer give NaN in one micro-batch, in its forward or its backward."""
 
-    def plant(engine: Pipeline) -> None:
+    def plant(engine: Engine) -> None:
         def change(module: nn.Module, inputs: Any, outputs: Any) -> Any:
             if engine.where.micro_batch != micro_batch:
                 return None
@@ -64,7 +64,7 @@ def faulty(index: int, way: int, micro_batch: int) -> Callable[[Pipeline], None]
 
 
 def first_bad(
-    engine: Pipeline, kind: str, remat: str, micro_batches: list[MicroBatch], weight: float | None = None
+    engine: Engine, kind: str, remat: str, micro_batches: list[MicroBatch], weight: float | None = None
 ) -> Origin | None:
     """Runs a step without watching and then again; the second must not change the first one's gradients."""
     K = len(engine.cells)
@@ -98,7 +98,7 @@ def test_the_first_layer_is_named_at_every_k_schedule_and_policy(K: int, kind: s
 
 
 def test_the_first_of_several_faults_is_named() -> None:
-    def plant(engine: Pipeline) -> None:
+    def plant(engine: Engine) -> None:
         for fault in ((2, BACKWARD, 0), (5, FORWARD, 2), (4, FORWARD, 1), (6, FORWARD, 1)):
             faulty(*fault)(engine)
 
@@ -106,8 +106,8 @@ def test_the_first_of_several_faults_is_named() -> None:
     assert origin is not None and origin[:4] == (FORWARD, 0, 1, 4)
 
 
-def loss_of(change: Callable[[Tensor], Tensor]) -> Callable[[Pipeline], None]:
-    def plant(engine: Pipeline) -> None:
+def loss_of(change: Callable[[Tensor], Tensor]) -> Callable[[Engine], None]:
+    def plant(engine: Engine) -> None:
         def loss(outputs: Tensors, targets: Tensors) -> tuple[Tensor, Tensor]:
             value, statistics = token_loss(outputs, targets)
             return (change(value) if engine.where.micro_batch == 1 else value), statistics
@@ -117,7 +117,7 @@ def loss_of(change: Callable[[Tensor], Tensor]) -> Callable[[Pipeline], None]:
     return plant
 
 
-def bad_weight(engine: Pipeline) -> None:
+def bad_weight(engine: Engine) -> None:
     (weight,) = (p for cell in engine.cells.values() for name, p in cell.parameters() if name == "mix_2.linear.weight")
     with torch.no_grad():
         weight[0, 0] = math.inf
@@ -132,7 +132,7 @@ def bad_weight(engine: Pipeline) -> None:
     ],
     ids=["loss", "infinite loss", "gradient of the loss"],
 )
-def test_the_task_s_loss_is_named(plant: Callable[[Pipeline], None], expected: tuple[Any, ...]) -> None:
+def test_the_task_s_loss_is_named(plant: Callable[[Engine], None], expected: tuple[Any, ...]) -> None:
     assert first_bad(engine_with(3, plant), "gpipe", "except_last", mini_batch(0, 8, M)) == expected
 
 
@@ -144,7 +144,7 @@ def test_the_task_s_loss_is_named(plant: Callable[[Pipeline], None], expected: t
     ],
 )
 def test_an_auxiliary_loss_is_named(change: Callable[[Tensor], Tensor], way: int, what: str) -> None:
-    def plant(engine: Pipeline) -> None:
+    def plant(engine: Engine) -> None:
         (judge,) = (layer.module for cell in engine.cells.values() for layer in cell.layers if layer.name == "judge")
         judge.get_submodule("opinion").register_forward_hook(lambda module, inputs, outputs: change(outputs))
 
@@ -162,7 +162,7 @@ def test_a_weight_that_was_not_finite_before_is_named() -> None:
 def test_layers_that_write_into_the_outputs_of_others_can_be_watched(way: int) -> None:
     modules = [nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 3)]
     layers = [BuiltLayer(i, name, module) for i, (name, module) in enumerate(zip("abc", modules, strict=True))]
-    engine = Pipeline([Cell(0, layers, NoiseSource(1, 0, CPU))], (0,), None, row_loss, 0, CPU)
+    engine = Engine([Cell(0, layers, NoiseSource(1, 0, CPU))], (0,), None, row_loss, 0, CPU)
     faulty(2, way, 1)(engine)
     origin = first_bad(engine, "gpipe", "except_last", [((torch.ones(2, 3),), ()) for _ in range(M)], weight=1.0)
     assert origin is not None and (origin.way, origin.micro_batch, origin.layer) == (way, 1, "c")

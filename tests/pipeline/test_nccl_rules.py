@@ -16,7 +16,7 @@ from small_models import CPU, build_all, mini_batch, small_model, token_loss, we
 from gpipe_cli.micro_batch import Tensors
 from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.pipeline.cell import Cell
-from gpipe_cli.pipeline.engine import Pipeline, StepInput
+from gpipe_cli.pipeline.engine import Engine, StepInput
 from gpipe_cli.pipeline.messages.boundary import BoundarySpec
 from gpipe_cli.pipeline.messages.process_group import Wait
 from gpipe_cli.pipeline.randomness import NoiseSource
@@ -227,7 +227,7 @@ def test_the_engine_s_calls_are_those_that_were_checked(kind: str) -> None:
         cells = [Cell(k, [layers[i] for i in n], noise) for k, n in enumerate(numbers) if placement[k] == worker]
         where = RecordingPosition(calls[worker])
         transport = QueueTransport(queues, placement, calls[worker])
-        engine = Pipeline(cells, placement, transport, token_loss, 1, CPU, where=where)
+        engine = Engine(cells, placement, transport, token_loss, 1, CPU, where=where)
         micro_batches = mini_batch(0, 8, M)
         signatures = tuple(tuple(inputs[0].shape) for inputs, _ in micro_batches)
         step_input = StepInput(0, 1, signatures, 1 / weight_of(micro_batches))

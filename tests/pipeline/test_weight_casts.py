@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
-from gpipe_cli.pipeline.engine import Pipeline, StepInput
+from gpipe_cli.pipeline.engine import Engine, StepInput
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.pipeline.weight_casts import WeightCasts
 from gpipe_cli.schedule.orders import KINDS
@@ -127,7 +127,7 @@ def test_what_earlier_steps_used_changes_no_bit_of_a_resumed_run() -> None:
         torch.manual_seed(1)
         layer = BuiltLayer(0, "growing", Growing(16, 16))
         cell = Cell(0, [layer], NoiseSource(1, 0, CPU))
-        engine = Pipeline([cell], (0,), None, lambda y, _: (y[0].float().square().sum(), torch.zeros(1)), 0, CPU, half)
+        engine = Engine([cell], (0,), None, lambda y, _: (y[0].float().square().sum(), torch.zeros(1)), 0, CPU, half)
         for step in range(first, 2):
             layer.module.zero_grad()
             drawn = torch.Generator().manual_seed(step)

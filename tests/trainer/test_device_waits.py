@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpipe_cli.pipeline.engine import Pipeline
+from gpipe_cli.pipeline.engine import Engine
 from gpipe_cli.trainer.upload import Uploader
 
 aten = torch.ops.aten
@@ -78,16 +78,16 @@ TRANSFORMER = ("task.generation=null", "task.logit_clip=null", "model.dropout=0.
 )
 def test_the_host_does_not_wait_for_the_device_within_a_step(words: tuple[str, ...], tmp_path: Path) -> None:
     found: list[Counter[str]] = []
-    train_step = Pipeline.train_step
+    train_step = Engine.train_step
 
-    def counted(engine: Pipeline, *args: Any, **kwargs: Any) -> Any:
+    def counted(engine: Engine, *args: Any, **kwargs: Any) -> Any:
         first = not found  # the first step looks at what it finds, such as buffers
         with nullcontext(Waits()) if first else Waits() as waits, Methods() as methods:
             record = train_step(engine, *args, **kwargs)
         found.append(Counter() if first else waits.counts + methods.counts)
         return record
 
-    with patch.object(Pipeline, "train_step", counted):
+    with patch.object(Engine, "train_step", counted):
         steps = ("trainer.steps=2", "trainer.evaluate_every=null", "trainer.evaluate_first=false")
         train_inline(tmp_path, "debug=tiny", *steps, "pipeline.K=3", "checkpoint.every=null", *words)
     assert found == [Counter(), Counter()]
