@@ -34,13 +34,13 @@ from gpipe_cli.models.traced.layers import traced_layers
 from gpipe_cli.models.traced.module import Call, TracedFrom
 from gpipe_cli.partition.cost import layer_costs
 from gpipe_cli.partition.fake_layers import CostError
-from gpipe_cli.partition.ties import find_ties
+from gpipe_cli.partition.tie_search import find_ties
 from gpipe_cli.pipeline.batchnorm import finish_batchnorm
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell, build_layer
 from gpipe_cli.pipeline.engine import Engine, StepInput
 from gpipe_cli.pipeline.gradients import fill_gradients
 from gpipe_cli.pipeline.randomness import NoiseSource
-from gpipe_cli.pipeline.ties import ReplicaLink, TiedParameters
+from gpipe_cli.pipeline.tied_parameters import ReplicaLink, TiedParameters
 from gpipe_cli.schedule.schedule import forward_only, schedule
 
 SEED, M, EXAMPLES = 3, 2, 3

@@ -11,7 +11,7 @@ from ..micro_batch import MicroBatch, Tensors
 from ..pipeline.engine import Engine, StepInput, StepRecord
 from ..pipeline.finite import FiniteWatch
 from ..pipeline.messages.transport import Transport, connect_workers
-from ..pipeline.ties import ReplicaLink
+from ..pipeline.tied_parameters import ReplicaLink
 from ..schedule.run_schedules import RunSchedules
 from .batch_plan import BatchPlan, BatchPlanCodec
 from .world import World

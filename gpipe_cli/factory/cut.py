@@ -17,10 +17,10 @@ from ..micro_batch import MicroBatch
 from ..partition.cost import LayerCost, keep_shapes_that_depend_on_values_together, layer_costs
 from ..partition.fake_layers import CostError, TooFewExamples
 from ..partition.partition import PartitionError, cell_costs, cell_layers, partition, placement
-from ..partition.ties import Ties, find_ties
+from ..partition.tie_search import Ties, find_ties
 from ..pipeline.cell import BuiltLayer, Cell, build_layer
 from ..pipeline.randomness import NoiseSource
-from ..pipeline.ties import Use
+from ..pipeline.tied_parameters import Use
 from ..position import Position
 from .build import boundary_type_of
 

@@ -14,9 +14,9 @@ from ..distributed.world import World
 from ..errors import ConfigurationError
 from ..layers import LayerBuilder
 from ..partition.fake_layers import CostError, TensorShape
-from ..partition.ties import find_ties
+from ..partition.tie_search import find_ties
 from .build import build_optimizer
-from .optimizer_state import optimizer_state_bytes
+from .optimizer_bytes import optimizer_state_bytes
 
 MARGIN = 1.1  # of the memory: a little more may still run, with swapped pages
 FEW = 10  # times the weights that a model may take, whatever the optimizer: its state is not looked at then

@@ -43,7 +43,7 @@ class BuiltLayer:
     Attributes:
         index: in the model's list.
         boundary_type: of the floating-point tensors that it passes to the next layer; None: as it returns them.
-        tied: parameters that an earlier layer owns, by all their names there (`ties.py`).
+        tied: parameters that an earlier layer owns, by all their names there (`tied_parameters.py`).
     """
 
     index: int

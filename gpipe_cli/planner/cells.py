@@ -15,7 +15,7 @@ from ..partition.fake_layers import TensorShape
 from ..pipeline.messages.boundary import ALIGNMENT
 from .measure.layer_facts import BoundaryTensor, LayerFacts
 from .memory import CellSizes
-from .ties import copied_parameters
+from .tie_bytes import copied_parameters
 
 
 @dataclass(frozen=True)

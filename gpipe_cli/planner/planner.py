@@ -15,9 +15,9 @@ from ..errors import ConfigurationError
 from ..factory.build import build_model, build_optimizer, build_task
 from ..factory.cut import Cut, cut_by_costs
 from ..factory.example import asks_for_example, example_micro_batch, with_example
-from ..factory.optimizer_state import optimizer_state_bytes
+from ..factory.optimizer_bytes import optimizer_state_bytes
 from ..optim.sharding import shares
-from ..partition.ties import Ties, find_ties
+from ..partition.tie_search import Ties, find_ties
 from ..pipeline.compiled import COMPILED_BACKWARD
 from ..schedule.instruction import Instruction, ScheduleError
 from ..schedule.schedule import schedule
@@ -29,7 +29,7 @@ from .measure.this_device import measure_device
 from .memory import Wire, most_alive, sent_bytes
 from .options import Options
 from .plan import ModelBytes, Plan, cell_plans, worker_plans
-from .ties import tie_messages, trained_parameters
+from .tie_bytes import tie_messages, trained_parameters
 from .timing import TimeModel, cell_times, durations
 
 Say = Callable[[str], None]

@@ -29,7 +29,7 @@ from ..distributed.world import World, join_world
 from ..factory.build import allow_tf32, build_autocast, build_model, build_task
 from ..factory.cut import Cut, build_cells, cut_model, refuse_more_cells_than_layers
 from ..factory.example import asks_for_example, with_example
-from ..factory.profiles import profiled_costs
+from ..factory.kept_profile import profiled_costs
 from ..factory.room import refuse_without_room, room_of
 from ..launch.context import Context
 from ..layers import LayerBuilder, Owner
@@ -38,7 +38,7 @@ from ..metrics.predictions import PredictionKeeper
 from ..pipeline.cell import Cell
 from ..pipeline.compiled import COMPILED_BACKWARD, require_compiler
 from ..pipeline.engine import TASK, Engine
-from ..pipeline.ties import TiedParameters
+from ..pipeline.tied_parameters import TiedParameters
 from ..schedule.run_schedules import RunSchedules
 from ..tasks.base import GenerationSettings, Task
 from .batches import first_batch

@@ -29,7 +29,7 @@ from ..pipeline.gradients import (
     scale_gradients,
     squared_norms,
 )
-from ..pipeline.ties import TiedParameters
+from ..pipeline.tied_parameters import TiedParameters
 
 
 class Updater:

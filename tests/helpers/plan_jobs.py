@@ -22,7 +22,7 @@ from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.optim.average import WeightAverage
 from gpipe_cli.pipeline.cell import Cell
 from gpipe_cli.pipeline.engine import Engine, StepInput, _TrainingStep
-from gpipe_cli.pipeline.ties import TiedParameters
+from gpipe_cli.pipeline.tied_parameters import TiedParameters
 from gpipe_cli.planner.measure.tracking import Tracker
 from gpipe_cli.position import Position
 from gpipe_cli.schedule.instruction import Instruction

@@ -21,7 +21,7 @@ from gpipe_cli.models.traced.module import Call, Called, CallError
 from gpipe_cli.models.traced.recording import ConstructorRecord
 from gpipe_cli.models.traced.refusals import TraceError
 from gpipe_cli.models.traced.sizes import SizeError
-from gpipe_cli.partition.profile import profile_layers
+from gpipe_cli.partition.model_profile import profile_layers
 from gpipe_cli.verify.plain import PlainModel
 
 CASES = [(1, "always"), (1, "never"), (2, "always")]

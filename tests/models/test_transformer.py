@@ -21,7 +21,7 @@ from gpipe_cli.models.transformer_layers import (
 )
 from gpipe_cli.models.transformer_lm import transformer_lm
 from gpipe_cli.partition.cost import count_parameters
-from gpipe_cli.partition.ties import find_ties
+from gpipe_cli.partition.tie_search import find_ties
 
 WORDS, PAD = 13, 0
 small = partial(transformer, L=2, H=24, A=2, d_model=16, source_vocabulary=WORDS, target_vocabulary=WORDS)

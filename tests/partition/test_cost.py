@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.partition.cost import count_parameters, layer_costs
 from gpipe_cli.partition.fake_layers import CostError
-from gpipe_cli.partition.profile import profile_layers
+from gpipe_cli.partition.model_profile import profile_layers
 
 BATCH = 4
 

@@ -15,7 +15,7 @@ from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.partition import layer_times
 from gpipe_cli.partition.fake_layers import CostError
 from gpipe_cli.partition.layer_times import LayerTimes, LayerTrial, total_times
-from gpipe_cli.partition.profile import ModelProfile, profile_layers
+from gpipe_cli.partition.model_profile import ModelProfile, profile_layers
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
 from gpipe_cli.pipeline.randomness import NoiseSource
-from gpipe_cli.pipeline.ties import ReplicaLink, TiedParameters, Use
+from gpipe_cli.pipeline.tied_parameters import ReplicaLink, TiedParameters, Use
 
 CPU = torch.device("cpu")
 # Three parameters, tied thrice, twice (owned by the last worker but one) and within a worker.

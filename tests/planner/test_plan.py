@@ -25,7 +25,7 @@ from gpipe_cli.jobs.devices import Devices, settle_workers
 from gpipe_cli.jobs.micro_batches import settle_micro_batches
 from gpipe_cli.partition.cost import LayerCost
 from gpipe_cli.partition.layer_times import LayerTimes
-from gpipe_cli.partition.profile import ModelProfile
+from gpipe_cli.partition.model_profile import ModelProfile
 from gpipe_cli.planner.devices import PRESETS, describe, parse_bytes
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.planner import Planner

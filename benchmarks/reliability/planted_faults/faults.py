@@ -29,7 +29,7 @@ from gpipe_cli.pipeline import randomness
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm, finish_batchnorm
 from gpipe_cli.pipeline.cell import Cell
 from gpipe_cli.pipeline.engine import _TrainingStep
-from gpipe_cli.pipeline.ties import TiedParameters, Use
+from gpipe_cli.pipeline.tied_parameters import TiedParameters, Use
 from gpipe_cli.pipeline.weight_casts import WeightCasts
 from gpipe_cli.schedule.instruction import Instruction, Op
 from gpipe_cli.trainer import batches, training

@@ -14,7 +14,7 @@ from inline_run import train_inline
 
 from gpipe_cli.commands import plan
 from gpipe_cli.factory.build import build_model
-from gpipe_cli.factory.profiles import profiled_costs
+from gpipe_cli.factory.kept_profile import profiled_costs
 from gpipe_cli.partition.cost import LayerCost
 from gpipe_cli.planner.measure import measurement
 from gpipe_cli.tasks.language_model import LanguageModelTask

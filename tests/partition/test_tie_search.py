@@ -17,10 +17,10 @@ from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory.cut import Cut, cut_model
 from gpipe_cli.layers import LayerBuilder, Owner
 from gpipe_cli.partition.fake_layers import TensorShape
-from gpipe_cli.partition.profile import profile_layers
-from gpipe_cli.partition.ties import find_ties
-from gpipe_cli.pipeline.ties import Use
-from gpipe_cli.planner.ties import tie_messages
+from gpipe_cli.partition.model_profile import profile_layers
+from gpipe_cli.partition.tie_search import find_ties
+from gpipe_cli.pipeline.tied_parameters import Use
+from gpipe_cli.planner.tie_bytes import tie_messages
 
 CPU = torch.device("cpu")
 TWICE = (*own_model.DIGITS, "model._target_=own_model.with_a_layer_twice", "pipeline.K=2")

@@ -25,7 +25,7 @@ from ..layers import LayerBuilder
 from ..micro_batch import MicroBatch
 from ..partition.cost import LayerCost
 from ..partition.fake_layers import TensorShape
-from ..partition.profile import profile_layers
+from ..partition.model_profile import profile_layers
 from .build import boundary_type_of, build_autocast, build_task
 
 FORMAT = 2  # of the files; profiles in another format are measured again

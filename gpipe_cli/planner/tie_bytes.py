@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..partition.fake_layers import TensorShape
-from ..pipeline.ties import Use
+from ..pipeline.tied_parameters import Use
 from .measure.layer_facts import LayerFacts
 
 
