@@ -10,7 +10,8 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -104,21 +105,19 @@ def record_best(run_dir: Path, step: int, metric: str, value: float) -> None:
     write_json(checkpoints_directory(run_dir) / "best.json", {"step": step, "metric": metric, "value": value})
 
 
-def prune(run_dir: Path, keep: int) -> dict[Path, str]:
-    """Deletes all but the best, the ``keep`` newest undamaged checkpoints; all discarded ones too.
+def prune(run_dir: Path, keep: int) -> None:
+    """Deletes all but the best and the ``keep`` newest undamaged checkpoints, and what was discarded before.
 
-    Returns:
-        A warning for each directory that could not be deleted; the next call tries again.
+    What cannot be deleted, as on NFS a file that is still being read, is left to the next call.
     """
-    best = best_step(run_dir)
-    failed: dict[Path, str] = {}
-    undamaged = 0
+    best, undamaged = best_step(run_dir), 0
     for directory in reversed(step_directories(run_dir)):
         if undamaged >= keep and step_of(directory) != best:
-            failed |= _try_each(_discard, [directory])
+            with suppress(OSError):
+                _discard(directory)
         elif not problems_of(directory):
             undamaged += 1
-    return failed | _try_each(shutil.rmtree, checkpoints_directory(run_dir).glob(f"step_*{DISCARDED}"))
+    _delete(run_dir, DISCARDED)
 
 
 def refuse_another_run(run_dir: Path, resumed: CheckpointInfo | None) -> None:
@@ -138,15 +137,12 @@ def refuse_another_run(run_dir: Path, resumed: CheckpointInfo | None) -> None:
         )
 
 
-def prepare_directory(run_dir: Path, resumed: CheckpointInfo | None) -> list[str]:
+def prepare_directory(run_dir: Path, resumed: CheckpointInfo | None) -> None:
     """Prepares the run directory, once, before any worker saves.
 
     Partial checkpoints of a killed run are removed. Checkpoints later than the one resumed from (they were damaged, or
     the user went back on purpose) are discarded, and deleted when the first new checkpoint is complete: the directory
     always holds one training.
-
-    Returns:
-        A warning for each directory that could not be removed; the run can go on with it there.
 
     Raises:
         CheckpointError: the directory holds checkpoints and the run does not continue from one of them.
@@ -158,11 +154,11 @@ def prepare_directory(run_dir: Path, resumed: CheckpointInfo | None) -> list[str
         home.mkdir(exist_ok=True)
     for folder in (home.parent, home.parent.parent):  # a checkpoint is safe only when its folder is
         sync_directory(folder)
-    failed = _try_each(shutil.rmtree, [*home.glob(f"step_*{PARTIAL}"), *home.glob(f"step_*{DISCARDED}")])
+    _delete(run_dir, PARTIAL)
+    _delete(run_dir, DISCARDED)
     for directory in existing:
         if resumed is not None and step_of(directory) > resumed.step:
             _discard(directory)
-    return list(failed.values())
 
 
 def _discard(directory: Path) -> None:
@@ -173,16 +169,9 @@ def _discard(directory: Path) -> None:
     directory.rename(target)
 
 
-def _try_each(delete: Callable[[Path], object], directories: Iterable[Path]) -> dict[Path, str]:
-    """Returns a warning for each directory that cannot be deleted: on NFS a file that is still being read stays."""
-    failed = {}
-    for directory in list(directories):
-        try:
-            delete(directory)
-        except OSError as error:
-            if directory.exists():  # else another process has deleted it
-                failed[directory] = f"{directory} could not be deleted ({error}): the next checkpoint tries it again"
-    return failed
+def _delete(run_dir: Path, suffix: str) -> None:
+    for directory in checkpoints_directory(run_dir).glob(f"step_*{suffix}"):
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _read_part(directory: Path, worker: int) -> dict[str, LayerFile]:
@@ -198,20 +187,13 @@ def _read_part(directory: Path, worker: int) -> dict[str, LayerFile]:
 
 
 def _require_whole_model(written: Mapping[str, LayerFile], model: Mapping[str, Collection[str]], step: int) -> None:
-    saved = {f"{layer}.{name}" for layer, file in written.items() for name in file.parameters}
-    expected = {f"{layer}.{name}" for layer, names in model.items() for name in names}
-    faults = [
-        f"{text}: {shorten(sorted(names))}"
-        for text, names in (
-            ("layers not saved", model.keys() - written.keys()),
-            ("layers the model does not have", written.keys() - model.keys()),
-            ("parameters not saved", expected - saved),
-            ("parameters the model does not have", saved - expected),
+    saved = {*written, *(f"{layer}.{name}" for layer, file in written.items() for name in file.parameters)}
+    expected = {*model, *(f"{layer}.{name}" for layer, names in model.items() for name in names)}
+    if saved != expected:
+        raise CheckpointError(
+            f"the checkpoint of step {step} is not the model and was not kept; not in both: "
+            + shorten(sorted(saved ^ expected))
         )
-        if names
-    ]
-    if faults:
-        raise CheckpointError(f"the checkpoint of step {step} is not complete and was not kept; {'; '.join(faults)}")
 
 
 def _manifest(info: CheckpointInfo) -> dict[str, Any]:

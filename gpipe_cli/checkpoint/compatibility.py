@@ -1,11 +1,9 @@
 """Decides whether a run may continue from a checkpoint: same configuration, same data, same vocabularies.
 
 Every key matters unless it stands in `MAY_DIFFER`: the engine promises that those change no bit of the training, or
-they only set how long the run is, how often it does something, or where. (Another kind of device changes the last bits,
-as another release of torch does; a run that goes on warns of it.) Some keys matter only in part: `SAME_BITS`,
-`WITHOUT_EFFECT`. `trainer.steps` may matter to a layer, which only the worker that has built it can know. Data may
-change although the configuration does not: a corpus is made again with another release of babel or sentencepiece, or
-files under `data.root` are edited. This file imports no torch.
+they only set how long the run is, how often it does something, or where. (Another kind of device changes the last bits;
+a run that goes on warns of it.) `trainer.steps` may matter to a layer, which only the worker that has built it can
+know. Data may change although the configuration does not. This file imports no torch.
 """
 
 from __future__ import annotations
@@ -56,13 +54,11 @@ MAY_DIFFER = (
 # Values that give the same bits: these schedules add up the gradients of the micro-batches from the first to the last,
 # gpipe from the last to the first (`tests/golden`).
 SAME_BITS = {"pipeline.schedule": {"1f1b", "interleaved_1f1b", "zero_bubble"}}
-# Keys without effect while another key has this value: one micro-batch has no order, one replica shares nothing.
-WITHOUT_EFFECT = {"pipeline.schedule": ("pipeline.M", 1), "pipeline.sync_batchnorm": ("pipeline.replicas", 1)}
 # The place of the data, where the checkpoint has their fingerprint, which is compared (`require_same_data`).
 COMPARED_BY_CONTENT = ("data.root",)
 NOT_SET = "(not set)"
-MOST_BYTES = 2**28  # of a vocabulary; a larger file is none, and is not read
 DATA = "data"  # in checkpoint.allow_changes
+MAKERS = ("babel", "sentencepiece")  # other releases make other data
 _PLAIN = re.compile(r"(?!(?:null|true|false|inf|nan)$)[A-Za-z_][\w./-]*", re.IGNORECASE)  # Hydra reads it as a string
 
 
@@ -82,12 +78,10 @@ def differences(
     """
     patterns, before, now = list(may_differ), _flatten(saved), _flatten(new)
     pairs = {key: (before.get(key, NOT_SET), now.get(key, NOT_SET)) for key in {**before, **now}}
-    idle = {key for key, (other, value) in WITHOUT_EFFECT.items() if before.get(other) == now.get(other) == value}
     return {
         key: pair
         for key, pair in pairs.items()
-        if not (_same(*pair) or key in idle or is_named(key, patterns))
-        and not (key in SAME_BITS and SAME_BITS[key].issuperset(pair))
+        if not (_same(*pair) or is_named(key, patterns)) and not (key in SAME_BITS and SAME_BITS[key].issuperset(pair))
     }
 
 
@@ -190,7 +184,7 @@ def require_same_data(info: CheckpointInfo, source: Source | None, allow_changes
     Raises:
         CheckpointError: the data differ; the message says what to do.
     """
-    _require_same_vocabularies(info, source)
+    require_same_vocabularies(info, vocabularies(source))
     saved, now = info.state.data_fingerprint, fingerprint(source)
     if None not in (saved, now) and saved != now and not is_named(DATA, allow_changes):
         raise CheckpointError(
@@ -206,7 +200,13 @@ def vocabularies(source: Source | None) -> dict[str, str]:
         return {}
     with TemporaryDirectory(prefix="gpipe-vocabulary-") as folder:
         keep(Path(folder))
-        return _in_folder(Path(folder))
+        return vocabularies_in(Path(folder))
+
+
+def vocabularies_in(folder: Path) -> dict[str, str]:
+    """Returns the SHA-256 of each file in a folder of vocabularies."""
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    return {path.name: sha256_of(path) for path in paths if path.is_file() and not path.name.startswith(".")}
 
 
 def other_vocabulary(info: CheckpointInfo, now: Mapping[str, str]) -> str | None:
@@ -215,56 +215,23 @@ def other_vocabulary(info: CheckpointInfo, now: Mapping[str, str]) -> str | None
     Args:
         now: see `vocabularies`.
     """
-    before = info.state.vocabularies or _in_folder(vocabulary_folder(info.run_dir))
+    before = info.state.vocabularies or vocabularies_in(vocabulary_folder(info.run_dir))
     return next((name for name in sorted(now) if before.get(name, now[name]) != now[name]), None)
 
 
-def require_own_vocabularies(info: CheckpointInfo) -> None:
-    """Refuses vocabularies in the run's folder that are not those that it was trained with.
+def require_same_vocabularies(info: CheckpointInfo, now: Mapping[str, str]) -> None:
+    """Refuses vocabularies whose ids mean other texts than those that ``info`` was trained with.
 
     Raises:
         CheckpointError: one differs.
     """
-    folder = vocabulary_folder(info.run_dir)
-    if name := other_vocabulary(info, _in_folder(folder)):
-        raise CheckpointError(
-            f"{folder / name} is not the vocabulary that {info.path} was trained with: its ids mean other texts. "
-            "Put the file back, from a copy of the run"
-        )
-
-
-def require_known_ids(info: CheckpointInfo, source: Source | None) -> None:
-    """Refuses data whose ids mean other texts than those that ``info`` was trained with.
-
-    Raises:
-        CheckpointError: a vocabulary differs.
-    """
-    if name := other_vocabulary(info, vocabularies(source)):
-        raise CheckpointError(
-            f"the data have another vocabulary ({name}) than {info.path} was trained with, and its ids mean other "
-            "texts: use the data and the releases of babel and sentencepiece of the run"
-        )
-
-
-def _in_folder(folder: Path) -> dict[str, str]:
-    paths = sorted(folder.iterdir()) if folder.is_dir() else []
-    files = [path for path in paths if path.is_file() and not path.name.startswith(".")]
-    return {path.name: sha256_of(path) if path.stat().st_size < MOST_BYTES else "too large" for path in files}
-
-
-def _require_same_vocabularies(info: CheckpointInfo, source: Source | None) -> None:
-    if name := other_vocabulary(info, vocabularies(source)):
-        raise CheckpointError(
-            f"{vocabulary_folder(info.run_dir) / name} is another vocabulary than the data have now: {_advice(info)}"
-        )
+    if name := other_vocabulary(info, now):
+        raise CheckpointError(f"{name} is another vocabulary than {info.path} was trained with: {_advice(info)}")
 
 
 def _advice(info: CheckpointInfo) -> str:
-    makers = [f"{name} {info.versions[name]}" for name in ("babel", "sentencepiece") if name in info.versions]
-    releases = f"the former release ({', '.join(makers)})" if makers else "the former release"
+    made_with = ", ".join(f"{name} {info.versions[name]}" for name in MAKERS if name in info.versions)
     return (
-        "the data have changed since the run began (another release of babel or sentencepiece makes other data, and so "
-        f"do other files under data.root). To go on, install {releases}, or put the former files back; or begin "
-        f"a new run: with checkpoint.init_from={info.run_dir} it begins with the weights of this one, if their sizes "
-        "agree"
+        f"put the former files back, or install the releases that made the data ({made_with}); or begin a new run with "
+        f"its weights: checkpoint.init_from={info.run_dir}"
     )

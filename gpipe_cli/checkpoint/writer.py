@@ -19,10 +19,8 @@ from safetensors import SafetensorError
 from ..disk import DiskError, Vanished, cannot_write
 from . import commit
 from .files import (
-    CheckpointError,
     CheckpointInfo,
     RunState,
-    checkpoints_directory,
     layer_path,
     partial_directory,
     step_directory,
@@ -34,8 +32,7 @@ from .layer_state import LayerState, write_layer
 class CheckpointWriter:
     """Writes one worker's layers. All methods are called by the worker's main thread.
 
-    An error in the background is raised by the next call of any method, as a DiskError. An old checkpoint that
-    cannot be deleted is only a warning: see `take_warnings`.
+    An error in the background is raised by the next call of any method, as a DiskError.
 
     Args:
         run_dir: the run directory, on a file system that all workers share.
@@ -56,8 +53,6 @@ class CheckpointWriter:
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._jobs: list[Future[None]] = []
         self._finished_step = -1
-        self._warnings: list[str] = []
-        self._undeleted: set[Path] = set()  # for which a warning was given
 
     def begin(self, step: int, layers: Mapping[str, LayerState]) -> None:
         """Copies ``layers`` to the CPU and starts to write them; waits first while the previous step is being written.
@@ -91,7 +86,7 @@ class CheckpointWriter:
                 commit.record_best(self._run_dir, step, *best)
         except OSError as error:
             raise self._failure("completing", step_directory(self._run_dir, step), error) from error
-        self._jobs.append(self._background.submit(self._prune))
+        self._jobs.append(self._background.submit(commit.prune, self._run_dir, self._keep))
         return info
 
     def amend(self, step: int, state: RunState, best: tuple[str, float] | None = None) -> None:
@@ -103,18 +98,12 @@ class CheckpointWriter:
         except OSError as error:
             raise self._failure("amending", step_directory(self._run_dir, step), error) from error
         if best is not None:  # the former best one may go
-            self._jobs.append(self._background.submit(self._prune))
+            self._jobs.append(self._background.submit(commit.prune, self._run_dir, self._keep))
 
     def wait(self) -> None:
         """Returns when everything begun is on disk: before the last report, and at the end of the run."""
         while self._jobs:
             self._jobs.pop(0).result()
-
-    def take_warnings(self) -> list[str]:
-        """Returns the warnings from the background since the last call."""
-        taken = self._warnings[:]
-        del self._warnings[: len(taken)]
-        return taken
 
     def _write(self, step: int, layers: Mapping[str, LayerState]) -> None:
         directory = partial_directory(self._run_dir, step)
@@ -132,16 +121,6 @@ class CheckpointWriter:
                     with_suffix(path, ".tmp").unlink(missing_ok=True)
             raise failure from error
         self._finished_step = step
-
-    def _prune(self) -> None:
-        """Deletes old checkpoints; a failure is left to the next call, since the new checkpoint is safe."""
-        try:
-            failed = commit.prune(self._run_dir, self._keep)
-        except (OSError, CheckpointError) as error:
-            home = checkpoints_directory(self._run_dir)
-            failed = {home: f"no checkpoint in {home} was deleted ({error}): the next checkpoint tries it again"}
-        self._warnings += [text for path, text in failed.items() if path not in self._undeleted]
-        self._undeleted = set(failed)
 
     def _raise_failure(self) -> None:
         while self._jobs and self._jobs[0].done():

@@ -30,11 +30,12 @@ def line_config(run: Checkpointed, command: str, source: Mapping[str, Any] | Non
     Raises:
         ConfigurationError: there is more than one replica, or a vocabulary of the run has been replaced.
     """
-    from gpipe_cli.checkpoint.compatibility import require_own_vocabularies
+    from gpipe_cli.checkpoint.compatibility import require_same_vocabularies, vocabularies_in
+    from gpipe_cli.checkpoint.files import vocabulary_folder
 
     if run.prepared.settings.pipeline.replicas != 1:
         raise ConfigurationError(f"pipeline.replicas is 1 here: start several {command}, each on a share of the input")
-    require_own_vocabularies(run.info)
+    require_same_vocabularies(run.info, vocabularies_in(vocabulary_folder(run.run_dir)))
     launch = {**run.config["launch"], "stall_seconds": None}  # waiting for typed input is no stall
     config = {**run.config, "launch": launch}
     if source is not None:

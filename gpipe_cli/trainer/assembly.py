@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from ..checkpoint.choose import open_checkpoint
-from ..checkpoint.compatibility import require_known_ids
+from ..checkpoint.compatibility import require_same_vocabularies, vocabularies
 from ..checkpoint.layer_state import named_tensors
 from ..checkpoint.transfer import load_weights, require_same_model
 from ..config import Settings
@@ -278,7 +278,7 @@ def assemble_from_checkpoint(context: Context, config: Mapping[str, Any]) -> Ass
     journal = _WithoutCells(context.run_dir, context.emit, world.rank == 0)
     assembly = assemble_model(context, settings, world, build_task(settings.task, settings.seed), journal, trains=False)
     if world.rank == 0:
-        require_known_ids(info, assembly.source)
+        require_same_vocabularies(info, vocabularies(assembly.source))
     require_same_model(info, assembly.layout.layers, [])
     load_weights(info, assembly.cells, [], settings.trainer.average is not None)
     for cell in assembly.cells:

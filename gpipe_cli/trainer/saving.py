@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ class Saver:
         writer: of this worker; None on replicas other than 0, which hold the same weights.
         updater: gives the state of layers and learning rate schedule.
         configuration, data_fingerprint, vocabularies: saved with every checkpoint, compared when a run resumes.
-        warn: called with a message about each old checkpoint that could not be deleted.
         saved_step: whose layers are on disk, or being written; -1: none.
     """
 
@@ -35,7 +34,6 @@ class Saver:
     configuration: Mapping[str, Any]
     data_fingerprint: str | None
     vocabularies: Mapping[str, str]
-    warn: Callable[[str], None]
     saved_step: int = -1
     _pending: tuple[int, RunState, tuple[str, float] | None] | None = None
     _saved: Path | None = None
@@ -84,7 +82,6 @@ class Saver:
         """Writes into the exchange the last step that this worker has written."""
         if self.writer is not None:
             exchange.own["written"][self.world.worker] = self.writer.finished_step + 1
-            self._pass_on_warnings(self.writer)
 
     def read(self, exchange: Exchange) -> None:
         """Completes the checkpoint, on rank 0, once all workers have written."""
@@ -106,8 +103,3 @@ class Saver:
             self.read(exchange)
         if self.writer is not None:
             self.writer.wait()
-            self._pass_on_warnings(self.writer)
-
-    def _pass_on_warnings(self, writer: CheckpointWriter) -> None:
-        for text in writer.take_warnings():
-            self.warn(text)

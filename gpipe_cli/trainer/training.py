@@ -79,8 +79,7 @@ def assemble_training(
     fields = {**codec.fields(), **reporter.fields(), **saver.fields(), **evaluation_fields(world.replicas, task)}
     exchange = Exchange(fields, world.all_ranks)
     if world.rank == 0:
-        for warning in prepare_directory(context.run_dir, resumed):
-            journal.warn(warning)
+        prepare_directory(context.run_dir, resumed)
     progress, position = Progress(), None
     if resumed is not None:
         scalars: dict[str, Any] = {key: value for key, value in resumed.state.scalars.items() if value is not None}
@@ -252,7 +251,7 @@ def make_saver(
     writer = CheckpointWriter(run_dir, world.worker, layers, keep, device) if world.replica == 0 else None
     ids = vocabularies(assembly.source) if world.rank == 0 else {}
     saved_step = resumed.step if resumed is not None and resumed.run_dir.samefile(run_dir) else -1
-    return Saver(run_dir, world, writer, updater, config["settings"], data, ids, journal.warn, saved_step)
+    return Saver(run_dir, world, writer, updater, config["settings"], data, ids, saved_step)
 
 
 def make_reporter(assembly: Assembly) -> StepReporter:

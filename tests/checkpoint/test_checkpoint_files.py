@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_tools import Layers, make_layers, names_of, restore, save
-from inline_run import train_inline
 from own_model import WORDS
 from run_files import bytes_of, rows
 from torch import nn
@@ -401,88 +400,21 @@ def undeletable(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     def busy(path: Path | str, **given: bool) -> None:
         if "checkpoints" not in Path(path).parts:  # the same function clears up the data's cache
             really(path, **given)
-        else:
-            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
 
     monkeypatch.setattr(checkpoint_commit.shutil, "rmtree", busy)
     return monkeypatch
-
-
-def save_steps(writer: CheckpointWriter, layers: Layers, *steps: int) -> list[str]:
-    """Saves some steps; returns the writer's warnings."""
-    for step in steps:
-        writer.begin(step, {name: layer_state(layer, None) for name, layer in layers.items()})
-        writer.wait()
-        writer.commit(step, RunState(), workers=1)
-        writer.wait()
-    return writer.take_warnings()
-
-
-def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning_once(
-    tmp_path: Path, undeletable: pytest.MonkeyPatch
-) -> None:
-    layers = make_layers()
-    writer = CheckpointWriter(tmp_path, 0, names_of(layers), keep=2)
-    (warning,) = save_steps(writer, layers, 1, 2, 3)
-    assert "step_00000001.discarded could not be deleted" in warning and "Directory not empty" in warning
-    (warning,) = save_steps(writer, layers, 4)
-    assert "step_00000002.discarded" in warning
-    assert kept_steps(tmp_path) == [3, 4]
 
 
 def test_what_could_not_be_deleted_is_deleted_by_a_later_checkpoint(
     tmp_path: Path, undeletable: pytest.MonkeyPatch
 ) -> None:
     layers = make_layers()
-    writer = CheckpointWriter(tmp_path, 0, names_of(layers), keep=1)
-    save_steps(writer, layers, 1, 2)
+    for step in (1, 2):
+        save(tmp_path, step, layers, keep=1)
+    assert kept_steps(tmp_path) == [2] and len([*(tmp_path / "checkpoints").iterdir()]) == 2
     undeletable.undo()
-    assert save_steps(writer, layers, 3) == []
+    save(tmp_path, 3, layers, keep=1)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000003"]
-
-
-def test_an_old_checkpoint_that_another_process_deletes_meanwhile_is_no_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    really = checkpoint_commit.shutil.rmtree
-
-    def late(path: Path, **_: object) -> None:
-        really(path)
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-
-    monkeypatch.setattr(checkpoint_commit.shutil, "rmtree", late)
-    layers = make_layers()
-    assert save_steps(CheckpointWriter(tmp_path, 0, names_of(layers), keep=1), layers, 1, 2) == []
-
-
-def test_an_unreadable_best_json_keeps_every_checkpoint_and_is_a_warning(tmp_path: Path) -> None:
-    layers = make_layers()
-    writer = CheckpointWriter(tmp_path, 0, names_of(layers), keep=1)
-    save_steps(writer, layers, 1)
-    (tmp_path / "checkpoints" / "best.json").write_text("{")
-    (warning,) = save_steps(writer, layers, 2)
-    assert "no checkpoint in" in warning and "best.json is damaged" in warning
-    assert kept_steps(tmp_path) == [1, 2]
-
-
-def test_a_leftover_that_cannot_be_deleted_does_not_keep_a_run_from_going_on(
-    tmp_path: Path, undeletable: pytest.MonkeyPatch
-) -> None:
-    info = save(tmp_path, 1, make_layers())
-    (tmp_path / "checkpoints" / "step_00000002.partial").mkdir()
-    (warning,) = checkpoint_commit.prepare_directory(tmp_path, info)
-    assert "step_00000002.partial could not be deleted" in warning
-
-
-@pytest.mark.slow
-def test_a_run_tells_of_an_old_checkpoint_that_cannot_be_deleted_and_goes_on(
-    tmp_path: Path, undeletable: pytest.MonkeyPatch
-) -> None:
-    words = ("debug=tiny", "checkpoint.every=1", "checkpoint.keep=1", "trainer.evaluate_every=null")
-    summary, events = train_inline(tmp_path, *words, "task.generation=null")
-    assert summary["steps"] == 4
-    warnings = [event["text"] for event in events if event.get("kind") == "warning"]
-    assert [text for text in warnings if "step_00000001.discarded could not be deleted" in text] == warnings[:1]
 
 
 def test_pruning_does_not_count_a_damaged_checkpoint(tmp_path: Path) -> None:

@@ -10,13 +10,10 @@ from typing import get_type_hints
 
 import golden_losses
 import pytest
-from composed import checked
 
 from gpipe_cli.checkpoint.compatibility import MAY_DIFFER, differences, require_compatible
 from gpipe_cli.checkpoint.files import CheckpointError, CheckpointInfo, Json, RunState
 from gpipe_cli.config import Settings
-from gpipe_cli.jobs.limits import TRAINING
-from gpipe_cli.jobs.own_target import complete
 from gpipe_cli.schedule.orders import KINDS
 
 
@@ -65,16 +62,6 @@ def test_schedules_that_add_up_gradients_in_the_same_order_may_replace_each_othe
             assert bool(differing) == (new not in group), (saved, new)
 
 
-@pytest.mark.parametrize(
-    ("key", "values", "other"),
-    [("schedule", ("gpipe", "1f1b"), "M"), ("sync_batchnorm", (False, True), "replicas")],
-)
-def test_a_key_without_effect_may_differ(key: str, values: tuple[Json, Json], other: str) -> None:
-    for number, matters in ((1, False), (2, True)):
-        saved, new = ({"pipeline": {key: value, other: number}} for value in values)
-        assert bool(differences(saved, new)) == matters
-
-
 @pytest.mark.parametrize("fingerprint", [None, "digest"])
 def test_data_that_lie_elsewhere_are_compared_by_their_content_where_the_checkpoint_knows_it(
     fingerprint: str | None,
@@ -95,15 +82,3 @@ def test_a_refused_resume_says_what_differs_and_what_to_type() -> None:
     assert "type: optimizer.lr=1e-05 '~optimizer.eps'" in str(caught.value)
     assert "type: 'checkpoint.allow_changes=[optimizer.lr,optimizer.eps]'" in str(caught.value)
     require_compatible(info, now, ["optimizer.*"])
-
-
-def test_the_words_that_a_refused_resume_of_an_own_model_names_bring_its_learning_rates_back() -> None:
-    def own(*words: str) -> dict[str, Json]:
-        return checked(*complete(["model._target_=own_model.layers", *words]), checks=TRAINING).config
-
-    begun = own("lr_schedule=inverse_sqrt", "lr_schedule.warmup_steps=20")  # what early releases took unasked
-    info = CheckpointInfo(Path("step_00000001"), 1, RunState(configuration=begun), {}, {})
-    with pytest.raises(CheckpointError) as caught:
-        require_compatible(info, own())
-    (line,) = (line for line in str(caught.value).splitlines() if line.startswith("To go on as it was made"))
-    require_compatible(info, own(*line.partition("type: ")[2].split()))

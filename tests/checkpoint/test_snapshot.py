@@ -209,9 +209,9 @@ def add_layer(states: dict[str, LayerState]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (drop_layer, "layers not saved: head; parameters not saved: head.weight"),
-        (drop_parameter, "parameters not saved: embed.bias"),
-        (add_layer, "layers the model does not have: stranger"),
+        (drop_layer, "not in both: head, head.weight"),
+        (drop_parameter, "not in both: embed.bias"),
+        (add_layer, "not in both: stranger"),
     ],
 )
 def test_a_checkpoint_that_is_not_the_whole_model_is_never_complete(
