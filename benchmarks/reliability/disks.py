@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.common import Row, environment, parser, report
+from benchmarks.common import Row, environment
+from benchmarks.reliability.cases import try_cases
 
 WORDS = (
     *("debug=tiny", "pipeline.K=2", "pipeline.workers=2", "trainer.steps=4", "trainer.evaluate_every=2"),
@@ -78,27 +77,8 @@ def run(case: str, folder: Path) -> Row:
         PASSES: done.returncode == 0 and not errors,
     }[ending]
     said = next(iter([*(errors or warnings), ""])).removeprefix("warning: ").replace(f"{folder}/", "")
-    row: Row = {"fault": case, "exit code": done.returncode, "lines": len(errors), "message": said}
-    return {**row, "as promised": "yes" if passed else "NO"}
-
-
-def main() -> None:
-    arguments = parser(__doc__).parse_args()
-    cases = ["room for the start only", "`train.log` full"] if arguments.quick else list(CASES)
-    failed = []
-
-    def rows() -> Iterator[Row]:
-        for case in cases:
-            with tempfile.TemporaryDirectory(prefix="benchmark-", ignore_cleanup_errors=True) as folder:
-                row = run(case, Path(folder))
-            if row["as promised"] == "NO":
-                failed.append(case)
-            yield row
-
-    columns = {"fault": "s", "exit code": "d", "lines": "d", "message": "s", "as promised": "s"}
-    report(columns, rows(), arguments.output, lambda _: [f"{len(cases) - len(failed)} of {len(cases)} as promised"])
-    sys.exit(1 if failed else 0)
+    return {"exit code": done.returncode, "message": said, "as promised": "yes" if passed else "NO"}
 
 
 if __name__ == "__main__":
-    main()
+    try_cases(__doc__, {"exit code": "d", "message": "s"}, list(CASES), 12, run)

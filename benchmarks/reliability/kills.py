@@ -2,15 +2,13 @@
 
 The run trains a tiny model with dropout, BatchNorm and Adam (`planted_faults/subject.py`) on a worker for each cell,
 with a checkpoint after each step and `launch.restarts`. A worker drawn at random gets SIGKILL: while the workers start
-(`starting`), during a step or an evaluation (`training`), or while a checkpoint is being written (`saving`). The kills
-are spread over the steps: where the run lags behind, the next kill waits for the checkpoint that is due, and where it
-is ahead, the next comes while the workers start. At the end all tensors of the last checkpoints (weights, buffers,
-optimizer states) and all losses must agree bit for bit; otherwise the exit code is 1.
+(`starting`), during a step or an evaluation (`training`), or while a checkpoint is being written (`saving`). At the end
+all tensors of the last checkpoints (weights, buffers, optimizer states) and all losses must agree bit for bit;
+otherwise the exit code is 1.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -21,7 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -30,99 +28,73 @@ from safetensors.torch import load_file
 from benchmarks.common import Row, environment, parser, report
 from benchmarks.reliability.planted_faults.subject import WORDS
 from gpipe_cli.checkpoint.choose import latest
-from gpipe_cli.checkpoint.files import step_directories, step_of
+from gpipe_cli.checkpoint.files import step_directories
 
-POLL_SECONDS = 0.002
-STARTING_SECONDS = 3.0
-PATIENCE_SECONDS = 300.0
+POLL_SECONDS, PATIENCE_SECONDS = 0.002, 300.0
+MOMENTS = {"starting": 3.0, "training": 0.1, "saving": 0.0}  # seconds within which the kill comes
 TRAIN = (sys.executable, "-m", "gpipe_cli.commands.train", *WORDS, "model.odd=slow")
 LEAVE_OUT = ("logging.tensorboard=false", "trainer.evaluate_first=false", "trainer.samples=0")
 
 
-@dataclass
 class Victim:
     """Holds a run whose workers are killed.
 
-    Attributes:
+    Args:
         command: the process of gpipe-train.
         run_dir: of the run.
-        random: draws the moments and the workers.
+        seed: of the moments and the workers.
     """
 
-    command: subprocess.Popen[bytes]
-    run_dir: Path
-    random: random.Random
+    def __init__(self, command: subprocess.Popen[bytes], run_dir: Path, seed: int) -> None:
+        self._command, self._run_dir, self._random = command, run_dir, random.Random(seed)
 
-    def restarts(self) -> int:
-        return len(_lines(self.run_dir / "restarts.jsonl"))
+    def kill_once(self) -> str:
+        """Kills one worker at a random moment, waits for the restart, and returns the moment; "": the run has ended."""
+        moment, restarts = self._random.choice(list(MOMENTS)), self._restarts()
+        saved = self._saved()
+        reached = moment == "starting" or self._wait(lambda: self._saved() not in (saved, ""))
+        time.sleep(self._random.uniform(0, MOMENTS[moment]))
+        if moment == "saving":
+            reached = reached and self._wait(lambda: any(self._run_dir.glob("checkpoints/*.partial")))
+        return moment if reached and self._wait(self._kill) and self._wait(lambda: self._restarts() > restarts) else ""
 
-    def workers(self) -> list[int]:
-        """Returns the process ids of the workers: the forks of the command's child; none before there are two."""
-        starters = _children(self.command.pid)
-        forks = [child for starter in starters for child in _children(starter) if _words(child) == _words(starter)]
-        return forks if len(forks) > 1 else []  # one alone may be about to become another program
+    def _restarts(self) -> int:
+        return len(_lines(self._run_dir / "restarts.jsonl"))
 
-    def kill_once(self, moment: str, due: int) -> bool:
-        """Kills one worker at a random time in ``moment`` and waits for the restart; False when the run has ended.
+    def _saved(self) -> str:
+        return next((directory.name for directory in reversed(step_directories(self._run_dir))), "")
 
-        Args:
-            due: the step of whose checkpoint the kill waits, unless the moment is "starting".
-        """
-        before, saved = self.restarts(), self.saved_step()
-        if not self._wait(lambda: bool(self.workers())):
-            return False
-        if moment == "starting":
-            end = time.monotonic() + self.random.uniform(0, STARTING_SECONDS)
-            self._wait(lambda: time.monotonic() > end or self.saved_step() > saved)
-        else:
-            if not self._wait(lambda: self.saved_step() >= due):
-                return False
-            time.sleep(self.random.uniform(0, 0.1))
-            if moment == "saving" and not self._wait(lambda: any(self.run_dir.glob("checkpoints/*.partial"))):
-                return False
-        return self._wait(self._kill_one) and self._wait(lambda: self.restarts() > before)
-
-    def _kill_one(self) -> bool:
-        """Kills a worker; False where there is none."""
-        workers = self.workers()
-        with contextlib.suppress(ProcessLookupError):
-            if workers:
-                os.kill(self.random.choice(workers), signal.SIGKILL)
-        return bool(workers)
-
-    def saved_step(self) -> int:
-        """Returns the step of the newest checkpoint."""
-        saved = step_directories(self.run_dir)
-        return step_of(saved[-1]) if saved else 0
+    def _kill(self) -> bool:
+        """Kills a worker; False where there are none: the forks of the command's child, at least two."""
+        starters = _of(self._command.pid, "task/{}/children").split()
+        children = [(starter, child) for starter in starters for child in _of(starter, "task/{}/children").split()]
+        forks = [int(child) for starter, child in children if _of(child, "cmdline") == _of(starter, "cmdline")]
+        with suppress(ProcessLookupError):
+            if len(forks) > 1:  # one alone may be about to become another program
+                os.kill(self._random.choice(forks), signal.SIGKILL)
+        return len(forks) > 1
 
     def _wait(self, condition: Callable[[], bool]) -> bool:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not condition():
-            if self.command.poll() is not None:
+            if self._command.poll() is not None:
                 return False
             if time.monotonic() > deadline:
-                self.command.kill()
-                raise SystemExit(f"the run does nothing any more: {self.run_dir}")
+                self._command.kill()
+                raise SystemExit(f"the run does nothing any more: {self._run_dir}")
             time.sleep(POLL_SECONDS)
         return True
 
 
+def _of(process: int | str, name: str) -> str:
+    try:
+        return Path(f"/proc/{process}", name.format(process)).read_text()
+    except OSError:
+        return ""
+
+
 def _lines(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
-
-
-def _children(process: int) -> list[int]:
-    try:
-        return [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
-    except OSError:
-        return []
-
-
-def _words(process: int) -> bytes:
-    try:
-        return Path(f"/proc/{process}/cmdline").read_bytes()
-    except OSError:
-        return b""
 
 
 def train(run_dir: Path, K: int, steps: int, *words: str) -> subprocess.Popen[bytes]:
@@ -136,21 +108,12 @@ def train(run_dir: Path, K: int, steps: int, *words: str) -> subprocess.Popen[by
 
 
 def disturb(run_dir: Path, K: int, steps: int, kills: int, seed: int) -> Counter[str]:
-    """Trains and kills ``kills`` workers, spread over the steps; returns the number of kills by moment."""
-    done: Counter[str] = Counter()
+    """Trains and kills at most ``kills`` workers; returns the number of kills by moment."""
     with train(run_dir, K, steps, f"launch.restarts={2 * kills}") as command:
-        victim = Victim(command, run_dir, random.Random(seed))
-        while sum(done.values()) < kills:
-            due = steps * sum(done.values()) // kills
-            ahead = victim.saved_step() > due + 1
-            moment = "starting" if ahead else victim.random.choice(("starting", "training", "saving"))
-            if not victim.kill_once(moment, due):
-                break
-            done[moment] += 1
+        victim = Victim(command, run_dir, seed)
+        done = Counter(moment for _ in range(kills) if (moment := victim.kill_once()))
     if command.returncode != 0:
-        raise SystemExit(
-            f"the run failed after {sum(done.values())} kills:\n{(run_dir / 'output').read_text()[-2000:]}"
-        )
+        raise SystemExit(f"the run failed after {done.total()} kills:\n{(run_dir / 'output').read_text()[-2000:]}")
     return done
 
 
@@ -173,34 +136,30 @@ def _losses(run_dir: Path) -> list[float]:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--kills", type=int, default=200, help="default: 200")
+    options.add_argument("--kills", type=int, default=200, help="at most (default: 200)")
     options.add_argument("--steps", type=int, default=400, help="of the run (default: 400)")
     options.add_argument("--K", type=int, default=4, help="cells, and at first workers (default: 4)")
     options.add_argument("--seed", type=int, default=1, help="of the moments and the workers (default: 1)")
     arguments = options.parse_args()
     kills, steps = (3, 12) if arguments.quick else (arguments.kills, arguments.steps)
-    equal = False
+    equal = []
 
     def rows() -> Iterator[Row]:
-        nonlocal equal
         with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
             whole, disturbed = Path(folder) / "whole", Path(folder) / "disturbed"
             if train(whole, arguments.K, steps).wait() != 0:
                 raise SystemExit((whole / "output").read_text())
             began = time.perf_counter()
             done = disturb(disturbed, arguments.K, steps, kills, arguments.seed)
-            seconds = time.perf_counter() - began
-            equal = same_end(whole, disturbed)
-            restarts = json.loads((disturbed / "summary.json").read_text())["restarts"]
-        row: Row = {"K": arguments.K, "steps": steps, "kills": sum(done.values())}
-        row |= {moment: done[moment] for moment in ("starting", "training", "saving")}
-        row |= {"restarts": len(restarts), "last workers": restarts[-1]["workers"], "minutes": seconds / 60}
-        yield {**row, "same bits": "yes" if equal else "NO"}
+            minutes = (time.perf_counter() - began) / 60
+            equal.append(same_end(whole, disturbed))
+        row: Row = {"K": arguments.K, "steps": steps, **{moment: done[moment] for moment in MOMENTS}}
+        yield {**row, "minutes": minutes, "same bits": "yes" if equal[0] else "NO"}
 
-    counts = ("K", "steps", "kills", "starting", "training", "saving", "restarts", "last workers")
-    columns = {**dict.fromkeys(counts, "d"), "minutes": ".1f", "same bits": "s"}
-    report(columns, rows(), arguments.output)
-    sys.exit(0 if equal else 1)
+    report(
+        {**dict.fromkeys(("K", "steps", *MOMENTS), "d"), "minutes": ".1f", "same bits": ""}, rows(), arguments.output
+    )
+    sys.exit(0 if equal == [True] else 1)
 
 
 if __name__ == "__main__":

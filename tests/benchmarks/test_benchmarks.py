@@ -36,7 +36,7 @@ SMALL = {
     "updates": "--quick",
     "quality": "--quick --jobs transformer_lm_small",
     "text": "--quick",
-    "reliability.wrong_configurations": "--count 3",
+    "reliability.wrong_configurations": "--quick",
     "traced.plain_loop": "--quick",
 }
 
@@ -64,7 +64,7 @@ def figures_of(name: str, tmp_path: Path) -> list[dict[str, Any]]:
 def test_every_benchmark_is_tried() -> None:
     folder = ROOT / "benchmarks"
     paths = [*folder.glob("*.py"), *folder.glob("reliability/*.py"), folder / "traced" / "plain_loop.py"]
-    scripts = {".".join(p.relative_to(folder).with_suffix("").parts) for p in paths if "def main()" in p.read_text()}
+    scripts = {".".join(p.relative_to(folder).with_suffix("").parts) for p in paths if "__main__" in p.read_text()}
     assert scripts == set(SMALL)
 
 
