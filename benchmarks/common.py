@@ -14,9 +14,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
-from torch.nn import functional as F
-
 from gpipe_cli.bench.tables.table import markdown
 from gpipe_cli.bench.workers import machine, machine_line
 
@@ -24,18 +21,6 @@ WARM_UP = 2  # rounds that do not count
 ROOT = Path(__file__).parents[1]
 MODULES = {"eval": "evaluate"}  # commands whose module has another name
 Row = dict[str, Any]
-
-
-class Block(nn.Module):
-    """Maps x [b, t, width] to x + a feed-forward branch four times as wide; costs the same in every place."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.inner, self.outer = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.outer(F.gelu(self.inner(self.norm(x))))  # type: ignore[no-any-return]
 
 
 def parser(description: str | None) -> ArgumentParser:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -34,6 +33,7 @@ from gpipe_cli.pipeline.cell import build_layer
 from gpipe_cli.tasks.translation import TranslationTask
 
 SAME_ORDER = {"1f1b": "plain", "gpipe": "plain, same order"}  # the plain loop in the order of each kind of schedule
+EXAMPLES, TOKENS, M = 64, 24, 4  # of a mini-batch; on each side of an example; micro-batches
 SIZES = {
     "tiny": {"L": 1, "H": 32, "A": 1, "d_model": 32, "vocabulary": 64},
     "default": {"L": 3, "H": 512, "A": 2, "d_model": 128, "vocabulary": 8000},
@@ -104,30 +104,20 @@ def row(kind: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
     }
 
 
-def prepare(options: ArgumentParser) -> Namespace:
-    """Parses the command line, with the options of a step, and makes this process compute as a worker does."""
-    options.add_argument("--examples", type=int, default=64, help="in a mini-batch (default: 64)")
-    options.add_argument("--tokens", type=int, default=24, help="on each side of an example (default: 24)")
-    options.add_argument("--repetitions", type=int, default=31, help="pairs of steps (default: 31)")
-    arguments = options.parse_args()
-    if arguments.quick:
-        arguments.repetitions = min(arguments.repetitions, 7)
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    return arguments
-
-
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--sizes", nargs="+", choices=SIZES, default=["default", "larger"])
-    options.add_argument("--M", type=int, default=4, help="default: 4")
-    arguments = prepare(options)
+    options.add_argument("--repetitions", type=int, default=31, help="pairs of steps (default: 31)")
+    arguments = options.parse_args()
+    repetitions = min(arguments.repetitions, 7 if arguments.quick else arguments.repetitions)
+    torch.set_num_threads(1)
+    keep_freed_memory()  # as a worker does
 
     def rows() -> Iterator[Row]:
         for name in arguments.sizes:
-            modules, size = build_modules(SIZES[name]), (arguments.examples, arguments.tokens, arguments.M)
-            micro_batches = random_micro_batches(SIZES[name]["vocabulary"], *size)
-            seconds = measure(modules, modules, micro_batches, TranslationTask().loss, arguments.repetitions)
+            modules = build_modules(SIZES[name])
+            micro_batches = random_micro_batches(SIZES[name]["vocabulary"], EXAMPLES, TOKENS, M)
+            seconds = measure(modules, modules, micro_batches, TranslationTask().loss, repetitions)
             parameters = sum(p.numel() for module in modules for p in module.parameters())
             for kind in SAME_ORDER:
                 yield {"model": name, "parameters": parameters, **row(kind, seconds)}

@@ -93,15 +93,14 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--steps", type=int, default=40, help="timed steps of each round (default: 40)")
     options.add_argument("--rounds", type=int, default=5, help="plans and runs (default: 5)")
-    options.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    options.add_argument("--remats", nargs="+", choices=KINDS, default=list(KINDS))
     options.add_argument("--overrides", nargs="+", default=[], help=f"of the configuration; default: {' '.join(CUT)}")
     given = options.parse_args()
+    cases = list(product(MODELS, KINDS))
     if given.quick:
-        given.models, given.remats, given.steps, given.rounds = given.models[:1], given.remats[:1], 10, 1
+        cases, given.steps, given.rounds = cases[:1], 10, 1
 
     def rows() -> Iterator[Row]:
-        for model, remat in product(given.models, given.remats):
+        for model, remat in cases:
             words = [*MODELS[model], *CUT, f"pipeline.remat={remat}", *given.overrides]
             rounds, plans = [], [planned(words)]
             for _ in range(given.rounds):

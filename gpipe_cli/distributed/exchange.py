@@ -5,7 +5,7 @@ whatever K. Every decision taken from the sum (skip the update, stop, clip by th
 workers without another message.
 
 The sum goes through rank 0 by point-to-point messages: gloo's all-reduce of 500 numbers takes 66 ms with 16 workers on
-two cores, this 6 ms, or 10 ms by gloo (`benchmarks/exchange.py`).
+two cores, this 6 ms, or 10 ms by gloo (`benchmarks/messages.py`).
 """
 
 from __future__ import annotations
