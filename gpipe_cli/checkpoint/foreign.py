@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 NAMES = ("model.safetensors", "pytorch_model.bin", "model.pt")  # in a folder, also with an index of several files
-LISTED = 16  # names of each kind in a message
+LISTED = 8  # names of each kind in a message
 WRAPPED = ("state_dict", "model", "model_state_dict")  # keys under which a .pt file may hold the weights
 
 
@@ -77,7 +77,7 @@ def _of_index(path: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """Describes a tensor in a file: its shape, and what reads it."""
+    """Describes a saved tensor: its shape, and what reads it."""
 
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
@@ -193,25 +193,29 @@ def match_names(
     faults += [f"{len(unknown):,} of its names are not in this model: {shorten(unknown, LISTED)}"] if unknown else []
     faults += [f"{len(shapes):,} have other shapes: {shorten(shapes, LISTED)}"] if shapes else []
     if faults:
-        patterns = [*left_out, *_patterns([*missing, *unknown, *(text.partition(" ")[0] for text in shapes)])]
+        differing = [*missing, *unknown, *(text.partition(" ")[0] for text in shapes)]
+        # One pattern for names that differ in numbers only.
+        patterns = [*left_out, *dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in differing)]
+        words = ",".join(patterns[:LISTED]) + (",…" if len(patterns) > LISTED else "")
         raise CheckpointError(
             f"{path} does not fit this model{renamed and f' ({renamed})'}:\n"
             + "\n".join(faults)
             + "\nGive the model's settings (model.*) that fit. Or leave these names out, and let the model's begin "
-            + f"anew: checkpoint.init_except=[{','.join(patterns)}]"
+            + f"anew: checkpoint.init_except=[{words}]"
         )
     return Match({name: taken[name] for name in wanted}, renamed)
 
 
 def _best_change(model: Collection[str], saved: Collection[str]) -> tuple[Callable[[str], str], str]:
     """Returns how names in the file become the model's, and this in words."""
+    known = set(model)
     added = sorted({f"{name.partition('.')[0]}." for name in model})
     removed = sorted({f"{name.partition('.')[0]}." for name in saved if "." in name})
     changes: list[tuple[Callable[[str], str], str]] = [(str, "")]
-    changes += [(partial(_with, set(model), part), f"names in it lack {part!r}") for part in added]
-    changes += [(partial(_without, part), f"names in it begin with {part!r}") for part in removed]
-    known = set(model)
-    return max(changes, key=lambda change: len(known & set(map(change[0], saved))))  # of equal ones the first
+    changes += [(partial(_with, known, part), f"lack {part!r}") for part in added]
+    changes += [(partial(_without, part), f"begin with {part!r}") for part in removed]
+    change, words = max(changes, key=lambda change: len(known & set(map(change[0], saved))))  # of equal ones the first
+    return change, words and f"names in it {words}"
 
 
 def _with(known: Collection[str], part: str, name: str) -> str:
@@ -220,8 +224,3 @@ def _with(known: Collection[str], part: str, name: str) -> str:
 
 def _without(part: str, name: str) -> str:
     return name.removeprefix(part)
-
-
-def _patterns(names: Iterable[str]) -> list[str]:
-    """Returns patterns that match the names, one for those that differ in numbers only."""
-    return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))

@@ -252,6 +252,21 @@ def load_layer(info: CheckpointInfo, name: str) -> LayerState:
     return LayerState(weights, tensors["buffer"], optimizer, tensors["average"], info.layers[name].tied)
 
 
+def shapes_of(info: CheckpointInfo, layer: str) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the weights and buffers in one layer's file by their names inside the layer.
+
+    Raises:
+        CheckpointError: it is no layer file.
+    """
+    try:
+        with safe_open(info.layer_path(layer), framework="pt", device="cpu") as file:
+            kinds = [(key, *key.partition(":")[::2]) for key in file.keys()]  # noqa: SIM118 (not a dict)
+            named = [(key, name) for key, kind, name in kinds if kind in ("weight", "buffer")]
+            return {name: tuple(file.get_slice(key).get_shape()) for key, name in named}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{info.layer_path(layer)} is not a layer file: {error}") from error
+
+
 def _load_parameter(info: CheckpointInfo, owner: Owner) -> dict[str, Tensor]:
     """Reads one parameter, as "weight", and its moving average, as "average", where there is one."""
     files.require_whole(info, owner.layer)

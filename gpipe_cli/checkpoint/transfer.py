@@ -1,8 +1,9 @@
-"""Takes the weights of another run for a new one, but for layers that begin anew (paper, section 4: transfer)."""
+"""Loads the weights of a run, or weights made elsewhere, into this worker's layers (paper, section 4: transfer)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -10,73 +11,30 @@ from torch import Tensor
 
 from ..layers import own_name
 from ..pipeline.cell import Cell
-from .files import CheckpointError, CheckpointInfo, is_named, shorten
+from .files import CheckpointError, CheckpointInfo, shorten
 from .foreign import Match, SavedTensor
-from .layer_state import LayerState, load_layer, named_tensors, restore_layer
+from .layer_state import LayerState, load_layer, named_tensors, restore_layer, shapes_of
 
 
-def require_same_model(info: CheckpointInfo, model: Mapping[str, Sequence[str]], left_out: Sequence[str]) -> None:
-    """Refuses layers and parameters that only one side has, unless they are left out. Every worker finds the same.
-
-    Args:
-        info: the checkpoint whose weights are wanted.
-        model: parameter names of every layer of the new model, in order.
-        left_out: `checkpoint.init_except`.
-
-    Raises:
-        CheckpointError: it names what does not fit, and what to type.
-    """
-    here, there = _parameters(model), _parameters_of(info)
-    lacking = [name for name in sorted(here - there) if not is_named(name, left_out)]
-    unknown = [name for name in sorted(there - here) if not is_named(name, left_out)]
-    faults = [f"not in the checkpoint: {shorten(lacking)}"] if lacking else []
-    faults += [f"not in this model: {shorten(unknown)}"] if unknown else []
-    if faults:
-        raise CheckpointError(
-            f"{info.path} was made with another model; {'; '.join(faults)}. Give the model settings (model.*) it was "
-            f"made with, or name what may differ, as {_advice([*left_out, _layer_of([*lacking, *unknown][0], model)])}"
-        )
-
-
-def names_on_both_sides(info: CheckpointInfo, model: Mapping[str, Sequence[str]]) -> set[str]:
-    """Returns the full names of the parameters of the model and of the checkpoint."""
-    return _parameters(model) | _parameters_of(info)
-
-
-def load_weights(info: CheckpointInfo, cells: Sequence[Cell], left_out: Sequence[str], averages: bool) -> list[str]:
-    """Loads weights and buffers of a checkpoint into this worker's layers; optimizer state is not loaded.
+def open_run(info: CheckpointInfo, averages: bool) -> dict[str, SavedTensor]:
+    """Returns weights and buffers of a checkpoint by their names in a plain state_dict; they are read later.
 
     Args:
-        left_out: patterns of layers and of `<layer>.<parameter or buffer>` that stay as they are.
         averages: take the moving averages where there are any.
-
-    Returns:
-        The layers in which something was left out.
-
-    Raises:
-        CheckpointError: a shape or type differs, or a file is damaged; it names the layer.
     """
-    new = []
-    for layer in (layer for cell in cells for layer in cell.layers):
-        if is_named(layer.name, left_out):
-            new.append(layer.name)
-            continue
-        weights, buffers = named_tensors(layer.module)
-        saved = load_layer(info, layer.name)
-        better = saved.averages if averages else {}
-        state = LayerState(
-            _chosen(layer.name, weights, saved.weights, better, left_out),
-            _chosen(layer.name, buffers, saved.buffers, better, left_out),
-        )
-        if any(is_named(f"{layer.name}.{name}", left_out) for name in (*weights, *buffers)):
-            new.append(layer.name)
-        try:
-            restore_layer(layer.name, layer.module, None, state)
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"{error}. To begin with new values there: {_advice([*left_out, layer.name])}"
-            ) from None
-    return new
+    load = lru_cache(1)(partial(load_layer, info))  # one layer at a time, checked by its checksum
+    found: dict[str, SavedTensor] = {}
+    for layer, file in info.layers.items():
+        shapes = shapes_of(info, layer)
+        shapes |= {name: found[own_name(*owner)].shape for name, owner in file.tied.items()}
+        for name, shape in shapes.items():
+            found[own_name(layer, name)] = SavedTensor(shape, partial(_read, load, layer, name, averages))
+    return found
+
+
+def _read(load: Callable[[str], LayerState], layer: str, name: str, averages: bool) -> Tensor:
+    state = load(layer)
+    return state.averaged[name] if averages else {**state.weights, **state.buffers}[name]
 
 
 def named_shapes(cells: Sequence[Cell]) -> dict[str, list[int]]:
@@ -100,8 +58,8 @@ def shared_names(cells: Sequence[Cell]) -> list[list[str]]:
 
 
 @torch.no_grad()
-def load_foreign(cells: Sequence[Cell], saved: Mapping[str, SavedTensor], match: Match, path: Path) -> list[str]:
-    """Loads weights made elsewhere into this worker's layers; floating-point values take the types of the model.
+def load_matched(cells: Sequence[Cell], saved: Mapping[str, SavedTensor], match: Match, path: Path) -> list[str]:
+    """Loads weights into this worker's layers by their names; floating-point values take the types of the model.
 
     Returns:
         The types that were converted, as "bfloat16 to float32".
@@ -123,30 +81,26 @@ def load_foreign(cells: Sequence[Cell], saved: Mapping[str, SavedTensor], match:
     return list(converted)
 
 
-def _chosen(
-    layer: str,
-    own: Mapping[str, Tensor],
-    saved: Mapping[str, Tensor],
-    averages: Mapping[str, Tensor],
-    left_out: Sequence[str],
-) -> dict[str, Tensor]:
-    taken = {name: averages.get(name, value) for name, value in saved.items()}
-    kept = {name: value.detach().clone() for name, value in own.items() if is_named(f"{layer}.{name}", left_out)}
-    return {name: value for name, value in taken.items() if not is_named(f"{layer}.{name}", left_out)} | kept
+def load_same_model(info: CheckpointInfo, cells: Sequence[Cell], model: Collection[str], averages: bool) -> None:
+    """Loads weights and buffers of a checkpoint of this very model into this worker's layers.
 
+    Args:
+        model: the names of all layers.
+        averages: take the moving averages where there are any.
 
-def _parameters_of(info: CheckpointInfo) -> set[str]:
-    return _parameters({name: file.parameters for name, file in info.layers.items()})
-
-
-def _parameters(layers: Mapping[str, Iterable[str]]) -> set[str]:
-    return {f"{layer}.{name}" for layer, names in layers.items() for name in names}
-
-
-def _layer_of(parameter: str, model: Mapping[str, Sequence[str]]) -> str:
-    """Returns the name of the parameter's layer where this model has it; else the parameter's own."""
-    return next((layer for layer in model if parameter.startswith(f"{layer}.")), parameter)
-
-
-def _advice(patterns: Sequence[str]) -> str:
-    return f"checkpoint.init_except=[{','.join(dict.fromkeys(patterns))}]"
+    Raises:
+        CheckpointError: the model is another one, or a file is damaged.
+    """
+    if differing := info.layers.keys() ^ set(model):
+        raise CheckpointError(
+            f"{info.path} was made with another model, with other layers: {shorten(sorted(differing))}: give the model "
+            "settings (model.*) it was made with"
+        )
+    for layer in (layer for cell in cells for layer in cell.layers):
+        saved = load_layer(info, layer.name)
+        better = saved.averages if averages else {}
+        weights, buffers = (
+            {name: better.get(name, tensor) for name, tensor in tensors.items()}
+            for tensors in (saved.weights, saved.buffers)
+        )
+        restore_layer(layer.name, layer.module, None, LayerState(weights, buffers))

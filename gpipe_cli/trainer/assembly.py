@@ -16,7 +16,7 @@ import torch
 from ..checkpoint.choose import open_checkpoint
 from ..checkpoint.compatibility import require_same_vocabularies, vocabularies
 from ..checkpoint.layer_state import named_tensors
-from ..checkpoint.transfer import load_weights, require_same_model
+from ..checkpoint.transfer import load_same_model
 from ..config import Settings
 from ..data.source import Batch, Source
 from ..decoding.decoding import Decoder
@@ -279,8 +279,7 @@ def assemble_from_checkpoint(context: Context, config: Mapping[str, Any]) -> Ass
     assembly = assemble_model(context, settings, world, build_task(settings.task, settings.seed), journal, trains=False)
     if world.rank == 0:
         require_same_vocabularies(info, vocabularies(assembly.source))
-    require_same_model(info, assembly.layout.layers, [])
-    load_weights(info, assembly.cells, [], settings.trainer.average is not None)
+    load_same_model(info, assembly.cells, assembly.layout.layers, settings.trainer.average is not None)
     for cell in assembly.cells:
         cell.train(False)
     return assembly

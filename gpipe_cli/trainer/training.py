@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,14 +18,7 @@ from ..checkpoint.compatibility import (
 )
 from ..checkpoint.files import CheckpointError, CheckpointInfo, DamagedFile, is_named, shorten, vocabulary_folder
 from ..checkpoint.foreign import is_foreign, match_names, open_foreign
-from ..checkpoint.transfer import (
-    load_foreign,
-    load_weights,
-    named_shapes,
-    names_on_both_sides,
-    require_same_model,
-    shared_names,
-)
+from ..checkpoint.transfer import load_matched, named_shapes, open_run, shared_names
 from ..checkpoint.writer import CheckpointWriter
 from ..config import Settings
 from ..distributed.exchange import Exchange
@@ -164,18 +157,15 @@ def layers_that_depend_on_steps(world: World, cells: Sequence[Cell]) -> list[str
 
 
 def begin_with_weights(assembly: Assembly, journal: Journal) -> None:
-    """Loads weights and buffers from `checkpoint.init_from`, a run or weights made elsewhere."""
-    config = assembly.settings.checkpoint
-    path = Path(cast(str, config.init_from))
+    """Loads the weights and buffers of `checkpoint.init_from`; every worker calls it at the same time."""
+    config, world, cells = assembly.settings.checkpoint, assembly.world, assembly.cells
+    path, left_out = Path(cast(str, config.init_from)), config.init_except
     if is_foreign(path):
-        adopt(assembly, path, journal)
+        saved = open_foreign(path)
     else:
-        transfer(assembly, open_checkpoint(path), journal)
-
-
-def adopt(assembly: Assembly, path: Path, journal: Journal) -> None:
-    """Loads weights made elsewhere, and reports what begins anew; every worker calls it at the same time."""
-    world, cells, left_out = assembly.world, assembly.cells, assembly.settings.checkpoint.init_except
+        info = open_checkpoint(path)
+        _warn_of_other_vocabulary(info, assembly, journal)
+        saved = open_run(info, config.init_average)
     parts = world.all_gather([named_shapes(cells), shared_names(cells)])[: world.workers]
     model = {name: shape for shapes, _ in parts for name, shape in shapes.items()}
     tied: dict[str, list[str]] = {}
@@ -183,10 +173,11 @@ def adopt(assembly: Assembly, path: Path, journal: Journal) -> None:
         for name, owner in ties.items():
             tied.setdefault(own_name(*owner), [own_name(*owner)]).append(own_name(layer, name))
     aliases = [*tied.values(), *(names for _, shared in parts for names in shared)]
-    saved = open_foreign(path)
     match = match_names(model, saved, aliases, left_out, path)
-    warn_of_patterns_without_effect(left_out, [*model, *saved], path, journal)
-    converted = world.all_gather(load_foreign(cells, saved, match, path))
+    for pattern in left_out:
+        if not any(is_named(name, [pattern]) for name in (*model, *saved)):
+            journal.warn(f"checkpoint.init_except: {pattern} is no layer or parameter of this model or of {path}")
+    converted = world.all_gather(load_matched(cells, saved, match, path))
     notes = [match.renamed, *dict.fromkeys(kind for kinds in converted for kind in kinds)]
     new = [name for name in model if name not in match.saved]
     journal.message(
@@ -194,28 +185,12 @@ def adopt(assembly: Assembly, path: Path, journal: Journal) -> None:
     )
 
 
-def transfer(assembly: Assembly, info: CheckpointInfo, journal: Journal) -> None:
-    """Loads weights and buffers of a run's checkpoint, and reports what begins anew."""
-    config, world, cells, model = assembly.settings.checkpoint, assembly.world, assembly.cells, assembly.layout.layers
-    if world.rank == 0 and (name := other_vocabulary(info, vocabularies(assembly.source))):
+def _warn_of_other_vocabulary(info: CheckpointInfo, assembly: Assembly, journal: Journal) -> None:
+    if assembly.world.rank == 0 and (name := other_vocabulary(info, vocabularies(assembly.source))):
         journal.warn(
             f"checkpoint.init_from={info.path} was trained with another vocabulary ({name}): its ids mean other texts. "
             f"With data=text, data.tokenizer={vocabulary_folder(info.run_dir) / name} keeps them"
         )
-    require_same_model(info, model, config.init_except)
-    warn_of_patterns_without_effect(config.init_except, names_on_both_sides(info, model), info.path, journal)
-    new = world.all_gather(load_weights(info, cells, config.init_except, config.init_average))
-    names = [name for worker in new[: world.workers] for name in worker]
-    journal.message(f"weights from {info.path}; begun anew: {', '.join(sorted(names)) or 'nothing'}")
-
-
-def warn_of_patterns_without_effect(
-    patterns: Sequence[str], names: Collection[str], path: Path, journal: Journal
-) -> None:
-    """Warns of the patterns in `checkpoint.init_except` that match no name: they may be misspelt."""
-    for pattern in patterns:
-        if not any(is_named(name, [pattern]) for name in names):
-            journal.warn(f"checkpoint.init_except: {pattern} is no layer or parameter of this model or of {path}")
 
 
 def make_updater(settings: Settings, assembly: Assembly) -> Updater:
