@@ -1,6 +1,13 @@
 """Trains neural networks with pipeline parallelism, as in GPipe (Huang et al., NeurIPS 2019)."""
 
+from importlib import import_module as _import_module
 from pathlib import Path as _Path
+from typing import TYPE_CHECKING
+from typing import Any as _Any
+
+if TYPE_CHECKING:
+    from .distributed.pipeline import Pipeline
+    from .layers import LayerBuilder
 
 __version__ = "0.1.0"
 
@@ -9,3 +16,12 @@ __version__ = "0.1.0"
 _clone = _Path(__file__).resolve().parent.parent
 if (_clone / "pyproject.toml").is_file() and (_clone / "conf").is_dir():
     __path__.append(str(_clone))
+
+_PUBLIC = {"LayerBuilder": "layers", "Pipeline": "distributed.pipeline"}  # docs/library.md says what they promise
+__all__ = ["LayerBuilder", "Pipeline"]  # made when asked for: the commands' own process imports no torch
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_import_module(f"{__name__}.{_PUBLIC[name]}"), name)

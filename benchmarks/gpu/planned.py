@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.plan import compare, measured, planned
 from gpipe_cli.bench.workers import run_workers
-from gpipe_cli.distributed.runtime import make_transport
+from gpipe_cli.distributed.pipeline import make_transport
 from gpipe_cli.distributed.world import join_world
 from gpipe_cli.launch.context import Context
 from gpipe_cli.planner.measure.link import measure_link

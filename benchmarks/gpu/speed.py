@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from gpipe_cli.bench.steps import Autocast, Step, engine_step, plain_step
 from gpipe_cli.bench.timing import take_turns
 from gpipe_cli.commands.plan import Request, make_request
+from gpipe_cli.distributed.cells import build_cells
 from gpipe_cli.distributed.world import World
-from gpipe_cli.factory.build import build_autocast, build_model, build_optimizer, build_task
-from gpipe_cli.factory.cut import build_cells, cut_model
+from gpipe_cli.factory.build import boundary_type_of, build_autocast, build_model, build_optimizer, build_task
 from gpipe_cli.factory.example import example_micro_batch
 from gpipe_cli.metrics.step_report import peak_memory
 from gpipe_cli.micro_batch import MicroBatch, Tensors
 from gpipe_cli.partition.cost import layer_costs
+from gpipe_cli.partition.cut import cut_model
 from gpipe_cli.pipeline.cell import LayerFailed
 from gpipe_cli.planner.devices import PRESETS, Device
 from gpipe_cli.planner.measure.this_device import measure_rates
 from gpipe_cli.planner.planner import Planner
-from gpipe_cli.position import Position
 
 from .part import Row, Site, Skipped
 
@@ -132,7 +132,7 @@ def build_subject(request: Request, site: Site) -> Subject:
         micro_batches.append((drawn[0], drawn[1]))
     world = World(0, 1, 1, device, device, None, None, None)
     cut = cut_model(builders, settings.pipeline, 1, micro_batches[0])
-    cells = build_cells(builders, cut, world, settings, Position())
+    cells = build_cells(builders, cut, world, settings.pipeline, settings.seed, boundary_type_of(settings.precision))
     for cell in cells:
         cell.train(True)
     autocast = build_autocast(settings.precision, device)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from benchmarks.traced.subject import TracedSubject
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.factory.cut import cut_by_costs
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.micro_batch import MicroBatch, Tensors
 from gpipe_cli.models.traced import compare
@@ -33,6 +32,7 @@ from gpipe_cli.models.traced.compare import (
 from gpipe_cli.models.traced.layers import traced_layers
 from gpipe_cli.models.traced.module import Call, TracedFrom
 from gpipe_cli.partition.cost import layer_costs
+from gpipe_cli.partition.cut import cut_by_costs
 from gpipe_cli.partition.fake_layers import CostError
 from gpipe_cli.partition.tie_search import find_ties
 from gpipe_cli.pipeline.batchnorm import finish_batchnorm

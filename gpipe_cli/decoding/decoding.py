@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.exchange import Exchange, never, run_unless_stopped
-from ..distributed.runtime import Caches, PipelineRuntime
+from ..distributed.pipeline import Caches, Pipeline
 from ..micro_batch import MicroBatch, Tensors
 from .beam import Continuation, Hypothesis
 
@@ -98,18 +98,18 @@ class Decoder:
 
     def __init__(
         self,
-        runtime: PipelineRuntime,
+        pipeline: Pipeline,
         form: DecodingForm,
         stop_requested: Callable[[], bool] = never,
     ) -> None:
-        self._runtime, self._world, self._form = runtime, runtime.world, form
+        self._pipeline, self._world, self._form = pipeline, pipeline.world, form
         self._stop_requested = stop_requested
-        replicas, groups, size = self._world.replicas, runtime.codec.M, form.group
+        replicas, groups, size = self._world.replicas, pipeline.codec.M, form.group
         self._rows_shape = (replicas, groups, size * form.width)
         self._sentences_shape = (replicas, groups, size)
         rows, sentences = (replicas * groups * size * each for each in (form.width, 1))
         group = self._world.all_ranks
-        self._round = Exchange({**runtime.codec.fields(), "parents": rows, "tokens": rows, "stop": 1}, group)
+        self._round = Exchange({**pipeline.codec.fields(), "parents": rows, "tokens": rows, "stop": 1}, group)
         results = {"lengths": sentences, "log_probabilities": sentences, "tokens": sentences * form.longest}
         self._results = Exchange(results, group)
 
@@ -141,7 +141,7 @@ class Decoder:
     def _batches(self, sources: Sources) -> list[list[list[int]]]:
         """Returns batches of M groups of source indices; the sources of a group have similar lengths."""
         order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
-        size, M = self._form.group, self._runtime.codec.M
+        size, M = self._form.group, self._pipeline.codec.M
         groups = [order[first : first + size] for first in range(0, len(order), size)]
         return [groups[first : first + M] for first in range(0, len(groups), M)]
 
@@ -155,7 +155,7 @@ class Decoder:
         searches = going.searches
         while going is not None:
             if going.groups:
-                self._runtime.run_forward(going.signatures, going.micro_batches, self._search(going), going.caches)
+                self._pipeline.run_forward(going.signatures, going.micro_batches, self._search(going), going.caches)
             run_unless_stopped(self._round, self._stop_requested)
             going = self._next_round(going)
         self._write_results(searches)
@@ -165,9 +165,9 @@ class Decoder:
     def _first_round(self, groups: Sequence[Sources], beam: int) -> _Round | None:
         micro_batches = [self._form.first(group) for group in groups] if self._world.reads_data else None
         if micro_batches is not None:
-            self._runtime.codec.write(self._round, micro_batches, [1.0] * len(micro_batches))
+            self._pipeline.codec.write(self._round, micro_batches, [1.0] * len(micro_batches))
         run_unless_stopped(self._round, self._stop_requested)
-        plan = self._runtime.codec.read(self._round, "generate")
+        plan = self._pipeline.codec.read(self._round, "generate")
         if plan.total_micro_batches == 0:
             return None
         caches: Caches | None = {} if self._form.uses_caches else None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +21,7 @@ from ..launch.mailboxes import LOCAL
 from .values import all_gather_json, broadcast_json
 
 CPU = "cpu"  # the identity of a device that is not a GPU
+RANK_VARIABLES = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # of torchrun, and what holds without it
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -116,6 +119,20 @@ def join_world(context: Context, workers: int, replicas: int, device: str, backe
             if context.rank % workers == worker:
                 replica_group = group
     return World(context.rank, workers, replicas, chosen, wire, all_ranks, message_groups, replica_group)
+
+
+def join_torchrun(device: str, backend: str) -> World:
+    """Joins the processes that torchrun has started, as workers of one replica; without torchrun there is one."""
+    rank, workers, place = (int(os.environ.get(name, default)) for name, default in RANK_VARIABLES.items())
+
+    def open_store() -> dist.Store:
+        return cast(dist.Store, next(iter(dist.rendezvous("env://")))[0])
+
+    def warn(event: dict[str, Any]) -> None:
+        warnings.warn(event["text"], stacklevel=2)
+
+    context = Context(rank, workers, place, Path.cwd(), open_store, warn, lambda: False)
+    return join_world(context, workers, 1, device, backend)
 
 
 def _new_group(ranks: list[int] | None, backend: str | None = None) -> dist.ProcessGroup:

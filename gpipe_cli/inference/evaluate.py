@@ -36,7 +36,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
     """
     assembly = assemble_from_checkpoint(context, config)
     fields = evaluation_fields(assembly.world.replicas, assembly.task)
-    exchange = Exchange({**assembly.runtime.codec.fields(), **fields}, assembly.world.all_ranks)
+    exchange = Exchange({**assembly.pipeline.codec.fields(), **fields}, assembly.world.all_ranks)
     result = assemble_evaluator(assembly, exchange).evaluate(final=True)
     if assembly.world.rank != 0:
         return None

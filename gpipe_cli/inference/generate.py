@@ -55,7 +55,7 @@ class Continuer:
         self._codec, self._settings, self._emit = codec_of(assembly), settings, emit
         self._eos = assembly.first.tokens.eos_id
         window = None if _keeps_caches(assembly) else assembly.world.broadcast(lambda: _window(assembly))
-        self._decoder = Decoder(assembly.runtime, ContinuationForm(settings, self._eos, window))
+        self._decoder = Decoder(assembly.pipeline, ContinuationForm(settings, self._eos, window))
         self.at_once = assembly.settings.pipeline.M
         self.most, self.lines, self.left_out = MOST_TOKENS, 0, 0
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from ..config import PipelineConfig
 from ..errors import ConfigurationError
-from ..factory.cut import Cut
+from ..partition.cut import Cut
 from ..partition.layer_times import LayerTimes
 from ..partition.partition import partition
 from ..schedule.instruction import Op

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from ..factory.cut import Cut
+from ..partition.cut import Cut
 from ..partition.fake_layers import TensorShape
 from ..pipeline.messages.boundary import ALIGNMENT
 from .measure.layer_facts import BoundaryTensor, LayerFacts

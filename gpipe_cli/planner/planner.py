@@ -13,10 +13,10 @@ from functools import cache, cached_property, partial
 from ..config import PipelineConfig, Settings
 from ..errors import ConfigurationError
 from ..factory.build import build_model, build_optimizer, build_task
-from ..factory.cut import Cut, cut_by_costs
 from ..factory.example import asks_for_example, example_micro_batch, with_example
 from ..factory.optimizer_bytes import optimizer_state_bytes
 from ..optim.sharding import shares
+from ..partition.cut import Cut, cut_by_costs
 from ..partition.tie_search import Ties, find_ties
 from ..pipeline.compiled import COMPILED_BACKWARD
 from ..schedule.instruction import Instruction, ScheduleError

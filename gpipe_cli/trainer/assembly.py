@@ -22,24 +22,22 @@ from ..data.source import Batch, Source
 from ..decoding.decoding import Decoder
 from ..decoding.generation import Generator
 from ..decoding.translation import SpecialTokens, TranslationForm
-from ..distributed.batch_plan import BatchPlanCodec, BatchShape
+from ..distributed.batch_plan import BatchShape
 from ..distributed.exchange import Exchange, never
-from ..distributed.runtime import PipelineRuntime, make_transport, replica_link
+from ..distributed.pipeline import Pipeline
 from ..distributed.world import World, join_world
-from ..factory.build import allow_tf32, build_autocast, build_model, build_task
-from ..factory.cut import Cut, build_cells, cut_model, refuse_more_cells_than_layers
+from ..factory.build import allow_tf32, boundary_type_of, build_autocast, build_model, build_task
 from ..factory.example import asks_for_example, with_example
 from ..factory.kept_profile import profiled_costs
 from ..factory.room import refuse_without_room, room_of
 from ..launch.context import Context
-from ..layers import LayerBuilder, Owner
+from ..layers import LayerBuilder
 from ..metrics.journal import Journal, Notices
 from ..metrics.predictions import PredictionKeeper
+from ..partition.cut import Cut, cut_model, refuse_more_cells_than_layers
 from ..pipeline.cell import Cell
 from ..pipeline.compiled import COMPILED_BACKWARD, require_compiler
-from ..pipeline.engine import TASK, Engine
-from ..pipeline.tied_parameters import TiedParameters
-from ..schedule.run_schedules import RunSchedules
+from ..pipeline.engine import TASK
 from ..tasks.base import GenerationSettings, Task
 from .batches import first_batch
 from .data_source import open_source
@@ -90,8 +88,6 @@ class Assembly:
         source: of the data; on the first worker of each replica, None elsewhere.
         first: the same on every worker.
         builders: of all layers.
-        cells: of this worker, in order.
-        ties: the tied parameters of the model.
     """
 
     settings: Settings
@@ -100,14 +96,17 @@ class Assembly:
     first: FirstBatch
     layout: CellLayout
     builders: Sequence[LayerBuilder]
-    cells: list[Cell]
-    ties: TiedParameters
-    runtime: PipelineRuntime
+    pipeline: Pipeline
 
     @property
     def world(self) -> World:
         """Returns this process's rank, replica, device and process groups."""
-        return self.runtime.world
+        return self.pipeline.world
+
+    @property
+    def cells(self) -> list[Cell]:
+        """Returns this worker's cells, in order."""
+        return self.pipeline.cells
 
 
 # -- for every command -------------------------------------------------------------------------------------------------
@@ -140,13 +139,13 @@ def assemble_model(
     Raises:
         ConfigurationError: something in the configuration that shows only now.
     """
-    pipeline, builders = settings.pipeline, None
+    config, builders = settings.pipeline, None
     if not asks_for_example(settings.model):  # before a corpus is prepared, which takes minutes
         builders = list_layers(context, settings, world, trains)
     with context.where.doing("preparing the data"):
         source = open_source(settings, world, journal, context.stop_requested, context.emit)
     with context.where.doing("reading the first mini-batch"):
-        read = first_batch(cast(Source, source), pipeline.M, world.replicas) if world.rank == 0 else None
+        read = first_batch(cast(Source, source), config.M, world.replicas) if world.rank == 0 else None
     if builders is None:
         model = world.broadcast(lambda: with_example(settings.model, cast(Batch, read).micro_batches[0][0]))
         settings = replace(settings, model=model)
@@ -154,10 +153,12 @@ def assemble_model(
     with context.where.doing("cutting the model"):
         first, cut = agree_on_cut(builders, settings, world, source, read, journal.message)
     journal.cells(cut.table)
-    cells = build_cells(builders, cut, world, settings, context.where)
-    for cell in cells:
-        cell.train(True)
-    if pipeline.compile:
+    autocast, between = build_autocast(settings.precision, world.device), boundary_type_of(settings.precision)
+    pipeline = Pipeline(
+        builders, cut, config, task, first.shape, world, settings.seed, autocast, between, context.where
+    )
+    cells = pipeline.cells
+    if config.compile:
         left = [
             name
             for names in world.all_gather([name for cell in cells for name in cell.not_compiled])[: world.workers]
@@ -165,16 +166,9 @@ def assemble_model(
         ]
         if left:
             journal.message(f"not compiled, because begin_step changes them in every step: {', '.join(left)}")
-        if pipeline.schedule == "zero_bubble" and pipeline.K > 1 and len(left) < len(builders):
+        if config.schedule == "zero_bubble" and config.K > 1 and len(left) < len(builders):
             journal.warn(COMPILED_BACKWARD)
-    transport, autocast = make_transport(world, cut.placement), build_autocast(settings.precision, world.device)
-    targets = len(first.shape.targets)
-    engine = Engine(cells, cut.placement, transport, task.loss, targets, world.device, autocast, context.where)
-    schedules = RunSchedules(pipeline.schedule, cut.placement, pipeline.remat)
-    codec = BatchPlanCodec(first.shape, pipeline.M, world.replica, world.replicas)
-    runtime = PipelineRuntime(world, engine, schedules, codec)
-    ties = TiedParameters(cut.uses([builder.name for builder in builders]), cells, replica_link(world))
-    return Assembly(settings, task, source, first, lay_out_model(world, cells, cut), builders, cells, ties, runtime)
+    return Assembly(settings, task, source, first, lay_out_model(world, cells, cut), builders, pipeline)
 
 
 def list_layers(context: Context, settings: Settings, world: World, trains: bool) -> list[LayerBuilder]:
@@ -211,9 +205,7 @@ def agree_on_cut(
 
     first, cut = world.broadcast(make)
     shape = BatchShape(tuple(first["shape"]["inputs"]), tuple(first["shape"]["targets"]))
-    cut["placement"] = tuple(cut["placement"])
-    cut["ties"] = [{name: Owner(*owner) for name, owner in tied.items()} for tied in cut["ties"]]
-    return FirstBatch(shape, first["examples"], SpecialTokens(**first["tokens"])), Cut(**cut)
+    return FirstBatch(shape, first["examples"], SpecialTokens(**first["tokens"])), Cut.from_json(cut)
 
 
 def describe_and_cut(
@@ -289,17 +281,17 @@ def assemble_evaluator(assembly: Assembly, exchange: Exchange, stop_requested: C
     """Makes the evaluator, with generation where the task generates.
 
     Args:
-        exchange: with the fields of the runtime's codec and of `evaluation_fields`.
+        exchange: with the fields of the pipeline's codec and of `evaluation_fields`.
         stop_requested: whether this worker was asked to stop; evaluations then end early.
     """
-    runtime, source, task = assembly.runtime, assembly.source, cast(Any, assembly.task)
+    source, task = assembly.source, cast(Any, assembly.task)
     generation, generator = generation_settings(task), None
     if generation is not None:
         decoder = assemble_decoder(assembly, generation, stop_requested)
         samples, reports = assembly.settings.trainer.samples, assembly.world.rank == 0
         generator = Generator(decoder, cast(Any, source), task, generation, samples, reports)
     keeper = PredictionKeeper(assembly.world, task, source) if hasattr(task, "predictions") else None
-    return Evaluator(runtime, source, task, exchange, stop_requested, generator, keeper)
+    return Evaluator(assembly.pipeline, source, task, exchange, stop_requested, generator, keeper)
 
 
 def assemble_decoder(
@@ -307,7 +299,7 @@ def assemble_decoder(
 ) -> Decoder:
     """Makes the beam search through the pipeline; the cells must be in evaluation mode when it runs."""
     task, tokens = cast(Any, assembly.task), assembly.first.tokens
-    return Decoder(assembly.runtime, TranslationForm(task, generation, tokens), stop_requested)
+    return Decoder(assembly.pipeline, TranslationForm(task, generation, tokens), stop_requested)
 
 
 def generation_settings(task: Task) -> GenerationSettings | None:

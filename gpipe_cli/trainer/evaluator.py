@@ -10,7 +10,7 @@ import torch
 from ..data.source import Source
 from ..decoding.generation import Generator
 from ..distributed.exchange import Exchange, run_unless_stopped
-from ..distributed.runtime import PipelineRuntime
+from ..distributed.pipeline import Pipeline
 from ..metrics.predictions import PredictionKeeper
 from ..metrics.records import Evaluation, Sample
 from ..micro_batch import Tensors
@@ -24,13 +24,13 @@ class Evaluator:
 
     Attributes:
         source: on the first worker of each replica, None elsewhere.
-        exchange: with the fields of the runtime's codec and of `evaluation_fields`.
+        exchange: with the fields of the pipeline's codec and of `evaluation_fields`.
         stop_requested: whether this worker was asked to stop.
         generator: for tasks that generate; None otherwise.
         keeper: for tasks whose predictions are shown; None otherwise.
     """
 
-    runtime: PipelineRuntime
+    pipeline: Pipeline
     source: Source | None
     task: Task
     exchange: Exchange
@@ -52,7 +52,7 @@ class Evaluator:
         Raises:
             StopRequested: a worker was asked to stop; raised on all workers at the same place.
         """
-        cells = self.runtime.engine.cells.values()
+        cells = self.pipeline.cells
         for cell in cells:
             cell.train(False)
         try:
@@ -76,7 +76,7 @@ class Evaluator:
 
     def _score(self) -> dict[str, float]:
         """Returns the task's numbers over the evaluation set; nothing where it is empty."""
-        runtime, world, codec = self.runtime, self.runtime.world, self.runtime.codec
+        pipeline, world, codec = self.pipeline, self.pipeline.world, self.pipeline.codec
         exchange, task, keeper = self.exchange, self.task, self.keeper
         reader = None
         if self.source is not None:
@@ -101,7 +101,7 @@ class Evaluator:
                 break
             weight += plan.total_weight
             if plan.signatures:
-                runtime.run_forward(plan.signatures, None if reader is None else reader.micro_batches, add)
+                pipeline.run_forward(plan.signatures, None if reader is None else reader.micro_batches, add)
         exchange.own["metrics"].view(world.replicas, -1)[world.replica] += sums
         exchange.run()
         totals = exchange.total["metrics"].view(world.replicas, -1).sum(0).tolist()

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from ..config import Settings
 from ..distributed.batch_plan import BatchPlan
 from ..distributed.exchange import Exchange, StopRequested
-from ..distributed.runtime import PipelineRuntime
+from ..distributed.pipeline import MiniBatch, Pipeline
 from ..launch.context import torchrun_grace_seconds
 from ..metrics.journal import Journal
 from ..metrics.records import Progress
@@ -44,7 +44,7 @@ class Trainer:
     """
 
     settings: Settings
-    runtime: PipelineRuntime
+    pipeline: Pipeline
     layout: CellLayout
     exchange: Exchange
     batches: TrainingBatches
@@ -94,15 +94,13 @@ class Trainer:
     def _step(self, plan: BatchPlan) -> BatchPlan | None:
         """Trains on one mini-batch; returns the plan of the next, or None when this was the last."""
         began, step = time.perf_counter(), self.progress.step
-        world, meter, where = self.runtime.world, self.runtime.engine.meter, self.where
+        world, meter, where = self.pipeline.world, self.pipeline.engine.meter, self.where
         where.step = step + 1  # as the console counts
         meter.begin_step()
         before = meter.phases
-        steps = self.settings.trainer.steps or 0
-        micro_batches = self.batches.take()
-        scale = self.progress.loss_scale or 1.0
-        on_complete = self.updater.on_cell_complete
-        record = self.runtime.train_step(plan, step, steps, micro_batches, scale, on_complete=on_complete)
+        steps, scale = self.settings.trainer.steps or 0, self.progress.loss_scale or 1.0
+        mini_batch = MiniBatch(plan, self.batches.take(), step, steps, scale)
+        record = self.pipeline.train_step(mini_batch, on_complete=self.updater.on_cell_complete)
         span = meter.end_step()
         with meter.phase("gradients"), where.doing("adding up the gradients"):
             self.updater.reduce_gradients(scale)
@@ -121,8 +119,7 @@ class Trainer:
             overflowed = self._update(report)
         seconds, cause = time.perf_counter() - began, None
         if not report.finite and not overflowed:
-            again = plan, step, steps, micro_batches, scale
-            cause = find_cause(report, self.runtime, self.updater, *again, self.layout.parameter_names)
+            cause = find_cause(report, self.pipeline, self.updater, mini_batch, self.layout.parameter_names)
         self._report(report, plan, lr, seconds, cause)
         return next_plan
 
@@ -132,7 +129,7 @@ class Trainer:
 
     def _read_plan(self, done: int) -> BatchPlan | None:
         """Returns the plan of the step after ``done`` ones, or None, with the reason in ``progress.stopped_by``."""
-        progress, replicas = self.progress, self.runtime.world.replicas
+        progress, replicas = self.progress, self.pipeline.world.replicas
         plan, reason = self.batches.read_plan(self.exchange)
         self.saver.read(self.exchange)
         if self.settings.trainer.steps is not None and done >= self.settings.trainer.steps:
@@ -167,7 +164,7 @@ class Trainer:
 
     def _report(self, report: StepReport, plan: BatchPlan, lr: float, seconds: float, cause: Cause | None) -> None:
         """Reports a finished step to console, files and TensorBoard, and warns where something is wrong."""
-        progress, schedules = self.progress, self.runtime.schedules
+        progress, schedules = self.progress, self.pipeline.schedules
         self.totals.add(report, plan, seconds)
         done, why = self.batches.share_done(progress.step), None if cause is None else cause.record()
         self.journal.step(progress, report, plan, lr, seconds, schedules, done, why)
@@ -191,7 +188,7 @@ class Trainer:
             )
 
     def _record_everyone(self) -> list[Recording]:
-        return record_everyone(self.runtime.world, self.runtime.engine.meter, self.exchange.ended_at)
+        return record_everyone(self.pipeline.world, self.pipeline.engine.meter, self.exchange.ended_at)
 
     # -- around the steps --------------------------------------------------------------------------------------
 
@@ -262,7 +259,7 @@ class Trainer:
 
     def draw(self) -> None:
         """Draws the run's pictures; every worker calls it, after everything else."""
-        schedules = self.runtime.schedules
+        schedules = self.pipeline.schedules
         self.journal.pictures(self._record_everyone(), schedules, self.totals.breakdown(schedules))
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..distributed.batch_plan import BatchPlan
-from ..distributed.runtime import PipelineRuntime
+from ..distributed.pipeline import MiniBatch, Pipeline
 from ..errors import PlainError
 from ..metrics.step_report import StepReport
-from ..micro_batch import MicroBatch
 from ..pipeline.finite import BACKWARD, DATA, FiniteWatch, Origin, not_finite
 from .update import Updater
 
@@ -41,13 +39,9 @@ class Cause:
 
 def find_cause(
     report: StepReport,
-    runtime: PipelineRuntime,
+    pipeline: Pipeline,
     updater: Updater,
-    plan: BatchPlan,
-    step: int,
-    steps: int,
-    micro_batches: Sequence[MicroBatch] | None,
-    loss_scale: float,
+    mini_batch: MiniBatch,
     parameters: Sequence[str],
 ) -> Cause:
     """Runs a step that was not finite again, watched; every worker calls it at the same time, before the next step.
@@ -55,12 +49,11 @@ def find_cause(
     The weights must be those of the step. Gradients and statistics of the second run are thrown away.
 
     Args:
-        plan, step, steps, micro_batches, loss_scale: of the step, as in `PipelineRuntime.train_step`.
         parameters: names of all parameters.
     """
-    world = runtime.world
-    watch = FiniteWatch(world.replica, runtime.engine.where)
-    runtime.train_step(plan, step, steps, micro_batches, loss_scale, watch)
+    world = pipeline.world
+    watch = FiniteWatch(world.replica, pipeline.engine.where)
+    pipeline.train_step(mini_batch, watch)
     sums_finite = not_finite(updater.squared_norms()) is None
     updater.forget_step()
     found = world.all_gather((watch.first, sums_finite))

@@ -68,7 +68,7 @@ def assemble_training(
             resumed = restore(config, assembly, updater, journal, resumed)
     saver = make_saver(context, config, assembly, updater, journal, resumed)
     reporter = make_reporter(assembly)
-    codec = assembly.runtime.codec
+    codec = assembly.pipeline.codec
     fields = {**codec.fields(), **reporter.fields(), **saver.fields(), **evaluation_fields(world.replicas, task)}
     exchange = Exchange(fields, world.all_ranks)
     if world.rank == 0:
@@ -85,13 +85,13 @@ def assemble_training(
             journal.warn(text)
     for cell in cells:
         cell.guard_buffers()
-    assembly.ties.spread()
+    assembly.pipeline.ties.spread()
     loss_scale.begin(progress, settings.precision.loss_scale)
     report_batchnorm(journal, world, cells, settings, assembly.first.examples)
     stop, where = context.stop_requested, context.where
     return Trainer(
         settings=settings,
-        runtime=assembly.runtime,
+        pipeline=assembly.pipeline,
         layout=assembly.layout,
         exchange=exchange,
         batches=TrainingBatches(settings.trainer, world, assembly.source, task, codec, position, stop, where),
@@ -208,7 +208,9 @@ def make_updater(settings: Settings, assembly: Assembly) -> Updater:
     lr_schedule = build_lr_schedule(settings.lr_schedule, optimizer, settings.seed)
     # The schedule also counts a step whose update is skipped; torch warns when that is the very first.
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-    return Updater(cells, optimizer, lr_schedule, average, assembly.ties, group, settings.trainer.gradient_clip, shards)
+    return Updater(
+        cells, optimizer, lr_schedule, average, assembly.pipeline.ties, group, settings.trainer.gradient_clip, shards
+    )
 
 
 def make_saver(

@@ -259,7 +259,7 @@ class Verification:
     @contextmanager
     def _poisoned(self, active: bool) -> Iterator[None]:
         """Makes the loss of one step not finite, if ``active``."""
-        engine: Engine = self._assembly.runtime.engine
+        engine: Engine = self._assembly.pipeline.engine
         loss = engine.loss
 
         def not_finite(outputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -367,6 +367,6 @@ def _mini_batches(assembly: Assembly) -> Iterator[list[list[MicroBatch]]]:
 def backward_order(assembly: Assembly, micro_batches: int) -> list[int]:
     """Returns the order in which the schedule adds up the gradients of micro-batches, as in the last cell."""
     last = len(assembly.layout.cut.placement) - 1
-    instructions = assembly.runtime.schedules.training_lists(micro_batches)[assembly.layout.cut.placement[last]]
+    instructions = assembly.pipeline.schedules.training_lists(micro_batches)[assembly.layout.cut.placement[last]]
     adds = (Op.BACKWARD, Op.WEIGHT_GRADIENT)
     return [i.micro_batch for i in instructions if i.op in adds and i.cell == last]

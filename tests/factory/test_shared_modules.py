@@ -6,10 +6,10 @@ import torch
 from composed import checked
 from torch import nn
 
+from gpipe_cli.distributed.cells import build_cells
 from gpipe_cli.distributed.world import World
-from gpipe_cli.factory.cut import Cut, build_cells
 from gpipe_cli.layers import LayerBuilder
-from gpipe_cli.position import Position
+from gpipe_cli.partition.cut import Cut
 
 CPU = torch.device("cpu")
 
@@ -19,7 +19,7 @@ def built(*modules: nn.Module) -> list[nn.Module]:
     builders = [LayerBuilder(f"layer_{n}", lambda module=module: module) for n, module in enumerate(modules)]
     cut = Cut([len(modules)], (0,), [], 0, [{} for _ in modules])
     world = World(0, 1, 1, CPU, CPU, None, None, None)
-    (cell,) = build_cells(builders, cut, world, checked().settings, Position())
+    (cell,) = build_cells(builders, cut, world, checked().settings.pipeline, 0)
     return [layer.module for layer in cell.layers]
 
 

@@ -6,21 +6,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from composed import checked
 from torch import Tensor
 
 from gpipe_cli.decoding.beam import Hypothesis
 from gpipe_cli.decoding.decoding import Decoder, DecodingForm
 from gpipe_cli.decoding.translation import SpecialTokens, TranslationForm
-from gpipe_cli.distributed.batch_plan import BatchPlanCodec, BatchShape
-from gpipe_cli.distributed.runtime import PipelineRuntime, make_transport
+from gpipe_cli.distributed.batch_plan import BatchShape
+from gpipe_cli.distributed.pipeline import Pipeline
 from gpipe_cli.distributed.world import World, join_world
 from gpipe_cli.launch.context import Context
+from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.models.transformer import transformer
-from gpipe_cli.partition.partition import cell_layers
-from gpipe_cli.pipeline.cell import BuiltLayer, Cell, build_layer
-from gpipe_cli.pipeline.engine import Engine
-from gpipe_cli.pipeline.randomness import NoiseSource
-from gpipe_cli.schedule.run_schedules import RunSchedules
+from gpipe_cli.partition.cut import Cut
+from gpipe_cli.pipeline.cell import BuiltLayer, build_layer
 from gpipe_cli.tasks.base import GenerationSettings
 from gpipe_cli.tasks.translation import TranslationTask
 
@@ -67,18 +66,15 @@ def decoder_of(
     layers: Sequence[BuiltLayer], K: int, form: DecodingForm, shape: BatchShape, world: World = ALONE
 ) -> Decoder:
     """Makes a decoder with K cells over the workers of ``world``, three groups in flight."""
-    placement = [k * world.workers // K for k in range(K)]
+    placement = tuple(k * world.workers // K for k in range(K))
     sizes = [len(part) for part in torch.arange(len(layers)).tensor_split(K)]
-    cells = [
-        Cell(k, [layers[i] for i in numbers], NoiseSource(1, 0, CPU))
-        for k, numbers in enumerate(cell_layers(sizes))
-        if placement[k] == world.worker
-    ]
-    for cell in cells:
+    builders = [LayerBuilder(layer.name, lambda layer=layer: layer.module) for layer in layers]
+    cut = Cut(sizes, placement, [], 0, [{} for _ in layers])
+    config = checked(f"pipeline.K={K}", "pipeline.M=3").settings.pipeline
+    pipeline = Pipeline(builders, cut, config, TranslationTask(pad_id=PAD), shape, world)
+    for cell in pipeline.cells:
         cell.train(False)
-    engine = Engine(cells, placement, make_transport(world, placement), TranslationTask(pad_id=PAD).loss, 1, CPU)
-    codec = BatchPlanCodec(shape, 3, world.replica, world.replicas)
-    return Decoder(PipelineRuntime(world, engine, RunSchedules("gpipe", placement, "never"), codec), form)
+    return Decoder(pipeline, form)
 
 
 def log_probabilities(layers: Sequence[BuiltLayer], source: Sequence[int], prefixes: Tensor) -> Tensor:

@@ -215,7 +215,7 @@ def meet_and_wait(context: Context, config: dict[str, Any]) -> None:
     import torch
 
     from gpipe_cli.distributed.exchange import Exchange
-    from gpipe_cli.distributed.runtime import make_transport
+    from gpipe_cli.distributed.pipeline import make_transport
     from gpipe_cli.distributed.world import join_world
     from gpipe_cli.pipeline.replicas import sum_over_replicas
 

@@ -12,21 +12,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpipe_cli.config import Settings
-from gpipe_cli.distributed.runtime import make_transport, replica_link
+from gpipe_cli.distributed.batch_plan import BatchShape
+from gpipe_cli.distributed.pipeline import Pipeline
 from gpipe_cli.distributed.world import World, join_world
-from gpipe_cli.factory.build import build_autocast, build_model, build_optimizer, build_task
-from gpipe_cli.factory.cut import build_cells, cut_model
+from gpipe_cli.factory.build import boundary_type_of, build_autocast, build_model, build_optimizer, build_task
 from gpipe_cli.factory.example import example_micro_batch, with_example
 from gpipe_cli.launch.context import Context
 from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.optim.average import WeightAverage
+from gpipe_cli.partition.cut import cut_model
 from gpipe_cli.pipeline.cell import Cell
 from gpipe_cli.pipeline.engine import Engine, StepInput, _TrainingStep
-from gpipe_cli.pipeline.tied_parameters import TiedParameters
 from gpipe_cli.planner.measure.tracking import Tracker
-from gpipe_cli.position import Position
 from gpipe_cli.schedule.instruction import Instruction
-from gpipe_cli.schedule.run_schedules import RunSchedules
 
 CPU = torch.device("cpu")
 
@@ -50,16 +48,12 @@ def one_run(settings: Settings, world: World) -> dict[str, Any]:
     micro_batch, _ = example_micro_batch(settings, pipeline.M, False)
     builders = build_model(with_example(settings.model, micro_batch[0]))
     cut = cut_model(builders, pipeline, world.workers, micro_batch)
-    cells = build_cells(builders, cut, world, settings, Position())
-    ties = TiedParameters(cut.uses([builder.name for builder in builders]), cells, replica_link(world))
+    shape, autocast = BatchShape.of(micro_batch), build_autocast(settings.precision, CPU)
+    between = boundary_type_of(settings.precision)
+    whole = Pipeline(builders, cut, pipeline, task, shape, world, settings.seed, autocast, between)
+    cells, ties, engine = whole.cells, whole.ties, whole.engine
     ties.spread()
-    for cell in cells:
-        cell.train(True)
-    transport, autocast = make_transport(world, cut.placement), build_autocast(settings.precision, CPU)
-    engine = Engine(cells, cut.placement, transport, task.loss, len(micro_batch[1]), CPU, autocast)
-    instructions = RunSchedules(pipeline.schedule, cut.placement, pipeline.remat).training_lists(pipeline.M)[
-        world.worker
-    ]
+    instructions = whole.schedules.training_lists(pipeline.M)[world.worker]
     plan = StepInput(0, 1, (("train",),) * pipeline.M, 1.0)
     first = cut.placement[0] == world.worker
     engine.train_step(instructions, plan, [real(micro_batch) for _ in range(pipeline.M)] if first else None)

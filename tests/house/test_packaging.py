@@ -50,7 +50,7 @@ ROOMS: dict[str, set[str]] = {
     "schedule": set(),
     "terminal": {"conf", "launch"},
     "pipeline": {"schedule"},
-    "distributed": {"launch", "pipeline", "schedule"},
+    "distributed": {"launch", "partition", "pipeline", "schedule", "tasks"},
     "partition": {"pipeline", "schedule"},
     "checkpoint": {"data", "pipeline"},
     "optim": {"checkpoint", "pipeline"},
@@ -59,7 +59,7 @@ ROOMS: dict[str, set[str]] = {
     "factory": {"data", "distributed", "models", "partition", "pipeline", "tasks"},
     "trainer": {
         *("checkpoint", "data", "decoding", "distributed", "factory", "launch", "metrics", "optim", "pipeline"),
-        *("schedule", "tasks"),
+        *("partition", "schedule", "tasks"),
     },
     "inference": {"data", "decoding", "distributed", "launch", "metrics", "trainer"},
     "verify": {

@@ -15,9 +15,9 @@ from own_model import DIGITS
 
 from gpipe_cli.config import PipelineConfig
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.factory.cut import cut_model
 from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.partition.cost import LayerCost, layer_costs
+from gpipe_cli.partition.cut import cut_model
 from gpipe_cli.planner.measure.layer_facts import measure_layers
 
 IMAGES = torch.zeros(6, 3, 8, 8, dtype=torch.uint8, device="meta")

@@ -14,8 +14,8 @@ from torch import nn
 
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.factory.cut import Cut, cut_model
 from gpipe_cli.layers import LayerBuilder, Owner
+from gpipe_cli.partition.cut import Cut, cut_model
 from gpipe_cli.partition.fake_layers import TensorShape
 from gpipe_cli.partition.model_profile import profile_layers
 from gpipe_cli.partition.tie_search import find_ties

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpipe_cli.checkpoint.lr_schedule_state import LRScheduleState
+from gpipe_cli.distributed import cells as built_cells
 from gpipe_cli.distributed.batch_plan import BatchPlanCodec
-from gpipe_cli.factory import cut
 from gpipe_cli.metrics.step_report import StepReport, StepReporter
 from gpipe_cli.optim.average import WeightAverage
 from gpipe_cli.pipeline import cell as cells
@@ -118,7 +118,7 @@ def handler_replaced(op: Op, change: Callable[..., None]) -> Patch:
 @fault(c.BEGIN, said=r"layer mix_3 \(cell 2\).*must draw weights from torch's generator")
 def other_weights_in_one_layer() -> Patch:
     """Draws the weights of one layer by another seed."""
-    return replaced(cut, "build_layer", lambda make, b, i, seed, device: make(b, i, seed + (i == 5), device))
+    return replaced(built_cells, "build_layer", lambda make, b, i, seed, device: make(b, i, seed + (i == 5), device))
 
 
 @fault(c.RESUMED, said=r"layer mix_3 \(cell 2\)")

@@ -16,12 +16,12 @@ from ...config import Settings
 from ...cpu import as_worker, usable_cores
 from ...errors import ConfigurationError
 from ...factory.build import boundary_type_of, build_autocast
-from ...factory.cut import notes_on_values
 from ...factory.example import example_micro_batch
 from ...factory.kept_profile import KeptProfile, profiled_costs
 from ...layers import LayerBuilder
 from ...micro_batch import MicroBatch
 from ...partition.cost import LayerCost, layer_costs
+from ...partition.cut import notes_on_values
 from ...partition.fake_layers import CostError, TensorShape, TooFewExamples
 from ...partition.model_profile import ModelProfile, profile_layers
 from ..options import Options

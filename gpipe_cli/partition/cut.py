@@ -1,28 +1,20 @@
-"""Cuts the model into cells, places them on workers and builds those of this worker (paper, section 2.2)."""
+"""Cuts the model into cells and places them on workers (paper, section 2.2)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
-from ..config import PipelineConfig, Settings
-from ..distributed.world import World
+from ..config import PipelineConfig
 from ..errors import ConfigurationError
-from ..layers import LayerBuilder, Owner, announce
+from ..layers import LayerBuilder, Owner
 from ..micro_batch import MicroBatch
-from ..partition.cost import LayerCost, keep_shapes_that_depend_on_values_together, layer_costs
-from ..partition.fake_layers import CostError, TooFewExamples
-from ..partition.partition import PartitionError, cell_costs, cell_layers, partition, placement
-from ..partition.tie_search import Ties, find_ties
-from ..pipeline.cell import BuiltLayer, Cell, build_layer
-from ..pipeline.randomness import NoiseSource
 from ..pipeline.tied_parameters import Use
-from ..position import Position
-from .build import boundary_type_of
+from .cost import LayerCost, keep_shapes_that_depend_on_values_together, layer_costs
+from .fake_layers import CostError, TooFewExamples
+from .partition import PartitionError, cell_costs, cell_layers, partition, placement
+from .tie_search import Ties, find_ties
 
 
 @dataclass(frozen=True)
@@ -42,6 +34,12 @@ class Cut:
     table: list[dict[str, Any]]
     parameters: int
     ties: list[dict[str, Owner]]
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Cut:
+        """Reads what JSON has made of `dataclasses.asdict`."""
+        ties = [{name: Owner(*owner) for name, owner in tied.items()} for tied in values["ties"]]
+        return cls(**{**values, "placement": tuple(values["placement"]), "ties": ties})
 
     @property
     def layers(self) -> list[range]:
@@ -154,56 +152,3 @@ def cut_by_costs(
         for cell, layers in enumerate(cells)
     ]
     return Cut(list(sizes), tuple(worker_of), table, sum(parameters), ties.owners)
-
-
-def build_cells(
-    builders: Sequence[LayerBuilder], cut: Cut, world: World, settings: Settings, where: Position
-) -> list[Cell]:
-    """Builds this worker's cells on its device, and no others.
-
-    Args:
-        where: shown with an error.
-    """
-    seed, boundary_type = settings.seed, boundary_type_of(settings.precision)
-
-    held: set[int] = set()
-
-    def build(index: int) -> BuiltLayer:
-        where.layer = builders[index].name
-        module = _own(build_layer(builders[index], index, seed, world.device), held)
-        passed = boundary_type if index < len(builders) - 1 else None
-        return BuiltLayer(index, builders[index].name, module, passed, _with_all_names(cut.ties[index], module))
-
-    noise = NoiseSource(seed, world.replica, world.device)
-    group = world.replica_group if settings.pipeline.sync_batchnorm else None
-    own = {cell: layers for cell, layers in enumerate(cut.layers) if cut.placement[cell] == world.worker}
-    announce(builders[index] for layers in own.values() for index in layers)
-    cells = []
-    for cell, layers in own.items():
-        where.enter(cell, None, "building")
-        cells.append(Cell(cell, [build(index) for index in layers], noise, group, settings.pipeline.compile))
-    where.enter(None, None, None)
-    return cells
-
-
-def _own(module: nn.Module, held: set[int]) -> nn.Module:
-    """Returns the module, or a copy where an earlier layer holds something of it: every use has gradients of its own.
-
-    So a BatchNorm in a module that several layers share has statistics for each of them.
-
-    Args:
-        held: ids of the tensors of earlier layers; gets those of this one.
-    """
-    tensors = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    if tensors & held:
-        module = deepcopy(module)
-        tensors = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    held |= tensors
-    return module
-
-
-def _with_all_names(tied: Mapping[str, Owner], module: nn.Module) -> dict[str, Owner]:
-    """Returns the owner of each tied parameter under all names that it has in its layer."""
-    named = dict(module.named_parameters(remove_duplicate=False))
-    owners = {id(named[name]): owner for name, owner in tied.items()}
-    return {name: owners[id(parameter)] for name, parameter in named.items() if id(parameter) in owners}

@@ -1,0 +1,53 @@
+"""Tests the engine as a library: docs/examples/own_loop.py under torchrun computes gpipe-train's bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from inline_run import train_inline
+
+from gpipe_cli.jobs.own_target import complete
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+SAME = complete(
+    [
+        *("model._target_=own_loop.layers", "data._target_=own_loop_data.Data"),
+        *(
+            "task._target_=torch.nn.functional.cross_entropy",
+            "optimizer._target_=torch.optim.AdamW",
+            "optimizer.lr=0.005",
+        ),
+        *("lr_schedule=constant", "trainer.gradient_clip=null", "trainer.steps=8", "trainer.evaluate_every=null"),
+        *("pipeline.K=2", "pipeline.workers=1", "pipeline.M=4", "pipeline.schedule=1f1b", "pipeline.remat=always"),
+        *("pipeline.threads=1", "seed=0"),
+    ]
+)
+
+
+def test_a_loop_of_one_s_own_has_the_losses_of_gpipe_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*torchrun, str(EXAMPLES / "own_loop.py")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^\d+ of 128 are right$", done.stdout, re.MULTILINE)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    train_inline(tmp_path, *SAME)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)] == [row["loss"] for row in rows]
+    assert len(rows) == 8
+
+
+def test_the_public_names_are_there_and_the_package_alone_imports_no_torch() -> None:
+    code = "import sys, gpipe_cli; assert 'torch' not in sys.modules; from gpipe_cli import LayerBuilder, Pipeline"
+    subprocess.run([sys.executable, "-c", code], check=True)
