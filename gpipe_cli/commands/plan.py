@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.errors import ConfigurationError, Problems
 from gpipe_cli.terminal.flags import FOR_PLANS, CommandLine, read_words
-from gpipe_cli.terminal.frame import REFUSED, run_command, to_stderr
+from gpipe_cli.terminal.frame import REFUSED, run_command
 from gpipe_cli.terminal.output import show
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Request:
         """
         from gpipe_cli.planner.search.search import find_plan
 
-        plan = find_plan(self.settings, self.options, to_stderr)
+        plan = find_plan(self.settings, self.options)
         return replace(plan, notes=[*self.notes, *plan.notes])
 
     def value_of(self, key: str) -> str:
@@ -209,8 +209,8 @@ def make_request(overrides: Sequence[str], folder: str | None = None, problems: 
     look_here(targets(config))
     options = replace(options, find_M=config["pipeline"]["M"] == AUTO)
     if options.device is None:
-        room = 1 if settings.launch.inline else room_for_workers(settings.pipeline)[0]
-        options = replace(options, room=room)
+        most = 1 if settings.launch.inline else room_for_workers(settings.pipeline)[0]
+        options = replace(options, most_workers=most)
     return Request(list(overrides), settings, options, lines, notes)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -17,17 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..layers import LayerBuilder
 from ..micro_batch import Tensors
 from ..pipeline.messages.grouping import as_argument, as_tensors, grouped_like, grouping_of
-from .drawn_values import Drawn, draw, have_one_shape, run_on
-from .fake_layers import (
-    CostError,
-    TensorShape,
-    TooFewExamples,
-    build_key,
-    build_or_explain,
-    build_without_memory,
-    explaining_failures,
-    fake_mode,
-)
+from .drawn_values import Drawn, measured_on_shapes
+from .fake_layers import CostError, TensorShape, build_key, build_without_memory, fake_mode
 
 
 @dataclass(frozen=True)
@@ -127,26 +119,11 @@ def _count(
     builder: LayerBuilder, shapes: tuple[TensorShape, ...], drawn: Drawn | None
 ) -> tuple[LayerCost, Drawn | None]:
     """Returns the cost, and the outputs of each draw where their shapes depend on values; ``drawn``: its inputs."""
-    if drawn is None:
-        fake = fake_mode()
-        module = build_without_memory(builder, fake)
-        try:
-            with explaining_failures(builder, shapes), fake:
-                return _run(builder, module, grouped_like((shape.empty() for shape in shapes), shapes))[0], None
-        except TooFewExamples:
-            raise
-        except CostError:  # it looks at values, or fails on real tensors too
-            drawn = draw(shapes)
-    torch.manual_seed(0)  # every start of a run cuts alike
-    module = build_or_explain(builder)
-    with explaining_failures(builder, [TensorShape.of(tensor) for tensor in drawn[0]]):
-        counted, first = _run(builder, module, drawn[0])
-        outputs = [first, *run_on(module, drawn[1:])]
-    fixed = have_one_shape(outputs)
-    return replace(counted, by_values=True, may_end_cell=fixed), None if fixed else outputs
+    counted, by_values, outputs = measured_on_shapes(builder, shapes, drawn, partial(_run, builder))
+    return replace(counted, by_values=by_values, may_end_cell=outputs is None), outputs
 
 
-def _run(builder: LayerBuilder, module: nn.Module, inputs: Tensors) -> tuple[LayerCost, Tensors]:
+def _run(builder: LayerBuilder, module: nn.Module, inputs: Tensors) -> LayerCost:
     counter = FlopCounterMode(display=False)
     plain_attention = sdpa_kernel(SDPBackend.MATH)  # matrix products, which every release of torch counts
     with torch.no_grad(), plain_attention, counter:
@@ -154,8 +131,7 @@ def _run(builder: LayerBuilder, module: nn.Module, inputs: Tensors) -> tuple[Lay
     elements = sum(tensor.numel() for tensor in outputs if tensor.is_floating_point())
     flops = counter.get_total_flops()
     made = grouped_like(map(TensorShape.of, outputs), outputs)
-    cost = LayerCost(builder.name, number_of_parameters(module), flops, made, float(flops + max(1, elements)))
-    return cost, outputs
+    return LayerCost(builder.name, number_of_parameters(module), flops, made, float(flops + max(1, elements)))
 
 
 def keep_shapes_that_depend_on_values_together(

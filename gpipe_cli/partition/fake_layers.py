@@ -121,24 +121,12 @@ def explaining_failures(builder: LayerBuilder, shapes: Sequence[TensorShape]) ->
     try:
         yield
     except Exception as error:
-        refuse_too_few_examples(error, given)
+        if "Expected more than 1 value per channel" in str(error):  # torch's, of BatchNorm on a single value
+            raise TooFewExamples(given) from error
         raise CostError(
-            f"{given}, fails while its cost is measured: {type(error).__name__}: {error}; if it runs in training, use "
-            "pipeline.cost=parameters"
+            f"{given}, fails while its cost is measured: {type(error).__name__}: {error}; if it runs in training, "
+            "gpipe-train takes pipeline.cost=parameters"
         ) from error
-
-
-def refuse_too_few_examples(error: Exception, given: str) -> None:
-    """Recognises torch's error about BatchNorm on a single value; does nothing for other errors.
-
-    Args:
-        given: names the layer and its inputs, for the message.
-
-    Raises:
-        TooFewExamples: ``error`` is that error.
-    """
-    if "Expected more than 1 value per channel" in str(error):
-        raise TooFewExamples(given) from error
 
 
 def build_key(builder: LayerBuilder, index: int) -> Hashable:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 from ..config import PipelineConfig
 from ..errors import ConfigurationError
@@ -22,6 +21,8 @@ def better_cut(
 ) -> tuple[list[int] | None, float]:
     """Returns the sizes of the better cut's cells, and by how much its slowest worker is faster, as a share.
 
+    Every cell counts with the share of micro-batches that the first recomputes.
+
     None and 0 where that is less than `LEAST_GAIN`, or where a run would refuse the cut because the shapes of what
     crosses it depend on values.
 
@@ -29,7 +30,8 @@ def better_cut(
         times: of each layer; those of the loss in the last.
         cut_by_sizes: makes the cut of a section with sizes as its `partition`, or raises ConfigurationError.
     """
-    sizes = fastest_sizes(times, recomputed_shares(pipeline, cut.placement), len(set(cut.placement)))
+    share = _recomputed_shares(pipeline, cut.placement)[0]
+    sizes = partition(_seconds(times, share), pipeline.K, "min_max")
     try:
         other = cut_by_sizes(replace(pipeline, partition=sizes))
     except ConfigurationError:
@@ -39,42 +41,13 @@ def better_cut(
     return (sizes, gain) if gain >= LEAST_GAIN else (None, 0.0)
 
 
-def recomputed_shares(pipeline: PipelineConfig, placement: Sequence[int]) -> list[float]:
+def _recomputed_shares(pipeline: PipelineConfig, placement: Sequence[int]) -> list[float]:
     """Returns the share of the micro-batches that each cell recomputes."""
     recomputed = [0] * len(placement)
     for instructions in schedule(pipeline.schedule, tuple(placement), pipeline.M, pipeline.remat):
         for instruction in instructions:
             recomputed[instruction.cell] += instruction.op is Op.RECOMPUTE
     return [count / pipeline.M for count in recomputed]
-
-
-def fastest_sizes(times: Sequence[LayerTimes], recomputed: Sequence[float], workers: int) -> list[int]:
-    """Returns the layers of each cell, of the cut whose slowest cell is fastest.
-
-    With a cell for each worker the last one may recompute less than the others, as under 1f1b, and then takes more
-    layers. With several cells for each worker all count as the first.
-    """
-    K = len(recomputed)
-    others, last = (_seconds(times, share) for share in (recomputed[0], recomputed[-1]))
-    if K == 1 or workers < K or recomputed[0] == recomputed[-1]:
-        return partition(others, K, "min_max")
-
-    def cut_before(start: int) -> list[int]:
-        return [*partition(others[:start], K - 1, "min_max"), len(times) - start]
-
-    def slowest(start: int) -> tuple[float, float]:
-        """Returns the seconds of the slowest cell before `start`, and of the last cell."""
-        ends = [0]
-        for size in cut_before(start)[:-1]:
-            ends.append(ends[-1] + size)
-        return max(sum(others[a:b]) for a, b in pairwise(ends)), sum(last[start:])
-
-    low, high = K - 1, len(times) - 1  # the first start from which the cells before are the slower ones
-    while low < high:
-        middle = (low + high) // 2
-        before, after = slowest(middle)
-        low, high = (low, middle) if before >= after else (middle + 1, high)
-    return cut_before(min(range(max(K - 1, low - 1), low + 1), key=lambda start: max(slowest(start))))
 
 
 def _seconds(times: Sequence[LayerTimes], recomputed: float) -> list[float]:
@@ -84,7 +57,7 @@ def _seconds(times: Sequence[LayerTimes], recomputed: float) -> list[float]:
 def _slowest_worker(times: Sequence[LayerTimes], pipeline: PipelineConfig, cut: Cut) -> float:
     """Returns its seconds for one micro-batch in all its cells."""
     seconds = [0.0] * (max(cut.placement) + 1)
-    shares = recomputed_shares(pipeline, cut.placement)
+    shares = _recomputed_shares(pipeline, cut.placement)
     for layers, worker, share in zip(cut.layers, cut.placement, shares, strict=True):
         seconds[worker] += sum(_seconds([times[layer] for layer in layers], share))
     return max(seconds)

@@ -39,14 +39,14 @@ class Options(_Typed):
         device: None: the present machine, to be measured.
         memory, fit: bytes.
         find_M: True for `pipeline.M=auto`: the fastest M that fits.
-        room: number of workers of a replica that the present machine has devices for; None: one for each cell.
+        most_workers: of a replica, for which the present machine has devices; None: one for each cell.
     """
 
     device: Device | None
     memory: int | None
     fit: int | None
     find_M: bool = False
-    room: int | None = None
+    most_workers: int | None = None
 
     @classmethod
     def default(cls) -> Options:

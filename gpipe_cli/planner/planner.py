@@ -6,7 +6,7 @@ instruction lists that would run (`memory`), times from a described device (`tim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
 
@@ -32,12 +32,6 @@ from .plan import ModelBytes, Plan, cell_plans, worker_plans
 from .tie_bytes import tie_messages, trained_parameters
 from .timing import TimeModel, cell_times, durations
 
-Say = Callable[[str], None]
-
-
-def say_nothing(line: str) -> None:
-    """Discards the line; the default for `say`."""
-
 
 def _notes_on_compiling(pipeline: PipelineConfig) -> list[str]:
     if not pipeline.compile:
@@ -50,15 +44,14 @@ class Planner:
     """Plans one model on one kind of device, with any pipeline; keeps what it has measured.
 
     Args:
-        settings: the configuration; `pipeline.workers=auto` is one worker for each cell, or `options.room` if fewer.
+        settings: the configuration; `pipeline.workers=auto`: one for each cell, at most `options.most_workers`.
         options: the section `plan`.
-        say: called with a line of text before anything that takes long.
 
     Raises:
         ConfigurationError: the model cannot be built or planned.
     """
 
-    def __init__(self, settings: Settings, options: Options, say: Say = say_nothing) -> None:
+    def __init__(self, settings: Settings, options: Options) -> None:
         if asks_for_example(settings.model):
             (inputs, _), _ = example_micro_batch(settings, 1, options.longest)
             settings = replace(settings, model=with_example(settings.model, inputs))
@@ -72,13 +65,13 @@ class Planner:
             self._times = TimeModel(self.device, options.efficiency, options.bandwidth_efficiency)
         self._kernels = self.device.kernels if options.kernels == "auto" else options.kernels
         task = build_task(settings.task, settings.seed)
-        self._measurements = Measurements(measured, options, self.builders, task, self._times, self._kernels, say)
+        self._measurements = Measurements(measured, options, self.builders, task, self._times, self._kernels)
         self._state_bytes = cache(partial(optimizer_state_bytes, partial(build_optimizer, settings.optimizer)))
 
     def _with_workers(self, pipeline: PipelineConfig) -> PipelineConfig:
         """Returns the section with a number in place of `pipeline.workers=auto`."""
-        room = self.options.room
-        return replace(pipeline, workers=pipeline.planned_workers if room is None else pipeline.workers_in(room))
+        most = self.options.most_workers
+        return replace(pipeline, workers=pipeline.planned_workers if most is None else pipeline.workers_in(most))
 
     @cached_property
     def _ties(self) -> Ties:

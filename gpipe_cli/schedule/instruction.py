@@ -119,7 +119,7 @@ InstructionLists = Sequence[Sequence[Instruction]]
 def send_window(workers: int) -> int:
     """Returns the most messages of one direction that a worker keeps while they are on their way.
 
-    Enough for every kind of schedule (`validate` checks it): an interleaved one sends about W/2 messages ahead.
+    Enough for every kind of schedule (a test checks it): an interleaved one sends about W/2 messages ahead.
     """
     return max(4, workers)
 

@@ -1,4 +1,4 @@
-"""Makes and checks the schedules of a run, each once: the engine executes them, the metrics simulate them."""
+"""Makes the schedules of a run, each once: the engine executes them, the metrics simulate them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from functools import cache
 from .instruction import Instruction, Op
 from .posting import Posts, post_ahead, post_when_sent
 from .schedule import forward_only, schedule
-from .validate import validate
 
 GRADIENTS = (Op.BACKWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT, Op.SEND_GRADIENT)  # they make or send gradients
 
@@ -32,9 +31,7 @@ class RunSchedules:
 
     def _training_lists(self, M: int) -> list[list[Instruction]]:
         """Returns one list per worker for a training step."""
-        lists = schedule(self.kind, self.placement, M, self.remat)
-        validate(lists, self.placement, M, self.remat)
-        return lists
+        return schedule(self.kind, self.placement, M, self.remat)
 
     def _gradients_complete(self, M: int) -> list[dict[int, int]]:
         """Returns `gradients_complete` of each worker's list for a training step."""
@@ -42,9 +39,7 @@ class RunSchedules:
 
     def _forward_lists(self, M: int) -> list[list[Instruction]]:
         """Returns one list per worker for a step of evaluation or generation."""
-        lists = forward_only(self.placement, M)
-        validate(lists, self.placement, M)
-        return lists
+        return forward_only(self.placement, M)
 
     def _training_posts(self, M: int, when_sent: bool) -> list[Posts]:
         """Returns for each worker when it posts the receives of a training step.

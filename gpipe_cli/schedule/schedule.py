@@ -1,7 +1,7 @@
 """Makes the schedule: every worker's instructions, as plain data (paper, sections 2.2 and 2.3, figure 2c).
 
-The engine runs these lists (a drawing stands in `pipeline/engine.py`), `simulate` times them, `picture` draws them and
-`validate` checks them, so that what is printed is what runs.
+The engine runs these lists (a drawing stands in `pipeline/engine.py`), `simulate` times them and `picture` draws them,
+so that what is printed is what runs. Their rules are checked by tests (`tests/helpers/schedule_rules.py`).
 
 `instruction.py` has the instructions, `orders.py` the kinds of schedule: an order of units of work for each worker.
 Here the units become instructions. A boundary inside a worker is no instruction: a reference, not a message. A send

@@ -29,13 +29,6 @@ def even_layers(layers: int = 8, width: int = 64) -> list[Any]:
     return [LayerBuilder(f"layer_{i}", partial(nn.Linear, width, width)) for i in range(layers)]
 
 
-def layers_in_threes(layers: int = 6) -> list[Any]:
-    """Returns a model whose number of layers must be a multiple of 3."""
-    if layers % 3:
-        raise ValueError(f"layers={layers}: use a multiple of 3")
-    return even_layers(layers)
-
-
 class OwnData:
     """Reads data as a user's own source without `typical_micro_batch`."""
 

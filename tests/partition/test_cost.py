@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpipe_cli.layers import LayerBuilder
-from gpipe_cli.partition.cost import count_parameters, layer_costs
+from gpipe_cli.partition.cost import layer_costs
 from gpipe_cli.partition.fake_layers import CostError
 from gpipe_cli.partition.model_profile import profile_layers
 
@@ -101,29 +100,15 @@ class TestFlops:
         (cost,) = layer_costs(builders(partial(Attention, 32, 4, causal)), floats(BATCH, 10, 32), "flops")
         assert cost.flops == 2 * BATCH * 10 * 32 * 4 * 32 + 2 * (2 * BATCH * 10 * 10 * 32)
 
-    def test_a_layer_without_products_costs_its_outputs(self) -> None:
-        costs = layer_costs(builders(partial(nn.Embedding, 7, 8), nn.ReLU), (torch.zeros(BATCH, 5).long(),), "flops")
-        assert [cost.cost for cost in costs] == [BATCH * 5 * 8, BATCH * 5 * 8]
-
     def test_no_cost_is_zero(self) -> None:
         (cost,) = layer_costs(builders(nn.Identity), (torch.zeros(BATCH).long(),), "flops")
         assert cost.cost == 1
-
-    def test_outputs_pass_on_as_inputs(self) -> None:
-        costs = layer_costs(builders(partial(nn.Linear, 8, 16), partial(nn.Linear, 16, 2)), floats(BATCH, 8), "flops")
-        assert [cost.outputs[0].shape for cost in costs if cost.outputs] == [(BATCH, 16), (BATCH, 2)]
 
     def test_integers_and_masks_travel_through_tuples(self) -> None:
         inputs = (torch.zeros(BATCH, 5).long(), torch.zeros(BATCH, 5).bool())
         costs = layer_costs(builders(Masked, TakesThree), inputs, "flops")
         assert [str(output) for output in costs[0].outputs or ()] == ["int64[4, 5]", "bool[4, 5]", "float32[4, 5, 8]"]
         assert [cost.cost for cost in costs] == [BATCH * 5 * 8, BATCH * 8]
-
-    def test_fake_and_meta_examples_do(self) -> None:
-        with FakeTensorMode():
-            fake = (torch.empty(BATCH, 8),)
-        for example in (fake, (torch.empty(BATCH, 8, device="meta"),)):
-            assert layer_costs(builders(partial(nn.Linear, 8, 16)), example, "flops")[0].flops == 2 * BATCH * 8 * 16
 
     def test_a_model_of_many_terabytes_is_counted(self) -> None:
         (cost,) = layer_costs(builders(partial(nn.Linear, 1 << 20, 1 << 22)), floats(1, 1 << 20), "flops")
@@ -135,11 +120,6 @@ class TestFlops:
         costs = layer_costs(layers, floats(BATCH, 8), "flops")
         assert (Counted.built, Counted.run) == (1, 1)
         assert [cost.name for cost in costs] == [layer.name for layer in layers]
-
-    def test_arguments_of_another_type_are_another_layer(self) -> None:
-        layers = builders(partial(nn.Linear, 8, 8, bias=True), partial(nn.Linear, 8, 8, bias=False))
-        layers += builders(partial(nn.Dropout, 0), partial(nn.Dropout, False))
-        assert count_parameters(layers) == [72, 64, 0, 0]
 
     def test_random_numbers_go_on_as_if_nothing_had_been_built(self) -> None:
         example = floats(BATCH, 8)
@@ -164,9 +144,6 @@ class TestDeclaredInsteadOfCounted:
         costs = layer_costs(builders(nn.ReLU, nn.ReLU, costs=(5.0, None)), floats(BATCH, 8), "flops")
         assert [cost.cost for cost in costs] == [5.0, BATCH * 8]
 
-    def test_a_declared_zero_is_a_zero(self) -> None:
-        assert layer_costs(builders(nn.ReLU, nn.ReLU, costs=(0.0, None)), floats(BATCH, 8), "flops")[0].cost == 0
-
     def test_a_tail_of_declared_layers_need_not_be_countable(self) -> None:
         costs = layer_costs(builders(nn.ReLU, LooksAtValues, costs=(None, 3.0)), floats(BATCH, 8), "flops")
         assert [cost.cost for cost in costs] == [BATCH * 8, 3.0]
@@ -189,13 +166,6 @@ class TestOtherWays:
             "float32[4, 8]",
         ]
 
-    @pytest.mark.gpu
-    @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-    def test_profile_waits_for_the_gpu(self) -> None:
-        small, large = partial(nn.Linear, 64, 64), partial(nn.Linear, 64, 1 << 18)
-        costs = profile_layers(builders(small, large), floats(4096, 64), torch.device("cuda")).layers
-        assert costs[1].cost > 10 * costs[0].cost
-
 
 class TestErrors:
     def test_declared_without_a_cost_names_the_layer(self) -> None:
@@ -208,14 +178,22 @@ class TestErrors:
         with pytest.raises(CostError, match=r"layer 'layer1', given float32\[4, 16\], fails .* RuntimeError"):
             layer_costs(builders(partial(nn.Linear, 8, 16), partial(nn.Linear, 8, 8)), floats(BATCH, 8), "flops")
 
-    def test_an_output_that_is_no_tensor(self) -> None:
-        class Words(nn.Module):
-            def forward(self, x: Tensor) -> str:
-                return "no tensor"
-
-        with pytest.raises(CostError, match=r"a layer returns a tensor, or tensors in tuples.*not a str"):
-            layer_costs(builders(Words), floats(BATCH, 8), "flops")
-
     def test_a_layer_that_cannot_be_built(self) -> None:
         with pytest.raises(CostError, match="layer 'layer0' cannot be built: TypeError"):
             layer_costs(builders(partial(nn.Linear, 8)), floats(BATCH, 8), "flops")
+
+    @pytest.mark.parametrize(
+        ("build", "message"),
+        [
+            (lambda: nn.LazyLinear(4), r"'layer0': parameter 'weight' gets its shape only .* nn.Linear\(in_features"),
+            (
+                lambda: nn.ParameterList([torch.zeros(3, dtype=torch.complex64)]),
+                r"'layer0': parameter '0' is complex \(complex64\): .* torch.view_as_complex",
+            ),
+        ],
+        ids=["lazy", "complex"],
+    )
+    def test_lazy_and_complex_parameters(self, build: Any, message: str) -> None:
+        for how in ("flops", "parameters"):
+            with pytest.raises(CostError, match=message):
+                layer_costs(builders(build), floats(2, 3), how)

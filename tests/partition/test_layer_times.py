@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.partition import layer_times
 from gpipe_cli.partition.fake_layers import CostError
-from gpipe_cli.partition.layer_times import LayerTimes, LayerTrial, total_times
+from gpipe_cli.partition.layer_times import LayerTrial
 from gpipe_cli.partition.model_profile import ModelProfile, profile_layers
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm
 
@@ -111,22 +111,10 @@ def test_an_auxiliary_loss_belongs_to_its_layer() -> None:
     assert profile(partial(Judged, 8, 8)).times[0].total == 0  # without targets there is nothing to judge by
 
 
-def test_an_auxiliary_loss_that_fails_is_named_with_its_layer() -> None:
-    with pytest.raises(CostError, match=r"layer 'layer_0'.*IndexError"):
-        profile(partial(Judged, 8, 8), targets=())
-
-
 def test_layers_that_are_equal_are_timed_once() -> None:
     first, second, third = profile(*[partial(Slow, 8, 8)] * 3).times
     assert second is third  # the first differs: its input needs no gradient
     assert first is not second
-
-
-def test_layers_timed_in_groups_of_one_have_the_times_of_a_group_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    layers = [partial(Slow, 8, 8), partial(nn.Linear, 8, 4), partial(SlowWeight, 4, 4)]
-    together = profile(*layers, loss=slow_loss)
-    monkeypatch.setattr(layer_times, "_ENOUGH", 1)
-    assert profile(*layers, loss=slow_loss) == together
 
 
 def test_a_layer_may_work_in_place() -> None:
@@ -143,63 +131,3 @@ def test_batchnorm_gathers_in_every_forward_but_not_when_it_is_recomputed() -> N
     trial.infer()
     trial.recompute()
     assert batchnorm.gathered_count == 2 * 4
-
-
-class Stream:
-    """Stands for a GPU's, where work takes as long as a test says, and waiting for it half a second."""
-
-    now, waits = 0.0, 0
-
-    def work(self, seconds: float) -> None:
-        self.now += seconds
-
-    def wait(self, *_: object) -> None:
-        self.waits += 1
-        self.now += 0.5
-
-
-class StreamEvent:
-    def __init__(self, stream: Stream) -> None:
-        self.stream, self.at = stream, -1.0
-
-    def record(self, stream: Stream) -> None:
-        self.at = stream.now
-
-    def synchronize(self) -> None:
-        self.stream.wait()
-
-    def elapsed_time(self, end: StreamEvent) -> float:
-        return (end.at - self.at) * 1000
-
-
-@pytest.fixture
-def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
-    made = Stream()
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: StreamEvent(made))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made)
-    monkeypatch.setattr(torch.cuda, "synchronize", made.wait)
-    return made
-
-
-def test_a_gpu_is_not_waited_for_around_what_is_timed(stream: Stream) -> None:
-    clock = layer_times._Clock(torch.device("cuda"))
-    for seconds in (0.1, 0.3, 0.2):
-        with clock.running("forward"):
-            stream.work(seconds)
-    assert stream.waits == 0
-    assert clock.median("forward") == pytest.approx(0.2)
-    assert stream.waits > 0  # else the events may not have come yet
-
-
-def test_what_a_gpu_did_before_it_was_warm_does_not_count(stream: Stream) -> None:
-    clock = layer_times._Clock(torch.device("cuda"))
-    for seconds in (9.0, 0.2):
-        clock.forget()
-        with clock.running("forward"):
-            stream.work(seconds)
-    assert clock.median("forward") == pytest.approx(0.2)
-
-
-def test_times_of_layers_add_up() -> None:
-    ones, tens = LayerTimes(1, 2, 3, 4, 5, 6), LayerTimes(10, 20, 30, 40, 50, 60)
-    assert total_times([ones, tens]) == LayerTimes(11, 22, 33, 44, 55, 66)

@@ -83,12 +83,6 @@ class TestAgainstAllCuts:
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 class TestBothObjectives:
-    def test_one_cell_takes_all(self, objective: str) -> None:
-        assert partition([3, 1, 2], 1, objective) == [3]
-
-    def test_as_many_cells_as_layers(self, objective: str) -> None:
-        assert partition([3, 1, 2], 3, objective) == [1, 1, 1]
-
     def test_equal_layers_that_do_not_divide_go_to_the_later_cells(self, objective: str) -> None:
         assert partition([0.1] * 10, 4, objective) == [2, 2, 3, 3]
 
@@ -127,18 +121,6 @@ def test_the_cheapest_dearest_cell_can_cost_variance() -> None:
     assert cell_costs(costs, partition(costs, 3, "min_variance")) == [6, 2, 3]
 
 
-def test_unknown_objective_lists_the_known_ones() -> None:
-    with pytest.raises(
-        PartitionError, match=r"pipeline\.partition=even: use min_max, min_variance or the cells' sizes"
-    ):
-        partition([1, 2], 1, "even")
-
-
-def test_zero_cells_are_refused() -> None:
-    with pytest.raises(PartitionError, match=r"pipeline\.K=0: use pipeline\.K=1 or more"):
-        partition([1, 2], 0, "min_max")
-
-
 class TestExplicitSizes:
     def test_are_taken_as_they_are(self) -> None:
         assert partition([1, 1, 1, 9], 2, (3, 1)) == [3, 1]
@@ -158,12 +140,6 @@ class TestExplicitSizes:
 
 
 class TestPlace:
-    def test_one_worker_for_each_cell(self) -> None:
-        assert place([1, 1, 1], 3) == (0, 1, 2)
-
-    def test_one_worker_for_all(self) -> None:
-        assert place([1, 1, 1], 1) == (0, 0, 0)
-
     def test_the_busiest_worker_has_the_least_to_do(self) -> None:
         assert place([1, 1, 1, 3, 1], 3) == (0, 0, 0, 1, 2)
 
@@ -173,7 +149,3 @@ class TestPlace:
         assert str(caught.value) == (
             "3 workers for pipeline.K=2: every worker runs at least one cell; use 1 to 2 workers or pipeline.K>=3"
         )
-
-
-def test_cell_costs_add_up_their_layers() -> None:
-    assert cell_costs([1, 2, 3, 4], [1, 3]) == [1, 9]

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from own_plan import IDEAL, OWN, SleepingTask, planned
-from torch.utils.flop_counter import flop_registry
 
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.commands.plan import main, make_request
@@ -213,16 +208,6 @@ def test_halves_of_a_backward_have_their_own_operations() -> None:
     assert attention.backward_seconds <= halves < 1.1 * attention.backward_seconds
 
 
-def test_attention_counts_in_every_release_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ("model=transformer_lm_small", "model.L=1", "plan.kernels=accelerator", "plan.device=a100-40gb")
-    counted = planned(*words)
-    for name in ("", "_backward"):
-        operation = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{name}")
-        monkeypatch.delitem(flop_registry, operation, raising=False)
-    assert planned(*words).cells[0].flops == counted.cells[0].flops
-    assert planned(*words).step_seconds == counted.step_seconds
-
-
 def test_a_slower_link_makes_the_step_longer() -> None:
     fast = planned(*OWN, "pipeline.K=4")
     linked = planned(*OWN[:-1], "pipeline.K=4", IDEAL.replace("link: 1e15", "link: 1e6"))
@@ -247,22 +232,6 @@ def everything(*overrides: str) -> list[Plan]:
         planner.plan(replace(pipeline, K=K, M=M, remat=remat))
         for K, M, remat in product((1, 2, 4), micro_batch_counts(request.settings), REMAT_BY_SPEED)
     ]
-
-
-def test_fit_finds_what_trying_everything_finds() -> None:
-    all_of_them = everything(*OWN)
-    sizes = sorted(made.memory for made in all_of_them)
-    for limit in (sizes[len(sizes) // 8], sizes[len(sizes) // 2]):
-        expected = next(made for made in all_of_them if made.memory <= limit)
-        request = make_request((*OWN, f"plan.fit={limit}", "plan.candidates=[1,2,4]"))
-        found = find_plan(request.settings, request.options)
-        assert (found.K, found.M, found.remat) == (expected.K, expected.M, expected.remat)
-
-
-def test_fit_says_what_comes_nearest_when_nothing_fits() -> None:
-    request = make_request((*OWN, "plan.fit=250KB", "plan.candidates=[1,2]"))
-    with pytest.raises(ConfigurationError, match=r"nothing fits 0.00025 GB: the nearest is .* pipeline.K=2"):
-        find_plan(request.settings, request.options)
 
 
 def test_best_is_the_fastest_of_all_that_fit() -> None:
@@ -307,15 +276,6 @@ def test_micro_batches_too_small_for_batchnorm_are_no_choice() -> None:
         planned(*images, "pipeline.M=4")
 
 
-def test_grow_ends_at_the_last_value_that_fits_and_passes_over_those_that_the_model_refuses() -> None:
-    own = ("model._target_=own_plan.layers_in_threes", *OWN[1:], "pipeline.K=2", "plan.memory=1MB")
-    request = make_request((*own, "model.layers=6", "plan.grow=model.layers"))
-    found = find_plan(request.settings, request.options).found["model.layers"]
-    assert found % 3 == 0
-    assert planned(*own, f"model.layers={found}").fits
-    assert not planned(*own, f"model.layers={found + 3}").fits
-
-
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
@@ -355,18 +315,6 @@ def test_a_user_s_own_model_data_and_task(tmp_path: Path, capsys: pytest.Capture
     assert "<svg" in (tmp_path / "plan.svg").read_text()
 
 
-def test_a_sweep_is_one_table_with_a_row_for_each_job(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["-m", *OWN, "pipeline.K=2,4", "pipeline.M=8,32"]) == 0
-    rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[-4:]]
-    assert rows == [["2", "8"], ["2", "32"], ["4", "8"], ["4", "32"]]
-
-
-def test_a_sweep_as_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["-m", *OWN, "pipeline.K=2,4", "plan.format=json"]) == 0
-    plans = json.loads(capsys.readouterr().out)["plans"]
-    assert [made["K"] for made in plans] == [2, 4]
-
-
 def test_more_micro_batches_than_examples_are_planned_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["model=transformer_lm_small", "pipeline.M=64"]) == 0
     assert "data.batch_size=32 has no 64 micro-batches: planned with data.batch_size=64" in capsys.readouterr().out
@@ -397,14 +345,6 @@ def described(figure: str) -> str:
 def test_mistakes_are_named(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_plan_leaves_nothing_behind(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "helpers")}
-    command = [sys.executable, "-m", "gpipe_cli.commands.plan", *OWN]
-    subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_sizes_are_read_with_their_units() -> None:

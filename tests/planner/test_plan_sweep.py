@@ -75,11 +75,6 @@ def test_a_batch_size_that_was_raised_is_noted_with_its_job(capsys: pytest.Captu
     assert alone(*OWN, "pipeline.M=100", capsys=capsys)["notes"] == [note]
 
 
-def test_a_picture_of_a_sweep_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["-m", *SMALL, "plan.picture=plan.svg"]) == 2
-    assert "plan.picture=plan.svg shows one plan, not a sweep" in capsys.readouterr().err
-
-
 def test_a_picture_that_cannot_be_written_is_told_behind_the_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,9 +109,3 @@ def test_a_job_that_is_refused_keeps_its_row_and_the_others_are_planned(capsys: 
     assert planned["K"] == 2
     assert refused.keys() == {"overrides", "refused"}
     assert refused["overrides"][-2:] == ["pipeline.K=4000", "plan.format=json"]
-
-
-def test_what_all_jobs_are_refused_for_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["-m", *SMALL, "plan.fit=1KB"]) == 2
-    lines = capsys.readouterr().out.splitlines()
-    assert sum("refusal" in line for line in lines) == 1

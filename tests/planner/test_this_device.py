@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
-import torch
 from own_plan import OWN, SleepingTask
 
 from gpipe_cli.commands.plan import make_request
@@ -72,17 +69,3 @@ def test_what_is_timed_on_a_gpu_alone_takes_longer_where_it_is_shared(monkeypatc
     made = Planner(request.settings, request.options).plan()
     assert made.cells[0].forward_seconds >= 100 * SleepingTask.SECONDS
     assert made.notes == ["100 workers share a GPU of this machine: each has that part of its memory and speed"]
-
-
-def test_starting_an_operation_is_timed_without_waiting_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starting takes 1 µs here, and waiting for the GPU 2 ms."""
-    now = 0.0
-
-    def turn(seconds: float) -> None:
-        nonlocal now
-        now += seconds
-
-    monkeypatch.setattr(this_device, "time", SimpleNamespace(perf_counter=lambda: now))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: turn(2e-3))
-    found = this_device._seconds(lambda: turn(1e-6), is_gpu=True, calls=this_device._QUEUED)
-    assert found == pytest.approx(1e-6 + 2e-3 / this_device._QUEUED)

@@ -78,7 +78,7 @@ class ProcessGroupTransport:
     def send(self, message: Message, tensors: Tensors, spec: BoundarySpec) -> None:
         """Implements `Transport.send`; with gloo it waits for the oldest message once `send_window` messages are kept.
 
-        As a rule the oldest has long arrived; `schedule/validate.py` checks that this wait always ends.
+        As a rule the oldest has long arrived; for every kind of schedule this wait ends.
         """
         sending = self._sending[message.direction]
         if len(sending) == self._window:

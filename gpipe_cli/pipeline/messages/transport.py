@@ -25,8 +25,8 @@ class Transport(Protocol):
     """Sends and receives boundaries for one worker of a pipeline.
 
     Order: messages of one direction between two workers arrive in the order in which they are sent, and receives are
-    posted in that order. `schedule/validate.py` checks that the instruction lists do so. The two directions do not wait
-    for each other. Steps need no mark: the exchange of all workers between two steps separates their messages.
+    posted in that order; every kind of schedule does so. The two directions do not wait for each other. Steps need no
+    mark: the exchange of all workers between two steps separates their messages.
     """
 
     @property

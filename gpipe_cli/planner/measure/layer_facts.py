@@ -22,16 +22,8 @@ from torch.overrides import TorchFunctionMode
 from ...layers import LayerBuilder
 from ...micro_batch import Tensors
 from ...optim.average import averaged_tensors
-from ...partition.drawn_values import Drawn, draw, have_one_shape, run_on
-from ...partition.fake_layers import (
-    CostError,
-    TensorShape,
-    build_key,
-    build_or_explain,
-    build_without_memory,
-    fake_mode,
-    refuse_too_few_examples,
-)
+from ...partition.drawn_values import Drawn, draw, measured_on_shapes
+from ...partition.fake_layers import CostError, TensorShape, build_key
 from ...pipeline.batchnorm import DeferredBatchNorm, defer_batchnorm
 from ...pipeline.halves import backward_of_inputs
 from ...pipeline.messages.boundary import canonical, passed_on
@@ -267,44 +259,19 @@ def _measure_layer(
     autocast: Autocast,
     boundary_type: torch.dtype | None,
 ) -> tuple[LayerFacts, Drawn | None]:
-    """Measures on fake tensors or, where the layer cannot run on them, on random values.
+    """Returns the facts, and the outputs of each draw where their shapes depend on values; ``drawn``: its inputs."""
 
-    Args:
-        drawn: inputs of each draw, where their shapes depend on values.
+    def measure(module: nn.Module, values: Tensors) -> LayerFacts:
+        typed = (
+            tensor.to(described.shape.dtype).requires_grad_(described.needs_gradient)
+            for tensor, described in zip(values, boundary, strict=True)
+        )
+        wanted = draw(targets)[0]
+        return _measure_module(module, grouped_like(typed, boundary), wanted, autocast, boundary_type)
 
-    Returns:
-        The facts, and the outputs of each draw where their shapes depend on values.
-    """
-    if drawn is None:
-        fake = fake_mode()
-        module = build_without_memory(builder, fake)
-        try:
-            with fake:
-                inputs = grouped_like((tensor.fake() for tensor in boundary), boundary)
-                wanted = tuple(shape.empty() for shape in targets)
-                return _measure_module(module, inputs, wanted, autocast, boundary_type), None
-        except Exception as error:
-            refuse_too_few_examples(error, _given(builder, boundary))
-            drawn = draw(grouped_like((tensor.shape for tensor in boundary), boundary))
-    torch.manual_seed(0)
-    module = build_or_explain(builder)
-    typed = (
-        tensor.to(described.shape.dtype).requires_grad_(described.needs_gradient)
-        for tensor, described in zip(drawn[0], boundary, strict=True)
-    )
-    inputs = grouped_like(typed, boundary)
-    try:
-        outputs = run_on(module, drawn)
-        found = _measure_module(module, inputs, draw(targets)[0], autocast, boundary_type)
-    except Exception as error:
-        refuse_too_few_examples(error, _given(builder, boundary))
-        raise CostError(f"{_given(builder, boundary)}, cannot be planned: {type(error).__name__}: {error}") from error
-    fixed = have_one_shape(outputs)
-    return replace(found, by_values=True, may_end_cell=fixed), None if fixed else outputs
-
-
-def _given(builder: LayerBuilder, boundary: Sequence[BoundaryTensor]) -> str:
-    return f"layer {builder.name!r}, given {', '.join(str(tensor.shape) for tensor in boundary)}"
+    shapes = grouped_like((tensor.shape for tensor in boundary), boundary)
+    found, by_values, outputs = measured_on_shapes(builder, shapes, drawn, measure)
+    return replace(found, by_values=by_values, may_end_cell=outputs is None), outputs
 
 
 def _measure_module(

@@ -5,9 +5,8 @@ Both run on tensors without values; under `plan.device=this` they are run and ti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +16,7 @@ from ...cpu import as_worker, usable_cores
 from ...errors import ConfigurationError
 from ...factory.build import boundary_type_of, build_autocast
 from ...factory.example import example_micro_batch
-from ...factory.kept_profile import KeptProfile, profiled_costs
+from ...factory.kept_profile import KeptProfile
 from ...layers import LayerBuilder
 from ...micro_batch import MicroBatch
 from ...partition.cost import LayerCost, layer_costs
@@ -28,7 +27,7 @@ from ..options import Options
 from ..timing import TimeModel
 from .background_load import background_load
 from .layer_facts import BoundaryTensor, LayerFacts, measure_layers, measure_loss
-from .this_device import measure_rates, present_device, workers_on_a_gpu
+from .this_device import present_device, workers_on_a_gpu
 
 if TYPE_CHECKING:
     from ...tasks.base import Task
@@ -69,7 +68,6 @@ class Measurements:
         task: its loss stands behind the last layer.
         times: works out times; layers that are timed are added to it.
         kernels: see `layer_facts.kernels_of`.
-        say: called with a line of text before anything that takes long.
     """
 
     def __init__(
@@ -80,10 +78,9 @@ class Measurements:
         task: Task,
         times: TimeModel,
         kernels: str,
-        say: Callable[[str], None],
     ) -> None:
         self._settings, self._options, self._builders, self._task = settings, options, builders, task
-        self._times, self._kernels, self._say = times, kernels, say
+        self._times, self._kernels = times, kernels
         self._here = present_device(settings.pipeline)
         self._sharing = workers_on_a_gpu(settings.pipeline) if options.device is None else 1
         self._known: dict[int, Measurement] = {}
@@ -119,7 +116,7 @@ class Measurements:
                 )
             costs = [
                 replace(cost, by_values=facts.by_values, may_end_cell=facts.may_end_cell)
-                for cost, facts in zip(self._costs(layers, loss, micro_batch, timed, notes), layers, strict=True)
+                for cost, facts in zip(self._costs(layers, loss, micro_batch, timed), layers, strict=True)
             ]
             notes += notes_on_values(costs)
         except TooFewExamples as error:
@@ -136,54 +133,39 @@ class Measurements:
         loss: LayerFacts | None,
         micro_batch: MicroBatch,
         timed: ModelProfile | None,
-        notes: list[str],
     ) -> list[LayerCost]:
-        """Returns the costs by which a run on this machine would cut the model."""
+        """Returns the costs by which the model is cut.
+
+        For `pipeline.cost=profile` on this machine they are those of the profile that a run uses, or this one, which it
+        will use; for a described device, and where layers take too long to be timed, they are worked out.
+        """
         how = self._settings.pipeline.cost
         if how != "profile":
             return layer_costs(self._builders, micro_batch[0], how)
-        with as_worker(self._settings.pipeline.threads):  # a profile is kept for a number of threads
-            kept = KeptProfile.of(self._builders, micro_batch, self._settings, self._here)
-            if kept.read() is None:
-                if timed is not None:
-                    kept.write(timed.costs)
-                    return timed.costs
-                if not self._soon_timed(layers, loss):
-                    notes.append(
-                        "layers are too large to be timed for a plan: cut by worked-out times, where gpipe-train times "
-                        "them (pipeline.cost=profile)"
-                    )
-                    return self._worked_out_costs(layers, loss)
-                self._say("timing the layers on this machine, once, as gpipe-train does (pipeline.cost=profile)")
-            values = self._with_values(micro_batch)
-            return profiled_costs(self._builders, values, self._settings, self._here, notes.append)
-
-    def _worked_out_costs(self, layers: Sequence[LayerFacts], loss: LayerFacts | None) -> list[LayerCost]:
+        if self._options.device is None:
+            with as_worker(self._settings.pipeline.threads):  # a profile is kept for a number of threads
+                kept = KeptProfile.of(self._builders, micro_batch, self._settings, self._here)
+            if (costs := kept.read()) is not None:
+                return costs
+            if timed is not None:
+                kept.write(timed.costs)
+                return timed.costs
         seconds = [times.total for times in self._times.layers(layers, loss)]
         return [
             LayerCost(builder.name, facts.parameter_count, None, None, cost)
             for builder, facts, cost in zip(self._builders, layers, seconds, strict=True)
         ]
 
-    def _soon_timed(self, layers: Sequence[LayerFacts], loss: LayerFacts | None) -> bool:
-        """Returns whether timing layers and loss on this machine takes seconds rather than minutes."""
-        distinct = dict.fromkeys([*layers, *([] if loss is None else [loss])])  # equal layers are timed once
-        return sum(self._times_here.estimate(facts).total for facts in distinct) <= LONGEST_PROFILE
-
-    @cached_property
-    def _times_here(self) -> TimeModel:
-        """Returns the time model of this machine, whatever device the plan is for."""
-        return self._times if self._options.device is None else TimeModel(measure_rates(self._settings.pipeline))
-
     def _time(
         self, layers: Sequence[LayerFacts], loss: LayerFacts | None, micro_batch: MicroBatch, notes: list[str]
     ) -> ModelProfile | None:
         """Times layers and loss on this machine; returns None, with a note, where that fails or takes too long."""
-        if not self._soon_timed(layers, loss):
+        distinct = dict.fromkeys([*layers, *([] if loss is None else [loss])])  # equal layers are timed once
+        if sum(self._times.estimate(facts).total for facts in distinct) > LONGEST_PROFILE:
             notes.append("layers are too large to be timed here: times follow from the machine's measured rates")
             return None
         try:
-            timed = self._run(micro_batch)
+            timed = self._profile(micro_batch)
         except (CostError, RuntimeError) as error:
             notes.append(f"layers could not be timed here ({error}): times follow from the machine's measured rates")
             return None
@@ -192,10 +174,11 @@ class Measurements:
         self._times.measured.update({facts: times.slower(self._sharing) for facts, times in both if times})
         return timed
 
-    def _run(self, micro_batch: MicroBatch) -> ModelProfile:
+    def _profile(self, micro_batch: MicroBatch) -> ModelProfile:
         pipeline = self._settings.pipeline
         autocast = build_autocast(self._settings.precision, self._here)
-        inputs, targets = self._with_values(micro_batch)
+        # Ones may stand for tokens, labels and pixels.
+        inputs, targets = (tuple(torch.ones_like(tensor, device=self._here) for tensor in side) for side in micro_batch)
         at_once = min(pipeline.planned_workers * pipeline.replicas, usable_cores() // pipeline.threads)
         others = max(0, at_once - 1) if self._here.type == "cpu" else 0
         with as_worker(pipeline.threads), background_load(others, pipeline.threads):
@@ -208,8 +191,3 @@ class Measurements:
                 targets,
                 boundary_type_of(self._settings.precision),
             )
-
-    def _with_values(self, micro_batch: MicroBatch) -> MicroBatch:
-        """Returns ones, which may stand for tokens, labels and pixels."""
-        inputs, targets = (tuple(torch.ones_like(tensor, device=self._here) for tensor in side) for side in micro_batch)
-        return inputs, targets

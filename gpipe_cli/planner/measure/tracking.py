@@ -47,34 +47,6 @@ class Operation(NamedTuple):
     half: bool
 
 
-class LiveBytes:
-    """Counts the bytes of storages that are alive.
-
-    Attributes:
-        now: bytes alive now.
-        peak: most bytes alive; may be set back to `now`.
-    """
-
-    def __init__(self) -> None:
-        self.now = self.peak = 0
-        self._alive: dict[int, weakref.ref[Any]] = {}
-
-    def count(self, tensor: Tensor) -> None:
-        """Counts the storage of a tensor, once, for as long as it lives."""
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._alive:
-            return
-        self.now += size
-        self.peak = max(self.peak, self.now)
-
-        def gone(_: object) -> None:
-            del self._alive[key]
-            self.now -= size
-
-        self._alive[key] = weakref.ref(storage, gone)
-
-
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Lists the operations that run inside it and counts the bytes of the storages that they make.
 
@@ -82,23 +54,16 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ow
 
     Attributes:
         operations: operations since the last `begin`.
+        now: bytes alive now.
+        peak: most bytes alive since the last `begin`.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.operations: list[Operation] = []
-        self._live = LiveBytes()
+        self.now = self.peak = 0
+        self._alive: dict[int, weakref.ref[Any]] = {}
         self._ignored: set[int] = set()
-
-    @property
-    def now(self) -> int:
-        """Returns the bytes alive now."""
-        return self._live.now
-
-    @property
-    def peak(self) -> int:
-        """Returns the most bytes alive since the last `begin`."""
-        return self._live.peak
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Leaves out the storages of tensors, which the caller keeps alive for as long as the tracker is used."""
@@ -106,7 +71,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ow
 
     def begin(self) -> None:
         """Starts a new list of operations and a new peak."""
-        self.operations, self._live.peak = [], self._live.now
+        self.operations, self.peak = [], self.now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -123,9 +88,20 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ow
         return out
 
     def _watch(self, tensor: Tensor) -> None:
+        """Counts the storage of a tensor, once, for as long as it lives."""
+        storage, key = tensor.untyped_storage(), storage_key(tensor)
         # A storage that is not resizable is not torch's: a slot of memory that two workers share.
-        if storage_key(tensor) not in self._ignored and tensor.untyped_storage().resizable():
-            self._live.count(tensor)
+        if key in self._ignored or key in self._alive or not storage.resizable():
+            return
+        size = storage.nbytes()
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+        def gone(_: object) -> None:
+            del self._alive[key]
+            self.now -= size
+
+        self._alive[key] = weakref.ref(storage, gone)
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -16,7 +16,7 @@ from ...schedule.orders import KINDS
 from ...typed_section import shown
 from ..options import Options
 from ..plan import Plan
-from ..planner import Planner, Say, say_nothing
+from ..planner import Planner
 from .attempts import Attempts
 from .growth import grow
 
@@ -25,18 +25,15 @@ MOST_MICRO_BATCHES = 1024
 _AT_ONCE = 16  # values of K tried between one that does not fit and one that does, before those between them
 
 
-def find_plan(settings: Settings, options: Options, say: Say = say_nothing) -> Plan:
+def find_plan(settings: Settings, options: Options) -> Plan:
     """Returns the plan of a configuration, after the search of `plan.fit`, `plan.best`, `plan.grow` or M=auto, if any.
-
-    Args:
-        say: called with a line of text before anything that takes long.
 
     Raises:
         ConfigurationError: the configuration cannot be planned, or nothing fits.
     """
     if options.grow is not None:
-        return grow(settings, options, options.grow, say)
-    planner = Planner(settings, options, say)
+        return grow(settings, options, options.grow)
+    planner = Planner(settings, options)
     if options.fit is not None:
         return smallest(planner)
     if options.best:

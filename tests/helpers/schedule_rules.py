@@ -1,0 +1,70 @@
+"""Checks instruction lists against the rules of a synchronous pipeline (paper, section 2.2)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from gpipe_cli.schedule.instruction import BACK, Instruction, InstructionLists, Message, Op, execution_order
+
+
+def check_rules(lists: InstructionLists, placement: Sequence[int], M: int, remat: str | None = None) -> None:
+    """Checks the lists of one step.
+
+    * Every cell runs every micro-batch forward once and backward once, whole or in its two halves, on its own worker.
+      What an instruction needs has run before it.
+    * Between two workers the messages of one direction are received in the order in which they are sent.
+    * The workers never wait for each other in a circle, with at most `send_window` messages on their way.
+
+    Args:
+        remat: None for a forward-only step.
+
+    Raises:
+        ScheduleError: workers wait for ever.
+        AssertionError: another rule is broken; names the instruction.
+    """
+    done: set[Instruction] = set()
+    ways: dict[tuple[int, int, str], tuple[list[Message], list[Message]]] = defaultdict(lambda: ([], []))
+    for worker, i in execution_order(lists):
+        assert placement[i.cell] == worker and i not in done, i
+        assert all(any(one in done for one in needed) for needed in _needs(i, placement)), i
+        assert i.op not in (*BACK, Op.RECOMPUTE) or not any(one in done for one in _back(i.cell, i.micro_batch)), i
+        done.add(i)
+        for end, message in enumerate((i.sent_message, i.awaited_message)):
+            if message is not None:
+                sender, receiver = placement[message.sender], placement[message.receiver]
+                assert sender != receiver, i
+                ways[sender, receiver, message.direction][end].append(message)
+    assert all(sent == received for sent, received in ways.values()), "messages received in another order than sent"
+    cells = range(len(placement))
+    ops = {(op, cell, m): Instruction(op, cell, m) in done for op in Op for cell in cells for m in range(M)}
+    assert sum(ops.values()) == len(done), "a cell or a micro-batch that does not exist"
+    for cell in cells:
+        for m in range(M):
+            assert ops[Op.FORWARD, cell, m], f"no forward {cell}.{m}"
+            assert (remat is not None) == (ops[Op.BACKWARD, cell, m] or ops[Op.WEIGHT_GRADIENT, cell, m]), f"{cell}.{m}"
+            assert ops[Op.WEIGHT_GRADIENT, cell, m] == ops[Op.INPUT_GRADIENT, cell, m], f"half a backward {cell}.{m}"
+            if remat != "except_last":
+                assert ops[Op.RECOMPUTE, cell, m] == (remat == "always"), f"recompute {cell}.{m}"
+
+
+def _back(cell: int, m: int) -> list[Instruction]:
+    """Returns the instructions of which either makes the gradient of the cell's input."""
+    return [Instruction(op, cell, m) for op in BACK]
+
+
+def _needs(i: Instruction, placement: Sequence[int]) -> Iterator[list[Instruction]]:
+    """Yields what must have run before an instruction; of each list one."""
+    cell, m = i.cell, i.micro_batch
+    if i.op is Op.FORWARD and cell > 0:
+        local = placement[cell - 1] == placement[cell]
+        yield [Instruction(Op.FORWARD, cell - 1, m) if local else Instruction(Op.RECEIVE_ACTIVATION, cell, m)]
+    if i.op in (Op.RECOMPUTE, Op.SEND_ACTIVATION, *BACK):
+        yield [Instruction(Op.FORWARD, cell, m)]
+    if i.op in BACK and cell + 1 < len(placement):
+        local = placement[cell + 1] == placement[cell]
+        yield _back(cell + 1, m) if local else [Instruction(Op.RECEIVE_GRADIENT, cell, m)]
+    if i.op is Op.WEIGHT_GRADIENT:
+        yield [Instruction(Op.INPUT_GRADIENT, cell, m)]
+    if i.op is Op.SEND_GRADIENT:
+        yield _back(cell, m)
