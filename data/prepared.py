@@ -15,8 +15,8 @@ import sentencepiece
 
 from ..cpu import usable_cores
 from .defects import defects_of
-from .sentences import keep_vocabularies
-from .source import Report, cache_folder, writing_cache
+from .kept_vocabularies import keep_vocabularies
+from .source import Report, Source, cache_folder, writing_cache
 
 WORK = "work"  # folder of the intermediate files, in a folder that is being made
 SMALL_BYTES = 4 * 2**20  # text that one process prepares before others have started
@@ -58,10 +58,13 @@ class PreparedText(Protocol):
 Store = TypeVar("Store", bound=PreparedText)
 
 
-class PreparedSource(Generic[Store]):
-    """Holds the text that a source reads, from `prepare` on."""
+class PreparedSource(Source, Generic[Store]):
+    """Reads a prepared text; `prepare` calls `_use`."""
 
     _store: Store | None = None
+
+    def _use(self, store: Store) -> None:
+        self._store, self.prepared_defects = store, defects_of(store.folder)
 
     @property
     def _opened(self) -> Store:
@@ -70,13 +73,8 @@ class PreparedSource(Generic[Store]):
         return self._store
 
     def keep_vocabularies(self, folder: Path) -> None:
-        """Copies what ids mean to a folder, from which `sentences` reads it without the text."""
+        """Copies what ids mean to a folder, from which `kept_vocabularies` reads it without the text."""
         keep_vocabularies(self._opened.folder, folder)
-
-    @property
-    def prepared_defects(self) -> dict[str, int]:
-        """Returns how many defects of each kind the text has; most of these lines are left out."""
-        return defects_of(self._opened.folder)
 
     def fingerprint(self) -> str:
         """Returns that of the text that is trained on, which the order of reading does not change."""

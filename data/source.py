@@ -1,21 +1,19 @@
-"""Defines the interface of a data source, and the helpers that the sources share.
-
-A source is any class with the three methods of `Source`; nothing has to be inherited. Only the first worker of a
-replica reads it.
-"""
+"""Defines what a data source is, and the helpers that the sources share."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -44,12 +42,40 @@ class Batch:
     position: Any
 
 
-class Source(Protocol):
-    """Yields mini-batches. `data._target_` names a class with these methods."""
+class HeldOutSample(NamedTuple):
+    """Holds a sentence to translate; `source_ids` ends with the end token, as the model reads it."""
 
-    def prepare(self, report: Report) -> None:
-        """Builds or opens what the batches need; called once, before the first batch."""
+    language: str
+    source: str
+    reference: str
+    source_ids: list[int]
 
+
+class Source(ABC):
+    """Yields mini-batches; `data._target_` names a subclass. Only the first worker of each replica reads it.
+
+    Attributes:
+        pad_id, bos_id, eos_id: token ids, for generation.
+        class_names: by label, for pictures.
+        sizes, scripts: training pairs and script of each language, for averages of scores over languages.
+        evaluation_split: which held-out sentences are translated, "dev" or "test".
+        evaluation_per_language: how many of them of each language; None: all.
+        prepared_defects: counts of what `prepare` found broken or left out, equal on every replica; for summary.json.
+        defects: counts of what this replica found broken while reading; added up there.
+    """
+
+    pad_id: int = 0
+    bos_id: int = 0
+    eos_id: int = 0
+    class_names: Sequence[str] = ()
+    sizes: Mapping[str, int] = MappingProxyType({})
+    scripts: Mapping[str, str] = MappingProxyType({})
+    evaluation_split: str = "dev"
+    evaluation_per_language: int | None = None
+    prepared_defects: Mapping[str, int] = MappingProxyType({})
+    defects: Mapping[str, int] = MappingProxyType({})
+
+    @abstractmethod
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Yields mini-batches from just after `position` (None: from the start), without end; an end would end the run.
 
@@ -57,21 +83,70 @@ class Source(Protocol):
         same seed and position give the same batches.
         """
 
+    @abstractmethod
     def evaluation(self, M: int) -> Iterator[Batch]:
         """Yields the whole evaluation set once; the last batches may have fewer micro-batches."""
 
-    # Optional methods and attributes:
-    # `typical_micro_batch(micro_batches, longest) -> (micro_batch, examples)`, for plans made without data: the largest
-    #     micro-batch, on the meta device, of a typical mini-batch of `examples` examples that is divided into
-    #     `micro_batches` (of all replicas). With `longest`, sequences are as long as the source's limits allow.
-    # `epoch(position) -> float`, how often the data was read up to `position`; `trainer.epochs` needs it.
-    # `evaluation_share(M, replica, replicas)`, the mini-batches number replica, replica + replicas, … of `evaluation`;
-    #     where reading is slow, so that not every replica reads everything.
-    # `prepared_defects`, counts of what `prepare` found broken or left out; equal on every replica. For summary.json.
-    # `defects`, a dict of counts of what was found broken while reading, on this replica. For summary.json, added up.
-    # `fingerprint() -> str`, of the prepared training data. A run is not resumed with data of another fingerprint.
-    #     Equal data have an equal one on every machine and under every path.
-    # `keep_vocabularies(folder)`, writes what ids stand for, as files that a resume compares byte for byte.
+    def evaluation_share(self, M: int, replica: int, replicas: int) -> Iterator[Batch]:
+        """Yields the mini-batches number replica, replica + replicas, … of `evaluation`."""
+        return islice(self.evaluation(M), replica, None, replicas)
+
+    def prepare(self, report: Report) -> None:  # noqa: B027 # most need nothing
+        """Builds or opens what the batches need; called once, before the first batch."""
+
+    def typical_micro_batch(self, micro_batches: int, longest: bool) -> tuple[MicroBatch, int]:
+        """Returns a micro-batch and the number of examples of its mini-batch, for plans; reads a mini-batch for it.
+
+        Args:
+            micro_batches: of the mini-batch, in all replicas.
+            longest: with sequences as long as the source's limits allow, where these are known.
+
+        Raises:
+            ConfigurationError: there is no mini-batch.
+        """
+        self.prepare(no_report)
+        batch = next(self.train(None, micro_batches, 0, 1), None)
+        if batch is None:
+            raise ConfigurationError(f"{name_of(self)} yields no mini-batch: its train() must not end")
+        return batch.micro_batches[0], sum(len(inputs[0]) for inputs, _ in batch.micro_batches)
+
+    def epoch(self, position: Any) -> float:
+        """Returns how often the data were read up to `position`; for `trainer.epochs`."""
+        raise self._lacks("epoch(position), by which trainer.epochs counts: use trainer.steps")
+
+    def epochs(self, position: Any) -> Mapping[str, float]:
+        """Returns the same for each language."""
+        return {}
+
+    def fingerprint(self) -> str | None:
+        """Returns a digest of the prepared training data, equal for equal data on every machine and under every path.
+
+        A run is not resumed with data of another one; None: not checked.
+        """
+        return None
+
+    def keep_vocabularies(self, folder: Path) -> None:  # noqa: B027
+        """Writes what ids stand for into `folder`, as files that a resume compares byte for byte."""
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns the token ids of each text, as the model reads them."""
+        raise self._lacks("encode(texts), which gives their token ids")
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of token ids, up to the first end token."""
+        raise self._lacks("decode(ids), which gives their text")
+
+    def held_out(self, split: str, per_language: int | None) -> list[HeldOutSample]:
+        """Returns held-out sentences of "dev" or "test", `per_language` of each language (None: all)."""
+        raise self._lacks("held_out(split, per_language), which gives sentences to translate")
+
+    def _lacks(self, method: str) -> ConfigurationError:
+        return ConfigurationError(f"data._target_={name_of(self)} has no method {method}")
+
+
+def name_of(source: object) -> str:
+    """Returns the full name of an object's class."""
+    return f"{type(source).__module__}.{type(source).__qualname__}"
 
 
 def no_report(text: str, done: int, total: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ import torch
 from .cldr.languages import SCRIPTS
 from .prepared import PreparedSource
 from .sampling import TemperatureSampler, temperature_shares
-from .source import Batch, Report, permutation, read_ahead, slices_of_replica, split_evenly
+from .source import Batch, HeldOutSample, Report, permutation, read_ahead, slices_of_replica, split_evenly
 from .store import HeldOutPair, Ragged, Store, Tokens
 from .token_batches import dealt, least_pairs, micro_batches, width_of
 from .vocabulary import BOS, EOS, PAD
@@ -29,15 +29,6 @@ CHUNK_PAIRS = 2**22  # ... but no more pairs than this: they are held in memory,
 EVALUATION_BATCH = 64  # sentences of a micro-batch
 TOKENS_OF_WIDTH = 0.8  # share of a padded target that is not padding, in CLDR batches
 SPLITS = ("dev", "test")  # held-out sentences: dev for evaluations during training, test for the final comparison
-
-
-class HeldOutSample(NamedTuple):
-    """Holds a sentence to translate; `source_ids` ends with the end token, as the model reads it."""
-
-    language: str
-    source: str
-    reference: str
-    source_ids: list[int]
 
 
 class PairSource(PreparedSource[Store]):
@@ -90,7 +81,10 @@ class PairSource(PreparedSource[Store]):
         Raises:
             ConfigurationError: the vocabulary does not suit the corpus, or `max_length` leaves a language no pair.
         """
-        self._store = store = self._open(report)
+        store = self._open(report)
+        self._use(store)
+        self.sizes = store.sizes
+        self.scripts = {code: SCRIPTS[code] for code in store.sizes if code in SCRIPTS}
         if self._batch_tokens is not None:
             self._pairs = max(1, round(self._batch_tokens / _mean_target(store, self._temperature)))
 
@@ -163,16 +157,6 @@ class PairSource(PreparedSource[Store]):
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of target ids, up to the first end token."""
         return self._opened.target_vocabulary.decode(ids)
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Returns the number of training pairs of each language."""
-        return self._opened.sizes
-
-    @property
-    def scripts(self) -> dict[str, str]:
-        """Returns the script of each language that is in the table of CLDR languages."""
-        return {code: SCRIPTS[code] for code in self.sizes if code in SCRIPTS}
 
     def epoch(self, position: Any) -> float:
         """Returns the pairs read up to `position` over the size of the corpus; small languages repeat more often."""

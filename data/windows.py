@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from .sampling import EpochOrder
-from .source import Batch, read_ahead, slices_of_replica, split_evenly
+from .source import Batch, Source, read_ahead, slices_of_replica, split_evenly
 from .vocabulary import PAD
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class TokenSequence(Protocol):
         """Returns the ids at these places, an array of the same shape."""
 
 
-class WindowSource:
+class WindowSource(Source):
     """Yields mini-batches of windows of `sequence_length` tokens; each token is predicted from those before it.
 
     A micro-batch is `((ids [b, T],), (next_ids [b, T],))`, int64. Every epoch reads all windows in another order. Only

@@ -61,7 +61,8 @@ class TextSource(WindowSource, PreparedSource[Store]):
         Raises:
             ConfigurationError: the corpus is shorter than one block.
         """
-        self._store = store = open_store(self.parameters, self._cache_dir, report)
+        store = open_store(self.parameters, self._cache_dir, report)
+        self._use(store)
         sizes = list(store.sizes.values())
         rows = store.locate(np.repeat(np.arange(len(sizes)), sizes), np.concatenate([np.arange(n) for n in sizes]))
         order = permutation(len(rows), self._seed, "stream")

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from ...micro_batch import MicroBatch
 from ...targets import require_fitting
-from ..source import Batch, Report, permutation, read_ahead, slices_of_replica, split_evenly
+from ..source import Batch, Report, Source, permutation, read_ahead, slices_of_replica, split_evenly
 from .loading import typical_images
 
 CLASSES = 10
@@ -26,7 +26,7 @@ TEST_IMAGES = 360  # the last ones: mostly of writers who are not in the trainin
 WHITE = 16  # the brightest value of the stored images
 
 
-class DigitsSource:
+class DigitsSource(Source):
     """Yields mini-batches of digits, enlarged, and in training slightly rotated, moved and scaled.
 
     A micro-batch is `((images uint8 [b, 3, S, S],), (labels int64 [b],))`. All images are kept in memory, enlarged;

@@ -52,11 +52,6 @@ class TransformedImages(Dataset[Example]):
     def __len__(self) -> int:
         return len(self._images)
 
-    @property
-    def others(self) -> int:
-        """Returns the number of files beside the images that are no images."""
-        return self._images.others
-
     def fingerprint(self) -> str:
         return self._images.fingerprint()
 

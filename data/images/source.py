@@ -11,8 +11,8 @@ from torch.utils.data import Dataset, Subset
 
 from ...errors import ConfigurationError
 from ...targets import require_fitting
-from ..examples import ExampleSource
-from ..source import Batch, Report, cache_folder, read_ahead, split_evenly
+from ..source import Batch, Report, Source, cache_folder, read_ahead, split_evenly
+from ..torch_datasets import DatasetSource
 from .datasets import help_for, open_images
 from .files import BrokenImage, Images
 from .loading import LoadedMicroBatch, TransformedImages, collate, loader_workers, typical_images
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class ImageSource:
+class ImageSource(Source):
     """Yields mini-batches of images that loader processes read and transform.
 
     A micro-batch is `((images uint8 [b, 3, S, S],), (labels int64 [b],))`: bytes, which the model's first layer scales
@@ -58,8 +58,6 @@ class ImageSource:
     Raises:
         ValueError: a value is outside its limits.
     """
-
-    class_names: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -103,6 +101,7 @@ class ImageSource:
         train, evaluation = open_images(self._dataset, self._root, self._folders, self._download, cache, report)
         self._check_counts(train, evaluation)
         self.class_names = train.class_names
+        self.prepared_defects = {"other_files": train.others + evaluation.others}
         self._broken_limit = min(self._broken_limit, len(train) - 1)
         self._sets = (
             TransformedImages(train, training_transform(self._image_size, *self._augmentation), self._broken_limit + 1),
@@ -135,16 +134,6 @@ class ImageSource:
             if loaded:
                 yield Batch([one.tensors for one in loaded], batch.position)
 
-    @property
-    def prepared_defects(self) -> dict[str, int]:
-        """Returns the number of files in class folders that are no images."""
-        return {"other_files": sum(images.others for images in self._prepared)}
-
-    @property
-    def defects(self) -> dict[str, int]:
-        """Returns the number of images that could not be read."""
-        return {"broken_images": len(self.broken_images)}
-
     def fingerprint(self) -> str:
         """Returns a digest of the names and labels of the training images."""
         return self._prepared[0].fingerprint()
@@ -159,8 +148,8 @@ class ImageSource:
             raise RuntimeError("ImageSource: call prepare() before reading")
         return self._sets
 
-    def _examples(self, evaluation: Dataset[Any] | None = None) -> ExampleSource:
-        return ExampleSource(
+    def _examples(self, evaluation: Dataset[Any] | None = None) -> DatasetSource:
+        return DatasetSource(
             self._prepared[0],
             self._prepared[1] if evaluation is None else evaluation,
             self._batch_size,
@@ -193,6 +182,7 @@ class ImageSource:
     def _count(self, broken: BrokenImage) -> None:
         self.broken_images[broken.name] = broken.reason
         found, limit = len(self.broken_images), self._broken_limit
+        self.defects = {"broken_images": found}
         if found > limit:
             raise ConfigurationError(
                 f"{broken.name} is broken ({broken.reason}). It is broken image number {found} of this run, and "

@@ -21,9 +21,9 @@ import numpy as np
 
 from ...errors import ConfigurationError
 from ..defects import Defect, DefectCount, Ledger
+from ..kept_vocabularies import SOURCE, TOKENIZER, open_vocabulary
 from ..prepared import WORK
 from ..sampling import EvenSample
-from ..sentences import SOURCE, TOKENIZER, open_vocabulary
 from ..source import Report
 from ..store import whole_file, write_text
 from ..vocabulary import Vocabulary, cached_vocabulary

@@ -10,8 +10,8 @@ from pathlib import Path
 from ...errors import ConfigurationError
 from ...targets import require_fitting
 from ..defects import OF_TEXT, check_policy, defect_notice
+from ..kept_vocabularies import read_vocabulary
 from ..prepared import PreparedSource, digest_of, prepared_folder, stat_of, worker_count
-from ..sentences import read_vocabulary
 from ..source import Report
 from ..vocabulary import BOS, smaller_notice
 from ..windows import TokenSequence, WindowSource
@@ -108,7 +108,9 @@ class TextFilesSource(WindowSource, PreparedSource[TextStore]):
         given = [] if self.form.tokenizer is None else [Path(self.form.tokenizer).expanduser()]
         stats = [[stat_of(file) for file in group] for group in (files, held_out, given)]
         name = f"text-{digest_of(FORMAT, asdict(self.form), stats)}"
-        self._store = store = TextStore(prepared_folder(self._cache_dir, name, make, report))
+        store = TextStore(prepared_folder(self._cache_dir, name, make, report))
+        self._use(store)
+        self.eos_id = store.vocabulary.eos_id
         self._tell(store)
         if len(store.train) <= self._length:
             raise ConfigurationError(
@@ -129,11 +131,6 @@ class TextFilesSource(WindowSource, PreparedSource[TextStore]):
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of the ids up to the first end token."""
         return self._opened.vocabulary.decode(ids)
-
-    @property
-    def eos_id(self) -> int:
-        """Returns the id of the token that ends a document."""
-        return self._opened.vocabulary.eos_id
 
     def _training_tokens(self) -> TokenSequence:
         return self._opened.train

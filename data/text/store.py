@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..sentences import open_vocabulary, vocabulary_file
+from ..kept_vocabularies import open_vocabulary, vocabulary_file
 from ..source import fingerprint_of
 
 FORMAT = 1  # raised when the same parameters would give other bytes

@@ -172,8 +172,7 @@ def typed(value: Json) -> str:
 
 def fingerprint(source: Source | None) -> str | None:
     """Returns the fingerprint of the training data; None where the source has none, or this worker reads no data."""
-    make = getattr(source, "fingerprint", None)
-    return None if make is None else str(make())
+    return None if source is None else source.fingerprint()
 
 
 def require_same_data(info: CheckpointInfo, source: Source | None, allow_changes: Sequence[str]) -> None:
@@ -195,11 +194,10 @@ def require_same_data(info: CheckpointInfo, source: Source | None, allow_changes
 
 def vocabularies(source: Source | None) -> dict[str, str]:
     """Returns the SHA-256 of each file in which the source says what ids mean; none where it says nothing."""
-    keep = getattr(source, "keep_vocabularies", None)
-    if keep is None:
+    if source is None:
         return {}
     with TemporaryDirectory(prefix="gpipe-vocabulary-") as folder:
-        keep(Path(folder))
+        source.keep_vocabularies(Path(folder))
         return vocabularies_in(Path(folder))
 
 

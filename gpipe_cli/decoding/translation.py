@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..micro_batch import MicroBatch, Tensors
-from ..tasks.base import GenerationSettings
+from ..tasks.base import GenerationSettings, Task
 from .beam import BeamSearch
-
-
-class GenerationTask(Protocol):
-    """Defines what decoding calls of a task."""
-
-    def log_probabilities(self, logits: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -37,7 +30,7 @@ class TranslationForm:
         task: computes the log-probabilities of the next token from the last cell's outputs.
     """
 
-    task: GenerationTask
+    task: Task
     settings: GenerationSettings
     tokens: SpecialTokens
     uses_caches: bool = True

@@ -54,10 +54,11 @@ def build_source(section: Mapping[str, Any], seed: int, task: Mapping[str, Any] 
         task: the section; with the key ``targets_become`` the targets are inputs of the model, too.
 
     Raises:
-        ConfigurationError: it failed, or lacks a method.
+        ConfigurationError: it failed, or is no `Source`.
     """
-    source = cast(Source, _with_methods("data", _with_seed(section, seed), seed, ("train", "evaluation")))
-    return source if not (task or {}).get("targets_become") else cast(Source, TargetsAsInputs(source))
+    source: Any = _instantiate("data", _with_seed(section, seed), seed)
+    _require_subclass("data", section, source, Source)
+    return cast(Source, TargetsAsInputs(source) if (task or {}).get("targets_become") else source)
 
 
 def build_task(section: Mapping[str, Any], seed: int = 0) -> Task:
@@ -67,10 +68,10 @@ def build_task(section: Mapping[str, Any], seed: int = 0) -> Task:
     """
     is_loss = _arguments_left(section) == 2
     task = _instantiate("task", {**section, "_partial_": True} if is_loss else section, seed)
-    if is_loss or (callable(task) and not hasattr(task, "loss")):
+    if is_loss or (callable(task) and not isinstance(task, Task)):
         task = LossFunctionTask(task)
-    _require_methods("task", section, task, ("weight", "loss", "evaluate", "summarize"))
-    return cast(Task, CheckedTask(cast(Task, task), section["_target_"]))
+    _require_subclass("task", section, task, Task)
+    return cast(Task, CheckedTask(task, section["_target_"]))
 
 
 def _arguments_left(section: Mapping[str, Any]) -> int:
@@ -126,9 +127,8 @@ def build_lr_schedule(section: Mapping[str, Any], optimizer: torch.optim.Optimiz
     Raises:
         ConfigurationError: it is no learning rate schedule, does not take its keys, or its `step` needs an argument.
     """
-    methods = ("step", "get_last_lr", "state_dict", "load_state_dict")
-    made = _with_methods("lr_schedule", section, seed, methods, optimizer)
-    lr_schedule = cast(LRScheduler, made)
+    lr_schedule = _instantiate("lr_schedule", section, seed, optimizer)
+    _require_subclass("lr_schedule", section, lr_schedule, LRScheduler)
     needed = [name for name, given in signature(lr_schedule.step).parameters.items() if given.default is given.empty]
     if needed:
         raise ConfigurationError(
@@ -136,7 +136,7 @@ def build_lr_schedule(section: Mapping[str, Any], optimizer: torch.optim.Optimiz
             "arguments: use one that counts steps, such as lr_schedule=cosine, and trainer.patience to end a run that "
             "no longer gets better"
         )
-    return lr_schedule
+    return cast(LRScheduler, lr_schedule)
 
 
 def build_autocast(precision: PrecisionConfig, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
@@ -187,18 +187,11 @@ def parameters_of(section: Mapping[str, Any]) -> Mapping[str, Parameter]:
         return {}
 
 
-def _with_methods(
-    key: str, section: Mapping[str, Any], seed: int, methods: Sequence[str], *arguments: object
-) -> object:
-    made = _instantiate(key, section, seed, *arguments)
-    _require_methods(key, section, made, methods)
-    return cast(object, made)
-
-
-def _require_methods(key: str, section: Mapping[str, Any], made: object, methods: Sequence[str]) -> None:
-    missing = [name for name in methods if not callable(getattr(made, name, None))]
-    if missing:
-        raise ConfigurationError(f"{key}._target_={section['_target_']} has no method {', '.join(missing)}")
+def _require_subclass(key: str, section: Mapping[str, Any], made: object, base: type) -> None:
+    if not isinstance(made, base):
+        raise ConfigurationError(
+            f"{key}._target_={section['_target_']} is no subclass of {base.__module__}.{base.__qualname__}"
+        )
 
 
 def _describe(value: object) -> str:

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from ..config import Settings
-from ..data.source import Source
-from ..errors import ConfigurationError
 from ..micro_batch import MicroBatch
 from .build import build_source, parameters_of
 
@@ -30,26 +28,9 @@ def example_micro_batch(settings: Settings, micro_batches: int, longest: bool) -
         ConfigurationError: the mini-batch has too few examples.
     """
     source = build_source(settings.data, 0, settings.task)  # a seed on which no shape depends
-    typical = getattr(source, "typical_micro_batch", None)
-    (inputs, targets), examples = _read(source, micro_batches) if typical is None else typical(micro_batches, longest)
+    (inputs, targets), examples = source.typical_micro_batch(micro_batches, longest)
     inputs, targets = (tuple(torch.empty_like(tensor, device="meta") for tensor in side) for side in (inputs, targets))
     return (inputs, targets), examples
-
-
-def _read(source: Source, micro_batches: int) -> tuple[MicroBatch, int]:
-    """Reads one mini-batch of a source that has no `typical_micro_batch`."""
-    prepare = getattr(source, "prepare", None)
-    if prepare is not None:
-        prepare(lambda text, done, total: None)
-    batches = source.train(None, micro_batches, 0, 1)
-    try:
-        read = next(iter(batches)).micro_batches
-    except StopIteration:
-        raise ConfigurationError("data._target_ yields no mini-batch: its train() must not end") from None
-    finally:
-        if hasattr(batches, "close"):
-            batches.close()
-    return read[0], sum(len(inputs[0]) for inputs, _ in read)
 
 
 def asks_for_example(model: Mapping[str, Any]) -> bool:

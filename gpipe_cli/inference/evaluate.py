@@ -14,7 +14,7 @@ from ..metrics.image_pictures import draw_classification
 from ..metrics.language_pictures import ModelScores, draw_languages
 from ..metrics.records import Evaluation
 from ..metrics.translation_scores import languages_of
-from ..trainer.assembly import Assembly, assemble_evaluator, assemble_from_checkpoint, generation_settings
+from ..trainer.assembly import Assembly, assemble_evaluator, assemble_from_checkpoint
 from ..trainer.evaluator import evaluation_fields
 
 REPORT = "evaluation.json"
@@ -50,7 +50,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
 
 def report(assembly: Assembly, result: Evaluation) -> dict[str, Any]:
     """Returns the results of the evaluation, and what is needed to compare it with another."""
-    generation = generation_settings(assembly.task)
+    generation = assembly.task.generation
     search = {} if generation is None else {**result.effort, "length_exponent": generation.length_exponent}
     return {
         "parameters": assembly.layout.cut.parameters,
@@ -60,7 +60,7 @@ def report(assembly: Assembly, result: Evaluation) -> dict[str, Any]:
         "signature": result.signature,
         "numbers": {name: value if math.isfinite(value) else None for name, value in result.numbers.items()},
         "sizes": dict(result.sizes),
-        "scripts": dict(getattr(assembly.source, "scripts", {})),
+        "scripts": {} if assembly.source is None else dict(assembly.source.scripts),
     }
 
 

@@ -10,7 +10,7 @@ from ..decoding.sampling import ContinuationForm, Prompt, SamplingSettings
 from ..errors import ConfigurationError
 from ..launch.context import Context
 from ..trainer.assembly import Assembly, assemble_from_checkpoint
-from .lines import MOST_TOKENS, answer_lines, codec_of
+from .lines import MOST_TOKENS, answer_lines
 
 
 def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class Continuer:
                 f"this run's model reads inputs of {list(shape.inputs)} dimensions: generating text needs a language "
                 "model, which reads token ids [rows, tokens] alone (gpipe-translate translates)"
             )
-        self._codec, self._settings, self._emit = codec_of(assembly), settings, emit
+        self._codec, self._settings, self._emit = assembly.source, settings, emit
         self._eos = assembly.first.tokens.eos_id
         window = None if _keeps_caches(assembly) else assembly.world.broadcast(lambda: _window(assembly))
         self._decoder = Decoder(assembly.pipeline, ContinuationForm(settings, self._eos, window))

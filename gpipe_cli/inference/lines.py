@@ -9,11 +9,9 @@ import os
 import select
 import time
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Protocol
 
-from ..data.source import Source
 from ..distributed.exchange import Exchange
-from ..errors import ConfigurationError
 from ..launch.context import Context
 from ..trainer.assembly import Assembly
 
@@ -21,14 +19,6 @@ TICK_SECONDS = 0.2  # between two checks whether to stop
 LINGER_SECONDS = 0.05  # waits for more lines after the first: a larger batch is faster
 MOST_TOKENS = 1024  # of a line, where no training sentence was longer: attention over more would fill the memory
 IDLE_SECONDS = 60.0  # without a line; then all workers run an exchange, so that none times out waiting for rank 0
-
-
-class TextCodec(Protocol):
-    """Defines what answering calls of a data source."""
-
-    def encode(self, texts: list[str]) -> list[list[int]]: ...
-
-    def decode(self, ids: list[int]) -> str: ...
 
 
 class Answerer(Protocol):
@@ -41,22 +31,6 @@ class Answerer(Protocol):
     at_once: int
 
     def answer(self, lines: list[str]) -> None: ...
-
-
-def codec_of(assembly: Assembly) -> TextCodec | None:
-    """Returns the data source, where this worker has it.
-
-    Raises:
-        ConfigurationError: it cannot turn texts into ids and back.
-    """
-    source: Source | None = assembly.source
-    lacking = [name for name in ("encode", "decode") if source is not None and not hasattr(source, name)]
-    if lacking:
-        raise ConfigurationError(
-            f"data._target_={assembly.settings.data['_target_']} of this run has no method {lacking[0]}: reading and "
-            "writing text needs encode(texts), their token ids, and decode(ids)"
-        )
-    return cast("TextCodec | None", source)
 
 
 def answer_lines(context: Context, assembly: Assembly, answerer: Answerer, pipe: str) -> None:

@@ -9,9 +9,9 @@ from ..decoding.beam import Hypothesis
 from ..decoding.decoding import Decoder
 from ..errors import ConfigurationError
 from ..launch.context import Context
-from ..trainer.assembly import Assembly, assemble_decoder, assemble_from_checkpoint, generation_settings
+from ..trainer.assembly import Assembly, assemble_decoder, assemble_from_checkpoint
 from . import lines as line_by_line
-from .lines import answer_lines, codec_of
+from .lines import answer_lines
 
 
 def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
@@ -46,10 +46,10 @@ class Translator:
     """
 
     def __init__(self, assembly: Assembly, emit: Callable[[dict[str, Any]], None], longest: int | None) -> None:
-        generation, settings = generation_settings(assembly.task), assembly.settings
+        generation, settings = assembly.task.generation, assembly.settings
         if generation is None:
             raise ConfigurationError(f"task._target_={settings.task['_target_']} of this run generates no text")
-        self._codec = codec_of(assembly)
+        self._codec = assembly.source
         self._decoder: Decoder = assemble_decoder(assembly, generation)
         self._beam, self._emit, self._longest = generation.beam, emit, longest
         self.at_once = generation.group * settings.pipeline.M

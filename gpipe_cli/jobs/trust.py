@@ -18,7 +18,7 @@ from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.targets import DATA, MODELS, TASKS
 
 SECTIONS = ("model", "data", "task")  # optimizer and lr_schedule are not built without training
-OURS = frozenset({*MODELS, *DATA, *TASKS, "gpipe_cli.data.examples.ExampleSource"})
+OURS = frozenset({*MODELS, *DATA, *TASKS, "gpipe_cli.data.torch_datasets.DatasetSource"})
 
 
 def trusted_names(word: str) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,16 +16,12 @@ import torch
 from torch import Tensor
 
 from ..data.sampling import EvenSample
+from ..data.source import Source
 from ..distributed.world import World
 from ..micro_batch import MicroBatch
+from ..tasks.base import Task
 
 IMAGES = 24  # in the picture; enough to judge, few enough to draw in half a second
-
-
-class PredictingTask(Protocol):
-    """Describes a task whose predictions can be shown; the method is optional for tasks."""
-
-    def predictions(self, outputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -54,10 +49,10 @@ class PredictionKeeper:
 
     Args:
         task: whose `predictions` are kept.
-        source: may have `class_names`; on the first worker of each replica, None elsewhere.
+        source: names the classes; on the first worker of each replica, None elsewhere.
     """
 
-    def __init__(self, world: World, task: PredictingTask, source: Any) -> None:
+    def __init__(self, world: World, task: Task, source: Source | None) -> None:
         self._world, self._task, self._source = world, task, source
         self._rows: list[Tensor] = []
         self._images = EvenSample[Tensor](IMAGES)
@@ -83,7 +78,7 @@ class PredictionKeeper:
             return None
         rows = np.concatenate(seen)
         labels, predicted = rows[:, 0].astype(np.int64), rows[:, 1].astype(np.int64)
-        known = getattr(self._source, "class_names", ())
+        known = () if self._source is None else self._source.class_names
         classes = max(len(known), int(max(labels.max(), predicted.max())) + 1)
         names = [*known, *(str(number) for number in range(len(known), classes))]
         count = min(IMAGES, len(kept))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ..errors import Problems
 from ..micro_batch import Tensors
@@ -16,36 +17,39 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Task(Protocol):
+class Task(ABC):
     """Computes loss and metrics of micro-batches, as sums, which do not depend on how a mini-batch is divided.
 
-    Nothing has to be inherited. `outputs` are those of the last layer, as a tuple even if there is only one tensor;
-    `targets` are the data source's. `weight` gets the targets on the CPU, the other methods get all on the device.
+    `task._target_` names a subclass. `outputs` are those of the last layer, as a tuple even if there is only one
+    tensor; `targets` are the data source's. `weight` gets the targets on the CPU, the other methods get all on the
+    device.
 
     Attributes:
         statistics: names of the sums that `loss` also returns, in pairs (part, whole) such as ("accuracy", "examples").
-            The quotient of a pair is logged under the name of the part. May be empty.
+            The quotient of a pair is logged under the name of the part.
         metrics: names of the sums that `evaluate` returns.
         unit: what `weight` counts: "examples" or "tokens".
+        shows_predictions: whether evaluations draw what `predictions` returns.
+        generation: how much an evaluation generates; None: nothing.
     """
 
-    @property
-    def statistics(self) -> tuple[str, ...]: ...
-
-    @property
-    def metrics(self) -> tuple[str, ...]: ...
-
-    @property
-    def unit(self) -> str: ...
+    statistics: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ("loss",)
+    unit: str = "examples"
+    shows_predictions: bool = False
+    generation: GenerationSettings | None = None
 
     def weight(self, targets: Tensors) -> float:
         """Returns the number of examples, or of tokens that are not padding."""
+        return float(len(targets[0]))
 
+    @abstractmethod
     def loss(self, outputs: Tensors, targets: Tensors) -> tuple[Tensor, Tensor]:
         """Returns, for training, (the sum of the loss, a scalar; `statistics`, float64 without gradient)."""
 
     def evaluate(self, outputs: Tensors, targets: Tensors) -> Tensor:
         """Returns the micro-batch's `metrics`: float64, on the device."""
+        return self.loss(outputs, targets)[0].double().reshape(1)
 
     def summarize(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
         """Returns the figures of an evaluation; the first one is the loss by which the best checkpoint is chosen.
@@ -54,25 +58,25 @@ class Task(Protocol):
             sums: `metrics` summed over the evaluation set.
             weight: of the evaluation set; positive.
         """
+        return {name: sums[name] / weight for name in self.metrics}
 
-
-class GeneratingTask(Task, Protocol):
-    """Adds to a task what is needed if the model generates text, token by token.
-
-    Attributes:
-        generation: how much an evaluation generates; None: nothing.
-    """
-
-    @property
-    def generation(self) -> GenerationSettings | None: ...
+    def predictions(self, outputs: Tensors, targets: Tensors) -> Tensor:
+        """Returns label, predicted class and its probability of each example, [b, 3]."""
+        raise NotImplementedError
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
         """Returns float32 [b, V] of the next token (−∞: never), from the last position of logits [b, t, V]."""
+        raise NotImplementedError
 
     def score(
         self, hypotheses: Sequence[str], references: Sequence[str], groups: Sequence[str] | None = None
     ) -> dict[str, float]:
         """Returns the scores of generated sentences; with `groups`, a name for each sentence, also of every group."""
+        raise NotImplementedError
+
+    def signature(self) -> str | None:
+        """Returns how `score` counts, in short."""
+        return None
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ from torch.nn import functional as F
 
 from ..micro_batch import Tensors
 from ..targets import require_fitting
+from .base import Task
 from .cross_entropy import smoothed_cross_entropy, widened
 
 
-class ClassificationTask:
+class ClassificationTask(Task):
     """Computes the loss and accuracy of outputs (logits [b, classes], …) for targets (labels int64 [b], …).
 
     Args:
@@ -23,17 +24,13 @@ class ClassificationTask:
         ValueError: a value is outside its limits; the message names the key.
     """
 
-    unit = "examples"
-    statistics: tuple[str, ...] = ("accuracy", "examples")
-    metrics: tuple[str, ...] = ("nll", "top1", "top5")
+    statistics = ("accuracy", "examples")
+    metrics = ("nll", "top1", "top5")
+    shows_predictions = True
 
     def __init__(self, label_smoothing: float = 0.1) -> None:
         require_fitting("gpipe_cli.tasks.classification.ClassificationTask", locals())
         self.label_smoothing = label_smoothing
-
-    def weight(self, targets: Tensors) -> float:
-        """Returns the number of examples."""
-        return float(len(targets[0]))
 
     def loss(self, outputs: Tensors, targets: Tensors) -> tuple[Tensor, Tensor]:
         """Returns (smoothed cross-entropy summed over the examples, [correct examples, examples])."""

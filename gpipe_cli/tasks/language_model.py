@@ -11,10 +11,11 @@ from torch.nn import functional as F
 
 from ..micro_batch import Tensors
 from ..targets import require_fitting
+from .base import Task
 from .cross_entropy import smoothed_cross_entropy, widened
 
 
-class LanguageModelTask:
+class LanguageModelTask(Task):
     """Computes loss and metrics of outputs (logits [b, t, V],) for targets (next ids [b, t],). Padding is left out.
 
     Args:
@@ -28,14 +29,14 @@ class LanguageModelTask:
     """
 
     unit = "tokens"
-    metrics: tuple[str, ...] = ("nll", "correct")
+    metrics = ("nll", "correct")
 
     def __init__(
         self, label_smoothing: float = 0.0, logit_clip: float | None = None, pad_id: int | None = None
     ) -> None:
         require_fitting("gpipe_cli.tasks.language_model.LanguageModelTask", locals())
         self.label_smoothing, self.logit_clip, self.pad_id = label_smoothing, logit_clip, pad_id
-        self.statistics: tuple[str, ...] = () if logit_clip is None else ("clipped_logits_share", "logits")
+        self.statistics = () if logit_clip is None else ("clipped_logits_share", "logits")
 
     def weight(self, targets: Tensors) -> float:
         """Returns the number of targets that are not padding."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ..errors import ConfigurationError
 from ..micro_batch import Tensors
+from .base import Task
 
 
-class OwnLossTask:
+class OwnLossTask(Task):
     """Takes the model's output for the mean loss of a micro-batch's targets, and weights it by their number.
 
     The data source's targets are the last inputs of the model (`targets_become`), so that it can compute the loss.
@@ -23,8 +24,6 @@ class OwnLossTask:
     """
 
     unit = "tokens"
-    statistics: tuple[str, ...] = ()
-    metrics: tuple[str, ...] = ("loss",)
 
     def __init__(self, targets_become: Sequence[str] = ("labels",), ignored: int | None = -100) -> None:
         self.targets_become, self.ignored = targets_become, ignored
@@ -47,36 +46,20 @@ class OwnLossTask:
             )
         return mean.reshape(()) * self._count(targets[0]), torch.zeros(0, dtype=torch.float64, device=mean.device)
 
-    def evaluate(self, outputs: Tensors, targets: Tensors) -> Tensor:
-        """Returns [the sum of the loss]."""
-        return self.loss(outputs, targets)[0].double().reshape(1)
-
-    def summarize(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
-        """Returns the mean over the targets that count."""
-        return {"loss": sums["loss"] / weight}
-
     def _count(self, target: Tensor) -> Tensor:
         ignored = (target == -100) if self.ignored is None else (target == -100) | target.eq(self.ignored)
         return (~ignored).sum()
 
 
-class LossFunctionTask:
+class LossFunctionTask(Task):
     """Takes what a function returns for the mean loss of a micro-batch's examples, and weights it by their number.
 
     Args:
         function: gets the model's outputs and the targets, each a tensor, or a tuple where there are several.
     """
 
-    unit = "examples"
-    statistics: tuple[str, ...] = ()
-    metrics: tuple[str, ...] = ("loss",)
-
     def __init__(self, function: Callable[[Any, Any], Any]) -> None:
         self._function = function
-
-    def weight(self, targets: Tensors) -> float:
-        """Returns the number of examples."""
-        return float(len(targets[0]))
 
     def loss(self, outputs: Tensors, targets: Tensors) -> tuple[Tensor, Tensor]:
         """Returns (the function's mean loss times the number of examples; nothing).
@@ -92,11 +75,3 @@ class LossFunctionTask:
                 "examples of a micro-batch, as a tensor"
             )
         return mean.reshape(()) * len(targets[0]), torch.zeros(0, dtype=torch.float64, device=mean.device)
-
-    def evaluate(self, outputs: Tensors, targets: Tensors) -> Tensor:
-        """Returns [the sum of the loss]."""
-        return self.loss(outputs, targets)[0].double().reshape(1)
-
-    def summarize(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
-        """Returns the mean over the examples."""
-        return {"loss": sums["loss"] / weight}

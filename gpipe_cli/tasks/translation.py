@@ -40,7 +40,6 @@ class TranslationTask(LanguageModelTask):
             last[:, self.pad_id] = -float("inf")
         return last
 
-    @property
     def signature(self) -> str:
         """Returns sacreBLEU's signature, which describes how scores are counted."""
         return bleu_signature()

@@ -201,7 +201,10 @@ def agree_on_cut(
     """
 
     def make() -> list[dict[str, Any]]:
-        return [asdict(part) for part in describe_and_cut(builders, settings, world, source, cast(Batch, read), say)]
+        return [
+            asdict(part)
+            for part in describe_and_cut(builders, settings, world, cast(Source, source), cast(Batch, read), say)
+        ]
 
     first, cut = world.broadcast(make)
     shape = BatchShape(tuple(first["shape"]["inputs"]), tuple(first["shape"]["targets"]))
@@ -212,7 +215,7 @@ def describe_and_cut(
     builders: Sequence[LayerBuilder],
     settings: Settings,
     world: World,
-    source: Source | None,
+    source: Source,
     read: Batch,
     say: Callable[[str], None],
 ) -> tuple[FirstBatch, Cut]:
@@ -221,7 +224,7 @@ def describe_and_cut(
     example = micro_batches[0]
     profile = partial(profiled_costs, builders, example, settings, world.device, say)
     cut = cut_model(builders, settings.pipeline, world.workers, example, profile, say)
-    tokens = SpecialTokens(*(int(getattr(source, name, 0)) for name in ("bos_id", "eos_id", "pad_id")))
+    tokens = SpecialTokens(source.bos_id, source.eos_id, source.pad_id)
     return FirstBatch(BatchShape.of(example), sum(len(inputs[0]) for inputs, _ in micro_batches), tokens), cut
 
 
@@ -284,13 +287,13 @@ def assemble_evaluator(assembly: Assembly, exchange: Exchange, stop_requested: C
         exchange: with the fields of the pipeline's codec and of `evaluation_fields`.
         stop_requested: whether this worker was asked to stop; evaluations then end early.
     """
-    source, task = assembly.source, cast(Any, assembly.task)
-    generation, generator = generation_settings(task), None
+    source, task = assembly.source, assembly.task
+    generation, generator = task.generation, None
     if generation is not None:
         decoder = assemble_decoder(assembly, generation, stop_requested)
         samples, reports = assembly.settings.trainer.samples, assembly.world.rank == 0
-        generator = Generator(decoder, cast(Any, source), task, generation, samples, reports)
-    keeper = PredictionKeeper(assembly.world, task, source) if hasattr(task, "predictions") else None
+        generator = Generator(decoder, source, task, generation, samples, reports)
+    keeper = PredictionKeeper(assembly.world, task, source) if task.shows_predictions else None
     return Evaluator(assembly.pipeline, source, task, exchange, stop_requested, generator, keeper)
 
 
@@ -298,10 +301,5 @@ def assemble_decoder(
     assembly: Assembly, generation: GenerationSettings, stop_requested: Callable[[], bool] = never
 ) -> Decoder:
     """Makes the beam search through the pipeline; the cells must be in evaluation mode when it runs."""
-    task, tokens = cast(Any, assembly.task), assembly.first.tokens
-    return Decoder(assembly.pipeline, TranslationForm(task, generation, tokens), stop_requested)
-
-
-def generation_settings(task: Task) -> GenerationSettings | None:
-    """Returns how the task generates; None for a task that generates nothing."""
-    return getattr(task, "generation", None)
+    form = TranslationForm(assembly.task, generation, assembly.first.tokens)
+    return Decoder(assembly.pipeline, form, stop_requested)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, cast
 
 from ..config import TrainerConfig
-from ..data.source import Batch, Source
+from ..data.source import Batch, Source, name_of
 from ..distributed.batch_plan import BatchPlan, BatchPlanCodec
 from ..distributed.exchange import Exchange
 from ..distributed.world import World
@@ -42,7 +41,7 @@ def first_batch(source: Source, M: int, replicas: int) -> Batch:
         return next(batches)
     except StopIteration:
         raise ConfigurationError(
-            f"the data source {_name(source)} gave no mini-batch: its train() must not end"
+            f"the data source {name_of(source)} gave no mini-batch: its train() must not end"
         ) from None
     finally:
         cast(Any, batches).close()
@@ -54,11 +53,7 @@ def evaluation_batches(source: Source, M: int, replica: int, replicas: int) -> I
     Raises:
         ConfigurationError: while they are read: a mini-batch has more than M micro-batches.
     """
-    share = getattr(source, "evaluation_share", None)
-    if share is not None:
-        return _checked(M, share(M, replica, replicas), source, "evaluation_share", may_be_fewer=True)
-    batches = islice(source.evaluation(M), replica, None, replicas)
-    return _checked(M, batches, source, "evaluation", may_be_fewer=True)
+    return _checked(M, source.evaluation_share(M, replica, replicas), source, "evaluation", may_be_fewer=True)
 
 
 def _checked(M: int, batches: Iterator[Batch], source: Source, method: str, may_be_fewer: bool) -> Iterator[Batch]:
@@ -66,14 +61,10 @@ def _checked(M: int, batches: Iterator[Batch], source: Source, method: str, may_
         given = len(batch.micro_batches)
         if given > M or (given < M and not may_be_fewer):
             raise ConfigurationError(
-                f"the data source {_name(source)} gave {given} micro-batches in a mini-batch, {M} were asked for: "
+                f"the data source {name_of(source)} gave {given} micro-batches in a mini-batch, {M} were asked for: "
                 f"the batches of its {method}() must have {'at most' if may_be_fewer else 'exactly'} M micro-batches"
             )
         yield batch
-
-
-def _name(source: Source) -> str:
-    return f"{type(source).__module__}.{type(source).__qualname__}"
 
 
 # -- on the first worker of a replica ----------------------------------------------------------------------------------
@@ -197,9 +188,8 @@ class TrainingBatches:
         epochs, source = self.settings.epochs, self.source
         if epochs is None or source is None or self.position is None:
             return None
-        return float(cast(Any, source).epoch(self.position)) / epochs
+        return source.epoch(self.position) / epochs
 
     def epochs_of_languages(self) -> dict[str, float]:
         """Returns how often the pairs of each language were read; empty where the source does not count them."""
-        source = cast(Any, self.source)
-        return dict(source.epochs(self.position)) if hasattr(source, "epochs") else {}
+        return {} if self.source is None else dict(self.source.epochs(self.position))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ..config import MESSAGE_TAGS, Settings
 from ..data.source import Report, Source, no_report
 from ..distributed.world import World
-from ..errors import ConfigurationError, PlainError
+from ..errors import PlainError
 from ..factory.build import build_source
 from ..metrics.journal import Journal
 
@@ -45,11 +45,6 @@ def open_source(
         PlainError: the run was asked to stop. The next run continues with what is prepared.
     """
     source = build_source(settings.data, settings.seed, settings.task) if world.reads_data else None
-    if source is not None and settings.trainer.epochs is not None and not hasattr(source, "epoch"):
-        raise ConfigurationError(
-            f"trainer.epochs={settings.trainer.epochs} but data._target_={settings.data['_target_']} has no method "
-            "epoch(position), which counts them: use trainer.steps"
-        )
 
     def report(text: str, done: int, total: int) -> None:
         if stop_requested():
@@ -59,6 +54,8 @@ def open_source(
     if source is not None and world.rank == 0:
         forward_warnings(source, emit)
     prepare_in_turn(source, world, report)
+    if source is not None and settings.trainer.epochs is not None:
+        source.epoch(None)  # refused by a source that does not count them
     if source is not None and world.rank != 0:
         forward_warnings(source, emit)
     return source
@@ -73,12 +70,11 @@ def prepare_in_turn(source: Source | None, world: World, report: Report) -> None
         source: None on workers that do not read data.
         report: receives rank 0's progress.
     """
-    prepare = getattr(source, "prepare", None)
-    if prepare is not None and world.rank == 0:
-        prepare(report)
+    if source is not None and world.rank == 0:
+        source.prepare(report)
     wait_for_all(world)
-    if prepare is not None and world.rank != 0:
-        prepare(no_report)
+    if source is not None and world.rank != 0:
+        source.prepare(no_report)
     wait_for_all(world)
 
 
@@ -125,11 +121,12 @@ def forward_warnings(source: Source, emit: Callable[[dict[str, Any]], None]) -> 
 
 
 def count_defects(world: World, source: Source | None) -> dict[str, int]:
-    """Returns the sum of rank 0's optional ``prepared_defects`` and every source's optional ``defects``.
+    """Returns the sum of rank 0's ``prepared_defects`` and every source's ``defects``.
 
     Every worker calls it at the same time.
     """
-    every = world.all_gather([dict(getattr(source, name, {})) for name in ("prepared_defects", "defects")])
+    own = [{}, {}] if source is None else [dict(source.prepared_defects), dict(source.defects)]
+    every = world.all_gather(own)
     total = Counter[str](every[0][0])
     for _, defects in every:
         total.update(defects)

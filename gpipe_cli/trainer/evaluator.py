@@ -14,7 +14,7 @@ from ..distributed.pipeline import Pipeline
 from ..metrics.predictions import PredictionKeeper
 from ..metrics.records import Evaluation, Sample
 from ..micro_batch import Tensors
-from ..tasks.base import GenerationSettings, Task
+from ..tasks.base import Task
 from .batches import BatchReader, evaluation_batches
 
 
@@ -40,8 +40,7 @@ class Evaluator:
 
     def effort(self, final: bool) -> dict[str, int | None]:
         """Returns how much is generated after the last step (``final``) or before; empty where nothing is."""
-        generation: GenerationSettings | None = getattr(self.task, "generation", None)
-        return {} if generation is None else generation.effort(final)
+        return {} if self.task.generation is None else self.task.generation.effort(final)
 
     def evaluate(self, final: bool) -> Evaluation:
         """Evaluates each example of the evaluation set once, whatever the replicas.
@@ -69,9 +68,9 @@ class Evaluator:
         if self.generator is not None:
             scores, samples = self.generator.evaluate(final)
             numbers |= scores
-            signature = getattr(self.task, "signature", None) if scores else None
+            signature = self.task.signature() if scores else None
         predictions = self.keeper.finish() if self.keeper is not None else None
-        sizes = dict(getattr(self.source, "sizes", {})) if signature is not None else {}
+        sizes = dict(self.source.sizes) if self.source is not None and signature is not None else {}
         return Evaluation(numbers, loss, samples, predictions, sizes, signature, self.effort(final))
 
     def _score(self) -> dict[str, float]:

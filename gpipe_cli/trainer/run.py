@@ -71,10 +71,9 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
             )
     if resumed is not None and world.rank == 0:
         require_same_data(resumed, assembly.source, settings.checkpoint.allow_changes)
-    keep_vocabularies = getattr(assembly.source, "keep_vocabularies", None)
-    if keep_vocabularies is not None and world.rank == 0:
+    if assembly.source is not None and world.rank == 0:
         with writing(folder := vocabulary_folder(context.run_dir)):
-            keep_vocabularies(folder)  # so that the run translates without its data
+            assembly.source.keep_vocabularies(folder)  # so that the run translates without its data
     trainer = assemble_training(context, config, assembly, journal, resumed)
     require_equal_replicas(world, assembly.cells)
     journal.open(trainer.progress.step)

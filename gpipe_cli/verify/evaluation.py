@@ -29,16 +29,10 @@ class FirstBatches:
 
     def __init__(self, source: Source, replicas: int) -> None:
         self._source, self._replicas = source, replicas
-        if hasattr(source, "evaluation_share"):
-            self.evaluation_share = self._share
 
-    def evaluation(self, M: int) -> Iterator[Batch]:
-        """Yields the first mini-batches."""
-        return islice(self._source.evaluation(M), self._replicas)
-
-    def _share(self, M: int, replica: int, replicas: int) -> Iterator[Batch]:
-        source: Any = self._source
-        return islice(source.evaluation_share(M, replica, replicas), 1)
+    def evaluation_share(self, M: int, replica: int, replicas: int) -> Iterator[Batch]:
+        """Yields the first mini-batch."""
+        return islice(self._source.evaluation_share(M, replica, replicas), 1)
 
 
 def evaluate(trainer: Trainer, replicas: int) -> dict[str, float]:

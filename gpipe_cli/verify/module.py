@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import Any
 
 from ..config import Settings
 from ..data.source import no_report
@@ -23,10 +22,8 @@ def compare_module(settings: Settings) -> ModuleReport | None:
     """
     if not asks_for_example(settings.model):
         return None
-    source: Any = build_source(settings.data, settings.seed, settings.task)
-    prepare = getattr(source, "prepare", None)
-    if prepare is not None:  # done already, by the run
-        prepare(no_report)
+    source = build_source(settings.data, settings.seed, settings.task)
+    source.prepare(no_report)  # done already, by the run
     pipeline = settings.pipeline
     batches = islice(training_batches(source, None, pipeline.M, 0, pipeline.replicas), MICRO_BATCHES)
     micro_batches = [micro_batch for batch in batches for micro_batch in batch.micro_batches][:MICRO_BATCHES]

@@ -163,8 +163,8 @@ class Float64Source:
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         return map(_widen, self._source.train(position, M, replica, replicas))
 
-    def evaluation(self, M: int) -> Iterator[Batch]:
-        return map(_widen, self._source.evaluation(M))
+    def evaluation_share(self, M: int, replica: int, replicas: int) -> Iterator[Batch]:
+        return map(_widen, self._source.evaluation_share(M, replica, replicas))
 
 
 def _widen(batch: Batch) -> Batch:

@@ -17,7 +17,7 @@ from gpipe_cli.checkpoint.files import CheckpointError, read_manifest, step_dire
 from gpipe_cli.checkpoint.foreign import is_foreign, match_names, open_foreign, weight_files
 from gpipe_cli.checkpoint.layer_state import export_state_dict
 from gpipe_cli.commands import generate
-from gpipe_cli.data.sentences import open_vocabulary
+from gpipe_cli.data.kept_vocabularies import open_vocabulary
 from gpipe_cli.models.transformer_lm import transformer_lm
 
 LM = ["debug=tiny", "model=transformer_lm", "model.L=1", "data.largest=60", "data.smallest=20", "data.languages=[de]"]

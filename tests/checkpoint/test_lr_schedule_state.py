@@ -123,7 +123,7 @@ def test_what_the_schedule_leaves_alone_follows_a_changed_configuration() -> Non
     [
         ("torch.optim.lr_scheduler.ReduceLROnPlateau", "ReduceLROnPlateau needs metrics at every step"),
         ("test_lr_schedule_state.Forgetful", "Forgetful.rule is of type function, which a checkpoint cannot hold"),
-        ("builtins.str", "lr_schedule._target_=builtins.str has no method step, get_last_lr"),
+        ("builtins.str", "lr_schedule._target_=builtins.str is no subclass of torch.optim.lr_scheduler.LRScheduler"),
     ],
 )
 def test_what_cannot_work_is_refused_before_training(target: str, message: str) -> None:

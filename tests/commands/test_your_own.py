@@ -110,7 +110,8 @@ def test_a_loss_that_is_not_finite_skips_the_update_and_then_stops_by_name(train
         ("return x + F.relu", "x += 1\n        return x + F.relu", ["pipeline.K=8"], "use inplace=False there"),
         ("def layers(width: int = 64, depth", "def layers(width: int = 64, deep", [], "model._target_=spirals.la"),
         ('LayerBuilder("last"', 'LayerBuilder("first"', [], "two layers named 'first'"),
-        ("    def weight(self", "    def wait(self", [], "has no method weight"),
+        ("    def loss(self", "    def lose(self", [], "abstract"),
+        ("class Spirals(Source)", "class Spirals", [], "is no subclass of gpipe_cli.data.source.Source"),
         (', reduction="sum"), torch.zeros(0, dtype=torch.float64)', ', reduction="sum")', [], "loss() must return two"),
         (
             "return torch.stack([nll.double(), correct.double()])",

@@ -19,7 +19,6 @@ from torch.utils.data import Dataset, TensorDataset
 from gpipe_cli.data.cldr.pairs import train_pairs
 from gpipe_cli.data.cldr.source import TranslationSource
 from gpipe_cli.data.cldr.text import TextSource
-from gpipe_cli.data.examples import ExampleSource
 from gpipe_cli.data.sampling import TemperatureSampler, temperature_shares
 from gpipe_cli.data.source import (
     Batch,
@@ -30,6 +29,7 @@ from gpipe_cli.data.source import (
     split_evenly,
 )
 from gpipe_cli.data.text.source import TextFilesSource
+from gpipe_cli.data.torch_datasets import DatasetSource
 from gpipe_cli.errors import ConfigurationError
 
 SMALL: dict[str, Any] = {"languages": ["de", "fi", "yrl"], "largest": 400, "smallest": 100, "vocabulary": 600}
@@ -65,8 +65,8 @@ def text(cache: str, **changes: Any) -> TextSource:
     return source
 
 
-def examples(cache: str, **changes: Any) -> ExampleSource:
-    return ExampleSource(**{"train": Numbers(47), "evaluation": Numbers(23), "batch_size": 10, **changes})
+def examples(cache: str, **changes: Any) -> DatasetSource:
+    return DatasetSource(**{"train": Numbers(47), "evaluation": Numbers(23), "batch_size": 10, **changes})
 
 
 def own_text(cache: str, **changes: Any) -> TextFilesSource:
@@ -373,14 +373,14 @@ def test_too_little_shared_memory_is_told_before_a_batch(tmp_path: Path, monkeyp
     """Without the check, the system kills a loader process, or torch says only 'No space left on device'."""
     data = TensorDataset(torch.zeros(64, 30_000), torch.zeros(64))
     with small_disk(tmp_path / "shm", "size=4m") as folder:
-        monkeypatch.setattr("gpipe_cli.data.examples.SHARED", folder)
+        monkeypatch.setattr("gpipe_cli.data.torch_datasets.SHARED", folder)
         with pytest.raises(ConfigurationError) as caught:
-            ExampleSource(data, data, 32, workers=2).train(None, 4, 0, 1)
+            DatasetSource(data, data, 32, workers=2).train(None, 4, 0, 1)
         assert str(caught.value).startswith(
             f"data.workers=2: loader processes pass micro-batches through {folder}, where 4 MB are free, but they "
             "prepare 5 of 1.0 MB ahead, together 5 MB: make"
         )
-        next(ExampleSource(data, data, 32, workers=1).train(None, 4, 0, 1))
+        next(DatasetSource(data, data, 32, workers=1).train(None, 4, 0, 1))
 
 
 class NotingReads(Numbers):
@@ -398,7 +398,7 @@ class NotingReads(Numbers):
 def test_loader_processes_alone_read_examples() -> None:
     """A file that a data set opens at its first example would be shared by all processes forked afterwards."""
     train, evaluation = NotingReads(8), NotingReads(4)
-    source = ExampleSource(train, evaluation, 4, workers=1)
+    source = DatasetSource(train, evaluation, 4, workers=1)
     next(source.train(None, 2, 0, 1))
     assert [len(batch.micro_batches) for batch in source.evaluation(2)] == [2]
     assert train.read == evaluation.read == []

@@ -11,15 +11,16 @@ from torch import Tensor
 
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory.checked_task import CheckedTask
+from gpipe_cli.tasks.base import Task
 from gpipe_cli.tasks.classification import ClassificationTask
 
 NUMBER, NONE = torch.tensor(2.5), torch.zeros(0)
 
 
-class Answers:
+class Answers(Task):
     """Returns the values it was made with, as a task."""
 
-    unit, predicted = "examples", "an optional attribute"
+    predicted = "an attribute of its own"
 
     def __init__(self, answer: Any, statistics: tuple[str, ...] = (), metrics: tuple[str, ...] = ("nll",)) -> None:
         self.answer, self.statistics, self.metrics = answer, statistics, metrics
@@ -40,7 +41,7 @@ class Answers:
 def test_right_answers_and_optional_attributes_pass() -> None:
     task = CheckedTask(Answers((NUMBER, torch.ones(2)), ("correct", "examples")), "mine.Task")
     assert task.loss((), ())[0] is NUMBER
-    assert task.predicted == "an optional attribute" and not hasattr(task, "generation")
+    assert task.predicted == "an attribute of its own" and task.generation is None
     assert CheckedTask(Answers(torch.ones(2), metrics=("nll", "correct")), "mine.Task").evaluate((), ()).tolist() == [
         1,
         1,

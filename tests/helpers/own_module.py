@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torchvision.models import MobileNetV2
 
-from gpipe_cli.data.source import Batch
+from gpipe_cli.data.source import Batch, Source
 from gpipe_cli.micro_batch import MicroBatch
 
 
@@ -107,7 +107,7 @@ def smoothed_loss(outputs: Tensor, targets: Tensor, smoothing: float = 0.0) -> T
     return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), label_smoothing=smoothing)
 
 
-class PaddedTexts:
+class PaddedTexts(Source):
     """Makes random texts; those of a mini-batch differ in length, and their targets end with zeros."""
 
     def __init__(self, batch_size: int = 8, seed: int = 0) -> None:

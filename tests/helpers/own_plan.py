@@ -6,8 +6,10 @@ import time
 from typing import Any
 
 from gpipe_cli.commands.plan import make_request
+from gpipe_cli.data.source import Batch, Source
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.planner import Planner
+from gpipe_cli.tasks.base import Task
 
 
 def planned(*overrides: str) -> Plan:
@@ -29,7 +31,7 @@ def even_layers(layers: int = 8, width: int = 64) -> list[Any]:
     return [LayerBuilder(f"layer_{i}", partial(nn.Linear, width, width)) for i in range(layers)]
 
 
-class OwnData:
+class OwnData(Source):
     """Reads data as a user's own source without `typical_micro_batch`."""
 
     def __init__(self, batch_size: int = 64, width: int = 64) -> None:
@@ -37,8 +39,6 @@ class OwnData:
 
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Any:
         import torch
-
-        from gpipe_cli.data.source import Batch
 
         while True:
             x = torch.zeros(self.batch_size // M, self.width)
@@ -48,10 +48,10 @@ class OwnData:
         return iter(())
 
 
-class OwnTask:
+class OwnTask(Task):
     """Computes a loss that costs nothing, as a user's own task."""
 
-    statistics, metrics, unit = (), (), "examples"
+    metrics = ()
 
     def weight(self, targets: Any) -> float:
         return 1.0

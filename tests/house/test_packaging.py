@@ -54,8 +54,8 @@ ROOMS: dict[str, set[str]] = {
     "partition": {"pipeline", "schedule"},
     "checkpoint": {"data", "pipeline"},
     "optim": {"checkpoint", "pipeline"},
-    "metrics": {"data", "distributed", "pipeline", "schedule"},
-    "decoding": {"distributed", "metrics", "pipeline", "schedule", "tasks"},
+    "metrics": {"data", "distributed", "pipeline", "schedule", "tasks"},
+    "decoding": {"data", "distributed", "metrics", "pipeline", "schedule", "tasks"},
     "factory": {"data", "distributed", "models", "partition", "pipeline", "tasks"},
     "trainer": {
         *("checkpoint", "data", "decoding", "distributed", "factory", "launch", "metrics", "optim", "pipeline"),

@@ -46,7 +46,7 @@ def test_levels_are_averaged_alone_and_by_script() -> None:
 
 def test_the_signature_is_sacrebleus() -> None:
     signature = f"nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:{sacrebleu.__version__}"
-    assert TranslationTask().signature == signature
+    assert TranslationTask().signature() == signature
 
 
 def test_without_sizes_there_are_no_levels() -> None:

@@ -8,20 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from gpipe_cli.data.source import Batch
+from gpipe_cli.data.source import Batch, Source
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.trainer.batches import evaluation_batches, first_batch, training_batches
 
 MICRO_BATCH = ((torch.zeros(1),), (torch.zeros(1),))
 
 
-class Given:
+class Given(Source):
     """Yields mini-batches with these numbers of micro-batches."""
 
     def __init__(self, *counts: int) -> None:
         self.counts = counts
-
-    def prepare(self, report: Any) -> None: ...
 
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         return (Batch([MICRO_BATCH] * count, number) for number, count in enumerate(self.counts, start=1))

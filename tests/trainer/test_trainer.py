@@ -15,6 +15,7 @@ import pytest
 from inline_run import train_inline
 from run_files import losses, rows
 
+from gpipe_cli.data.source import Source
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.metrics.pictures import draw_loss
 from gpipe_cli.trainer import loop
@@ -205,7 +206,7 @@ def test_what_needs_no_data_is_refused_before_data_is_prepared(tmp_path: Path, w
         train_inline(tmp_path, *words, word, "data.batch_size=4")
 
 
-class Uncounted:
+class Uncounted(Source):
     """Has no `epoch`, as a data source may."""
 
     def __init__(self, batch_size: int) -> None:

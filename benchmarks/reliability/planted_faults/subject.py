@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpipe_cli.data.source import Batch
+from gpipe_cli.data.source import Batch, Source
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.micro_batch import MicroBatch
+from gpipe_cli.tasks.base import Task
 
 VOCABULARY, WIDTH = 11, 8
 Boundary = tuple[Tensor, ...]  # x [b, t, d], mask [b, t], ids [b, t], positions [b, t]
@@ -201,7 +202,7 @@ def micro_batches(number: int, examples: int, parts: int) -> list[MicroBatch]:
     return [((rows,), (rows.roll(1, 1),)) for rows in ids.tensor_split(parts)]
 
 
-class RandomRows:
+class RandomRows(Source):
     """Yields rows of random ids, whose targets are the ids one place further."""
 
     def __init__(self, batch_size: int = 16) -> None:
@@ -219,7 +220,7 @@ class RandomRows:
             yield Batch(micro_batches(number, self.batch_size, M), 1)
 
 
-class NextWord:
+class NextWord(Task):
     """Computes the cross-entropy of the words that are not padding."""
 
     statistics = ("right", "tokens")

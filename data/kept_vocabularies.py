@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigurationError
-from .source import Batch, Report
+from .source import Batch, Source
 from .store import whole_file
 from .tokenizer import TokenizerFile
 from .vocabulary import BOS, EOS, PAD, Vocabulary
@@ -72,11 +72,8 @@ def check_pieces(path: Path, vocabulary: Vocabulary | TokenizerFile, most: int |
         )
 
 
-class _VocabulariesOnly:
+class _VocabulariesOnly(Source):
     """Yields one mini-batch, which shows the shapes: there is no corpus."""
-
-    def prepare(self, report: Report) -> None:
-        """Does nothing: the vocabularies are ready."""
 
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Yields the one mini-batch."""
@@ -143,12 +140,8 @@ class PromptSource(_VocabulariesOnly):
     ) -> None:
         folder = Path(vocabularies)
         self._vocabulary, self._length = open_vocabulary(folder, end_token), sequence_length
+        self.eos_id = self._vocabulary.eos_id
         check_pieces(vocabulary_file(folder), self._vocabulary, pieces)
-
-    @property
-    def eos_id(self) -> int:
-        """Returns the id of the token that ends a document."""
-        return self._vocabulary.eos_id
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the ids of each text."""

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ..errors import ConfigurationError
-from .source import Batch, Report, check_limits, permutation, slices_of_replica, split_evenly
+from .source import Batch, Source, check_limits, permutation, slices_of_replica, split_evenly
 
 if TYPE_CHECKING:
     from ..micro_batch import MicroBatch
@@ -28,7 +28,7 @@ Key = tuple[int, int]
 """(epoch, index): by both, loader processes seed the augmentation of an example."""
 
 
-class ExampleSource:
+class DatasetSource(Source):
     """Yields mini-batches of two map-style data sets of `(input, target)`.
 
     Input and target are each something that `default_collate` can stack, or a tuple of such; a micro-batch holds the
@@ -69,9 +69,6 @@ class ExampleSource:
         self._batch_size, self._drop_last, self._seed = batch_size, drop_last, seed
         self._collate, self._workers = collate or stack_examples, workers
         self._bytes: dict[int, int] = {}  # of an example of each data set, by its id
-
-    def prepare(self, report: Report) -> None:
-        """Does nothing: the data sets are ready."""
 
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Yields mini-batches without end; a position is `{"epoch": e, "batch": b}`, the next one to read."""
