@@ -146,6 +146,7 @@ def _build(build: Callable[[], nn.Module]) -> nn.Module:
     return build().double()
 
 
+@Source.register  # its other methods are those of the source inside
 class Float64Source:
     """Passes on the batches of another source with every floating-point tensor in float64.
 
