@@ -238,14 +238,6 @@ class NextWord(Task):
         right = ((logits.argmax(-1) == wanted) & (wanted != 0)).sum()
         return loss, torch.stack((right, (wanted != 0).sum())).double()
 
-    def evaluate(self, outputs: Boundary, targets: Boundary) -> Tensor:
-        """Returns the sum of the loss."""
-        return self.loss(outputs, targets)[0].double()[None]
-
-    def summarize(self, sums: dict[str, float], weight: float) -> dict[str, float]:
-        """Returns the mean loss of a word."""
-        return {"nll": sums["nll"] / weight}
-
 
 _HERE = "benchmarks.reliability.planted_faults.subject"
 WORDS = (
