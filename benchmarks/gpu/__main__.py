@@ -2,7 +2,7 @@
 
 Each part runs in a process of its own with its own limit of time, the most important ones first. A part that there is
 no time left for is named; the same command again goes on with it, and with those that failed. All findings are kept in
-one JSON file, and docs/gpu.md is written from it. It needs no network. --device cpu --tiny tries all parts on a CPU.
+one JSON file, with a page of tables beside it. It needs no network. --device cpu --tiny tries all parts on a CPU.
 """
 
 from __future__ import annotations
@@ -23,75 +23,67 @@ from pathlib import Path
 
 import torch
 
-from .page import write_page
+from benchmarks.common import ROOT
+
 from .part import Part, Row, Site, Skipped
 from .parts import PARTS, part_of
 from .records import DONE, FAILED, LATE, SKIPPED, Record, Records
 
-ROOT = Path(__file__).parents[2]
 SKIPPED_CODE = 3  # exit code of the process of a part that this machine cannot run
 TIMES_ON_CPU = 3  # as long a part may take on a CPU, which other work may keep busy
 LINES_KEPT = 30  # of a failed part's output
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Runs the command; returns 0 if no part failed."""
-    arguments = read(words)
+    arguments = read(sys.argv[1:])
     if arguments.rows is not None:
         return run_here(part_of(arguments.parts[0]), arguments)
-    started, where = time.monotonic(), device_name(arguments.device)
+    started, where, slower = time.monotonic(), "CPU", TIMES_ON_CPU
+    if arguments.device == "cuda":
+        where, slower = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}", 1
     records = Records(arguments.output)
-    left_out = []
-    for part in wanted(arguments, records, where):
+    for part in wanted(arguments.parts, records, where):
         left = arguments.seconds - (time.monotonic() - started)
-        slower = TIMES_ON_CPU if arguments.device == "cpu" else 1
         if left < part.seconds:
-            left_out.append(part.name)
+            print(f"{part.name}: no time left; run the same command again")
             continue
         print(f"{part.name}: {part.title} …", flush=True)
         record = run_apart(part, arguments, min(slower * part.limit, left), where)
         records.keep(part.name, record)
-        write_page(records, arguments.page)
-        print(
-            f"{part.name}: {record.status} after {record.seconds:.0f} s{record.why and f': {record.why}'}", flush=True
-        )
-    if left_out:
-        print(f"no time was left for {', '.join(left_out)}: run the same command again")
-    print(f"{arguments.output} and {arguments.page} are written")
-    return int(any(records.of[part.name].status in (FAILED, LATE) for part in PARTS if part.name in records.of))
+        print(f"{part.name}: {record.status} after {record.seconds:.0f} s {record.why}", flush=True)
+    print(f"{records.path} and {records.page} are written")
+    return int(any(record.status in (FAILED, LATE) for record in records.of.values()))
 
 
-def read(words: Sequence[str] | None) -> Namespace:
+def read(words: Sequence[str]) -> Namespace:
     options = ArgumentParser(
         "python -m benchmarks.gpu", description=__doc__, formatter_class=RawDescriptionHelpFormatter
     )
-    options.add_argument("parts", nargs="*", metavar="PART", help=f"only these: {', '.join(p.name for p in PARTS)}")
+    names = [part.name for part in PARTS]
+    options.add_argument("parts", nargs="*", metavar="PART", help=f"only these: {', '.join(names)}")
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options.add_argument("--tiny", action="store_true", help="sizes for tests")
     options.add_argument("--seconds", type=float, default=480, help="for all parts (default: 480)")
-    options.add_argument("--again", action="store_true", help="repeat parts that have passed, too")
-    options.add_argument("--output", type=Path, default=None, metavar="FILE.json", help="default: docs/gpu.json")
-    options.add_argument("--page", type=Path, default=None, metavar="FILE.md", help="default: docs/gpu.md")
-    options.add_argument("--rows", type=Path, default=None, help="run one part in this process, for its rows")
+    options.add_argument("--output", type=Path, metavar="FILE.json", help="default: docs/gpu-results.json")
+    options.add_argument("--rows", type=Path, help="run one part in this process, for its rows")
     arguments = options.parse_args(words)
-    if unknown := [name for name in arguments.parts if name not in {part.name for part in PARTS}]:
-        options.error(f"no part {', '.join(unknown)}: use {', '.join(part.name for part in PARTS)}")
-    here = ROOT / "docs" if arguments.device == "cuda" else ROOT / "build"  # docs/ is for what ran on a GPU
-    arguments.output = arguments.output or here / "gpu.json"
-    arguments.page = arguments.page or here / "gpu.md"
+    if unknown := [name for name in arguments.parts if name not in names]:
+        options.error(f"no part {', '.join(unknown)}: use {', '.join(names)}")
+    folder = "docs" if arguments.device == "cuda" else "build"  # docs/ is for what ran on a GPU
+    arguments.output = arguments.output or ROOT / folder / "gpu-results.json"
     if arguments.device == "cuda" and not torch.cuda.is_available():
         options.error("torch finds no GPU here; --device cpu --tiny tries the parts on CPUs")
     return arguments
 
 
-def wanted(arguments: Namespace, records: Records, where: str) -> list[Part]:
+def wanted(names: Sequence[str], records: Records, where: str) -> list[Part]:
     """Returns the parts to run: named ones, else those never tried, then those that failed before."""
-    if arguments.parts:
-        return [part_of(name) for name in arguments.parts]
-    if arguments.again:
-        return list(PARTS)
-    open_parts = [part for part in PARTS if not records.is_settled(part.name, where, torch.__version__)]
-    return sorted(open_parts, key=lambda part: part.name in records.of)  # stable: in their order
+    if names:
+        return [part_of(name) for name in names]
+    kept = records.of
+    open_parts = [p for p in PARTS if p.name not in kept or not kept[p.name].settles(where, torch.__version__)]
+    return sorted(open_parts, key=lambda part: part.name in kept)  # stable: in their order
 
 
 def run_apart(part: Part, arguments: Namespace, limit: float, where: str) -> Record:
@@ -100,14 +92,9 @@ def run_apart(part: Part, arguments: Namespace, limit: float, where: str) -> Rec
     with tempfile.TemporaryDirectory(prefix="gpipe-gpu-", ignore_cleanup_errors=True) as folder:
         rows, output = Path(folder) / "rows.jsonl", Path(folder) / "output"
         command = [sys.executable, "-m", "benchmarks.gpu", part.name, "--rows", str(rows), "--device", arguments.device]
+        command += ["--tiny"] if arguments.tiny else []
         with output.open("wb") as file:
-            process = subprocess.Popen(
-                [*command, *(["--tiny"] if arguments.tiny else [])],
-                cwd=ROOT,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-            )
+            process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
             try:
                 code: int | None = process.wait(limit)
             except subprocess.TimeoutExpired:
@@ -116,7 +103,8 @@ def run_apart(part: Part, arguments: Namespace, limit: float, where: str) -> Rec
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        found = [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
+        lines = rows.read_text().splitlines(keepends=True) if rows.exists() else []
+        found = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be cut off
         said = output.read_text(errors="replace").strip().splitlines()
     status, why = outcome(code, found, said, limit)
     date = datetime.now(timezone.utc).date().isoformat()
@@ -140,7 +128,7 @@ def run_here(part: Part, arguments: Namespace) -> int:
     folder = Path(tempfile.mkdtemp(prefix="part-", dir=arguments.rows.parent))
     try:
         with arguments.rows.open("a", encoding="utf-8") as file:
-            for row in part.find(Site(arguments.device, arguments.tiny, folder)):
+            for row in part.find(Site(part.name, arguments.device, arguments.tiny, folder)):
                 print(row, flush=True)
                 file.write(json.dumps(row) + "\n")
                 file.flush()
@@ -150,14 +138,6 @@ def run_here(part: Part, arguments: Namespace) -> int:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return 0
-
-
-def device_name(device: str) -> str:
-    """Returns the name of the devices that parts run on, as "2 × NVIDIA H100 80GB HBM3"."""
-    if device == "cpu":
-        return "CPU"
-    count, name = torch.cuda.device_count(), torch.cuda.get_device_name(0)
-    return name if count == 1 else f"{count} × {name}"
 
 
 if __name__ == "__main__":

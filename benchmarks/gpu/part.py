@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,14 +24,16 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Site:
-    """Describes where parts run.
+    """Describes where a part runs.
 
     Attributes:
+        part: its name.
         device: "cuda", or "cpu" to try the parts without a GPU.
         tiny: sizes for tests.
         folder: an empty directory for the part's own use.
     """
 
+    part: str
     device: str
     tiny: bool
     folder: Path
@@ -48,9 +51,19 @@ class Site:
         return run_command(command, [f"pipeline.device={self.device}", *words], self.folder, codes)
 
     def side_by_side(self, work: Callable[[T], Row], cases: Sequence[T]) -> Iterator[Row]:
-        """Does ``work`` for every case, on a GPU several at a time: nothing is timed here; yields the results."""
+        """Does ``work`` for every case, on a GPU several at a time: nothing is timed here.
+
+        Yields the results; of a case that fails what it said last.
+        """
+
+        def attempt(case: T) -> Row:
+            try:
+                return work(case)
+            except (SystemExit, Exception) as error:
+                return {"what": str(case), "ok": False, "why": str(error).strip().rpartition("\n")[2]}
+
         with ThreadPoolExecutor(AT_ONCE if self.device == "cuda" else 1) as threads:
-            yield from threads.map(work, cases)
+            yield from threads.map(attempt, cases)
 
 
 @dataclass(frozen=True)
@@ -59,13 +72,19 @@ class Part:
 
     Attributes:
         title: for the page.
-        find: yields the rows as they are found.
+        entry: "module:function" of this package; the function yields rows as they are found. Imported by the part's
+            process alone, so that what breaks there ends no other part.
         seconds: that it is expected to take on a GPU; it is not begun with less time left.
         limit: seconds after which it is killed; what it had found until then stays.
     """
 
     name: str
     title: str
-    find: Callable[[Site], Iterator[Row]]
+    entry: str
     seconds: float
     limit: float
+
+    def find(self, site: Site) -> Iterator[Row]:
+        module, _, function = self.entry.partition(":")
+        found: Iterator[Row] = getattr(import_module(f"benchmarks.gpu.{module}"), function)(site)
+        return found

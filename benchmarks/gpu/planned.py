@@ -1,4 +1,4 @@
-"""Compares gpipe-plan with a run on this machine: times of cells, bubble, and memory; and times messages."""
+"""Describes the machine, compares gpipe-plan with a run on it (cells, bubble, memory), and times messages."""
 
 from __future__ import annotations
 
@@ -9,17 +9,38 @@ from typing import Any
 import torch
 
 from benchmarks.plan import compare, measured, planned
-from gpipe_cli.bench.workers import run_workers
+from gpipe_cli.bench.workers import machine, run_workers
+from gpipe_cli.commands.plan import make_request
 from gpipe_cli.distributed.pipeline import make_transport
 from gpipe_cli.distributed.world import join_world
 from gpipe_cli.launch.context import Context
 from gpipe_cli.planner.measure.link import measure_link
+from gpipe_cli.planner.measure.this_device import measure_rates
 
 from .part import Row, Site
 
 LARGE = ("model=transformer_lm_small", "model.L=12", "model.d_model=1024", "model.H=4096", "model.A=16")
 SMALL = ("model=transformer_lm_small", "debug=tiny")
 ROUNDS = 3
+
+
+def machine_facts(site: Site) -> Iterator[Row]:
+    """Yields what the machine is and what it reaches in products and copies."""
+    yield from ({"what": name, "value": value} for name, value in machine().items())
+    for number in range(site.gpus):
+        found = torch.cuda.get_device_properties(number)
+        others = [other for other in range(site.gpus) if other != number]
+        peers = [other for other in others if torch.cuda.can_device_access_peer(number, other)]
+        text = f"{found.name}, {found.total_memory / 1e9:.1f} GB, reaches {peers or 'no other'} directly"
+        yield {"what": f"GPU {number}", "value": text}
+    if site.device == "cuda":
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # torch's own
+        yield {"what": "CUDA, NCCL", "value": f"{torch.version.cuda}, {nccl}"}
+    rates = measure_rates(make_request([f"pipeline.device={site.device}"]).settings.pipeline)
+    yield {"what": "products in float32, TFLOP/s", "value": rates.flops / 1e12}
+    yield {"what": "products in bfloat16, TFLOP/s", "value": rates.half_flops / 1e12}
+    yield {"what": "memory, GB/s", "value": rates.bandwidth / 1e9}
+    yield {"what": "start of an operation, µs", "value": 1e6 * rates.overhead}
 
 
 def plans(site: Site) -> Iterator[Row]:

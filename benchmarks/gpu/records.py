@@ -1,13 +1,16 @@
-"""Keeps what every part has found in one JSON file."""
+"""Keeps what every part has found in one JSON file, and beside it a page of tables."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from gpipe_cli.terminal.text import markdown_table
+
 from .part import Row
+from .parts import PARTS
 
 DONE, FAILED, LATE, SKIPPED = "passed", "failed", "not finished", "not possible here"
 
@@ -32,36 +35,49 @@ class Record:
     rows: Sequence[Row] = ()
     why: str = ""
 
+    def settles(self, where: str, torch: str) -> bool:
+        """Returns whether the part needs no run on this device with this release of torch."""
+        return self.status in (DONE, SKIPPED) and (self.where, self.torch) == (where, torch)
 
-@dataclass
+
 class Records:
-    """Holds the records of all parts by name; written after each of them.
+    """Holds the records of all parts by name; both files are written after each part.
 
     Args:
-        path: of the JSON file; what it holds already is kept.
+        path: of the JSON file; what it holds already is kept. The page has its name and ends in .md.
     """
 
-    path: Path
-    of: dict[str, Record] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.of = {}
-        if self.path.is_file():
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-            self.of = {name: Record(**record) for name, record in found["parts"].items()}
+    def __init__(self, path: Path) -> None:
+        self.path, self.page = path, path.with_suffix(".md")
+        self.of: dict[str, Record] = {}
+        if path.is_file():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            self.of = {name: Record(**record) for name, record in found.items()}
 
     def keep(self, name: str, record: Record) -> None:
-        """Replaces a part's record and writes the file."""
+        """Replaces a part's record and writes both files."""
         self.of[name] = record
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        parts = {each: asdict(kept) for each, kept in self.of.items()}
         temporary = self.path.with_name(f"{self.path.name}.partial")
-        temporary.write_text(json.dumps({"parts": parts}, indent=1) + "\n", encoding="utf-8")
+        content = {each: asdict(kept) for each, kept in self.of.items()}
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         temporary.replace(self.path)
+        self.page.write_text("\n".join(self._lines()).rstrip() + "\n", encoding="utf-8")
 
-    def is_settled(self, name: str, where: str, torch: str) -> bool:
-        """Returns whether the part needs no run on this device with this release of torch."""
-        record = self.of.get(name)
-        return (
-            record is not None and record.status in (DONE, SKIPPED) and (record.where, record.torch) == (where, torch)
-        )
+    def _lines(self) -> Iterator[str]:
+        yield "# What has run on a GPU\n"
+        for part in PARTS:
+            if (record := self.of.get(part.name)) is None:
+                yield f"## {part.name}\n\n{part.title}: not run yet\n"
+                continue
+            place = f"{record.where}, torch {record.torch}, {record.date}, {record.seconds:.0f} s"
+            why = f": {record.why.splitlines()[-1]}" if record.why else ""
+            yield f"## {part.name}\n\n{part.title}: **{record.status}**{why} ({place})\n"
+            if record.rows:
+                columns = list(dict.fromkeys(key for row in record.rows for key in row))
+                yield markdown_table(columns, [list(_cells(row, columns)) for row in record.rows]) + "\n"
+
+
+def _cells(row: Row, columns: Sequence[str]) -> Iterator[object]:
+    for value in map(row.get, columns):
+        yield ("yes" if value else "**no**") if isinstance(value, bool) else value

@@ -123,14 +123,15 @@ def same_end(one: Path, other: Path) -> bool:
     assert first is not None and second is not None
     files = [(first.layer_path(layer), second.layer_path(layer)) for layer in first.layers]
     tensors = all(_bits(a) == _bits(b) for a, b in files)
-    return tensors and first.step == second.step and _losses(one) == _losses(other)
+    return tensors and first.step == second.step and losses(one) == losses(other)
 
 
 def _bits(path: Path) -> dict[str, bytes]:
     return {name: value.flatten().view(torch.uint8).numpy().tobytes() for name, value in load_file(path).items()}
 
 
-def _losses(run_dir: Path) -> list[float]:
+def losses(run_dir: Path) -> list[float]:
+    """Returns the loss of every step."""
     return [json.loads(line)["loss"] for line in _lines(run_dir / "metrics.jsonl")]
 
 
