@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from small_models import (
     CPU,
-    WIDTH,
     build_all,
     mini_batch,
     other_bits,
@@ -21,11 +19,8 @@ from small_models import (
     token_loss,
     weight_of,
 )
-from torch import nn
-from torch.nn import functional as F
 
 from gpipe_cli.launch.context import Context
-from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.pipeline.batchnorm import finish_batchnorm
 from gpipe_cli.pipeline.cell import Cell
@@ -169,55 +164,3 @@ def compare_as_processes(context: Context, config: dict[str, Any]) -> list[str]:
     everyone: list[Any] = [None] * workers
     dist.all_gather_object(everyone, found)
     return [text for worker in everyone for text in worker]
-
-
-def compare_with_torch_pipelining(context: Context, config: dict[str, Any]) -> list[str]:
-    """Entry point of a worker: our gradients beside those of torch.distributed.pipelining, where it can do the same.
-
-    One tensor at the boundary, an even batch, no dropout: ScheduleGPipe and Schedule1F1B over the same layers.
-    """
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-
-    torch.set_default_dtype(torch.float64)
-    context.init_process_group()
-    peers = dist.new_group(backend="gloo")  # torch's pipelining cannot use our group
-    K, rank = context.world_size, context.rank
-    world = dist.group.WORLD
-    assert world is not None
-    builders = [
-        LayerBuilder(f"layer_{i}", partial(nn.Sequential, nn.Linear(WIDTH, WIDTH), nn.Tanh())) for i in range(2 * K)
-    ]
-    x = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(1))
-    wanted = torch.arange(12) % WIDTH
-    found = []
-    for kind, peer in (("gpipe", ScheduleGPipe), ("1f1b", Schedule1F1B)):
-        for M in (4, 6):
-            mine = build_all(builders)[2 * rank : 2 * rank + 2]
-            theirs = nn.Sequential(*(layer.module for layer in build_all(builders)[2 * rank : 2 * rank + 2]))
-            transport = connect_workers(tuple(range(K)), CPU, CPU, (world, world), world)
-            engine = Engine([Cell(rank, mine, NoiseSource(1, 0, CPU))], range(K), transport, sum_of_losses, 1, CPU)
-            micro_batches = [((a,), (b,)) for a, b in zip(x.chunk(M), wanted.chunk(M), strict=True)]
-            step_input = StepInput(0, 1, tuple(tuple(inputs[0].shape) for inputs, _ in micro_batches), 1 / 12)
-            engine.train_step(
-                schedule(kind, range(K), M, "always")[rank], step_input, micro_batches if rank == 0 else None
-            )
-            dist.barrier()
-            stage = PipelineStage(theirs, rank, K, CPU, group=peers)
-            runner = peer(stage, M, loss_fn=lambda y, t: sum_of_losses((y,), (t,))[0] / 12, scale_grads=False)
-            runner.step(*([x] if rank == 0 else []), **({"target": wanted} if rank == K - 1 else {}))
-            pairs = zip(
-                nn.Sequential(*(layer.module for layer in mine)).named_parameters(), theirs.parameters(), strict=True
-            )
-            for (name, own), other in pairs:
-                if not torch.allclose(own.grad, other.grad, rtol=1e-12, atol=1e-14):
-                    found.append(f"{kind}, M={M}, rank {rank}: gradient of {name}")
-            dist.barrier()
-    everyone: list[Any] = [None] * K
-    dist.all_gather_object(everyone, found)
-    return [text for worker in everyone for text in worker]
-
-
-def sum_of_losses(
-    outputs: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return F.cross_entropy(outputs[0], targets[0], reduction="sum"), torch.zeros(0)

@@ -13,8 +13,7 @@ device has one queue for computations and one for each communicator. The rules:
 * The first transfer of a communicator makes the connection and holds the hosts until all its ranks do so.
 * A collective begins when all ranks of the communicator have called it, and must be the same one on all of them.
 
-What happens next is drawn from all that can happen, so a stall is found again by its seed. A stall is drawn: the last
-that each rank has done, what it waits for, and the circle of ranks that wait for each other. `nccl_runs.py` draws whole
+What happens next is drawn from all that can happen, so a stall is found again by its seed. `nccl_runs.py` draws whole
 runs.
 """
 
@@ -30,7 +29,6 @@ from typing import NamedTuple
 from gpipe_cli.schedule.instruction import Message
 
 TRANSFERS = ("send", "receive", "collective")
-LAST = 5  # ended operations that a drawn stall shows of each rank
 
 
 class Call(NamedTuple):
@@ -107,7 +105,6 @@ class Rank:
     transfers: dict[Hashable, deque[Transfer]] = field(default_factory=lambda: defaultdict(deque))
     begun: dict[Hashable, Call] = field(default_factory=dict)  # by communicator
     ended: set[tuple[bool, Hashable]] = field(default_factory=set)  # transfers: whether it is a send, and its name
-    last: deque[Call] = field(default_factory=lambda: deque(maxlen=LAST))  # ended, for a drawing
 
     def __post_init__(self) -> None:
         self.call = next(self.program, None)
@@ -129,7 +126,7 @@ class Machine:
     """Runs the programs of all ranks under the rules, in an order drawn by the seed.
 
     Raises (from `run`):
-        Stalled: with a drawing of what every rank waits for.
+        Stalled: with the host's call and the begun transfers of every rank.
         WrongUse: with both ends.
     """
 
@@ -151,7 +148,8 @@ class Machine:
                 self._active[place] = self._active[-1]
                 self._active.pop()
         if not all(rank.finished for rank in self.ranks):
-            raise Stalled(drawing(self.ranks))
+            waiting = (f"rank {rank.number}: {rank.call}, {[*rank.begun.values()]}" for rank in self.ranks)
+            raise Stalled("\n".join(waiting))
 
     def _wake(self, numbers: Iterable[int]) -> None:
         for number in numbers:
@@ -213,7 +211,7 @@ class Machine:
                 return False
         elif self.rules.occupies and rank.begun:
             return False
-        rank.last.append(rank.computations.popleft())
+        rank.computations.popleft()
         rank.done += 1
         return True
 
@@ -281,68 +279,7 @@ class Machine:
         call = rank.begun.pop(communicator)
         rank.transfers[communicator].popleft()
         rank.ended.add((call.kind == "send", call.name))
-        rank.last.append(call)
         self._wake([rank.number])
-
-
-# -- a stall, drawn ----------------------------------------------------------------------------------------------------
-
-
-def drawing(ranks: Sequence[Rank]) -> str:
-    """Returns a line for each rank, with the last that has ended there and what it waits for, and the circle."""
-    waits = [list(_waits(rank, ranks)) for rank in ranks]
-    circle = _circle([[other for _, others in of_rank for other in others] for of_rank in waits])
-    lasts = [" ".join(f"[{shown(call.name)}]" for call in rank.last if call.kind != "await") for rank in ranks]
-    width = max(map(len, lasts))
-    lines = [
-        f"rank {rank.number:<{len(str(len(ranks) - 1))}} {'*' if rank.number in circle else '|'} {last:>{width}} | "
-        + ("has ended" if rank.finished else "; ".join(text for text, _ in of_rank) + _host_of(rank))
-        for rank, last, of_rank in zip(ranks, lasts, waits, strict=True)
-    ]
-    closed = " → ".join(f"rank {number}" for number in [*circle, *circle[:1]])
-    return "\n".join([f"each waits for the next (*): {closed}"] * bool(circle) + lines)
-
-
-def _waits(rank: Rank, ranks: Sequence[Rank]) -> Iterator[tuple[str, list[int]]]:
-    """Yields what a rank waits for from others, in words, and the others."""
-    for communicator, call in rank.begun.items():
-        others = [number for number in call.ranks if number != rank.number]
-        if call.kind == "collective":
-            others = [number for number in others if ranks[number].begun.get(communicator) != call]
-            yield f"{call}, not begun by {_ranks(others)}", others
-        else:
-            yield f"{call}, not {'received' if call.kind == 'send' else 'sent'} by {_ranks(others)}", others
-    call = rank.call
-    if call is not None and rank.connecting is not None:
-        others = [number for number in call.ranks if ranks[number].connecting != rank.connecting]
-        yield f"connects for {call}, not called by {_ranks(others)}", others
-    elif call is not None and call.kind == "hear":
-        yield f"{call}, not told by {_ranks(call.ranks)}", list(call.ranks)
-
-
-def _host_of(rank: Rank) -> str:
-    if rank.call is None or rank.connecting is not None or rank.call.kind == "hear":
-        return ""
-    return f"; host at {rank.call}, until its device has ended the rest"
-
-
-def _circle(waits: Sequence[Sequence[int]]) -> list[int]:
-    """Returns ranks of which each waits for the next, and the last for the first; empty where there are none."""
-    done: set[int] = set()
-
-    def follow(rank: int, path: list[int]) -> list[int]:
-        if rank in path:
-            return path[path.index(rank) :]
-        if rank in done:
-            return []
-        done.add(rank)
-        return next((found for other in waits[rank] if (found := follow(other, [*path, rank]))), [])
-
-    return next((found for rank in range(len(waits)) if (found := follow(rank, []))), [])
-
-
-def _ranks(numbers: Sequence[int]) -> str:
-    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def shown(name: Hashable) -> str:

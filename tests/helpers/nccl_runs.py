@@ -1,20 +1,13 @@
-"""Draws whole runs as the calls of their ranks, for the model of NCCL's rules (`nccl_rules.py`).
-
-    python tests/helpers/nccl_runs.py 0 1000 [SECONDS]
-
-runs the seeds from the first number to the second, or until the seconds are over; a stall is drawn and ends it.
-"""
+"""Draws runs of training steps and evaluations as the calls of their ranks, for the model of NCCL's rules."""
 
 from __future__ import annotations
 
 import random
-import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from nccl_rules import Call, Machine, Rules, Stalled
+from nccl_rules import Call, Rules
 
 from gpipe_cli.pipeline.messages.process_group import routes
 from gpipe_cli.schedule.instruction import COMPUTE, Instruction, InstructionLists, Message, Op
@@ -24,9 +17,8 @@ from gpipe_cli.schedule.run_schedules import RunSchedules
 from gpipe_cli.schedule.schedule import REMAT
 
 Extra = Callable[[int, Instruction], Iterable[Call]]
-PASSES = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.INPUT_GRADIENT)
 TIED = "activations to later ranks"  # the group whose communicators carry tied weights
-PHASES = ("step", "step", "step again", "evaluation", "decoding", "checkpoint")
+PHASES = ("step", "step", "evaluation")
 
 
 def engine_calls(
@@ -85,9 +77,8 @@ class Run:
         ties: of each tied weight the workers of its uses, the owner's first, in layer order.
         sums: collectives in which a cell's gradients are summed.
         sharded: whether the optimizer's state is divided.
-        synchronised: cells with a BatchNorm over all replicas.
-        phases: after the first exchange; "step again" is the second run of a step that is not finite.
-        shares: micro-batches of each replica in the mini-batches of an evaluation or in the rounds of decoding.
+        phases: after the first exchange.
+        shares: micro-batches of each replica in the mini-batches of an evaluation.
     """
 
     kind: str
@@ -99,7 +90,6 @@ class Run:
     ties: tuple[tuple[int, ...], ...]
     sums: int
     sharded: bool
-    synchronised: frozenset[int]
     phases: tuple[str, ...]
     shares: tuple[tuple[int, ...], ...]
 
@@ -110,12 +100,7 @@ class Run:
         yield from self._exchange("first plan", rank)
         for number, kind in enumerate(self.phases):
             phase = f"{kind} {number}"
-            if kind == "checkpoint":
-                yield from self._checkpoint(phase, rank)
-            elif kind in ("evaluation", "decoding"):
-                yield from self._forward_only(phase, rank, averages=kind == "evaluation")
-            else:
-                yield from self._training(phase, rank, again=kind == "step again")
+            yield from self._evaluation(phase, rank) if kind == "evaluation" else self._training(phase, rank)
 
     # -- phases ------------------------------------------------------------------------------------------------
 
@@ -128,17 +113,14 @@ class Run:
                 yield from _message(name, rank, sender, receiver, _group(direction, sender, receiver))
         yield Call("read", "connections")
 
-    def _training(self, phase: str, rank: int, again: bool) -> Iterator[Call]:
+    def _training(self, phase: str, rank: int) -> Iterator[Call]:
         worker, first = rank % self.workers, rank - rank % self.workers
         group = self._replica_ranks(rank)
         found = schedules(self.kind, self.placement, self.remat)
         instructions = found.training_lists(self.M)[worker]
-        complete = {} if again else found.gradients_complete(self.M)[worker]
-        steps = iter(range(len(instructions)))  # a sum in a layer has a number, the same on all replicas
+        complete = found.gradients_complete(self.M)[worker]
 
         def extra(position: int, i: Instruction) -> Iterator[Call]:
-            if i.cell in self.synchronised and i.op in PASSES:
-                yield from _collective((phase, "BatchNorm", worker, next(steps)), group)
             if position in complete:
                 for number in range(self.sums):  # only begun; with three replicas the first of two messages
                     yield Call("collective", (phase, "sum", i.cell, number), group, "replicas")
@@ -151,9 +133,6 @@ class Run:
                 sent.append(Call("await", call.name, group="sent"))
         yield from sent
         yield Call("read", (phase, "times"))
-        if again:
-            yield from self._exchange(f"findings of {phase}", rank)
-            return
         yield from self._reductions(phase, rank, list(complete.values()), group)
         yield from self._exchange(f"report of {phase}", rank)
         yield Call("compute", (phase, "update"))
@@ -187,10 +166,9 @@ class Run:
             for user in dict.fromkeys(other for other in others if other != owner):
                 yield from _message((phase, "tied weight", tie, user, first), rank, first + owner, first + user, TIED)
 
-    def _forward_only(self, phase: str, rank: int, averages: bool) -> Iterator[Call]:
-        """Yields an evaluation or the rounds of decoding: an exchange, a share of each replica, and so on."""
-        if averages:
-            yield from self._spread(phase, rank)
+    def _evaluation(self, phase: str, rank: int) -> Iterator[Call]:
+        """Yields an exchange, a share of each replica, and so on."""
+        yield from self._spread(phase, rank)
         worker, first, last = rank % self.workers, rank - rank % self.workers, len(self.placement) - 1
         found = schedules(self.kind, self.placement, self.remat)
 
@@ -206,18 +184,6 @@ class Run:
                     engine_calls(instructions, self.placement, posts, extra), f"{phase}, batch {number}", first
                 )
         yield from self._exchange(f"results of {phase}", rank)
-
-    def _checkpoint(self, phase: str, rank: int) -> Iterator[Call]:
-        """Yields what a checkpoint sends: with a divided state each owner's, and an exchange when all have written."""
-        if self.sharded:
-            yield from self._exchange(f"state of {phase}", rank)
-            for owner in range(self.replicas):
-                yield from _collective(
-                    (phase, "state of replica", owner, rank % self.workers), self._replica_ranks(rank)
-                )
-                yield Call("read", (phase, owner))
-        yield Call("read", (phase, "weights"))
-        yield from self._exchange(phase, rank)
 
     # -- between ranks -----------------------------------------------------------------------------------------
 
@@ -290,7 +256,6 @@ def drawn_run(seed: int) -> tuple[list[list[Call]], Rules]:
         ties=ties,
         sums=draw.choice((1, 1, 2)) if replicas > 1 else 0,
         sharded=replicas > 1 and draw.random() < 0.5,
-        synchronised=frozenset(draw.choices(cells, k=draw.choice((0, 0, 1, 2)))),
         phases=tuple(draw.choices(PHASES, k=3)),
         shares=tuple(tuple(draw.randint(0, min(M, 8)) for _ in range(replicas)) for _ in range(draw.choice((1, 3)))),
     )
@@ -302,24 +267,3 @@ def drawn_run(seed: int) -> tuple[list[list[Call]], Rules]:
         pairs=draw.random() < 0.6,
     )
     return [list(run.calls(rank)) for rank in range(workers * replicas)], rules
-
-
-def main(first: int, last: int, seconds: float) -> str:
-    """Runs the seeds and returns a sentence."""
-    until = time.monotonic() + seconds
-    for seed in range(first, last):
-        ranks, rules = drawn_run(seed)
-        try:
-            Machine(ranks, rules, seed).run()
-        except Stalled as stall:
-            sys.exit(f"seed {seed}: {rules}\n{stall}")
-        if seed % 1000 == 999:
-            print(f"seeds {first} to {seed + 1}: no run has stalled", flush=True)
-        if time.monotonic() > until:
-            last = seed + 1
-            break
-    return f"seeds {first} to {last}: no run stalls"
-
-
-if __name__ == "__main__":
-    print(main(int(sys.argv[1]), int(sys.argv[2]), float([*sys.argv, "inf"][3])))

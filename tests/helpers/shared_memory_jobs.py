@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import time
 from typing import Any
@@ -35,8 +34,7 @@ def join(context: Context) -> Transport:
 
 def all_that_end_well(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     """Entry point: runs the jobs in which no worker fails; returns what they return, by name."""
-    jobs = (both_ways, slots, full_window, old_python, other_group, last_message)
-    return {job.__name__: job(context, config) for job in (*jobs, no_descriptors, hang)}
+    return {job.__name__: job(context, config) for job in (both_ways, slots, full_window, other_group, hang)}
 
 
 def take(channel: Transport, spec: BoundarySpec, number: int, direction: str = "activation") -> Tensors:
@@ -122,16 +120,6 @@ def full_window(context: Context, config: dict[str, Any]) -> dict[str, float]:
     return everyone[0] | everyone[1]
 
 
-def old_python(context: Context, config: dict[str, Any]) -> tuple[int, bool]:
-    """Imitates a Python that cannot make memory without a name."""
-    made = os.memfd_create
-    del os.memfd_create
-    try:
-        return _one_message(join(context), context.rank)
-    finally:
-        os.memfd_create = made
-
-
 def other_group(context: Context, config: dict[str, Any]) -> tuple[int, bool]:
     """Sends as ranks under torchrun do, which inherit no sockets from each other."""
     gloo = dist.new_group(backend="gloo")
@@ -151,45 +139,6 @@ def _one_message(channel: Transport, rank: int) -> tuple[int, bool]:
     return channel.bytes_shared, bool(arrived)
 
 
-def last_message(context: Context, config: dict[str, Any]) -> bool:
-    """Drops worker 0's transport before its message is taken: it arrives all the same."""
-    channel = join(context)
-    message = (torch.arange(3.0),)
-    spec = BoundarySpec.of(message)
-    arrived = torch.zeros(1)
-    if context.rank == 0:
-        channel.send(Message("activation", 0, 0), message, spec)
-        del channel
-        dist.barrier()
-    else:
-        dist.barrier()
-        arrived += torch.equal(take(channel, spec, 0)[0], message[0])
-    dist.all_reduce(arrived)
-    return bool(arrived)
-
-
-def no_descriptors(context: Context, config: dict[str, Any]) -> str:
-    """Returns the error of worker 1, whose process may not open another file."""
-    channel = join(context)
-    message = (torch.zeros(3),)
-    spec = BoundarySpec.of(message)
-    dist.barrier()
-    said = ""
-    if context.rank == 0:
-        channel.send(Message("activation", 0, 0), message, spec)
-    else:
-        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
-        try:
-            take(channel, spec, 0)
-        except OSError as error:
-            said = str(error)
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    everyone: list[Any] = [None, None]
-    dist.all_gather_object(everyone, said)
-    return str(everyone[1])
-
-
 def wrong_order(context: Context, config: dict[str, Any]) -> None:
     channel = join(context)
     message = (torch.zeros(3),)
@@ -199,36 +148,14 @@ def wrong_order(context: Context, config: dict[str, Any]) -> None:
     take(channel, BoundarySpec.of(message), 6)
 
 
-def fail_beside_receive(context: Context, config: dict[str, Any]) -> None:
-    _fail_beside(context, lambda: _raise(ValueError("the real cause")), send=False)
-
-
 def kill_beside_receive(context: Context, config: dict[str, Any]) -> None:
-    _fail_beside(context, lambda: os.kill(os.getpid(), signal.SIGKILL), send=False)
-
-
-def kill_beside_send(context: Context, config: dict[str, Any]) -> None:
-    _fail_beside(context, lambda: os.kill(os.getpid(), signal.SIGKILL), send=True)
-
-
-def _raise(error: Exception) -> None:
-    raise error
-
-
-def _fail_beside(context: Context, end: Any, send: bool) -> None:
-    """Ends worker 1 while worker 0 waits for its gradient, or for room in the window."""
+    """Ends worker 1 while worker 0 waits for its gradient."""
     channel = join(context)
-    message = (torch.zeros(3),)
-    spec = BoundarySpec.of(message)
     dist.barrier()
     if context.rank == 1:
         time.sleep(0.3)
-        end()
-    for number in range(WINDOW + 1):
-        if send:
-            channel.send(Message("activation", 0, number), message, spec)
-        else:
-            take(channel, spec, number, "gradient")
+        os.kill(os.getpid(), signal.SIGKILL)
+    take(channel, BoundarySpec.of((torch.zeros(3),)), 0, "gradient")
 
 
 def hang(context: Context, config: dict[str, Any]) -> str:

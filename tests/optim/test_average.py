@@ -13,9 +13,8 @@ from safetensors.torch import load_file
 from small_models import CPU
 from torch import Tensor, nn
 
-from gpipe_cli.checkpoint.files import CheckpointError, read_manifest, step_directory
+from gpipe_cli.checkpoint.files import read_manifest, step_directory
 from gpipe_cli.commands import export
-from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.optim.average import WeightAverage
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
 from gpipe_cli.pipeline.randomness import NoiseSource
@@ -41,15 +40,6 @@ def test_average_follows_the_weights_by_tensorflows_ramp() -> None:
         found.append(average.of("layer")["weight"].item())
     # decay 1/10, 2/11, then 3/12 = 0.25, which is the most: 0.1·1 + 0.9·2, 2/11·1.9 + 9/11·3, 0.25·2.8 + 0.75·11
     assert found == pytest.approx([1.9, 2.8, 8.95], rel=1e-14)
-
-
-def test_a_weight_that_two_layers_share_takes_one_part_in_the_average() -> None:
-    module = scalar(1.0)
-    cell = Cell(0, [BuiltLayer(i, f"layer_{i}", nn.Sequential(module)) for i in range(2)], NoiseSource(1, 0, CPU))
-    average = WeightAverage([cell], 0.25)
-    module.weight.data.fill_(2.0)
-    average.update(0)
-    assert [average.of(f"layer_{i}")["0.weight"].item() for i in range(2)] == pytest.approx([1.9, 1.9], rel=1e-14)
 
 
 def test_batchnorm_statistics_are_averaged_and_its_counter_is_not() -> None:
@@ -128,29 +118,6 @@ def test_evaluation_uses_the_averages(whole: Path, tmp_path: Path) -> None:
     assert plain["step"] == averaged["step"] == 2 and plain["nll"] != averaged["nll"]
 
 
-class NotFinite(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.linear(images.float().mean((2, 3))) * (float("nan") if self.training else 1.0)
-        return logits
-
-
-def broken() -> list[LayerBuilder]:
-    return [LayerBuilder("only", NotFinite)]
-
-
-def test_a_skipped_update_leaves_the_average_alone(tmp_path: Path) -> None:
-    words = ["debug=tiny", "model=amoebanet", "model._target_=test_average.broken"]
-    words += ["trainer.average=0.9", "trainer.steps=1", "trainer.evaluate_every=null", "pipeline.K=1"]
-    summary, _ = train_inline(tmp_path, *words)
-    assert summary["skipped_updates"] == 1
-    tensors = saved(tmp_path, 1)
-    assert torch.equal(tensors["only/average:linear.weight"], tensors["only/weight:linear.weight"])
-
-
 def test_export_writes_the_averages_when_asked(whole: Path, tmp_path: Path) -> None:
     output = tmp_path / "model.safetensors"
     assert export.main([f"checkpoint={whole}", f"output={output}", "average=true"]) == 0
@@ -167,9 +134,3 @@ def test_export_says_when_there_are_no_averages(tmp_path: Path, capsys: pytest.C
     save(tmp_path / "run", 1, make_layers())
     assert export.main([f"checkpoint={tmp_path / 'run'}", f"output={tmp_path / 'out.pt'}", "average=true"]) == 2
     assert "trainer.average=null" in capsys.readouterr().err
-
-
-def test_averages_of_another_shape_are_refused_by_name() -> None:
-    average = WeightAverage([one_cell(nn.Linear(3, 2))], 0.9)
-    with pytest.raises(CheckpointError, match=r"average weight should be float32\[2, 3\]"):
-        average.restore("layer", {"weight": torch.zeros(1, 3), "bias": torch.zeros(2)})

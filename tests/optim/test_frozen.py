@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import own_model
@@ -15,7 +13,6 @@ from own_plan import planned
 from benchmarks.reliability.planted_faults.run import verified
 from gpipe_cli.checkpoint.files import read_manifest, step_directory
 from gpipe_cli.checkpoint.layer_state import load_layer
-from gpipe_cli.pipeline.cell import build_layer
 
 FROZEN = (*own_model.WORDS, "model._target_=own_model.with_a_frozen_start", "trainer.steps=3", "pipeline.M=2")
 DECAY = "optimizer={_target_: torch.optim.AdamW, lr: 0.1, weight_decay: 0.5}"
@@ -29,20 +26,6 @@ def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def weights(run_dir: Path, layer: str) -> dict[str, torch.Tensor]:
     return load_layer(read_manifest(step_directory(run_dir, 3)), layer).weights
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 2])
-def test_weight_decay_leaves_frozen_weights_alone(workers: int, tmp_path: Path, own_path: None) -> None:
-    """With two workers the first holds nothing that learns."""
-    words = [*FROZEN, DECAY, "pipeline.K=2", f"pipeline.workers={workers}", "pipeline.partition=[2,2]"]
-    command = [sys.executable, "-m", "gpipe_cli.commands.train", *words, f"hydra.run.dir={tmp_path / 'run'}"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    builders = own_model.with_a_frozen_start()
-    first, last = (dict(build_layer(builders[i], i, 1, torch.device("cpu")).named_parameters()) for i in (1, 3))
-    assert all(torch.equal(tensor, first[name]) for name, tensor in weights(tmp_path / "run", "first").items())
-    assert not any(torch.equal(tensor, last[name]) for name, tensor in weights(tmp_path / "run", "last").items())
 
 
 def test_the_optimizer_keeps_nothing_of_frozen_weights(tmp_path: Path) -> None:

@@ -61,8 +61,6 @@ def test_exponential_in_epochs_has_the_same_stairs() -> None:
     [
         ({"rate": 1.5}, r"lr_schedule\.rate=1\.5: use a number, at most 1"),
         ({"decay_every": 0}, r"lr_schedule\.decay_every=0: use a number, more than 0"),
-        ({"floor": -1}, r"lr_schedule\.floor=-1: use a number, at least 0"),
-        ({"warmup_steps": -1}, r"lr_schedule\.warmup_steps=-1: use a whole number, at least 0"),
     ],
 )
 def test_exponential_names_a_wrong_value(wrong: dict[str, float], message: str) -> None:

@@ -57,12 +57,6 @@ def test_rmsprop_decays_weights_through_the_gradient() -> None:
     assert parameter.grad.item() == 1.5
 
 
-@pytest.mark.parametrize(("key", "value"), [("lr", -0.1), ("eps", -1.0), ("decay", 1.0), ("momentum", 1.5)])
-def test_rmsprop_names_a_wrong_value(key: str, value: float) -> None:
-    with pytest.raises(ValueError, match=rf"optimizer\.{key}={value}: use"):
-        TFRMSprop([weight(1.0)], **{key: value})
-
-
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
 def test_an_optimizer_that_wants_more_than_gradients_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"torch.optim.{name} needs the loss computed again"):
@@ -104,11 +98,6 @@ def test_every_optimizer_takes_decay_only_and_has_two_groups_on_every_worker(
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
     assert len(schedule.get_last_lr()) == 2
     assert all((parameter != 1).all() for parameter in parameters)
-
-
-def test_without_decay_only_every_parameter_decays() -> None:
-    optimizer = build_optimizer(section("adamw"), [weight(1.0)])
-    assert len(optimizer.param_groups) == 1
 
 
 @pytest.mark.parametrize(

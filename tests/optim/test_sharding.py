@@ -17,11 +17,6 @@ def test_shares_are_even_and_the_same_everywhere() -> None:
     assert loads == [100, 100, 100]
 
 
-def test_a_share_has_whole_parameters() -> None:
-    assert shares([8], 2) == [0]
-    assert shares([], 2) == []
-
-
 @pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_divided_updates_and_early_sums_have_the_bits_of_whole_ones(replicas: int) -> None:
     assert run_workers("sharding_jobs:compare", replicas, {}) == []

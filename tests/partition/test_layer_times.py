@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.partition import layer_times
-from gpipe_cli.partition.fake_layers import CostError
 from gpipe_cli.partition.layer_times import LayerTrial
 from gpipe_cli.partition.model_profile import ModelProfile, profile_layers
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm
@@ -89,11 +88,6 @@ def test_the_loss_stands_behind_the_last_layer_which_pays_for_it() -> None:
     without = profile(partial(nn.Linear, 8, 8))
     assert without.loss is None
     assert without.costs == without.layers
-
-
-def test_a_loss_that_fails_is_named() -> None:
-    with pytest.raises(CostError, match=r"the task's loss fails while it is timed: IndexError"):
-        profile(partial(nn.Linear, 8, 8), loss=lambda outputs: outputs[1])
 
 
 class Judged(nn.Linear):

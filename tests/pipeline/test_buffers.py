@@ -78,13 +78,6 @@ class Constant(nn.Module):
     auxiliary_loss = Positions.auxiliary_loss
 
 
-class First(nn.Module):
-    """Returns what an LSTM puts out, without its state."""
-
-    def forward(self, outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return outputs[0]
-
-
 def cell_of(layer: nn.Module) -> Cell:
     cell = Cell(0, [BuiltLayer(0, "the layer", layer)], NoiseSource(1, 0, torch.device("cpu")))
     cell.train(True)
@@ -129,29 +122,7 @@ def test_a_table_made_at_first_use_is_allowed_and_the_comparison_changes_no_bit(
     assert pooled[0] is not None and pooled[1] is not None and torch.equal(pooled[0], pooled[1])
 
 
-def test_the_guarded_forward_builds_a_graph_where_later_ones_do() -> None:
-    """oneDNN's LSTM and compiled layers give other bits without one."""
-    lstm, graphs = nn.LSTM(4, 4), []
-    lstm.register_forward_pre_hook(lambda module, inputs: graphs.append(torch.is_grad_enabled()))
-    cell = cell_of(nn.Sequential(lstm, First()))
-    for _ in range(2):
-        with torch.no_grad():
-            run(cell)
-    assert graphs == [True, True]
-
-
 def test_a_run_with_such_a_layer_ends_in_its_first_step(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="layer 'middle' changes its buffer 'calls'"):
         train_inline(tmp_path, *WORDS, "++model.middle=Remembering", "trainer.steps=2")
     assert not (tmp_path / "checkpoints" / "step_00000001").exists()
-
-
-def test_buffers_are_compared_in_the_first_forward_only() -> None:
-    """Comparing them in every step would take time; a layer that begins to change them later is gpipe-verify's."""
-    calls = Counter(anew=False)
-    forward, calls.forward = calls.forward, nn.Identity().forward
-    cell = cell_of(calls)
-    run(cell)
-    calls.forward = forward
-    run(cell)
-    assert calls.calls == 1

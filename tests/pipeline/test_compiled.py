@@ -50,11 +50,6 @@ def assert_same_bits(cases: list[tuple[list[int], str, str]]) -> None:
         assert [name for name in whole if not torch.equal(found[name], whole[name])] == [], (cuts, kind, remat)
 
 
-@pytest.mark.slow
-def test_no_cut_and_no_schedule_changes_a_bit(traced: None) -> None:
-    assert_same_bits(CASES[1:])
-
-
 @pytest.mark.slow(2)
 def test_no_cut_and_no_schedule_changes_a_bit_of_real_kernels() -> None:
     assert_same_bits(CASES)

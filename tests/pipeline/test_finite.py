@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import CPU, build_all, engine_of, mini_batch, small_model, token_loss, weight_of
+from small_models import build_all, engine_of, mini_batch, small_model, token_loss, weight_of
 from torch import Tensor, nn
 
 from gpipe_cli.micro_batch import MicroBatch, Tensors
 from gpipe_cli.partition.partition import cell_layers
-from gpipe_cli.pipeline.cell import BuiltLayer, Cell
+from gpipe_cli.pipeline.cell import BuiltLayer
 from gpipe_cli.pipeline.engine import Engine, StepInput
 from gpipe_cli.pipeline.finite import BACKWARD, DATA, FORWARD, LOSS, FiniteWatch, Origin, not_finite
 from gpipe_cli.pipeline.messages.grouping import as_tensors, replace_tensors
-from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.position import Position
 from gpipe_cli.schedule.orders import KINDS
 from gpipe_cli.schedule.schedule import REMAT, schedule
@@ -136,40 +135,9 @@ def test_the_task_s_loss_is_named(plant: Callable[[Engine], None], expected: tup
     assert first_bad(engine_with(3, plant), "gpipe", "except_last", mini_batch(0, 8, M)) == expected
 
 
-@pytest.mark.parametrize(
-    ("change", "way", "what"),
-    [
-        (lambda outputs: outputs * math.nan, FORWARD, "auxiliary loss"),
-        (PoisonBack.apply, BACKWARD, "gradient of opinion"),
-    ],
-)
-def test_an_auxiliary_loss_is_named(change: Callable[[Tensor], Tensor], way: int, what: str) -> None:
-    def plant(engine: Engine) -> None:
-        (judge,) = (layer.module for cell in engine.cells.values() for layer in cell.layers if layer.name == "judge")
-        judge.get_submodule("opinion").register_forward_hook(lambda module, inputs, outputs: change(outputs))
-
-    origin = first_bad(engine_with(3, plant), "gpipe", "except_last", mini_batch(0, 8, M))
-    assert origin is not None and (origin.way, origin.layer) == (way, "judge")
-    assert origin.what.startswith(what)
-
-
 def test_a_weight_that_was_not_finite_before_is_named() -> None:
     origin = first_bad(engine_with(3, bad_weight), "gpipe", "except_last", mini_batch(0, 8, M))
     assert origin is not None and (origin.micro_batch, origin.layer, origin.weight) == (0, "mix_2", "linear.weight")
-
-
-@pytest.mark.parametrize("way", [FORWARD, BACKWARD])
-def test_layers_that_write_into_the_outputs_of_others_can_be_watched(way: int) -> None:
-    modules = [nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 3)]
-    layers = [BuiltLayer(i, name, module) for i, (name, module) in enumerate(zip("abc", modules, strict=True))]
-    engine = Engine([Cell(0, layers, NoiseSource(1, 0, CPU))], (0,), None, row_loss, 0, CPU)
-    faulty(2, way, 1)(engine)
-    origin = first_bad(engine, "gpipe", "except_last", [((torch.ones(2, 3),), ()) for _ in range(M)], weight=1.0)
-    assert origin is not None and (origin.way, origin.micro_batch, origin.layer) == (way, 1, "c")
-
-
-def row_loss(outputs: Tensors, targets: Tensors) -> tuple[Tensor, Tensor]:
-    return outputs[0].square().sum(), torch.zeros(0, dtype=torch.float64)
 
 
 def test_data_that_are_not_finite_are_named() -> None:

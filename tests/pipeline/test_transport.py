@@ -7,13 +7,6 @@ from gpipe_cli.pipeline.messages.process_group import DIRECTIONS, message_tag, s
 from gpipe_cli.schedule.instruction import Message
 
 
-def test_no_two_messages_of_a_step_share_a_tag() -> None:
-    K, M = 7, 11
-    tags = [message_tag(Message(way, cell, m), K) for way in DIRECTIONS for cell in range(K - 1) for m in range(M)]
-    tags += [spec_tag(cell) for cell in range(K - 1)]
-    assert len(set(tags)) == len(tags)
-
-
 def test_the_largest_step_that_the_settings_allow_keeps_its_tags_apart_and_below_those_of_the_exchange() -> None:
     K = 4096
     M = MESSAGE_TAGS // TAGS_PER_CELL // K

@@ -102,14 +102,6 @@ def test_a_weight_that_two_layers_share_is_left_to_autocast() -> None:
     assert casts.held == []
 
 
-def test_without_autocast_nothing_is_cast() -> None:
-    layer = nn.Linear(4, 4)
-    casts = WeightCasts([layer])
-    with casts.used_on(CPU):
-        layer(torch.ones(2, 4))
-    assert casts.held == []
-
-
 class Growing(nn.Linear):
     """Uses its weight once in the first step, and twice later."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -35,23 +34,3 @@ def test_other_processes_compute_while_the_body_runs_and_end_with_it(monkeypatch
             time.sleep(0.05)
         1 / 0  # noqa: B018  # the body fails
     assert [process.returncode for process in started] == [-9, -9]
-
-
-def test_they_end_by_themselves_when_the_process_that_started_them_dies() -> None:
-    code = (
-        "import os, subprocess\n"
-        "from gpipe_cli.planner.measure.background_load import background_load\n"
-        "popen = subprocess.Popen\n"
-        "def reported(*a, **options):\n"
-        "    process = popen(*a, **options)\n"
-        "    print(process.pid, flush=True)\n"
-        "    return process\n"
-        "subprocess.Popen = reported\n"
-        "with background_load(1, 1):\n"
-        "    os._exit(0)\n"
-    )
-    pid = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout)
-    end = time.monotonic() + DEADLINE
-    while status(pid)[:1] not in ([], ["Z"]):
-        assert time.monotonic() < end
-        time.sleep(0.05)

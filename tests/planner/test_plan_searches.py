@@ -95,14 +95,6 @@ def test_micro_batches_of_data_counted_in_tokens_go_as_far_as_its_sentences() ->
 
 
 @pytest.mark.slow(2)
-def test_the_paper_s_mini_batch_of_four_million_tokens_fits_one_gpu_in_many_micro_batches() -> None:
-    words = ("experiment=nmt/t_6_8192_16", "plan.device=a100-40gb", "pipeline.remat=always")
-    found = asked(*words, "pipeline.M=auto")
-    assert found.fits
-    assert found.M > 4
-
-
-@pytest.mark.slow(2)
 def test_what_is_too_large_is_named_as_it_was_given() -> None:
     said = refusal(*COUNTED_IN_TOKENS, "plan.fit=60MB", "plan.candidates=[1]")
     assert "a smaller data.batch_tokens" in said

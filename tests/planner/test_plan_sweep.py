@@ -66,15 +66,6 @@ def test_a_swept_key_that_was_looked_for_shows_what_was_found(capsys: pytest.Cap
     assert [row["M"] for row in table(capsys.readouterr().out)] == [str(found), "8"]
 
 
-def test_a_batch_size_that_was_raised_is_noted_with_its_job(capsys: pytest.CaptureFixture[str]) -> None:
-    note = "data.batch_size=64 has no 100 micro-batches: planned with data.batch_size=100"
-    assert main(["-m", *OWN, "pipeline.M=8,100"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"note on pipeline.M=100: {note}"
-    assert main(["-m", *OWN, "pipeline.M=8,100", "plan.format=json"]) == 0
-    assert [made["notes"] for made in json.loads(capsys.readouterr().out)["plans"]] == [[], [note]]
-    assert alone(*OWN, "pipeline.M=100", capsys=capsys)["notes"] == [note]
-
-
 def test_a_picture_that_cannot_be_written_is_told_behind_the_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,13 +60,6 @@ class TestGpipe:
             worker 2 |  .  . F0 F1 F2 F3 B3 R2 B2 R1 B1 R0 B0  .  .
         """)
 
-    def test_two_cells_on_a_worker_run_one_after_the_other(self) -> None:
-        assert grid("gpipe", (0, 0, 1), 2, "always") == lines("""
-            worker 0 cell 0 | F0    F1        .  .    R1 B1       R0 B0
-            worker 0 cell 1 |    F0    F1 R1  .  . B1       R0 B0
-            worker 1 cell 2 |  .  . F0  . F1 R1 B1 R0 B0  .  .  .  .  .
-        """)
-
 
 class TestOneForwardOneBackward:
     def test_without_recompute(self) -> None:
@@ -128,12 +121,6 @@ class TestZeroBubble:
             worker 1 |  . F0 F1 F2  .  . I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 I4 W3 I5 W4 W5
             worker 2 |  .  . F0 F1  . I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 I5 W3 W4 W5
             worker 3 |  .  .  . F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5
-        """)
-
-    def test_always_recomputes_before_the_first_half(self) -> None:
-        assert grid("zero_bubble", range(2), 3, "always") == lines("""
-            worker 0 | F0 F1 R0  . I0 W0 F2 R1 I1 W1 R2 I2 W2
-            worker 1 |  . F0 R0 I0 F1 R1 I1 W0 F2 R2 I2 W1 W2
         """)
 
     def test_a_worker_with_two_cells_sends_the_gradient_before_any_weight_gradient(self) -> None:
@@ -255,10 +242,6 @@ class TestMostKept:
     def test_interleaved_keeps_more_than_1f1b_but_not_the_whole_mini_batch(self) -> None:
         first = schedule("interleaved_1f1b", (0, 1, 2, 3) * 2, 100, "never")[0]
         assert most_kept(first).together == 2 * (4 + 3 / 2), "W + (W-1)/v, of v cells"
-
-    def test_always_keeps_the_graph_of_one_cell_at_a_time(self) -> None:
-        lists = schedule("gpipe", (0, 0, 0, 1), 4, "always")
-        assert most_kept(lists[0]).together == 1
 
     def test_except_last_keeps_the_graphs_of_one_micro_batch_for_all_the_workers_cells(self) -> None:
         lists = schedule("gpipe", (0, 0, 0, 1), 4, "except_last")

@@ -90,9 +90,6 @@ class TestTime:
 
         assert simulate(schedule("gpipe", (0, 1), 1, "never"), (0, 1), unit_durations, latency).span == 14
 
-    def test_messages_travel_while_the_sender_computes(self) -> None:
-        assert start_of(simulate(forward_only((0, 1), 2), (0, 1), unit_durations, latency=1.0), "F0.1") == 1
-
     def test_a_receive_lasts_as_long_as_its_worker_waits(self) -> None:
         first = simulate(forward_only((0, 1), 1), (0, 1), unit_durations).spans[1][0]
         assert (str(first.instruction), first.start, first.end) == ("ra1.0", 0, 1)
@@ -124,10 +121,6 @@ class TestTime:
 
 
 class TestText:
-    def test_a_wider_slot_makes_a_shorter_grid(self) -> None:
-        line = simulate(forward_only((0, 1), 2), (0, 1), cost_durations([10.0, 10.0]))
-        assert draw_text(line, slot=10.0) == "worker 0 | F0 F1  .\nworker 1 |  . F0 F1"
-
     def test_two_digit_micro_batches_stay_in_line(self) -> None:
         line = simulate(forward_only((0, 1), 11), (0, 1), unit_durations)
         assert draw_text(line).splitlines()[1].endswith("|   .  F0  F1  F2  F3  F4  F5  F6  F7  F8  F9 F10")
