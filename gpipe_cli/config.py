@@ -199,7 +199,7 @@ class LaunchConfig:
     """Describes the worker processes.
 
     Attributes:
-        grace_seconds: time from the request to stop until workers are killed.
+        grace_seconds: time from the request to stop until workers are killed. Not under torchrun and srun.
         stall_seconds: the run fails after this time without progress; null: never. Not under torchrun.
         restarts: after a worker's death the run starts again from its newest checkpoint, at most so often. Under
             torchrun its `--max-restarts` does this.

@@ -47,14 +47,10 @@ def _watch_parent(parent: int) -> None:
 
 
 def child_command(code: str) -> list[str]:
-    """Returns the command line of a Python process that runs ``code``, and ends with this one from its start on."""
-    return python_command(f"from gpipe_cli.parent import die_with_parent; die_with_parent({os.getpid()}); {code}")
-
-
-def python_command(code: str) -> list[str]:
-    """Returns the command line of a Python process that runs ``code``.
+    """Returns the command line of a Python process that runs ``code``, and ends with this one from its start on.
 
     It has this process's import path, whatever way this one was started (console script, -m, a clone on PYTHONPATH).
     Python's own would begin with the working directory, where others may write.
     """
-    return [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {code}"]
+    begin = f"import sys; sys.path[:] = {sys.path!r}; from gpipe_cli.parent import die_with_parent"
+    return [sys.executable, "-c", f"{begin}; die_with_parent({os.getpid()}); {code}"]

@@ -60,11 +60,6 @@ def _say(text: str) -> None:
 
 
 def _run(words: Sequence[str], program: EntryPoint | None) -> int:
-    from gpipe_cli.launch.join import incomplete
-
-    if problem := incomplete():
-        to_stderr(f"{command_name()}: {problem}")  # whatever the rank is: there may be no other
-        return REFUSED
     problems = Problems()
     line = read_words(words, command_name(), problems)
     from gpipe_cli.jobs import sweep

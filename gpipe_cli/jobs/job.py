@@ -306,7 +306,7 @@ def _run_program(
     settings: LaunchConfig, config: dict[str, Any], run_dir: Path, program: EntryPoint, on_event: OnEvent
 ) -> Any:
     if joined():
-        return join(torchrun.ENTRY, torchrun.wrap(program.entry, config), run_dir, on_event, settings.grace_seconds)
+        return join(torchrun.ENTRY, torchrun.wrap(program.entry, config), run_dir, on_event)
     try:
         return launch_program(program, config, run_dir, on_event)
     except (ConfigurationError, WorkerFailed, DiskError):

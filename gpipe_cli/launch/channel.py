@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import socket
 import threading
@@ -15,9 +14,6 @@ from gpipe_cli.launch.report import Failure
 
 STOP, LEAVE = b"s", b"l"  # the command's words to a worker: end the run in order; all have finished, exit
 REPORT_SECONDS = 5.0  # that a failed worker waits for a command that does not read
-PENDING_LIMIT = 16 * 2**20  # bytes kept for a command that does not read (Ctrl-Z); later events are dropped
-
-log = logging.getLogger(__name__)
 
 
 def encode(message: dict[str, Any]) -> bytes:
@@ -39,16 +35,11 @@ class WorkerChannel:
         self._pending = bytearray()
         self._lock = threading.Lock()
         self._stop = False
-        self._dropping = False
 
     def send(self, message: dict[str, Any]) -> None:
         line = encode(message)
         with self._lock:
-            if len(self._pending) + len(line) <= PENDING_LIMIT:
-                self._pending += line
-            elif not self._dropping:
-                self._dropping = True
-                log.warning("the command does not read: its console misses events from here on")
+            self._pending += line
             self._flush()
 
     def _flush(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -28,14 +29,14 @@ GROUP_TIMEOUT_SECONDS = 1800.0
 TORCHRUN_SECONDS = 30.0  # torchrun's default for the time below
 
 
-def torchrun_grace_seconds() -> float | None:
-    """Returns the seconds from torchrun's request to stop until it kills its ranks; None without torchrun.
+def launchers_grace_seconds() -> float | None:
+    """Returns the seconds from a launcher's request to stop until it kills its ranks; None without a launcher.
 
-    Ranks see its environment variable, not its option `--shutdown-timeout`.
+    Ranks see torchrun's environment variable, not its option `--shutdown-timeout`; of others nothing is known.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return None
-    return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", TORCHRUN_SECONDS))
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", TORCHRUN_SECONDS))
+    return math.inf if "RANK" in os.environ else None
 
 
 @dataclass

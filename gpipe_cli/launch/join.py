@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from gpipe_cli.errors import visible
 from gpipe_cli.launch import report
 from gpipe_cli.launch.context import Context, call_entry, show_crashes
-from gpipe_cli.launch.stop import StopDeadline, StopSignals
-from gpipe_cli.launch.supervisor import Job, OnEvent
+from gpipe_cli.launch.stop import StopSignals
+from gpipe_cli.launch.supervisor import OnEvent
 from gpipe_cli.launch.worker import leave
 from gpipe_cli.parent import die_with_parent
 
@@ -34,29 +34,13 @@ def joined() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def incomplete() -> str | None:
-    """Returns what is wrong with the variables by which a launcher makes this process a rank; None if nothing is."""
-    if not joined():
-        return None
-    rank, size, port = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    if all(map(str.isdecimal, (rank, size, port))) and int(rank) < int(size) and os.environ.get("MASTER_ADDR"):
-        return None
-    return (
-        f"RANK={rank} and WORLD_SIZE={size} are set, as torchrun sets them, but not so MASTER_ADDR and MASTER_PORT: "
-        "unset RANK and WORLD_SIZE, and the command starts its own workers, or set all four"
-    )
-
-
-def join(
-    entry: str, config: dict[str, Any], run_dir: Path, on_event: OnEvent, grace_seconds: float = Job.grace_seconds
-) -> Any:
+def join(entry: str, config: dict[str, Any], run_dir: Path, on_event: OnEvent) -> Any:
     """Runs the entry point as the rank of the environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK …).
 
     Several jobs of one process (a sweep) are distinguished by their order, which is the same in every rank. torch's
     number of threads stays as it is: torchrun sets OMP_NUM_THREADS.
 
-    Args:
-        grace_seconds: from the first request to stop until this process ends itself with exit code 1, wherever it is.
+    A rank that does not stop when it is asked to is killed by its launcher.
 
     Returns:
         what the entry point returned on this rank.
@@ -88,10 +72,9 @@ def join(
         run_dir=run_dir.absolute(),
         open_store=open_store,
         emit=lambda event: on_event({"rank": rank, **event}),
-        stop_requested=lambda: stop.requested(deadline),
+        stop_requested=stop.requested,
     )
-    deadline = StopDeadline(grace_seconds, lambda: report.who(rank, context.where.known()))
-    with StopSignals(stop.note, deadline.wake) as signals, deadline:
+    with StopSignals(stop.note) as signals:
         try:
             stop.use(context.store)
             value = call_entry(entry, context, config, threads=None)
@@ -165,13 +148,11 @@ class _StopRequest:
         if self._rank != 0 and self._store is not None:
             self._store.set(self.KEY, "1")
 
-    def requested(self, deadline: StopDeadline) -> bool:
+    def requested(self) -> bool:
         now = time.monotonic()
         if not self._noted and self._rank == 0 and self._store is not None and now > self._next_look:
             self._next_look = now + ASK_STORE_SECONDS
-            if self._store.check([self.KEY]):
-                self._noted = True
-                deadline.start()
+            self._noted = self._store.check([self.KEY])
         return self._noted
 
 
@@ -180,8 +161,11 @@ def _fail(context: Context, error: BaseException) -> NoReturn:
     try:
         directory, where = context.run_dir / "workers", context.where.known()
         shown = report.publish(directory, report.failure_of(context.rank, error, where))
-        if report.error_path(directory, context.rank).exists():
-            shown = report.echo_line(directory, context.rank, error, where) or shown
+        if report.suspicion(error) == 2 and report.error_path(directory, context.rank).exists():
+            shown = (
+                f"{report.who(context.rank, where)}: {report.first_line(error)}; the worker that failed first prints "
+                f"the cause (traceback of this one: {report.error_path(directory, context.rank)})"
+            )
         print(visible(shown), file=sys.stderr)
         if "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(error, Exception):
             from torch.distributed.elastic.multiprocessing.errors import ErrorHandler

@@ -8,9 +8,7 @@ import signal
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import dropwhile, islice, takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,23 +18,20 @@ from gpipe_cli.errors import ConfigurationError, PlainError
 
 LOG_LINES_SHOWN = 15
 LOG_COLUMNS_SHOWN = 200
-CRASH_WORDS = 3  # lines of the log before the stack of a crash, where compiled code says why it gave up
 STARTER = -1  # in place of a rank: the process that starts the workers
 
 # Errors of torch.distributed, gloo and NCCL when the other side is gone or slow.
 COMMUNICATION = re.compile(
     r"gloo|nccl|c10d|process ?group|TCPStore|Connection (closed|reset) by peer|Broken pipe", re.IGNORECASE
 )
-GONE = re.compile(  # … when it is certainly gone
-    r"connection (was likely )?(closed|reset)|broken pipe|remote process exit", re.IGNORECASE
-)
 # Errors of torch and its libraries when a device or the machine has no memory for a tensor.
 NO_MEMORY = re.compile(r"out of memory|can't allocate memory|STATUS_ALLOC_FAILED", re.IGNORECASE)
-SIGNAL_MEANING = {
-    signal.SIGKILL: "usually the kernel's out-of-memory killer: see `dmesg`, and use less memory per worker",
-    signal.SIGSEGV: "a crash in compiled code",
-    signal.SIGBUS: "often a full /dev/shm or disk under a memory-mapped file",
-    signal.SIGABRT: "compiled code gave up",
+SIGNAL_NAMES = {int(number): number.name for number in signal.Signals}
+SIGNAL_MEANING: dict[int, str] = {
+    signal.SIGKILL: " (usually the kernel's out-of-memory killer: see `dmesg`, and use less memory per worker)",
+    signal.SIGSEGV: " (a crash in compiled code)",
+    signal.SIGBUS: " (often a full /dev/shm or disk under a memory-mapped file)",
+    signal.SIGABRT: " (compiled code gave up)",
 }
 ENDING_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # sent from outside
 
@@ -111,13 +106,18 @@ def failure_of(rank: int, error: BaseException, where: dict[str, Any]) -> Failur
         suspicion=echo,
         time=time.time(),
         text=f"{_name(rank)} failed{_place(where)}:\n{shown}" if plain is None else plain,
-        cause=f"{_name(rank)} failed: {type(error).__name__}: {error}".splitlines()[0],
+        cause=f"{_name(rank)} failed: {first_line(error)}",
         place=describe_place(where),
         is_plain=plain is not None,
         is_configuration=isinstance(error, ConfigurationError),
         is_memory=any(_is_memory(link) for link in _chain(error)),
         from_outside=echo == 2,
     )
+
+
+def first_line(error: BaseException) -> str:
+    """Returns kind and first line of an error."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def publish(directory: Path, failure: Failure) -> str:
@@ -144,21 +144,6 @@ def suspicion(error: BaseException) -> int:
     """Returns how many exceptions of the chain are communication errors: 0 none, 1 some, 2 all (certainly an echo)."""
     links = [_is_communication(link) for link in _chain(error)]
     return 2 if all(links) else 1 if any(links) else 0
-
-
-def echo_line(directory: Path, rank: int, error: BaseException, where: dict[str, Any]) -> str | None:
-    """Returns one line for the console in place of the traceback of a mere echo; None for any other exception.
-
-    For a rank without a supervisor, which has no other rank's error to show (see `root_cause`).
-    """
-    if suspicion(error) < 2 or not GONE.search(str(error)):
-        return None
-    # Without gloo's file name at its beginning and advice at its end.
-    message = re.sub(r"^\[[^\]]*\] *", "", str(error)).partition("\n")[0].partition(". ")[0]
-    return (
-        f"{who(rank, where)} noticed the end of another: {message}; the worker that failed first prints the cause "
-        f"(traceback of this one: {error_path(directory, rank)})"
-    )
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -197,41 +182,24 @@ def silent_failure(directory: Path, rank: int, exit_code: int, when: float, wher
         where: the last known place of the worker.
     """
     log = log_path(directory, rank)
-    tail = "\n".join(_tail(log)[-LOG_LINES_SHOWN:])
+    tail = "\n".join(_last_lines(log))
+    how, meaning = f"ended with exit code {exit_code} and left no error report", ""
     if exit_code < 0:
-        name, meaning = _signal_name(-exit_code)
-        how = f"was killed by {name}"
-    else:
-        how, meaning = f"ended with exit code {exit_code} and left no error report", ""
+        how = f"was killed by {SIGNAL_NAMES.get(-exit_code, f'signal {-exit_code}')}"
+        meaning = SIGNAL_MEANING.get(-exit_code, "")
     # NCCL's watchdog thread aborts the whole process when a peer is gone.
     echo = exit_code == -signal.SIGABRT and COMMUNICATION.search(tail) is not None
-    crash = crash_lines(log) if exit_code < 0 else ""
-    said = f"{crash}\nlog: {log}" if crash else f"last lines of {log}:\n{tail or '(empty)'}"
-    text = f"{_name(rank)} {how}{meaning}{_place(where)}\n{said}"
+    text = f"{_name(rank)} {how}{meaning}{_place(where)}\nlast lines of {log}:\n{tail or '(empty)'}"
     from_outside = echo or -exit_code in ENDING_SIGNALS
     cause, place = f"{_name(rank)} {how}", describe_place(where)
     return Failure(rank, 1 if echo else 0, when, text, cause, place, from_outside=from_outside)
 
 
-def _signal_name(number: int) -> tuple[str, str]:
-    """Returns the name of a signal, and in brackets what it usually means, if that is known."""
-    try:
-        known = signal.Signals(number)
-    except ValueError:  # most real-time signals have no name
-        return f"signal {number}", ""
-    return known.name, f" ({SIGNAL_MEANING[known]})" if known in SIGNAL_MEANING else ""
-
-
-def crash_lines(log: Path) -> str:
-    """Returns the calls in which the process crashed, as `faulthandler` wrote them, innermost first; empty without."""
+def _last_lines(log: Path) -> list[str]:
+    """Returns the last lines of a log, or the first ones of the report of a crash, with the innermost calls."""
     lines = _tail(log)
-    begin = max((number for number, line in enumerate(lines) if line.startswith("Fatal Python error")), default=None)
-    if begin is None:
-        return ""
-    stack = dropwhile(lambda line: not line.startswith("Current thread"), lines[begin:])
-    calls = list(takewhile(lambda line: line.startswith("  "), islice(stack, 1, LOG_LINES_SHOWN)))
-    before = [line for line in lines[max(0, begin - CRASH_WORDS) : begin] if line]
-    return "\n".join([*before, *(["in, the innermost call first:", *calls] if calls else [])])
+    crash = [number for number, line in enumerate(lines) if line.startswith("Fatal Python error")]
+    return lines[crash[-1] :][:LOG_LINES_SHOWN] if crash else lines[-LOG_LINES_SHOWN:]
 
 
 def _tail(log: Path) -> list[str]:
@@ -254,8 +222,7 @@ def take_failure(directory: Path) -> Failure | None:
     """
     found = []
     for path in directory.glob("error_*.json"):
-        with suppress(TypeError):  # another release may have left other fields
-            found.append(Failure(**json.loads(path.read_text())))
+        found.append(Failure(**json.loads(path.read_text())))
         path.unlink()
     causes = [failure for failure in found if not failure.from_outside]
     return root_cause(causes) if causes else None

@@ -15,7 +15,7 @@ from ..config import Settings
 from ..distributed.batch_plan import BatchPlan
 from ..distributed.exchange import Exchange, StopRequested
 from ..distributed.pipeline import MiniBatch, Pipeline
-from ..launch.context import torchrun_grace_seconds
+from ..launch.context import launchers_grace_seconds
 from ..metrics.journal import Journal
 from ..metrics.records import Progress
 from ..metrics.step_report import StepReport, StepReporter
@@ -171,7 +171,7 @@ class Trainer:
         if progress.step in self.settings.trainer.traced_steps:
             self.journal.trace(progress.step, self._record_everyone(), schedules, self.layout.cut.table)
         if self.totals.steps == WARM_UP:
-            text = grace_warning(seconds, self.settings.launch.grace_seconds, torchrun_grace_seconds())
+            text = grace_warning(seconds, self.settings.launch.grace_seconds, launchers_grace_seconds())
             if text:
                 self.journal.warn(text)
         if cause is not None:

@@ -42,27 +42,22 @@ def batchnorm_notice(
     )
 
 
-def grace_warning(step_seconds: float, grace_seconds: float, torchrun_seconds: float | None = None) -> str | None:
+def grace_warning(step_seconds: float, grace_seconds: float, launchers_seconds: float | None = None) -> str | None:
     """Returns a warning where a request to stop leaves less time than two steps; None where it leaves enough.
 
     Args:
         grace_seconds: `launch.grace_seconds`.
-        torchrun_seconds: from torchrun's request to stop until it kills its processes; None without torchrun.
+        launchers_seconds: from torchrun's request to stop until it kills its processes; None without torchrun.
     """
-    patience = math.inf if torchrun_seconds is None else torchrun_seconds
-    if 2 * step_seconds <= min(grace_seconds, patience):
+    patience = grace_seconds if launchers_seconds is None else launchers_seconds
+    if 2 * step_seconds <= patience:
         return None
     enough = 10 * math.ceil(0.4 * step_seconds)
-    killed, advice = "the workers are killed", []
-    if 2 * step_seconds > grace_seconds:
-        advice.append(f"launch.grace_seconds={enough}")
-    else:
-        killed, enough = "torchrun kills the workers (if it has no --shutdown-timeout)", math.ceil(grace_seconds)
-    if enough > patience:
-        advice.append(f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={enough} before torchrun (torch 2.12 or newer)")
+    own = launchers_seconds is None
     return (
-        f"a step takes {step_seconds:.0f} s, and {min(grace_seconds, patience):g} s after Ctrl-C or SIGTERM {killed}, "
-        f"saved or not: {' with '.join(advice)} leaves time for a step and a checkpoint"
+        f"a step takes {step_seconds:.0f} s, and {patience:g} s after Ctrl-C or SIGTERM the workers are killed, "
+        f"saved or not: {'launch.grace_seconds=' if own else 'torchrun --shutdown-timeout '}{enough} leaves time for a "
+        "step and a checkpoint"
     )
 
 

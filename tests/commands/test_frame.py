@@ -120,26 +120,6 @@ def test_a_directory_whose_path_is_not_utf_8_is_refused_in_one_line(tmp_path: Pa
         assert "not UTF-8" in line
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"RANK": "0", "WORLD_SIZE": "2"},
-        {"RANK": "1", "WORLD_SIZE": "2"},
-        {"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
-        {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
-    ],
-    ids=["rank 0", "rank 1", "no number", "too large"],
-)
-def test_variables_of_half_a_launcher_are_refused_in_one_line(
-    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert command("gpipe-train")(["debug=tiny"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "unset RANK and WORLD_SIZE" in line
-
-
 SHORT = [["train", "pipeline.k=4"], ["train", "pipeline.K=0"], ["train", "--cfg", "job"]]
 SHORT += [[target.partition(":")[0].rpartition(".")[2], "--help"] for target in COMMANDS.values()]
 SLOW_TO_IMPORT = {"torch", "numpy", "matplotlib", "tensorboard", "safetensors", "sentencepiece", "babel", "rich"}

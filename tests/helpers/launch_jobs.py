@@ -2,7 +2,7 @@
 
 python launch_jobs.py ENTRY WORKERS RUN_DIR [key=value of Job, as JSON ...]
 
-Where RANK is set it is one rank; ENTRY may be several then, with commas between, and linger=SECONDS follows each.
+Where RANK is set it is one rank; ENTRY may be several then, with commas between.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -75,19 +74,6 @@ def deadlock(context: Context, config: dict[str, Any]) -> None:
     _ready(context)
     context.where.enter(context.rank, 0, "receive_activation")
     distributed.recv(torch.zeros(1), (context.rank + 1) % context.world_size)
-
-
-def wait_in_shared_memory(context: Context, config: dict[str, Any]) -> None:
-    """Waits for a message of a peer that sends none, in a system call that Python takes up again after each signal."""
-    import torch
-
-    from gpipe_cli.pipeline.messages.boundary import BoundarySpec
-    from gpipe_cli.pipeline.messages.shared_memory import Incoming
-
-    ours, _theirs = socket.socketpair()
-    _ready(context)
-    context.where.enter(0, 0, "receive_activation")
-    Incoming(ours, 1, torch.device("cpu")).receive(BoundarySpec.of((torch.zeros(1),)), 0)
 
 
 def fail_beside_recv(context: Context, config: dict[str, Any]) -> None:
@@ -345,14 +331,10 @@ def _print_event(event: dict[str, Any]) -> None:
 def main() -> None:
     entry, workers, run_dir, *options = sys.argv[1:]
     settings = {key: json.loads(value) for key, value in (option.split("=", 1) for option in options)}
-    config, linger = settings.pop("config", {}), settings.pop("linger", 0.0)
+    config = settings.pop("config", {})
     if joined():
-        grace = settings.get("grace_seconds", Job.grace_seconds)  # of the keys of Job the only one that a rank has
         for job_number, one in enumerate(entry.split(",")):
-            try:
-                value = join(f"launch_jobs:{one}", config, Path(run_dir) / str(job_number), _print_event, grace)
-            finally:
-                time.sleep(linger)
+            value = join(f"launch_jobs:{one}", config, Path(run_dir) / str(job_number), _print_event)
             _print_event({"event": "result", "rank": int(os.environ["RANK"]), "value": value})
         return
     job = Job(Path(run_dir), int(workers), f"launch_jobs:{entry}", config, **settings)

@@ -27,7 +27,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "how", "said"),
     [
-        ("forward", "crash", [f"{CRASHED} at {FORWARD}\nin, the innermost call first:\n", "own_model.py", "in die"]),
+        ("forward", "crash", [f"{CRASHED} at {FORWARD}\n", "Segmentation fault", "own_model.py", "in die"]),
         pytest.param("forward", "kill", [KILLED, f" worker) at {FORWARD}\n"], marks=SLOW),
         pytest.param("forward", "eat", [f"worker 1 failed at {FORWARD}:\n", "allocate memory"], marks=SLOW),
         pytest.param("backward", "exit", [f"exit code 3 and left no error report at {BACKWARD}\n"], marks=SLOW),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-from composed import checked
+import math
 
-from gpipe_cli.launch.context import TORCHRUN_SECONDS, torchrun_grace_seconds
+import pytest
+
+from gpipe_cli.launch.context import launchers_grace_seconds
 from gpipe_cli.trainer.notices import batchnorm_notice, grace_warning
 
 
@@ -66,28 +67,20 @@ def test_steps_too_long_for_the_time_that_a_request_to_stop_leaves() -> None:
     assert "a step takes 167 s, and 8 s after" in said and "launch.grace_seconds=670 leaves" in said
 
 
-def test_torchrun_may_leave_less_time_than_the_configuration() -> None:
-    assert grace_warning(14.0, 600.0, 30.0) is None
-    assert grace_warning(100.0, 600.0, 600.0) is None
+def test_under_torchrun_its_own_time_counts() -> None:
+    assert grace_warning(100.0, 8.0, 600.0) is None
     said = grace_warning(100.0, 600.0, 30.0)
     assert said is not None
-    assert "30 s after Ctrl-C or SIGTERM torchrun kills the workers (if it has no --shutdown-timeout)" in said
-    assert ": TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600 before torchrun" in said and "launch.grace_seconds" not in said
-    said = grace_warning(100.0, 8.0, 30.0)
-    assert said is not None
-    assert "and 8 s after Ctrl-C or SIGTERM the workers are killed" in said
-    assert ": launch.grace_seconds=400 with TORCH_ELASTIC_SHUTDOWN_TIMEOUT=400 before torchrun" in said
+    assert "30 s after Ctrl-C or SIGTERM" in said and "torchrun --shutdown-timeout 400 leaves" in said
 
 
 def test_a_rank_knows_of_torchruns_patience_what_its_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert torchrun_grace_seconds() is None
+    for name in ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "TORCHELASTIC_RUN_ID", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert launchers_grace_seconds() is None
+    monkeypatch.setenv("RANK", "0")
+    assert launchers_grace_seconds() == math.inf
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert torchrun_grace_seconds() == 30.0
+    assert launchers_grace_seconds() == 30.0
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
-    assert torchrun_grace_seconds() == 600.0
-
-
-def test_by_default_a_rank_uses_the_time_that_torchrun_and_slurm_leave_it() -> None:
-    assert TORCHRUN_SECONDS - 5 < checked().settings.launch.grace_seconds < TORCHRUN_SECONDS
+    assert launchers_grace_seconds() == 600.0
