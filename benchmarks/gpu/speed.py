@@ -30,6 +30,7 @@ from gpipe_cli.partition.cut import cut_model
 from gpipe_cli.pipeline.cell import LayerFailed
 from gpipe_cli.planner.measure.this_device import measure_rates
 from gpipe_cli.planner.planner import Planner
+from gpipe_cli.position import Position
 
 from .part import Row, Site, Skipped
 
@@ -88,7 +89,9 @@ def build_subject(request: Request, site: Site) -> Subject:
     micro_batches = [(drawn(inputs, site), drawn(targets, site)) for _ in range(M)]
     cut = cut_model(builders, settings.pipeline, 1, micro_batches[0])
     world = World(0, 1, 1, device, device, None, None, None)
-    cells = build_cells(builders, cut, world, settings.pipeline, settings.seed, boundary_type_of(settings.precision))
+    cells = build_cells(
+        builders, cut, world, settings.pipeline, settings.seed, boundary_type_of(settings.precision), Position()
+    )
     for cell in cells:
         cell.train(True)
     modules = [layer.module for cell in cells for layer in cell.layers]

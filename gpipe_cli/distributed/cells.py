@@ -23,8 +23,8 @@ def build_cells(
     world: World,
     config: PipelineConfig,
     seed: int,
-    boundary_type: torch.dtype | None = None,
-    where: Position | None = None,
+    boundary_type: torch.dtype | None,
+    where: Position,
 ) -> list[Cell]:
     """Builds this worker's cells on its device, and no others.
 
@@ -32,7 +32,6 @@ def build_cells(
         boundary_type: of floating-point tensors between two layers; None: as a layer returns them.
         where: shown with an error.
     """
-    where = Position() if where is None else where
     held: set[int] = set()
 
     def build(index: int) -> BuiltLayer:

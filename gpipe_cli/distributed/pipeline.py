@@ -73,6 +73,7 @@ class Pipeline:
 
     Attributes:
         cells: of this worker, in order.
+        where: what this worker is doing.
         ties: the tied parameters of the model.
         schedules: the instruction lists of the run.
         codec: of batch plans; its M is the most micro-batches in flight.
@@ -92,13 +93,15 @@ class Pipeline:
         boundary_type: torch.dtype | None = None,
         where: Position | None = None,
     ) -> None:
-        self.world, self.cut, self.task = world, cut, task
-        self.cells = build_cells(layers, cut, world, config, seed, boundary_type, where)
+        self.world, self.cut, self.task, self.where = world, cut, task, Position() if where is None else where
+        self.cells = build_cells(layers, cut, world, config, seed, boundary_type, self.where)
         for cell in self.cells:
             cell.train(True)
         transport = make_transport(world, cut.placement)
         targets = len(shape.targets)
-        self.engine = Engine(self.cells, cut.placement, transport, task.loss, targets, world.device, autocast, where)
+        self.engine = Engine(
+            self.cells, cut.placement, transport, task.loss, targets, world.device, autocast, self.where
+        )
         self.schedules = RunSchedules(config.schedule, cut.placement, config.remat)
         self.codec = BatchPlanCodec(shape, config.M, world.replica, world.replicas)
         self.ties = TiedParameters(cut.uses([layer.name for layer in layers]), self.cells, _replica_link(world))
@@ -240,11 +243,15 @@ class Pipeline:
             M = min(self.codec.M, len(sides[0][0]))
             pieces = [zip(*(tensor.tensor_split(M) for tensor in side), strict=True) for side in sides]
             micro_batches = list(zip(*pieces, strict=True))
-            self.codec.write(self._exchange, micro_batches, [self.task.weight(targets) for _, targets in micro_batches])
+            self.write_plan(self._exchange, micro_batches)
         self._exchange.run()
         return micro_batches, self.codec.read(self._exchange, kind)
 
     # -- for gpipe-train, which reads and announces mini-batches itself ----------------------------------------
+
+    def write_plan(self, exchange: Exchange, micro_batches: Sequence[MicroBatch]) -> None:
+        """Writes the plan of this replica's next mini-batch; none are left after its last."""
+        self.codec.write(exchange, micro_batches, [self.task.weight(targets) for _, targets in micro_batches])
 
     def train_step(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -77,6 +77,10 @@ class World:
     def all_gather(self, value: Any) -> list[Any]:
         """Returns every rank's ``value``, in rank order, on every rank, as JSON keeps it."""
         return all_gather_json(value, self.all_ranks)
+
+    def gather_from_workers(self, values: Iterable[Any]) -> list[Any]:
+        """Returns the values of all workers of replica 0, one worker's after another's, on every rank, as JSON."""
+        return [value for own in self.all_gather(list(values))[: self.workers] for value in own]
 
 
 def join_world(context: Context, workers: int, replicas: int, device: str, backend: str) -> World:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import math
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,17 +24,6 @@ if TYPE_CHECKING:
 # A peer that dies is noticed at once; this is for one that is merely slow (the first compilation, a full disk). Data
 # may take longer to prepare: trainer/data_source.py has a timeout of its own.
 GROUP_TIMEOUT_SECONDS = 1800.0
-TORCHRUN_SECONDS = 30.0  # torchrun's default for the time below
-
-
-def launchers_grace_seconds() -> float | None:
-    """Returns the seconds from a launcher's request to stop until it kills its ranks; None without a launcher.
-
-    Ranks see torchrun's environment variable, not its option `--shutdown-timeout`; of others nothing is known.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", TORCHRUN_SECONDS))
-    return math.inf if "RANK" in os.environ else None
 
 
 @dataclass

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
 
 from ..disk import cannot_write
-from .image_pictures import read_picture
 from .step_report import PHASES, StepReport
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
 
-    from .records import Sample
+    from .records import Evaluation
 
 
 class Board:
@@ -46,34 +48,30 @@ class Board:
             scalars |= {f"worker_{rank:02d}/{phase}_seconds": worker[phase] for phase in PHASES}
         self.scalars(step, scalars)
 
+    def evaluation(self, step: int, result: Evaluation, pictures: Sequence[Path]) -> None:
+        """Writes the numbers of an evaluation, its outputs beside their references, and pictures."""
+        self.scalars(step, {f"evaluation/{name}": value for name, value in result.numbers.items()})
+        for number, sample in enumerate(result.samples):
+            self._write("add_text", f"samples/{number}", sample.as_markdown(), step)
+        for path in pictures:
+            with Image.open(path) as picture:
+                pixels = np.asarray(picture.convert("RGB"))
+            self._write("add_image", f"evaluation/{path.stem}", pixels, step, dataformats="HWC")
+        self._write("flush")
+
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Writes numbers by name."""
         for name, value in values.items():
-            self._write(lambda writer, name=name, value=value: writer.add_scalar(name, value, step))  # type: ignore[misc]
-
-    def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Writes outputs beside their references."""
-        for number, sample in enumerate(samples):
-            text = sample.as_markdown()
-            self._write(lambda writer, name=f"samples/{number}", text=text: writer.add_text(name, text, step))  # type: ignore[misc]
-
-    def picture(self, step: int, path: Path) -> None:
-        """Writes the picture in a file, under the file's name."""
-        picture = read_picture(path)
-        self._write(lambda writer: writer.add_image(f"evaluation/{path.stem}", picture, step, dataformats="HWC"))
-
-    def flush(self) -> None:
-        """Writes what was kept in memory so far."""
-        self._write(lambda writer: writer.flush())
+            self._write("add_scalar", name, value, step)
 
     def close(self) -> None:
         """Writes the rest and closes the files."""
-        self._write(lambda writer: writer.close())
+        self._write("close")
 
-    def _write(self, action: Callable[[SummaryWriter], object]) -> None:
+    def _write(self, method: str, *arguments: Any, **others: Any) -> None:
         if self._writer is not None:
             try:
-                action(self._writer)
+                getattr(self._writer, method)(*arguments, **others)
             except OSError as error:
                 self._give_up(error)
 

@@ -42,14 +42,6 @@ def draw_classification(predictions: Predictions, folder: Path) -> list[Path]:
     return paths
 
 
-def read_picture(path: Path) -> npt.NDArray[np.uint8]:
-    """Reads the pixels of a PNG file, [height, width, 3]."""
-    from PIL import Image  # matplotlib's own reader and writer
-
-    with Image.open(path) as picture:
-        return np.asarray(picture.convert("RGB"))
-
-
 def draw_predictions(
     images: Tensor,
     labels: Numbers,

@@ -6,7 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ..distributed.batch_plan import BatchPlan
 from .predictions import Predictions
+from .step_report import StepReport
 
 
 @dataclass
@@ -35,6 +37,24 @@ class Progress:
     stopped_by: str = ""
     loss_scale: float | None = None
     steps_since_overflow: int = 0
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """Holds what is known of a training step when it has ended.
+
+    Attributes:
+        plan: of its mini-batch.
+        lr: learning rate of its update.
+        seconds: of the whole step, its update included.
+        not_finite: where it first had a value that is not finite; None for a finite step.
+    """
+
+    report: StepReport
+    plan: BatchPlan
+    lr: float
+    seconds: float
+    not_finite: Mapping[str, int | str | None] | None
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import torch
 
 from ..distributed.exchange import Exchange
-from ..distributed.world import World
+from ..distributed.pipeline import Pipeline
 from ..pipeline.engine import StepRecord
-from ..pipeline.meter import Meter, Phase
+from ..pipeline.meter import Phase
 from ..schedule.instruction import COMPUTE, Op
 
 # The kind of time of each operation of a cell. A cell waits for activations from the cell before it and for gradients
@@ -88,25 +88,25 @@ class StepReport:
         return min(worker["exchange"] for worker in self.workers)
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepReporter:
     """Writes this worker's share of the report into the exchange and reads the whole report from it.
 
     Attributes:
         losses: indices of the layers with an auxiliary loss, in order, and last `TASK`.
-        cells, micro_batches, replicas: K, M, D.
-        ranks: number of processes of the job.
         parameters: number of parameters of the whole model.
         statistics: number of the task's statistics.
     """
 
+    pipeline: Pipeline
     losses: Sequence[int]
-    cells: int
-    micro_batches: int
-    replicas: int
-    ranks: int
     parameters: int
     statistics: int
+
+    def __post_init__(self) -> None:
+        pipeline, world = self.pipeline, self.pipeline.world
+        self.cells, self.micro_batches = len(pipeline.schedules.placement), pipeline.codec.M
+        self.replica, self.replicas, self.ranks = world.replica, world.replicas, world.size
 
     def fields(self) -> dict[str, int]:
         """Returns the fields of the exchange, with their sizes."""
@@ -118,41 +118,36 @@ class StepReporter:
             "workers": self.ranks * len(WORKER_NUMBERS),
         }
 
-    def write_record(self, exchange: Exchange, replica: int, record: StepRecord) -> None:
+    def write_record(self, exchange: Exchange, record: StepRecord) -> None:
         """Writes losses and statistics; each (layer, micro-batch) is on one worker of the replica."""
         losses = exchange.own["losses"].view(self.replicas, len(self.losses), self.micro_batches)
         numbers = torch.stack([loss.double() for loss in record.losses.values()]).tolist() if record.losses else []
         for (layer, micro_batch), loss in zip(record.losses, numbers, strict=True):
-            losses[replica, self.losses.index(layer), micro_batch] = loss
+            losses[self.replica, self.losses.index(layer), micro_batch] = loss
         if record.statistics is not None:
-            exchange.own["statistics"].view(self.replicas, -1)[replica] = record.statistics.cpu()
+            exchange.own["statistics"].view(self.replicas, -1)[self.replica] = record.statistics.cpu()
 
     def write_norms(self, exchange: Exchange, first_parameters: Sequence[int], squares: torch.Tensor) -> None:
         """Writes the squared gradient norms of this worker's parameters at their places in the whole model."""
+        if self.replica > 0:  # its gradients are those of replica 0
+            return
         exchange.own["squared_norms"][torch.tensor(first_parameters, dtype=torch.int64)] = squares
 
-    def write_times(
-        self,
-        exchange: Exchange,
-        world: World,
-        meter: Meter,
-        phases: Sequence[Phase],
-        span: float,
-        waited_for_data: float,
-    ) -> None:
+    def write_times(self, exchange: Exchange, phases: Sequence[Phase], span: float, waited_for_data: float) -> None:
         """Writes this worker's times and its peak memory, before the exchange that carries them.
 
         Args:
-            phases: those before the step that ``meter`` has recorded.
+            phases: those before the step that the engine's meter has recorded.
             span: result of `Meter.end_step`.
         """
+        meter, world = self.pipeline.engine.meter, self.pipeline.world
         cells = [[0.0] * len(KINDS_OF_TIME) for _ in range(self.cells)]
         busy = 0.0
         for (op, cell), spent in meter.seconds().items():
             busy += spent if op in COMPUTE else 0.0
             cells[cell][KINDS_OF_TIME.index(TIME_OF[op])] += spent
         mine = exchange.own["cell_seconds"].view(self.replicas, self.cells, len(KINDS_OF_TIME))
-        mine[world.replica] = torch.tensor(cells, dtype=torch.float64)
+        mine[self.replica] = torch.tensor(cells, dtype=torch.float64)
         between = dict.fromkeys(PHASES, 0.0)
         for name, start, end in phases:
             between[name] += end - start

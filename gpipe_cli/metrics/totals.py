@@ -6,12 +6,13 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
-from ..distributed.batch_plan import BatchPlan
+from ..schedule.instruction import InstructionLists
 from ..schedule.run_schedules import RunSchedules
 from .breakdown import Breakdown, mean_breakdown, predicted_bubble
-from .step_report import StepReport
+from .records import TrainedStep
 
 WARM_UP = 2  # steps left out, in which allocators, kernels and shapes are used for the first time
 RECENT = 200  # number of steps that the figures are computed over
@@ -30,43 +31,44 @@ class Totals:
     first_step_at: float | None = None
     peak_memory: int = 0
     steps: int = 0
-    _recent: deque[tuple[StepReport, BatchPlan, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
+    _recent: deque[TrainedStep] = field(default_factory=lambda: deque(maxlen=RECENT))
 
-    def add(self, report: StepReport, plan: BatchPlan, seconds: float) -> None:
-        """Adds one training step that took ``seconds``."""
+    def add(self, step: TrainedStep) -> None:
+        """Adds one training step."""
         if self.first_step_at is None:
             self.first_step_at = time.time()
         if self.steps == WARM_UP:
             self._recent.clear()
         self.steps += 1
-        self._recent.append((report, plan, seconds))
-        self.peak_memory = max(self.peak_memory, *(int(worker["memory_bytes"]) for worker in report.workers))
+        self._recent.append(step)
+        self.peak_memory = max(self.peak_memory, *(int(worker["memory_bytes"]) for worker in step.report.workers))
 
     @property
     def examples_per_second(self) -> float | None:
-        seconds = sum(seconds for _, _, seconds in self._recent)
-        return sum(plan.examples for _, plan, _ in self._recent) / seconds if seconds else None
+        seconds = sum(step.seconds for step in self._recent)
+        return sum(step.plan.examples for step in self._recent) / seconds if seconds else None
 
     @property
     def bubble(self) -> float | None:
         """Returns the mean of the measured bubbles."""
-        return sum(report.bubble for report, _, _ in self._recent) / len(self._recent) if self._recent else None
+        return fmean(step.report.bubble for step in self._recent) if self._recent else None
 
     def predicted_bubble(self, schedules: RunSchedules) -> float | None:
         """Returns the bubble of the schedule, simulated with the mean measured times of its instructions."""
         if not self._recent:
             return None
-        lists = schedules.training_lists(len(self._recent[-1][1].signatures))
-        return predicted_bubble(lists, schedules.placement, self._cell_means())
+        return predicted_bubble(self._lists(schedules), schedules.placement, self._cell_means())
 
     def breakdown(self, schedules: RunSchedules) -> Breakdown | None:
         """Returns the shares of a step (paper, table 4), from the mean times."""
         if not self._recent:
             return None
-        reports, _, seconds = zip(*self._recent, strict=True)
-        updates = [sum(report.updates) / len(report.updates) for report in reports]
-        lists = schedules.training_lists(len(self._recent[-1][1].signatures))
-        return mean_breakdown(lists, schedules.placement, self._cell_means(), updates, sum(seconds) / len(seconds))
+        updates = [fmean(step.report.updates) for step in self._recent]
+        seconds = fmean(step.seconds for step in self._recent)
+        return mean_breakdown(self._lists(schedules), schedules.placement, self._cell_means(), updates, seconds)
+
+    def _lists(self, schedules: RunSchedules) -> InstructionLists:
+        return schedules.training_lists(len(self._recent[-1].plan.signatures))
 
     def with_times(self, table: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Returns the table of the cells with the mean seconds of each per step."""
@@ -76,8 +78,5 @@ class Totals:
     def _cell_means(self) -> list[dict[str, float]]:
         if not self._recent:
             return []
-        steps = [report.cells for report, _, _ in self._recent]
-        return [
-            {kind: sum(step[cell][kind] for step in steps) / len(steps) for kind in steps[0][cell]}
-            for cell in range(len(steps[0]))
-        ]
+        by_cell = zip(*(step.report.cells for step in self._recent), strict=True)
+        return [{kind: fmean(times[kind] for times in steps) for kind in steps[0]} for steps in by_cell]

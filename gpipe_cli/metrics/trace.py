@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ..disk import write_whole
-from ..distributed.world import World, machine_id
-from ..pipeline.meter import Meter, Phase
+from ..distributed.pipeline import Pipeline
+from ..distributed.world import machine_id
+from ..pipeline.meter import Phase
 from ..schedule.critical_path import Place, critical_path
 from ..schedule.instruction import COMPUTE, Instruction
 from ..schedule.simulate import Span, Timeline
@@ -48,7 +49,7 @@ class Recording:
         )
 
 
-def record_everyone(world: World, meter: Meter, met_at: float) -> list[Recording]:
+def record_everyone(pipeline: Pipeline, met_at: float) -> list[Recording]:
     """Returns the last step of every rank, in rank order, on every rank; every worker calls it at the same time.
 
     Processes of one machine share the monotonic clock. Times of another machine are shifted so that the last exchange,
@@ -57,8 +58,9 @@ def record_everyone(world: World, meter: Meter, met_at: float) -> list[Recording
     Args:
         met_at: when the last exchange of all workers ended, in seconds of this worker's clock.
     """
+    meter = pipeline.engine.meter
     meter.read_phases()
-    everyone = world.all_gather((machine_id(), met_at, Recording(meter.spans, meter.phases).as_json()))
+    everyone = pipeline.world.all_gather((machine_id(), met_at, Recording(meter.spans, meter.phases).as_json()))
     return on_one_clock([(machine, met, Recording.from_json(rows)) for machine, met, rows in everyone])
 
 

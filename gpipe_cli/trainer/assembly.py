@@ -32,7 +32,7 @@ from ..factory.kept_profile import profiled_costs
 from ..factory.room import refuse_without_room, room_of
 from ..launch.context import Context
 from ..layers import LayerBuilder
-from ..metrics.journal import Journal, Notices
+from ..metrics.journal import Notices
 from ..metrics.predictions import PredictionKeeper
 from ..partition.cut import Cut, cut_model, refuse_more_cells_than_layers
 from ..pipeline.cell import Cell
@@ -52,12 +52,12 @@ class FirstBatch:
 
     Attributes:
         shape: of every micro-batch.
-        examples: of replica 0 in the first mini-batch.
+        smallest: number of examples of the smallest micro-batch of replica 0's first mini-batch.
         tokens: the source's special tokens; zeros where it has none.
     """
 
     shape: BatchShape
-    examples: int
+    smallest: int
     tokens: SpecialTokens
 
 
@@ -129,7 +129,7 @@ def start_worker(context: Context, settings: Settings) -> World:
 
 
 def assemble_model(
-    context: Context, settings: Settings, world: World, task: Task, journal: Journal, trains: bool = True
+    context: Context, settings: Settings, world: World, task: Task, journal: Notices, trains: bool = True
 ) -> Assembly:
     """Opens the data, builds this worker's cells and the engine; every worker calls it at the same time.
 
@@ -151,19 +151,16 @@ def assemble_model(
         settings = replace(settings, model=model)
         builders = list_layers(context, settings, world, trains)
     with context.where.doing("cutting the model"):
-        first, cut = agree_on_cut(builders, settings, world, source, read, journal.message)
-    journal.cells(cut.table)
+        first, cut = describe_and_cut(builders, settings, world, source, read, journal.message)
+    if trains:
+        journal.cells(cut.table)
     autocast, between = build_autocast(settings.precision, world.device), boundary_type_of(settings.precision)
     pipeline = Pipeline(
         builders, cut, config, task, first.shape, world, settings.seed, autocast, between, context.where
     )
     cells = pipeline.cells
     if config.compile:
-        left = [
-            name
-            for names in world.all_gather([name for cell in cells for name in cell.not_compiled])[: world.workers]
-            for name in names
-        ]
+        left = world.gather_from_workers(name for cell in cells for name in cell.not_compiled)
         if left:
             journal.message(f"not compiled, because begin_step changes them in every step: {', '.join(left)}")
         if config.schedule == "zero_bubble" and config.K > 1 and len(left) < len(builders):
@@ -186,7 +183,7 @@ def list_layers(context: Context, settings: Settings, world: World, trains: bool
     return builders
 
 
-def agree_on_cut(
+def describe_and_cut(
     builders: Sequence[LayerBuilder],
     settings: Settings,
     world: World,
@@ -194,38 +191,24 @@ def agree_on_cut(
     read: Batch | None,
     say: Callable[[str], None],
 ) -> tuple[FirstBatch, Cut]:
-    """Returns what `describe_and_cut` makes on rank 0, on every rank.
+    """Describes the first mini-batch and cuts the model by its shapes on rank 0; returns both on every rank.
 
     Args:
         read: the first mini-batch, on rank 0.
     """
 
     def make() -> list[dict[str, Any]]:
-        return [
-            asdict(part)
-            for part in describe_and_cut(builders, settings, world, cast(Source, source), cast(Batch, read), say)
-        ]
+        assert source is not None and read is not None
+        example = read.micro_batches[0]
+        profile = partial(profiled_costs, builders, example, settings, world.device, say)
+        cut = cut_model(builders, settings.pipeline, world.workers, example, profile, say)
+        smallest = min(len(inputs[0]) for inputs, _ in read.micro_batches)
+        tokens = SpecialTokens(source.bos_id, source.eos_id, source.pad_id)
+        return [asdict(FirstBatch(BatchShape.of(example), smallest, tokens)), asdict(cut)]
 
     first, cut = world.broadcast(make)
     shape = BatchShape(tuple(first["shape"]["inputs"]), tuple(first["shape"]["targets"]))
-    return FirstBatch(shape, first["examples"], SpecialTokens(**first["tokens"])), Cut.from_json(cut)
-
-
-def describe_and_cut(
-    builders: Sequence[LayerBuilder],
-    settings: Settings,
-    world: World,
-    source: Source,
-    read: Batch,
-    say: Callable[[str], None],
-) -> tuple[FirstBatch, Cut]:
-    """Describes the first mini-batch and cuts the model by its shapes; on rank 0."""
-    micro_batches = read.micro_batches
-    example = micro_batches[0]
-    profile = partial(profiled_costs, builders, example, settings, world.device, say)
-    cut = cut_model(builders, settings.pipeline, world.workers, example, profile, say)
-    tokens = SpecialTokens(source.bos_id, source.eos_id, source.pad_id)
-    return FirstBatch(BatchShape.of(example), sum(len(inputs[0]) for inputs, _ in micro_batches), tokens), cut
+    return FirstBatch(shape, first["smallest"], SpecialTokens(**first["tokens"])), Cut.from_json(cut)
 
 
 def lay_out_model(world: World, cells: Sequence[Cell], cut: Cut) -> CellLayout:
@@ -236,9 +219,8 @@ def lay_out_model(world: World, cells: Sequence[Cell], cut: Cut) -> CellLayout:
         for cell in cells
         for layer in cell.layers
     ]
-    workers = world.all_gather((own, own_layers))[: world.workers]
-    trained = {name for names, _ in workers for name in names}
-    layers = sorted(layer for _, worker in workers for layer in worker)
+    trained = set(world.gather_from_workers(own))
+    layers = sorted(world.gather_from_workers(own_layers))
     model = {name: parameters for _, name, parameters, _ in layers}
     in_order = (f"{layer}.{parameter}" for layer, parameters in model.items() for parameter in parameters)
     names = [name for name in in_order if name in trained]
@@ -248,11 +230,6 @@ def lay_out_model(world: World, cells: Sequence[Cell], cut: Cut) -> CellLayout:
 
 
 # -- for evaluation and translation ------------------------------------------------------------------------------------
-
-
-class _WithoutCells(Notices):
-    def cells(self, table: Sequence[Mapping[str, Any]]) -> None:
-        """Prints nothing: how the model is cut does not matter here."""
 
 
 def assemble_from_checkpoint(context: Context, config: Mapping[str, Any]) -> Assembly:
@@ -270,8 +247,8 @@ def assemble_from_checkpoint(context: Context, config: Mapping[str, Any]) -> Ass
     settings = Settings.from_config(config["settings"])
     world = start_worker(context, settings)
     info = open_checkpoint(Path(config["checkpoint"]))
-    journal = _WithoutCells(context.run_dir, context.emit, world.rank == 0)
-    assembly = assemble_model(context, settings, world, build_task(settings.task, settings.seed), journal, trains=False)
+    notices, task = Notices(context.emit, world.rank == 0), build_task(settings.task, settings.seed)
+    assembly = assemble_model(context, settings, world, task, notices, trains=False)
     if world.rank == 0:
         require_same_vocabularies(info, vocabularies(assembly.source))
     load_same_model(info, assembly.cells, assembly.layout.layers, settings.trainer.average is not None)
@@ -294,7 +271,7 @@ def assemble_evaluator(assembly: Assembly, exchange: Exchange, stop_requested: C
         samples, reports = assembly.settings.trainer.samples, assembly.world.rank == 0
         generator = Generator(decoder, source, task, generation, samples, reports)
     keeper = PredictionKeeper(assembly.world, task, source) if task.shows_predictions else None
-    return Evaluator(assembly.pipeline, source, task, exchange, stop_requested, generator, keeper)
+    return Evaluator(assembly.pipeline, source, exchange, stop_requested, generator, keeper)
 
 
 def assemble_decoder(

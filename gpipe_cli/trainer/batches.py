@@ -9,13 +9,11 @@ from typing import Any, cast
 
 from ..config import TrainerConfig
 from ..data.source import Batch, Source, name_of
-from ..distributed.batch_plan import BatchPlan, BatchPlanCodec
+from ..distributed.batch_plan import BatchPlan
 from ..distributed.exchange import Exchange
-from ..distributed.world import World
+from ..distributed.pipeline import Pipeline
 from ..errors import ConfigurationError
 from ..micro_batch import MicroBatch
-from ..position import Position
-from ..tasks.base import Task
 from .upload import Uploader
 
 # -- of a source, checked ----------------------------------------------------------------------------------------------
@@ -82,10 +80,8 @@ class BatchReader:
         uploader: copies each mini-batch to the device before it is taken; None: it stays in the host's memory.
     """
 
-    def __init__(
-        self, batches: Iterator[Batch], task: Task, codec: BatchPlanCodec, uploader: Uploader | None = None
-    ) -> None:
-        self._batches, self._task, self._codec, self._uploader = batches, task, codec, uploader
+    def __init__(self, batches: Iterator[Batch], pipeline: Pipeline, uploader: Uploader | None = None) -> None:
+        self._batches, self._pipeline, self._uploader = batches, pipeline, uploader
         self.micro_batches: list[MicroBatch] = []
         self.position: Any = None
         self.seconds_waited = 0.0
@@ -98,8 +94,7 @@ class BatchReader:
         self.micro_batches = [] if batch is None else list(batch.micro_batches)
         if batch is not None:
             self.position = batch.position
-        weights = [self._task.weight(targets) for _, targets in self.micro_batches]
-        self._codec.write(exchange, self.micro_batches, weights)
+        self._pipeline.write_plan(exchange, self.micro_batches)
         if self._uploader is not None:
             self.micro_batches = self._uploader.begin(self.micro_batches)
 
@@ -121,21 +116,16 @@ class TrainingBatches:
 
     Attributes:
         source: on the first worker of each replica, None elsewhere.
-        codec: of the run's batch plans.
         position: of the last mini-batch trained on; None at the beginning.
         stop_requested: whether this worker was asked to stop; rank 0's decides.
-        where: shown with an error.
         seconds_waited: for the mini-batch trained on.
     """
 
     settings: TrainerConfig
-    world: World
+    pipeline: Pipeline
     source: Source | None
-    task: Task
-    codec: BatchPlanCodec
     position: Any
     stop_requested: Callable[[], bool]
-    where: Position
     seconds_waited: float = 0.0
     _reader: BatchReader | None = None
     _began: float = field(default_factory=time.monotonic)
@@ -143,9 +133,9 @@ class TrainingBatches:
     def open(self) -> None:
         """Begins to read behind `position`."""
         if self.source is not None:
-            world, M = self.world, self.codec.M
+            world, M = self.pipeline.world, self.pipeline.codec.M
             batches = training_batches(self.source, self.position, M, world.replica, world.replicas)
-            self._reader = BatchReader(batches, self.task, self.codec, Uploader(world.device))
+            self._reader = BatchReader(batches, self.pipeline, Uploader(world.device))
 
     def take(self) -> list[MicroBatch] | None:
         """Returns the announced mini-batch, to be trained on now; None on workers that do not read data."""
@@ -157,9 +147,9 @@ class TrainingBatches:
     def announce(self, exchange: Exchange) -> None:
         """Writes the plan of the next mini-batch; rank 0 adds whether the run ends before it."""
         if self._reader is not None:
-            with self.where.doing("reading the next mini-batch"):
+            with self.pipeline.where.doing("reading the next mini-batch"):
                 self._reader.advance(exchange)
-        if self.world.rank == 0:
+        if self.pipeline.world.rank == 0:
             exchange.own["stop"][0] = STOP_REASONS.index(self._stop_reason())
 
     def _stop_reason(self) -> str:
@@ -172,7 +162,7 @@ class TrainingBatches:
 
     def read_plan(self, exchange: Exchange) -> tuple[BatchPlan, str]:
         """Returns the plan of the next mini-batch, and why the run ends before it; "" where it does not."""
-        plan = self.codec.read(exchange, "train")
+        plan = self.pipeline.codec.read(exchange, "train")
         return plan, STOP_REASONS[int(exchange.total["stop"].item())] or ("end of data" if plan.ended else "")
 
     def share_done(self, step: int) -> float | None:

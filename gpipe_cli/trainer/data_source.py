@@ -16,7 +16,7 @@ from ..data.source import Report, Source, no_report
 from ..distributed.world import World
 from ..errors import PlainError
 from ..factory.build import build_source
-from ..metrics.journal import Journal
+from ..metrics.journal import Notices
 
 PREPARATION_TIMEOUT = timedelta(days=365)
 ARRIVED, CONTINUE = MESSAGE_TAGS + 2, MESSAGE_TAGS + 3  # message tags, beyond those of the exchange
@@ -25,7 +25,7 @@ ARRIVED, CONTINUE = MESSAGE_TAGS + 2, MESSAGE_TAGS + 3  # message tags, beyond t
 def open_source(
     settings: Settings,
     world: World,
-    journal: Journal,
+    journal: Notices,
     stop_requested: Callable[[], bool],
     emit: Callable[[dict[str, Any]], None],
 ) -> Source | None:

@@ -32,7 +32,6 @@ class Evaluator:
 
     pipeline: Pipeline
     source: Source | None
-    task: Task
     exchange: Exchange
     stop_requested: Callable[[], bool]
     generator: Generator | None
@@ -40,7 +39,7 @@ class Evaluator:
 
     def effort(self, final: bool) -> dict[str, int | None]:
         """Returns how much is generated after the last step (``final``) or before; empty where nothing is."""
-        return {} if self.task.generation is None else self.task.generation.effort(final)
+        return {} if self.pipeline.task.generation is None else self.pipeline.task.generation.effort(final)
 
     def evaluate(self, final: bool) -> Evaluation:
         """Evaluates each example of the evaluation set once, whatever the replicas.
@@ -68,7 +67,7 @@ class Evaluator:
         if self.generator is not None:
             scores, samples = self.generator.evaluate(final)
             numbers |= scores
-            signature = self.task.signature() if scores else None
+            signature = self.pipeline.task.signature() if scores else None
         predictions = self.keeper.finish() if self.keeper is not None else None
         sizes = dict(self.source.sizes) if self.source is not None and signature is not None else {}
         return Evaluation(numbers, loss, samples, predictions, sizes, signature, self.effort(final))
@@ -76,11 +75,11 @@ class Evaluator:
     def _score(self) -> dict[str, float]:
         """Returns the task's numbers over the evaluation set; nothing where it is empty."""
         pipeline, world, codec = self.pipeline, self.pipeline.world, self.pipeline.codec
-        exchange, task, keeper = self.exchange, self.task, self.keeper
+        exchange, task, keeper = self.exchange, self.pipeline.task, self.keeper
         reader = None
         if self.source is not None:
             batches = evaluation_batches(self.source, codec.M, world.replica, world.replicas)
-            reader = BatchReader(batches, task, codec)
+            reader = BatchReader(batches, pipeline)
         sums = torch.zeros(len(task.metrics), dtype=torch.float64)
         weight = 0.0
 

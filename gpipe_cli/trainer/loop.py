@@ -11,54 +11,53 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 
-from ..config import Settings
 from ..distributed.batch_plan import BatchPlan
 from ..distributed.exchange import Exchange, StopRequested
-from ..distributed.pipeline import MiniBatch, Pipeline
-from ..launch.context import launchers_grace_seconds
-from ..metrics.journal import Journal
-from ..metrics.records import Progress
+from ..distributed.pipeline import MiniBatch
+from ..metrics.journal import Notices
+from ..metrics.records import Progress, TrainedStep
 from ..metrics.step_report import StepReport, StepReporter
-from ..metrics.totals import WARM_UP, Totals
-from ..metrics.trace import Recording, record_everyone
-from ..position import Position
+from ..metrics.totals import Totals
+from ..metrics.trace import record_everyone
 from . import loss_scale
-from .assembly import CellLayout
+from .assembly import Assembly
 from .batches import TrainingBatches
 from .evaluator import Evaluator
 from .nonfinite import Cause, NonFinite, find_cause
-from .notices import grace_warning
 from .saving import Saver
 from .update import Updater
 
 
 @dataclass
 class Trainer:
-    """Trains; `training.assemble_training` makes its components.
+    """Trains; `assemble_training` makes its components.
 
     Attributes:
         progress: where the run begins or continues, kept up to date.
-        where: shown with an error.
         around_update: called with the report of each step; returns a context in which the weights are updated.
         last_evaluation: the numbers of the last evaluation.
     """
 
-    settings: Settings
-    pipeline: Pipeline
-    layout: CellLayout
+    assembly: Assembly
     exchange: Exchange
     batches: TrainingBatches
     updater: Updater
     evaluator: Evaluator
     saver: Saver
     reporter: StepReporter
-    journal: Journal
+    journal: Notices
     progress: Progress
-    where: Position
     around_update: Callable[[StepReport], AbstractContextManager[None]] = lambda report: nullcontext()
     totals: Totals = field(default_factory=Totals)
     last_evaluation: dict[str, float] = field(default_factory=dict)
     _evaluated: tuple[int, dict[str, int | None]] | None = None  # step and effort of the last evaluation
+
+    def __post_init__(self) -> None:
+        self.settings, self.pipeline, self.where = (
+            self.assembly.settings,
+            self.assembly.pipeline,
+            self.assembly.pipeline.where,
+        )
 
     def run(self) -> None:
         """Trains until the last step, the end of the data, a limit, early stopping or a request to stop."""
@@ -94,7 +93,7 @@ class Trainer:
     def _step(self, plan: BatchPlan) -> BatchPlan | None:
         """Trains on one mini-batch; returns the plan of the next, or None when this was the last."""
         began, step = time.perf_counter(), self.progress.step
-        world, meter, where = self.pipeline.world, self.pipeline.engine.meter, self.where
+        meter, where, layout = self.pipeline.engine.meter, self.where, self.assembly.layout
         where.step = step + 1  # as the console counts
         meter.begin_step()
         before = meter.phases
@@ -104,10 +103,9 @@ class Trainer:
         span = meter.end_step()
         with meter.phase("gradients"), where.doing("adding up the gradients"):
             self.updater.reduce_gradients(scale)
-            self.reporter.write_record(self.exchange, world.replica, record)
-            if world.replica == 0:
-                self.reporter.write_norms(self.exchange, self.layout.own_parameters, self.updater.squared_norms())
-        self.reporter.write_times(self.exchange, world, meter, before, span, self.batches.seconds_waited)
+            self.reporter.write_record(self.exchange, record)
+            self.reporter.write_norms(self.exchange, layout.own_parameters, self.updater.squared_norms())
+        self.reporter.write_times(self.exchange, before, span, self.batches.seconds_waited)
         with meter.phase("data"):
             self._announce()
         with meter.phase("exchange"), where.doing("exchanging the results of the step"):
@@ -119,8 +117,11 @@ class Trainer:
             overflowed = self._update(report)
         seconds, cause = time.perf_counter() - began, None
         if not report.finite and not overflowed:
-            cause = find_cause(report, self.pipeline, self.updater, mini_batch, self.layout.parameter_names)
-        self._report(report, plan, lr, seconds, cause)
+            cause = find_cause(report, self.pipeline, self.updater, mini_batch, layout.parameter_names)
+        not_finite = None if cause is None else cause.record()
+        self._report(TrainedStep(report, plan, lr, seconds, not_finite))
+        if cause is not None:
+            self._warn_of_non_finite(cause)
         return next_plan
 
     def _announce(self) -> None:
@@ -162,20 +163,13 @@ class Trainer:
             )
         return overflowed
 
-    def _report(self, report: StepReport, plan: BatchPlan, lr: float, seconds: float, cause: Cause | None) -> None:
-        """Reports a finished step to console, files and TensorBoard, and warns where something is wrong."""
-        progress, schedules = self.progress, self.pipeline.schedules
-        self.totals.add(report, plan, seconds)
-        done, why = self.batches.share_done(progress.step), None if cause is None else cause.record()
-        self.journal.step(progress, report, plan, lr, seconds, schedules, done, why)
+    def _report(self, step: TrainedStep) -> None:
+        """Reports a finished step to console, files and TensorBoard."""
+        progress = self.progress
+        self.totals.add(step)
+        self.journal.step(progress, step, self.batches.share_done(progress.step))
         if progress.step in self.settings.trainer.traced_steps:
-            self.journal.trace(progress.step, self._record_everyone(), schedules, self.layout.cut.table)
-        if self.totals.steps == WARM_UP:
-            text = grace_warning(seconds, self.settings.launch.grace_seconds, launchers_grace_seconds())
-            if text:
-                self.journal.warn(text)
-        if cause is not None:
-            self._warn_of_non_finite(cause)
+            self.journal.trace(progress.step, record_everyone(self.pipeline, self.exchange.ended_at))
 
     def _warn_of_non_finite(self, cause: Cause) -> None:
         progress, limit = self.progress, self.settings.trainer.nonfinite_limit
@@ -186,9 +180,6 @@ class Trainer:
                 f"(trainer.nonfinite_limit={limit}). The last good weights are those of {self.saver.last_saved}. "
                 "Try a lower optimizer.lr, a longer warm-up or trainer.gradient_clip"
             )
-
-    def _record_everyone(self) -> list[Recording]:
-        return record_everyone(self.pipeline.world, self.pipeline.engine.meter, self.exchange.ended_at)
 
     # -- around the steps --------------------------------------------------------------------------------------
 
@@ -259,8 +250,8 @@ class Trainer:
 
     def draw(self) -> None:
         """Draws the run's pictures; every worker calls it, after everything else."""
-        schedules = self.pipeline.schedules
-        self.journal.pictures(self._record_everyone(), schedules, self.totals.breakdown(schedules))
+        recordings = record_everyone(self.pipeline, self.exchange.ended_at)
+        self.journal.pictures(recordings, self.totals.breakdown(self.pipeline.schedules))
 
 
 def _is_time(every: int | None, step: int) -> bool:

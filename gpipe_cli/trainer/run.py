@@ -22,14 +22,14 @@ from ..disk import writing
 from ..factory.build import build_lr_schedule, build_optimizer, build_task
 from ..factory.module_itself import is_traced, look_at_first_start
 from ..launch.context import Context
-from ..metrics.journal import Journal
+from ..metrics.journal import Journal, Notices
 from ..micro_batch import MicroBatch
 from .assembly import Assembly, assemble_model, start_worker
 from .batches import first_batch
 from .data_source import count_defects
 from .equal_replicas import require_equal_replicas
 from .loop import Trainer
-from .training import assemble_training
+from .training_assembly import assemble_training
 
 
 def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
@@ -53,16 +53,8 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     resumed = None if settings.checkpoint.resume is None else open_checkpoint(Path(settings.checkpoint.resume))
     task = build_task(settings.task, settings.seed)
     build_lr_schedule(settings.lr_schedule, build_optimizer(settings.optimizer, []))  # refused before data is prepared
-    journal = Journal(
-        context.run_dir,
-        context.emit,
-        active=world.rank == 0,
-        every=settings.logging.every,
-        tensorboard=settings.logging.tensorboard,
-        statistics=task.statistics,
-        unit=task.unit,
-        steps=settings.trainer.steps,
-    )
+    emit, writes = context.emit, world.rank == 0
+    journal = Journal(context.run_dir, emit, settings, task) if writes else Notices(emit, False)
     assembly = assemble_model(context, settings, world, task, journal)
     if world.rank == 0 and is_traced(assembly.builders):
         with context.where.doing("comparing the layers with the module itself"):
@@ -76,12 +68,11 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
             assembly.source.keep_vocabularies(folder)  # so that the run translates without its data
     trainer = assemble_training(context, config, assembly, journal, resumed)
     require_equal_replicas(world, assembly.cells)
-    journal.open(trainer.progress.step)
+    journal.open(trainer.progress.step, assembly.pipeline.schedules, assembly.layout.cut.table)
     trainer.run()
     summary = summarize(trainer, assembly, config)
     journal.summary(summary)
     trainer.draw()
-    journal.cell_times(summary["cells"])
     journal.close()
     return summary
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -15,12 +15,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..checkpoint.files import CheckpointError, CheckpointInfo, Json
 from ..checkpoint.layer_state import LayerState, layer_state, load_layer, restore_layer
 from ..checkpoint.lr_schedule_state import LRScheduleState
+from ..distributed.pipeline import Pipeline
 from ..launch.mailboxes import LOCAL
 from ..metrics.step_report import StepReport
 from ..optim.average import WeightAverage
 from ..optim.sharding import OptimizerShards
 from ..pipeline.batchnorm import finish_batchnorm
-from ..pipeline.cell import Cell
 from ..pipeline.gradients import (
     begin_reduction,
     clip_factor,
@@ -29,42 +29,39 @@ from ..pipeline.gradients import (
     scale_gradients,
     squared_norms,
 )
-from ..pipeline.tied_parameters import TiedParameters
 
 
 class Updater:
     """Turns the gradients of a mini-batch into an update, and saves and restores the state of all that takes part.
 
     Args:
-        cells: of this worker.
-        optimizer: over the cells' parameters.
+        pipeline: with this worker's cells.
+        optimizer: over their parameters.
         lr_schedule: of the optimizer, before its first step.
-        average: of the cells' weights; None: the run keeps none.
-        ties: the tied parameters.
-        replica_group: the ranks that hold the same layers; None without replicas.
-        shards: divide the optimizer's state among the replicas; None: each has all of it.
+        average: of the weights; None: the run keeps none.
         clip: the largest norm of the whole gradient; None: no limit.
+        shards: divide the optimizer's state among the replicas; None: each has all of it.
     """
 
     def __init__(
         self,
-        cells: Sequence[Cell],
+        pipeline: Pipeline,
         optimizer: torch.optim.Optimizer,
         lr_schedule: LRScheduler,
         average: WeightAverage | None,
-        ties: TiedParameters,
-        replica_group: dist.ProcessGroup | None,
         clip: float | None,
         shards: OptimizerShards | None = None,
     ) -> None:
         self.optimizer, self._shards = optimizer, shards
-        self._lr_schedule, self._average, self._replica_group, self._clip = lr_schedule, average, replica_group, clip
-        self._ties = ties
+        self._lr_schedule, self._average, self._clip = lr_schedule, average, clip
+        cells, self._ties, self._replica_group = pipeline.cells, pipeline.ties, pipeline.world.replica_group
         self._schedule_state = LRScheduleState(lr_schedule, optimizer)
         self._layers = [layer for cell in cells for layer in cell.layers]
-        self._parameters = [parameter for cell in cells for _, parameter in cell.parameters()]
+        self._parameters = pipeline.parameters()
         self._batchnorms = [batchnorm for cell in cells for batchnorm in cell.batchnorms]
-        tied = {id(parameter) for parameter in ties.owners}  # complete only when the gradients of all uses are there
+        tied = {
+            id(parameter) for parameter in self._ties.owners
+        }  # complete only when the gradients of all uses are there
         self._of_cell = {c.number: [p for _, p in c.parameters() if id(p) not in tied] for c in cells}
         self._begun: dict[int, Callable[[], None]] = {}  # by cell: waits for sums that are under way
 

@@ -36,7 +36,7 @@ from ..trainer.assembly import Assembly, assemble_model, start_worker
 from ..trainer.batches import training_batches
 from ..trainer.data_source import wait_for_all
 from ..trainer.loop import Trainer
-from ..trainer.training import assemble_training
+from ..trainer.training_assembly import assemble_training
 from . import compare as c
 from .check import Checker, ComparedStep
 from .compare import Quantity, StepComparison
@@ -150,10 +150,9 @@ class Verification:
         self._steps = Steps.of(settings)
         trainer = dataclasses.replace(settings.trainer, nonfinite_limit=max(2, settings.trainer.nonfinite_limit))
         settings, self._raised = with_full_rate(settings, self._steps.last)
-        launch = dataclasses.replace(settings.launch, grace_seconds=math.inf)  # no warning: nothing is worth a save
-        self._settings = dataclasses.replace(settings, trainer=trainer, launch=launch)
+        self._settings = dataclasses.replace(settings, trainer=trainer)
         self._muted = once_more
-        self._journal = Notices(context.run_dir, self._emit, world.rank == 0)
+        self._journal = Notices(self._emit, world.rank == 0)
         self._spill = Spill(context.run_dir / "verify")
         task = build_task(settings.task, settings.seed)
         self._assembly = assemble_model(context, self._settings, world, task, self._journal)

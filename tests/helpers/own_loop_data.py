@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from own_loop import STEPS, mini_batch
 
-from gpipe_cli.data.source import Batch
+from gpipe_cli.data.source import Batch, Source
 
 
-class Data:
+class Data(Source):
     """Gives the same mini-batches as the loop, in as many micro-batches."""
 
     def __init__(self, batch_size: int = 0) -> None:

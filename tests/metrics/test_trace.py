@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -190,14 +191,22 @@ def report_of(workers: list[tuple[float, float, list[Span], list[Phase]]]) -> St
 
     The exchange before the step ended at 0.
     """
-    reporter = StepReporter([-1], len(workers), 1, 1, len(workers), 0, 0)
-    exchange = Exchange(reporter.fields(), None)
-    exchange.ended_at = 0.0
+    exchange = None
     for rank, (began, ended, recorded, phases) in enumerate(workers):
         meter = Meter(CPU)
         meter.began, meter.spans = began, recorded
-        world = World(rank, len(workers), 1, CPU, CPU, None, None, None)
-        reporter.write_times(exchange, world, meter, phases, ended - began, 0.0)
+        pipeline: Any = SimpleNamespace(
+            world=World(rank, len(workers), 1, CPU, CPU, None, None, None),
+            engine=SimpleNamespace(meter=meter),
+            codec=SimpleNamespace(M=1),
+            schedules=SimpleNamespace(placement=range(len(workers))),
+        )
+        reporter = StepReporter(pipeline, [-1], 0, 0)
+        if exchange is None:
+            exchange = Exchange(reporter.fields(), None)
+            exchange.ended_at = 0.0
+        reporter.write_times(exchange, phases, ended - began, 0.0)
+    assert exchange is not None
     exchange.run()
     return reporter.read(exchange, 1.0)
 

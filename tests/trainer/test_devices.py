@@ -165,19 +165,14 @@ def test_a_run_goes_on_from_one_kind_of_device_on_another(device: str, tmp_path:
     train_inline(tmp_path / "cpu", *SMALL)
     with device_of_runs(device):
         train_inline(tmp_path / "there", *SMALL)
-    mixed, warned = tmp_path / "mixed", list[str]()
+    mixed = tmp_path / "mixed"
     for steps, where in ((2, device), (3, "cpu"), (4, device)):
         with device_of_runs(where):
             resume = f"checkpoint.resume={step_directory(mixed, steps - 1) if steps > 2 else 'null'}"
-            _, events = train_inline(mixed, *SMALL, f"trainer.steps={steps}", "checkpoint.every=1", resume)
+            train_inline(mixed, *SMALL, f"trainer.steps={steps}", "checkpoint.every=1", resume)
         assert read_manifest(step_directory(mixed, steps)).versions["device"] == where
-        warned += [event["text"] for event in events if event["kind"] == "warning"]
     assert losses(mixed) == pytest.approx(losses(tmp_path / "cpu"), rel=0 if device == NAME else 1e-4)
     assert losses(tmp_path / "there") == pytest.approx(losses(tmp_path / "cpu"), rel=0 if device == NAME else 1e-4)
-    assert [text.partition(":")[0] for text in warned] == [
-        f"the checkpoint was made on {device}, and this run computes on cpu",
-        f"the checkpoint was made on cpu, and this run computes on {device}",
-    ]
 
 
 def waits_of_steps(folder: Path, steps: int, *words: str) -> Counter[str]:

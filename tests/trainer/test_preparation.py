@@ -96,5 +96,5 @@ def test_a_request_to_stop_is_heard_between_two_parts_of_a_preparation(
     world = World(0, 1, 1, torch.device("cpu"), torch.device("cpu"), None, None, None)
     settings = make_request(["debug=tiny"]).settings
     with pytest.raises(PlainError, match="ended while the data were prepared"):
-        open_source(settings, world, Notices(tmp_path, print, True), lambda: source.done == 3, print)
+        open_source(settings, world, Notices(print, True), lambda: source.done == 3, print)
     assert source.done == 3

@@ -32,7 +32,7 @@ from gpipe_cli.pipeline.engine import _TrainingStep
 from gpipe_cli.pipeline.tied_parameters import TiedParameters, Use
 from gpipe_cli.pipeline.weight_casts import WeightCasts
 from gpipe_cli.schedule.instruction import Instruction, Op
-from gpipe_cli.trainer import batches, training
+from gpipe_cli.trainer import batches, training_assembly
 from gpipe_cli.trainer import update as weight_update
 from gpipe_cli.trainer.update import Updater
 from gpipe_cli.verify import compare as c
@@ -311,7 +311,7 @@ def momentum_of_another_optimizer() -> Patch:
     def other(make: Any, section: Any, *others: Any) -> Any:
         return make({**section, "betas": [0.8, 0.98]}, *others)
 
-    return replaced(training, "build_optimizer", other)
+    return replaced(training_assembly, "build_optimizer", other)
 
 
 @fault(c.UPDATED, said=r"layer judge \(cell 1\)", words=TIED, workers=4)

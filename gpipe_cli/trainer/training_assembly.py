@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from ..checkpoint.choose import advice, older, open_checkpoint
+from ..checkpoint.choose import advice, older
 from ..checkpoint.commit import prepare_directory
-from ..checkpoint.compatibility import (
-    fingerprint,
-    other_vocabulary,
-    require_compatible,
-    require_same_steps,
-    vocabularies,
-)
-from ..checkpoint.files import CheckpointError, CheckpointInfo, DamagedFile, is_named, shorten, vocabulary_folder
-from ..checkpoint.foreign import is_foreign, match_names, open_foreign
-from ..checkpoint.transfer import load_matched, named_shapes, open_run, shared_names
+from ..checkpoint.compatibility import fingerprint, require_compatible, require_same_steps, vocabularies
+from ..checkpoint.files import CheckpointError, CheckpointInfo, DamagedFile, shorten
 from ..checkpoint.writer import CheckpointWriter
-from ..config import Settings
 from ..distributed.exchange import Exchange
 from ..distributed.world import World
 from ..errors import ConfigurationError
 from ..factory.build import build_lr_schedule, build_optimizer
 from ..launch.context import Context
-from ..layers import own_name
-from ..metrics.journal import Journal
+from ..metrics.journal import Notices
 from ..metrics.records import Progress
 from ..metrics.step_report import StepReporter
 from ..optim.average import WeightAverage
@@ -37,8 +26,8 @@ from . import loss_scale
 from .assembly import Assembly, assemble_evaluator
 from .batches import TrainingBatches
 from .evaluator import evaluation_fields
+from .initial_weights import begin_with_weights
 from .loop import Trainer
-from .notices import another_device_notice, batchnorm_notice
 from .saving import Saver
 from .update import Updater
 
@@ -47,7 +36,7 @@ def assemble_training(
     context: Context,
     config: Mapping[str, Any],
     assembly: Assembly,
-    journal: Journal,
+    journal: Notices,
     resumed: CheckpointInfo | None,
 ) -> Trainer:
     """Makes the trainer, at its beginning or where ``resumed`` left off; every worker calls it at the same time.
@@ -62,14 +51,15 @@ def assemble_training(
     _check_steps(config, assembly, resumed)
     if resumed is None and settings.checkpoint.init_from is not None:
         begin_with_weights(assembly, journal)
-    updater = make_updater(settings, assembly)
+    updater = make_updater(assembly)
     if resumed is not None:
         with context.where.doing("reading the checkpoint"):
             resumed = restore(config, assembly, updater, journal, resumed)
     saver = make_saver(context, config, assembly, updater, journal, resumed)
-    reporter = make_reporter(assembly)
-    codec = assembly.pipeline.codec
-    fields = {**codec.fields(), **reporter.fields(), **saver.fields(), **evaluation_fields(world.replicas, task)}
+    pipeline, layout = assembly.pipeline, assembly.layout
+    reporter = StepReporter(pipeline, layout.losses, len(layout.parameter_names), len(task.statistics))
+    fields = {**pipeline.codec.fields(), **reporter.fields(), **saver.fields()}
+    fields |= evaluation_fields(world.replicas, task)
     exchange = Exchange(fields, world.all_ranks)
     if world.rank == 0:
         prepare_directory(context.run_dir, resumed)
@@ -81,27 +71,21 @@ def assemble_training(
         except TypeError as error:
             raise CheckpointError(f"{resumed.path}/manifest.json is damaged: {error}") from error
         journal.message(f"continuing from {resumed.path}, step {resumed.step}")
-        if text := another_device_notice(resumed.versions, world.device.type):
-            journal.warn(text)
     for cell in cells:
         cell.guard_buffers()
-    assembly.pipeline.ties.spread()
+    pipeline.ties.spread()
     loss_scale.begin(progress, settings.precision.loss_scale)
-    report_batchnorm(journal, world, cells, settings, assembly.first.examples)
-    stop, where = context.stop_requested, context.where
+    warn_of_single_examples(assembly, journal)
     return Trainer(
-        settings=settings,
-        pipeline=assembly.pipeline,
-        layout=assembly.layout,
+        assembly=assembly,
         exchange=exchange,
-        batches=TrainingBatches(settings.trainer, world, assembly.source, task, codec, position, stop, where),
+        batches=TrainingBatches(settings.trainer, pipeline, assembly.source, position, context.stop_requested),
         updater=updater,
-        evaluator=assemble_evaluator(assembly, exchange, stop),
+        evaluator=assemble_evaluator(assembly, exchange, context.stop_requested),
         saver=saver,
         reporter=reporter,
         journal=journal,
         progress=progress,
-        where=where,
     )
 
 
@@ -118,7 +102,7 @@ def _check_steps(config: Mapping[str, Any], assembly: Assembly, resumed: Checkpo
 
 
 def restore(
-    config: Mapping[str, Any], assembly: Assembly, updater: Updater, journal: Journal, resumed: CheckpointInfo
+    config: Mapping[str, Any], assembly: Assembly, updater: Updater, journal: Notices, resumed: CheckpointInfo
 ) -> CheckpointInfo:
     """Restores weights, optimizer and learning rate; returns the checkpoint. Every worker calls it at the same time.
 
@@ -153,54 +137,16 @@ def layers_that_depend_on_steps(world: World, cells: Sequence[Cell]) -> list[str
         for layer in cell.layers
         if any(hasattr(m, "begin_step") and getattr(m, "depends_on_steps", True) for m in layer.module.modules())
     ]
-    return [name for worker in world.all_gather(own)[: world.workers] for name in worker]
+    return list(world.gather_from_workers(own))
 
 
-def begin_with_weights(assembly: Assembly, journal: Journal) -> None:
-    """Loads the weights and buffers of `checkpoint.init_from`; every worker calls it at the same time."""
-    config, world, cells = assembly.settings.checkpoint, assembly.world, assembly.cells
-    path, left_out = Path(cast(str, config.init_from)), config.init_except
-    if is_foreign(path):
-        saved = open_foreign(path)
-    else:
-        info = open_checkpoint(path)
-        _warn_of_other_vocabulary(info, assembly, journal)
-        saved = open_run(info, config.init_average)
-    parts = world.all_gather([named_shapes(cells), shared_names(cells)])[: world.workers]
-    model = {name: shape for shapes, _ in parts for name, shape in shapes.items()}
-    tied: dict[str, list[str]] = {}
-    for layer, ties in zip(assembly.layout.layers, assembly.layout.cut.ties, strict=True):
-        for name, owner in ties.items():
-            tied.setdefault(own_name(*owner), [own_name(*owner)]).append(own_name(layer, name))
-    aliases = [*tied.values(), *(names for _, shared in parts for names in shared)]
-    match = match_names(model, saved, aliases, left_out, path)
-    for pattern in left_out:
-        if not any(is_named(name, [pattern]) for name in (*model, *saved)):
-            journal.warn(f"checkpoint.init_except: {pattern} is no layer or parameter of this model or of {path}")
-    converted = world.all_gather(load_matched(cells, saved, match, path))
-    notes = [match.renamed, *dict.fromkeys(kind for kinds in converted for kind in kinds)]
-    new = [name for name in model if name not in match.saved]
-    journal.message(
-        f"weights from {path}{''.join(f'; {note}' for note in notes if note)}; begun anew: {shorten(new) or 'nothing'}"
-    )
-
-
-def _warn_of_other_vocabulary(info: CheckpointInfo, assembly: Assembly, journal: Journal) -> None:
-    if assembly.world.rank == 0 and (name := other_vocabulary(info, vocabularies(assembly.source))):
-        journal.warn(
-            f"checkpoint.init_from={info.path} was trained with another vocabulary ({name}): its ids mean other texts. "
-            f"With data=text, data.tokenizer={vocabulary_folder(info.run_dir) / name} keeps them"
-        )
-
-
-def make_updater(settings: Settings, assembly: Assembly) -> Updater:
+def make_updater(assembly: Assembly) -> Updater:
     """Makes optimizer, learning rate schedule and weight average of this worker's cells."""
-    cells, group = assembly.cells, assembly.world.replica_group
-    average = None if settings.trainer.average is None else WeightAverage(cells, settings.trainer.average)
-    parameters = [parameter for cell in cells for _, parameter in cell.parameters()]
+    settings = assembly.settings
+    world, group, parameters = assembly.world, assembly.world.replica_group, assembly.pipeline.parameters()
+    average = None if settings.trainer.average is None else WeightAverage(assembly.cells, settings.trainer.average)
     shards = None
     if settings.pipeline.shard_optimizer and group is not None:
-        world = assembly.world
         replicas = slice(world.worker, None, world.workers)  # of all ranks, those with these layers
         shards = OptimizerShards(parameters, group, lambda value: world.all_gather(value)[replicas])
     own = parameters if shards is None else shards.own
@@ -208,9 +154,7 @@ def make_updater(settings: Settings, assembly: Assembly) -> Updater:
     lr_schedule = build_lr_schedule(settings.lr_schedule, optimizer, settings.seed)
     # The schedule also counts a step whose update is skipped; torch warns when that is the very first.
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-    return Updater(
-        cells, optimizer, lr_schedule, average, assembly.pipeline.ties, group, settings.trainer.gradient_clip, shards
-    )
+    return Updater(assembly.pipeline, optimizer, lr_schedule, average, settings.trainer.gradient_clip, shards)
 
 
 def make_saver(
@@ -218,7 +162,7 @@ def make_saver(
     config: Mapping[str, Any],
     assembly: Assembly,
     updater: Updater,
-    journal: Journal,
+    journal: Notices,
     resumed: CheckpointInfo | None,
 ) -> Saver:
     """Makes what saves checkpoints; replica 0 writes, the others hold the same weights."""
@@ -231,26 +175,12 @@ def make_saver(
     return Saver(run_dir, world, writer, updater, config["settings"], data, ids, saved_step)
 
 
-def make_reporter(assembly: Assembly) -> StepReporter:
-    """Makes what writes and reads the report that ends each step."""
-    pipeline, world, layout = assembly.settings.pipeline, assembly.world, assembly.layout
-    counts = (pipeline.K, pipeline.M, world.replicas, world.size, len(layout.parameter_names))
-    return StepReporter(layout.losses, *counts, len(assembly.task.statistics))
-
-
-def report_batchnorm(journal: Journal, world: World, cells: Sequence[Cell], settings: Settings, examples: int) -> None:
-    """Reports the examples over which BatchNorm normalises; every worker calls it at the same time.
-
-    Args:
-        examples: of replica 0's first mini-batch; the size of a mini-batch where `data.batch_size` does not give it.
-    """
-    layers = sum(world.all_gather(sum(len(cell.batchnorms) for cell in cells))[: world.workers])
-    size, by_tokens = settings.data.get("batch_size"), settings.data.get("batch_tokens") is not None
-    mini_batch = size if isinstance(size, int) and not by_tokens else examples * world.replicas
-    pipeline = settings.pipeline
-    notice = batchnorm_notice(layers, mini_batch, pipeline.M, pipeline.replicas, pipeline.sync_batchnorm)
-    if notice is not None:
-        text, warning = notice
-        journal.message(text)
-        if warning is not None:
-            journal.warn(warning)
+def warn_of_single_examples(assembly: Assembly, journal: Notices) -> None:
+    """Warns where BatchNorm sees one example at a time; every worker calls it at the same time."""
+    config, world = assembly.settings.pipeline, assembly.world
+    alone = assembly.first.smallest == 1 and not (config.sync_batchnorm and world.replicas > 1)
+    if alone and any(world.all_gather(any(cell.batchnorms for cell in assembly.cells))):
+        journal.warn(
+            "a micro-batch has a single example, so in training BatchNorm normalises over the places of one example "
+            f"only, and evaluation will look different: lower pipeline.M={config.M} or raise data.batch_size"
+        )
