@@ -37,7 +37,7 @@ class Context:
         open_store: opens the key-value store that the workers share; see `store`.
         emit: passes an event (a JSON object) to the command's `on_event`. Never waits, never fails.
         stop_requested: returns whether the user or the system asked for the end of the run. Workers see the request at
-            different times, so one of them has to decide for all.
+            different times, if all do: they have to agree.
         mailboxes: connect the workers where the command has started them all, on its own machine; None elsewhere.
         where: what the worker is doing; kept up to date by the engine and the trainer, shown with an error.
     """

@@ -6,7 +6,6 @@ import functools
 import itertools
 import os
 import sys
-import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +22,6 @@ from gpipe_cli.parent import die_with_parent
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-ASK_STORE_SECONDS = 1.0  # between two looks of rank 0 whether another rank was asked to stop
 STORE_TIMEOUT_SECONDS = 300
 
 _job_numbers = itertools.count()
@@ -64,7 +62,7 @@ def join(entry: str, config: dict[str, Any], run_dir: Path, on_event: OnEvent) -
 
         return PrefixStore(store_prefix, _base_store())
 
-    stop = _StopRequest(rank)
+    signals = StopSignals()
     context = Context(
         rank=rank,
         world_size=world_size,
@@ -72,11 +70,10 @@ def join(entry: str, config: dict[str, Any], run_dir: Path, on_event: OnEvent) -
         run_dir=run_dir.absolute(),
         open_store=open_store,
         emit=lambda event: on_event({"rank": rank, **event}),
-        stop_requested=stop.requested,
+        stop_requested=lambda: bool(signals.received),
     )
-    with StopSignals(stop.note) as signals:
+    with signals:
         try:
-            stop.use(context.store)
             value = call_entry(entry, context, config, threads=None)
         except BaseException as error:
             _fail(context, error)
@@ -119,41 +116,6 @@ def _base_store() -> Store:
     store: Store
     store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=STORE_TIMEOUT_SECONDS))))
     return store
-
-
-class _StopRequest:
-    """Passes a request to stop from any rank (a machine that is taken away) through the store to rank 0."""
-
-    KEY = "stop_requested"
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._store: Store | None = None
-        self._noted = False
-        self._next_look = 0.0
-
-    def use(self, store: Store) -> None:
-        """Connects the store, and passes on a request that was noted before."""
-        self._store = store
-        if self._noted:
-            self._pass_on()
-
-    def note(self) -> None:
-        """Handles a signal, between two Python instructions of the main thread."""
-        if not self._noted:
-            self._noted = True
-            self._pass_on()
-
-    def _pass_on(self) -> None:
-        if self._rank != 0 and self._store is not None:
-            self._store.set(self.KEY, "1")
-
-    def requested(self) -> bool:
-        now = time.monotonic()
-        if not self._noted and self._rank == 0 and self._store is not None and now > self._next_look:
-            self._next_look = now + ASK_STORE_SECONDS
-            self._noted = self._store.check([self.KEY])
-        return self._noted
 
 
 def _fail(context: Context, error: BaseException) -> NoReturn:

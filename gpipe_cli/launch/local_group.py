@@ -11,7 +11,7 @@ from __future__ import annotations
 import socket
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -115,15 +115,6 @@ class LocalGroup(dist.ProcessGroup):
 
     _allgather_base, alltoall_base = all_gather_single, all_to_all_single  # their names in earlier releases of torch
 
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError(
-            "the process group of one machine has send, recv, broadcast, all_reduce, all_gather, all_to_all_single and "
-            "barrier: for other operations use pipeline.backend=gloo"
-        )
-
-    reduce = gather = scatter = alltoall = reduce_scatter = _refuse
-    reduce_scatter_single = _reduce_scatter_base = recv_anysource = _refuse
-
     def _divided(self, tensor: Tensor, sizes: list[int]) -> Sequence[Tensor]:
         return torch.split(tensor, sizes) if sizes else tensor.chunk(len(self._ranks))
 
@@ -178,13 +169,5 @@ class _Transfer(dist.Work):
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Returns the memory of a contiguous CPU tensor.
-
-    Raises:
-        ValueError: the tensor lies on another device, or is not contiguous.
-    """
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ValueError(
-            "a process group of one machine sends contiguous CPU tensors only: use tensor.cpu().contiguous()"
-        )
+    """Returns the memory of a contiguous CPU tensor; others are errors of torch's."""
     return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy().data)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from typing import Any
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -16,14 +15,10 @@ class StopSignals:
     SIGINT is noted even where it was ignored (`command &` in a script), so that `kill -INT` works; an ignored SIGHUP
     stays ignored, for `nohup`. Outside the main thread Python cannot handle signals, so nothing is noted there. Forked
     children get the previous handlers back, or `multiprocessing.Pool.terminate` would wait for ever.
-
-    Args:
-        on_signal: called in the main thread, between two of its Python instructions.
     """
 
-    def __init__(self, on_signal: Callable[[], None] | None = None) -> None:
+    def __init__(self) -> None:
         self.received: list[signal.Signals] = []
-        self._on_signal = on_signal
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -49,8 +44,6 @@ class StopSignals:
 
     def _note(self, number: int, _frame: object) -> None:
         self.received.append(signal.Signals(number))
-        if self._on_signal:
-            self._on_signal()
 
     def interruption(self) -> BaseException | None:
         """Returns the exception that ends the command; a sweep does not take it for a failed job."""

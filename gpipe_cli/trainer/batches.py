@@ -107,7 +107,7 @@ class BatchReader:
 
 # -- on every worker ---------------------------------------------------------------------------------------------------
 
-STOP_REASONS = ("", "request", "time limit", "epochs")  # rank 0 sends the index
+STOP_REASONS = ("", "time limit", "epochs")  # rank 0 sends the index; a worker that was asked to stop adds their number
 
 
 @dataclass
@@ -117,7 +117,7 @@ class TrainingBatches:
     Attributes:
         source: on the first worker of each replica, None elsewhere.
         position: of the last mini-batch trained on; None at the beginning.
-        stop_requested: whether this worker was asked to stop; rank 0's decides.
+        stop_requested: whether this worker was asked to stop.
         seconds_waited: for the mini-batch trained on.
     """
 
@@ -145,25 +145,25 @@ class TrainingBatches:
         return self._reader.take()
 
     def announce(self, exchange: Exchange) -> None:
-        """Writes the plan of the next mini-batch; rank 0 adds whether the run ends before it."""
+        """Writes the plan of the next mini-batch, and whether the run ends before it."""
         if self._reader is not None:
             with self.pipeline.where.doing("reading the next mini-batch"):
                 self._reader.advance(exchange)
-        if self.pipeline.world.rank == 0:
-            exchange.own["stop"][0] = STOP_REASONS.index(self._stop_reason())
+        own = STOP_REASONS.index(self._limit_reached()) if self.pipeline.world.rank == 0 else 0
+        exchange.own["stop"][0] = own + len(STOP_REASONS) * self.stop_requested()
 
-    def _stop_reason(self) -> str:
+    def _limit_reached(self) -> str:
         limit = self.settings.seconds
-        if self.stop_requested():
-            return "request"
         if limit is not None and time.monotonic() - self._began >= limit:
             return "time limit"
         return "epochs" if (self._share_of_epochs() or 0.0) >= 1 else ""
 
     def read_plan(self, exchange: Exchange) -> tuple[BatchPlan, str]:
         """Returns the plan of the next mini-batch, and why the run ends before it; "" where it does not."""
-        plan = self.pipeline.codec.read(exchange, "train")
-        return plan, STOP_REASONS[int(exchange.total["stop"].item())] or ("end of data" if plan.ended else "")
+        plan, stop = self.pipeline.codec.read(exchange, "train"), int(exchange.total["stop"].item())
+        if stop >= len(STOP_REASONS):
+            return plan, "request"
+        return plan, STOP_REASONS[stop] or ("end of data" if plan.ended else "")
 
     def share_done(self, step: int) -> float | None:
         """Returns the share of the run before ``step`` by the limit that comes first; None where none is known here."""

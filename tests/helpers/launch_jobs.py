@@ -238,18 +238,6 @@ def send_pickle(context: Context, config: dict[str, Any]) -> None:
     time.sleep(120)
 
 
-def refuse_operation(context: Context, config: dict[str, Any]) -> str:
-    import torch
-    from torch import distributed
-
-    context.init_process_group()
-    try:
-        distributed.reduce(torch.zeros(1), 0)
-    except NotImplementedError as error:
-        return str(error)
-    return ""
-
-
 def run_until_stopped(context: Context, config: dict[str, Any]) -> str:
     """Stops when rank 0 is asked to; a file carries its decision to the others."""
     _ready(context)
@@ -264,7 +252,7 @@ def run_until_stopped(context: Context, config: dict[str, Any]) -> str:
 
 
 def exchange_until_stopped(context: Context, config: dict[str, Any]) -> str:
-    """Stops as the trainer does: rank 0 decides, and the exchange of each step carries the decision."""
+    """Stops as the trainer does: the exchange of each step tells all that one was asked to."""
     import torch
     from torch import distributed
 
@@ -272,7 +260,7 @@ def exchange_until_stopped(context: Context, config: dict[str, Any]) -> str:
     _ready(context)
     stop = torch.zeros(1)
     while not stop.item():
-        stop.fill_(float(context.rank == 0 and context.stop_requested()))
+        stop.fill_(float(context.stop_requested()))
         distributed.all_reduce(stop)
         time.sleep(0.02)
     (context.run_dir / f"saved_{context.rank}").write_text("yes")

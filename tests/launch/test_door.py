@@ -177,13 +177,6 @@ def test_a_pickle_from_another_worker_is_an_error_and_runs_nothing(tmp_path: Pat
     assert not (tmp_path / "code has run").exists()
 
 
-def test_other_operations_are_refused_in_words(tmp_path: Path) -> None:
-    command = Command(tmp_path, "refuse_operation", "1", str(tmp_path), 'preload=["torch"]')
-    *_, result = command.events()
-    assert "pipeline.backend=gloo" in result["value"]
-    assert command.end()[0] == 0
-
-
 def test_nothing_is_imported_from_the_working_directory(tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("open('code has run', 'w')")
     done = subprocess.run(bootstrap("zygote"), cwd=tmp_path, input=b"{}", capture_output=True)
