@@ -220,14 +220,12 @@ class VerifyConfig:
         steps: number of mini-batches that are compared from the first on.
         later: number of one more, after a step that is skipped, a checkpoint and a resume.
         dtype: of weights and activations: as configured, or float64.
-        tolerance: the largest relative difference that counts as rounding; "auto" follows the precision.
         format: of the report on the console.
     """
 
     steps: Count
     later: Count
     dtype: Literal["configured", "float64"]
-    tolerance: Literal["auto"] | Positive
     format: Literal["text", "json"]
 
 

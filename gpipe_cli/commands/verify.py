@@ -30,7 +30,6 @@ It takes every key of gpipe-train, and
     verify.steps=2          how many mini-batches, from the first on
     verify.later=5          one more, after a skipped step, a checkpoint and a resume
     verify.dtype=float64    both sides in float64: separates rounding from errors
-    verify.tolerance=1e-6   the largest relative difference that counts as rounding
     verify.format=json      one JSON object on standard output; everything else goes to standard error
 
 Exit code: 0 the same, 1 different (or the run failed), 2 refused. More: docs/verifying.md.
@@ -86,11 +85,9 @@ def as_text(report: dict[str, Any]) -> list[str]:
         where = f"step {number}: {q['where']}" if _where(q) else ""
         count = sum(one["compared"] for _, one in found)
         rows.append([name, count, _size(q["absolute"]), _size(q["relative"]), where, q["verdict"]])
-    batchnorm = report["batchnorm"]
-    note = [batchnorm["text"]] if batchnorm and (report["agrees"] or batchnorm["explains"]) else []
     steps = ", ".join(str(step["step"]) for step in report["steps"])
     head = f"steps {steps}" if steps else ""
-    return ["", head, text_table(columns, rows), "", *note, *report["notes"], *report["findings"], report["verdict"]]
+    return ["", head, text_table(columns, rows), "", *report["notes"], *report["findings"], report["verdict"]]
 
 
 def _by_name(steps: list[dict[str, Any]]) -> dict[str, list[tuple[int, dict[str, Any]]]]:

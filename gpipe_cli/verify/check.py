@@ -7,8 +7,8 @@ beginning) has found to be right. So any step can be checked, and rounding does 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,42 +16,32 @@ from torch import Tensor
 
 from ..config import Settings
 from . import compare as c
-from .compare import Gaps, Quantity, StepComparison, measure
-from .layout import VerifiedRun
-from .plain import Load, MiniBatch, PlainModel, PlainStep, Together, discard
+from .compare import Found, Gaps, Quantity, VerifiedRun, measure
+from .plain import Load, MiniBatch, PlainModel, PlainStep
 from .record import (
+    AGAIN,
+    COUNTED,
     GRADIENT,
+    HELD,
+    INPUT,
+    MODE,
     OUTPUT,
-    RECOMPUTED,
+    RATE,
+    SEED,
+    USED,
     WEIGHTS,
-    WEIGHTS_AGAIN,
+    Fingerprint,
     Key,
     Point,
     RecordedStep,
+    Seen,
     of_kind,
 )
 from .reference import Update, average, learning_rate, noise_seed, update
 from .spill import Spill
 
-AGAIN = " in recompute"  # in the name of what is compared
 EXACT = 1e-12  # relative; of numbers that both sides compute in float64 by other formulas
-
-
-@dataclass(frozen=True)
-class ComparedStep:
-    """Holds both sides of one step and their comparison.
-
-    Attributes:
-        number: of the step, from 1.
-        ours: of the pipeline.
-        plain: of the plain model; None for a step that is not computed again.
-        found: the comparison.
-    """
-
-    number: int
-    ours: RecordedStep
-    plain: PlainStep | None
-    found: StepComparison
+MINI_BATCH, ALL_PARAMETERS = (c.NO_LAYER, "mini-batch"), (c.NO_LAYER, "all parameters")
 
 
 @dataclass
@@ -64,6 +54,8 @@ class Checker:
         model: the plain one.
         spill: what the workers have written.
         tolerance: the largest relative difference that counts as rounding.
+        repeated: the same of an output that is computed again.
+        batchnorms: that a step has seen, by layer and name.
     """
 
     settings: Settings
@@ -71,11 +63,8 @@ class Checker:
     model: PlainModel
     spill: Spill
     tolerance: float
-
-    @property
-    def together(self) -> Together:
-        pipeline = self.settings.pipeline
-        return Together.REPLICAS if pipeline.sync_batchnorm and pipeline.replicas > 1 else Together.NOTHING
+    repeated: float
+    batchnorms: set[Key] = field(default_factory=set)
 
     def load(self, moment: str) -> Load:
         """Returns the weights and buffers of a moment, as a function of the layer."""
@@ -83,13 +72,14 @@ class Checker:
 
     # -- beginning, skipped steps, resume ------------------------------------------------------------------------------
 
-    def beginning(self, moment: str, expected: Load) -> Quantity:
-        """Checks the weights and buffers before the first step: freshly drawn layers, or what ``expected`` adds."""
+    def beginning(self, moment: str) -> Quantity:
+        """Checks the weights and buffers before the first step: freshly drawn, unless the run is given others."""
         gaps: Gaps = {}
+        if self.settings.checkpoint.init_from is not None:
+            return Quantity(c.BEGIN, 0, None)
         for cell in self.model.cells:
-            built = self.model.build(cell, expected)
             ours = {layer: _held(self.spill, moment, layer) for layer in cell}
-            for key, tensor in built.held.items():
+            for key, tensor in self.model.build(cell).held.items():
                 gaps[key] = measure(ours[key[0]].get(key[1]), tensor)
         return c.tensors(c.BEGIN, gaps, self.tolerance * 1e-3)
 
@@ -100,32 +90,14 @@ class Checker:
             old, new = self.spill.get(before, layer), self.spill.get(after, layer)
             for key in {*old, *new}:
                 gaps[layer, _shown(key)] = measure(new.get(key), old.get(key))
-        return c.exact(name, gaps)
-
-    def skipped(self, number: int, record: RecordedStep, before: str, after: str) -> ComparedStep:
-        """Checks a step whose loss was not finite: it must leave everything as it was."""
-        return ComparedStep(number, record, None, StepComparison([self.unchanged(c.SKIPPED, before, after)]))
-
-    def not_finite(
-        self, number: int, record: RecordedStep, mini_batch: MiniBatch, before: str, after: str
-    ) -> ComparedStep:
-        """Checks a step that is not finite by itself: the plain one must not be finite either."""
-        plain = self.model.run(mini_batch, self.together, self.load(before), discard)
-        norm = plain.gradient_norm if all(map(math.isfinite, plain.norms.values())) else math.nan
-        found = [
-            c.numbers(c.LOSS, {"mini-batch": (record.loss, plain.loss)}, self.tolerance),
-            c.numbers(c.NORM, {"all parameters": (record.gradient_norm, norm)}, self.tolerance),
-            self.unchanged(c.SKIPPED, before, after),
-        ]
-        return ComparedStep(number, record, plain, StepComparison(found))
+        return c.tensors(name, gaps, 0.0)
 
     # -- a whole step --------------------------------------------------------------------------------------------------
 
-    def step(self, number: int, record: RecordedStep, mini_batch: MiniBatch, before: str, updates: int) -> ComparedStep:
-        """Checks one step.
+    def step(self, number: int, record: RecordedStep, mini_batch: MiniBatch, before: str, updates: int) -> Found:
+        """Checks one step, number 1 being the first.
 
         Args:
-            number: from 1.
             before: the moment of what was held before it.
             updates: that the run had made before, skipped ones not counted.
         """
@@ -141,73 +113,77 @@ class Checker:
                     if of == layer:
                         gaps[c.BUFFERS][layer, name] = measure(now.get(name), buffer, old.get(name))
 
-        plain = self.model.run(mini_batch, self.together, self.load(before), take)
+        plain = self.model.run(mini_batch, self.load(before), take)
+        finite = all(map(math.isfinite, plain.norms.values()))
+        norms = {ALL_PARAMETERS: plain.gradient_norm if finite or record.finite else math.nan}
+        whole = [
+            c.numbers(c.LOSS, {MINI_BATCH: record.loss}, {MINI_BATCH: plain.loss}, self.tolerance),
+            c.numbers(c.NORM, {ALL_PARAMETERS: record.gradient_norm}, norms, self.tolerance),
+        ]
+        if not record.finite:
+            return by_name([*whole, self.unchanged(c.SKIPPED, before, f"held {number}")])
+        self.batchnorms |= plain.counted.keys()
         limit, norm = self.settings.trainer.gradient_clip, record.gradient_norm
         factor = limit / norm if limit is not None and norm > limit else 1.0
-        gaps |= self._update(number, record, before, updates, factor)
-        found = StepComparison(
+        gaps |= self._update(number, before, updates, factor)
+        counted: dict[Key, float] = {}
+        for (_, layer, name), count in record.seen.get(COUNTED, {}).items():
+            counted[layer, name] = counted.get((layer, name), 0.0) + count
+        return by_name(
             [
                 *self._of_forward(record, plain, mini_batch),
+                *whole,
                 c.tensors(c.GRADIENTS, gaps[c.GRADIENTS], self.tolerance),
-                c.numbers(c.NORM, {"all parameters": (norm, plain.gradient_norm)}, self.tolerance),
-                *self._of_update(number, record, gaps, factor),
-                c.numbers_by_key(c.COUNTS, record.counted, plain.counted, 0.0),
-                c.tensors(c.BUFFERS, gaps[c.BUFFERS], self.tolerance, changes=True),
-                self._of_state(gaps[c.STATE]),
-                c.tensors(c.UPDATED, gaps[c.UPDATED], self.tolerance, changes=True),
-                c.tensors(c.AVERAGES, gaps[c.AVERAGES], self.tolerance, changes=True),
-                self._of_replicas(record),
+                *self._of_update(number, record.seen, gaps[c.GRADIENTS], factor),
+                c.numbers(c.COUNTS, counted, plain.counted, 0.0),
+                c.tensors(c.STATE, gaps[c.STATE], self.tolerance),
+                *(c.tensors(n, gaps[n], self.tolerance, changes=True) for n in (c.BUFFERS, c.UPDATED, c.AVERAGES)),
+                self._of_replicas(record.seen.get(HELD, {})),
             ]
         )
-        present = StepComparison([quantity for quantity in found.quantities if quantity.compared])
-        return ComparedStep(number, record, plain, present)
 
     def _of_forward(self, ours: RecordedStep, plain: PlainStep, mini_batch: MiniBatch) -> list[Quantity]:
-        names, trace, right, tolerance = self.run.names, ours.trace, plain.seen.trace, self.tolerance
-        forward, again = trace.get(OUTPUT, {}), trace.get(RECOMPUTED, {})
-        # The places are the plain side's: the pipeline's report of a step that is not full has more, all zero.
-        losses = {
-            f"replica {r}, micro-batch {m}": (ours.losses.get((r, m), math.nan), loss)
-            for (r, m), loss in sorted(plain.losses.items())
-        }
+        seen, right, run, tolerance = ours.seen, plain.seen, self.run, self.tolerance
+        names = [(c.NO_LAYER, name) for name in self.model.task.statistics]
         sums = [] if plain.statistics is None else plain.statistics.tolist()
-        pairs = zip(ours.statistics, sums, strict=True)
-        used = [trace.get(kind, {}) for kind in (WEIGHTS, WEIGHTS_AGAIN)]
-        held = [{point: plain.weight_used(point, mark) for point, mark in marks.items()} for marks in used]
-        repeated = {point: mark for point, mark in forward.items() if point in again}
+        statistics = dict(zip(names, ours.statistics, strict=False)), dict(zip(names, sums, strict=False))
+        used = [
+            (point, mark, plain.weight_used(point, mark))
+            for again in ("", AGAIN)
+            for point, mark in seen.get(WEIGHTS + again, {}).items()
+        ]
+        passed_back = beside(seen.get(GRADIENT, {}), right.get(GRADIENT, {}))
         return [
-            c.numbers(c.LOSS, {"mini-batch": (ours.loss, plain.loss)}, tolerance),
-            c.numbers(c.LOSSES, losses, tolerance),
-            c.numbers(c.STATISTICS, dict(zip(self.run.statistics, pairs, strict=True)), tolerance),
-            _joined(*(c.traces(c.USED, *sides, names, EXACT) for sides in zip(used, held, strict=True))),
-            *self._of_calls(ours, plain, mini_batch.step),
-            c.traces(c.OUTPUTS, forward, right.get(OUTPUT, {}), names, tolerance),
-            c.traces(c.AGAIN, again, repeated, names, min(tolerance, self.run.repeated)),
-            c.traces(c.PASSED_BACK, trace.get(GRADIENT, {}), right.get(GRADIENT, {}), names, tolerance),
+            c.numbers(c.LOSSES, _by_place(ours.losses), _by_place(plain.losses), tolerance),
+            c.numbers(c.STATISTICS, *statistics, tolerance),
+            c.traces(c.USED, used, run, EXACT),
+            *self._of_calls(seen, plain, mini_batch.step),
+            c.traces(c.OUTPUTS, beside(seen.get(OUTPUT, {}), right.get(OUTPUT, {})), run, tolerance),
+            c.traces(c.GIVEN_AGAIN, _again(seen, INPUT), run, self.repeated),
+            c.traces(c.AGAIN, _again(seen, OUTPUT), run, self.repeated),
+            c.traces(c.PASSED_BACK, passed_back, run, tolerance),
         ]
 
-    def _of_calls(self, ours: RecordedStep, plain: PlainStep, step: int) -> list[Quantity]:
+    def _of_calls(self, ours: Seen, plain: PlainStep, step: int) -> list[Quantity]:
         """Judges the seeds of layers that draw random numbers, and how all layers run (training mode, autocast)."""
-        right, seeds, modes = plain.seen.modes.get(OUTPUT, {}), [], []
-        for kind, again in ((WEIGHTS, ""), (WEIGHTS_AGAIN, AGAIN)):
-            for call, seed in ours.seeds.get(kind, {}).items():
-                where, mode = self.run.micro_batch(*call) + again, ours.modes[kind][call]
-                modes.append((Point(*call, 0), f"{where} {mode}", right.get(call, mode) == mode))
+        right, seeds, modes = plain.seen.get(MODE, {}), [], []
+        for again in ("", AGAIN):
+            for call, seed in ours.get(SEED + again, {}).items():
+                where, mode = self.run.micro_batch(*call) + again, ours[MODE + again][call]
+                modes.append((call[2], f"{where} {mode}", right.get(call, mode) == mode))
                 if call[2] in plain.draws_noise:
-                    expected = noise_seed(self.settings.seed, step, *call)
-                    seeds.append((Point(*call, 0), where, seed == expected))
+                    seeds.append((call[2], where, seed == noise_seed(self.settings.seed, step, *call)))
         return [c.equal(c.SEEDS, seeds), c.equal(c.MODES, modes)]
 
     # -- the update ----------------------------------------------------------------------------------------------------
 
-    def rate(self, number: int) -> float | None:
-        """Returns the learning rate of a step."""
+    def _rate(self, number: int) -> float | None:
         return learning_rate(self.settings.optimizer, self.settings.lr_schedule, number)
 
-    def _update(self, number: int, record: RecordedStep, before: str, updates: int, factor: float) -> dict[str, Gaps]:
+    def _update(self, number: int, before: str, updates: int, factor: float) -> dict[str, Gaps]:
         """Measures what the update has made of each parameter, given the pipeline's gradients and the right rate."""
         gaps: dict[str, Gaps] = {c.STATE: {}, c.UPDATED: {}, c.AVERAGES: {}}
-        rate, decay = self.rate(number), self.settings.trainer.average
+        rate, decay = self._rate(number), self.settings.trainer.average
         owned: dict[Key, Tensor] = {}  # expected values of tied parameters
         for layer in range(len(self.run.names)):
             old, new = self.spill.get(before, layer), self.spill.get(f"held {number}", layer)
@@ -234,38 +210,44 @@ class Checker:
                     gaps[c.AVERAGES][layer, name] = measure(new.get(f"average/{name}"), expected_average, held)
         return gaps
 
-    def _of_update(self, number: int, record: RecordedStep, gaps: Mapping[str, Gaps], factor: float) -> list[Quantity]:
-        whole: dict[Key, float] = {key: gap.ours for key, gap in gaps[c.GRADIENTS].items()}
-        factors = {key: record.used[key] / norm for key, norm in whole.items() if norm and key in record.used}
-        rate, rates = self.rate(number), record.rates
-        return [
-            c.numbers_by_key(c.CLIPPED, factors, dict.fromkeys(factors, factor), max(1e-5, self.tolerance * 1e-2)),
-            c.numbers_by_key(c.RATES, rates, {} if rate is None else dict.fromkeys(rates, rate), 1e-9),
-        ]
+    def _of_update(self, number: int, seen: Seen, gradients: Gaps, factor: float) -> Iterator[Quantity]:
+        used, rates, rate = seen.get(USED, {}), seen.get(RATE, {}), self._rate(number)
+        factors = {key: used[key] / gap.ours for key, gap in gradients.items() if gap.ours and key in used}
+        limit = max(1e-5, self.tolerance * 1e-2)
+        yield c.numbers(c.CLIPPED, factors, dict.fromkeys(factors, factor), limit, limit)
+        yield c.numbers(c.RATES, rates, {} if rate is None else dict.fromkeys(rates, rate), 1e-9, 1e-9)
 
-    def _of_state(self, gaps: Gaps) -> Quantity:
-        """Judges the optimizer's state, in which `exp_avg` is compared with all `exp_avg`."""
-        kinds: dict[str, Gaps] = {}
-        for key, gap in gaps.items():
-            kinds.setdefault(key[1].rpartition(":")[2], {})[key] = gap
-        return _joined(*(c.tensors(c.STATE, of_one, self.tolerance) for of_one in kinds.values()))
-
-    def _of_replicas(self, record: RecordedStep) -> Quantity:
+    def _of_replicas(self, held: Mapping[tuple[int, int, str], Fingerprint]) -> Quantity:
         """Judges what further replicas hold after the step: the same as the first, bit for bit."""
-        first = record.held.get(0, {})
-        return c.equal(
-            c.REPLICAS,
-            [
-                (
-                    Point(replica, 0, key[0], 0),
-                    f"{_shown(key[1])} of replica {replica}",
-                    key in first and mark.distance(first[key]) == 0,
-                )
-                for replica, held in sorted(record.held.items())
-                for key, mark in sorted(held.items())
-                if replica
-            ],
-        )
+        found = []
+        for (replica, layer, key), mark in sorted(held.items()):
+            if replica:
+                first = held.get((0, layer, key))
+                same = first is not None and mark.distance(first) == 0
+                found.append((layer, f"{_shown(key)} of replica {replica}", same))
+        return c.equal(c.REPLICAS, found)
+
+
+def by_name(quantities: Iterable[Quantity]) -> Found:
+    """Returns what was compared, by name, without what had nothing to compare."""
+    return {quantity.name: quantity for quantity in quantities if quantity.compared}
+
+
+def beside(
+    ours: Mapping[Point, Fingerprint], plain: Mapping[Point, Fingerprint]
+) -> list[tuple[Point, Fingerprint | None, Fingerprint]]:
+    """Returns the fingerprints of the plain side with those of the pipeline, for `compare.traces`."""
+    return [(point, ours.get(point), mark) for point, mark in plain.items()]
+
+
+def _again(seen: Seen, kind: str) -> list[tuple[Point, Fingerprint | None, Fingerprint]]:
+    """Returns the same of what a recompute repeats, with the first forward as the right side."""
+    first = seen.get(kind, {})
+    return [(point, mark, first[point]) for point, mark in seen.get(kind + AGAIN, {}).items() if point in first]
+
+
+def _by_place(losses: Mapping[tuple[int, int], float]) -> dict[Key, float]:
+    return {(c.NO_LAYER, f"replica {r}, micro-batch {m}"): loss for (r, m), loss in losses.items()}
 
 
 def _held(spill: Spill, moment: str, layer: int) -> dict[str, Tensor]:
@@ -284,11 +266,3 @@ def _shown(key: str) -> str:
     """Returns how a name of `RunWatch.hold` is shown."""
     kind, _, name = key.partition("/")
     return name if kind in ("weight", "buffer", "state") else f"{name} ({kind})"
-
-
-def _joined(*quantities: Quantity) -> Quantity:
-    """Returns several quantities of one name as one."""
-    name = quantities[0].name if quantities else c.STATE
-    worst = max((q.worst for q in quantities if q.worst), key=lambda d: (d.relative, d.absolute), default=None)
-    beyond = sorted((d for q in quantities for d in q.beyond), key=lambda d: (d.layer, d.where))
-    return Quantity(name, sum(q.compared for q in quantities), worst, beyond)

@@ -23,12 +23,11 @@ NO_LAYER = -1  # for quantities of the whole model
 BEGIN, RESUMED, SKIPPED = "weights at the beginning", "all that a resume restores", "unchanged by a skipped step"
 LOSS, LOSSES, STATISTICS = "loss", "losses of micro-batches", "statistics of the task"
 USED, SEEDS, MODES = "weights used", "seeds of dropout", "modes of layers"
-OUTPUTS, AGAIN = "outputs of layers", "outputs recomputed"
+OUTPUTS, GIVEN_AGAIN, AGAIN = "outputs of layers", "inputs in recompute", "outputs recomputed"
 PASSED_BACK, GRADIENTS, NORM = "gradients between layers", "gradients", "gradient norm"
 CLIPPED, RATES = "clipping", "learning rate"
 COUNTS, BUFFERS, STATE, UPDATED = "BatchNorm counts", "BatchNorm and other buffers", "optimizer state", "weights after"
-EVALUATED, NOT_AVERAGED = "outputs in evaluation", "outputs in evaluation, of the averages"
-METRICS, KEPT = "numbers of an evaluation", "unchanged by an evaluation"
+EVALUATED, METRICS, KEPT = "outputs in evaluation", "numbers of an evaluation", "unchanged by an evaluation"
 AVERAGES, REPLICAS = "averages of weights", "replicas after"
 
 
@@ -42,14 +41,12 @@ class Difference:
         absolute: largest difference of two elements (of fingerprints: of the two norms).
         relative: norm of the difference divided by the norm that the quantity is measured by; inf where one side has
             nothing.
-        point: of a fingerprint.
     """
 
     layer: int
     where: str
     absolute: float
     relative: float
-    point: Point | None = None
 
 
 @dataclass(frozen=True)
@@ -76,26 +73,32 @@ class Quantity:
             return "none"
         return "bit for bit" if self.worst.absolute == 0 and self.worst.relative == 0 else "OK"
 
-    @property
-    def layers(self) -> list[int]:
-        """Returns the layers that differ beyond the tolerance, in order."""
-        return sorted({difference.layer for difference in self.beyond})
+
+Found = Mapping[str, Quantity]  # of one step, by name
 
 
 @dataclass(frozen=True)
-class StepComparison:
-    """Holds the comparison of one step."""
+class VerifiedRun:
+    """Describes the model's layers and the run's division into cells, as the report shows them.
 
-    quantities: list[Quantity]
+    Attributes:
+        names: of the layers.
+        cells: the cell of each layer.
+    """
 
-    def __getitem__(self, name: str) -> Quantity:
-        """Returns the quantity of that name; an empty one where there is none."""
-        return next((q for q in self.quantities if q.name == name), Quantity(name, 0, None))
+    names: Sequence[str]
+    cells: Sequence[int]
 
-    @property
-    def agrees(self) -> bool:
-        """Returns whether all results agree. Gradients between layers only help to find an error's place."""
-        return not any(quantity.beyond for quantity in self.quantities if quantity.name != PASSED_BACK)
+    def place(self, layer: int) -> str:
+        return f"layer {self.names[layer]} (cell {self.cells[layer]})"
+
+    def micro_batch(self, replica: int, number: int, layer: int) -> str:
+        return f"{self.names[layer]}, micro-batch {number}" + (f" of replica {replica}" if replica else "")
+
+
+def agrees(found: Found) -> bool:
+    """Returns whether all results agree. Gradients between layers only help to find an error's place."""
+    return not any(quantity.beyond for name, quantity in found.items() if name != PASSED_BACK)
 
 
 def judged(name: str, found: Sequence[Difference], tolerance: float) -> Quantity:
@@ -104,10 +107,9 @@ def judged(name: str, found: Sequence[Difference], tolerance: float) -> Quantity
     return Quantity(name, len(found), worst, [d for d in found if d.relative > tolerance])
 
 
-def equal(name: str, found: Iterable[tuple[Point, str, bool]]) -> Quantity:
-    """Judges what must be the same; given for each place its name and whether both sides are equal there."""
-    gaps = ((point, where, 0.0 if same else math.inf) for point, where, same in found)
-    differences = [Difference(point.layer, where, gap, gap, point) for point, where, gap in gaps]
+def equal(name: str, found: Iterable[tuple[int, str, bool]]) -> Quantity:
+    """Judges what must be the same; given for each place its layer, its name, and whether both sides are equal."""
+    differences = [Difference(layer, where, *(2 * [0.0 if same else math.inf])) for layer, where, same in found]
     return judged(name, sorted(differences, key=lambda difference: difference.layer), 0.0)
 
 
@@ -170,70 +172,56 @@ def total(norms: Iterable[float]) -> float:
 
 
 def tensors(name: str, gaps: Mapping[Key, Gap], tolerance: float, changes: bool = False) -> Quantity:
-    """Judges the tensors of one kind.
+    """Judges the tensors of one kind; those with a kind of their own behind a colon, as exp_avg, are measured by these.
 
     Args:
         changes: the gaps are those of changes, which rounding of the whole value may disturb.
     """
-    least = SMALL_SHARE * total(gap.plain for gap in gaps.values())
+    norms: dict[str, list[float]] = {}
+    for (_, where), gap in gaps.items():
+        norms.setdefault(where.partition(":")[2], []).append(gap.plain)
+    least = {kind: SMALL_SHARE * total(of_one) for kind, of_one in norms.items()}
     found = []
     for (layer, where), gap in sorted(gaps.items()):
         rounding = 8 * gap.epsilon / tolerance * gap.size if changes else 0.0
-        scale = max(gap.plain, least, rounding)
+        scale = max(gap.plain, least[where.partition(":")[2]], rounding)
         relative = gap.distance / scale if scale and math.isfinite(gap.distance) else gap.distance
         found.append(Difference(layer, where, gap.absolute, relative if gap.distance else 0.0))
     return judged(name, found, tolerance)
 
 
-def exact(name: str, gaps: Mapping[Key, Gap]) -> Quantity:
-    """Judges tensors that must be equal bit for bit."""
-    return tensors(name, gaps, 0.0)
+def numbers(
+    name: str, ours: Mapping[Key, float], plain: Mapping[Key, float], tolerance: float, least: float = SUMMED
+) -> Quantity:
+    """Judges numbers of layers, or of the whole model; what only the plain side has is a difference.
 
-
-# -- numbers -----------------------------------------------------------------------------------------------------------
-
-
-def numbers(name: str, pairs: Mapping[str, tuple[float, float]], tolerance: float) -> Quantity:
-    """Judges numbers of the whole model: pairs of the pipeline's and the plain one, by name."""
-    return judged(name, [_number(NO_LAYER, where, *pair) for where, pair in pairs.items()], tolerance)
-
-
-def numbers_by_key(name: str, ours: Mapping[Key, float], plain: Mapping[Key, float], tolerance: float) -> Quantity:
-    """Judges numbers of layers, which are equal within the tolerance; what only the plain side has is a difference."""
+    Args:
+        least: relative; less is none.
+    """
     found = []
-    for (layer, where), number in sorted(plain.items()):
-        difference = _number(layer, where, ours.get((layer, where), math.inf), number)
-        found.append(difference if difference.relative > tolerance else Difference(layer, where, 0.0, 0.0))
+    for (layer, where), right in sorted(plain.items()):
+        gap = number_gap(ours.get((layer, where), math.inf), right)
+        relative = gap / abs(right) if right and math.isfinite(right) and gap else gap
+        found.append(Difference(layer, where, *((gap, relative) if relative > least else (0.0, 0.0))))
     return judged(name, found, tolerance)
 
 
-def _number(layer: int, where: str, ours: float, plain: float) -> Difference:
-    gap = number_gap(ours, plain)
-    relative = gap / abs(plain) if plain and math.isfinite(plain) and gap else gap
-    return Difference(layer, where, gap, relative) if relative > SUMMED else Difference(layer, where, 0.0, 0.0)
-
-
-# -- fingerprints ------------------------------------------------------------------------------------------------------
-
-Marks = Mapping[Point, Fingerprint]
-
-
-def traces(name: str, ours: Marks, plain: Marks, layers: Sequence[str], tolerance: float) -> Quantity:
-    """Judges fingerprints; what only the plain side has is a difference, but for a gradient of zero (of the unused)."""
+def traces(
+    name: str, pairs: Iterable[tuple[Point, Fingerprint | None, Fingerprint]], run: VerifiedRun, tolerance: float
+) -> Quantity:
+    """Judges fingerprints of the pipeline and of the plain side; a gradient of zero (of the unused) may be missing."""
+    ordered = sorted(pairs, key=lambda pair: (pair[0].layer, pair[0]))
     largest: dict[int, float] = {}
-    for point, mark in plain.items():
-        largest[point.layer] = max(largest.get(point.layer, 0.0), mark.norm)
+    for point, _, plain in ordered:
+        largest[point.layer] = max(largest.get(point.layer, 0.0), plain.norm)
     found = []
-    for point in sorted(plain, key=lambda p: (p.layer, p.replica, p.micro_batch, p.number)):
-        if point not in ours:
-            if plain[point].norm:
-                where = f"{layers[point.layer]}, micro-batch {point.micro_batch}: missing"
-                found.append(Difference(point.layer, where, math.inf, math.inf, point))
+    for point, ours, plain in ordered:
+        where = run.micro_batch(*point[:3])
+        if ours is None:
+            if plain.norm:
+                found.append(Difference(point.layer, f"{where}: missing", math.inf, math.inf))
             continue
-        gap = ours[point].distance(plain[point])
-        scale = max(plain[point].norm, SMALL_SHARE * largest[point.layer])
+        gap, scale = ours.distance(plain), max(plain.norm, SMALL_SHARE * largest[point.layer])
         relative = gap / scale if scale and math.isfinite(gap) and math.isfinite(scale) else gap
-        where = f"{layers[point.layer]}, micro-batch {point.micro_batch}"
-        where += f" of replica {point.replica}" if point.replica else ""
-        found.append(Difference(point.layer, where, number_gap(ours[point].norm, plain[point].norm), relative, point))
+        found.append(Difference(point.layer, where, number_gap(ours.norm, plain.norm), relative))
     return judged(name, found, tolerance)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -10,13 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from ..data.source import Batch, Source
-from ..micro_batch import MicroBatch
 from ..trainer.batches import evaluation_batches
 from ..trainer.loop import Trainer
 from . import compare as c
-from .check import Checker
-from .compare import Quantity
-from .record import OUTPUT, LayerTrace, RecordedStep, of_kind
+from .check import Checker, beside, by_name
+from .compare import Found
+from .record import OUTPUT, Seen, of_kind
 
 
 class FirstBatches:
@@ -43,14 +42,12 @@ def evaluate(trainer: Trainer, replicas: int) -> dict[str, float]:
         return evaluator.evaluate(final=False).numbers
 
 
-def check_evaluation(
-    checker: Checker, numbers: Mapping[str, float], record: RecordedStep, step: int, source: Source
-) -> list[Quantity]:
+def check_evaluation(checker: Checker, numbers: Mapping[str, float], seen: Seen, step: int, source: Source) -> Found:
     """Compares an evaluation with that of the plain model.
 
     Args:
         numbers: the pipeline's.
-        record: with the fingerprints of its layers.
+        seen: of its layers.
         step: number of the step before it, from 1.
         source: of the run.
     """
@@ -58,24 +55,18 @@ def check_evaluation(
     M, replicas = settings.pipeline.M, settings.pipeline.replicas
     reads = [evaluation_batches(source, M, replica, replicas) for replica in range(replicas)]
     micro_batches = [[pair for batch in islice(read, 1) for pair in batch.micro_batches] for read in reads]
-    averaged = settings.trainer.average is not None
-    plain, seen = _plain(checker, micro_batches, step, averaged)
-    names, mine, right = checker.run.names, record.trace.get(OUTPUT, {}), seen.trace.get(OUTPUT, {})
-    quantities = [c.traces(c.EVALUATED, mine, right, names, checker.tolerance)]
-    if averaged and quantities[0].beyond:
-        other = _plain(checker, micro_batches, step, False)[1].trace[OUTPUT]
-        if not c.traces(c.EVALUATED, mine, other, names, checker.tolerance).beyond:
-            quantities = [replace(quantities[0], name=c.NOT_AVERAGED)]
-    pairs = {name: (numbers.get(name, float("inf")), number) for name, number in plain.items()}
-    return [*quantities, c.numbers(c.METRICS, pairs, checker.tolerance)]
 
-
-def _plain(
-    checker: Checker, micro_batches: Sequence[Sequence[MicroBatch]], step: int, averaged: bool
-) -> tuple[dict[str, float], LayerTrace]:
     def load(layer: int) -> dict[str, Tensor]:
-        tensors = checker.spill.get(f"held {step}", layer)
-        of_layer = {**of_kind("weight", tensors), **of_kind("buffer", tensors)}
-        return of_layer | (of_kind("average", tensors) if averaged else {})
+        tensors = checker.spill.get(f"held {step}", layer)  # averages, where there are any, in place of their weights
+        return {**of_kind("weight", tensors), **of_kind("buffer", tensors), **of_kind("average", tensors)}
 
-    return checker.model.evaluate(micro_batches, load, step - 1)
+    right, plain = checker.model.evaluate(micro_batches, load, step - 1)
+    outputs = beside(seen.get(OUTPUT, {}), plain.get(OUTPUT, {}))
+    mine, theirs = ({(c.NO_LAYER, name): number for name, number in side.items()} for side in (numbers, right))
+    return by_name(
+        [
+            c.traces(c.EVALUATED, outputs, checker.run, checker.tolerance),
+            c.numbers(c.METRICS, mine, theirs, checker.tolerance),
+            checker.unchanged(c.KEPT, f"held {step}", "evaluated"),
+        ]
+    )

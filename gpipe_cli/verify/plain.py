@@ -8,12 +8,10 @@ back from the last cell to the first.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -30,48 +28,24 @@ from ..pipeline.randomness import generator_states
 from ..tasks.base import Task
 from .batchnorm import run_together
 from .compare import total
-from .record import OUTPUT, Fingerprint, Key, LayerTrace, Place, Point, fingerprint, modules_of, named, named_buffers
+from .record import (
+    MODE,
+    OUTPUT,
+    Fingerprint,
+    Key,
+    Place,
+    Point,
+    Recorder,
+    Seen,
+    fingerprint,
+    mode_of,
+    modules_of,
+    named,
+    named_buffers,
+)
 from .reference import noise_seed, weights_drawn
 
-
-@dataclass
-class PooledStatistics:
-    """Sums up one BatchNorm's inputs over a mini-batch, in float64.
-
-    Attributes:
-        count: values per channel.
-        sums, squares: per channel, of the values and of their squares.
-    """
-
-    count: int = 0
-    sums: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
-    squares: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
-
-    def add(self, x: Tensor) -> None:
-        """Adds an input of shape (n, C, …)."""
-        values = x.detach().double().transpose(0, 1).flatten(1)
-        self.count += values.shape[1]
-        self.sums = self.sums.to(values.device) + values.sum(1)
-        self.squares = self.squares.to(values.device) + values.square().sum(1)
-
-
 Sums = Sequence[Sequence[Sequence[Place]]]
-
-
-class Together(Enum):
-    """Lists which micro-batches of a mini-batch BatchNorm normalises as one."""
-
-    NOTHING = "each micro-batch by itself"
-    REPLICAS = "the same micro-batch of all replicas (pipeline.sync_batchnorm)"
-    EVERYTHING = "the whole mini-batch, as with M = 1"
-
-    def groups(self, replicas: int, order: Sequence[int]) -> list[list[list[Place]]]:
-        """Returns the sums of gradients that are computed apart and then added: of each, the groups, in order."""
-        if self is Together.EVERYTHING:
-            return [[[(replica, number) for replica in range(replicas) for number in order]]]
-        if self is Together.REPLICAS:
-            return [[[(replica, number) for replica in range(replicas)] for number in order]]
-        return [[[(replica, number)] for number in order] for replica in range(replicas)]
 
 
 @dataclass(frozen=True)
@@ -90,9 +64,16 @@ class MiniBatch:
     order: Sequence[int]
     loss_scale: float = 1.0
 
-    def sums(self, together: Together) -> Sums:
-        """Returns the sums of gradients that are computed apart, as in `Together.groups`."""
-        return together.groups(len(self.micro_batches), self.order)
+    def sums(self, together: bool) -> Sums:
+        """Returns the sums of gradients that are computed apart and then added: of each, the groups, in order.
+
+        Args:
+            together: BatchNorm normalises the same micro-batch of all replicas as one (pipeline.sync_batchnorm).
+        """
+        replicas = range(len(self.micro_batches))
+        if together:
+            return [[[(replica, number) for replica in replicas] for number in self.order]]
+        return [[[(replica, number)] for number in self.order] for replica in replicas]
 
 
 @dataclass
@@ -105,7 +86,7 @@ class PlainStep:
         statistics: sums of the task's statistics.
         norms: of each parameter's gradient.
         counted: values per channel that each BatchNorm has seen.
-        seen: fingerprints of the layers.
+        seen: of the layers, as in `record.py`.
         used: fingerprints of weights, by layer and their number in it, in each type that they are used in: by its name.
         draws_noise: layers that have drawn random numbers.
     """
@@ -115,7 +96,7 @@ class PlainStep:
     statistics: Tensor | None = None
     norms: dict[Key, float] = field(default_factory=dict)
     counted: dict[Key, float] = field(default_factory=dict)
-    seen: LayerTrace = field(default_factory=LayerTrace)
+    seen: Seen = field(default_factory=dict)
     used: dict[tuple[int, int], dict[str, Fingerprint]] = field(default_factory=dict)
     draws_noise: set[int] = field(default_factory=set)
 
@@ -135,10 +116,6 @@ class PlainStep:
 
 Take = Callable[[int, dict[Key, Tensor], dict[Key, Tensor]], None]  # a cell, its gradients, its buffers after the step
 Load = Callable[[int], Mapping[str, Tensor]]  # a layer's weights and buffers by full name; empty: as they are built
-
-
-def discard(cell: int, gradients: object, buffers: object) -> None:
-    """Discards the results of a cell."""
 
 
 class PlainModel:
@@ -165,6 +142,8 @@ class PlainModel:
         self._boundary_type, self.last, self.seed = boundary_type_of(settings.precision), cells[-1][-1], settings.seed
         autocast = settings.precision.autocast
         self.half: torch.dtype | None = None if autocast is None else getattr(torch, autocast)
+        self.steps = settings.trainer.steps or 0
+        self._together = settings.pipeline.sync_batchnorm and settings.pipeline.replicas > 1
 
     @torch.no_grad()
     def build(self, cell: Sequence[int], load: Load = lambda layer: {}) -> _Built:
@@ -208,38 +187,38 @@ class PlainModel:
                 gradients[owner] = gradients[owner] + gradient
         return gradients
 
-    def run(self, mini_batch: MiniBatch, together: Together, load: Load, take: Take) -> PlainStep:
+    def run(self, mini_batch: MiniBatch, load: Load, take: Take) -> PlainStep:
         """Runs forward and backward of one mini-batch.
 
         Args:
-            together: which micro-batches BatchNorm normalises as one.
             load: gives the weights and buffers before the step.
             take: called for each cell, from the last to the first, with zeros where nothing flowed back.
         """
         replicas = mini_batch.micro_batches
         step = PlainStep(sum(self.task.weight(targets) for replica in replicas for _, targets in replica))
-        sums = mini_batch.sums(together)
+        sums, recorder = mini_batch.sums(self._together), Recorder()
         places = [place for groups in sums for group in groups for place in group]
         given: list[dict[Place, Tensors]] = [
             {(r, m): tuple(t.to(self.device) for t in replicas[r][m][0]) for r, m in places}
         ]
         for cell in self.cells[:-1]:
-            run = self._begin(cell, mini_batch, load, step, given[-1])
+            run = _CellRun(self, self.build(cell, load), mini_batch, step, given[-1])
             given.append({place: _cut(outputs) for place, outputs in run.forward_only(sums)})
         back: dict[Place, Tensors] = {}
         waiting: dict[Key, dict[Key, Tensor]] = {}
         for number in reversed(range(len(self.cells))):
-            run = self._begin(self.cells[number], mini_batch, load, step, given.pop())
+            run = _CellRun(self, self.build(self.cells[number], load), mini_batch, step, given.pop(), recorder)
             gradients, back = run.forward_and_back(sums, back)
             gradients = self._summed(gradients, waiting)
             step.norms |= {key: float(torch.linalg.vector_norm(g, dtype=torch.float64)) for key, g in gradients.items()}
             take(number, gradients, run.built.averaged(step))
+        step.seen = recorder.take()
         return step
 
     @torch.no_grad()
     def evaluate(
         self, micro_batches: Sequence[Sequence[MicroBatch]], load: Load, step: int
-    ) -> tuple[dict[str, float], LayerTrace]:
+    ) -> tuple[dict[str, float], Seen]:
         """Evaluates micro-batches, those of each replica, with the weights and buffers that ``load`` returns.
 
         Args:
@@ -250,33 +229,26 @@ class PlainModel:
         """
         places = [(r, m) for r, replica in enumerate(micro_batches) for m in range(len(replica))]
         values = {(r, m): tuple(t.to(self.device) for t in micro_batches[r][m][0]) for r, m in places}
-        seen = LayerTrace()
+        recorder = Recorder()
         for cell in self.cells:
             built = self.build(cell, load)
-            built.begin_step(step, self._settings.trainer.steps or 0)
+            built.begin_step(step, self.steps)
             for index, _, module in built.layers:
                 module.train(False)
                 for place, given in values.items():
                     with self.autocast():
                         returned = as_tensors(module(as_argument(given)))
                     values[place] = _as_passed_on(returned, given, self.type_behind(index))
-                    seen.outputs(OUTPUT, (*place, index), returned, given)
+                    recorder.outputs(OUTPUT, (*place, index), returned, given)
         targets = {(r, m): tuple(t.to(self.device) for t in micro_batches[r][m][1]) for r, m in places}
         sums = [self.task.evaluate(values[place], targets[place]).cpu() for place in places]
         weight = sum(self.task.weight(micro_batches[r][m][1]) for r, m in places)
         totals = dict(zip(self.task.metrics, torch.stack(sums).sum(0).tolist(), strict=True)) if sums else {}
-        return self.task.summarize(totals, weight) if weight else {}, seen
+        return self.task.summarize(totals, weight) if weight else {}, recorder.take()
 
     def type_behind(self, layer: int) -> torch.dtype | None:
         """Returns the type of the tensors between this layer and the next; None: as the layer returns them."""
         return None if layer == self.last else self._boundary_type
-
-    def _begin(
-        self, cell: Sequence[int], mini_batch: MiniBatch, load: Load, step: PlainStep, given: dict[Place, Tensors]
-    ) -> _CellRun:
-        built = self.build(cell, load)
-        built.begin_step(mini_batch.step, self._settings.trainer.steps or 0)
-        return _CellRun(self, built, mini_batch, step, given)
 
 
 class _Built:
@@ -286,12 +258,14 @@ class _Built:
         self.layers = layers
         self.parameters = dict(named(layers))
         self.batchnorms = modules_of(_BatchNorm, layers)
-        self._statistics: dict[Key, PooledStatistics] = defaultdict(PooledStatistics)
+        self._sums: dict[Key, list[Tensor]] = {}  # count, sums and sums of squares per channel, of each input
         for key, batchnorm in self.batchnorms.items():
             batchnorm.register_forward_pre_hook(partial(self._gather_input, key))
 
     def _gather_input(self, key: Key, module: nn.Module, inputs: Any) -> None:
-        self._statistics[key].add(inputs[0])
+        values = inputs[0].detach().double().transpose(0, 1).flatten(1)  # (n, C, …) becomes (C, values)
+        count = torch.full_like(values[:, 0], values.shape[1])
+        self._sums.setdefault(key, []).append(torch.stack([count, values.sum(1), values.square().sum(1)]))
 
     @property
     def held(self) -> dict[Key, Tensor]:
@@ -328,17 +302,16 @@ class _Built:
         Returns:
             All buffers.
         """
-        for key, statistics in self._statistics.items():
-            step.counted[key] = float(statistics.count)
-            batchnorm = self.batchnorms[key]
+        for key, parts in self._sums.items():
+            count, sums, squares = torch.stack(parts).sum(0)
+            step.counted[key], batchnorm = float(count[0]), self.batchnorms[key]
             if batchnorm.running_mean is None or batchnorm.running_var is None:
                 continue
             assert batchnorm.num_batches_tracked is not None
             batchnorm.num_batches_tracked += 1
-            momentum = batchnorm.momentum
+            momentum, mean = batchnorm.momentum, sums / count
             share = 1 / float(batchnorm.num_batches_tracked) if momentum is None else momentum
-            mean = statistics.sums / statistics.count
-            variance = statistics.squares / statistics.count - mean.square()
+            variance = squares / count - mean.square()
             for average, value in ((batchnorm.running_mean, mean), (batchnorm.running_var, variance)):
                 average.copy_(average.double() * (1 - share) + value * share)
         return named_buffers(self.layers)
@@ -353,7 +326,10 @@ class _CellRun:
     mini_batch: MiniBatch
     step: PlainStep
     given: dict[Place, Tensors]  # the inputs of the cell
-    records: bool = False
+    recorder: Recorder | None = None
+
+    def __post_init__(self) -> None:
+        self.built.begin_step(self.mini_batch.step, self.model.steps)
 
     def forward_only(self, sums: Sums) -> Iterator[tuple[Place, Tensors]]:
         """Yields the outputs for each micro-batch."""
@@ -373,7 +349,6 @@ class _CellRun:
         Returns:
             The gradients of the parameters, and of the inputs.
         """
-        self.records = True
         self.built.fingerprint_weights(self.step, self.model.half)
         scale = self.mini_batch.loss_scale / self.step.weight if self.step.weight else 0.0
         totals: list[dict[Key, Tensor]] = []
@@ -411,12 +386,12 @@ class _CellRun:
                 torch.manual_seed(noise_seed(self.model.seed, self.mini_batch.step, replica, number, index))
                 before = generator_states(self.model.device)
                 call = replica, number, index
-                if self.records:
-                    self.step.seen.mode(OUTPUT, call, module, self.model.device)
+                if self.recorder:
+                    self.recorder.note(MODE, call, mode_of(module, self.model.device))
                 returned = module(as_argument(values))
                 outputs = _as_passed_on(as_tensors(returned), values, self.model.type_behind(index))
-                if self.records:
-                    self.step.seen.outputs(OUTPUT, call, as_tensors(returned), values)
+                if self.recorder:
+                    self.recorder.outputs(OUTPUT, call, as_tensors(returned), values)
                 auxiliary = getattr(module, "auxiliary_loss", None)
                 if auxiliary is not None:
                     losses.append(auxiliary(returned, targets))
@@ -426,7 +401,7 @@ class _CellRun:
             if index == self.model.last:
                 loss, statistics = self.model.task.loss(values, targets)
                 losses.append(loss)
-        if self.records:
+        if self.recorder:
             if index == self.model.last:
                 seen = self.step.statistics
                 self.step.statistics = statistics.double().cpu() + (0.0 if seen is None else seen)

@@ -7,11 +7,12 @@ the model's size (weights, gradients, optimizer state) are not kept here but in 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +24,18 @@ from ..micro_batch import Tensors
 M = TypeVar("M", bound=nn.Module)
 Key = tuple[int, str]  # (index of the layer, full name of the tensor)
 Place = tuple[int, int]  # (replica, micro-batch)
+Call = tuple[int, int, int]  # (replica, micro-batch, layer)
 Layers = Iterable[tuple[int, str, nn.Module]]  # index, name, module
 
-# Kinds of traces: a layer's output in forward and in recompute; the gradient of its output; the weights that it used in
-# forward and in recompute; what the first layer of a cell was given in both.
-OUTPUT, RECOMPUTED, GRADIENT, WEIGHTS, WEIGHTS_AGAIN = "output", "recomputed", "gradient", "weights", "weights again"
-INPUT, INPUT_AGAIN = "input", "input again"
+# What is seen of a step. By point: a layer's output, the gradient of its output, the weights that it used, what the
+# first layer of a cell was given. By call: the seed of its random numbers, and its mode. With `AGAIN` behind it: the
+# same in recompute.
+OUTPUT, GRADIENT, WEIGHTS, INPUT, SEED, MODE = "output", "gradient", "weights", "input", "seed", "mode"
+AGAIN = " in recompute"
+# By key: the learning rate and the norm of the gradient that the optimizer was given for each parameter. By replica and
+# key: the values per channel that each BatchNorm has averaged, and all that is held after the step.
+RATE, USED, COUNTED, HELD = "rate", "used", "counted", "held"
+Seen = dict[str, dict[Any, Any]]
 WIDTH = 4096  # of a row, when a tensor is projected row by row
 
 
@@ -59,12 +66,6 @@ class Point(NamedTuple):
     number: int
 
 
-Trace = dict[str, dict[Point, Fingerprint]]  # kind, then point
-Call = tuple[int, int, int]  # (replica, micro-batch, layer)
-Seeds = dict[str, dict[Call, int]]  # kind, then call
-Modes = dict[str, dict[Call, str]]
-
-
 @dataclass
 class RecordedStep:
     """Holds the record of one training step, of one worker or of the whole model.
@@ -75,52 +76,30 @@ class RecordedStep:
         statistics: sums of the task's statistics.
         gradient_norm: global, before clipping.
         loss_scale: factor of what passes back between layers.
-        counted: the number of values per channel over which each BatchNorm has averaged in the mini-batch.
-        trace: fingerprints of the layers.
-        seeds: of the random numbers that each layer could draw.
-        modes: of the layers: training or evaluation, and autocast.
-        rates: the learning rate of each parameter in the update.
-        used: the norm of each gradient that the optimizer was given.
-        held: fingerprints of everything held after the step, by replica.
+        seen: of the layers and the update.
     """
 
     loss: float = math.nan
     losses: dict[Place, float] = field(default_factory=dict)
-    statistics: list[float] = field(default_factory=list)
+    statistics: Sequence[float] = ()
     gradient_norm: float = math.nan
     loss_scale: float = 1.0
-    counted: dict[Key, float] = field(default_factory=dict)
-    trace: Trace = field(default_factory=dict)
-    seeds: Seeds = field(default_factory=dict)
-    modes: Modes = field(default_factory=dict)
-    rates: dict[Key, float] = field(default_factory=dict)
-    used: dict[Key, float] = field(default_factory=dict)
-    held: dict[int, dict[Key, Fingerprint]] = field(default_factory=dict)
+    seen: Seen = field(default_factory=dict)
 
     @property
     def finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
 
-    def take(self, other: RecordedStep) -> None:
-        """Adds the record of another worker."""
-        for key, count in other.counted.items():
-            self.counted[key] = self.counted.get(key, 0.0) + count
-        for name in ("trace", "seeds", "modes", "held"):
-            mine = getattr(self, name)
-            for kind, found in getattr(other, name).items():
-                mine.setdefault(kind, {}).update(found)
-        self.rates |= other.rates
-        self.used |= other.used
-
     def write(self, path: Path) -> None:
+        """Writes what is seen to a file, for `add`."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(vars(self), path)
+        torch.save(self.seen, path)
 
-    @classmethod
-    def read(cls, path: Path) -> RecordedStep:
-        """Reads what `write` wrote."""
+    def add(self, path: Path) -> None:
+        """Adds what another worker has seen."""
         with torch.serialization.safe_globals([Point, Fingerprint]):
-            return cls(**torch.load(path, weights_only=True))
+            for kind, found in torch.load(path, weights_only=True).items():
+                self.seen.setdefault(kind, {}).update(found)
 
 
 # -- fingerprints ------------------------------------------------------------------------------------------------------
@@ -150,46 +129,52 @@ def number_gap(a: float, b: float) -> float:
     return abs(a - b)
 
 
-class LayerTrace:
-    """Collects the fingerprints of one step."""
+class Recorder:
+    """Collects what is seen of one step, on either side."""
 
     def __init__(self) -> None:
-        self.trace: Trace = {}
-        self.seeds: Seeds = {}
-        self.modes: Modes = {}
+        self._seen: Seen = defaultdict(dict)
         self._known: dict[int, tuple[int, int, Fingerprint]] = {}  # of a parameter: address, version, fingerprint
 
-    def inputs(self, kind: str, call: Call, weights: Sequence[Tensor]) -> None:
-        """Records a layer's weights and the seed of its random numbers, before it runs."""
+    def note(self, kind: str, at: Any, value: Any) -> None:
+        """Records one value."""
+        self._seen[kind][at] = value
+
+    def take(self) -> Seen:
+        """Returns the record since the last call."""
+        seen, self._seen, self._known = dict(self._seen), defaultdict(dict), {}
+        return seen
+
+    def weights(self, kind: str, call: Call, weights: Iterable[Tensor]) -> None:
+        """Records the weights of a layer, before it runs."""
         for number, parameter in enumerate(weights):
             address, version, mark = self._known.get(id(parameter), (0, -1, None))
             if mark is None or (address, version) != (parameter.data_ptr(), parameter._version):
                 with no_dispatch(), torch._C.DisableTorchFunction():  # WeightCasts would count this reading as a use
                     mark = fingerprint(parameter)
                 self._known[id(parameter)] = parameter.data_ptr(), parameter._version, mark
-            self.trace.setdefault(kind, {})[Point(*call, number)] = mark
-        self.seeds.setdefault(kind, {})[call] = torch.initial_seed()
-
-    def mode(self, kind: str, call: Call, module: nn.Module, device: torch.device) -> None:
-        """Records how a layer runs: in training or evaluation mode, and with which autocast."""
-        still = [name or "itself" for name, part in module.named_modules() if not part.training]
-        cast = str(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else "no"
-        mode = f"in evaluation mode ({still[0]})" if still else "in training mode"
-        self.modes.setdefault(kind, {})[call] = f"{mode} with {cast.removeprefix('torch.')} autocast"
+            self.note(kind, Point(*call, number), mark)
 
     def outputs(self, kind: str, call: Call, outputs: Tensors, inputs: Tensors) -> None:
         """Records what a layer returned and, during backward, the gradient of each new tensor."""
         for number, tensor in enumerate(outputs):
             point = Point(*call, number)
-            self.trace.setdefault(kind, {})[point] = fingerprint(tensor)
+            self.note(kind, point, fingerprint(tensor))
             if tensor.requires_grad and not any(tensor is one for one in inputs):
                 tensor.register_hook(partial(self._gradient, point))  # type: ignore[no-untyped-call]  # torch's own
 
     def _gradient(self, point: Point, gradient: Tensor) -> None:
         """Records the first gradient only: a schedule that divides backward may call the hook twice."""
-        known = self.trace.setdefault(GRADIENT, {})
-        if point not in known:
-            known[point] = fingerprint(gradient)
+        if point not in self._seen[GRADIENT]:
+            self.note(GRADIENT, point, fingerprint(gradient))
+
+
+def mode_of(module: nn.Module, device: torch.device) -> str:
+    """Returns how a layer runs: in training or evaluation mode, and with which autocast."""
+    still = [name or "itself" for name, part in module.named_modules() if not part.training]
+    cast = str(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else "no"
+    mode = f"in evaluation mode ({still[0]})" if still else "in training mode"
+    return f"{mode} with {cast.removeprefix('torch.')} autocast"
 
 
 # -- tensors by name ---------------------------------------------------------------------------------------------------

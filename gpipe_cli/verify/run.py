@@ -10,11 +10,9 @@ import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch._dynamo  # every optimizer made imports it; here it is imported once, before workers are forked
 from torch import Tensor
@@ -38,19 +36,19 @@ from ..trainer.data_source import wait_for_all
 from ..trainer.loop import Trainer
 from ..trainer.training_assembly import assemble_training
 from . import compare as c
-from .check import Checker, ComparedStep
-from .compare import Quantity, StepComparison
+from .check import Checker, by_name
+from .compare import Found, Quantity, VerifiedRun
 from .evaluation import check_evaluation, evaluate
-from .findings import batchnorm_note, findings
-from .initial import expected_weights
-from .layout import VerifiedRun, owners_of
+from .findings import findings
 from .module import compare_module
-from .plain import MiniBatch, PlainModel, Together, discard
+from .plain import MiniBatch, PlainModel
 from .record import RecordedStep
 from .report import VerifyReport
-from .settings import in_float64, refuse_what_cannot_be_verified, require_room, tolerance_of, with_full_rate
+from .settings import in_float64, refuse_what_cannot_be_verified, tolerance_of, with_full_rate
 from .spill import Spill
 from .watch import RunWatch
+
+T = TypeVar("T")
 
 
 def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
@@ -95,8 +93,7 @@ def choose_repeatable_kernels() -> None:
 # -- which steps -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Steps:
+class Steps(NamedTuple):
     """Lists the steps of a verification, by number from 1.
 
     Attributes:
@@ -119,10 +116,6 @@ class Steps:
         if last < first + 2:
             return cls(checked, None, None)
         return cls(sorted({*checked, first + 2, last}), first + 1, last)
-
-    @property
-    def last(self) -> int:
-        return self.checked[-1]
 
 
 # -- one verification --------------------------------------------------------------------------------------------------
@@ -149,93 +142,70 @@ class Verification:
         self._context, self._config, self._world = context, config, world
         self._steps = Steps.of(settings)
         trainer = dataclasses.replace(settings.trainer, nonfinite_limit=max(2, settings.trainer.nonfinite_limit))
-        settings, self._raised = with_full_rate(settings, self._steps.last)
+        settings, raised = with_full_rate(settings, self._steps.checked[-1])
         self._settings = dataclasses.replace(settings, trainer=trainer)
         self._muted = once_more
         self._journal = Notices(self._emit, world.rank == 0)
         self._spill = Spill(context.run_dir / "verify")
         task = build_task(settings.task, settings.seed)
         self._assembly = assemble_model(context, self._settings, world, task, self._journal)
-        world.broadcast(self._require_room)
         self._watch = RunWatch(self._assembly, context.where, self._spill)
         self._checker = _checker(self._assembly, self._spill) if world.rank == 0 else None
-        self._compared: list[ComparedStep] = []
-        self._note: dict[str, Any] | None = None
-        self._memory: dict[str, int] = {}  # the peak of rank 0 in bytes, before the first check and at the end
+        self._compared: dict[int, Found] = {}
+        self._loss = math.nan  # of the last step
+        self._notes = [
+            f"the learning rate was raised {raised:.4g} times, to its peak: in the first steps of a warm-up updates "
+            "are too small to show what they do"
+        ] * (raised != 1.0)
 
     def run(self) -> VerifyReport | None:
         """Runs all steps; returns the report on rank 0."""
         self._muted = False
         try:
             self._run_steps()
-            found = [] if self._checker is None else findings(self._compared, self._checker)
             wait_for_all(self._world)  # not after an error: the others may never arrive
         finally:
             if self._world.rank == 0:
                 self._spill.close()
                 shutil.rmtree(checkpoints_directory(self._context.run_dir), ignore_errors=True)
-        if self._checker is None:
+        checker, memory = self._checker, peak_memory(self._world.device)
+        if checker is None:
             return None
-        loss = self._compared[-1].ours.loss if self._compared else math.nan
-        steps = {one.number: one.found for one in self._compared}
-        memory = {**self._memory, "verifying": peak_memory(self._world.device)}
-        tolerance = self._checker.tolerance
-        return VerifyReport(self._settings, tolerance, steps, found, self._note, loss, self._raised, memory)
+        found = findings(self._compared, checker.run, checker.batchnorms)
+        return VerifyReport(self._settings, checker.tolerance, self._compared, found, self._notes, self._loss, memory)
 
     def _emit(self, event: dict[str, Any]) -> None:
         """Passes an event to the console, unless gpipe-verify itself is its cause."""
         if not self._muted:
             self._context.emit(event)
 
-    def _require_room(self) -> None:
-        cut, size = self._assembly.layout.cut, 8 if self._settings.verify.dtype == "float64" else 4
-        require_room(max(row["parameters"] for row in cut.table), cut.parameters, size, self._context.run_dir)
-
     def _run_steps(self) -> None:
-        trainer = self._trainer(None)
-        self._watch.hold("held 0")
-        first = self._only(lambda checker: checker.beginning("held 0", expected_weights(self._assembly.settings)))
+        trainer, (checked, skipped, resumed) = self._trainer(None), self._steps
         batches = _mini_batches(self._assembly) if self._world.rank == 0 else iter(())
         taken = trainer.steps()
-        for number in range(1, self._steps.last + 1):
-            before = f"held {number - 1}"
-            if number == self._steps.resumed:
+        for number in range(1, checked[-1] + 1):
+            before, recorded = f"held {number - 1}", number in (*checked, skipped)
+            first: Quantity | None = None
+            if recorded:
                 self._watch.hold(before)
+            if number == 1:
+                first = self._on_rank_0(Checker.beginning, before)
+            if number == resumed:
                 trainer = self._resume(trainer)
                 self._watch.hold("resumed")
-                first = self._only(lambda checker, held=before: checker.unchanged(c.RESUMED, held, "resumed"))
+                first = self._on_rank_0(Checker.unchanged, c.RESUMED, before, "resumed")
                 taken = trainer.steps()
-            recorded = number in self._steps.checked or number == self._steps.skipped
-            if recorded and number - 1 not in self._watch.records and number > 1 and number != self._steps.resumed:
-                self._watch.hold(before)
+            self._watch.take()
             self._watch.active = recorded
             updates = trainer.progress.step - trainer.progress.skipped
-            with self._poisoned(number == self._steps.skipped):
+            with self._poisoned(number == skipped):
                 next(taken, None)
             if trainer.progress.step < number:
                 return  # the data has ended
             batch = next(batches, None)
             if recorded and not self._check(number, batch, before, updates, first):
                 return
-            first = None
         self._evaluate(trainer)
-
-    def _evaluate(self, trainer: Trainer) -> None:
-        """Evaluates after the last step, and adds what is found to its comparison."""
-        last = self._steps.last
-        self._watch.active = True
-        numbers = evaluate(trainer, self._world.replicas)
-        record = self._shared(last, RecordedStep(trace=self._watch.take().trace))
-        self._watch.active = False
-        self._watch.hold("evaluated")
-        wait_for_all(self._world)
-        if self._checker is not None and record is not None:
-            source = cast(Source, self._assembly.source)
-            found = check_evaluation(self._checker, numbers, record, last, source)
-            found.append(self._checker.unchanged(c.KEPT, f"held {last}", "evaluated"))
-            compared = self._compared[-1]
-            quantities = [*compared.found.quantities, *(quantity for quantity in found if quantity.compared)]
-            self._compared[-1] = dataclasses.replace(compared, found=StepComparison(quantities))
 
     def _trainer(self, resumed: Any) -> Trainer:
         trainer = assemble_training(self._context, self._config, self._assembly, self._journal, resumed)
@@ -274,9 +244,10 @@ class Verification:
 
     # -- on rank 0, while the others wait ------------------------------------------------------------------------------
 
-    def _only(self, check: Any) -> Quantity | None:
+    def _on_rank_0(self, check: Callable[..., T], *arguments: object) -> T | None:
+        """Calls ``check(checker, *arguments)`` on rank 0 while the others wait."""
         wait_for_all(self._world)
-        found: Quantity | None = None if self._checker is None else check(self._checker)
+        found = None if self._checker is None else check(self._checker, *arguments)
         wait_for_all(self._world)
         return found
 
@@ -284,32 +255,16 @@ class Verification:
         self, number: int, batch: list[list[MicroBatch]] | None, before: str, updates: int, first: Quantity | None
     ) -> bool:
         """Checks a recorded step; returns on every worker whether it agrees."""
-        self._memory.setdefault("training", peak_memory(self._world.device))
-        record = self._shared(number, self._watch.records.pop(number))
-        agrees = True
-        if self._checker is not None and record is not None:
-            compared = self._compare(self._checker, number, record, batch, before, updates)
-            if first is not None:
-                compared = dataclasses.replace(compared, found=StepComparison([first, *compared.found.quantities]))
-            self._compared.append(compared)
-            agrees = compared.found.agrees
-        wait_for_all(self._world)
-        agrees = bool(self._world.broadcast(lambda: agrees))
+        record = self._gathered(number, self._watch.record)
+        found = self._on_rank_0(self._compare, number, record, batch, before, updates)
+        if found is not None:
+            self._compared[number] = by_name([*([first] if first else []), *found.values()])
+            self._loss = record.loss
+        agrees = bool(self._world.broadcast(lambda: c.agrees(self._compared[number])))
         if agrees and self._checker is not None:
             for moment in (before, f"gradients {number}"):
                 self._spill.drop(moment)
         return agrees
-
-    def _shared(self, number: int, own: RecordedStep) -> RecordedStep | None:
-        """Returns on rank 0 the record of all workers."""
-        own.write(self._record_of(number, self._world.rank))
-        wait_for_all(self._world)
-        if self._world.rank != 0:
-            return None
-        record = RecordedStep.read(self._record_of(number, 0))
-        for rank in range(1, self._world.size):
-            record.take(RecordedStep.read(self._record_of(number, rank)))
-        return record
 
     def _compare(
         self,
@@ -319,38 +274,59 @@ class Verification:
         batch: list[list[MicroBatch]] | None,
         before: str,
         updates: int,
-    ) -> ComparedStep:
+    ) -> Found:
         if number == self._steps.skipped:
-            return checker.skipped(number, record, before, f"held {number}")
+            return by_name([checker.unchanged(c.SKIPPED, before, f"held {number}")])
         if batch is None:
             raise ConfigurationError(f"the data source gave fewer mini-batches when it was read again: {number - 1}")
         mini_batch = MiniBatch(number - 1, batch, backward_order(self._assembly, len(batch[0])), record.loss_scale)
-        if not record.finite:
-            return checker.not_finite(number, record, mini_batch, before, f"held {number}")
-        compared = checker.step(number, record, mini_batch, before, updates)
-        assert compared.plain is not None
-        if number == 1 and compared.plain.counted and sum(len(replica) for replica in batch) > 1:
-            whole = checker.model.run(mini_batch, Together.EVERYTHING, checker.load(before), discard)
-            tolerance, names = checker.tolerance, checker.run.names
-            self._note = batchnorm_note(batch, record, compared.plain, whole, tolerance, names)
-        return compared
+        found = checker.step(number, record, mini_batch, before, updates)
+        sizes = [len(inputs[0]) for replica in batch for inputs, _ in replica]
+        if number == 1 and checker.batchnorms and len(sizes) > 1:
+            self._notes.append(
+                f"{len(checker.batchnorms)} BatchNorm layers normalise over at most {max(sizes)} examples, with M=1 "
+                f"over all {sum(sizes)}: another M gives another loss (paper, section 2.2), and that is no error"
+            )
+        return found
 
-    def _record_of(self, number: int, rank: int) -> Path:
-        return self._context.run_dir / "verify" / f"record {number} of rank {rank}"
+    def _gathered(self, number: int, own: RecordedStep) -> RecordedStep:
+        """Returns the record of a step: on rank 0 that of all workers."""
+        paths = [self._context.run_dir / "verify" / f"record {number} of rank {r}" for r in range(self._world.size)]
+        if self._world.rank:
+            own.write(paths[self._world.rank])
+        wait_for_all(self._world)
+        if self._world.rank == 0:
+            for path in paths[1:]:
+                own.add(path)
+        return own
+
+    def _evaluate(self, trainer: Trainer) -> None:
+        """Evaluates after the last step, and adds what is found to its comparison."""
+        last = self._steps.checked[-1]
+        self._watch.take()
+        self._watch.active = True
+        numbers = evaluate(trainer, self._world.replicas)
+        record = self._gathered(0, RecordedStep(seen=self._watch.take()))
+        self._watch.active = False
+        self._watch.hold("evaluated")
+
+        source = cast(Source, self._assembly.source)
+        found = self._on_rank_0(check_evaluation, numbers, record.seen, last, source)
+        if found is not None:
+            self._compared[last] = {**self._compared[last], **found}
 
 
 def _checker(assembly: Assembly, spill: Spill) -> Checker:
-    settings, cut = assembly.settings, assembly.layout.cut
-    cells = [cell for cell, layers in enumerate(cut.layers) for _ in layers]
-    run = VerifiedRun(
-        names=list(assembly.layout.layers),
-        cells=cells,
-        statistics=list(assembly.task.statistics),
-        repeated=0.0 if assembly.world.device.type == "cpu" else 1e-6,
-    )
-    cells_of_layers, owners = [list(layers) for layers in cut.layers], owners_of(cut.ties, run.names)
-    model = PlainModel(settings, assembly.task, assembly.world.device, cells_of_layers, owners)
-    return Checker(settings, run, model, spill, tolerance_of(settings))
+    settings, cut, names = assembly.settings, assembly.layout.cut, list(assembly.layout.layers)
+    owners = {
+        (index, f"{names[index]}.{own}"): (names.index(owner.layer), str(owner))
+        for index, tied in enumerate(cut.ties)
+        for own, owner in tied.items()
+    }
+    run = VerifiedRun(names, [cell for cell, layers in enumerate(cut.layers) for _ in layers])
+    model = PlainModel(settings, assembly.task, assembly.world.device, [list(layers) for layers in cut.layers], owners)
+    repeated = 0.0 if assembly.world.device.type == "cpu" else 1e-6
+    return Checker(settings, run, model, spill, tolerance_of(settings), repeated)
 
 
 def _mini_batches(assembly: Assembly) -> Iterator[list[list[MicroBatch]]]:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..config import PrecisionConfig, Settings
-from ..cpu import free_memory
 from ..data.source import Batch, Source
 from ..errors import ConfigurationError
 from ..factory.build import build_model, parameters_of
@@ -26,13 +23,7 @@ TOLERANCES = {"float64": 1e-6, "bfloat16": 1e-3, "float16": 1e-3, "tf32": 1e-3, 
 # formula on each side, rounding may grow until nothing is left of a result but its size.
 CEILING, CEILING_IN_HALF = 10.0, 0.02
 
-# Tensors of a cell's size that rank 0 holds at the most, beside the pipeline: weights and gradients of the plain cell,
-# and of one layer what the two sides are compared by.
-COPIES = 6
 LONGEST_WARM_UP = 100_000  # steps
-COPIES_ON_DISK = (
-    10  # of the model: what is held before and after a step (weights, optimizer state, averages), gradients
-)
 
 
 def refuse_what_cannot_be_verified(settings: Settings) -> None:
@@ -55,39 +46,8 @@ def refuse_what_cannot_be_verified(settings: Settings) -> None:
         )
 
 
-def require_room(cell: int, model: int, size: int, folder: Path) -> None:
-    """Refuses a run for which memory or disk has too little room; on rank 0, once its size is known.
-
-    Args:
-        cell: parameters of the largest cell.
-        model: parameters of the whole model.
-        size: bytes of a parameter.
-        folder: in which tensors of the model's size are kept.
-
-    Raises:
-        ConfigurationError: it names what is needed, and what is free.
-    """
-    needs = {
-        "memory": (cell * size * COPIES, free_memory(), f"{COPIES} times its largest cell, of {cell:,} parameters"),
-        f"{folder}": (
-            model * size * COPIES_ON_DISK,
-            shutil.disk_usage(folder).free,
-            f"{COPIES_ON_DISK} times the model",
-        ),
-    }
-    for where, (needed, free, what) in needs.items():
-        if free is not None and needed > free:
-            raise ConfigurationError(
-                f"gpipe-verify needs {needed / 1e9:.1f} GB in {where}, {what}, and {free / 1e9:.1f} GB are free. Use a "
-                "larger pipeline.K or another hydra.run.dir, or verify a small model of its kind: add debug=tiny"
-            )
-
-
 def tolerance_of(settings: Settings) -> float:
     """Returns the largest relative difference that counts as rounding."""
-    wanted = settings.verify.tolerance
-    if wanted != "auto":
-        return wanted
     precision = settings.precision
     tf32 = "tf32" if precision.tf32 and settings.pipeline.device != "cpu" else None
     return TOLERANCES[precision.autocast or precision.boundaries or tf32 or settings.verify.dtype]

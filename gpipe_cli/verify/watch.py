@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -13,25 +13,29 @@ from torch.optim import Optimizer
 from ..checkpoint.layer_state import LayerState, named_tensors
 from ..metrics.step_report import StepReport
 from ..pipeline.batchnorm import DeferredBatchNorm
-from ..pipeline.cell import BuiltLayer, Cell
+from ..pipeline.cell import BuiltLayer
 from ..pipeline.messages.grouping import as_tensors
 from ..position import Position
 from ..trainer.assembly import Assembly
 from ..trainer.loop import Trainer
 from .record import (
+    AGAIN,
+    COUNTED,
+    HELD,
     INPUT,
-    INPUT_AGAIN,
+    MODE,
     OUTPUT,
-    RECOMPUTED,
+    RATE,
+    SEED,
+    USED,
     WEIGHTS,
-    WEIGHTS_AGAIN,
     Call,
-    Fingerprint,
-    Key,
-    LayerTrace,
     Point,
     RecordedStep,
+    Recorder,
+    Seen,
     fingerprint,
+    mode_of,
     modules_of,
     named,
     named_buffers,
@@ -39,84 +43,32 @@ from .record import (
 from .spill import Spill
 
 
-class LayerWatch:
-    """Records inputs and outputs of every layer of a worker, by hooks on the modules; the engine is unchanged.
+class RunWatch:
+    """Records steps of this worker, by hooks on its layers and its optimizer, and what it holds between them.
 
     Args:
-        cells: the worker's.
-        replica, device: of the worker.
+        assembly: of the worker.
         where: the micro-batch that runs and its instruction, kept up to date by the engine.
+        spill: where tensors of the model's size are written; replica 0 writes them.
 
     Attributes:
         active: whether anything is recorded.
+        record: of the last step, as long as it was active.
     """
 
-    def __init__(self, cells: Iterable[Cell], replica: int, device: torch.device, where: Position) -> None:
-        self._replica, self._device, self._where = replica, device, where
-        self._seen = LayerTrace()
+    def __init__(self, assembly: Assembly, where: Position, spill: Spill) -> None:
+        self._replica, self._device = assembly.world.replica, assembly.world.device
+        self._where, self._spill, self._recorder = where, spill, Recorder()
+        self._layers = [(layer.index, layer.name, layer.module) for cell in assembly.cells for layer in cell.layers]
+        self._named = dict(named(self._layers))
+        self._trainer: Trainer | None = None
         self.active = False
-        for layers in (cell.layers for cell in cells):
+        self.record = RecordedStep()
+        for layers in (cell.layers for cell in assembly.cells):
             for layer in layers:
                 # Functions, because a copy of the module then calls the same watch.
                 layer.module.register_forward_pre_hook(self._before(layer, layer is layers[0]))
                 layer.module.register_forward_hook(self._after(layer.index))
-
-    def take(self) -> LayerTrace:
-        """Returns the record since the last call."""
-        seen, self._seen = self._seen, LayerTrace()
-        return seen
-
-    def _before(self, layer: BuiltLayer, begins_cell: bool) -> Callable[[nn.Module, Any], None]:
-        def hook(module: nn.Module, inputs: Any) -> None:
-            if self.active:
-                kind, call = WEIGHTS_AGAIN if self._again else WEIGHTS, self._call(layer.index)
-                self._seen.inputs(kind, call, list(module.parameters()))  # or what stands in their place: the casts
-                self._seen.mode(kind, call, module, self._device)
-                for number, tensor in enumerate(as_tensors(inputs[0]) if begins_cell else ()):
-                    given = self._seen.trace.setdefault(INPUT_AGAIN if self._again else INPUT, {})
-                    given[Point(*call, number)] = fingerprint(tensor)
-
-        return hook
-
-    def _after(self, layer: int) -> Callable[[nn.Module, Any, object], None]:
-        def hook(module: nn.Module, inputs: Any, outputs: object) -> None:
-            if self.active:
-                kind = RECOMPUTED if self._again else OUTPUT
-                (argument,) = inputs  # a tensor or a tuple of them
-                self._seen.outputs(kind, self._call(layer), as_tensors(outputs), as_tensors(argument))
-
-        return hook
-
-    @property
-    def _again(self) -> bool:
-        return self._where.instruction == "recompute"
-
-    def _call(self, layer: int) -> Call:
-        return self._replica, cast(int, self._where.micro_batch), layer
-
-
-class RunWatch:
-    """Records steps of this worker, and what it holds between them.
-
-    Args:
-        assembly: of the worker.
-        where: of its trainer.
-        spill: where tensors of the model's size are written; replica 0 writes them.
-
-    Attributes:
-        active: whether the steps are recorded.
-        records: of the steps, as long as it was active.
-    """
-
-    def __init__(self, assembly: Assembly, where: Position, spill: Spill) -> None:
-        self._replica, self._spill = assembly.world.replica, spill
-        self._layers = [(layer.index, layer.name, layer.module) for cell in assembly.cells for layer in cell.layers]
-        self._named = dict(named(self._layers))
-        self._watch = LayerWatch(assembly.cells, assembly.world.replica, assembly.world.device, where)
-        self._trainer: Trainer | None = None
-        self._used: dict[Key, float] = {}
-        self._rates: dict[Key, float] = {}
-        self.records: dict[int, RecordedStep] = {}
 
     def follow(self, trainer: Trainer) -> None:
         """Watches the steps of a trainer from now on."""
@@ -124,30 +76,20 @@ class RunWatch:
         trainer.around_update = self._around_update
         trainer.updater.optimizer.register_step_pre_hook(self._before_update)
 
-    @property
-    def active(self) -> bool:
-        return self._watch.active
+    def take(self) -> Seen:
+        """Returns what was seen since the last call."""
+        return self._recorder.take()
 
-    @active.setter
-    def active(self, active: bool) -> None:
-        self._watch.take()  # what a step that was not finite left: the trainer ran it once more
-        self._watch.active = active
-
-    def take(self) -> LayerTrace:
-        """Returns what the layers have put out since the last step or call."""
-        return self._watch.take()
-
-    def hold(self, moment: str) -> dict[Key, Fingerprint]:
-        """Writes what this worker holds, layer by layer; returns its fingerprints."""
+    def hold(self, moment: str) -> None:
+        """Writes what this worker holds, layer by layer, and records its fingerprints."""
         assert self._trainer is not None
         states = self._trainer.updater.layer_states()
-        marks: dict[Key, Fingerprint] = {}
         for layer in self._layers:
             tensors = _held_by(layer, states[layer[1]])
-            marks |= {(layer[0], key): fingerprint(tensor) for key, tensor in tensors.items()}
+            for key, tensor in tensors.items():
+                self._recorder.note(HELD, (self._replica, layer[0], key), fingerprint(tensor))
             if self._replica == 0:
                 self._spill.put(moment, layer[0], tensors)
-        return marks
 
     @torch.no_grad()
     def forget(self) -> None:
@@ -156,6 +98,31 @@ class RunWatch:
             for tensor in (tensor for tensors in named_tensors(module) for tensor in tensors.values()):
                 tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
 
+    def _call(self, layer: int) -> tuple[Call, str]:
+        again = AGAIN if self._where.instruction == "recompute" else ""
+        return (self._replica, cast(int, self._where.micro_batch), layer), again
+
+    def _before(self, layer: BuiltLayer, begins_cell: bool) -> Callable[[nn.Module, Any], None]:
+        def hook(module: nn.Module, inputs: Any) -> None:
+            if self.active:
+                (call, again), recorder = self._call(layer.index), self._recorder
+                recorder.weights(WEIGHTS + again, call, module.parameters())  # or what stands in their place: the casts
+                recorder.note(SEED + again, call, torch.initial_seed())
+                recorder.note(MODE + again, call, mode_of(module, self._device))
+                for number, tensor in enumerate(as_tensors(inputs[0]) if begins_cell else ()):
+                    recorder.note(INPUT + again, Point(*call, number), fingerprint(tensor))
+
+        return hook
+
+    def _after(self, layer: int) -> Callable[[nn.Module, Any, object], None]:
+        def hook(module: nn.Module, inputs: Any, outputs: object) -> None:
+            if self.active:
+                call, again = self._call(layer)
+                (argument,) = inputs  # a tensor or a tuple of them
+                self._recorder.outputs(OUTPUT + again, call, as_tensors(outputs), as_tensors(argument))
+
+        return hook
+
     def _before_update(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
         """Records the gradients and the learning rates that the optimizer is given."""
         if not self.active:
@@ -163,9 +130,10 @@ class RunWatch:
         rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"] if "lr" in group}
         for key, parameter in self._named.items():
             if parameter in rates:
-                self._rates[key] = float(rates[parameter])
+                self._recorder.note(RATE, key, float(rates[parameter]))
             if parameter.grad is not None:
-                self._used[key] = float(torch.linalg.vector_norm(parameter.grad, dtype=torch.float64))
+                used = torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)
+                self._recorder.note(USED, key, float(used))
 
     @contextmanager
     def _around_update(self, report: StepReport) -> Iterator[None]:
@@ -175,26 +143,16 @@ class RunWatch:
         if not self.active:
             yield
             return
-        self._used, self._rates = {}, {}
         for layer in self._layers if self._replica == 0 else []:
             own = {key: p.grad for (_, key), p in named([layer]) if p.grad is not None}
             self._spill.put(f"gradients {number}", layer[0], own)
-        norms = modules_of(DeferredBatchNorm, self._layers).items()
-        seen, counted = self._watch.take(), {key: norm.gathered_count for key, norm in norms}
+        for (layer_index, name), norm in modules_of(DeferredBatchNorm, self._layers).items():
+            self._recorder.note(COUNTED, (self._replica, layer_index, name), norm.gathered_count)
         yield
-        self.records[number] = RecordedStep(
-            loss=report.loss,
-            losses={(r, m): loss for r, row in enumerate(report.losses) for m, loss in enumerate(row)},
-            statistics=report.statistics,
-            gradient_norm=report.gradient_norm,
-            loss_scale=scale,
-            counted=counted,
-            trace=seen.trace,
-            seeds=seen.seeds,
-            modes=seen.modes,
-            rates=self._rates,
-            used=self._used,
-            held={self._replica: self.hold(f"held {number}")},
+        self.hold(f"held {number}")
+        losses = {(r, m): loss for r, row in enumerate(report.losses) for m, loss in enumerate(row)}
+        self.record = RecordedStep(
+            report.loss, losses, report.statistics, report.gradient_norm, scale, self._recorder.take()
         )
 
 

@@ -187,7 +187,7 @@ def cell_in_evaluation_mode() -> Patch:
     return run_training(evaluating)
 
 
-@fault(c.AGAIN, said=r"mix_2 \(cell 2\) was given another input in recompute than in forward")
+@fault(c.GIVEN_AGAIN, c.AGAIN, said=r"inputs in recompute.*layer mix_2 \(cell 2\)")
 def another_input_recomputed() -> Patch:
     """Recomputes cell 2 for micro-batch 2 from the activations of micro-batch 1."""
 
@@ -354,7 +354,7 @@ def one_cell_evaluated_in_training_mode() -> Patch:
     return replaced(Cell, "train", train)
 
 
-@fault(c.NOT_AVERAGED, said="in place of their averages", words=AVERAGE)
+@fault(c.EVALUATED, said=r"layer embed \(cell 0\)", words=AVERAGE)
 def weights_evaluated_in_place_of_averages() -> Patch:
     """Evaluates the weights where their averages are asked for."""
     return replaced(Updater, "averaged_weights", lambda function, updater: nullcontext())
