@@ -114,6 +114,7 @@ def generate(folder: Path, pairs: int) -> None:
     shares = SMALLEST_SHARE ** (np.arange(LANGUAGES) / (LANGUAGES - 1))
     folder.mkdir()
     languages = {}
+    (folder / "defects.json").write_text('{"counts": {}}')
     for number, count in enumerate(np.maximum(20, pairs * shares / shares.sum()).astype(int).tolist()):
         code = f"x{number}"
         shards: list[LanguageSummary] = []

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigurationError
+from .cache import whole_file
 from .source import Batch, Source
-from .store import whole_file
 from .tokenizer import TokenizerFile
 from .vocabulary import BOS, EOS, PAD, Vocabulary
 
@@ -31,45 +30,30 @@ def keep_vocabularies(store: Path, folder: Path) -> None:
             (folder / name).unlink(missing_ok=True)
 
 
-def are_kept(folder: Path) -> bool:
-    """Returns whether the folder holds what `SentenceSource` or `PromptSource` reads."""
-    return vocabulary_file(folder).is_file()
-
-
 def vocabulary_file(folder: Path) -> Path:
     """Returns the file in a folder that says what a text's ids mean."""
     return folder / (TOKENIZER if (folder / TOKENIZER).exists() else SOURCE)
 
 
-def open_vocabulary(folder: Path, end_token: str | None = None) -> Vocabulary | TokenizerFile:
-    """Returns the vocabulary of a text.
+def read_vocabulary(path: Path, end_token: str | None = None) -> Vocabulary | TokenizerFile:
+    """Returns the vocabulary of a file: a tokenizer.json, or a .model that a run has kept.
 
     Args:
         end_token: see `TokenizerFile`.
 
     Raises:
-        ConfigurationError: it is damaged.
-    """
-    return read_vocabulary(vocabulary_file(folder), end_token)
-
-
-def read_vocabulary(path: Path, end_token: str | None = None) -> Vocabulary | TokenizerFile:
-    """Returns the vocabulary of a file: a tokenizer.json, or a .model that a run has kept.
-
-    Raises:
         ConfigurationError: it is neither, or damaged.
     """
     if path.suffix == ".model" and path.is_file():
-        return Vocabulary.read(path)
+        return Vocabulary(path.read_bytes(), path)
     return TokenizerFile(path, end_token)
 
 
-def check_pieces(path: Path, vocabulary: Vocabulary | TokenizerFile, most: int | None) -> None:
-    """Raises ConfigurationError for a vocabulary with more pieces than the model knows; None: not checked."""
-    if most is not None and len(vocabulary) > most:
-        raise ConfigurationError(
-            f"{path} has {len(vocabulary):,} pieces, but the model knows {most:,}: not of this run"
-        )
+def read_both(folder: Path) -> tuple[Vocabulary, Vocabulary]:
+    """Returns the vocabularies of sources and of targets in a folder; one object if they share one."""
+    source, target = (folder / name for name in (SOURCE, TARGET))
+    of_source = Vocabulary(source.read_bytes(), source)
+    return of_source, Vocabulary(target.read_bytes(), target) if target.exists() else of_source
 
 
 class _VocabulariesOnly(Source):
@@ -92,20 +76,15 @@ class SentenceSource(_VocabulariesOnly):
 
     Args:
         vocabularies: a folder made by `keep_vocabularies`.
-        source_pieces, target_pieces: the most pieces that the model knows; None: not checked.
 
     Raises:
-        ConfigurationError: a vocabulary is damaged, or has more pieces.
+        ConfigurationError: a vocabulary is damaged.
     """
 
     pad_id, bos_id, eos_id = PAD, BOS, EOS
 
-    def __init__(self, vocabularies: str, source_pieces: int | None = None, target_pieces: int | None = None) -> None:
-        source, target = Path(vocabularies) / SOURCE, Path(vocabularies) / TARGET
-        self._source = Vocabulary.read(source)
-        self._target = Vocabulary.read(target) if target.exists() else self._source
-        for path, vocabulary, most in ((source, self._source, source_pieces), (target, self._target, target_pieces)):
-            check_pieces(path if path.exists() else source, vocabulary, most)
+    def __init__(self, vocabularies: str) -> None:
+        self._source, self._target = read_both(Path(vocabularies))
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the source ids of each text with the end token, as the model reads them."""
@@ -116,7 +95,7 @@ class SentenceSource(_VocabulariesOnly):
         return self._target.decode(ids)
 
     def _example(self) -> MicroBatch:
-        import torch  # imported late: `are_kept` does not need it
+        import torch  # imported late: `vocabulary_file` does not need it
 
         tokens = torch.full(EXAMPLE, PAD)
         return (tokens, tokens), (tokens,)
@@ -128,20 +107,18 @@ class PromptSource(_VocabulariesOnly):
     Args:
         vocabularies: a folder made by `keep_vocabularies`.
         sequence_length: tokens of an example in training.
-        pieces: the most pieces that the model knows; None: not checked.
         end_token: see `TokenizerFile`.
 
     Raises:
-        ConfigurationError: the vocabulary is damaged, or has more pieces.
+        ConfigurationError: the vocabulary is damaged.
     """
 
-    def __init__(
-        self, vocabularies: str, sequence_length: int, pieces: int | None = None, end_token: str | None = None
-    ) -> None:
-        folder = Path(vocabularies)
-        self._vocabulary, self._length = open_vocabulary(folder, end_token), sequence_length
+    def __init__(self, vocabularies: str, sequence_length: int, end_token: str | None = None) -> None:
+        self._vocabulary, self._length = (
+            read_vocabulary(vocabulary_file(Path(vocabularies)), end_token),
+            sequence_length,
+        )
         self.eos_id = self._vocabulary.eos_id
-        check_pieces(vocabulary_file(folder), self._vocabulary, pieces)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the ids of each text."""

@@ -1,7 +1,4 @@
-"""Opens text files, plain or compressed, and refuses what is no text in UTF-8.
-
-A file that unpacks without end cannot fill the memory.
-"""
+"""Opens text files, plain or compressed, and refuses what is no text in UTF-8."""
 
 from __future__ import annotations
 
@@ -16,37 +13,10 @@ from typing import Any, BinaryIO, cast
 
 from ..errors import ConfigurationError
 
-MOST_UNPACKED = 2**28  # bytes after which an archive is judged by how much it has grown
-MOST_GROWTH = 200  # bytes from one packed byte; text grows ten times
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 FOREIGN = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 PACKED = (".gz", ".zst", ".xz", ".bz2")
 OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
-
-
-class _Unpacked(io.RawIOBase):
-    """Reads an archive's content, and refuses one that grows as no text does."""
-
-    def __init__(self, archive: BinaryIO, path: Path) -> None:
-        self._archive, self._path, self._read = archive, path, 0
-        self._most = max(MOST_UNPACKED, MOST_GROWTH * path.stat().st_size)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override] # the base class takes any buffer
-        count: int = self._archive.readinto(buffer)  # type: ignore[attr-defined] # all kinds of archive have it
-        self._read += count
-        if self._read > self._most:
-            raise ConfigurationError(
-                f"{self._path} unpacks to more than {MOST_GROWTH} times its size, which no text does: if it is one, "
-                "unpack it yourself"
-            )
-        return count
-
-    def close(self) -> None:
-        self._archive.close()
-        super().close()
 
 
 def open_packed(path: Path) -> BinaryIO:
@@ -57,13 +27,12 @@ def open_packed(path: Path) -> BinaryIO:
     """
     try:
         if path.suffix in OPENERS:
-            archive = cast(BinaryIO, OPENERS[path.suffix](path, "rb"))
-            return io.BufferedReader(_Unpacked(archive, path), 1 << 20)
+            return cast(BinaryIO, OPENERS[path.suffix](path, "rb"))
         if path.suffix == ".zst":
             import zstandard
 
             reader = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True, closefd=True)
-            return io.BufferedReader(_Unpacked(cast(BinaryIO, reader), path), 1 << 20)
+            return io.BufferedReader(cast(Any, reader), 1 << 20)
         return path.open("rb")
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read ({error})") from error
@@ -96,3 +65,12 @@ def check_encoding(path: Path) -> None:
         encoding = "UTF-16"
     if encoding is not None:
         raise ConfigurationError(f"{path} is {encoding} text, not UTF-8: iconv -f {encoding} -t UTF-8 converts it")
+
+
+def decoded(line: bytes) -> tuple[str, str | None]:
+    """Returns a line's text, and the kind of the defect that makes it unusable (see `defects.KINDS`)."""
+    try:
+        text = line.decode()
+    except UnicodeDecodeError:
+        return "", "undecodable"
+    return text, "nul" if "\0" in text else None

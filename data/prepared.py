@@ -1,22 +1,23 @@
-"""Makes a prepared text in the cache, in one process at a time, and opens it for a source."""
+"""Makes a prepared text in the cache, and opens it for a source."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
+import logging
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 import sentencepiece
 
 from ..cpu import usable_cores
-from .defects import defects_of
+from .cache import cache_folder, made, writing_cache
+from .defects import defect_notice, defects_of
 from .kept_vocabularies import keep_vocabularies
-from .source import Report, Source, cache_folder, writing_cache
+from .source import Report, Source
+from .vocabulary import smaller_notice
 
 WORK = "work"  # folder of the intermediate files, in a folder that is being made
 SMALL_BYTES = 4 * 2**20  # text that one process prepares before others have started
@@ -31,18 +32,14 @@ def prepared_folder(cache_dir: str | None, name: str, make: Callable[[Path], Non
     Raises:
         DiskError: the cache cannot be written.
     """
+
+    def fill(draft: Path) -> None:
+        draft.mkdir(exist_ok=True)
+        make(draft)
+
     cache = cache_folder(cache_dir)
-    folder = cache / name
-    if not folder.is_dir():
-        with writing_cache(cache):
-            cache.mkdir(parents=True, exist_ok=True)
-            lock = (cache / f".{name}.lock").open("w")
-        with writing_cache(cache), lock, _locked(lock.fileno(), name, report):
-            if not folder.is_dir():
-                draft = folder.with_name(f"{name}.partial")
-                draft.mkdir(exist_ok=True)
-                make(draft)
-                draft.rename(folder)
+    with writing_cache(cache):
+        folder = made(cache / name, fill, report)
     shutil.rmtree(folder / WORK, ignore_errors=True)
     return folder
 
@@ -81,6 +78,29 @@ class PreparedSource(Source, Generic[Store]):
         return self._opened.fingerprint()
 
 
+def warn_of(
+    log: logging.Logger,
+    store: Path,
+    policy: Mapping[str, str],
+    used: str,
+    vocabularies: Mapping[str, tuple[int, Sized]],
+) -> None:
+    """Warns of what was left out when a store was made, and of vocabularies smaller than asked for.
+
+    Args:
+        log: whose warnings the console shows.
+        policy, used: see `defect_notice`.
+        vocabularies: by their key under `data`: the pieces asked for, and the vocabulary.
+
+    Raises:
+        ConfigurationError: it was made with defects dropped that are to be refused now.
+    """
+    notices = [defect_notice(store, policy, used)]
+    notices += [smaller_notice(key, *of_key) for key, of_key in vocabularies.items()]
+    for notice in filter(None, notices):
+        log.warning("%s", notice)
+
+
 def digest_of(*content: object) -> str:
     """Returns a digest of all that decides the bytes of a store, JSON values; by it the store is found again."""
     text = json.dumps([*content, sentencepiece.__version__])
@@ -96,16 +116,3 @@ def stat_of(file: Path) -> list[object]:
 def worker_count(files: Sequence[Path], workers: int | None) -> int:
     """Returns the number of processes that prepare these files: as many as asked for, else one per core."""
     return workers or (1 if sum(file.stat().st_size for file in files) < SMALL_BYTES else usable_cores())
-
-
-@contextmanager
-def _locked(file: int, name: str, report: Report) -> Iterator[None]:
-    """Allows one preparation at a time; the lock ends with the process."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        report(f"text: waiting for another process that prepares {name}", 0, 0)
-        fcntl.flock(file, fcntl.LOCK_EX)
-    except OSError:  # a file system without locks, where two preparations at once would disturb each other
-        report(f"text: the file system of {name} has no locks: prepare one run at a time", 0, 0)
-    yield

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
@@ -18,7 +16,6 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ..disk import writing
 from ..errors import ConfigurationError
 from ..micro_batch import MicroBatch
 
@@ -151,16 +148,6 @@ def name_of(source: object) -> str:
 
 def no_report(text: str, done: int, total: int) -> None:
     """Discards the report; for use outside a training run."""
-
-
-def cache_folder(cache_dir: str | None) -> Path:
-    """Returns `cache_dir`, or `$GPIPE_CACHE`, or `~/.cache/gpipe`."""
-    return Path(cache_dir or os.environ.get("GPIPE_CACHE") or "~/.cache/gpipe").expanduser()
-
-
-def writing_cache(cache: Path) -> AbstractContextManager[None]:
-    """Returns a context in which an OSError of the cache becomes a `DiskError`: its file, the reason, what to do."""
-    return writing(cache, "set data.cache_dir or GPIPE_CACHE to a folder with room")
 
 
 def check_limits(**values: tuple[float | None, float, float | None]) -> None:

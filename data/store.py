@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -27,9 +26,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..disk import write_whole
+from .cache import whole_file
+from .kept_vocabularies import read_both
 from .source import fingerprint_of
 from .token_batches import width_of
-from .vocabulary import Vocabulary
 
 FORMAT = 3  # raised when the same parameters would give other bytes
 LONGEST = 65_535  # tokens of a sentence: lengths are stored in two bytes
@@ -139,9 +140,7 @@ class Store:
         self._description = json.loads((folder / "store.json").read_text(encoding="utf-8"))
         self.block: int = self._description["block"]
         self.languages = {c: LanguageSummary.from_json(of) for c, of in self._description["languages"].items()}
-        self.source_vocabulary = Vocabulary.read(folder / "source.model")
-        own = folder / "target.model"
-        self.target_vocabulary = Vocabulary.read(own) if own.exists() else self.source_vocabulary
+        self.source_vocabulary, self.target_vocabulary = read_both(folder)
         self._shards = [(code, n) for code, of in self.languages.items() for n in range(len(of.shards))]
         self._first_shard = np.cumsum([0, *(len(of.shards) for of in self.languages.values())]).tolist()
 
@@ -261,24 +260,10 @@ def write_shard(folder: Path, code: str, number: int, tokens: Tokens, lengths: L
             np.save(draft, array)
 
 
-@contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Yields a draft's path; the draft becomes `path` when the block has ended, so that no reader sees half a file."""
-    draft = path.with_name(f".{path.name}")
-    yield draft
-    draft.replace(path)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file of text, whole or not at all."""
-    with whole_file(path) as draft:
-        draft.write_text(text, encoding="utf-8")
-
-
 def write_description(
     folder: Path, languages: Mapping[str, LanguageSummary], block: int, made_of: Mapping[str, object]
 ) -> None:
     """Writes store.json, which makes the folder a store."""
     summaries = {code: asdict(summary) for code, summary in languages.items()}
     description = {"format": FORMAT, "block": block, "languages": summaries, "made_of": made_of}
-    write_text(folder / "store.json", json.dumps(description, indent=1, ensure_ascii=False))
+    write_whole(folder / "store.json", json.dumps(description, indent=1, ensure_ascii=False))

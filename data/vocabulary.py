@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import re
 from collections.abc import Iterable, Sequence, Sized
 from pathlib import Path
@@ -14,9 +13,9 @@ from typing import Any
 import sentencepiece
 
 from ..errors import ConfigurationError
+from .cache import made
 
 PAD, UNKNOWN, BOS, EOS = 0, 1, 2, 3
-MOST_BYTES = 2**28  # of a model's file; one of 64,000 pieces has a million
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
@@ -76,13 +75,11 @@ def cached_vocabulary(
     for sentence in sentences:
         digest.update(sentence.encode() + b"\n")
     kept = cache / "vocabularies" / f"{digest.hexdigest()}.model"
-    if not kept.exists():
-        model = train_vocabulary(sentences, size, character_coverage, key, smaller)
-        kept.parent.mkdir(exist_ok=True)
-        draft = kept.with_name(f".{kept.name}-{os.getpid()}")
-        draft.write_bytes(model)
-        draft.replace(kept)
-    return kept.read_bytes()
+
+    def train(draft: Path) -> None:
+        draft.write_bytes(train_vocabulary(sentences, size, character_coverage, key, smaller))
+
+    return made(kept, train).read_bytes()
 
 
 def _explained(size: int, message: str, key: str) -> str:
@@ -126,34 +123,12 @@ class Vocabulary:
 
     def __init__(self, model: bytes, name: object = "the vocabulary") -> None:
         try:
-            self._pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
-        except RuntimeError as error:
-            raise ConfigurationError(f"{name} is no SentencePiece model, or a damaged one ({error})") from error
-        if reason := self._not_ours():
-            raise ConfigurationError(f"{name} is no vocabulary that gpipe-train has made: {reason}")
-
-    @classmethod
-    def read(cls, path: Path) -> Vocabulary:
-        """Returns the vocabulary of a file.
-
-        Raises:
-            ConfigurationError: it is no such model.
-            OSError: it cannot be read.
-        """
-        if (size := path.stat().st_size) > MOST_BYTES:
-            raise ConfigurationError(f"{path} has {size:,} bytes: no vocabulary of gpipe-train is so large")
-        return cls(path.read_bytes(), path)
-
-    def _not_ours(self) -> str | None:
-        """Returns how the model differs from any that `train_vocabulary` makes."""
-        pieces = self._pieces
-        special = (pieces.pad_id(), pieces.unk_id(), pieces.bos_id(), pieces.eos_id())
+            self._pieces = pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
+            special: tuple[int, ...] | None = pieces.pad_id(), pieces.unk_id(), pieces.bos_id(), pieces.eos_id()
+        except RuntimeError:
+            special = None
         if special != (PAD, UNKNOWN, BOS, EOS):
-            return f"padding, unknown, beginning and end are {special}"
-        for number in range(len(self)):
-            if pieces.is_byte(number) or CONTROL.search(pieces.id_to_piece(number)):
-                return f"piece {number} has control characters, which a terminal would obey"
-        return None
+            raise ConfigurationError(f"{name} is no vocabulary that gpipe-train has made, or a damaged one")
 
     def __len__(self) -> int:
         return int(self._pieces.get_piece_size())
@@ -164,8 +139,8 @@ class Vocabulary:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text up to the first end token, without padding and beginning tokens."""
+        """Returns the text up to the first end token; control characters, which a terminal would obey, as U+FFFD."""
         kept = list(ids)[: list(ids).index(EOS)] if EOS in ids else list(ids)
         # A model may know more ids than there are pieces: data.smaller_vocabulary.
         text: str = self._pieces.decode([int(piece) for piece in kept if piece not in (PAD, BOS) and piece < len(self)])
-        return text
+        return CONTROL.sub("\ufffd", text)

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from ...disk import write_whole
 from ...errors import ConfigurationError
 from ..source import Report
 from .files import ImageFiles
@@ -151,11 +152,6 @@ def _keep(kept: Path, listing: Listing) -> None:
     """Writes the list, whole or not at all. A cache that cannot be written is no error: the next run scans again."""
     if time.time() - max(listing.changed) / 1e9 < JUST_CHANGED_SECONDS:
         return
-    draft = kept.with_suffix(f".{os.getpid()}.json")
     with suppress(OSError):
         kept.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            draft.write_text(json.dumps(listing._asdict()), encoding="ascii")
-            draft.replace(kept)
-        finally:
-            draft.unlink(missing_ok=True)
+        write_whole(kept, json.dumps(listing._asdict()))

@@ -11,7 +11,8 @@ from torch.utils.data import Dataset, Subset
 
 from ...errors import ConfigurationError
 from ...targets import require_fitting
-from ..source import Batch, Report, Source, cache_folder, read_ahead, split_evenly
+from ..cache import cache_folder
+from ..source import Batch, Report, Source, read_ahead, split_evenly
 from ..torch_datasets import DatasetSource
 from .datasets import help_for, open_images
 from .files import BrokenImage, Images

@@ -11,10 +11,12 @@ import json
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from ..defects import DefectCount
+from ..cache import made_json, whole_file
+from ..defects import Defects
 from ..packed import check_encoding
 from ..sampling import EvenSample
 from ..source import permutation, random_words
@@ -26,9 +28,7 @@ from ..store import (
     Tokens,
     interleave,
     pair_ends,
-    whole_file,
     write_shard,
-    write_text,
 )
 from ..vocabulary import Vocabulary
 from .folders import PairFiles
@@ -44,11 +44,9 @@ class Scan:
 
     Attributes:
         lines: of each file; of a TSV file, one number.
-        stride: every stride-th pair is in the sample, from the first one on.
     """
 
     lines: list[int]
-    stride: int
 
     @property
     def pairs(self) -> int:
@@ -62,7 +60,7 @@ class ScanJob:
     Attributes:
         wanted: pairs of the sample; up to twice as many are kept.
         piece: lines read at once.
-        out: the sample's file; the scan is written beside it.
+        out: file of the scan and the sample.
     """
 
     files: PairFiles
@@ -77,21 +75,21 @@ def scan(job: ScanJob) -> Scan:
     Raises:
         ConfigurationError: a file is empty, of another encoding, or a torn archive.
     """
-    result = job.out.with_suffix(".json")
-    if not result.exists():
-        for path in job.files.files:
-            check_encoding(path)
-        sample = EvenSample[tuple[str, str]](job.wanted)
-        for piece in read_pieces(job.files, job.piece):
-            for place in sample.places(len(piece.sources)):
-                pair = texts_of(piece, place)
-                if isinstance(pair, tuple) and all(pair) and max(map(len, pair)) <= LONGEST_SAMPLE:
-                    sample.keep(place, pair)
-            sample.go_on(len(piece.sources))
-        lines = [sample.total] if job.files.target is None else [count_lines(path) for path in job.files.files]
-        write_text(job.out, "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in sample.items))
-        write_text(result, json.dumps(asdict(Scan(lines, sample.stride))))
-    return Scan(**json.loads(result.read_text()))
+    return Scan(made_json(job.out, lambda: _scan(job))["lines"])
+
+
+def _scan(job: ScanJob) -> dict[str, Any]:
+    for path in job.files.files:
+        check_encoding(path)
+    sample = EvenSample[tuple[str, str]](job.wanted)
+    for piece in read_pieces(job.files, job.piece):
+        for place in sample.places(len(piece.sources)):
+            pair = texts_of(piece, place)
+            if isinstance(pair, tuple) and all(pair) and max(map(len, pair)) <= LONGEST_SAMPLE:
+                sample.keep(place, pair)
+        sample.go_on(len(piece.sources))
+    lines = [sample.total] if job.files.target is None else [count_lines(path) for path in job.files.files]
+    return {"lines": lines, "sample": sample.items}
 
 
 @dataclass(frozen=True)
@@ -116,27 +114,28 @@ class EncodeJob:
     out: Path
 
 
-def encode(job: EncodeJob) -> DefectCount:
+def encode(job: EncodeJob) -> Defects:
     """Writes a piece's ids, its pairs divided among shards by a hash of the line; returns the defects."""
-    result = job.out.with_suffix(".json")
-    if not result.exists():
-        usable, defects = readable(job.piece, job.max_length)
-        lines, sources, targets = _ids(job, _wanted(job, usable, defects), defects)
-        words = random_words(len(job.piece.sources), job.seed, "shard of", job.piece.files.language, job.piece.number)
-        shard_of = words[np.array([line.place for line in lines], np.int64)] % np.uint64(job.shards)
-        order = np.argsort(shard_of, kind="stable").tolist()
-        wide = max(len(_vocabulary(model)) for model in job.models) > 65_536
-        tokens, lengths = interleave([sources[i] for i in order], [targets[i] for i in order], wide)
-        for kind, array in (("tokens", tokens), ("lengths", lengths)):
-            with whole_file(job.out.with_suffix(f".{kind}.npy")) as draft:
-                np.save(draft, array)
-        bounds = np.searchsorted(shard_of[order], np.arange(job.shards + 1, dtype=np.uint64)).tolist()
-        defects.examples.sort(key=lambda defect: defect.line)
-        write_text(result, json.dumps({"bounds": bounds, **defects.as_json()}))
-    return DefectCount.from_json(json.loads(result.read_text(encoding="utf-8")))
+    return Defects.from_json(made_json(job.out.with_suffix(".json"), lambda: _encode(job)))
 
 
-def _wanted(job: EncodeJob, usable: list[Line], defects: DefectCount) -> list[Line]:
+def _encode(job: EncodeJob) -> dict[str, Any]:
+    usable, defects = readable(job.piece, job.max_length)
+    lines, sources, targets = _ids(job, _wanted(job, usable, defects), defects)
+    words = random_words(len(job.piece.sources), job.seed, "shard of", job.piece.files.language, job.piece.number)
+    shard_of = words[np.array([line.place for line in lines], np.int64)] % np.uint64(job.shards)
+    order = np.argsort(shard_of, kind="stable").tolist()
+    wide = max(len(_vocabulary(model)) for model in job.models) > 65_536
+    tokens, lengths = interleave([sources[i] for i in order], [targets[i] for i in order], wide)
+    for kind, array in (("tokens", tokens), ("lengths", lengths)):
+        with whole_file(job.out.with_suffix(f".{kind}.npy")) as draft:
+            np.save(draft, array)
+    bounds = np.searchsorted(shard_of[order], np.arange(job.shards + 1, dtype=np.uint64)).tolist()
+    defects.examples.sort(key=lambda defect: defect.line)
+    return {"bounds": bounds, **defects.as_json()}
+
+
+def _wanted(job: EncodeJob, usable: list[Line], defects: Defects) -> list[Line]:
     """Returns the pairs without those that are held out, too, or copied, unless these are kept; counts both kinds."""
     held_out, wanted = _digests(job.held_out), []
     for line in usable:
@@ -160,9 +159,7 @@ def _digests(path: Path) -> frozenset[int]:
     return frozenset(np.load(path).tolist())
 
 
-def _ids(
-    job: EncodeJob, usable: list[Line], defects: DefectCount
-) -> tuple[list[Line], list[list[int]], list[list[int]]]:
+def _ids(job: EncodeJob, usable: list[Line], defects: Defects) -> tuple[list[Line], list[list[int]], list[list[int]]]:
     """Returns the lines that are short enough, with their ids; adds the others to `defects`."""
     sides = [[line.source for line in usable], [line.target for line in usable]]
     sources, targets = (_vocabulary(m).encode(texts, threads=1) for m, texts in zip(job.models, sides, strict=True))
@@ -203,20 +200,22 @@ class MergeJob:
 
 def merge(job: MergeJob) -> LanguageSummary:
     """Collects a shard's pairs from all pieces, shuffles and writes them."""
-    if not job.result.exists():
-        tokens, lengths = _collected(job)
-        ends = pair_ends(lengths)[1:]
-        order = permutation(len(lengths), job.seed, "shard", job.language, job.shard)
-        shuffled = np.empty_like(tokens)
-        filled = 0
-        for first in range(0, len(order), AT_ONCE):
-            chosen = order[first : first + AT_ONCE]
-            places = _token_places(ends[chosen], lengths[chosen].sum(1, dtype=np.int64))
-            shuffled[filled : filled + len(places)] = tokens[places]
-            filled += len(places)
-        write_shard(job.folder, job.language, job.shard, shuffled, lengths[order], job.sizes.block)
-        write_text(job.result, json.dumps(asdict(LanguageSummary.of_shard(lengths))))
-    return LanguageSummary.from_json(json.loads(job.result.read_text()))
+    return LanguageSummary.from_json(made_json(job.result, lambda: asdict(_merge(job))))
+
+
+def _merge(job: MergeJob) -> LanguageSummary:
+    tokens, lengths = _collected(job)
+    ends = pair_ends(lengths)[1:]
+    order = permutation(len(lengths), job.seed, "shard", job.language, job.shard)
+    shuffled = np.empty_like(tokens)
+    filled = 0
+    for first in range(0, len(order), AT_ONCE):
+        chosen = order[first : first + AT_ONCE]
+        places = _token_places(ends[chosen], lengths[chosen].sum(1, dtype=np.int64))
+        shuffled[filled : filled + len(places)] = tokens[places]
+        filled += len(places)
+    write_shard(job.folder, job.language, job.shard, shuffled, lengths[order], job.sizes.block)
+    return LanguageSummary.of_shard(lengths)
 
 
 def _token_places(ends: Numbers, lengths: Numbers) -> Numbers:

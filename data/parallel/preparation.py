@@ -11,15 +11,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ...errors import ConfigurationError
-from ..defects import Defect, DefectCount, Ledger
+from ..cache import made_json, whole_file
+from ..defects import KINDS, Defect, Defects, in_words
 from ..prepared import WORK
 from ..sampling import temperature_shares
 from ..source import Report
-from ..store import LanguageSummary, Sizes, whole_file, write_description, write_text
+from ..store import LanguageSummary, Sizes, write_description
 from ..vocabulary import cached_vocabulary
 from ..workers import Workers
 from .folders import PairFiles
@@ -93,8 +95,7 @@ class Preparation:
     ) -> None:
         self._text, self._pairs, self._draft, self._report = text, pairs, draft, report
         self._work = self._draft / WORK
-        self._ledger = Ledger(policy)
-        self._workers = workers
+        self._policy, self._defects, self._workers = policy, Defects(), workers
 
     def run(self) -> None:
         """Does all steps that are not done yet.
@@ -121,7 +122,7 @@ class Preparation:
             if len(set(result.lines)) > 1:
                 counts = f"{result.lines[0]:,} lines, but {result.lines[1]:,} in {pair.target}"
                 longer = pair.files[result.lines.index(max(result.lines))]
-                found = f"has no line beside it: {pair.source} has {counts}"
+                found = f"{KINDS['misaligned']}: {pair.source} has {counts}"
                 self._enter(Defect("misaligned", pair.language, str(longer), result.pairs + 1, found))
                 continue
             aligned.append(pair)
@@ -137,9 +138,8 @@ class Preparation:
         return scans
 
     def _enter(self, defect: Defect) -> None:
-        found = DefectCount()
-        found.add(defect)
-        self._ledger.add(defect.language, found)
+        self._defects.add(defect)
+        self._defects.refuse(self._policy)
 
     def _scan_jobs(self) -> Iterator[ScanJob]:
         """Yields the jobs; a language's sample is twice its share of the vocabulary's pairs, judged by file size."""
@@ -148,8 +148,11 @@ class Preparation:
         shares = dict(zip(train, temperature_shares(list(train.values()), vocabularies.temperature), strict=True))
         for pair in self._pairs:
             wanted = int(2 * shares[pair.language] * vocabularies.pairs) + 1 if pair.split == "train" else 0
-            out = self._work / "scan" / f"{pair.language}-{pair.split}.jsonl"
+            out = self._scan_file(pair.language, pair.split)
             yield ScanJob(pair, min(wanted, vocabularies.pairs), self._text.piece, out)
+
+    def _scan_file(self, language: str, split: str) -> Path:
+        return self._work / "scan" / f"{language}-{split}.json"
 
     def _train_vocabularies(self, scans: Mapping[str, Scan]) -> None:
         wanted = self._text.vocabularies
@@ -170,15 +173,14 @@ class Preparation:
                 coverage, cache = wanted.character_coverage, self._draft.parent
                 model.write_bytes(cached_vocabulary(cache, sentences, size, coverage, key, wanted.smaller))
 
-    def _vocabulary_pairs(self, scans: Mapping[str, Scan]) -> Iterator[list[str]]:
+    def _vocabulary_pairs(self, scans: Mapping[str, Scan]) -> Iterator[tuple[str, str]]:
         """Yields pairs drawn with temperature from the samples; pairs of small languages may repeat."""
         wanted = self._text.vocabularies
         counts = [result.pairs for result in scans.values()]
         shares = temperature_shares([max(1, count) for count in counts], wanted.temperature)
         total = min(wanted.pairs, sum(counts))
         for language, share in zip(scans, shares, strict=True):
-            with (self._work / "scan" / f"{language}-train.jsonl").open(encoding="utf-8") as lines:
-                sample = [json.loads(line) for line in lines]
+            sample = json.loads(self._scan_file(language, "train").read_text(encoding="utf-8"))["sample"]
             count = max(1, int(share * total)) if sample else 0
             yield from (
                 sample[i * len(sample) // count if count < len(sample) else i % len(sample)] for i in range(count)
@@ -195,24 +197,28 @@ class Preparation:
 
     def _encode_language(self, workers: Workers, pair: PairFiles, lines: int, done: int, total: int) -> LanguageSummary:
         """Makes ids of pieces, then shards of pieces; removes the pieces' files when all shards are there."""
-        code, result = pair.language, self._work / "shards" / f"{pair.language}.json"
-        if not result.exists():
-            defects, pieces = DefectCount(), list[Path]()
+        code = pair.language
+
+        def encoded() -> dict[str, Any]:
+            defects, pieces = Defects(), list[Path]()
             shards = max(1, -(-lines // self._text.sizes.shard))
             for found in workers.map(encode, self._encode_jobs(pair, shards)):
                 pieces.append(self._piece(code, len(pieces)))
                 self._report("parallel text: token ids", min(total, done + len(pieces) * self._text.piece), total)
-                self._ledger.check(found)
+                found.refuse(self._policy)
                 defects.update(found)
             summary = LanguageSummary.of_shards(workers.map(merge, self._merge_jobs(code, pieces, shards)))
-            write_text(result, json.dumps({"summary": asdict(summary), **defects.as_json()}))
-        content = json.loads(result.read_text(encoding="utf-8"))
+            return {"summary": asdict(summary), **defects.as_json()}
+
+        content = made_json(self._work / "shards" / f"{code}.json", encoded)
         for left in (self._work / "pieces").glob(f"{code}-*"):
             left.unlink()
-        self._ledger.add(code, DefectCount.from_json(content))
-        summary = LanguageSummary.from_json(content["summary"])
+        defects, summary = Defects.from_json(content), LanguageSummary.from_json(content["summary"])
+        defects.refuse(self._policy)
+        self._defects.update(defects)
         if not summary.pairs:
-            raise ConfigurationError(f"{pair.named}: no pair of language '{code}' is left ({self._ledger.summary()})")
+            counts = in_words(defects.counts.get(code, {}), self._policy)
+            raise ConfigurationError(f"{pair.named}: no pair of language '{code}' is left ({counts})")
         return summary
 
     def _piece(self, code: str, number: int) -> Path:
@@ -245,7 +251,8 @@ class Preparation:
                 for piece in self._held_out_pieces(split):
                     language = piece.files.language
                     usable, defects = readable(piece, self._text.max_length)
-                    self._ledger.add(language, defects)
+                    self._defects.update(defects)
+                    self._defects.refuse(self._policy)
                     for place, source, target in usable:
                         content = [language, piece.first + place, source, target]
                         lines.write(json.dumps(content, ensure_ascii=False) + "\n")
@@ -259,7 +266,7 @@ class Preparation:
         return chain.from_iterable(read_pieces(pair, self._text.piece) for pair in pairs)
 
     def _finish(self, summaries: dict[str, LanguageSummary], lines: int) -> None:
-        self._ledger.write(self._draft, lines)
+        self._defects.write(self._draft, lines)
         text = {key: value for key, value in asdict(self._text).items() if key != "sizes"}
         write_description(self._draft, summaries, self._text.sizes.block, {"parallel_text": text})
         self._report("parallel text: languages", len(summaries), len(summaries))

@@ -8,12 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ...targets import require_fitting
-from ..defects import KEEPABLE, check_policy, defect_notice
-from ..prepared import digest_of, prepared_folder, stat_of, worker_count
+from ..defects import KEEPABLE, check_policy
+from ..prepared import digest_of, prepared_folder, stat_of, warn_of, worker_count
 from ..source import Report
 from ..store import FORMAT, Store
 from ..translation import PairSource
-from ..vocabulary import smaller_notice
 from .folders import find_pairs
 from .preparation import ParallelText, Preparation, Vocabularies
 
@@ -118,23 +117,8 @@ def open_parallel_store(
     stats = [[pair.language, pair.split, *stat_of(file)] for pair in pairs for file in pair.files]
     name = f"parallel-{digest_of(FORMAT, asdict(text), stats)}"
     store = Store(prepared_folder(cache_dir, name, make, report))
-    _tell(store, text, policy)
-    return store
-
-
-def _tell(store: Store, text: ParallelText, policy: Mapping[str, str]) -> None:
-    """Warns of what was left out when the store was made, and of vocabularies smaller than asked for.
-
-    Raises:
-        ConfigurationError: it was made with defects dropped that are to be refused now.
-    """
     used = f"parallel text: {sum(store.sizes.values()):,} of {{lines}} training pairs are used"
-    notices = [defect_notice(store.folder, policy, used)]
-    wanted = text.vocabularies
-    if wanted.shared:
-        notices.append(smaller_notice("vocabulary", wanted.source, store.source_vocabulary))
-    else:
-        notices.append(smaller_notice("source_vocabulary", wanted.source, store.source_vocabulary))
-        notices.append(smaller_notice("target_vocabulary", wanted.target, store.target_vocabulary))
-    for notice in filter(None, notices):
-        log.warning("%s", notice)
+    wanted, source, target = text.vocabularies, store.source_vocabulary, store.target_vocabulary
+    sides = {"source_vocabulary": (wanted.source, source), "target_vocabulary": (wanted.target, target)}
+    warn_of(log, store.folder, policy, used, {"vocabulary": (wanted.source, source)} if wanted.shared else sides)
+    return store

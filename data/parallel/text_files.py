@@ -6,22 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ..defects import Defect, DefectCount
-from ..packed import BYTE_ORDER_MARK, reading
+from ..defects import KINDS, Defect, Defects
+from ..packed import BYTE_ORDER_MARK, decoded, reading
 from .folders import PairFiles
 
 LONGEST_PIECE = 16  # characters of a SentencePiece piece; with more than this per token a line is certainly too long
 MOST_LINE = 2**22  # bytes that are kept of a line: more than any data.max_length allows
 MOST_PIECE = 2**26  # bytes after which a piece ends
-FOUND = {
-    "undecodable": "is not UTF-8",
-    "nul": "has a NUL byte",
-    "malformed": "has not exactly one tab",
-    "empty": "is empty",
-    "byte_order_mark": "begins with a byte order mark",
-    "held_out": "is in the dev or test set, too",
-    "copied": "has a source that equals its target",
-}
 
 
 class Piece(NamedTuple):
@@ -98,12 +89,10 @@ def texts_of(piece: Piece, place: int) -> tuple[str, str] | Defect:
     """Returns both sides of a line, without blanks at their ends, or the defect that makes it unreadable."""
     sides, texts = _sides(piece, place), list[str]()
     for side, line in enumerate(sides):
-        text = _decoded(line)
-        if text is None:
-            return defect_at(piece, place, "undecodable", side)
-        if "\0" in text:
-            return defect_at(piece, place, "nul", side)
-        texts.append(text)
+        text, wrong = decoded(line.removeprefix(BYTE_ORDER_MARK))
+        if wrong:
+            return defect_at(piece, place, wrong, side)
+        texts.append(text.strip())
     return (texts[0], texts[1]) if len(texts) == 2 else defect_at(piece, place, "malformed", 0)
 
 
@@ -114,16 +103,9 @@ def _sides(piece: Piece, place: int) -> list[bytes]:
     return piece.sources[place].rstrip(b"\r\n").split(b"\t")
 
 
-def _decoded(line: bytes) -> str | None:
-    try:
-        return line.removeprefix(BYTE_ORDER_MARK).decode("utf-8").strip()
-    except UnicodeDecodeError:
-        return None
-
-
-def readable(piece: Piece, max_length: int) -> tuple[list[Line], DefectCount]:
+def readable(piece: Piece, max_length: int) -> tuple[list[Line], Defects]:
     """Returns the lines that can be used, and the defects found: of the other lines, and byte order marks."""
-    usable, defects = [], DefectCount()
+    usable, defects = [], Defects()
     for place in range(len(piece.sources)):
         texts = texts_of(piece, place)
         if isinstance(texts, Defect):
@@ -134,7 +116,7 @@ def readable(piece: Piece, max_length: int) -> tuple[list[Line], DefectCount]:
                 defects.add(defect_at(piece, place, "byte_order_mark", side))
         if not all(texts):
             side = texts.index("")
-            defects.add(defect_at(piece, place, "empty", side, f"{('source', 'target')[side]} {FOUND['empty']}"))
+            defects.add(defect_at(piece, place, "empty", side, f"{('source', 'target')[side]} {KINDS['empty']}"))
         elif max(map(len, texts)) > max_length * LONGEST_PIECE:
             side = int(len(texts[1]) > len(texts[0]))
             defects.add(too_long(piece, place, side, f"{len(texts[side]):,} characters", max_length))
@@ -147,9 +129,11 @@ def defect_at(piece: Piece, place: int, kind: str, side: int, found: str | None 
     """Returns the defect of one line; `side` is 0 for the source, 1 for the target."""
     files = piece.files.files
     file = files[min(side, len(files) - 1)]
-    return Defect(kind, piece.files.language, str(file), piece.first + place, found or FOUND[kind])
+    return Defect(kind, piece.files.language, str(file), piece.first + place, found or KINDS[kind])
 
 
 def too_long(piece: Piece, place: int, side: int, length: str, max_length: int) -> Defect:
     """Returns the defect of a line that is too long on one side."""
-    return defect_at(piece, place, "too_long", side, f"is too long: {length}, data.max_length={max_length} tokens")
+    return defect_at(
+        piece, place, "too_long", side, f"{KINDS['too_long']}: {length}, data.max_length={max_length} tokens"
+    )

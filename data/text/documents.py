@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from ..defects import Defect, DefectCount
-from ..packed import BYTE_ORDER_MARK
+from ..defects import KINDS, Defect, Defects
+from ..packed import BYTE_ORDER_MARK, decoded
 from . import files
 from .files import TextPiece, is_json
 
@@ -24,7 +24,7 @@ class Document(NamedTuple):
     text: str
 
 
-def documents(piece: TextPiece, ends: str, key: str, defects: DefectCount) -> Iterator[Document]:
+def documents(piece: TextPiece, ends: str, key: str, defects: Defects) -> Iterator[Document]:
     """Yields the documents of a piece.
 
     Args:
@@ -54,24 +54,20 @@ def documents(piece: TextPiece, ends: str, key: str, defects: DefectCount) -> It
         yield Document(first, "\n".join(held))
 
 
-def _lines(piece: TextPiece, defects: DefectCount) -> Iterator[Document]:
+def _lines(piece: TextPiece, defects: Defects) -> Iterator[Document]:
     """Yields the lines that can be read, without blanks at their ends."""
     for number, line in enumerate(piece.content.split(b"\n"), start=piece.first):
         if number == 1 and line.startswith(BYTE_ORDER_MARK):
             line = line.removeprefix(BYTE_ORDER_MARK)
-            defects.add(_defect(piece, number, "byte_order_mark", "begins with a byte order mark"))
+            defects.add(_defect(piece, number, "byte_order_mark"))
         if len(line) > files.MOST_LINE:
             defects.add(_defect(piece, number, "too_long", f"has more than {files.MOST_LINE:,} bytes"))
             continue
-        try:
-            text = line.decode().rstrip()
-        except UnicodeDecodeError:
-            defects.add(_defect(piece, number, "undecodable", "is not UTF-8"))
-            continue
-        if "\0" in text:
-            defects.add(_defect(piece, number, "nul", "has a NUL byte"))
-            continue
-        yield Document(number, text)
+        text, wrong = decoded(line)
+        if wrong:
+            defects.add(_defect(piece, number, wrong))
+        else:
+            yield Document(number, text.rstrip())
 
 
 def _text_of(line: Document, key: str) -> str | tuple[str]:
@@ -92,5 +88,5 @@ def _text_of(line: Document, key: str) -> str | tuple[str]:
     return str(content[key])
 
 
-def _defect(piece: TextPiece, line: int, kind: str, found: str) -> Defect:
-    return Defect(kind, TEXT, str(piece.file), line, found)
+def _defect(piece: TextPiece, line: int, kind: str, found: str | None = None) -> Defect:
+    return Defect(kind, TEXT, str(piece.file), line, found or KINDS[kind])

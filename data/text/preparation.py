@@ -1,7 +1,7 @@
 """Makes the store of a text, with several processes; continues where a killed preparation stopped.
 
 A vocabulary is trained on a sample, or copied; pieces of the files become ids, each in files of its
-own. All of this happens in `<store>.partial` in the cache, which becomes the store at the end.
+own. All of this happens in a folder of the cache that becomes the store at the end.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from typing import Any
 
 import numpy as np
 
+from ...disk import write_whole
 from ...errors import ConfigurationError
-from ..defects import Defect, DefectCount, Ledger
-from ..kept_vocabularies import SOURCE, TOKENIZER, open_vocabulary
+from ..cache import made_json, whole_file
+from ..defects import Defect, Defects
+from ..kept_vocabularies import SOURCE, TOKENIZER, read_vocabulary, vocabulary_file
 from ..prepared import WORK
 from ..sampling import EvenSample
 from ..source import Report
-from ..store import whole_file, write_text
 from ..vocabulary import Vocabulary, cached_vocabulary
 from ..workers import Workers
-from .documents import SEPARATORS, TEXT, Document, documents
+from .documents import SEPARATORS, Document, documents
 from .files import TextPiece, check_text, read_text
 from .store import FORMAT, SPLITS
 
@@ -93,8 +94,7 @@ class TextPreparation:
     ) -> None:
         self._form, self._files, self._held_out = form, files, held_out
         self._draft, self._report = draft, report
-        self._ledger = Ledger(policy)
-        self._workers = workers
+        self._policy, self._defects, self._workers = policy, Defects(), workers
 
     def run(self) -> None:
         """Does all steps that are not done yet.
@@ -130,7 +130,7 @@ class TextPreparation:
 
     def _first_defect(self) -> Defect | str:
         """Returns the first defect of the first file; with none all of its documents are held out."""
-        found, form = DefectCount(), self._form
+        found, form = Defects(), self._form
         for piece in read_text(self._files[0], form.piece, SEPARATORS[form.document]):
             for _ in documents(piece, form.document, form.json_key, found):
                 pass
@@ -150,7 +150,8 @@ class TextPreparation:
         pieces, tokens = [], 0
         self._report("text: tokens", 0, 0)
         for piece in workers.map(encode_piece, self._encode_jobs()):
-            self._ledger.add(TEXT, DefectCount.from_json(piece.pop("found")))
+            self._defects.update(Defects.from_json(piece.pop("found")))
+            self._defects.refuse(self._policy)
             pieces.append(piece)
             tokens += sum(piece[split] for split in SPLITS)
             self._report("text: tokens", tokens, 0)
@@ -165,10 +166,10 @@ class TextPreparation:
                 yield replace(job, piece=piece._replace(content=b"")) if job.result.exists() else job
 
     def _finish(self, pieces: list[dict[str, Any]]) -> None:
-        self._ledger.write(self._draft, sum(piece["documents"] for piece in pieces))
+        self._defects.write(self._draft, sum(piece["documents"] for piece in pieces))
         made_of = {key: value for key, value in asdict(self._form).items() if key != "tokenizer"}
         content = {"format": FORMAT, "end_token": self._form.end_token, "made_of": made_of, "pieces": pieces}
-        write_text(self._draft / "store.json", json.dumps(content, indent=1, ensure_ascii=False))
+        write_whole(self._draft / "store.json", json.dumps(content, indent=1, ensure_ascii=False))
         tokens = sum(piece[split] for piece in pieces for split in SPLITS)
         self._report("text: tokens", tokens, tokens)
 
@@ -188,19 +189,21 @@ class SampleJob:
 
 def sample_texts(job: SampleJob) -> list[str]:
     """Returns an even sample of the texts that are trained on, in slices of at most `LONGEST_SAMPLE` characters."""
-    if not job.out.exists():
-        sample, form = EvenSample[str](job.wanted), job.form
-        for piece in read_text(job.file, form.piece, SEPARATORS[form.document]):
-            for document in documents(piece, form.document, form.json_key, DefectCount()):
-                starts = range(0, len(document.text), LONGEST_SAMPLE)
-                chosen = sample.places(len(starts))
-                if len(chosen) and not form.holds_out(document.text):
-                    for place in chosen:
-                        sample.keep(place, document.text[starts[place] : starts[place] + LONGEST_SAMPLE])
-                sample.go_on(len(starts))
-        write_text(job.out, json.dumps(sample.items))
-    texts: list[str] = json.loads(job.out.read_text(encoding="utf-8"))
+    texts: list[str] = made_json(job.out, lambda: _sample(job))
     return texts
+
+
+def _sample(job: SampleJob) -> list[str]:
+    sample, form = EvenSample[str](job.wanted), job.form
+    for piece in read_text(job.file, form.piece, SEPARATORS[form.document]):
+        for document in documents(piece, form.document, form.json_key, Defects()):
+            starts = range(0, len(document.text), LONGEST_SAMPLE)
+            chosen = sample.places(len(starts))
+            if len(chosen) and not form.holds_out(document.text):
+                for place in chosen:
+                    sample.keep(place, document.text[starts[place] : starts[place] + LONGEST_SAMPLE])
+            sample.go_on(len(starts))
+    return sample.items
 
 
 @dataclass(frozen=True)
@@ -219,22 +222,24 @@ class PieceJob:
 
 def encode_piece(job: PieceJob) -> dict[str, Any]:
     """Writes the ids of a piece's documents; returns its description, with the defects under "found"."""
-    if not job.result.exists():
-        form, found = job.form, DefectCount()
-        texts = list(documents(job.piece, form.document, form.json_key, found))
-        held_out = [form.holds_out(document.text) for document in texts]
-        content: dict[str, Any] = {"name": job.name, "documents": len(texts)}
-        for split, wanted in zip(SPLITS, (False, True), strict=True):
-            chosen = [document for document, is_out in zip(texts, held_out, strict=True) if is_out == wanted]
-            tokens = _tokens(chosen, job)
-            with whole_file(job.folder / f"{job.name}.{split}.npy") as draft, draft.open("wb") as file:
-                np.save(file, tokens)
-            content |= {split: len(tokens)}
-            if split == "train":
-                content |= {"digest": hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest()}
-        write_text(job.result, json.dumps({**content, "found": found.as_json()}, ensure_ascii=False))
-    described: dict[str, Any] = json.loads(job.result.read_text(encoding="utf-8"))
+    described: dict[str, Any] = made_json(job.result, lambda: _encode(job))
     return described
+
+
+def _encode(job: PieceJob) -> dict[str, Any]:
+    form, found = job.form, Defects()
+    texts = list(documents(job.piece, form.document, form.json_key, found))
+    held_out = [form.holds_out(document.text) for document in texts]
+    content: dict[str, Any] = {"name": job.name, "documents": len(texts)}
+    for split, wanted in zip(SPLITS, (False, True), strict=True):
+        chosen = [document for document, is_out in zip(texts, held_out, strict=True) if is_out == wanted]
+        tokens = _tokens(chosen, job)
+        with whole_file(job.folder / f"{job.name}.{split}.npy") as draft:
+            np.save(draft, tokens)
+        content |= {split: len(tokens)}
+        if split == "train":
+            content |= {"digest": hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest()}
+    return {**content, "found": found.as_json()}
 
 
 def _tokens(texts: Sequence[Document], job: PieceJob) -> np.ndarray[Any, Any]:
@@ -252,4 +257,4 @@ def _tokens(texts: Sequence[Document], job: PieceJob) -> np.ndarray[Any, Any]:
 @lru_cache(maxsize=2)
 def _opened(folder: Path, end_token: str | None) -> Vocabulary | Any:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
-    return open_vocabulary(folder, end_token)
+    return read_vocabulary(vocabulary_file(folder), end_token)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from ...errors import ConfigurationError
 from ...targets import require_fitting
-from ..defects import OF_TEXT, check_policy, defect_notice
+from ..defects import OF_TEXT, check_policy
 from ..kept_vocabularies import read_vocabulary
-from ..prepared import PreparedSource, digest_of, prepared_folder, stat_of, worker_count
+from ..prepared import PreparedSource, digest_of, prepared_folder, stat_of, warn_of, worker_count
 from ..source import Report
-from ..vocabulary import BOS, smaller_notice
+from ..vocabulary import BOS
 from ..windows import TokenSequence, WindowSource
 from .files import find_texts
 from .preparation import TextForm, TextPreparation
@@ -111,7 +111,8 @@ class TextFilesSource(WindowSource, PreparedSource[TextStore]):
         store = TextStore(prepared_folder(self._cache_dir, name, make, report))
         self._use(store)
         self.eos_id = store.vocabulary.eos_id
-        self._tell(store)
+        trained = {"vocabulary": (self._vocabulary, store.vocabulary)} if self.form.tokenizer is None else {}
+        warn_of(log, store.folder, self._policy, "text: {lines} documents are used: lines", trained)
         if len(store.train) <= self._length:
             raise ConfigurationError(
                 f"data.root={self._root} has {len(store.train):,} tokens to train on, less than a window: lower "
@@ -140,15 +141,3 @@ class TextFilesSource(WindowSource, PreparedSource[TextStore]):
 
     def _documents(self, store: TextStore) -> int:
         return sum(piece["documents"] for piece in store.description["pieces"])
-
-    def _tell(self, store: TextStore) -> None:
-        """Warns of what was left out when the store was made, and of a vocabulary smaller than asked for.
-
-        Raises:
-            ConfigurationError: it was made with defects dropped that are to be refused now.
-        """
-        notices = [defect_notice(store.folder, self._policy, "text: {lines} documents are used: lines")]
-        if self.form.tokenizer is None:
-            notices.append(smaller_notice("vocabulary", self._vocabulary, store.vocabulary))
-        for notice in filter(None, notices):
-            log.warning("%s", notice)

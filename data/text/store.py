@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..kept_vocabularies import open_vocabulary, vocabulary_file
+from ..kept_vocabularies import read_vocabulary, vocabulary_file
 from ..source import fingerprint_of
 
 FORMAT = 1  # raised when the same parameters would give other bytes
@@ -66,7 +66,7 @@ class TextStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.description = json.loads((folder / "store.json").read_text(encoding="utf-8"))
-        self.vocabulary = open_vocabulary(folder, self.description["end_token"])
+        self.vocabulary = read_vocabulary(vocabulary_file(folder), self.description["end_token"])
         self.train, self.dev = (self._tokens(split) for split in SPLITS)
 
     def _tokens(self, split: str) -> TokenFiles:

@@ -94,17 +94,16 @@ def worker_config(run: Checkpointed) -> dict[str, Any]:
         ConfigurationError: the run's model translates, or there is more than one replica.
     """
     from gpipe_cli.checkpoint.files import vocabulary_folder
-    from gpipe_cli.data.kept_vocabularies import are_kept
+    from gpipe_cli.data.kept_vocabularies import vocabulary_file
 
     data, vocabularies, source = run.config["data"], vocabulary_folder(run.run_dir), None
     if run.config["task"].get("generation"):
         raise ConfigurationError(f"{run.run_dir} translates, it does not continue texts: use gpipe-translate")
-    if are_kept(vocabularies):
+    if vocabulary_file(vocabularies).is_file():
         source = {
             "_target_": "gpipe_cli.data.kept_vocabularies.PromptSource",
             "vocabularies": str(vocabularies),
             "sequence_length": data.get("sequence_length", 1),
-            "pieces": run.config["model"].get("vocabulary"),
             "end_token": data.get("end_token"),
         }
     return line_config(run, "gpipe-generate", source)

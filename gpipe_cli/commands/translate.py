@@ -80,7 +80,7 @@ def worker_config(run: Checkpointed) -> dict[str, Any]:
         ConfigurationError: the run's model does not translate, or there is more than one replica.
     """
     from gpipe_cli.checkpoint.files import vocabulary_folder
-    from gpipe_cli.data.kept_vocabularies import are_kept
+    from gpipe_cli.data.kept_vocabularies import vocabulary_file
 
     config = run.config
     if not config["task"].get("generation"):
@@ -90,10 +90,8 @@ def worker_config(run: Checkpointed) -> dict[str, Any]:
             "+task.generation='{per_language:1,per_language_at_end:1,group:64,max_length:64}'"
         )
     longest, vocabularies, source = config["data"].get("max_length"), vocabulary_folder(run.run_dir), None
-    if are_kept(vocabularies):
+    if vocabulary_file(vocabularies).is_file():
         source = {"_target_": "gpipe_cli.data.kept_vocabularies.SentenceSource", "vocabularies": str(vocabularies)}
-        for side in ("source", "target"):
-            source[f"{side}_pieces"] = config["model"].get(f"{side}_vocabulary")
     return {**line_config(run, "gpipe-translate", source), "longest": longest if isinstance(longest, int) else None}
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..cpu import free_memory
-from ..data.source import cache_folder
+from ..data.cache import cache_folder
 from ..errors import ConfigurationError
 from ..layers import LayerBuilder
 from ..micro_batch import MicroBatch, Tensors

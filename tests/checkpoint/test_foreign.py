@@ -17,7 +17,7 @@ from gpipe_cli.checkpoint.files import CheckpointError, read_manifest, step_dire
 from gpipe_cli.checkpoint.foreign import is_foreign, match_names, open_foreign, weight_files
 from gpipe_cli.checkpoint.layer_state import export_state_dict
 from gpipe_cli.commands import generate
-from gpipe_cli.data.kept_vocabularies import open_vocabulary
+from gpipe_cli.data.kept_vocabularies import read_vocabulary
 from gpipe_cli.models.transformer_lm import transformer_lm
 
 LM = ["debug=tiny", "model=transformer_lm", "model.L=1", "data.largest=60", "data.smallest=20", "data.languages=[de]"]
@@ -176,7 +176,7 @@ def test_a_model_of_the_transformers_library_is_gone_on_with_and_continues_texts
     for K in (1, 3):
         assert generate.main([*call, f"pipeline.K={K}"]) == 0
         said.append(capsys.readouterr().out)
-    vocabulary = open_vocabulary(run / "vocabulary")
+    vocabulary = read_vocabulary(run / "vocabulary" / "source.model")
     ids = torch.tensor([[vocabulary.eos_id, *vocabulary.encode(["12"])[0]]])
     wanted = theirs.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=vocabulary.eos_id, pad_token_id=0)
     assert said[0] == said[1] == vocabulary.decode(wanted[0, 1:].tolist()) + "\n"

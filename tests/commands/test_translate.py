@@ -216,44 +216,19 @@ def test_a_line_of_any_length_fills_no_memory_and_is_told(
     assert "not answered, because they have more than 100 tokens: 1 line\n" in said
 
 
-def changed_vocabulary(folder: Path, change: str) -> None:
-    from sentencepiece import sentencepiece_model_pb2
-
-    path = folder / "source.model"
-    model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined] # made by protobuf
-    model.ParseFromString(path.read_bytes())
-    if change == "control characters":
-        model.pieces[50].piece = "\x1b]0;title\x07"
-    elif change == "more pieces":
-        model.pieces.add(piece="unheard", score=-9.0)
-    elif change == "other pieces":
-        model.pieces[50].piece, model.pieces[51].piece = model.pieces[51].piece, model.pieces[50].piece
-    elif change == "special pieces":
-        model.pieces[0].type = 1
-    path.write_bytes(model.SerializeToString()[: 1000 if change == "torn" else None])
-
-
-@pytest.mark.parametrize(
-    ("change", "refusal"),
-    [
-        ("other pieces", "source.model is another vocabulary than"),
-        ("torn", "source.model is no SentencePiece model, or a damaged one"),
-        ("control characters", "piece 50 has control characters"),
-        ("special pieces", "padding, unknown, beginning and end are (-1, 1, 2, 3)"),
-        ("more pieces", "source.model has 401 pieces, but the model knows 400"),
-    ],
-)
-def test_a_tampered_vocabulary_is_refused_in_one_line(
-    run: Path, source: Path, change: str, refusal: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_changed_or_torn_vocabulary_is_refused_in_one_line(
+    run: Path, source: Path, torn: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     moved = tmp_path / "moved"
     shutil.copytree(run, moved)
-    changed_vocabulary(moved / "vocabulary", change)
-    if change != "other pieces":  # as in a run that is older than the digests
+    path = moved / "vocabulary" / "source.model"
+    path.write_bytes(path.read_bytes()[:1000] if torn else path.read_bytes().replace(b"lunes", b"LUNES") + b"\n")
+    if torn:  # in a checkpoint without a digest
         (manifest,) = moved.glob("checkpoints/*/manifest.json")
         said = json.loads(manifest.read_text())
         assert said["state"].pop("vocabularies").keys() == {"source.model"}
         manifest.write_text(json.dumps(said))
     assert translate.main([f"checkpoint={moved}", f"input={source}", *INLINE]) != 0
     printed = capsys.readouterr().err
-    assert refusal in printed and "Traceback" not in printed
+    assert ("or a damaged one" if torn else "is another vocabulary than") in printed and "Traceback" not in printed

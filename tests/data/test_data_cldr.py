@@ -248,7 +248,7 @@ def test_a_failed_build_leaves_no_store(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_build_left_does_not_disturb_the_next(tmp_path: Path) -> None:
-    left = tmp_path / "left" / f"{TINY.folder()}.partial" / "train"
+    left = tmp_path / "left" / f".partial-{TINY.folder()}" / "train"
     left.mkdir(parents=True)
     (left / "de-00000.tokens.npy").write_bytes(b"torn")
     first, second = (open_store(TINY, str(tmp_path / name), no_report).folder for name in ("left", "empty"))

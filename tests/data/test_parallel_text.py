@@ -298,16 +298,6 @@ def test_lines_of_any_length_fill_no_memory(tmp_path: Path, ending: str, monkeyp
     assert sources_read(made) == sources_read(whole) and made.sizes == {"de": 298}
 
 
-@pytest.mark.parametrize("ending", [".gz", ".zst"])
-def test_an_archive_that_grows_as_no_text_does_is_refused(
-    tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = parallel_folder.plain(tmp_path / "text", ending)
-    parallel_folder.write(root / f"train.de{ending}", ["a" * 2**22] * 4)
-    monkeypatch.setattr("gpipe_cli.data.packed.MOST_UNPACKED", 2**20)
-    assert f"{root}/train.de{ending} unpacks to more than 200 times its size" in refusal(root)
-
-
 @pytest.mark.parametrize(("wanted", "sentences"), [(7, 7), (None, 20)])
 def test_an_evaluation_reads_so_many_sentences_or_the_whole_set(root: Path, wanted: int | None, sentences: int) -> None:
     batches = source(root, evaluation_per_language=wanted).evaluation(1)

@@ -94,7 +94,7 @@ def test_a_killed_preparation_goes_on_to_the_same_bytes(
         assert process.stdout is not None
         assert process.stdout.readline() == "stopped\n"
         process.send_signal(signal.SIGKILL)
-    (left,) = tmp_path.glob("*.partial")
+    (left,) = tmp_path.glob(".partial-*")
     before = {path: path.stat().st_mtime_ns for path in left.rglob("*.*") if path.is_file() and path.name[0] != "."}
     _wait_for_the_end_of_group(process.pid)
     reports: list[str] = []
@@ -120,9 +120,9 @@ def test_what_was_done_before_a_kill_is_not_done_again(root: Path, tmp_path: Pat
         assert process.stdout is not None
         process.stdout.readline()
         process.kill()
-    (left,) = tmp_path.glob("*.partial")
+    (left,) = tmp_path.glob(".partial-*")
     for path in left.glob("work/pieces/fi-*.json"):  # a mark: were it encoded anew, the mark would go
-        path.write_text(path.read_text().replace('"counts": {}', '"counts": {"empty": 7}'))
+        path.write_text(path.read_text().replace('"counts": {}', '"counts": {"fi": {"empty": 7}}'))
     made = preparation_jobs.prepare(root, tmp_path, 1, no_report)
     assert '"empty": ' in (made.folder / "defects.json").read_text()
 

@@ -162,7 +162,7 @@ def test_processes_and_kills_change_no_byte(tmp_path: Path, monkeypatch: pytest.
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    (left,) = (tmp_path / "killed").glob("*.partial")
+    (left,) = (tmp_path / "killed").glob(".partial-*")
     before = {path.name: path.stat().st_mtime_ns for path in left.glob("*.train.npy")}
     made = source(tmp_path / "text", **changes)
     assert store_bytes(made) == wanted and len(before) >= 3
