@@ -121,10 +121,11 @@ def explaining_failures(builder: LayerBuilder, shapes: Sequence[TensorShape]) ->
     try:
         yield
     except Exception as error:
-        if "Expected more than 1 value per channel" in str(error):  # torch's, of BatchNorm on a single value
+        cause = error.__cause__ or error  # a cell's error names the layer, and has the layer's own as cause
+        if "Expected more than 1 value per channel" in str(cause):  # torch's, of BatchNorm on a single value
             raise TooFewExamples(given) from error
         raise CostError(
-            f"{given}, fails while its cost is measured: {type(error).__name__}: {error}; if it runs in training, "
+            f"{given}, fails while its cost is measured: {type(cause).__name__}: {cause}; if it runs in training, "
             "gpipe-train takes pipeline.cost=parameters"
         ) from error
 

@@ -11,16 +11,15 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..micro_batch import Tensors
-from ..pipeline.batchnorm import DeferredBatchNorm, defer_batchnorm
+from ..pipeline.cell import BuiltLayer, Cell
 from ..pipeline.halves import backward_of_inputs
-from ..pipeline.messages.boundary import GradientLayouts, canonical_gradient, is_channels_last, passed_on
-from ..pipeline.messages.grouping import as_argument, as_tensors, grouped_like
+from ..pipeline.messages.boundary import canonical_gradient, is_channels_last
+from ..pipeline.messages.grouping import grouped_like
 from ..pipeline.meter import event_now
 from ..pipeline.randomness import NoiseSource
-from ..pipeline.weight_casts import WeightCasts
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 _REPEATS = 5  # timed rounds per layer, after one that warms up
@@ -70,53 +69,43 @@ def cell_total(layers: Sequence[LayerTimes], loss: Sequence[LayerTimes]) -> Laye
 
 
 class LayerTrial:
-    """Runs and times one layer, with what a cell does around it: it seeds the noise and settles the memory layouts.
+    """Runs and times one layer as a cell of its own.
 
     Args:
-        run: returns outputs for inputs, and losses beside them.
+        run: returns outputs and losses for inputs; its second argument is False when it recomputes.
         inputs: for one micro-batch; a gradient is computed for those that need one.
         device: where it runs.
         autocast: returns the context in which forward runs.
-        batchnorms: inside the layer; they gather nothing while it is recomputed.
-        casts: of the layer's weights.
     """
 
     def __init__(
         self,
-        run: Callable[[Tensors], tuple[Tensors, Tensors]],
+        run: Callable[[Tensors, bool], tuple[Tensors, Tensors]],
         inputs: Tensors,
         device: torch.device,
         autocast: Autocast = nullcontext,
-        batchnorms: Sequence[DeferredBatchNorm] = (),
-        casts: WeightCasts | None = None,
     ) -> None:
-        self._run, self._inputs, self._autocast = run, inputs, autocast
-        self._layouts, self._noise = GradientLayouts(), NoiseSource(0, 0, device)
-        self._clock, self._device = _Clock(device), device
-        self._batchnorms, self._casts = batchnorms, WeightCasts([]) if casts is None else casts
+        self._run, self._inputs, self._autocast, self._clock = run, inputs, autocast, _Clock(device)
         self._kept: list[tuple[list[Tensor], Tensors, Tensors]] = []  # leaves, outputs and losses of each graph
 
     @classmethod
     def of(
         cls,
-        module: nn.Module,
+        layer: BuiltLayer,
         inputs: Tensors,
         device: torch.device,
         autocast: Autocast = nullcontext,
-        targets: Tensors | None = None,
-        boundary_type: torch.dtype | None = None,
+        targets: Tensors = (),
     ) -> LayerTrial:
-        """Makes the trial of a module on ``device``, with its ``auxiliary_loss`` if there are ``targets``."""
-        layer = defer_batchnorm(module)
-        batchnorms = [inner for inner in layer.modules() if isinstance(inner, DeferredBatchNorm)]
-        auxiliary_loss = None if targets is None else getattr(layer, "auxiliary_loss", None)
+        """Makes the trial of a layer on ``device``; ``targets``: for its ``auxiliary_loss``, if it has one."""
+        cell = Cell(0, [layer], NoiseSource(0, 0, device))
 
-        def run(values: Tensors) -> tuple[Tensors, Tensors]:
-            outputs = layer(as_argument(values))
-            losses = () if auxiliary_loss is None else (auxiliary_loss(outputs, targets),)
-            return passed_on(as_tensors(outputs), values, boundary_type), losses
+        def run(values: Tensors, first_time: bool) -> tuple[Tensors, Tensors]:
+            with cell.weights_cast(device):
+                outputs, losses = cell.run_training(values, targets, 0, 0, None, first_time)
+            return outputs, tuple(losses.values())
 
-        return cls(run, inputs, device, autocast, batchnorms, WeightCasts([layer]))
+        return cls(run, inputs, device, autocast)
 
     def outputs(self) -> Tensors:
         """Runs once, as a warm-up, and returns the next layer's inputs: leaves with `requires_grad` of the outputs."""
@@ -128,10 +117,8 @@ class LayerTrial:
 
     def infer(self) -> None:
         """Runs forward without a graph."""
-        with torch.no_grad():
-            values = grouped_like((tensor.clone() for tensor in self._inputs), self._inputs)
-            with self._clock.running("inference"), self._autocast():
-                self._outputs_of(values)
+        with torch.no_grad(), self._clock.running("inference"), self._autocast():
+            self._run(self._inputs, True)
 
     def forward(self) -> None:
         """Runs forward with a graph, which is kept."""
@@ -139,18 +126,12 @@ class LayerTrial:
 
     def recompute(self) -> None:
         """Runs forward for the second time, with a graph, which is kept."""
-        for batchnorm in self._batchnorms:
-            batchnorm.gathering = False
         self._forward("recompute")
-        for batchnorm in self._batchnorms:
-            batchnorm.gathering = True
 
     def _forward(self, phase: str) -> None:
         leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self._inputs]
-        # Clones, because a layer may change its input in place, which autograd forbids for a leaf.
-        values = grouped_like((leaf.clone() for leaf in leaves), self._inputs)
         with self._clock.running(phase), self._autocast():
-            outputs, losses = self._outputs_of(values)
+            outputs, losses = self._run(grouped_like(leaves, self._inputs), phase == "forward")
         self._kept.append((leaves, outputs, losses))
 
     def backward(self) -> None:
@@ -176,12 +157,6 @@ class LayerTrial:
     def _latest_graph(self) -> tuple[list[Tensor], list[Tensor]]:
         leaves, outputs, losses = self._kept.pop()
         return leaves, [tensor for tensor in outputs + losses if tensor.requires_grad]
-
-    def _outputs_of(self, values: Tensors) -> tuple[Tensors, Tensors]:
-        self._noise.seed_layer(0, 0, 0)
-        with self._casts.used_on(self._device):
-            outputs, losses = self._run(values)
-        return self._layouts.settle(outputs, values, 0, None), losses
 
     def times(self) -> LayerTimes:
         """Returns the medians."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..layers import LayerBuilder, announce
 from ..micro_batch import Tensors
+from ..pipeline.cell import BuiltLayer
 from ..pipeline.messages.grouping import grouped_like, grouping_of
 from .cost import LayerCost, number_of_parameters
 from .fake_layers import CostError, TensorShape, build_key, build_or_explain, explaining_failures
@@ -46,7 +47,7 @@ def profile_layers(
     device: torch.device,
     autocast: Autocast = nullcontext,
     loss: Callable[[Tensors], Tensor] | None = None,
-    targets: Tensors | None = None,
+    targets: Tensors = (),
     boundary_type: torch.dtype | None = None,
 ) -> ModelProfile:
     """Times forward and backward of every layer, the median of some repeats; equal layers are timed once.
@@ -57,7 +58,7 @@ def profile_layers(
         device: where the layers run.
         autocast: returns the context in which forward runs.
         loss: of the last layer's outputs; None: it is not timed.
-        targets: of the micro-batch, for layers with an ``auxiliary_loss``; None: those losses are not timed.
+        targets: of the micro-batch, for layers with an ``auxiliary_loss``.
         boundary_type: of the floating-point tensors between two layers; None: as a layer returns them.
 
     Raises:
@@ -75,7 +76,8 @@ def profile_layers(
                 announce([builder])
                 module = build_or_explain(builder).to(device)
                 passed_as = boundary_type if index < len(builders) - 1 else None
-                trial = LayerTrial.of(module, values, device, autocast, targets, passed_as)
+                layer = BuiltLayer(index, builder.name, module, passed_as)
+                trial = LayerTrial.of(layer, values, device, autocast, targets)
                 with explaining_failures(builder, shapes):
                     outputs = trial.outputs()
                 made = grouped_like(map(TensorShape.of, outputs), outputs)
@@ -96,7 +98,7 @@ def profile_layers(
 def _trial_of_loss(
     loss: Callable[[Tensors], Tensor], outputs: Tensors, device: torch.device, autocast: Autocast
 ) -> LayerTrial:
-    trial = LayerTrial(lambda values: ((loss(values),), ()), outputs, device, autocast)
+    trial = LayerTrial(lambda values, _: ((loss(values),), ()), outputs, device, autocast)
     try:
         trial.outputs()
     except Exception as error:

@@ -116,7 +116,7 @@ class Measurements:
                 )
             costs = [
                 replace(cost, by_values=facts.by_values, may_end_cell=facts.may_end_cell)
-                for cost, facts in zip(self._costs(layers, loss, micro_batch, timed), layers, strict=True)
+                for cost, facts in zip(self._costs(layers, loss, micro_batch, timed, notes), layers, strict=True)
             ]
             notes += notes_on_values(costs)
         except TooFewExamples as error:
@@ -133,6 +133,7 @@ class Measurements:
         loss: LayerFacts | None,
         micro_batch: MicroBatch,
         timed: ModelProfile | None,
+        notes: list[str],
     ) -> list[LayerCost]:
         """Returns the costs by which the model is cut.
 
@@ -145,11 +146,14 @@ class Measurements:
         if self._options.device is None:
             with as_worker(self._settings.pipeline.threads):  # a profile is kept for a number of threads
                 kept = KeptProfile.of(self._builders, micro_batch, self._settings, self._here)
-            if (costs := kept.read()) is not None:
+            costs = kept.read()
+            if costs is None and timed is not None:
+                costs = timed.costs
+                kept.write(costs)
+            if costs is not None:
+                notes.append(f"pipeline.cost=profile: cut by the profile in {kept.path}")
                 return costs
-            if timed is not None:
-                kept.write(timed.costs)
-                return timed.costs
+        notes.append("pipeline.cost=profile: cut by computed times, not by a profile of gpipe-train's")
         seconds = [times.total for times in self._times.layers(layers, loss)]
         return [
             LayerCost(builder.name, facts.parameter_count, None, None, cost)
