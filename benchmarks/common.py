@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
-import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -14,12 +12,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from gpipe_cli.bench import workers
 from gpipe_cli.bench.tables.table import markdown
 from gpipe_cli.bench.workers import machine, machine_line
 
 WARM_UP = 2  # rounds that do not count
 ROOT = Path(__file__).parents[1]
-MODULES = {"eval": "evaluate"}  # commands whose module has another name
 Row = dict[str, Any]
 
 
@@ -61,28 +59,8 @@ def environment() -> dict[str, str]:
 
 
 def run_command(command: str, words: Sequence[str], folder: Path | None = None, codes: Sequence[int] = (0,)) -> str:
-    """Runs a command and returns what it prints on standard output.
-
-    Args:
-        command: as "gpipe-train"; it is run as a module, which needs no installation.
-        folder: the current directory of the command; None: that of this process.
-        codes: exit codes that are no failure.
-
-    Raises:
-        SystemExit: the command failed; its output is the message.
-    """
-    module = command.removeprefix("gpipe-")
-    done = subprocess.run(
-        [sys.executable, "-m", f"gpipe_cli.commands.{MODULES.get(module, module)}", *words],
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode not in codes:
-        raise SystemExit(f"{command} {' '.join(words)} failed:\n{done.stdout}{done.stderr}")
-    return done.stdout
+    """Runs a command of this clone; see `gpipe_cli.bench.workers.run_command`."""
+    return workers.run_command(command, words, folder, environment(), codes)
 
 
 def in_new_process(function: Callable[..., Row], *arguments: object) -> Row:

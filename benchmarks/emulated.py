@@ -63,7 +63,7 @@ def rows(arguments: Namespace) -> Iterator[Row]:
     for K in arguments.K:
         settings = [setting(K, M, remat, arguments) for M in arguments.M for remat in ("never", "except_last")]
         repetitions = 1 if arguments.quick else arguments.repetitions
-        config = {"settings": settings, "repetitions": repetitions, "realtime": arguments.realtime, "real": False}
+        config = {"settings": settings, "repetitions": repetitions, "realtime": arguments.realtime}
         answers = run_workers("gpipe_cli.bench.contenders:worker", K, config, ("torch.distributed.pipelining",))
         for measured, found in zip(settings, answers, strict=True):
             for kind in kinds_on(K):

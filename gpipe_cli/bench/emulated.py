@@ -18,7 +18,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,11 +26,13 @@ from torch import Tensor, nn
 
 from gpipe_cli.launch.context import Context
 from gpipe_cli.micro_batch import Tensors
+from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.pipeline.messages.boundary import BoundarySpec, TensorSpec
 from gpipe_cli.pipeline.messages.process_group import Wait
+from gpipe_cli.pipeline.messages.transport import Transport
 from gpipe_cli.schedule.instruction import Message
 
-from .steps import Step, Workload, cpu_transport
+from .steps import Step, cpu_transport
 from .throughput import BACKWARD
 from .timing import StopWatch
 
@@ -207,25 +209,28 @@ def warm_up(steps: Iterable[Step], watch: StopWatch) -> None:
     ACCELERATOR.speed = 1.0
 
 
-def emulated_workload(
-    seconds: Sequence[float],
-    cuts: Mapping[int, Sequence[int]],
-    M: int,
-    remat: str,
-    rank: int,
-    K: int,
-    link: Link | None = None,
-) -> Workload:
-    """Returns a model of layers that sleep.
+@dataclass(frozen=True)
+class Workload:
+    """Holds a model of layers that sleep, at one K and M, as every contender runs it on this worker.
 
-    Args:
+    Attributes:
         seconds: of each layer's forward of one micro-batch.
+        cuts: number of cells to the number of layers of each cell.
         link: None: messages as fast as this machine has them.
     """
-    batch = torch.zeros(EXAMPLES, WIDTH)
-    transport = cpu_transport if link is None else partial(LinkTransport, link)
 
-    def build(i: int, divisible: bool) -> nn.Module:
-        return SleepingLayer(seconds[i], divisible)
+    seconds: Sequence[float]
+    cuts: Mapping[int, Sequence[int]]
+    M: int
+    remat: str
+    rank: int
+    K: int
+    link: Link | None = None
 
-    return Workload(build, cuts, M, remat, rank, K, (batch, batch), transport=transport)
+    def layers(self, cells: int, cell: int, divisible: bool = False) -> list[nn.Module]:
+        """Makes the layers of one cell, where the model is cut into so many cells."""
+        return [SleepingLayer(self.seconds[i], divisible) for i in cell_layers(self.cuts[cells])[cell]]
+
+    def transport(self, placement: tuple[int, ...]) -> Transport | None:
+        """Connects this worker, given the worker of every cell."""
+        return cpu_transport(placement) if self.link is None else LinkTransport(self.link, placement)

@@ -26,14 +26,12 @@ class BenchOptions:
     repetitions: Count | None
     seconds: Positive | None
     realtime: bool
-    layers: Literal["auto", "emulated", "real"]
-    small: bool
     batch: Count | None
     device_flops: Positive
     bandwidth: Positive
     latency: float
     train: list[str]
-    memory: list[str]
+    memory: str | None
 
     @property
     def timed_steps(self) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpipe_cli.micro_batch import Loss, MicroBatch, Tensors
-from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
 from gpipe_cli.pipeline.engine import Engine, StepInput
 from gpipe_cli.pipeline.messages.grouping import as_argument, as_tensors
@@ -48,55 +47,6 @@ def cpu_transport(placement: tuple[int, ...]) -> Transport | None:
     return connect_workers(placement, CPU, CPU, (world, world), world)
 
 
-@dataclass(frozen=True)
-class Workload:
-    """Holds one model at one K and M, as every contender runs it on this worker.
-
-    Attributes:
-        build: makes layer ``i`` anew. With ``divisible`` an emulated layer's backward comes in two halves.
-        cuts: number of cells to the number of layers of each cell.
-        examples: inputs and targets of the mini-batch, on the CPU; every step moves them to ``device``.
-        scale: factor of every loss: 1 / weight of the mini-batch.
-        real: layers compute; they may draw random numbers and return tuples or tensors that are not contiguous.
-        shares_gpu: several workers compute on one GPU, so that messages travel through the CPU.
-        transport: connects this worker, given the worker of every cell.
-        built: all layers made so far on this worker.
-    """
-
-    build: Callable[[int, bool], nn.Module]
-    cuts: Mapping[int, Sequence[int]]
-    M: int
-    remat: str
-    rank: int
-    K: int
-    examples: tuple[Tensor, Tensor]
-    loss: SumLoss = squared_sum
-    scale: float = 1.0
-    device: torch.device = CPU
-    real: bool = False
-    shares_gpu: bool = False
-    transport: Callable[[tuple[int, ...]], Transport | None] = cpu_transport
-    built: list[nn.Module] = field(default_factory=list)
-
-    def layers(self, cells: int, cell: int, divisible: bool = False) -> list[nn.Module]:
-        """Makes the layers of one cell, where the model is cut into so many cells."""
-        made = [self.build(i, divisible) for i in cell_layers(self.cuts[cells])[cell]]
-        self.built.extend(made)
-        return made
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """Returns the parameters of all layers made so far."""
-        return [parameter for layer in self.built for parameter in layer.parameters()]
-
-    def scaled_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self.scale * self.loss(outputs, targets)
-
-    @property
-    def micro_batches(self) -> list[MicroBatch]:
-        return split(self.examples, self.M)
-
-
 def split(examples: tuple[Tensor, Tensor], M: int) -> list[MicroBatch]:
     """Divides a mini-batch into M micro-batches."""
     return [((x,), (y,)) for x, y in zip(*(tensor.tensor_split(M) for tensor in examples), strict=True)]
@@ -115,20 +65,6 @@ class EngineStep:
         self.engine.meter.begin_step()
         self.engine.train_step(self.instructions, self.step_input, self.micro_batches)
         self.engine.meter.end_step()
-
-
-def workload_step(work: Workload, kind: str, cells: int) -> EngineStep:
-    """Builds the engine's step of a workload that is cut into so many cells."""
-    placement = tuple(cell % work.K for cell in range(cells))
-    ranges, transport = cell_layers(work.cuts[cells]), work.transport(placement)
-    mine = [
-        make_cell(cell, work.layers(cells, cell, kind == "zero_bubble"), ranges[cell].start, work.device)
-        for cell in range(work.rank, cells, work.K)
-    ]
-    loss, micro_batches = as_loss(work.loss), work.micro_batches
-    return engine_step(
-        mine, placement, work.rank, transport, micro_batches, kind, work.remat, loss, work.scale, work.device
-    )
 
 
 def make_cell(number: int, modules: Sequence[nn.Module], first: int = 0, device: torch.device = CPU) -> Cell:
@@ -155,7 +91,7 @@ def engine_step(
     Args:
         placement: worker of every cell.
         micro_batches: every worker passes the same shapes; only the first worker's values count.
-        scale: as in `Workload`.
+        scale: factor of every loss: 1 / weight of the mini-batch.
     """
     engine = Engine(cells, placement, transport, loss, len(micro_batches[0][1]), device, autocast)
     instructions = schedule(kind, placement, len(micro_batches), remat)[rank]

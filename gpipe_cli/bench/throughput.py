@@ -21,7 +21,6 @@ from .workers import run_workers
 BACKWARD = 2.0  # a backward takes so many forwards: the gradients of the input and of the weights
 TORCH = "torch "  # before the name of a schedule
 PEERS = (f"{TORCH}gpipe", f"{TORCH}1f1b", f"{TORCH}interleaved")
-QUICK_PEERS = PEERS[:1]
 PLAIN = "plain"
 SERIAL_SECONDS = {1: 1.0, 4: 2.0, 32: 6.0}  # by M: sleeps should last a millisecond, short steps are mostly overhead
 QUICK_SERIAL_SECONDS = {1: 0.4, 4: 0.8, 32: 3.0}
@@ -36,17 +35,15 @@ class PaperModel:
     Attributes:
         family: "amoebanet" (genotype D) or "transformer" (Transformer-L).
         sizes: (L, D), or (L,).
-        small: narrow, for tests: the lists of layers stay, their widths do not.
     """
 
     family: str
     sizes: tuple[int, ...]
-    small: bool = False
 
     @property
     def name(self) -> str:
         word = f"AmoebaNet-D {self.sizes}" if self.family == "amoebanet" else f"Transformer-{self.sizes[0]}"
-        return word.replace(", ", ",") + (", small" if self.small else "")
+        return word.replace(", ", ",")
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,6 @@ class GridTable:
         linked: messages take time.
     """
 
-    number: int
     title: str
     sizes: dict[str, tuple[int, ...]]
     paper: dict[str, Throughputs]
@@ -105,8 +101,8 @@ class GridTable:
 
 SIZES_2, SIZES_3 = {"amoebanet": (18, 256), "transformer": (48,)}, {"amoebanet": (18, 128), "transformer": (24,)}
 TABLES = {
-    2: GridTable(2, "normalised throughput", SIZES_2, TABLE_2, (1, 4, 32), False),
-    3: GridTable(3, "normalised throughput without fast links", SIZES_3, TABLE_3, (32,), True),
+    2: GridTable("normalised throughput", SIZES_2, TABLE_2, (1, 4, 32), False),
+    3: GridTable("normalised throughput without fast links", SIZES_3, TABLE_3, (32,), True),
 }
 
 
@@ -115,18 +111,14 @@ class Setting:
     """Describes one model at one K and M.
 
     Attributes:
-        serial_seconds: forward and backward of the mini-batch on one emulated device.
         linked: messages take time, too.
-        real: layers compute, on this machine's devices; a mini-batch is then a unit of work of its own.
     """
 
     costs: ModelCosts
     K: int
     M: int
-    serial_seconds: float
     options: BenchOptions
     linked: bool
-    real: bool = False
 
     @property
     def place(self) -> tuple[int, int]:
@@ -134,38 +126,36 @@ class Setting:
         return self.K, self.M
 
     @property
+    def serial_seconds(self) -> float:
+        """Returns the seconds of forward and backward of the mini-batch on one emulated device."""
+        seconds = QUICK_SERIAL_SECONDS if self.options.quick else SERIAL_SECONDS
+        return self.options.seconds or seconds.get(self.M, max(seconds.values()))
+
+    @property
     def examples(self) -> int:
         """Returns the number of examples in a mini-batch."""
         return self.options.batch or BATCH[self.costs.model.family]
 
     @property
-    def scale(self) -> float:
-        """Returns the seconds of the emulation for one second of the device whose link is emulated."""
-        device_seconds = sum(self.costs.costs) * (1 + BACKWARD) * self.examples / self.options.device_flops
-        return self.serial_seconds / device_seconds
-
-    @property
-    def message_bytes(self) -> list[int]:
-        """Returns the bytes of a micro-batch in front of each cell."""
-        return [size * self.examples // self.M for size in self.costs.boundaries(self.K)]
-
-    @property
-    def carry(self) -> list[float]:
-        """Returns the seconds of the emulation that a message in front of each cell occupies its link."""
-        return [size / self.options.bandwidth * self.scale for size in self.message_bytes]
-
-    @property
-    def latency(self) -> float:
-        """Returns the seconds of the emulation that a message travels, beside its bytes."""
-        return self.options.latency * self.scale
+    def link(self) -> dict[str, Any] | None:
+        """Returns the seconds of the emulation that a message in front of each cell occupies its link, and travels."""
+        if not self.linked:
+            return None
+        options, whole = self.options, sum(self.costs.costs) * (1 + BACKWARD) * self.examples
+        scale = self.serial_seconds * options.device_flops / whole  # seconds of the emulation for one of the device
+        sizes = [size * self.examples // self.M for size in self.costs.boundaries(self.K)]
+        return {"carry": [size / options.bandwidth * scale for size in sizes], "latency": options.latency * scale}
 
     def contenders(self) -> list[str]:
         """Returns the names of the contenders, ours first."""
         kinds = [kind for kind in self.options.schedules if self.limit(kind) is not None]
         if self.linked or not self.options.peers:
             return kinds
-        plain = [PLAIN] if min(self.options.grid_K) == self.K else []
-        return [*kinds, *(QUICK_PEERS if self.options.quick else PEERS), *plain]
+        return [
+            *kinds,
+            *(PEERS[:1] if self.options.quick else PEERS),
+            *([PLAIN] if min(self.options.grid_K) == self.K else []),
+        ]
 
     def limit(self, kind: str) -> float | None:
         """Returns the seconds of the shortest possible step: the instruction lists simulated, without overhead.
@@ -174,12 +164,11 @@ class Setting:
         """
         cells = 2 * self.K if kind.startswith("interleaved") else self.K  # two a worker
         placement = tuple(cell % self.K for cell in range(cells))
-        forward = self.serial_seconds / (1 + BACKWARD) / self.M
-        carry, latency = self.carry, self.latency
+        forward, link = self.serial_seconds / (1 + BACKWARD) / self.M, self.link
 
         def on_the_way(send: Instruction) -> float:
             front = send.cell + 1 if send.op is Op.SEND_ACTIVATION else send.cell
-            return carry[front] + latency if self.linked else 0.0
+            return link["carry"][front] + link["latency"] if link else 0.0
 
         try:
             lists = schedule(kind, placement, self.M, self.options.remat)
@@ -198,68 +187,45 @@ class Setting:
             "M": self.M,
             "remat": self.options.remat,
             "contenders": self.contenders(),
-            "model": asdict(self.costs.model),
-            "examples": self.examples,
-            "link": {"carry": self.carry, "latency": self.latency} if self.linked else None,
+            "link": self.link,
         }
 
 
-def serial_seconds(M: int, options: BenchOptions) -> float:
-    """Returns the seconds of forward and backward of an emulated mini-batch."""
-    seconds = QUICK_SERIAL_SECONDS if options.quick else SERIAL_SECONDS
-    return options.seconds or seconds.get(M, max(seconds.values()))
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Holds what the workers measured in one setting.
-
-    Attributes:
-        seconds: of a step, by contender; None where one refuses the setting, or was too large.
-        cells: of each worker the seconds of a step by kind of computation, of the first contender.
-        too_large: contenders that ran out of a device's memory.
-    """
-
-    seconds: dict[str, float | None]
-    cells: Sequence[dict[str, float]] = ()
-    too_large: tuple[str, ...] = ()
-
-
-def make_rows(settings: Sequence[Setting], measured: Sequence[Measured], protocol: GridTable) -> list[Row]:
+def make_rows(settings: Sequence[Setting], measured: Sequence[Row], protocol: GridTable) -> list[Row]:
     """Returns one row per setting, with throughput in units of the reference of each model.
 
-    The reference is the setting with the smallest K, then M, in which our first schedule was measured; where none was,
-    as when nothing fits into a device's memory, the smallest of all.
+    The reference is the setting with the smallest K, then M, in which our first schedule was measured.
+
+    Args:
+        measured: of each setting the seconds of a step by contender, as ``seconds``.
     """
     rows = []
     for setting, found in zip(settings, measured, strict=True):
-        kind = setting.options.schedules[0]
+        kind, model = setting.options.schedules[0], setting.costs.model
         pairs = [pair for pair in zip(settings, measured, strict=True) if pair[0].costs is setting.costs]
-        known = [pair for pair in pairs if pair[1].seconds.get(kind) is not None]
+        known = [pair for pair in pairs if pair[1]["seconds"].get(kind) is not None]
         reference, at_reference = min(known or pairs, key=lambda pair: pair[0].place)
-        unit, limit_unit = _speed(reference, at_reference.seconds.get(kind)), _speed(reference, reference.limit(kind))
-        limit, seconds = setting.limit(kind), found.seconds.get(kind)
-        normalised = {name: _quotient(_speed(setting, taken), unit) for name, taken in found.seconds.items()}
-        model = setting.costs.model
+        unit, limit_unit = (
+            _speed(reference, at_reference["seconds"].get(kind)),
+            _speed(reference, reference.limit(kind)),
+        )
+        limit = setting.limit(kind)
+        normalised = {name: _quotient(_speed(setting, taken), unit) for name, taken in found["seconds"].items()}
         rows.append(
             {
                 "model": model.name,
-                "family": model.family,
                 "K": setting.K,
                 "M": setting.M,
-                "paper": None if model.small else protocol.paper[model.family].get(setting.place),
+                "paper": protocol.paper[model.family].get(setting.place),
                 "ours": normalised.get(kind),
                 "ideal": ideal_throughput(*setting.place, reference.place),
                 "simulated": _quotient(_speed(setting, limit), limit_unit),
-                "of_limit": None if setting.real else _quotient(limit, seconds),
+                "of_limit": _quotient(limit, found["seconds"].get(kind)),
                 "limit_seconds": limit,
                 "serial_seconds": setting.serial_seconds,
-                "reference": reference.place if known else None,
-                "seconds": found.seconds,
+                "reference": reference.place,
+                "seconds": found["seconds"],
                 "normalised": normalised,
-                "too_large": found.too_large,
-                "cell_shares": setting.costs.cell_shares(setting.K),
-                "message_bytes": setting.message_bytes[1:],
             }
         )
     return rows

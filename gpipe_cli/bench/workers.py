@@ -1,9 +1,11 @@
-"""Starts worker processes for a measurement, and describes the machine they run on. Imports no torch."""
+"""Starts worker processes and commands for a measurement, and describes the machine. Imports no torch."""
 
 from __future__ import annotations
 
 import os
 import platform
+import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -13,6 +15,8 @@ from typing import Any
 from gpipe_cli.cpu import usable_cores
 from gpipe_cli.launch.supervisor import Job, launch
 
+MODULES = {"eval": "evaluate"}  # commands whose module has another name
+LINES_KEPT = 30  # of a failed command's output
 PRELOAD = ("torch", "torch.distributed")
 
 
@@ -25,6 +29,37 @@ def run_workers(entry: str, workers: int, config: Mapping[str, Any], preload: Se
     with tempfile.TemporaryDirectory(prefix="gpipe-bench-") as directory:
         job = Job(Path(directory), workers, entry, dict(config), preload=(*PRELOAD, *preload))
         return launch(job, lambda event: None)
+
+
+class CommandFailed(RuntimeError):
+    """Raised when a command ends with an error; the message has its last lines."""
+
+
+def run_command(
+    command: str,
+    words: Sequence[str],
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    codes: Sequence[int] = (0,),
+) -> str:
+    """Runs a command and returns what it prints on standard output.
+
+    Args:
+        command: as "gpipe-train"; it is run as a module, which needs no installation.
+        folder: the current directory of the command; None: that of this process.
+        environment: None: that of this process.
+        codes: exit codes that are no failure.
+
+    Raises:
+        CommandFailed: the command failed.
+    """
+    module = command.removeprefix("gpipe-")
+    line = [sys.executable, "-m", f"gpipe_cli.commands.{MODULES.get(module, module)}", *words]
+    done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode not in codes:
+        said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-LINES_KEPT:])
+        raise CommandFailed(f"{command} {' '.join(words)} ended with {done.returncode}:\n{said}")
+    return done.stdout
 
 
 def machine() -> dict[str, Any]:

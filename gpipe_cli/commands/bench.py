@@ -13,10 +13,8 @@ from typing import Any, get_type_hints
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
 from gpipe_cli.bench.options import BenchOptions
-from gpipe_cli.bench.tables.breakdown_table import RunFailed
-from gpipe_cli.bench.tables.capacity_table import PlanFailed
 from gpipe_cli.bench.tables.table import Table
-from gpipe_cli.bench.workers import machine, machine_line
+from gpipe_cli.bench.workers import CommandFailed, machine, machine_line
 from gpipe_cli.errors import ConfigurationError, Problems
 from gpipe_cli.terminal.frame import FAILED, read_value, run_command, to_stderr
 from gpipe_cli.terminal.help import conf_folder
@@ -27,9 +25,8 @@ from gpipe_cli.typed_section import read_what_fits, unknown_key
 HELP = """\
 gpipe-bench: measures one of the paper's tables here and sets the paper's figures beside it.
 
-    gpipe-bench table=2 quick=true        normalised throughput for K = 2, 4, 8 and M = 1, 4, 32, on emulated
-                                          accelerators unless each worker has a GPU
-    gpipe-bench table=3                   the same with slow links between the workers, always emulated
+    gpipe-bench table=2 quick=true        throughput for K = 2, 4, 8 and M = 1, 4, 32, on emulated accelerators
+    gpipe-bench table=3                   the same with slow links between the workers
     gpipe-bench table=4                   where a training step goes
     gpipe-bench table=1                   the largest models that fit
 
@@ -93,7 +90,7 @@ def run(options: BenchOptions) -> int:
     show(where)
     try:
         table = make(options.table, options, lambda text: show(f"  {text}"))
-    except (RunFailed, PlanFailed) as error:
+    except CommandFailed as error:
         to_stderr(f"gpipe-bench: {error}")
         return FAILED
     seconds = time.monotonic() - began

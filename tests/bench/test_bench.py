@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from gpipe_cli.bench.capacity import TENSORS, OverBudget, Trial, attempt
+from gpipe_cli.bench.capacity import OverBudget, attempt
 from gpipe_cli.bench.options import BenchOptions
-from gpipe_cli.bench.paper import TABLE_2, ideal_throughput
-from gpipe_cli.bench.tables.capacity_table import SHORT, curves_of, device_budget, largest, measured_row, search
+from gpipe_cli.bench.paper import ideal_throughput
+from gpipe_cli.bench.tables.capacity_table import largest, search
 from gpipe_cli.bench.throughput import ModelCosts, PaperModel, Setting
 from gpipe_cli.commands.bench import main, parse
-from gpipe_cli.cpu import usable_memory
 from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.pipeline.cell import LayerFailed
 
 CPU = torch.device("cpu")
-TINY = ("K=2", "repetitions=1", "seconds=0.02", "small=true", "models=transformer")
+WORLD = World(0, 1, 1, CPU, CPU, None, None, None)
+TINY = ("K=2", "repetitions=1", "seconds=0.02", "models=transformer")
 
 
 def bench(folder: Path, *words: str) -> dict[str, Any]:
@@ -38,22 +38,12 @@ def bench(folder: Path, *words: str) -> dict[str, Any]:
 def setting(K: int, M: int, *words: str, linked: bool = False) -> Setting:
     """Returns a setting of a model of 8 equal layers, 1 FLOP and 1,000 bytes each."""
     costs = ModelCosts(PaperModel("transformer", (3,)), (1.0,) * 8, (1000,) * 8)
-    return Setting(costs, K, M, 3.0, parse(["table=3", *words]), linked)
+    return Setting(costs, K, M, parse(["table=3", "seconds=3", *words]), linked)
 
 
-@pytest.mark.parametrize(
-    ("K", "M", "value"),
-    [(2, 1, 1.0), (4, 1, 1.0), (2, 4, 1.6), (4, 4, 2.2857), (8, 4, 2.9091), (4, 32, 3.6571), (8, 32, 6.5641)],
-)
+@pytest.mark.parametrize(("K", "M", "value"), [(2, 1, 1.0), (4, 1, 1.0), (2, 4, 1.6), (8, 4, 2.9091), (8, 32, 6.5641)])
 def test_the_ideal_in_units_of_K_2_M_1(K: int, M: int, value: float) -> None:
     assert ideal_throughput(K, M) == pytest.approx(value, abs=1e-4)
-
-
-def test_the_paper_s_row_above_the_bound_is_its_transformer_with_M_4() -> None:
-    above = {
-        place for place, value in TABLE_2["transformer"].items() if place[1] == 4 and value > ideal_throughput(*place)
-    }
-    assert above == {(2, 4), (4, 4), (8, 4)}
 
 
 @pytest.mark.slow(2)
@@ -65,15 +55,14 @@ def test_table_2_as_real_processes(tmp_path: Path) -> None:
     assert rows[2, 2]["ideal"] == pytest.approx(4 / 3)
     assert rows[2, 1]["seconds"]["torch 1f1b"] is None, "torch refuses M < K"
     assert {"gpipe", "1f1b", "torch gpipe", "torch 1f1b", "torch interleaved", "plain"} <= set(rows[2, 2]["seconds"])
-    assert all(seconds > 0 for seconds in rows[2, 2]["seconds"].values())
+    assert all(seconds >= rows[2, 2]["serial_seconds"] / 2 for seconds in rows[2, 2]["seconds"].values())
     assert {path.suffix for path in tmp_path.iterdir()} == {".md", ".json", ".png", ".svg"}
     assert "K·M/(M+K−1)" in figures["stdout"]
 
 
 @pytest.mark.slow(2)
 def test_table_3_s_links_are_never_faster_than_they_should_be(tmp_path: Path) -> None:
-    figures = bench(tmp_path, "table=3", "M=4", *TINY)
-    (row,) = figures["rows"]
+    (row,) = bench(tmp_path, "table=3", "M=4", *TINY)["rows"]
     assert row["seconds"]["gpipe"] >= row["limit_seconds"]
 
 
@@ -82,18 +71,13 @@ def test_the_shortest_step_of_even_cells_is_the_paper_s_formula() -> None:
     assert setting(4, 2, "remat=never").limit("1f1b") == pytest.approx(3.0 / 4 * (2 + 3) / 2)
 
 
-def test_a_link_stretches_bytes_as_the_emulation_stretches_flops() -> None:
-    linked = setting(2, 4, "batch=8", "device_flops=24", "bandwidth=500", "latency=0.5", linked=True)
-    assert linked.scale == pytest.approx(3.0 / 8)  # 8 examples of 24 FLOPs at 24 FLOP/s: 8 s, shown in 3
-    assert linked.message_bytes == [0, 2000]
-    assert linked.carry == pytest.approx([0.0, 2000 / 500 * 3 / 8])
-    assert linked.latency == pytest.approx(0.5 * 3 / 8)
-
-
-def test_a_slow_link_makes_the_shortest_step_longer() -> None:
-    words = ("batch=8", "device_flops=24", "bandwidth=500", "remat=never")
+def test_a_slow_link_stretches_bytes_as_flops_and_makes_the_shortest_step_longer() -> None:
+    words = ("batch=8", "device_flops=24", "bandwidth=500", "latency=0.5", "remat=never")
     free, slow = setting(2, 4, *words), setting(2, 4, *words, linked=True)
-    assert (slow.limit("gpipe") or 0) > (free.limit("gpipe") or 0) + 2 * slow.carry[1] - 1e-9
+    assert slow.link is not None  # 8 examples of 24 FLOPs at 24 FLOP/s: 8 s, shown in 3
+    assert slow.link["carry"] == pytest.approx([0.0, 2000 / 500 * 3 / 8])
+    assert slow.link["latency"] == pytest.approx(0.5 * 3 / 8)
+    assert (slow.limit("gpipe") or 0) > (free.limit("gpipe") or 0) + 2 * slow.link["carry"][1] - 1e-9
 
 
 @pytest.mark.parametrize(
@@ -102,9 +86,7 @@ def test_a_slow_link_makes_the_shortest_step_longer() -> None:
         (["K=2"], "which table?"),
         (["table=5"], "use 1 or 2 or 3 or 4"),
         (["tabel=2"], "did you mean table?"),
-        (["table=2", "K=0"], "K=[0]: use a list"),
         (["table=2", "K"], "write K=VALUE"),
-        (["table=2", "models=resnet"], "models=[resnet]: use a list of amoebanet or transformer, as [amoebanet,"),
         (["table=2", "K=[0]"], "K=[0]: use a list such as [3,5,4], each a whole number, at least 1 or null"),
     ],
 )
@@ -120,7 +102,6 @@ def test_a_wrong_word_is_refused_with_what_to_type(words: list[str], told: str) 
         (["table=2", "schedules=pipedream"], "schedules=pipedream: use gpipe"),
         (["table=2", "K=1"], "at least 2 cells"),
         (["table=3", "schedules=interleaved_1f1b"], "leave it out"),
-        (["table=3", "layers=real"], "table 3's slow links are emulated"),
         (["table=4", "K=2,4"], "give one K"),
         (["table=1", "memory=much"], "memory"),
     ],
@@ -138,81 +119,44 @@ def test_help_shows_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"\n    {name}:" in shown for name in BenchOptions.__dataclass_fields__)
 
 
-def narrow(L: int, M: int, remat: str, budget: int = 1 << 40) -> Trial:
-    return Trial(L, 128, 64, 32, M, remat, budget)
+def narrow(M: int, remat: str, budget: int = 1 << 40) -> dict[str, int]:
+    return attempt(WORLD, 1, 128, 32, M, remat, budget)
 
 
 def test_table_1_counts_weights_gradients_optimizer_and_what_recomputing_saves() -> None:
-    world = World(0, 1, 1, CPU, CPU, None, None, None)
-    naive, pipelined = attempt(narrow(1, 1, "never"), world), attempt(narrow(1, 4, "always"), world)
+    naive, pipelined = narrow(1, "never"), narrow(4, "always")
     assert pipelined["parameters"] == naive["parameters"]
     assert 16 * naive["parameters"] < pipelined["peak"] < naive["peak"]
-
-
-def test_table_1_refuses_the_first_tensor_beyond_the_budget() -> None:
-    world = World(0, 1, 1, CPU, CPU, None, None, None)
-    peak = attempt(narrow(1, 1, "never"), world)["peak"]
-    assert attempt(narrow(1, 1, "never", peak), world)["peak"] == peak
+    assert narrow(1, "never", naive["peak"]) == naive
     with pytest.raises(LayerFailed) as failure:  # in the middle of backward
-        attempt(narrow(1, 1, "never", peak - 1), world)
+        narrow(1, "never", naive["peak"] - 1)
     assert isinstance(failure.value.__cause__, OverBudget)
 
 
-@pytest.mark.parametrize("slope", ["even", "uneven", "level"])
-@pytest.mark.parametrize("most", [512, 500, 1])
-@pytest.mark.parametrize("limit", [0, 1, 2, 3, 4, 17, 299, 499, 500, 511, 512, 513, 2000])
-def test_the_largest_that_fits_is_one_that_was_tried_and_never_beyond_the_cap(
-    limit: int, most: int, slope: str
-) -> None:
+@pytest.mark.parametrize("limit", [0, 1, 2, 3, 4, 17, 299, 512])
+def test_the_largest_that_fits_is_found_without_trying_one_twice(limit: int) -> None:
     tried: list[int] = []
-    bytes_of = {"even": lambda n: 500 + 10 * n, "uneven": lambda n: 500 + 10 * (n + n % 2), "level": lambda n: 1}[slope]
-    budget = bytes_of(limit)
 
-    def peak_of(number: int) -> int | None:
+    def fits(number: int) -> bool:
         tried.append(number)
-        return bytes_of(number) if number <= limit else None
+        return number <= limit
 
-    found = largest(peak_of, budget, most)
-    assert found == min(limit, most)
-    assert len(set(tried)) == len(tried) and max(tried) <= most
-    assert found in (0, *tried)
-    assert found == most or found + 1 in tried
-    assert len(tried) <= {"even": 7, "uneven": 12, "level": 20}[slope]
+    assert largest(fits) == limit
+    assert len(set(tried)) == len(tried) <= 20 and limit + 1 in tried
 
 
 @pytest.mark.slow(2)
 def test_a_trial_that_finds_no_room_ends_its_workers_and_counts_as_one_that_does_not_fit() -> None:
     told: list[str] = []
-    trial = {"width": 128, "tokens": 64, "texts": 32, "M": 8, "remat": "always", "budget": 9_000_000}
-    found = search(2, trial, told.append, most=4)
-    assert found is not None and not found["or_more"]
-    assert found["peak"] <= 9_000_000
+    trial = {"width": 128, "texts": 32, "M": 8, "remat": "always", "budget": 9_000_000}
+    found = search(2, trial, told.append)
+    assert found is not None and found["peak"] <= 9_000_000
     assert f"  L={found['L'] + 1}: does not fit" in told
-
-
-@pytest.mark.slow(2)
-def test_table_1_says_where_larger_models_may_fit_too() -> None:
-    trial = {"width": 128, "tokens": 64, "texts": 32, "M": 1, "remat": "never", "budget": 1 << 40}
-    found = search(1, trial, lambda text: None, most=2)
-    assert found is not None and found["or_more"] is True
-    capped = {"K": 1, "naive": True, "budget": 1 << 40, "width": 128, "found": found}
-    assert measured_row(capped)[-2:] == ["L=2 or more", "0.7M or more"]
-    assert curves_of([], [capped]) == []
-    exact = {**capped, "found": {**found, "or_more": False}}
-    assert measured_row(exact)[-2:] == ["L=2", "0.7M"]
-    assert len(curves_of([], [exact])) == 1
-
-
-def test_the_present_device_s_own_memory_is_a_budget_for_each_of_two_workers() -> None:
-    budget, tokens = device_budget()
-    whole = usable_memory()
-    assert whole is not None and 0 < budget <= TENSORS * whole / 2
-    assert tokens == SHORT or torch.cuda.is_available()
 
 
 @pytest.mark.slow(2)
 def test_table_4_has_the_paper_s_shares_of_every_column(tmp_path: Path) -> None:
     figures = bench(tmp_path, "table=4", "M=2", "quick=true", "train=[debug=tiny]", *TINY)
-    assert list(figures["columns"]) == ["paper", "Transformer-48, small, emulated", "gpipe-train here"]
+    assert list(figures["columns"]) == ["paper", "Transformer-48, emulated", "gpipe-train here"]
     for shares in figures["columns"].values():
         assert sum(shares.values()) == pytest.approx(1, abs=0.001)

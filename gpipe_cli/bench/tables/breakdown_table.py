@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,21 +12,17 @@ from typing import Any
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.metrics.breakdown import mean_breakdown
 from gpipe_cli.schedule.schedule import schedule
-from gpipe_cli.schedule.simulate import ideal_bubble
 
 from ..options import BenchOptions
 from ..paper import TABLE_4
 from ..throughput import TABLES
+from ..workers import run_command
 from .table import Say, Table
-from .throughput_table import check, make_settings, measure_emulated
+from .throughput_table import check, make_settings, measure
 
 K_OF_PAPER, M_OF_PAPER = 2, 16  # K: of its load imbalance; M: its bubble of 4.1 % lies a little under (K-1)/(M+K-1)
 STEPS, QUICK_STEPS = 40, 8  # of the real run
 BATCH = 128  # of the real run: 8 examples in each of 16 micro-batches
-
-
-class RunFailed(RuntimeError):
-    """Raised when the run of gpipe-train ends with an error; the message has its last lines."""
 
 
 def breakdown_table(number: int, options: BenchOptions, say: Say) -> Table:
@@ -36,16 +30,14 @@ def breakdown_table(number: int, options: BenchOptions, say: Say) -> Table:
 
     Raises:
         ConfigurationError: several K or M, or an unknown schedule.
-        RunFailed: the real run failed.
+        CommandFailed: the real run failed.
     """
     K, M = one(options.K, "K", K_OF_PAPER), one(options.M, "M", M_OF_PAPER)
     options = replace(options, K=[K], M=[M], schedules=options.schedules[:1], peers=False)
     check(options, TABLES[2])
     columns: dict[str, Mapping[str, float]] = {"paper": TABLE_4}
     columns |= {f"{name}, emulated": shares for name, shares in emulated(K, M, options, say).items()}
-    summary = real_run(K, M, options, say)
-    columns["gpipe-train here"] = summary["breakdown"]
-    run = {key: summary[key] for key in ("bubble", "bubble_predicted", "examples_per_second", "device")}
+    columns["gpipe-train here"] = real_run(K, M, options, say)["breakdown"]
     rows = [
         {"share of a step": name.replace("_", " "), **{title: column[name] for title, column in columns.items()}}
         for name in TABLE_4
@@ -55,8 +47,12 @@ def breakdown_table(number: int, options: BenchOptions, say: Say) -> Table:
         f"Table {number}: where a training step goes (K={K}, M={M})",
         {"share of a step": "", **dict.fromkeys(columns, ".1%")},
         rows,
-        notes(K, M, options),
-        {"K": K, "M": M, "real_run": run, "columns": columns},
+        [
+            f"Schedule {options.schedules[0]}, remat {options.remat}; gpipe-train with {' '.join(options.train)}. "
+            "docs/run.md says what the shares are; the paper does not.",
+            "Emulated accelerators have no data and no weight update: layers sleep, messages are real.",
+        ],
+        {"columns": columns},
         bars=columns,
     )
 
@@ -72,22 +68,17 @@ def emulated(K: int, M: int, options: BenchOptions, say: Say) -> dict[str, Mappi
     """Returns the shares by the name of the model."""
     kind, placement = options.schedules[0], tuple(range(K))
     settings = make_settings(TABLES[2], options, [(K, M)], say)
-    measured = measure_emulated(settings, options, say)
     lists = schedule(kind, placement, M, options.remat)
     return {
         setting.costs.model.name: mean_breakdown(
-            lists, placement, found.cells, [0.0] * K, found.seconds[kind] or 0.0
+            lists, placement, found["cells"], [0.0] * K, found["seconds"][kind]
         ).shares()
-        for setting, found in zip(settings, measured, strict=True)
+        for setting, found in zip(settings, measure(settings, options, say), strict=True)
     }
 
 
 def real_run(K: int, M: int, options: BenchOptions, say: Say) -> dict[str, Any]:
-    """Returns the summary of a short run of gpipe-train on this machine's devices.
-
-    Raises:
-        RunFailed: the run ended with an error.
-    """
+    """Returns the summary of a short run of gpipe-train on this machine's devices."""
     words = [
         *(f"pipeline.K={K}", f"pipeline.workers={K}", f"pipeline.M={M}", f"data.batch_size={BATCH}"),
         *(f"pipeline.remat={options.remat}", f"pipeline.schedule={options.schedules[0]}"),
@@ -96,24 +87,6 @@ def real_run(K: int, M: int, options: BenchOptions, say: Say) -> dict[str, Any]:
     ]
     say(f"gpipe-train {' '.join(words)}")
     with tempfile.TemporaryDirectory(prefix="gpipe-bench-") as folder:
-        command = [sys.executable, "-m", "gpipe_cli.commands.train", *words, f"hydra.run.dir={folder}"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])
-            raise RunFailed(f"gpipe-train {' '.join(words)} ended with {done.returncode}:\n{last}")
+        run_command("gpipe-train", [*words, f"hydra.run.dir={folder}"])
         summary: dict[str, Any] = json.loads((Path(folder) / "summary.json").read_text(encoding="utf-8"))
     return summary
-
-
-def notes(K: int, M: int, options: BenchOptions) -> list[str]:
-    return [
-        "The paper defines none of the shares and names neither model nor M; its load imbalance is for two partitions. "
-        f"(K-1)/(M+K-1) is {100 * ideal_bubble(K, M):.1f} % here.",
-        f"Schedule {options.schedules[0]}, remat {options.remat}. computation: forward and backward. bubble: what "
-        "the schedule leaves idle with even cells. load imbalance: what the cells' own times leave idle beyond that. "
-        "setup: all else: messages, data, the exchange that ends a step, unsteady times.",
-        "Emulated accelerators have no data and no weight update: layers sleep, messages are real.",
-        f"gpipe-train here: {K} workers on this machine's own devices, "
-        + " ".join(options.train or ["the default model"])
-        + "; where workers share cores with other processes, setup is mostly waiting for them.",
-    ]
