@@ -15,12 +15,12 @@ import yaml  # type: ignore[import-untyped]  # its stubs are a package of their 
 from gpipe_cli.bench.options import BenchOptions
 from gpipe_cli.bench.tables.table import Table
 from gpipe_cli.bench.workers import CommandFailed, machine, machine_line
-from gpipe_cli.errors import ConfigurationError, Problems
-from gpipe_cli.terminal.frame import FAILED, read_value, run_command, to_stderr
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.terminal.command import FAILED, run_command, show, to_stderr
 from gpipe_cli.terminal.help import conf_folder
-from gpipe_cli.terminal.output import show
 from gpipe_cli.terminal.text import duration
-from gpipe_cli.typed_section import read_what_fits, unknown_key
+from gpipe_cli.terminal.words import read_words
+from gpipe_cli.typed_section import read_section
 
 HELP = """\
 gpipe-bench: measures one of the paper's tables here and sets the paper's figures beside it.
@@ -60,19 +60,10 @@ def parse(words: Sequence[str]) -> BenchOptions:
         ConfigurationError: a key is unknown, a value does not fit, or the table is missing.
     """
     values: dict[str, Any] = yaml.safe_load((conf_folder() / "bench.yaml").read_text(encoding="utf-8"))
-    hints, problems = get_type_hints(BenchOptions), Problems()
-    for word in words:
-        key, equals, value = word.partition("=")
-        if key not in values:
-            problems.append(unknown_key(key, values))
-        elif not equals:
-            problems.append(f"{word}: write {key}=VALUE (see gpipe-bench --help)")
-        else:
-            values[key] = read_value(value, hints[key])
-    options = read_what_fits(BenchOptions, values, "", problems)
-    if getattr(options, "table", 0) is None:
-        problems.append("which table? gpipe-bench table=1, 2, 3 or 4 (see --help)")
-    problems.refuse()
+    hints = get_type_hints(BenchOptions, include_extras=True)
+    options = read_section(BenchOptions, {**values, **read_words(words, hints, runs=False, overrides=False).own}, "")
+    if options.table is None:
+        raise ConfigurationError("which table? gpipe-bench table=1, 2, 3 or 4 (see --help)")
     return options
 
 

@@ -8,13 +8,12 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from gpipe_cli.errors import ConfigurationError, Problems
-from gpipe_cli.terminal.flags import CommandLine
-from gpipe_cli.terminal.frame import run_command, split_words
-from gpipe_cli.terminal.output import require_writable, show
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.terminal.command import run_command, show
 from gpipe_cli.terminal.text import text_table
+from gpipe_cli.terminal.words import read_words
 
 if TYPE_CHECKING:
     from gpipe_cli.metrics.language_pictures import ModelScores
@@ -39,7 +38,8 @@ baseline=[RUNS]   bilingual runs: one more picture shows the differences to them
 Keys of gpipe-train change the run's configuration: pipeline.K and pipeline.workers (the figures stay the same),
 task.generation.beam, task.generation.per_language_at_end, precision=bf16. More: docs/translation.md.
 """
-OWN = dict.fromkeys(("checkpoint", "step", "split", "output", "trust"), str)
+OWN = {**dict.fromkeys(("checkpoint", "step", "output", "trust"), str), "split": Literal["dev", "test"]}
+COMPARED = {"compare": list[str], "baseline": list[str], "output": str}
 EXAMPLE = "gpipe-eval checkpoint=runs/NAME"
 COMPARE_EXAMPLE = "gpipe-eval compare=[RUN1,RUN2] baseline=[RUN3]"
 REPORT = "evaluation.json"  # written by inference/evaluate.py
@@ -60,19 +60,17 @@ def evaluate(words: Sequence[str]) -> int:
         ConfigurationError: there is no such checkpoint, or a key is wrong.
         WorkerFailed: a worker failed.
     """
-    from gpipe_cli.jobs.checkpointed import open_run
     from gpipe_cli.jobs.job import EntryPoint, launch_program
+    from gpipe_cli.jobs.record import require_writable
+    from gpipe_cli.jobs.reopen import open_run
     from gpipe_cli.terminal.console import Console
 
-    problems = Problems()
-    chosen, overrides = split_words(words, OWN, EXAMPLE, problems)
-    split = chosen.get("split", "dev")
-    with problems.collected():
-        overrides += split_overrides(split)
-    step, trusted = chosen.get("step", "last"), chosen.get("trust", "")
-    run = open_run(chosen.get("checkpoint", ""), overrides, step, trusted, problems)
+    line = read_words(words, OWN)
+    split = line.own.get("split", "dev")
+    overrides = [*line.overrides, *([] if split == "dev" else [f"data.evaluation_split={split}"])]
+    run = open_run(line.run(EXAMPLE), overrides, line.own.get("step", "last"), line.own.get("trust", ""))
     default = run.run_dir / "evaluations" / f"{run.info.path.name}_{split}"
-    folder = Path(chosen["output"]) if "output" in chosen else default
+    folder = Path(line.own.get("output", default))
     require_writable("output", folder)
     name = run.prepared.settings.name or run.run_dir.name
     about = {"name": name, "run": str(run.run_dir.absolute()), "step": run.info.step, "split": split}
@@ -85,17 +83,6 @@ def evaluate(words: Sequence[str]) -> int:
         found = dict(launch_program(EntryPoint("gpipe_cli.inference.evaluate:main"), config, folder, console) or {})
         console.say("\n".join(["", *as_text(found), "", f"{time.monotonic() - began:.0f} s; report: {folder}"]))
     return 0
-
-
-def split_overrides(split: str) -> list[str]:
-    """Returns the override of the data that `split=` stands for.
-
-    Raises:
-        ConfigurationError: there is no such split.
-    """
-    if split not in ("dev", "test"):
-        raise ConfigurationError(f"split={split}: use dev or test")
-    return [] if split == "dev" else [f"++data.evaluation_split={split}"]
 
 
 def as_text(report: Mapping[str, Any]) -> list[str]:
@@ -164,10 +151,14 @@ def compare(words: Sequence[str]) -> int:
     Raises:
         ConfigurationError: a word is wrong, a run has not been evaluated, or evaluations cannot be compared.
     """
+    from gpipe_cli.jobs.record import require_writable
     from gpipe_cli.metrics.language_pictures import ModelScores, draw_capacity, draw_languages
     from gpipe_cli.metrics.translation_scores import languages_of
 
-    runs, baselines, output = read_compare_words(words)
+    given = read_words(words, COMPARED, runs=False, overrides=False).own
+    runs, baselines, output = given.get("compare"), given.get("baseline", []), Path(given.get("output", "comparison"))
+    if not runs:
+        raise ConfigurationError(f"compare= names no run; for example: {COMPARE_EXAMPLE}")
     reports, single = ([read_report(path) for run in given for path in expand(run)] for given in (runs, baselines))
     require_alike([*reports, *single])
     name_apart(reports)
@@ -187,26 +178,6 @@ def compare(words: Sequence[str]) -> int:
         raise ConfigurationError(f"compare: {error}") from error
     show(f"\npictures: {output}")
     return 0
-
-
-def read_compare_words(words: Sequence[str]) -> tuple[list[str], list[str], Path]:
-    """Returns runs, baselines and the output folder.
-
-    Raises:
-        ConfigurationError: a word is wrong, or there is no run to compare.
-    """
-    from gpipe_cli.jobs.composition import parsed
-
-    problems, given = Problems(), dict[str, Any]()
-    for override in parsed(CommandLine(list(words)), problems):
-        if override.key_or_group not in ("compare", "baseline", "output"):
-            problems.append(f"{override.input_line}: with compare there are only baseline= and output=")
-        given[override.key_or_group] = override.value()
-    runs, baselines = (_as_list(given.get(key, [])) for key in ("compare", "baseline"))
-    if not runs:
-        problems.append(f"compare= names no run; for example: {COMPARE_EXAMPLE}")
-    problems.refuse()
-    return runs, baselines, Path(str(given.get("output", "comparison")))
 
 
 def expand(run: str) -> list[Path]:
@@ -275,10 +246,6 @@ def _one_language(report: Mapping[str, Any]) -> dict[str, float]:
     if len(found) != 1:
         raise ConfigurationError(f"baseline: {report['folder']} is of {len(found)} languages; give bilingual runs")
     return found
-
-
-def _as_list(value: Any) -> list[str]:
-    return [str(item) for item in value] if isinstance(value, list) else [str(value)]
 
 
 if __name__ == "__main__":

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 from gpipe_cli.checkpoint.choose import choose
 from gpipe_cli.checkpoint.files import CheckpointInfo, with_suffix
 from gpipe_cli.disk import writing
-from gpipe_cli.errors import Problems
-from gpipe_cli.terminal.frame import run_command, split_words, to_stderr
-from gpipe_cli.terminal.output import show
-from gpipe_cli.typed_section import unknown_key
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.terminal.command import run_command, show, to_stderr
+from gpipe_cli.terminal.words import read_words
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,30 +48,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    problems = Problems()
-    chosen, others = split_words(words, OWN, EXAMPLE, problems)
-    problems += [unknown_key(word.partition("=")[0], OWN) for word in others]
-    average, overwrite = chosen.get("average", False), chosen.get("overwrite", False)
-    if "output" in chosen:
-        problems += _wrong_output(Path(chosen["output"]), overwrite)
-    with problems.collected():
-        info, warnings = choose(Path(chosen.get("checkpoint", "")).expanduser(), chosen.get("step", "last"))
-    problems.refuse()
-    output = Path(chosen["output"]) if "output" in chosen else info.path.parent.parent / "model.safetensors"
-    if "output" not in chosen:
-        problems += _wrong_output(output, overwrite)
-        problems.refuse()
+    line = read_words(words, OWN, overrides=False)
+    info, warnings = choose(Path(line.run(EXAMPLE)).expanduser(), line.own.get("step", "last"))
+    output = Path(line.own.get("output", info.path.parent.parent / "model.safetensors"))
+    if output.suffix not in SUFFIXES:
+        raise ConfigurationError(f"output={output}: the name must end in {' or '.join(SUFFIXES)}")
+    if output.exists() and not line.own.get("overwrite"):
+        raise ConfigurationError(f"output={output} exists: add overwrite=true to replace it")
     for warning in warnings:
         to_stderr(f"gpipe-export: warning: {warning}")
     with writing(output):
-        show(export(info, output, average))
+        show(export(info, output, line.own.get("average", False)))
     return 0
-
-
-def _wrong_output(output: Path, overwrite: bool) -> list[str]:
-    if output.suffix not in SUFFIXES:
-        return [f"output={output}: the name must end in {' or '.join(SUFFIXES)}"]
-    return [f"output={output} exists: add overwrite=true to replace it"] if output.exists() and not overwrite else []
 
 
 def export(info: CheckpointInfo, output: Path, average: bool = False) -> str:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
-from gpipe_cli.commands.lines import answer_lines, line_config, opened
-from gpipe_cli.errors import ConfigurationError, Problems
+from gpipe_cli.commands.lines import answer_lines, line_config, open_for_lines
+from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.targets import Seed
-from gpipe_cli.terminal.frame import run_command, split_words
-from gpipe_cli.terminal.frame import to_stderr as say  # standard output holds the texts only
+from gpipe_cli.terminal.command import run_command
+from gpipe_cli.terminal.words import read_words
 from gpipe_cli.typed_section import Count, Limit, NotNegative
 
 if TYPE_CHECKING:
-    from gpipe_cli.jobs.checkpointed import Checkpointed
+    from gpipe_cli.jobs.reopen import Reopened
 
 EXAMPLE = "gpipe-generate checkpoint=RUN prompt='Once upon a time'"
 SAMPLING: dict[str, Any] = {
@@ -27,7 +26,7 @@ SAMPLING: dict[str, Any] = {
     "seed": Seed,
     "samples": Annotated[int, Limit(at_least=1, at_most=1024)],
 }
-OWN = {**dict.fromkeys(("checkpoint", "step", "prompt", "input", "output", "trust"), str), "scores": bool, **SAMPLING}
+OWN = {**dict.fromkeys(("checkpoint", "step", "input", "output", "trust"), str), "scores": bool, **SAMPLING}
 HELP = """\
 gpipe-generate: continues texts with the language model of a run, in cells on workers as in training.
 
@@ -61,31 +60,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _generate(words: Sequence[str]) -> int:
-    from gpipe_cli.jobs.checkpointed import open_run
-
-    problems = Problems()
     prompt = next((word.partition("=")[2] for word in words if word.startswith("prompt=")), None)
-    others = [word for word in words if word != "prompt="]  # an empty prompt begins a text
-    chosen, overrides = split_words(others, OWN, EXAMPLE, problems)
-    if prompt is not None and "input" in chosen:
-        problems.append("prompt= is one beginning, input= a file of them: leave out one of the two")
-    with problems.collected(), opened(chosen.get("input", os.devnull)):
-        pass
-    run = open_run(
-        chosen.get("checkpoint", ""), overrides, chosen.get("step", "last"), chosen.get("trust", ""), problems
-    )
-    for line in (*run.warnings, *run.prepared.lines):
-        say(line)
-    sampling = {key: chosen[key] for key in SAMPLING if key in chosen}
+    line = read_words([word for word in words if not word.startswith("prompt=")], OWN)
+    if prompt is not None and "input" in line.own:
+        raise ConfigurationError("prompt= is one beginning, input= a file of them: leave out one of the two")
+    run = open_for_lines(line, EXAMPLE)
+    sampling = {key: line.own[key] for key in SAMPLING if key in line.own}
     config = {**worker_config(run), "sampling": {"length": 64, **sampling}}
     if prompt is not None:
-        config["prompt"] = prompt
-    result, writer = answer_lines("gpipe_cli.inference.generate:main", config, chosen)
+        config["prompt"] = prompt  # it may be empty, and may look like a number
+    result, writer = answer_lines("gpipe_cli.inference.generate:main", config, line.own)
     writer.print_end(result)
     return 0
 
 
-def worker_config(run: Checkpointed) -> dict[str, Any]:
+def worker_config(run: Reopened) -> dict[str, Any]:
     """Returns the workers' configuration: the run's, with its saved vocabulary in place of its text.
 
     A run that saved none, such as one with a user's own data source, opens its data.

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from gpipe_cli.errors import ConfigurationError, visible
-from gpipe_cli.terminal.frame import to_stderr as say  # standard output holds answers only
+from gpipe_cli.terminal.command import to_stderr as say  # standard output holds answers only
 
 if TYPE_CHECKING:
-    from gpipe_cli.jobs.checkpointed import Checkpointed
+    from gpipe_cli.jobs.reopen import Reopened
+    from gpipe_cli.terminal.words import Words
 
 # Lines in flight, at most: unread events of the workers are kept up to 16 MiB.
 LINES_AHEAD = 4096
@@ -24,7 +25,23 @@ LONGEST_LINE = 2**16  # bytes
 PREPARATION_SECONDS = 5.0
 
 
-def line_config(run: Checkpointed, command: str, source: Mapping[str, Any] | None) -> dict[str, Any]:
+def open_for_lines(line: Words, example: str) -> Reopened:
+    """Opens the run that a command line names, and says what it found.
+
+    Raises:
+        ConfigurationError: there is no such run, input or key.
+    """
+    from gpipe_cli.jobs.reopen import open_run
+
+    with opened(line.own.get("input", os.devnull)):
+        pass  # it can be read
+    run = open_run(line.run(example), line.overrides, line.own.get("step", "last"), line.own.get("trust", ""))
+    for text in (*run.warnings, *run.prepared.lines):
+        say(text)
+    return run
+
+
+def line_config(run: Reopened, command: str, source: Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns the workers' configuration: the run's, with another data source unless it is None.
 
     Raises:
@@ -179,7 +196,7 @@ class Writer:
         Args:
             result: "left_out" lines with more than "most" tokens.
         """
-        from gpipe_cli.jobs.devices import plural
+        from gpipe_cli.jobs.workers import plural
         from gpipe_cli.terminal.text import duration
 
         if sys.stderr.isatty():

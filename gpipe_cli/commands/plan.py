@@ -15,13 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.errors import ConfigurationError, Problems
-from gpipe_cli.terminal.flags import FOR_PLANS, CommandLine, read_words
-from gpipe_cli.terminal.frame import REFUSED, run_command
-from gpipe_cli.terminal.output import show
+from gpipe_cli.terminal.command import REFUSED, run_command, show
+from gpipe_cli.terminal.words import OF_PLANS, read_words
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
     from gpipe_cli.config import Settings
     from gpipe_cli.planner.options import Options
     from gpipe_cli.planner.plan import Plan
@@ -56,14 +53,12 @@ class Request:
 
     Attributes:
         overrides: as typed; in a sweep, those of this job.
-        lines: printed before the plan.
         notes: changes that were necessary to plan it.
     """
 
     overrides: list[str]
     settings: Settings
     options: Options
-    lines: list[str]
     notes: list[str]
 
     def plan(self) -> Plan:
@@ -95,13 +90,9 @@ def _help_text() -> str:
 
 
 def _run(words: Sequence[str]) -> int:
-    problems, requests = Problems(), list[Request]()
-    line = read_words(words, "gpipe-plan", problems, FOR_PLANS)
-    jobs, swept = expand(line) if line.is_sweep else ([line.overrides], [])
-    for job in jobs:
-        with problems.collected():
-            requests.append(make_request(job, line.folder, Problems(problems)))
-    problems.refuse()
+    line = read_words(words, options=OF_PLANS, runs=False)
+    jobs, swept = expand(line.overrides) if line.is_sweep else ([line.overrides], [])
+    requests = [make_request(job, line.folder) for job in jobs]
     if line.is_sweep and (picture := requests[0].options.picture) is not None:
         raise ConfigurationError(f"plan.picture={picture} shows one plan, not a sweep: leave out -m or plan.picture")
     # Only now, so that a wrong configuration is refused before torch is imported.
@@ -118,8 +109,6 @@ def _plan_all(requests: Sequence[Request], swept: Sequence[str]) -> int:
         return code
     from gpipe_cli.commands.plan_report import sweep_notes, sweep_table
 
-    for line in dict.fromkeys(line for request in requests for line in request.lines):
-        show(line)
     typed = [{key: request.value_of(key) for key in swept} for request in requests]
     show("\n".join([sweep_table(typed, outcomes), *sweep_notes(typed, outcomes)]))
     return code
@@ -143,8 +132,6 @@ def _plan_one(request: Request) -> int:
     else:
         from gpipe_cli.commands.plan_report import describe, found_line
 
-        for line in request.lines:
-            show(line)
         show("\n\n".join([*found_line(plan), describe(plan)]))
     if request.options.picture is not None:
         _draw(plan, request.options.picture)
@@ -163,72 +150,57 @@ def _draw(plan: Plan, picture: str) -> None:
         ) from error
 
 
-def expand(line: CommandLine) -> tuple[list[list[str]], list[str]]:
+def expand(words: Sequence[str]) -> tuple[list[list[str]], list[str]]:
     """Returns the overrides of each job of a sweep, the last key changing fastest, and the keys that are swept.
 
     Raises:
         ConfigurationError: an override that cannot be read or swept.
     """
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
 
-    from gpipe_cli.jobs.composition import parsed
+    from gpipe_cli.jobs.configuration import in_one_line
 
-    problems = Problems()
-    overrides = list(parsed(line, problems, "gpipe-plan"))
-    for override in overrides:
-        if override.is_sweep_override() and not (override.is_choice_sweep() or override.is_range_sweep()):
-            problems.append(f"{override.input_line}: a plan sweeps over values, as pipeline.K=2,4,8")
-    problems.refuse()
-    swept = [override.get_key_element() for override in overrides if override.is_sweep_override()]
-    return BasicSweeper.split_arguments(overrides, None)[0], swept
+    try:
+        overrides = OverridesParser.create().parse_overrides(list(words))
+        jobs = BasicSweeper.split_arguments(overrides, None)[0]
+    except HydraException as error:
+        raise ConfigurationError(in_one_line(error)) from error
+    return jobs, [override.get_key_element() for override in overrides if override.is_sweep_override()]
 
 
-def make_request(overrides: Sequence[str], folder: str | None = None, problems: Problems | None = None) -> Request:
+def make_request(overrides: Sequence[str], folder: str | None = None) -> Request:
     """Composes and checks the configuration of one job.
 
     Args:
         overrides: as typed, without a sweep.
         folder: of `--config-dir`.
-        problems: of the command line's options, to be told with those found here.
 
     Raises:
         ConfigurationError: it has one line for each mistake.
     """
-    from gpipe_cli.jobs.composition import Composer
-    from gpipe_cli.jobs.devices import room_for_workers
-    from gpipe_cli.jobs.own_target import look_here
-    from gpipe_cli.jobs.trust import targets
-    from gpipe_cli.planner.options import AUTO, keys
+    from gpipe_cli.config import Settings
+    from gpipe_cli.jobs.configuration import composed, plain
+    from gpipe_cli.jobs.trust import look_here, targets
+    from gpipe_cli.jobs.workers import AUTO, room_for_workers
+    from gpipe_cli.planner.options import Options, keys, with_enough_examples, with_free_cut
 
-    problems = Problems() if problems is None else problems
-    line = CommandLine(list(overrides), {"--config-dir": folder} if folder else {})
-    composer = Composer("plan", ("plan", *keys()), "gpipe-plan")
-    composed = composer.compose(line, problems, lambda composed: _check(composed, overrides, problems))
-    config, options, settings, lines, notes = _check(composed, overrides, problems)
+    problems = Problems()
+    config = plain(composed("plan", overrides, folder, ("plan", *keys())))
+    options = Options.read(config.pop("plan"), problems)
+    enough, notes = with_enough_examples(config)
+    if not problems:
+        enough, on_cut = with_free_cut(enough, options)
+        notes += on_cut
+    settings = Settings.read(enough, problems)
     problems.refuse()
     look_here(targets(config))
     options = replace(options, find_M=config["pipeline"]["M"] == AUTO)
     if options.device is None:
         most = 1 if settings.launch.inline else room_for_workers(settings.pipeline)[0]
         options = replace(options, most_workers=most)
-    return Request(list(overrides), settings, options, lines, notes)
-
-
-def _check(
-    composed: DictConfig, overrides: Sequence[str], problems: Problems
-) -> tuple[dict[str, Any], Options, Settings, list[str], list[str]]:
-    """Returns the parts of a request; adds everything that is wrong with them to ``problems``."""
-    from gpipe_cli.config import Settings
-    from gpipe_cli.jobs.job import resolve
-    from gpipe_cli.planner.options import Options, with_enough_examples, with_free_cut
-
-    config, lines = resolve(composed, overrides, problems)
-    options = Options.read(config.pop("plan", {}), problems)
-    enough, notes = with_enough_examples(config)
-    if not problems:
-        enough, on_cut = with_free_cut(enough, options)
-        notes += on_cut
-    return config, options, Settings.read(enough, problems), lines, notes
+    return Request(list(overrides), settings, options, notes)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.jobs.devices import plural
+from gpipe_cli.jobs.workers import plural
 from gpipe_cli.schedule.picture import draw_text, legend
 from gpipe_cli.schedule.simulate import BUBBLE_FORMULAS, simulate, unit_durations
 from gpipe_cli.terminal.text import number, percent, text_table

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from gpipe_cli.bench.tables.run_table import run_table
-from gpipe_cli.errors import ConfigurationError, Problems
-from gpipe_cli.terminal.frame import FAILED, is_path, run_command, to_stderr
-from gpipe_cli.terminal.output import show
+from gpipe_cli.bench.tables.table import Curve, Table
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.terminal.command import FAILED, run_command, show, to_stderr
+from gpipe_cli.terminal.run_table import GRID, RunTable, compare
 from gpipe_cli.terminal.runs import find_runs
-from gpipe_cli.typed_section import unknown_key
+from gpipe_cli.terminal.words import read_words
 
 HELP = """\
 gpipe-report: one table and one plot of several runs of gpipe-train.
@@ -35,16 +35,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    paths, folder = read_words(words)
-    runs, problems = find_runs(paths)
+    line = read_words(words, {"output": str}, overrides=False)
+    if not line.runs:
+        raise ConfigurationError("which runs? gpipe-report sweeps/NAME (see --help)")
+    runs, problems = find_runs([Path(run) for run in line.runs])
     for problem in problems:
         to_stderr(f"gpipe-report: {problem}")
     if not runs:
         return FAILED
-    table = run_table(runs)
+    found = compare(runs)
+    title = f"{len(runs)} runs of gpipe-train"
+    facts = {"rows": found.facts}
+    table = Table("report", title, dict.fromkeys(found.columns, ""), found.rows, found.notes, facts, _curves(found))
     show(table.text() + "\n")
     for note in table.notes:
         show(f"* {note}")
+    folder = Path(line.own.get("output", "bench"))
     try:
         written = table.write(folder)
     except OSError as error:
@@ -53,27 +59,20 @@ def _run(words: Sequence[str]) -> int:
     return 0
 
 
-def read_words(words: Sequence[str]) -> tuple[list[Path], Path]:
-    """Returns the paths of the runs and the output folder.
-
-    Raises:
-        ConfigurationError: a word is an option or an unknown key, or no run is named.
-    """
-    problems, paths, output = Problems(), list[Path](), "bench"
-    for word in words:
-        key, _, value = word.partition("=")
-        if is_path(word):
-            paths.append(Path(word))
-        elif word.startswith("-"):
-            problems.append(f"there is no option {word}; give runs and output=DIR (see --help)")
-        elif key == "output":
-            output = value
-        else:
-            problems.append(unknown_key(key, ["output"]))
-    if not paths:
-        problems.append("which runs? gpipe-report sweeps/NAME (see --help)")
-    problems.refuse()
-    return paths, Path(output)
+def _curves(found: RunTable) -> list[Curve]:
+    """Returns measured and ideal throughput over K, a panel for each M and setting that differs."""
+    panels: dict[str, list[tuple[float, float, float]]] = {}
+    for run in found.facts:
+        if run["normalised"] is not None:
+            others = [str(value) for key, value in run["settings"].items() if key not in GRID]
+            point = (float(run["K"]), run["normalised"], run["ideal"])
+            panels.setdefault(", ".join([f"M={run['M']}", *others]), []).append(point)
+    curves = []
+    for panel, points in panels.items():
+        ideals = {K: ideal for K, _, ideal in sorted(points)}
+        curves.append(Curve(panel, "ideal, K·M/(M+K−1)", "ideal", list(ideals.items())))
+        curves.append(Curve(panel, "measured", "ours", [(K, speed) for K, speed, _ in sorted(points)]))
+    return curves
 
 
 if __name__ == "__main__":

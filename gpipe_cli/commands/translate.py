@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpipe_cli.commands.lines import Writer, answer_lines, line_config, opened
-from gpipe_cli.errors import ConfigurationError, Problems
-from gpipe_cli.terminal.frame import run_command, split_words
-from gpipe_cli.terminal.frame import to_stderr as say  # standard output holds translations only
+from gpipe_cli.commands.lines import answer_lines, line_config, open_for_lines, opened
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.terminal.command import run_command
+from gpipe_cli.terminal.command import to_stderr as say  # standard output holds translations only
+from gpipe_cli.terminal.words import read_words
 
 if TYPE_CHECKING:
-    from gpipe_cli.jobs.checkpointed import Checkpointed
+    from gpipe_cli.jobs.reopen import Reopened
 
 EXAMPLE = "gpipe-translate checkpoint=RUN < sentences.txt"
 OWN = {**dict.fromkeys(("checkpoint", "step", "input", "output", "references", "trust"), str), "scores": bool}
@@ -50,28 +50,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _translate(words: Sequence[str]) -> int:
-    from gpipe_cli.jobs.checkpointed import open_run
-
-    problems = Problems()
-    chosen, overrides = split_words(words, OWN, EXAMPLE, problems)
-    references = None
-    with problems.collected():
-        references = _read_references(chosen.get("references"))
-    with problems.collected(), opened(chosen.get("input", os.devnull)) as lines:
-        if references is not None and "input" in chosen:
+    line = read_words(words, OWN)
+    references = _read_references(line.own.get("references"))
+    if references is not None and "input" in line.own:
+        with opened(line.own["input"]) as lines:
             refuse_other_count(sum(1 for _ in lines), references)
-    step, trusted = chosen.get("step", "last"), chosen.get("trust", "")
-    run = open_run(chosen.get("checkpoint", ""), overrides, step, trusted, problems)
-    for line in (*run.warnings, *run.prepared.lines):
-        say(line)
+    run = open_for_lines(line, EXAMPLE)
     config = worker_config(run)
     entry = "gpipe_cli.inference.translate:main"
-    result, writer = answer_lines(entry, config, chosen, keep=references is not None)
-    _print_end(result, config["longest"], writer)
+    result, writer = answer_lines(entry, config, line.own, keep=references is not None)
+    writer.print_end(result)
+    if result["longer"]:
+        longest = config["longest"]
+        say(f"warning: {result['longer']:,} lines have more than {longest} tokens, more than any sentence in training")
     return _show_bleu(writer.texts, references)
 
 
-def worker_config(run: Checkpointed) -> dict[str, Any]:
+def worker_config(run: Reopened) -> dict[str, Any]:
     """Returns the workers' configuration: the run's, with its saved vocabularies in place of its corpus.
 
     A run that saved none, such as one with a user's own data source, opens its data.
@@ -103,12 +98,6 @@ def _read_references(path: str | None) -> list[str] | None:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"references={path}: {error}") from error
     return [line.rstrip("\r") for line in (lines if lines[-1] else lines[:-1])]
-
-
-def _print_end(result: dict[str, Any], longest: int | None, writer: Writer) -> None:
-    writer.print_end(result)
-    if result["longer"]:
-        say(f"warning: {result['longer']:,} lines have more than {longest} tokens, more than any sentence in training")
 
 
 def refuse_other_count(lines: int, references: Sequence[str]) -> None:

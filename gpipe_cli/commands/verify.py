@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpipe_cli.terminal.frame import FAILED
+from gpipe_cli.terminal.command import FAILED
 
 if TYPE_CHECKING:
     from gpipe_cli.terminal.console import Console

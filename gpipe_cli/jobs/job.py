@@ -1,52 +1,42 @@
-"""Runs one job: checks the composed configuration, starts the workers, and reports how the job ended."""
+"""Runs one job: opens its directory, chooses its checkpoint, starts the workers, and reports how the job ended."""
 
 from __future__ import annotations
 
-import copy
-import fcntl
 import math
 import shlex
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.checkpoint import choose as checkpoints
 from gpipe_cli.checkpoint.commit import refuse_another_run
 from gpipe_cli.checkpoint.compatibility import require_compatible, typed
 from gpipe_cli.checkpoint.files import CheckpointInfo, step_directories, step_of
 from gpipe_cli.checkpoint.foreign import is_foreign, weight_files
-from gpipe_cli.config import Checks, LaunchConfig, Settings
-from gpipe_cli.disk import DiskError, writing
+from gpipe_cli.config import LaunchConfig, Settings
+from gpipe_cli.disk import DiskError
 from gpipe_cli.disk import explain as explain_disk
-from gpipe_cli.errors import ConfigurationError, PlainError, Problems
-from gpipe_cli.jobs import own_target, sweep, torchrun, trust
-from gpipe_cli.jobs.composition import plain_values
-from gpipe_cli.jobs.devices import settle_workers
-from gpipe_cli.jobs.limits import MACHINE
-from gpipe_cli.jobs.micro_batches import AUTO, settle_micro_batches
-from gpipe_cli.jobs.record import RunRecord
+from gpipe_cli.errors import ConfigurationError, PlainError
+from gpipe_cli.jobs import sweep, torchrun
+from gpipe_cli.jobs.configuration import Prepared, prepare
+from gpipe_cli.jobs.record import RunRecord, sole_writer, where_it_is
 from gpipe_cli.jobs.restarts import Restarts
 from gpipe_cli.launch.join import join, joined, restart_count
 from gpipe_cli.launch.report import WorkerFailed
 from gpipe_cli.launch.supervisor import Job, OnEvent, launch, launch_inline
-from gpipe_cli.terminal.frame import FAILED, REFUSED
-from gpipe_cli.terminal.help import conf_folder
+from gpipe_cli.terminal.command import FAILED, REFUSED
 from gpipe_cli.terminal.text import command_name, relative_paths
 
 if TYPE_CHECKING:
     from gpipe_cli.terminal.console import Console
-
-
-ENDING_SECONDS = 30.0  # for the children of a rank that torchrun restarts
 
 
 @dataclass(frozen=True)
@@ -67,99 +57,6 @@ class EntryPoint:
     conclude: Callable[[Any, Path, Console], int] | None = None
     config_name: str = "train"
     own_keys: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Holds a configuration that has passed all checks.
-
-    Attributes:
-        config: plain values, with the number of workers in place of "auto".
-        lines: printed before the run begins.
-    """
-
-    config: dict[str, Any]
-    settings: Settings
-    lines: list[str]
-
-
-def prepare(
-    composed: DictConfig, overrides: Sequence[str], checks: Checks = MACHINE, trusted: Sequence[str] | None = None
-) -> Prepared:
-    """Resolves and checks a composed configuration, and makes what it names in the current directory importable.
-
-    Args:
-        composed: without Hydra's own node.
-        overrides: as typed.
-        checks: beside those of the configuration itself.
-        trusted: the `_target_`s that may lie in the current directory; None: all.
-
-    Raises:
-        ConfigurationError: it has one line for each wrong key or value.
-    """
-    problems = Problems()
-    config, settings, lines = check(composed, overrides, problems, checks)
-    problems.refuse()
-    own_target.look_here(trust.targets(config) if trusted is None else trusted)
-    if OmegaConf.select(composed, "pipeline.M") == AUTO:
-        config, line = settle_micro_batches(config)
-        lines.append(line)
-        settings = Settings.from_config(config)
-    workers, line = settle_workers(settings.pipeline, settings.launch.inline, torchrun.world_size())
-    config["pipeline"] = {**config["pipeline"], "workers": workers}
-    if joined() and settings.launch.stall_seconds is not None:
-        lines.append(
-            "launch.stall_seconds does nothing here: only gpipe-train that starts its own workers watches them"
-        )
-    if joined() and settings.launch.restarts:
-        lines.append("launch.restarts does nothing here: torchrun restarts its processes, with --max-restarts")
-    return Prepared(config, Settings.from_config(config), [line, *lines])
-
-
-def check(
-    composed: DictConfig, overrides: Sequence[str], problems: Problems, checks: Checks = MACHINE
-) -> tuple[dict[str, Any], Settings, list[str]]:
-    """Returns plain values, settings and lines about left-out keys; adds everything that is wrong to ``problems``.
-
-    `pipeline.M=auto` counts as 1. With problems the values and settings are not complete.
-    """
-    config, lines = resolve(composed, overrides, problems)
-    pipeline = config.get("pipeline")
-    if isinstance(pipeline, dict) and pipeline.get("M") == AUTO:
-        pipeline = {**pipeline, "M": 1}
-    return config, Settings.read({**config, "pipeline": pipeline}, problems, checks), lines
-
-
-def resolve(composed: DictConfig, overrides: Sequence[str], problems: Problems) -> tuple[dict[str, Any], list[str]]:
-    """Returns a composed configuration as plain values, and a line for each `_target_` whose section leaves out keys.
-
-    Args:
-        problems: gets one line for each value that is missing or refers to nothing.
-    """
-    composed, left_out = copy.deepcopy(composed), own_target.keys_left_out(composed, overrides)
-    with open_dict(composed):
-        for section, keys in left_out.items():
-            for key in keys:
-                del composed[section][key]
-    config = plain_values(composed, problems)
-    return config, own_target.describe(config, left_out)
-
-
-def _not_made_tiny(place: Any) -> list[str]:
-    """Returns a line for a user's own model or data, which debug=tiny cannot make smaller."""
-    tiny, lines = place.runtime.choices.get("debug"), []
-    own = own_target.typed_sections(place.overrides.task)
-    sources = [source.path for source in place.runtime.config_sources if source.schema == "file"]
-    folders = [conf_folder(), *map(Path, sources)]
-    for section in ("model", "data") if tiny else ():
-        option = f"debug/{place.runtime.choices[f'debug@{section}']}.yaml"
-        if section in own or not any((folder / option).is_file() for folder in folders):
-            lines.append(f"debug={tiny} shortens the run but cannot make your own {section} smaller: type its keys")
-    return lines
-
-
-def in_words(problem: str) -> str:
-    return f"{command_name()}: {problem}"
 
 
 def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tuple[int, float]:
@@ -185,11 +82,10 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
     record = RunRecord(run_dir, composed, keep=is_sweep)
     with Console(*_console_settings(composed), silent=not torchrun.is_first(), brief=is_sweep) as console:
         if is_sweep:
-            console.say(_job_line(place))
+            console.say(sweep.job_line(int(place.job.num), place.overrides.task))
         try:
-            with _sole_writer(run_dir, console), record:
-                prepared = prepare(composed, list(place.overrides.task))
-                prepared.lines.extend(_not_made_tiny(place))
+            with sole_writer(run_dir, console), record:
+                prepared = sweep.prepared or prepare(composed)
                 config = _with_checkpoint(prepared, run_dir, place, console)
                 named = prepared.settings.checkpoint.resume
                 config = {
@@ -204,7 +100,7 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
             if not is_sweep:
                 console.say(where_it_is(run_dir))
         except ConfigurationError as error:
-            console.error(relative_paths(in_words(str(error))), logged=record.is_open)
+            console.error(relative_paths(f"{command_name()}: {error}"), logged=record.is_open)
             return REFUSED, math.nan
         except (WorkerFailed, DiskError) as error:
             console.error(relative_paths(str(error)))
@@ -346,56 +242,7 @@ def launch_program(program: EntryPoint, config: dict[str, Any], run_dir: Path, o
     return launch_inline(job, on_event) if settings.launch.inline else launch(job, on_event)
 
 
-@contextmanager
-def _sole_writer(run_dir: Path, console: Console) -> Iterator[None]:
-    """Holds the run directory's lock, which the system releases when this process ends."""
-    if not torchrun.is_first():
-        yield
-        return
-    path = run_dir / "run.lock"
-    with writing(path):
-        file = path.open("a")
-    with file:
-        try:
-            _lock(file, ENDING_SECONDS if restart_count() else 0.0)
-        except BlockingIOError:
-            raise ConfigurationError(
-                f"another gpipe-train is writing to {run_dir}: wait for it to end, or type another hydra.run.dir"
-            ) from None
-        except OSError as error:  # a file system without locks
-            console.warn(f"the file system of {run_dir} has no locks ({error}): two runs in it would not be noticed")
-        yield
-
-
-def _lock(file: IO[str], patience: float) -> None:
-    """Locks a file; waits up to ``patience`` seconds for the process that holds the lock to end.
-
-    Raises:
-        BlockingIOError: it has not ended.
-    """
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
-
-
 def _console_settings(composed: DictConfig) -> tuple[int, Any]:
     """Reads `logging` from a configuration that is not checked yet: its errors must be printed too."""
     every, mode = OmegaConf.select(composed, "logging.every"), OmegaConf.select(composed, "logging.console")
     return (every if isinstance(every, int) and every > 0 else 1), ("plain" if mode == "plain" else "auto")
-
-
-def _job_line(place: Any) -> str:
-    total = f"/{sweep.current.jobs}" if sweep.current is not None and sweep.current.jobs else ""
-    return f"\njob {int(place.job.num) + 1}{total}  {' '.join(word.lstrip('+') for word in place.overrides.task)}"
-
-
-def where_it_is(folder: Path) -> str:
-    """Returns the lines that name a run's or a sweep's directory and the command that opens it."""
-    shown = relative_paths(str(folder))
-    pictures = f"\npictures: {shown}/pictures" if (folder / "pictures").is_dir() else ""
-    return f"run directory: {shown}{pictures}\nto look at it: tensorboard --logdir {shown}"

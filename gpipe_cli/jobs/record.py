@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import IO, TYPE_CHECKING
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe_cli.disk import DiskError, write_whole, writing
+from gpipe_cli.disk import DISK, DiskError, prepare_directory, write_whole, writing
 from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.jobs import torchrun
+from gpipe_cli.launch.join import restart_count
 from gpipe_cli.launch.report import WorkerFailed
 from gpipe_cli.terminal.runs import ERROR_FILE
+from gpipe_cli.terminal.text import relative_paths
+
+if TYPE_CHECKING:
+    from gpipe_cli.terminal.console import Console
+
+ENDING_SECONDS = 30.0  # for the children of a rank that torchrun restarts
 
 
 class RunRecord:
@@ -72,3 +84,62 @@ class RunRecord:
         with writing(error := self._run_dir / ERROR_FILE):
             error.unlink(missing_ok=True)
         self.is_open = True
+
+
+@contextmanager
+def sole_writer(run_dir: Path, console: Console) -> Iterator[None]:
+    """Holds the run directory's lock, which the system releases when this process ends."""
+    if not torchrun.is_first():
+        yield
+        return
+    path, patience = run_dir / "run.lock", ENDING_SECONDS if restart_count() else 0.0
+    with writing(path):
+        file = path.open("a")
+    with file:
+        try:
+            _lock(file, time.monotonic() + patience)
+        except BlockingIOError:
+            raise ConfigurationError(
+                f"another gpipe-train is writing to {run_dir}: wait for it to end, or type another hydra.run.dir"
+            ) from None
+        except OSError as error:  # a file system without locks
+            console.warn(f"the file system of {run_dir} has no locks ({error}): two runs in it would not be noticed")
+        yield
+
+
+def _lock(file: IO[str], until: float) -> None:
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.1)
+
+
+def require_writable(key: str, folder: str | Path) -> None:
+    """Makes a folder in which files can be written.
+
+    Args:
+        key: that names the folder.
+
+    Raises:
+        ConfigurationError: it has no name, it cannot be made, or nothing may be written there.
+        DiskError: its disk is full or fails.
+    """
+    if not str(folder):
+        raise ConfigurationError(f"{key}= is empty: name a folder, or leave it out")
+    try:
+        prepare_directory(Path(str(folder)).expanduser())
+    except (DiskError, ValueError, RuntimeError) as error:  # a NUL character; a home that is not known
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno in DISK:
+            raise
+        raise ConfigurationError(f"{key}={folder}: {error}: name a folder that can be made and written") from error
+
+
+def where_it_is(folder: Path) -> str:
+    """Returns the lines that name a run's or a sweep's directory and the command that opens it."""
+    shown = relative_paths(str(folder))
+    pictures = f"\npictures: {shown}/pictures" if (folder / "pictures").is_dir() else ""
+    return f"run directory: {shown}{pictures}\nto look at it: tensorboard --logdir {shown}"

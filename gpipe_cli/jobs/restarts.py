@@ -16,8 +16,8 @@ from gpipe_cli.checkpoint.files import read_manifest, step_directories
 from gpipe_cli.config import Settings
 from gpipe_cli.disk import read_rows, skipped, write_whole
 from gpipe_cli.gpus import hide_gpu
-from gpipe_cli.jobs.devices import find_devices, plural, room_for_workers
 from gpipe_cli.jobs.torchrun import is_first
+from gpipe_cli.jobs.workers import find_devices, plural, room_for_workers
 from gpipe_cli.launch.join import restart_count
 from gpipe_cli.launch.report import STARTER, Failure, WorkerFailed, take_failure
 

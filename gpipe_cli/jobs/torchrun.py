@@ -7,15 +7,12 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from hydra.types import RunMode
 
 from gpipe_cli.errors import ConfigurationError
@@ -25,7 +22,6 @@ if TYPE_CHECKING:
     from gpipe_cli.launch.context import Context
 
 ENTRY = "gpipe_cli.jobs.torchrun:enter"
-FIXED = ("pipeline.K", "pipeline.workers", "pipeline.replicas")  # keys that change the number of processes
 KEY, DIRECTORY = "rank_0_decides", "directory"  # in the store
 PAUSE = 0.2  # seconds between two looks for what rank 0 has decided
 SHARED_SECONDS = 10.0  # until a file of rank 0 must be seen on the other machines
@@ -102,27 +98,6 @@ def _appears(folder: Path, name: str) -> bool:
                 return True
         time.sleep(PAUSE)
     return False
-
-
-def refuse_sweep_over_workers(words: Sequence[str]) -> None:
-    """Refuses a sweep over the number of processes, which is fixed for a torchrun job.
-
-    Raises:
-        ConfigurationError: the command line sweeps over a key that changes it.
-    """
-    if not {"-m", "--multirun"} & set(words):
-        return
-    for word in words:
-        try:
-            override = OverridesParser.create().parse_override(word)
-        except HydraException:
-            continue  # an option, or what Hydra will refuse
-        if override.is_sweep_override() and override.key_or_group in FIXED:
-            raise ConfigurationError(
-                f"{word}: torchrun has started {os.environ['WORLD_SIZE']} processes for all jobs of the sweep, so "
-                f"{override.key_or_group} cannot be swept; drop torchrun, and gpipe-train starts the workers of each "
-                "job itself"
-            )
 
 
 def wrap(entry: str, config: dict[str, Any]) -> dict[str, Any]:

@@ -8,11 +8,13 @@ Names are compared as a whole: Hydra resolves attributes of what a module import
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.targets import DATA, MODELS, TASKS
@@ -26,10 +28,24 @@ def trusted_names(word: str) -> list[str]:
     return [name for part in word.strip().removeprefix("[").removesuffix("]").split(",") if (name := part.strip())]
 
 
-def typed_names(overrides: Sequence[Override]) -> list[str]:
-    """Returns the `_target_`s in the overrides, also inside values such as ``data.train={_target_:my_data.Mine}``."""
-    values = [{override.key_or_group.rpartition(".")[2]: override.value()} for override in overrides]
-    return list(targets(values))
+def typed_names(words: Sequence[str]) -> list[str]:
+    """Returns the `_target_`s in overrides, also inside values such as ``data.train={_target_:my_data.Mine}``."""
+    overrides = OverridesParser.create().parse_overrides(list(words))
+    return list(targets([{each.key_or_group.rpartition(".")[2]: each.value()} for each in overrides]))
+
+
+def look_here(named: Iterable[str]) -> None:
+    """Appends the current directory to the import path if one of these names begins with a module found nowhere else.
+
+    Only then, and at the end: the directory may be a stranger's, whose files must not run because a library looks for
+    an optional module. Workers inherit the path.
+
+    Args:
+        named: `_target_`s that the user has chosen, not those of a checkpoint.
+    """
+    modules = filter(None, (name.partition(".")[0] for name in named))
+    if any(module not in sys.modules and find_spec(module) is None for module in modules):
+        sys.path.append(str(Path.cwd()))
 
 
 def refuse_interpolations(recorded: Mapping[str, Any], checkpoint: Path) -> None:

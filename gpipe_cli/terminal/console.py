@@ -26,13 +26,16 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import IO, Any, Literal, cast
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from gpipe_cli.disk import cannot_write
 from gpipe_cli.errors import visible
-from gpipe_cli.terminal.output import OutputStream
+from gpipe_cli.terminal.command import discard
 from gpipe_cli.terminal.text import duration, number, percent, relative_paths, text_table
 
 PLAIN_SECONDS = 2.0  # minimum between two progress lines: fast steps must not flood a log
@@ -282,3 +285,81 @@ class _WarningsToConsole(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if not getattr(record, "shown", False):
             self._console._print(f"{record.levelname.lower()}: {record.getMessage()}", style="yellow")
+
+
+class OutputStream:
+    """Wraps standard output or error so that a run goes on when they can no longer be written.
+
+    The reader of a pipe may have died, the terminal may be closed, the disk behind a `>` may be full. After the first
+    failure everything goes to /dev/null: also Python's own buffers, which it would fail to flush at its end, and what
+    the user's code prints.
+    """
+
+    def __init__(self, stream: IO[str] | None) -> None:
+        self._stream = stream  # None: Python was started with this stream closed
+
+    def write(self, text: str) -> int:
+        self._guard(lambda stream: _write(stream, text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._guard(lambda stream: stream.flush())
+
+    def isatty(self) -> bool:
+        return self._stream is not None and self._stream.isatty()
+
+    def fileno(self) -> int:
+        if self._stream is None:
+            raise OSError("there is no such stream")
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def _guard(self, action: Callable[[IO[str]], object]) -> None:
+        if self._stream is None:
+            return
+        try:
+            action(self._stream)
+        except (OSError, ValueError) as error:  # ValueError: the stream was closed in this process
+            failed, self._stream = self._stream, None
+            discard(failed)
+            # Not a warning, which the console would print: this may be rich's thread, which holds rich's lock.
+            name = getattr(failed, "name", "the output")
+            log.info("%s cannot be written to (%s): nothing more is printed there, the run goes on", name, error)
+
+
+def _write(stream: IO[str], text: str) -> None:
+    try:
+        stream.write(text)
+    except UnicodeEncodeError:  # the terminal's encoding is Latin-1 or ASCII
+        known = getattr(stream, "encoding", None) or "ascii"
+        stream.write(text.encode(known, errors="replace").decode(known))
+
+
+class TrainLog(logging.FileHandler):
+    """Appends records to a file, until it cannot be written: then it warns once, and writes nothing more."""
+
+    def __init__(self, filename: str, encoding: str = "utf-8") -> None:
+        super().__init__(filename, encoding=encoding, delay=True)  # opened by the first record: see emit
+        self._lost = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes a record; never raises an OSError, and prints no traceback of one."""
+        if self._lost:
+            return
+        try:
+            if self.stream is None:
+                self.stream = self._open()
+            self.stream.write(f"{self.format(record)}{self.terminator}")
+            self.stream.flush()
+        except OSError as error:
+            self._lost = True
+            self.close()
+            log.warning("%s; the run goes on without it", cannot_write(Path(self.baseFilename), error))
+
+    def close(self) -> None:
+        """Closes the file, also where its last records find no room."""
+        with suppress(OSError):
+            super().close()

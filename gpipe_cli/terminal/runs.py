@@ -12,7 +12,6 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
 from gpipe_cli.disk import read_rows, skipped
-from gpipe_cli.terminal import yaml_aliases  # noqa: F401  # from here on all YAML is checked
 
 ERROR_FILE = "error.txt"  # in the run directory of a failed run
 RUN_FILES = ("summary.json", "metrics.jsonl", ERROR_FILE, ".hydra/config.yaml")  # one of them makes a folder a run
@@ -27,6 +26,7 @@ class FinishedRun:
     Attributes:
         status: "done", "stopped" (it saved first), "not finished, 7 steps on record" or "failed".
         settings: the whole configuration, flat: "pipeline.K" to value.
+        typed: the overrides: key to what was typed.
         error: of a failed run, in one line.
         damaged: what cannot be read, in words.
         loss: of the last step.
@@ -36,6 +36,7 @@ class FinishedRun:
     folder: Path
     status: str
     settings: Mapping[str, Any] = field(default_factory=dict)
+    typed: Mapping[str, str] = field(default_factory=dict)
     error: str | None = None
     damaged: Sequence[str] = ()
     K: int | None = None
@@ -95,8 +96,9 @@ def _number(folder: Path) -> tuple[float, str]:
 def read_run(folder: Path) -> FinishedRun:
     """Reads a run directory."""
     broken: list[str] = []
-    settings = dict(_flat(_read(folder / ".hydra" / "config.yaml", yaml.safe_load, broken) or {}))
-    summary = _read(folder / "summary.json", json.loads, broken)
+    settings = dict(_flat(_read(folder / ".hydra" / "config.yaml", yaml.safe_load, dict, broken) or {}))
+    words = _read(folder / ".hydra" / "overrides.yaml", yaml.safe_load, list, broken) or []
+    summary = _read(folder / "summary.json", json.loads, dict, broken)
     rows, damaged = read_rows(folder / "metrics.jsonl") if summary is None else ([], [])
     if damaged:
         broken.append(skipped(Path("metrics.jsonl"), damaged))
@@ -111,6 +113,7 @@ def read_run(folder: Path) -> FinishedRun:
         folder=folder,
         status=status,
         settings=settings,
+        typed={key.lstrip("+~"): value for key, _, value in (str(word).partition("=") for word in words)},
         error=error,
         damaged=broken,
         K=summary.get("K", settings.get("pipeline.K")),
@@ -137,14 +140,14 @@ def _status(summary: Any, rows: Sequence[Any]) -> str:
     return "stopped" if summary.get("stopped_by") == "request" else "done"
 
 
-def _read(path: Path, parse: Any, broken: list[str]) -> dict[str, Any] | None:
+def _read(path: Path, parse: Any, kind: type, broken: list[str]) -> Any:
     if not path.is_file():
         return None
     try:
         found = parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         found = None
-    if not isinstance(found, dict):
+    if not isinstance(found, kind):
         broken.append(f"{path.name} cannot be read")
         return None
     return found

@@ -14,7 +14,6 @@ from omegaconf.errors import InterpolationKeyError
 from gpipe_cli.config import FREE_FORM, TYPED, Settings, known_keys
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory.build import build_optimizer
-from gpipe_cli.jobs import own_target
 from gpipe_cli.targets import TARGETS
 from gpipe_cli.typed_section import nearest
 
@@ -222,7 +221,7 @@ def test_averaging_is_the_trainer_s_and_comes_with_the_transformer() -> None:
 
 @pytest.mark.parametrize("words", [[], ["lr_schedule.warmup_steps=20"], ["model=transformer_lm"]], ids=str)
 def test_a_model_of_one_s_own_begins_with_what_suits_any_model(words: list[str]) -> None:
-    config = composed(*own_target.complete(["model._target_=my_module.layers", *words]))
+    config = composed("model._target_=my_module.layers", *words)
     assert config["trainer"]["average"] is None and config["name"] == "my_module.layers"
     assert config["lr_schedule"]["_target_"].endswith(".constant")
     assert config["lr_schedule"]["warmup_steps"] == (20 if "lr_schedule.warmup_steps=20" in words else 0)
@@ -230,22 +229,22 @@ def test_a_model_of_one_s_own_begins_with_what_suits_any_model(words: list[str])
 
 def test_a_module_may_be_typed_as_one_value() -> None:
     words = ["model=module", "model.module={_target_:my.make,size:3,config:{_target_:my.Config,depth:2}}"]
-    config = composed(*own_target.complete(words))
+    config = composed(*words)
     module = {"_target_": "my.make", "size": 3, "config": {"_target_": "my.Config", "depth": 2}}
     assert config["model"]["module"] == {**module, "_partial_": True}
     assert (config["name"], config["trainer"]["average"]) == ("my.make", None)
     part = ["model=module", "model.module._target_=my.make", "model.module.config={_target_:my.Config,depth:2}"]
-    assert composed(*own_target.complete(part))["model"]["module"]["config"] == module["config"]
+    assert composed(*part)["model"]["module"]["config"] == module["config"]
 
 
 def test_a_module_gets_the_learning_rates_that_its_yaml_names() -> None:
-    config = composed(*own_target.complete(["model=module", "model.module._target_=my.make"]))
+    config = composed("model=module", "model.module._target_=my.make")
     assert config["lr_schedule"] == composed("lr_schedule=cosine")["lr_schedule"]
 
 
 def test_what_is_typed_for_an_own_model_wins() -> None:
     typed = ["model._target_=my_module.layers", "lr_schedule=cosine", "name=mine", "trainer.average=0.5"]
-    config = composed(*own_target.complete(typed))
+    config = composed(*typed)
     assert (config["name"], config["trainer"]["average"]) == ("mine", 0.5)
     assert config["lr_schedule"]["_target_"].endswith(".cosine")
 

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from inline_run import train_inline
 
-from gpipe_cli.jobs.own_target import complete
-
 PAGE = (Path(__file__).parents[2] / "docs" / "your-own-model.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```sh\n(gpipe-train model=module .*?)```", PAGE, re.DOTALL)
 SHORT = ["trainer.steps=1", "trainer.evaluate_every=null", "trainer.evaluate_first=false", "pipeline.M=2"]
@@ -41,5 +39,5 @@ def test_an_example_trains(name: str, tmp_path: Path) -> None:
     words = [word for word in shlex.split(block.replace("\\\n", " "))[1:] if not word.startswith("data.")]
     keys = {word.partition("=")[0] for word in (*TINY[name], *SHORT)}
     kept = [word for word in words if word.partition("=")[0] not in keys]
-    summary, _ = train_inline(tmp_path, *complete([*kept, *TINY[name], *SHORT]))
+    summary, _ = train_inline(tmp_path, *kept, *TINY[name], *SHORT)
     assert len(summary["cells"]) == 4

@@ -16,7 +16,6 @@ from inline_run import train_inline
 from run_files import rows
 
 from gpipe_cli.errors import ConfigurationError, PlainError
-from gpipe_cli.jobs.own_target import complete
 from gpipe_cli.pipeline.cell import LayerFailed
 
 PAGE = (Path(__file__).parents[2] / "docs" / "your-own-model.md").read_text(encoding="utf-8")
@@ -38,7 +37,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
         (tmp_path / folder / "spirals.py").write_text(module, encoding="utf-8")
         monkeypatch.delitem(sys.modules, "spirals", raising=False)
         monkeypatch.syspath_prepend(tmp_path / folder)
-        return train_inline(tmp_path / folder / "run", *complete([*WORDS, *words]))[0]
+        return train_inline(tmp_path / folder / "run", *WORDS, *words)[0]
 
     return start
 

@@ -25,8 +25,8 @@ from gpipe_cli.checkpoint import choose
 from gpipe_cli.checkpoint.files import step_directory
 from gpipe_cli.config import Settings
 from gpipe_cli.jobs import devices, restarts, torchrun
-from gpipe_cli.jobs.devices import Devices
 from gpipe_cli.jobs.restarts import Restarts
+from gpipe_cli.jobs.workers import Devices
 from gpipe_cli.launch import report
 from gpipe_cli.launch.report import Failure, WorkerFailed
 from gpipe_cli.terminal.console import Console

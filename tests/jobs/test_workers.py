@@ -10,8 +10,8 @@ import pytest
 from gpipe_cli import gpus
 from gpipe_cli.config import PipelineConfig
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.jobs import devices
-from gpipe_cli.jobs.devices import Devices, settle_workers
+from gpipe_cli.jobs import workers as devices
+from gpipe_cli.jobs.workers import Devices, settle_workers
 
 PIPELINE = PipelineConfig(
     K=16,

@@ -22,7 +22,7 @@ from gpipe_cli.commands import train
 from gpipe_cli.disk import DiskError, cannot_write, write_whole, writing
 from gpipe_cli.metrics.board import Board
 from gpipe_cli.metrics.metrics_file import MetricsFile
-from gpipe_cli.terminal.train_log import TrainLog
+from gpipe_cli.terminal.console import TrainLog
 
 
 @pytest.fixture

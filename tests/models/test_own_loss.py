@@ -15,7 +15,6 @@ from benchmarks.reliability.planted_faults.run import verified
 from gpipe_cli.commands import export
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory.build import build_task
-from gpipe_cli.jobs.own_target import complete
 from gpipe_cli.tasks.own_loss import OwnLossTask
 
 SEED, LR = 7, 0.5
@@ -29,7 +28,7 @@ WORDS = [*COMMON, "model.module._target_=own_module.WithLoss", "task=own_loss", 
 
 
 def trained(folder: Path, *words: str) -> dict[str, Tensor]:
-    summary, _ = train_inline(folder, *complete(words))
+    summary, _ = train_inline(folder, *words)
     assert summary["evaluation"]["loss"] > 0
     assert export.main([str(folder), f"output={folder / 'model.safetensors'}"]) == 0
     return load_file(folder / "model.safetensors")

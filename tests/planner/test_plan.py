@@ -15,9 +15,8 @@ from own_plan import IDEAL, OWN, SleepingTask, planned
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.commands.plan import main, make_request
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.jobs import devices
-from gpipe_cli.jobs.devices import Devices, settle_workers
-from gpipe_cli.jobs.micro_batches import settle_micro_batches
+from gpipe_cli.jobs import workers as devices
+from gpipe_cli.jobs.workers import Devices, settle_micro_batches, settle_workers
 from gpipe_cli.partition.cost import LayerCost
 from gpipe_cli.partition.layer_times import LayerTimes
 from gpipe_cli.partition.model_profile import ModelProfile
@@ -233,7 +232,7 @@ def test_gpipe_train_gets_a_number_before_its_workers_start() -> None:
 
 def test_under_torchrun_only_the_first_process_asks_for_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpipe_cli.jobs.torchrun.is_first", lambda: False)
-    monkeypatch.setattr("gpipe_cli.jobs.micro_batches._ask_planner", lambda _: pytest.fail("asked"))
+    monkeypatch.setattr("gpipe_cli.jobs.workers._ask_planner", lambda _: pytest.fail("asked"))
     config = settings_json(*FAMILIES["translation"])
     settle_micro_batches({**config, "pipeline": {**config["pipeline"], "M": "auto"}})
 

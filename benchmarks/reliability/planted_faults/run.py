@@ -6,10 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_module
-
-from gpipe_cli.jobs import own_target
-from gpipe_cli.jobs.job import EntryPoint, launch_program, prepare
+from gpipe_cli.jobs.configuration import composed, prepare
+from gpipe_cli.jobs.job import EntryPoint, launch_program
 from gpipe_cli.launch.context import Context
 from gpipe_cli.verify import run as verify
 
@@ -36,9 +34,7 @@ def verified(run_dir: Path, *words: str, fault: str = "", subject: bool = True) 
     program = EntryPoint(f"{__name__}:main", ("torch", __name__))
     typed = [*(SUBJECT if subject else ()), *words]
     apart = any(word.startswith(("pipeline.workers=", "pipeline.replicas=")) for word in typed)
-    overrides = own_target.complete([*typed, *(() if apart else ("launch.inline=true",))])
-    with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
-        config = prepare(compose("verify", overrides=overrides), overrides).config
+    config = prepare(composed("verify", [*typed, *(() if apart else ("launch.inline=true",))])).config
     run_dir.mkdir(parents=True, exist_ok=True)
     job = {"settings": config, "started_at": time.time(), "fault": fault}
     report = launch_program(program, job, run_dir, lambda event: None)

@@ -98,7 +98,7 @@ class Table:
 
 def cells(columns: Mapping[str, str], row: Mapping[str, Any]) -> list[object]:
     """Returns the values of a row as they are printed; None stays None, which prints as a dash."""
-    values = ((row[title], form) for title, form in columns.items())
+    values = ((row.get(title), form) for title, form in columns.items())
     return [value if value is None or not form else format(value, form) for value, form in values]
 
 

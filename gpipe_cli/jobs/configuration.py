@@ -1,0 +1,203 @@
+"""Makes the configuration of a command line: Hydra composes it, and it is checked. The first mistake of a word is told.
+
+A value is checked with all others, so those are told together. No torch is imported.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+from gpipe_cli.config import FREE_FORM, Checks, Settings, known_keys
+from gpipe_cli.errors import ConfigurationError, Problems
+from gpipe_cli.jobs import torchrun, trust
+from gpipe_cli.jobs.limits import MACHINE
+from gpipe_cli.jobs.workers import AUTO, settle_micro_batches, settle_workers
+from gpipe_cli.launch.join import joined
+from gpipe_cli.typed_section import nearest, unknown_key
+
+# The option of each group for a `_target_` of the user's own: it has no keys of another function's.
+OWN = {"model": "layers", **dict.fromkeys(("data", "task", "optimizer", "lr_schedule"), "own")}
+LONGEST_NAME = 100  # of a folder: file systems take 255 bytes, and people read less
+LONGEST = 300  # characters of a library's message
+
+
+def count_folders(root: str | None, folder: str) -> int | str:
+    """Returns the number of folders in ``root/folder``, one for each class of images; `MISSING` if there are none."""
+    found = 0
+    with suppress(OSError), os.scandir(Path(root or os.devnull, folder).expanduser()) as entries:
+        found = sum(entry.is_dir() and not entry.name.startswith(".") for entry in entries)
+    return found or str(MISSING)
+
+
+def folder_name(*words: str | None) -> str:
+    """Returns the first word that is not empty, as part of a folder's name (`${gpipe_name:...}` in conf/train.yaml)."""
+    word = str(next((word for word in words if word), "run"))
+    return re.sub(r"[^\w.,=+\-\[\]]+", "_", re.sub(r"(^|,)\++", r"\1", word))[:LONGEST_NAME]
+
+
+OmegaConf.register_new_resolver("gpipe_folders", count_folders, replace=True)
+OmegaConf.register_new_resolver("gpipe_name", folder_name, replace=True)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Holds a configuration that has passed all checks.
+
+    Attributes:
+        config: plain values, with the number of workers in place of "auto".
+        lines: printed before the run begins.
+    """
+
+    config: dict[str, Any]
+    settings: Settings
+    lines: list[str]
+
+
+def for_hydra(words: Sequence[str]) -> list[str]:
+    """Returns the overrides as Hydra must read them.
+
+    A typed `model._target_` alone chooses `model=layers`, and likewise in the other groups. No key of a group needs a
+    plus: of a function of ours `check` knows the keys, and the user's may have any.
+    """
+    keys = {word.partition("=")[0] for word in words}
+    chosen = [f"{group}={own}" for group, own in OWN.items() if f"{group}._target_" in keys and group not in keys]
+    return chosen + [f"++{word}" if word.partition(".")[0] in FREE_FORM else word for word in words]
+
+
+def composed(
+    config_name: str, words: Sequence[str], folder: str | None = None, own_keys: Sequence[str] = ()
+) -> DictConfig:
+    """Composes a configuration, without Hydra's own node.
+
+    Args:
+        config_name: the YAML file of conf/ that holds it.
+        words: overrides as typed.
+        folder: of the user's own YAML files.
+        own_keys: dotted keys of the command that gpipe-train does not have.
+
+    Raises:
+        ConfigurationError: a word or a file is wrong.
+    """
+    search = [f"hydra.searchpath=[file://{Path(folder).absolute()}]"] if folder else []
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
+            return compose(config_name, [*for_hydra(words), *search])
+    except Exception as error:
+        raise ConfigurationError(in_one_line(error, own_keys)) from error
+
+
+def prepare(config: DictConfig, checks: Checks = MACHINE, trusted: Sequence[str] | None = None) -> Prepared:
+    """Resolves and checks a composed configuration, and makes what it names in the current directory importable.
+
+    Args:
+        checks: beside those of the configuration itself.
+        trusted: the `_target_`s that may lie in the current directory; None: all.
+
+    Raises:
+        ConfigurationError: it has one line for each wrong key or value.
+    """
+    problems = Problems()
+    values, settings = check(config, problems, checks)
+    problems.refuse()
+    trust.look_here(trust.targets(values) if trusted is None else trusted)
+    lines = []
+    if values["pipeline"]["M"] == AUTO:
+        values, line = settle_micro_batches(values)
+        lines.append(line)
+        settings = Settings.from_config(values)
+    workers, line = settle_workers(settings.pipeline, settings.launch.inline, torchrun.world_size())
+    values["pipeline"] = {**values["pipeline"], "workers": workers}
+    if joined() and (settings.launch.restarts or settings.launch.stall_seconds is not None):
+        lines.append("launch.restarts and launch.stall_seconds do nothing here: torchrun watches the workers")
+    return Prepared(values, Settings.from_config(values), [line, *lines])
+
+
+def check(config: DictConfig, problems: Problems, checks: Checks = MACHINE) -> tuple[dict[str, Any], Settings]:
+    """Returns plain values and settings of a composed configuration; with problems they are not complete.
+
+    `pipeline.M=auto` counts as 1.
+
+    Raises:
+        ConfigurationError: a value is missing, or refers to nothing.
+    """
+    values = plain(config)
+    pipeline = values.get("pipeline")
+    if isinstance(pipeline, dict) and pipeline.get("M") == AUTO:
+        pipeline = {**pipeline, "M": 1}
+    return values, Settings.read({**values, "pipeline": pipeline}, problems, checks)
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """Returns a composed configuration as plain values, interpolations resolved.
+
+    Raises:
+        ConfigurationError: a value is missing, or refers to nothing.
+    """
+    try:
+        return dict(OmegaConf.to_container(copy.deepcopy(config), resolve=True, throw_on_missing=True))  # type: ignore[arg-type]  # its keys are texts
+    except OmegaConfBaseException as error:
+        raise ConfigurationError(in_one_line(error)) from error
+
+
+# -- what Hydra says ---------------------------------------------------------------------------------------------------
+
+
+def in_one_line(error: BaseException, own_keys: Sequence[str] = ()) -> str:
+    """Returns an error of Hydra or OmegaConf as one line that says what to type instead.
+
+    Args:
+        own_keys: dotted keys of the command that gpipe-train does not have.
+    """
+    cause = error.__cause__ or error
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _no_such_option(error)
+    if isinstance(error, OverrideParseException):
+        return f"could not read {error.override!r}: write key=value, a value with spaces or = as name='\"a=b\"'"
+    key = getattr(cause, "full_key", None)
+    if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
+        match = re.match(r"Could not override '(.+)'", str(error))
+        return _no_such_key(match[1] if match else str(key), cause, own_keys)
+    if isinstance(cause, MissingMandatoryValue):
+        return f"{key} needs a value: type {key}=…"
+    if isinstance(error, yaml.YAMLError):
+        return " ".join(str(error).split())
+    lines = [line.strip() for line in str(cause).splitlines()]
+    said = " ".join(line for line in lines if not line.startswith(("object_type", "full_key", "See https")))[:LONGEST]
+    return f"{key}: {said}" if key else said or type(cause).__name__
+
+
+def _no_such_key(key: str, cause: BaseException, own_keys: Sequence[str]) -> str:
+    """Returns the refusal of a key, with the nearest of those where it should stand."""
+    parent = getattr(cause, "parent_node", None)
+    section = str(getattr(cause, "full_key", "")).rpartition(".")[0]
+    if section and isinstance(parent, Mapping):
+        return unknown_key(key, [f"{section}.{name}" for name in parent])
+    names = [*known_keys(), *own_keys]
+    section = key.partition(".")[0]
+    return unknown_key(key if section in {name.partition(".")[0] for name in names} else section, names)
+
+
+def _no_such_option(error: MissingConfigException) -> str:
+    """Returns the refusal of an option that a group does not have."""
+    path, options = (error.missing_cfg_file or "").removesuffix(".yaml"), list(error.options or ())
+    group, slash, option = path.rpartition("/") if path.startswith("hydra/") else path.partition("/")
+    if not slash:
+        return f"there is no configuration {path}.yaml: leave out --config-name, or give --config-dir too"
+    near = nearest(option, options)
+    guess = f"did you mean {' or '.join(f'{group}={name}' for name in near)}? " if near else ""
+    return f"there is no {group}={option}; {guess}{group} can be: {', '.join(options) or '(nothing yet)'}"

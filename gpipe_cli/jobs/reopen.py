@@ -1,0 +1,136 @@
+"""Opens a run again, for the commands that use its weights: gpipe-eval, -translate, -generate. Imports no torch.
+
+    run = open_run("runs/NAME", ["pipeline.K=4"])
+    config = {"settings": run.config, "checkpoint": str(run.info.path), …}  # for assemble_from_checkpoint
+    launch_program(EntryPoint("gpipe_cli.trainer.…:main"), config, folder, on_event)
+
+The configuration comes from the checkpoint, so a run directory can be moved. Overrides are typed as for gpipe-train.
+What depends on the machine is chosen anew unless it is typed: as many workers as there are devices, and one replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from gpipe_cli.checkpoint.choose import choose
+from gpipe_cli.checkpoint.files import CheckpointInfo
+from gpipe_cli.config import FREE_FORM, TYPED
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.jobs import trust
+from gpipe_cli.jobs.configuration import Prepared, composed, in_one_line, plain, prepare
+from gpipe_cli.launch.join import joined
+from gpipe_cli.terminal.help import conf_folder
+
+ANEW: Mapping[str, Any] = {
+    "pipeline.workers": "auto",
+    "pipeline.replicas": 1,
+    "checkpoint.resume": None,
+    "checkpoint.init_from": None,
+    "launch.inline": False,
+}
+OF_TRAINING = ("optimizer", "lr_schedule", "trainer", "checkpoint", "logging")  # sections that are not read here
+READ = ("trainer.samples", "trainer.average")  # but these keys are
+
+
+@dataclass(frozen=True)
+class Reopened:
+    """Holds a run that has been opened again.
+
+    Attributes:
+        run_dir: the run's directory, which holds the checkpoint.
+        info: the checkpoint.
+        prepared: the checked configuration, overrides applied.
+        warnings: about newer checkpoints that are damaged.
+    """
+
+    run_dir: Path
+    info: CheckpointInfo
+    prepared: Prepared
+    warnings: tuple[str, ...]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Returns the configuration as plain values, with the number of workers."""
+        return self.prepared.config
+
+    @property
+    def workers(self) -> int:
+        """Returns the number of processes of all replicas."""
+        pipeline = self.prepared.settings.pipeline
+        return pipeline.worker_count * pipeline.replicas
+
+
+def open_run(checkpoint: str, words: Sequence[str], step: str = "last", trusted: str = "") -> Reopened:
+    """Opens a checkpoint and applies overrides to the configuration recorded in it.
+
+    Args:
+        checkpoint: a run directory, or one checkpoint in it.
+        words: overrides: ``pipeline.K=4``, ``task.generation.beam=1``, ``precision=bf16``.
+        step: of a run directory: a number, "best" or "last".
+        trusted: the value of `trust=`: what the checkpoint may call beside gpipe-cli's own code.
+
+    Raises:
+        ConfigurationError: there is no such run or checkpoint (CheckpointError), the configuration is wrong, it calls
+            code that is not trusted, or torchrun has started this command.
+    """
+    if joined():
+        raise ConfigurationError("it starts its own workers: call it without torchrun")
+    info, warnings = choose(Path(checkpoint).expanduser(), step)
+    trust.refuse_interpolations(info.state.configuration, info.path)
+    config = _with_overrides(info.state.configuration, words)
+    # Before anything else is settled, since pipeline.M=auto makes the model.
+    names = [*trust.trusted_names(trusted), *trust.typed_names(words)]
+    trust.refuse_foreign(plain(config), names, info.path)
+    return Reopened(info.path.parent.parent, info, prepare(config, trusted=names), warnings)
+
+
+def _with_overrides(recorded: Mapping[str, Any], words: Sequence[str]) -> DictConfig:
+    """Returns the recorded configuration with overrides, not resolved.
+
+    Raises:
+        ConfigurationError: an override is wrong, or of a key that only training reads.
+    """
+    try:
+        overrides = [OverridesParser.create().parse_override(word) for word in words]
+        values = [override for override in overrides if not (conf_folder() / override.key_or_group).is_dir()]
+        default = composed("train", [str(each.input_line) for each in overrides if each not in values])
+        config = OmegaConf.create(_with_new_keys(recorded, plain(default)))
+        for group in (override.key_or_group for override in overrides if override not in values):
+            config[group] = default[group]
+        for key, value in ANEW.items():
+            OmegaConf.update(config, key, value)
+        if sweep := next((override for override in overrides if override.is_sweep_override()), None):
+            raise ConfigurationError(f"{sweep.input_line} is a sweep: give one value")
+        typed = {override.key_or_group: override.value() for override in values}
+        if "pipeline.K" in typed and not isinstance(config.pipeline.partition, str):
+            config.pipeline.partition = default.pipeline.partition  # the recorded sizes are for another number of cells
+        OmegaConf.set_struct(config, True)
+        for key, value in typed.items():
+            section = key.partition(".")[0]
+            if section in OF_TRAINING and key not in READ:
+                raise ConfigurationError(f"{key}: only training reads this key, leave it out")
+            OmegaConf.update(config, key, value, force_add=section in FREE_FORM)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigurationError(in_one_line(error)) from error
+    return config
+
+
+def _with_new_keys(recorded: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the recorded values, without keys that exist no longer and with defaults for keys added since.
+
+    Defaults are added in the typed sections only: the functions behind model, data and task have their own.
+    """
+    config = {key: recorded.get(key, value) for key, value in defaults.items()}
+    for section, kind in TYPED.items():
+        known = {field.name for field in fields(kind)}
+        saved = {key: value for key, value in recorded.get(section, {}).items() if key in known}
+        config[section] = {**defaults[section], **saved}
+    return config

@@ -1,0 +1,175 @@
+"""Compares runs of gpipe-train in one table: the jobs of a sweep, and any runs for gpipe-report."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean, stdev
+from typing import Any
+
+from gpipe_cli.terminal.runs import FIGURES, FinishedRun
+from gpipe_cli.terminal.text import number, percent
+
+GRID = ("pipeline.K", "pipeline.M")  # have columns of their own
+NO_DIFFERENCE = ("name", "pipeline.workers")  # keys that do not make another experiment
+FACTS = ("K", "M", "workers", "status", "error", "outcome", *FIGURES, "evaluation")
+SETTINGS_AT_MOST = EVALUATIONS_AT_MOST = 4  # columns; `facts` has all
+
+
+@dataclass(frozen=True)
+class RunTable:
+    """Holds figures of runs.
+
+    Attributes:
+        columns: titles.
+        rows: one for each run, then one for each group of seeds: values by title.
+        facts: of each run: its directory, settings that differ, and figures in full precision.
+        differing: keys of the configuration whose values differ.
+        notes: what the columns mean, a sentence each.
+    """
+
+    columns: list[str]
+    rows: list[dict[str, Any]]
+    facts: list[dict[str, Any]]
+    differing: list[str]
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Holds mean and sample standard deviation (n − 1) of one figure over seeds."""
+
+    mean: float
+    standard_deviation: float
+
+    def __str__(self) -> str:
+        spread = self.standard_deviation
+        return f"{number(self.mean)} ± {number(spread, 2 if spread < 100 else 4)}"
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """Holds at least two finished runs that differ only in `seed`, and the keys in which they differ from others."""
+
+    settings: dict[str, Any]
+    runs: list[FinishedRun]
+
+    @property
+    def figures(self) -> dict[str, Spread]:
+        """Returns the spread of the loss, and of each number of the evaluation that every run has."""
+        found = [{"loss": run.loss, **run.evaluation} for run in self.runs]
+        spreads = {}
+        for name in found[0]:
+            values = [value for figures in found if (value := figures.get(name)) is not None]
+            if len(values) == len(found):
+                spreads[name] = Spread(mean(values), stdev(values))
+        return spreads
+
+    def facts(self) -> dict[str, Any]:
+        """Returns JSON values."""
+        figures = {name: asdict(spread) for name, spread in self.figures.items()}
+        return {"settings": self.settings, "runs": [str(run.folder) for run in self.runs], "figures": figures}
+
+
+def compare(runs: Sequence[FinishedRun]) -> RunTable:
+    """Compares runs; × is examples/s in units of the smallest K, then M, among runs that differ in nothing else."""
+    differing = differing_keys(runs)
+    others = [key for key in differing if key not in GRID]
+    shown, hidden = others[:SETTINGS_AT_MOST], others[SETTINGS_AT_MOST:]
+    references: dict[tuple[str, ...], FinishedRun] = {}
+    for run in sorted((run for run in runs if run.measured), key=lambda run: (run.K or 0, run.M or 0)):
+        references.setdefault(_group(run, others), run)
+    scores = list(dict.fromkeys(name for run in runs for name in run.evaluation))[:EVALUATIONS_AT_MOST]
+    rows, facts = list[dict[str, Any]](), []
+    for run, name in zip(runs, short_names(runs), strict=True):
+        speed, ideal = _compared(run, references.get(_group(run, others)))
+        settings = {key: _value(run, key) for key in differing}
+        figures = {name: getattr(run, name) for name in FACTS}
+        facts.append({"run": str(run.folder), "settings": settings, **figures, "normalised": speed, "ideal": ideal})
+        shares = {"bubble": percent(run.bubble), "predicted": percent(run.bubble_predicted)}
+        rounded = {"×": speed and f"{speed:.2f}", "ideal": ideal and f"{ideal:.2f}"}
+        speeds = {"loss": run.loss, "examples/s": run.examples_per_second, **rounded, **shares}
+        place = {"run": name, "K": run.K, "M": run.M, "status": run.outcome}
+        rows.append({**settings, **run.evaluation, **place, **speeds})
+    for seeds in over_seeds(runs):
+        count, first = {"seed": f"{len(seeds.runs)} seeds"}, seeds.runs[0]
+        rows.append({**seeds.settings, **count, **seeds.figures, "run": "mean ± sd", "K": first.K, "M": first.M})
+    columns = ["run", *shown, "K", "M", "loss", "examples/s", "×", "ideal", "bubble", "predicted", *scores, "status"]
+    return RunTable(columns, rows, facts, differing, _notes(runs, hidden))
+
+
+def over_seeds(runs: Sequence[FinishedRun]) -> list[Seeds]:
+    """Returns finished runs, grouped by all keys that differ except `seed`; empty if `seed` does not differ."""
+    differing = differing_keys(runs)
+    if "seed" not in differing:
+        return []
+    groups: dict[tuple[str, ...], list[FinishedRun]] = {}
+    others = [key for key in differing if key != "seed"]
+    for run in runs:
+        if run.status == "done":
+            groups.setdefault(_group(run, others), []).append(run)
+    return [Seeds({key: _value(g[0], key) for key in others}, g) for g in groups.values() if len(g) > 1]
+
+
+def differing_keys(runs: Sequence[FinishedRun]) -> list[str]:
+    """Returns the configuration's keys whose values differ between the runs.
+
+    A value taken from another key (an interpolation, ``${...}``) makes no difference of its own. Where each run has
+    typed its option of a group, the option stands for all keys of the group that were not typed.
+    """
+    known = [run for run in runs if run.settings]
+    of_all = [key for key in (known[0].typed if known else ()) if all(key in run.typed for run in known)]
+    values = {key: {str(_value(run, key)) for run in known} for run in known for key in (*of_all, *run.settings)}
+    differing = [key for key, found in values.items() if len(found) > 1 and not any("${" in value for value in found)]
+    groups = tuple(f"{key}." for key in differing)
+    return [key for key in differing if key not in NO_DIFFERENCE and (key in of_all or not key.startswith(groups))]
+
+
+def short_names(runs: Sequence[FinishedRun]) -> list[str]:
+    """Returns each folder's name; of a sweep's job its number, because its overrides stand in the columns."""
+    jobs = [re.match(r"\d+(?=_|$)", run.folder.name) for run in runs]
+    names = [run.folder.name if job is None else job[0] for run, job in zip(runs, jobs, strict=True)]
+    return [
+        name if names.count(name) == 1 else f"{run.folder.parent.name}/{name}"
+        for name, run in zip(names, runs, strict=True)
+    ]
+
+
+def _ideal_speed(K: int, M: int) -> float:
+    """Returns the speed of K cells that wait for nothing but the bubble, in units of one cell."""
+    return K * M / (M + K - 1)
+
+
+def _group(run: FinishedRun, keys: Sequence[str]) -> tuple[str, ...]:
+    return tuple(str(_value(run, key)) for key in keys)
+
+
+def _value(run: FinishedRun, key: str) -> Any:
+    return run.settings.get(key, run.typed.get(key))
+
+
+def _compared(run: FinishedRun, reference: FinishedRun | None) -> tuple[float | None, float | None]:
+    """Returns the measured and the ideal throughput in units of the reference; None where there is none.
+
+    With W workers a pipeline of K cells cannot be faster than one of W cells.
+    """
+    if not run.measured or reference is None:
+        return None, None
+    assert run.examples_per_second and reference.examples_per_second
+    assert run.K and run.M and reference.K and reference.M
+    ideal = _ideal_speed(run.workers or run.K, run.M) / _ideal_speed(reference.workers or reference.K, reference.M)
+    return run.examples_per_second / reference.examples_per_second, ideal
+
+
+def _notes(runs: Sequence[FinishedRun], hidden: Sequence[str]) -> list[str]:
+    said = [
+        "×: examples/s in units of the run with the smallest K, then M, of those that differ in nothing else; ideal: "
+        "K·M/(M+K−1) in the same unit, with the number of workers for K where cells share them.",
+        "bubble: share of the workers' time without computing; predicted: simulated from the measured times.",
+    ]
+    if hidden:
+        said.append(f"The runs also differ in {', '.join(hidden)}.")
+    if unread := [run.folder.name for run in runs if not run.measured]:
+        said.append(f"Without a speed: {', '.join(unread)}.")
+    return said
