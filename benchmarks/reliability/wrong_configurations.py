@@ -38,7 +38,6 @@ CASES: Mapping[str, str] = {  # command line to what the answer must contain
     "train pipeline.K=1,2": "pipeline.K=1,2",
     "train --foo": "foo",
     "train --config-name other": "other",
-    "train model=null": "model=",
     "train optimizer=adm": "optimizer=",
     "train hydra/launcher=slurm": "hydra",
     "train name='${nowhere}'": "name",
@@ -62,16 +61,12 @@ CASES: Mapping[str, str] = {  # command line to what the answer must contain
     "export nowhere output=x.zip": "output=x.zip",
     "report --f": "--f",
     "bench table=9": "table=9",
-    "train --config-dir . pipeline=utf16": "pipeline/utf16",
     "train --config-dir . pipeline=broken": "pipeline/broken",
-    "train --config-dir . pipeline=circle": "pipeline/circle",
     "gone train": "directory",
     "closed train pipeline.K=0": "pipeline.K=0",
 }
 FILES = {  # in the current directory
-    "pipeline/utf16.yaml": "K: 3  # Zellen für alle\n".encode("utf-16"),
     "pipeline/broken.yaml": b"K: [3\n",
-    "pipeline/circle.yaml": b"defaults: [circle]\nK: 3\n",
 }
 SHELLS = {"gone": 'mkdir gone && cd gone && rmdir ../gone && "$@"', "closed": '"$@" <&- 2>&1 >&-'}
 

@@ -49,10 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: Sequence[str]) -> int:
     line = read_words(words, OWN, overrides=False)
-    info, warnings = choose(Path(line.run(EXAMPLE)).expanduser(), line.own.get("step", "last"))
-    output = Path(line.own.get("output", info.path.parent.parent / "model.safetensors"))
+    output = Path(line.own.get("output", "model.safetensors"))
     if output.suffix not in SUFFIXES:
         raise ConfigurationError(f"output={output}: the name must end in {' or '.join(SUFFIXES)}")
+    info, warnings = choose(Path(line.run(EXAMPLE)).expanduser(), line.own.get("step", "last"))
+    if "output" not in line.own:
+        output = info.path.parent.parent / output
     if output.exists() and not line.own.get("overwrite"):
         raise ConfigurationError(f"output={output} exists: add overwrite=true to replace it")
     for warning in warnings:

@@ -70,12 +70,13 @@ class Prepared:
 def for_hydra(words: Sequence[str]) -> list[str]:
     """Returns the overrides as Hydra must read them.
 
-    A typed `model._target_` alone chooses `model=layers`, and likewise in the other groups. No key of a group needs a
-    plus: of a function of ours `check` knows the keys, and the user's may have any.
+    A typed `model._target_` alone chooses `model=layers`, and likewise in the other groups. Beside a typed `_target_`
+    no key needs a plus.
     """
     keys = {word.partition("=")[0] for word in words}
     chosen = [f"{group}={own}" for group, own in OWN.items() if f"{group}._target_" in keys and group not in keys]
-    return chosen + [f"++{word}" if word.partition(".")[0] in FREE_FORM else word for word in words]
+    own = {word.partition(".")[0] for word in words if "_target_" in word}
+    return chosen + [f"++{word}" if word.partition(".")[0] in own.intersection(FREE_FORM) else word for word in words]
 
 
 def composed(
@@ -176,6 +177,8 @@ def in_one_line(error: BaseException, own_keys: Sequence[str] = ()) -> str:
         return f"{key} needs a value: type {key}=…"
     if isinstance(error, yaml.YAMLError):
         return " ".join(str(error).split())
+    if match := re.match(r"(?:Ambiguous value for argument|Sweep parameters) '(.+)'", str(error)):
+        return f"{match[1]} is a sweep: type -m too, or give one value (a list has brackets)"
     lines = [line.strip() for line in str(cause).splitlines()]
     said = " ".join(line for line in lines if not line.startswith(("object_type", "full_key", "See https")))[:LONGEST]
     return f"{key}: {said}" if key else said or type(cause).__name__
@@ -189,7 +192,8 @@ def _no_such_key(key: str, cause: BaseException, own_keys: Sequence[str]) -> str
         return unknown_key(key, [f"{section}.{name}" for name in parent])
     names = [*known_keys(), *own_keys]
     section = key.partition(".")[0]
-    return unknown_key(key if section in {name.partition(".")[0] for name in names} else section, names)
+    known = section in {name.partition(".")[0] for name in names}
+    return unknown_key(key, names) if known else unknown_key(section, names).replace(section, key, 1)
 
 
 def _no_such_option(error: MissingConfigException) -> str:

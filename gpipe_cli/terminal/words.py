@@ -54,7 +54,7 @@ class Words:
         Raises:
             ConfigurationError: there is none, or more than one.
         """
-        runs = [*self.runs, *([self.own["checkpoint"]] if "checkpoint" in self.own else [])]
+        runs = [*self.runs, *(str(value) for key, value in self.own.items() if key == "checkpoint")]
         if len(runs) != 1:
             raise ConfigurationError(f"{'one run, not ' + ', '.join(runs) if runs else 'which run?'} Type {example}")
         return runs[0]
@@ -109,7 +109,7 @@ def read_words(
 def is_path(word: str) -> bool:
     """Returns whether a word is a path: it has no =, or no key before it, as the sweep's folder ``0_pipeline.K=1``."""
     key, equals, _ = word.partition("=")
-    key = key.lstrip("+").partition("@")[0].replace(".", "_").replace("/", "_")
+    key = key.lstrip("+").removeprefix("hydra/").partition("@")[0].replace(".", "_")
     return not word.startswith(("-", "~")) and not (equals and key.isidentifier())
 
 

@@ -238,7 +238,7 @@ def assemble_from_checkpoint(context: Context, config: Mapping[str, Any]) -> Ass
     The weights are those that evaluation used in the run: the moving averages where `trainer.average` was set.
 
     Args:
-        config: "settings", the resolved configuration (jobs/checkpointed.py makes it), and "checkpoint", the path
+        config: "settings", the resolved configuration (jobs/reopen.py makes it), and "checkpoint", the path
             of one checkpoint.
 
     Raises:

@@ -54,8 +54,8 @@ def test_the_printed_table_has_loss_bubble_and_scores(
 ) -> None:
     report(tmp_path / "out", sweep)
     header, _, first, *_ = (" ".join(line.split()) for line in capsys.readouterr().out.splitlines())
-    assert header == "run K M schedule remat loss examples/s × ideal bubble predicted nll bleu status"
-    assert first == "0 2 1 gpipe except_last 2.5 100 1.00 1.00 25.0 % 20.0 % 3 12.5 done"
+    assert header == "run K M loss examples/s × ideal bubble predicted nll bleu status"
+    assert first == "0 2 1 2.5 100 1.00 1.00 25.0 % 20.0 % 3 12.5 done"
 
 
 def test_runs_that_differ_elsewhere_have_references_of_their_own(sweep: Path, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_broken_runs_are_named_and_the_others_shown(
     (killed / "summary.json").unlink()
     (killed / "metrics.jsonl").write_text('{"step": 1, "loss": 4.0, "examples_per_second": 60.0}\n{"step": 2, "lo')
     rows = report(tmp_path / "out", sweep, tmp_path / "nowhere")
-    status = [row["status"] for row in rows]
+    status = [row["outcome"] for row in rows]
     assert "summary.json cannot be read" in status[0]
     assert status[4] == "failed: ValueError: no"
     assert status[5] == "not finished, 1 steps on record; metrics.jsonl: damaged and skipped: line 2"

@@ -95,12 +95,12 @@ def test_real_workers_find_the_same(run: tuple[Path, dict[str, float]], tmp_path
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["split=dev"], "checkpoint= is missing"),
+        (["split=dev"], "which run?"),
         (["checkpoint=RUN", "split=train"], "split=train: use dev or test"),
         (["checkpoint=nowhere"], "nowhere"),
         (["compare=[nowhere]"], "nowhere has not been evaluated yet: gpipe-eval checkpoint=nowhere"),
         (["compare=[]"], "compare= names no run"),
-        (["compare=[a]", "split=test"], "split=test: with compare there are only baseline= and output="),
+        (["compare=[a]", "split=test"], "there is no key split; sections and keys: compare, baseline, output"),
     ],
 )
 def test_a_wrong_call_says_what_to_type(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

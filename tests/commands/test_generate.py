@@ -73,7 +73,7 @@ def test_a_run_that_translates_is_sent_to_the_other_command() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["prompt=a"], "checkpoint= is missing"),
+        (["prompt=a"], "which run?"),
         (["checkpoint={run}", "prompt=a", "input=b"], "leave out one of the two"),
         (["checkpoint={run}", "input=nowhere"], "input=nowhere: No such file"),
         (["checkpoint={run}", "prompt=a", "temperature=-1"], "temperature=-1: use a number"),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from gpipe_cli.config import Checks
 from gpipe_cli.jobs import configuration
-from gpipe_cli.jobs.configuration import Prepared, plain, prepare
+from gpipe_cli.jobs.configuration import Prepared, prepare
 from gpipe_cli.jobs.limits import MACHINE
 
 
@@ -16,7 +18,9 @@ def composed(*words: str, of: str = "train") -> dict[str, Any]:
     Args:
         of: the file in conf/ that it begins with.
     """
-    return plain(configuration.composed(of, words))
+    config = OmegaConf.to_container(configuration.composed(of, words), resolve=True)
+    assert isinstance(config, dict)
+    return config  # type: ignore[return-value]  # its keys are texts
 
 
 def checked(*words: str, of: str = "train", checks: Checks = MACHINE) -> Prepared:

@@ -24,7 +24,7 @@ from gpipe_cli import gpus
 from gpipe_cli.checkpoint import choose
 from gpipe_cli.checkpoint.files import step_directory
 from gpipe_cli.config import Settings
-from gpipe_cli.jobs import devices, restarts, torchrun
+from gpipe_cli.jobs import restarts, torchrun, workers
 from gpipe_cli.jobs.restarts import Restarts
 from gpipe_cli.jobs.workers import Devices
 from gpipe_cli.launch import report
@@ -210,7 +210,7 @@ def test_with_fewer_cores_than_before_it_goes_on_with_fewer_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = iter((4, 2, 4))
-    monkeypatch.setattr(devices, "find_devices", lambda device: Devices(next(room), "core"))
+    monkeypatch.setattr(workers, "find_devices", lambda device: Devices(next(room), "core"))
     script = Script(tmp_path)
     script.run(failed(**KILLED), failed(0, **KILLED))
     assert script.workers == [4, 2, 4]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_cli.errors import ConfigurationError, Problems
+from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch.report import WorkerFailed, failure_of
-from gpipe_cli.terminal.frame import exit_code, split_words
+from gpipe_cli.terminal.command import exit_code, to_stderr
+from gpipe_cli.terminal.words import OF_HYDRA, Words, read_words
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -62,16 +62,36 @@ def test_how_a_command_ends(error: BaseException, code: int, said: str, capsys: 
     def work() -> int:
         raise error
 
-    assert exit_code("gpipe-x", work) == code
+    assert exit_code("gpipe-x", work, to_stderr) == code
     assert capsys.readouterr().err == said
-    assert exit_code("gpipe-x", lambda: 7) == 7
+    assert exit_code("gpipe-x", lambda: 7, to_stderr) == 7
 
 
 @pytest.mark.parametrize("run", ["0_pipeline.K=1", "sweeps/today/0_pipeline.K=1", "runs/NAME"])
 def test_a_sweeps_job_folder_is_a_run(run: str) -> None:
-    problems = Problems()
-    assert split_words(["+task.x=1", run], {"checkpoint": str}, "", problems) == ({"checkpoint": run}, ["+task.x=1"])
-    assert problems == []
+    words = ["+task.x=1", "model@a.b=c", run, "step=best"]
+    assert read_words(words, {"step": str}) == Words(["+task.x=1", "model@a.b=c"], {"step": "best"}, [run])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["step=1", "step=2"], "step=2: give step one value"),
+        (["step="], "step=: give step one value"),
+        (["n=two"], "n=two: use a whole number"),
+        (["--config-dir=a"], "--config-dir=a: keys have no dashes"),
+        (["-m"], "there is no option -m"),
+    ],
+)
+def test_a_wrong_word_says_what_to_type(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        read_words(words, {"step": str, "n": int})
+
+
+def test_options_keep_their_values() -> None:
+    line = read_words(["--cfg", "job", "-m", "--config-dir=mine", "a=1"], options=OF_HYDRA)
+    assert (line.options, line.folder, line.is_sweep) == (["--cfg", "job", "-m", "--config-dir=mine"], "mine", True)
+    assert read_words(["-cd", "mine"], options=OF_HYDRA).folder == "mine"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +111,7 @@ def test_a_limit_of_the_system_is_told_in_one_line(
     def work() -> int:
         raise error
 
-    assert exit_code("gpipe-x", work) == 1
+    assert exit_code("gpipe-x", work, to_stderr) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert re.fullmatch(f"gpipe-x: {said}", line)
     failed = ValueError("in layer 3")
@@ -108,16 +128,6 @@ def test_a_run_with_few_files_is_told_so_in_one_line(tmp_path: Path) -> None:
     assert re.fullmatch(r"no more files can be opened .* `ulimit -n` is 16, raise it\n", ended.stderr)
 
 
-def test_a_directory_whose_path_is_not_utf_8_is_refused_in_one_line(tmp_path: Path) -> None:
-    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
-    folder.mkdir()
-    for place, words in ((folder, []), (tmp_path, [f"hydra.run.dir={folder}"])):
-        ended = subprocess.run(
-            [sys.executable, "-c", START_TRAINING, *words], cwd=place, capture_output=True, text=True
-        )
-        assert ended.returncode == 2
-        (line,) = ended.stderr.splitlines()
-        assert "not UTF-8" in line
 
 
 SHORT = [["train", "pipeline.k=4"], ["train", "pipeline.K=0"], ["train", "--cfg", "job"]]
@@ -149,7 +159,7 @@ def test_short_answers_import_no_slow_library() -> None:
 @pytest.mark.parametrize(
     "modules",
     [
-        "gpipe_cli.checkpoint.compatibility, gpipe_cli.checkpoint.commit, gpipe_cli.jobs.checkpointed",
+        "gpipe_cli.checkpoint.compatibility, gpipe_cli.checkpoint.commit, gpipe_cli.jobs.reopen",
         "gpipe_cli.metrics.language_pictures, gpipe_cli.tasks.bleu",
     ],
     ids=["choosing a checkpoint", "comparing evaluations"],
