@@ -128,8 +128,6 @@ def test_a_run_with_few_files_is_told_so_in_one_line(tmp_path: Path) -> None:
     assert re.fullmatch(r"no more files can be opened .* `ulimit -n` is 16, raise it\n", ended.stderr)
 
 
-
-
 SHORT = [["train", "pipeline.k=4"], ["train", "pipeline.K=0"], ["train", "--cfg", "job"]]
 SHORT += [[target.partition(":")[0].rpartition(".")[2], "--help"] for target in COMMANDS.values()]
 SLOW_TO_IMPORT = {"torch", "numpy", "matplotlib", "tensorboard", "safetensors", "sentencepiece", "babel", "rich"}
