@@ -38,14 +38,14 @@ class BatchPlan:
         signatures: of this replica's micro-batches; equal when all shapes are. Empty: nothing to do here.
         total_weight: of the whole mini-batch, over all replicas.
         total_micro_batches: micro-batches of all replicas; 0: the data of all has ended.
-        ended: the replicas whose data has ended. Training ends with the first of them, because a mini-batch needs all.
+        ended: whether a replica's data has ended. Training ends with the first, because a mini-batch needs all.
         examples: of the whole mini-batch.
     """
 
     signatures: tuple[tuple[object, ...], ...]
     total_weight: float
     total_micro_batches: int
-    ended: tuple[int, ...]
+    ended: bool
     examples: int
 
 
@@ -95,6 +95,6 @@ class BatchPlanCodec:
             signatures=tuple((kind, *row) for row in used[self._replica]),
             total_weight=sum(exchange.total["plan_weights"].tolist()),
             total_micro_batches=sum(counts),
-            ended=tuple(replica for replica, count in enumerate(counts) if not count),
+            ended=not all(counts),
             examples=sum(row[0] for rows in used for row in rows if row),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -188,29 +188,19 @@ def choose_backend(context: Context, identity: str, backend: str) -> str:
     if backend == "gloo":
         return backend
     devices = _identities_of_all(context, identity)
-    problems = _reasons_against_nccl(devices)
-    if not problems:
+    gpus = {each for each in devices if each != CPU}
+    if len(gpus) == len(devices):
         return "nccl"
+    found = f"{len(devices)} workers have {len(gpus)} GPUs"
     if backend == "nccl":
         raise ConfigurationError(
-            f"pipeline.backend=nccl needs a GPU of its own for every worker, but {'; '.join(problems)}: "
-            "use pipeline.backend=auto, or as many workers on each machine as it has GPUs"
+            f"pipeline.backend=nccl needs a GPU of its own for every worker, but {found}: use pipeline.backend=auto, "
+            "or as many workers on each machine as it has GPUs"
         )
-    if context.rank == 0 and any(each != CPU for each in devices):
-        text = f"messages go through the CPU, slower than from GPU to GPU: {'; '.join(problems)}"
+    if context.rank == 0 and gpus:
+        text = f"messages go through the CPU, slower than from GPU to GPU: {found}"
         context.emit({"kind": "warning", "text": text})
     return "gloo"
-
-
-def _reasons_against_nccl(devices: Sequence[str]) -> list[str]:
-    """Returns the reasons with the ranks concerned, for a message; ``devices``: the identity of each rank's."""
-    ranks: dict[str, list[int]] = {}
-    for rank, device in enumerate(devices):
-        ranks.setdefault(device, []).append(rank)
-    without = ranks.pop(CPU, [])
-    named = {device: ", ".join(map(str, users)) for device, users in ranks.items() if len(users) > 1}
-    alone = [f"{'ranks' if len(without) > 1 else 'rank'} {', '.join(map(str, without))} on the CPU"] if without else []
-    return [*alone, *(f"ranks {users} on one GPU" for users in named.values())]
 
 
 def _identities_of_all(context: Context, identity: str) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..config import Settings
 from ..disk import DiskError, Vanished, cannot_write, skipped, write_whole, writing
+from ..schedule.picture import save_picture
 from ..schedule.run_schedules import RunSchedules
 from ..schedule.simulate import Timeline
 from ..tasks.base import Task
@@ -18,7 +19,7 @@ from .breakdown import Breakdown, mean_breakdown, predicted_bubble
 from .image_pictures import draw_classification
 from .language_pictures import ModelScores, draw_languages
 from .metrics_file import MetricsFile, json_safe
-from .pictures import draw_breakdown, draw_loss, draw_step, draw_traced_step
+from .pictures import draw_breakdown, draw_loss, draw_traced_step
 from .records import Evaluation, Progress, TrainedStep
 from .trace import Recording, measured_timeline, trace, write_trace
 from .translation_scores import languages_of
@@ -217,7 +218,7 @@ class Journal(Notices):
             draw_traced_step(step, timeline, schedules, [folder / f"{name}.png", folder / f"{name}.svg"])
         measured = measured_timeline(recordings, schedules.placement)
         if any(measured.spans):
-            draw_step(measured, schedules.kind, folder / "step.png")
+            save_picture(measured, folder / "step.png", f"{schedules.kind}, a measured step", "ms")
             draw_loss(self._run_dir, folder / "loss.png")
         if breakdown is not None:
             draw_breakdown({"measured": breakdown.shares()}, folder / "breakdown.png", "Where a step goes")

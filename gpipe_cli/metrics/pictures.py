@@ -10,7 +10,7 @@ from typing import Any
 
 from ..disk import json_lines
 from ..schedule.critical_path import critical_path
-from ..schedule.picture import Panel, new_figure, save_panels, save_picture
+from ..schedule.picture import Panel, new_figure, save_panels
 from ..schedule.run_schedules import RunSchedules
 from ..schedule.simulate import Timeline
 from .breakdown import mean_durations, simulate_with
@@ -18,11 +18,6 @@ from .breakdown import mean_durations, simulate_with
 # As in `schedule/picture.py`: blue forward, pale recompute; warm colours for lost time.
 _COLOURS = ("#2f6db3", "#a9cdee", "#d9dce1", "#b9412f", "#8a8f99", "#4d9a6a")
 MOST_POINTS = 10_000  # of a curve; a picture has fewer pixels
-
-
-def draw_step(measured: Timeline, kind: str, path: Path) -> None:
-    """Draws the measured timeline of one step in milliseconds, a row for each cell; ``kind`` is the schedule's."""
-    save_picture(measured, path, f"{kind}, a measured step", "ms")
 
 
 def draw_traced_step(step: int, measured: Timeline, schedules: RunSchedules, paths: Sequence[Path]) -> None:

@@ -38,7 +38,6 @@ class StepReport:
         loss: of the mini-batch, per unit of weight.
         losses: unscaled sums by replica, then micro-batch.
         gradient_norm: global, before clipping.
-        bad_parameter: index of the first parameter with a non-finite gradient, in layer order.
         statistics: sums over the mini-batch.
         bubble: share of the workers' time that is not computing, from when the first worker begins the step until the
             last one ends it. What rank 0 does between the steps, such as drawing pictures, lies outside.
@@ -52,7 +51,6 @@ class StepReport:
     loss: float
     losses: list[list[float]]
     gradient_norm: float
-    bad_parameter: int | None
     statistics: list[float]
     bubble: float
     cells: list[dict[str, float]]
@@ -61,11 +59,6 @@ class StepReport:
     @property
     def finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
-
-    def first_bad_micro_batch(self) -> tuple[int, int] | None:
-        """Returns (replica, micro-batch) of the first non-finite loss."""
-        bad = [(r, m) for r, row in enumerate(self.losses) for m, loss in enumerate(row) if not math.isfinite(loss)]
-        return bad[0] if bad else None
 
     @property
     def waited_for_data(self) -> float:
@@ -160,7 +153,6 @@ class StepReporter:
         by_layer = exchange.total["losses"].view(self.replicas, len(self.losses), self.micro_batches).tolist()
         losses = [[sum(row[m] for row in rows) for m in range(self.micro_batches)] for rows in by_layer]
         squares = exchange.total["squared_norms"].tolist()
-        bad = next((i for i, square in enumerate(squares) if not math.isfinite(square)), None)
         workers = exchange.total["workers"].view(self.ranks, -1).tolist()
         rows = [dict(zip(WORKER_NUMBERS, worker, strict=True)) for worker in workers]
         began = max(row["late"] for row in rows[:: self.ranks // self.replicas])  # those who read the data
@@ -170,7 +162,6 @@ class StepReporter:
             loss=sum(loss for row in losses for loss in row) / total_weight if total_weight else 0.0,
             losses=losses,
             gradient_norm=math.sqrt(sum(squares)),
-            bad_parameter=bad,
             statistics=exchange.total["statistics"].view(self.replicas, self.statistics).sum(0).tolist(),
             bubble=max(0.0, 1 - sum(row["busy"] for row in rows) / span) if span else 0.0,
             cells=[_with_waiting(dict(zip(KINDS_OF_TIME, cell, strict=True))) for cell in cells],

@@ -1,7 +1,7 @@
 """Records what all workers did in one step, on one clock, and writes it for trace viewers.
 
 The file is in the Trace Event Format, which https://ui.perfetto.dev and chrome://tracing open: a process per worker,
-its computation and its messages as threads, an arrow per message, and the critical path as a row of its own.
+its computation and its messages as threads, an arrow per message; what lies on the critical path says so.
 """
 
 from __future__ import annotations
@@ -106,8 +106,7 @@ def trace(
         first = replica * workers
         mine = shifted[first : first + workers]
         timeline = Timeline([recording.spans for recording in mine], tuple(placement))
-        path = critical_path(timeline)
-        critical = set(path)
+        critical = set(critical_path(timeline))
         for worker, recording in enumerate(mine):
             name = f"worker {worker}" + (f" of replica {replica}" if len(shifted) > workers else "")
             events += _process(first + worker, name, "computation", "messages")
@@ -115,9 +114,6 @@ def trace(
                 events.append(_slice(first + worker, span, layers, Place(worker, number) in critical))
                 events += _arrow(first + worker, span, replica)
             events += (_phase(first + worker, phase) for phase in recording.phases)
-        row = len(shifted) + replica
-        events += _process(row, "critical path" + (f" of replica {replica}" if len(shifted) > workers else ""), "", "")
-        events += _chain(row, timeline, path, layers)
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step": step, "placement": list(placement)}}
 
 
@@ -131,8 +127,7 @@ def _process(pid: int, name: str, *threads: str) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
     for tid, thread in enumerate(threads):
-        if thread:
-            yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": thread}}
+        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": thread}}
 
 
 def _slice(pid: int, span: Span, layers: Sequence[str], critical: bool) -> dict[str, Any]:
@@ -165,13 +160,3 @@ def _arrow(pid: int, span: Span, replica: int) -> Iterator[dict[str, Any]]:
         yield {"ph": "s", **common, "id": identity, "ts": span.start}
     else:
         yield {"ph": "f", **common, "bp": "e", "id": identity, "ts": max(span.start, span.end - 1e6 * _ARROW_SECONDS)}
-
-
-def _chain(pid: int, timeline: Timeline, path: Sequence[Place], layers: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Returns the critical path as one row; a receive begins where the span before it ended, so none overlap."""
-    free = 0.0
-    for worker, number in path:
-        instruction, start, end = timeline.spans[worker][number]
-        begin = max(free, start)
-        yield {**_slice(pid, Span(instruction, begin, max(begin, end)), layers, True), "tid": 0}
-        free = max(free, end)

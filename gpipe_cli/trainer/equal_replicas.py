@@ -21,17 +21,15 @@ def require_equal_replicas(world: World, cells: Sequence[Cell]) -> None:
     """
     if world.replicas == 1:
         return
-    own = [(layer.index, layer.name, fingerprint(layer.module)) for cell in cells for layer in cell.layers]
-    everyone = world.all_gather(own)
-    first = {index: mark for layers in everyone[: world.workers] for index, _, mark in layers}
+    everyone = world.all_gather([(layer.name, fingerprint(layer.module)) for cell in cells for layer in cell.layers])
     wrong = [
-        (index, rank // world.workers, name)
+        (name, rank // world.workers)
         for rank, layers in enumerate(everyone)
-        for index, name, mark in layers
-        if mark != first[index]
+        for (name, mark), (_, first) in zip(layers, everyone[rank % world.workers], strict=True)
+        if mark != first
     ]
     if wrong:
-        _, replica, name = min(wrong)
+        name, replica = wrong[0]
         raise ConfigurationError(
             f"layer {name!r} has other weights on replica {replica} than on replica 0: something that makes the model "
             "is not the same in every process. Draw weights from the default generators of torch, numpy or Python, "

@@ -117,7 +117,7 @@ class Trainer:
             overflowed = self._update(report)
         seconds, cause = time.perf_counter() - began, None
         if not report.finite and not overflowed:
-            cause = find_cause(report, self.pipeline, self.updater, mini_batch, layout.parameter_names)
+            cause = find_cause(report, self.pipeline, self.updater, mini_batch)
         not_finite = None if cause is None else cause.record()
         self._report(TrainedStep(report, plan, lr, seconds, not_finite))
         if cause is not None:
@@ -130,18 +130,13 @@ class Trainer:
 
     def _read_plan(self, done: int) -> BatchPlan | None:
         """Returns the plan of the step after ``done`` ones, or None, with the reason in ``progress.stopped_by``."""
-        progress, replicas = self.progress, self.pipeline.world.replicas
+        progress = self.progress
         plan, reason = self.batches.read_plan(self.exchange)
         self.saver.read(self.exchange)
         if self.settings.trainer.steps is not None and done >= self.settings.trainer.steps:
             reason = "steps"
         if reason:
             progress.stopped_by = reason
-        if reason == "end of data" and len(plan.ended) < replicas:
-            which = " and ".join(map(str, plan.ended))
-            self.journal.warn(
-                f"the data of replica {which} ended after step {done}, that of the others did not: all stop here"
-            )
         return None if progress.stopped_by else plan
 
     def _update(self, report: StepReport) -> bool:

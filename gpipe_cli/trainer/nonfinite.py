@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..distributed.pipeline import MiniBatch, Pipeline
@@ -37,29 +37,19 @@ class Cause:
         return {"text": self.text, "pass": way, **{name: getattr(self.origin, name) for name in names}}
 
 
-def find_cause(
-    report: StepReport,
-    pipeline: Pipeline,
-    updater: Updater,
-    mini_batch: MiniBatch,
-    parameters: Sequence[str],
-) -> Cause:
+def find_cause(report: StepReport, pipeline: Pipeline, updater: Updater, mini_batch: MiniBatch) -> Cause:
     """Runs a step that was not finite again, watched; every worker calls it at the same time, before the next step.
 
     The weights must be those of the step. Gradients and statistics of the second run are thrown away.
-
-    Args:
-        parameters: names of all parameters.
     """
     world = pipeline.world
-    watch = FiniteWatch(world.replica, pipeline.engine.where)
+    watch = FiniteWatch(world.replica, pipeline.where)
     pipeline.train_step(mini_batch, watch)
     sums_finite = not_finite(updater.squared_norms()) is None
     updater.forget_step()
     found = world.all_gather((watch.first, sums_finite))
     origins = [Origin(*origin) for origin, _ in found if origin is not None]
     first = min(origins, key=lambda origin: origin.order, default=None)
-    symptom = _symptom(report, world.replicas, parameters)
     if first is not None:
         why = _explain(first, world.replicas)
     elif all(finite for _, finite in found):
@@ -69,17 +59,7 @@ def find_cause(
         )
     else:
         why = "the gradient of each micro-batch is finite, but their sum is not"
-    return Cause(f"{symptom}; {why}", first)
-
-
-def _symptom(report: StepReport, replicas: int, parameters: Sequence[str]) -> str:
-    bad = report.first_bad_micro_batch()
-    if bad is not None:
-        replica = f" of replica {bad[0]}" if replicas > 1 else ""
-        return f"the loss of micro-batch {bad[1]}{replica} is not finite ({report.losses[bad[0]][bad[1]]})"
-    if report.bad_parameter is not None:
-        return f"the gradient of {parameters[report.bad_parameter]} is not finite"
-    return f"the gradient norm is not finite ({report.gradient_norm})"
+    return Cause(f"the loss is {report.loss:.4g}, the norm of its gradient {report.gradient_norm:.4g}; {why}", first)
 
 
 def _explain(origin: Origin, replicas: int) -> str:
