@@ -98,7 +98,7 @@ def test_a_loss_that_is_not_finite_skips_the_update_and_then_stops_by_name(train
         "        bad = float('nan') if (targets[0][0] == 0) else 1.0\n"
         '        return bad * F.cross_entropy(outputs[0], targets[0], reduction="sum"), torch',
     )
-    with pytest.raises(PlainError, match=r"step \d+: the loss of micro-batch \d is not finite.*3 updates in a row"):
+    with pytest.raises(PlainError, match=r"step \d+: the loss is nan.*3 updates in a row"):
         train(broken, "trainer.nonfinite_limit=3", "trainer.evaluate_first=false")
     assert rows(tmp_path / "run" / "metrics.jsonl")[-1]["skipped_updates"] >= 3
 
@@ -151,7 +151,6 @@ def test_all_replicas_stop_when_the_data_of_one_ends(tmp_path: Path) -> None:
     words = ["pipeline.K=1", "pipeline.replicas=2", "pipeline.workers=1", "logging.tensorboard=false"]
     done = train_by_command(tmp_path, ends, *words)
     assert done.returncode == 0, done.stderr
-    assert "the data of replica 1 ended after step 3, that of the others did not" in done.stdout + done.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["steps"], summary["stopped_by"]) == (3, "end of data")
 

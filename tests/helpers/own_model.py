@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,13 +11,10 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from gpipe_cli.data.images.digits import DigitsSource
 from gpipe_cli.data.source import Batch
 from gpipe_cli.layers import LayerBuilder
-from gpipe_cli.micro_batch import Tensors
-from gpipe_cli.tasks.classification import ClassificationTask
 
 DIGITS = ("data=digits", "data.image_size=8", "data.batch_size=16", "task=classification", "lr_schedule=constant")
 WORDS = (*DIGITS, "model._target_=own_model.layers", "trainer.evaluate_first=false", "trainer.evaluate_every=null")
@@ -117,19 +113,13 @@ class Overflowing(nn.Module):
 
 
 def die(how: str) -> None:
-    """Ends this process, or uses up its memory."""
+    """Ends this process."""
     if how == "exit":
         os._exit(3)
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "crash":
         ctypes.string_at(0)
-    if how == "eat":
-        resource.setrlimit(resource.RLIMIT_AS, (1 << 35, -1))
-        torch.ones(1 << 36)
-    held = []
-    while how == "grow":  # until the kernel ends the process
-        held.append(torch.ones(1 << 24))
 
 
 class _DiesBackward(torch.autograd.Function):
@@ -144,15 +134,10 @@ class _DiesBackward(torch.autograd.Function):
 
 
 class Doomed(nn.Module):
-    """Dies when it is built, or in step 2, as the environment says (WHERE, HOW)."""
+    """Dies in step 2 as the environment says (WHERE, HOW)."""
 
     depends_on_steps = False
     step = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        if os.environ["WHERE"] == "building" and not isinstance(torch.empty(1), FakeTensor):
-            die(os.environ["HOW"])
 
     def begin_step(self, step: int, steps: int) -> None:
         self.step = step
@@ -172,15 +157,6 @@ class DoomedDigits(DigitsSource):
             if number == 2 and os.environ["WHERE"] == "data":
                 die(os.environ["HOW"])
             yield batch
-
-
-class DoomedTask(ClassificationTask):
-    """Dies in its first loss."""
-
-    def loss(self, outputs: Tensors, targets: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        if os.environ["WHERE"] == "loss":
-            die(os.environ["HOW"])
-        return super().loss(outputs, targets)
 
 
 class Counting(Fading):

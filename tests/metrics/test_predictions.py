@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from gpipe_cli.distributed.world import World
-from gpipe_cli.metrics.image_pictures import confusion_matrix, draw_classification, draw_confusion, draw_predictions
+from gpipe_cli.metrics.image_pictures import draw_classification, draw_confusion, draw_predictions
 from gpipe_cli.metrics.predictions import IMAGES, PredictionKeeper
 from gpipe_cli.tasks.classification import ClassificationTask
 
@@ -66,23 +66,6 @@ def test_predictions_of_other_replicas_come_after_those_of_the_first() -> None:
     assert found.confidences == pytest.approx([0.9, 0.8])
 
 
-def test_only_rank_0_draws() -> None:
-    assert keeper(rank=1, others=(np.zeros((1, 3), np.float32),)).finish() is None
-
-
-def test_an_evaluation_without_data_leaves_nothing() -> None:
-    assert keeper().finish() is None
-
-
-def test_the_next_evaluation_begins_anew() -> None:
-    one = keeper()
-    for _ in range(2):
-        one.read([((numbered_images(0, 3),), (torch.tensor([0, 1, 2]),))])
-        one.judged((logits([0, 1, 2], 0.9),), (torch.tensor([0, 1, 2]),))
-        found = one.finish()
-        assert found is not None and len(found.labels) == 3
-
-
 def test_classes_without_names_are_shown_by_number() -> None:
     one = keeper(names=("cat",))
     one.judged((logits([2], 0.9),), (torch.tensor([0]),))
@@ -110,11 +93,6 @@ def test_examples_are_spread_over_a_stream_of_unknown_length(count: int) -> None
     assert found is not None and found.images is not None
     assert len(found.shown) == len(found.images) == min(count, IMAGES)
     assert np.diff([*found.shown, count]).max() <= 4 * count / len(found.shown)
-
-
-def test_the_confusion_matrix_counts_true_by_predicted() -> None:
-    counts = confusion_matrix([0, 0, 1, 2, 2, 2], [0, 1, 1, 2, 2, 0], 3)
-    assert counts.tolist() == [[1, 1, 0], [0, 1, 0], [1, 0, 2]]
 
 
 @pytest.mark.parametrize("classes", [3, 25, 1000])

@@ -23,10 +23,9 @@ from gpipe_cli.launch.supervisor import Job, launch
 from gpipe_cli.metrics.step_report import StepReport, StepReporter
 from gpipe_cli.metrics.trace import Recording, measured_timeline, on_one_clock
 from gpipe_cli.pipeline.meter import Meter, Phase
-from gpipe_cli.schedule.instruction import COMPUTE, Instruction
-from gpipe_cli.schedule.picture import draw_text
+from gpipe_cli.schedule.instruction import Instruction
 from gpipe_cli.schedule.schedule import schedule
-from gpipe_cli.schedule.simulate import Span, simulate, unit_durations
+from gpipe_cli.schedule.simulate import Span
 
 CPU = torch.device("cpu")
 PRELOAD = ("torch", "torch.distributed")
@@ -97,25 +96,8 @@ def test_the_trace_of_each_worker_is_its_list_of_the_schedule(run: Run, step: in
         assert [event["name"] for event in slices] == [str(instruction) for instruction in expected]
 
 
-@pytest.mark.slow
-def test_the_trace_has_what_the_schedule_s_picture_shows(tmp_path: Path) -> None:
-    run = recorded("interleaved_1f1b", tmp_path)
-    picture = draw_text(simulate(run.lists, run.placement, unit_durations))
-    drawn = {
-        label.strip(): marks.replace(".", "").split() for label, marks in (r.split("|") for r in picture.split("\n"))
-    }
-    traced: dict[str, list[str]] = {}
-    for event in sorted(run.events(3), key=lambda event: float(event.get("ts", 0))):
-        if is_instruction(event) and event["pid"] < 2:  # the third row is the critical path
-            instruction = Instruction.parse(event["name"])
-            if instruction.op in COMPUTE:
-                row = traced.setdefault(f"worker {event['pid']} cell {instruction.cell}", [])
-                row.append(f"{instruction.op.value}{instruction.micro_batch}")
-    assert traced == drawn
-
-
 def test_a_worker_does_one_thing_at_a_time(run: Run) -> None:
-    for pid in (0, 1, 2):  # the third is the critical path
+    for pid in (0, 1):
         slices = [event for event in run.events(3) if event["ph"] == "X" and event["pid"] == pid]
         ends = [(event["ts"], event["ts"] + event["dur"]) for event in sorted(slices, key=lambda event: event["ts"])]
         assert all(end <= start + 1e-3 for (_, end), (start, _) in pairwise(ends))
@@ -134,23 +116,11 @@ def test_what_follows_the_pipelines_part_is_in_the_trace(run: Run) -> None:
         assert phases == ["gradients", "data", "exchange", "update"]
 
 
-def test_a_slice_names_the_cells_layers(run: Run) -> None:
-    first = next(event for event in run.events(2) if is_instruction(event))
-    row = run.summary["cells"][0]
-    assert first["args"]["layers"] == f"{row['first']} … {row['last']}"
-
-
 def test_every_step_tells_its_bubble_and_the_schedules_own(run: Run) -> None:
     for row in run.metrics():
         assert 0 < row["bubble"] < 1
         assert 0 < row["bubble_predicted"] < 1
         assert 0 <= row["waiting_for_data_share"] <= 1
-
-
-def test_the_update_takes_time_and_is_a_part_of_the_step(run: Run) -> None:
-    first, second, _ = run.metrics()
-    assert first["update_seconds"] == 0  # none came before it
-    assert 0 < second["update_seconds"] < first["seconds"]
 
 
 def test_now_and_then_a_step_tells_the_times_of_every_cell(run: Run) -> None:

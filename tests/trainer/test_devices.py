@@ -10,16 +10,13 @@ from unittest.mock import patch
 import pytest
 import torch
 from inline_run import train_inline
-from late_device import LATE, METER, NAME, QUEUES, LateTensor, Stream, current_stream, pin_memory, runs_on, stream
+from late_device import LATE, METER, NAME, QUEUES, LateTensor, Stream, pin_memory, runs_on
 from late_jobs import train_late
 from own_model import WORDS
 from run_files import losses, rows
-from torch import Tensor, nn
+from torch import Tensor
 
-from gpipe_cli.bench.steps import engine_step, make_cell
 from gpipe_cli.checkpoint.files import read_manifest, step_directory
-from gpipe_cli.pipeline.cell import LayerFailed
-from gpipe_cli.pipeline.meter import Meter
 from gpipe_cli.trainer.upload import Uploader
 
 CUDA = pytest.param(
@@ -32,42 +29,6 @@ SMALL = (*WORDS, "trainer.steps=4", "checkpoint.every=2", "optimizer.lr=0.01")
 def device_of_runs(name: str) -> AbstractContextManager[None]:
     """Makes the kind of device that of the runs inside the block."""
     return runs_on(LATE if name == NAME else torch.device(name, 0 if name == "cuda" else None), name)
-
-
-def test_tensors_of_two_devices_do_not_mix_and_bytes_are_counted() -> None:
-    before = METER.now
-    x = torch.ones(4, 5).to(LATE)
-    assert type(x) is LateTensor and METER.now == before + 80
-    with pytest.raises(RuntimeError, match=r"one device, but found late:0 and cpu"):
-        x + torch.ones(5)
-    assert (x * 2).sum().item() == 40
-    del x
-    assert METER.now == before
-
-
-def doubled(seed: int, waits: bool, keeps: bool) -> Tensor:
-    """Returns the double of a tensor that another stream copies, while that stream goes on."""
-    QUEUES.draw.seed(seed)
-    copies = Stream()
-    with stream(copies):
-        copied = pin_memory(torch.arange(50.0)).to(LATE, non_blocking=True)
-    if waits:
-        current_stream().wait_stream(copies)
-    if keeps:
-        copied.record_stream(current_stream())
-    found = copied * 2
-    del copied
-    with stream(copies):
-        for _ in range(20):
-            torch.ones(50, device=LATE)
-    return found.cpu()
-
-
-@pytest.mark.parametrize(("waits", "keeps"), [(True, True), (False, True), (True, False)])
-def test_streams_go_on_in_any_order_that_events_allow(waits: bool, keeps: bool) -> None:
-    right = [torch.equal(doubled(seed, waits, keeps), torch.arange(50.0) * 2) for seed in range(20)]
-    assert all(right) == (waits and keeps)
-    assert any(right)
 
 
 @pytest.mark.parametrize("fault", [None, "wait_stream", "record_stream"])
@@ -88,30 +49,6 @@ def test_an_upload_needs_what_it_does(fault: str | None, monkeypatch: pytest.Mon
                 del batch
         found.append([each.item() for each in sums] == [60.0, 120.0, 180.0])
     assert all(found) == (fault is None)
-
-
-def test_a_time_that_is_read_before_its_event_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Meter, "_synchronize", lambda _: None)
-    with pytest.raises(RuntimeError, match="an event has not been reached yet"):
-        train_late(tmp_path, 1, *SMALL)
-
-
-def test_memory_is_counted_exactly_and_ends_in_a_layer_with_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = [((torch.zeros(2, 3),), (torch.zeros(2, 3),))]
-    modules = [nn.Linear(3, 1000).to(LATE), nn.Linear(1000, 3).to(LATE)]
-    step = engine_step([make_cell(0, modules, 0, LATE)], (0,), 0, None, batch, device=LATE)
-    peaks = []
-    for _ in range(3):
-        METER.peak = METER.now
-        step()
-        peaks.append(METER.peak)
-    assert peaks[1] == peaks[2]
-    monkeypatch.setattr(METER, "limit", peaks[2])
-    step()
-    monkeypatch.setattr(METER, "limit", METER.now + 2 * 24 + 8000 + 8)  # input, target, the first layer's output
-    with pytest.raises(LayerFailed, match=r"layer 'layer\.1'") as failed:
-        step()
-    assert "late out of memory. Tried to allocate 24 bytes" in str(failed.value.__cause__)
 
 
 TIED = ("model._target_=own_model.with_ties", "trainer.average=0.9", "trainer.evaluate_every=2")
@@ -143,20 +80,6 @@ def test_workers_on_the_device_have_the_bits_of_one(K: int, tmp_path: Path) -> N
     summary, _ = train_late(tmp_path / "processes", K, *words)
     assert losses(tmp_path / "processes") == losses(tmp_path / "one")
     assert [cell["worker"] for cell in summary["cells"]] == list(range(K))
-
-
-def test_a_layer_that_makes_a_tensor_on_the_cpu_is_named() -> None:
-    class Forgetful(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + torch.ones(3)
-
-    batch = [((torch.zeros(2, 3),), (torch.zeros(2, 3),))]
-    step = engine_step(
-        [make_cell(0, [nn.Linear(3, 3).to(LATE), Forgetful()], 0, LATE)], (0,), 0, None, batch, device=LATE
-    )
-    with pytest.raises(LayerFailed, match=r"layer 'layer\.1'") as failed:
-        step()
-    assert "one device" in str(failed.value.__cause__)
 
 
 @pytest.mark.slow
@@ -191,23 +114,3 @@ def test_the_host_waits_at_the_end_of_a_step_only(tmp_path: Path) -> None:
         norms: 1,
     }
     assert all(wait.endswith((report, norms)) for wait in more)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("model=transformer", "model.dropout=0.1"),
-        ("model=transformer_lm", "pipeline.schedule=zero_bubble", "pipeline.cost=profile"),
-    ],
-    ids=["transformer", "transformer_lm"],
-)
-def test_training_evaluation_and_translation_are_those_of_the_cpu(words: tuple[str, ...], tmp_path: Path) -> None:
-    found = {}
-    for device in (NAME, "cpu"):
-        with device_of_runs(device):
-            small = ("debug=tiny", "trainer.steps=1", "trainer.evaluate_first=false", "pipeline.workers=1")
-            summary, _ = train_inline(tmp_path / device, *small, *words)
-        found[device] = {key: value for key, value in summary["evaluation"].items() if "second" not in key}
-    # Attention runs as several operations there and as one on a CPU, and Adam's first update magnifies what is rounded.
-    assert found[NAME] == pytest.approx(found["cpu"], rel=1e-3)

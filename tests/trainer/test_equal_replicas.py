@@ -24,7 +24,7 @@ def marks(change: int | None) -> Any:
         with torch.no_grad():
             next(layers[change].module.parameters()).view(-1)[0] += 1e-6
     cell = Cell(0, layers, NoiseSource(1, 0, CPU))
-    return cell, [(layer.index, layer.name, fingerprint(layer.module)) for layer in cell.layers]
+    return cell, [(layer.name, fingerprint(layer.module)) for layer in cell.layers]
 
 
 def check(change: int | None) -> None:

@@ -53,15 +53,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[s
     return trained(tmp_path_factory.mktemp("whole") / "run", *BOUNDARIES, "pipeline.K=1")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [("pipeline.K=4",), pytest.param(("pipeline.K=2", "pipeline.remat=always"), marks=pytest.mark.slow)],
-    ids=" ".join,
-)
 def test_boundaries_in_bf16_give_the_same_bits_for_every_k(
-    words: tuple[str, ...], whole: tuple[list[float], dict[str, torch.Tensor]], tmp_path: Path
+    whole: tuple[list[float], dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
-    found, tensors = trained(tmp_path / "run", *BOUNDARIES, *words)
+    found, tensors = trained(tmp_path / "run", *BOUNDARIES, "pipeline.K=4")
     assert found == whole[0]
     assert changed(tensors, whole[1]) == []
 
@@ -94,7 +89,7 @@ def scales(run_dir: Path) -> list[tuple[float, int]]:
 
 def test_loss_scaling_gives_the_same_bits_for_every_k_and_over_a_resume(tmp_path: Path) -> None:
     found, tensors = trained(tmp_path / "whole", *FLOAT16, "pipeline.K=1", steps=4)
-    assert scales(tmp_path / "whole") == [(2**21, 1), (2**20, 2), (2**20, 2), (2**19, 3)]
+    assert scales(tmp_path / "whole") == [(2**21, 1), (2**20, 2), (2**20, 2), (2**20, 2)]
     trained(tmp_path / "cut", *FLOAT16, "pipeline.K=4", steps=1)
     resume = f"checkpoint.resume={step_directory(tmp_path / 'cut', 1)}"
     again = trained(tmp_path / "cut", *FLOAT16, "pipeline.K=2", resume, steps=4)
@@ -113,7 +108,7 @@ def test_an_overflow_is_told_and_is_no_error(tmp_path: Path) -> None:
 
 
 def report_of(loss: float, norm: float) -> StepReport:
-    return StepReport(loss, [], norm, None, [], 0.0, [], [])
+    return StepReport(loss, [], norm, [], 0.0, [], [])
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from gpipe_cli.trainer.data_source import open_source
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for left-over processes in /proc")
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "--no-python")
 LONGER_THAN_A_MESSAGE_MAY = 3.0
 FOR_EVER = 120.0
 
@@ -52,15 +51,6 @@ def test_replicas_prepare_in_turn_and_no_message_times_out(prepare: Any) -> None
     first, _, second, _ = result["value"]
     assert result["value"] == [first, 0, second, 0]
     assert second >= first + LONGER_THAN_A_MESSAGE_MAY
-
-
-@pytest.mark.slow(2)
-def test_under_torchrun_no_message_times_out_during_a_preparation(prepare: Any) -> None:
-    job = prepare(2, LONGER_THAN_A_MESSAGE_MAY, TORCHRUN)
-    results = [event["value"] for event in job.events() if event["event"] == "result"]
-    code, errors = job.end()
-    assert code == 0, errors
-    assert len(results) == 2
 
 
 @pytest.mark.slow(2)

@@ -133,14 +133,6 @@ def test_a_step_that_was_to_be_evaluated_when_the_run_was_ended_is_evaluated_whe
     assert evaluated(tmp_path) == [1, 2, 3, 4, 5]
 
 
-def test_a_finished_run_that_is_started_again_writes_no_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train_inline(tmp_path, *WORDS, "trainer.steps=1")
-    monkeypatch.setattr("gpipe_cli.checkpoint.writer.write_layer", None)
-    summary, _ = train_inline(tmp_path, *WORDS, "trainer.steps=1", going_on(tmp_path))
-    assert summary["steps"] == 1
-    assert evaluated(tmp_path) == [1]
-
-
 def test_an_evaluation_that_was_owed_is_owed_no_longer_once_it_is_done(tmp_path: Path) -> None:
     train_inline(tmp_path, *WORDS, "trainer.steps=1")
     manifest = step_directory(tmp_path, 1) / "manifest.json"
@@ -155,22 +147,3 @@ def test_an_evaluation_that_was_owed_is_owed_no_longer_once_it_is_done(tmp_path:
 
     train_inline(tmp_path, *WORDS, "trainer.steps=2", going_on(tmp_path), on_event=on_event)
     assert owed == [False]
-
-
-@pytest.mark.slow
-def test_a_run_that_has_lost_patience_trains_no_further_when_it_is_typed_again(tmp_path: Path) -> None:
-    words = [word for word in WORDS if not word.startswith("trainer.evaluate_every")]
-    for _ in range(3):
-        again = ("trainer.patience=2", "trainer.evaluate_first=true", going_on(tmp_path))
-        summary, _ = train_inline(tmp_path, *words, *EVERY_STEP, *again)
-        assert (summary["steps"], summary["stopped_by"]) == (2, "early stopping")
-    assert evaluated(tmp_path) == [0, 1, 2]
-
-
-@pytest.mark.slow
-def test_what_is_evaluated_because_time_is_up_does_not_wear_out_patience(tmp_path: Path) -> None:
-    words = [*WORDS, "++model.middle=Ending", "optimizer.lr=0", "trainer.patience=2", "trainer.evaluate_every=1000"]
-    for _ in range(3):
-        slice_of_time = ("trainer.steps=100000", "trainer.seconds=0.01", going_on(tmp_path))
-        summary, _ = train_inline(tmp_path, *words, *slice_of_time)
-        assert summary["stopped_by"] == "time limit"

@@ -8,7 +8,6 @@ import own_model
 import pytest
 import torch
 from inline_run import train_inline
-from own_module import TiedTexts
 from safetensors.torch import load_file
 
 from gpipe_cli.checkpoint.choose import open_checkpoint
@@ -80,19 +79,3 @@ def test_a_frozen_tied_parameter_stays_what_its_owner_drew(tmp_path: Path) -> No
     last = export_state_dict(info)
     assert all(torch.equal(last[name], first[NAMES[0]]) for name in NAMES)
     assert not torch.equal(last["middle.weight"], first["middle.weight"])
-
-
-@pytest.mark.slow
-def test_a_traced_module_with_a_tied_matrix_gives_its_own_state_dict_at_every_cut(tmp_path: Path) -> None:
-    words = ("model=module", "model.module._target_=own_module.TiedTexts", "data=cldr_text", "task=language_model")
-    words = (*words, "+model.module.vocabulary=${data.vocabulary}", "debug=tiny", "trainer.steps=2", "pipeline.M=2")
-    words = (*words, "trainer.evaluate_first=false", "trainer.evaluate_every=null")
-    states = []
-    for K in "14":
-        train_inline(tmp_path / K, *words, f"pipeline.K={K}")
-        states.append(export_state_dict(open_checkpoint(step_directory(tmp_path / K, 2))))
-    assert states[0].keys() == states[1].keys()
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    module = TiedTexts(len(states[0]["head.weight"]))
-    assert not module.load_state_dict(states[0]).missing_keys
-    assert torch.equal(states[0]["head.weight"], states[0]["embedding.weight"])

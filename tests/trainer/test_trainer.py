@@ -13,7 +13,7 @@ from typing import Any
 import own_model
 import pytest
 from inline_run import train_inline
-from run_files import losses, rows
+from run_files import rows
 
 from gpipe_cli.data.source import Source
 from gpipe_cli.errors import ConfigurationError
@@ -43,34 +43,6 @@ def test_every_yaml_trains_a_tiny_step(words: tuple[str, ...], tmp_path: Path) -
     assert summary["steps"] == 1
     assert math.isfinite(summary["loss"])
     assert summary["skipped_updates"] == 0
-
-
-THREE_CELLS = ("debug=tiny", "trainer.steps=2", "pipeline.K=3", "task.generation=null", "trainer.evaluate_every=null")
-
-
-@pytest.fixture(scope="module")
-def plain_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    run_dir = tmp_path_factory.mktemp("plain")
-    train_inline(run_dir, *THREE_CELLS)
-    return losses(run_dir)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["pipeline.schedule=1f1b", "pipeline.remat=always"],
-        ["pipeline.cost=parameters", "pipeline.partition=min_variance"],
-        ["pipeline.cost=profile"],
-        ["pipeline.partition=[1,2,17]"],
-        ["pipeline.M=5"],
-    ],
-    ids=" ".join,
-)
-def test_every_way_to_cut_and_to_run_gives_the_same_losses(
-    words: list[str], plain_losses: list[float], tmp_path: Path
-) -> None:
-    train_inline(tmp_path, *THREE_CELLS, *words)
-    assert losses(tmp_path) == pytest.approx(plain_losses, rel=1e-5)
 
 
 def test_layers_without_a_declared_cost_are_named_when_costs_should_be_declared(tmp_path: Path) -> None:
@@ -114,7 +86,7 @@ def test_the_layer_of_a_skipped_step_is_named_and_looking_for_it_changes_no_loss
 ) -> None:
     summary, events = train_inline(tmp_path / "named", *OVERFLOW, "pipeline.K=3")
     warnings = [event["text"] for event in events if event["kind"] == "warning"]
-    symptom = "step 2: the loss of micro-batch 0 is not finite (nan)"
+    symptom = "step 2: the loss is nan, the norm of its gradient nan"
     assert warnings == [f"{symptom}; {CAUSE}: its output is infinite; update skipped (1 so far)"]
     steps = rows(tmp_path / "named" / "metrics.jsonl")
     assert [row["step"] for row in steps if "not_finite" in row] == [2]
@@ -153,12 +125,6 @@ def test_a_time_limit_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints" / f"step_{summary['steps']:08d}" / "manifest.json").is_file()
 
 
-def test_patience_ends_a_run_that_no_longer_gets_better(tmp_path: Path) -> None:
-    words = (*own_model.WORDS, "trainer.evaluate_first=true", "trainer.evaluate_every=1", "trainer.patience=2")
-    summary, _ = train_inline(tmp_path, *words, "optimizer.lr=0", "trainer.steps=50")
-    assert (summary["stopped_by"], summary["steps"]) == ("early stopping", 2)
-
-
 def test_early_stopping_evaluates_its_last_step_once(tmp_path: Path) -> None:
     words = (*own_model.WORDS, "trainer.evaluate_first=true", "trainer.evaluate_every=1", "trainer.patience=1")
     summary, _ = train_inline(tmp_path, *words, "optimizer.lr=0", "trainer.steps=9")
@@ -168,15 +134,6 @@ def test_early_stopping_evaluates_its_last_step_once(tmp_path: Path) -> None:
     assert summary["evaluation"]["nll"] == found[-1]["nll"]
     manifest = json.loads((tmp_path / "checkpoints" / "step_00000001" / "manifest.json").read_text())
     assert manifest["state"]["scalars"]["evaluations_since_best"] == 1
-
-
-def test_early_stopping_generates_as_much_at_its_end_as_any_run(tmp_path: Path) -> None:
-    words = ["trainer.evaluate_every=1", "trainer.patience=1", "optimizer.lr=0", "task.generation.per_language=1"]
-    train_inline(tmp_path, "debug=tiny", *words, "task.generation.per_language_at_end=2", "task.generation.beam=2")
-    counted = [
-        (row["step"], row["sentences_per_language"], row["beam"]) for row in rows(tmp_path / "evaluations.jsonl")
-    ]
-    assert counted == [(0, 1, 1), (1, 1, 1), (1, 2, 2)]
 
 
 def test_epochs_end_a_run_of_a_source_that_counts_them(tmp_path: Path) -> None:
