@@ -1,15 +1,13 @@
 """Measures what the engine costs when there is nothing to pipeline: K=1, one process, against a plain loop.
 
 The model is T(L,H,A) with dropout, once at the sizes of conf/model/transformer.yaml and once larger; data are random
-tokens. Engine and loops use the same modules, the task's own loss and M micro-batches; nothing is recomputed. They take
+tokens. Engine and loop use the same modules, the task's own loss and M micro-batches; nothing is recomputed. They take
 turns. Seconds are the processor's: one thread that never waits, so on an idle machine they equal wall time, and on a
 busy one they are still right. The median of the pairs' ratios is shown, with their quartiles.
 
-plain: the usual loop, F0 B0 F1 B1 …, with one graph at a time. With schedule 1f1b a single worker does the same. With
-gpipe it does F0 F1 … B1 B0: the graphs of all M micro-batches are alive before the first backward, so the backwards
-read from memory what the plain loop's read from the cache. That is the price of the order, not of the engine. To
-separate the two, `same order` is a plain loop in the schedule's order (for 1f1b the plain loop itself): `slower by`
-compares the engine with the plain loop, `than same order` with that one, each with its quartiles.
+plain: the usual loop, F0 B0 F1 B1 …, with one graph at a time, as the schedule 1f1b has on a single worker. With gpipe
+it does F0 F1 … B1 B0: the graphs of all M micro-batches are alive before the first backward, so the backwards read from
+memory what the plain loop's read from the cache. That is the price of the order, not of the engine.
 """
 
 from __future__ import annotations
@@ -32,15 +30,15 @@ from gpipe_cli.models.transformer import transformer
 from gpipe_cli.pipeline.cell import build_layer
 from gpipe_cli.tasks.translation import TranslationTask
 
-SAME_ORDER = {"1f1b": "plain", "gpipe": "plain, same order"}  # the plain loop in the order of each kind of schedule
+KINDS = ("1f1b", "gpipe")
 EXAMPLES, TOKENS, M = 64, 24, 4  # of a mini-batch; on each side of an example; micro-batches
 SIZES = {
     "tiny": {"L": 1, "H": 32, "A": 1, "d_model": 32, "vocabulary": 64},
     "default": {"L": 3, "H": 512, "A": 2, "d_model": 128, "vocabulary": 8000},
     "larger": {"L": 6, "H": 2048, "A": 8, "d_model": 512, "vocabulary": 8000},
 }
-COLUMNS = {"model": "", "parameters": ",d", "schedule": "", "plain, s": ".4f", "same order, s": ".4f"}
-COLUMNS |= {"engine, s": ".4f", "slower by": "+.2%", "quartiles": "", "than same order": "+.2%", "its quartiles": ""}
+COLUMNS = {"model": "", "parameters": ",d", "schedule": "", "plain, s": ".4f"}
+COLUMNS |= {"engine, s": ".4f", "slower by": "+.2%", "quartiles": ""}
 
 
 def build_modules(sizes: dict[str, int]) -> list[nn.Module]:
@@ -73,35 +71,24 @@ def measure(
     loss: Loss,
     repetitions: int,
 ) -> dict[str, list[float]]:
-    """Returns the seconds of every repetition, of the plain loops and of the engine with each kind of schedule.
+    """Returns the seconds of every repetition, of the plain loop and of the engine with each kind of schedule.
 
     Args:
-        plain: what the plain loops call, one after the other.
+        plain: what the plain loop calls, one after the other.
         layers: of the engine's only cell.
     """
-    steps: dict[str, Step] = {name: plain_step(plain, micro_batches, loss, kind) for kind, name in SAME_ORDER.items()}
+    steps: dict[str, Step] = {"plain": plain_step(plain, micro_batches, loss)}
     cell = make_cell(0, layers)
-    steps |= {kind: engine_step([cell], (0,), 0, None, micro_batches, kind, loss=loss) for kind in SAME_ORDER}
+    steps |= {kind: engine_step([cell], (0,), 0, None, micro_batches, kind, loss=loss) for kind in KINDS}
     modules = [*plain, *(layer.module for layer in cell.layers)]
     turns = {name: partial(timed, step, modules) for name, step in steps.items()}
     return take_turns(turns, repetitions, WARM_UP)
 
 
 def row(kind: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
-    same_order = seconds[SAME_ORDER[kind]]
-    than_plain, quartiles = slower_by(seconds[kind], seconds["plain"])
-    than_same_order, its_quartiles = slower_by(seconds[kind], same_order)
-    return {
-        "schedule": kind,
-        "plain, s": statistics.median(seconds["plain"]),
-        "same order, s": statistics.median(same_order),
-        "engine, s": statistics.median(seconds[kind]),
-        "slower by": than_plain,
-        "quartiles": quartiles,
-        "than same order": than_same_order,
-        "its quartiles": its_quartiles,
-        "seconds": seconds,
-    }
+    slower, quartiles = slower_by(seconds[kind], seconds["plain"])
+    medians = {name: statistics.median(seconds[of]) for name, of in (("plain, s", "plain"), ("engine, s", kind))}
+    return {"schedule": kind, **medians, "slower by": slower, "quartiles": quartiles, "seconds": seconds}
 
 
 def main() -> None:
@@ -119,7 +106,7 @@ def main() -> None:
             micro_batches = random_micro_batches(SIZES[name]["vocabulary"], EXAMPLES, TOKENS, M)
             seconds = measure(modules, modules, micro_batches, TranslationTask().loss, repetitions)
             parameters = sum(p.numel() for module in modules for p in module.parameters())
-            for kind in SAME_ORDER:
+            for kind in KINDS:
                 yield {"model": name, "parameters": parameters, **row(kind, seconds)}
 
     report(COLUMNS, rows(), arguments.output)

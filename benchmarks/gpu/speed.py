@@ -100,7 +100,7 @@ def build_subject(request: Request, site: Site) -> Subject:
 
     def plain() -> None:
         moved: list[MicroBatch] = [(on(device, one), on(device, other)) for one, other in micro_batches]
-        plain_step(modules, moved, task.loss, "1f1b", autocast)()
+        plain_step(modules, moved, task.loss, autocast)()
 
     def engine(remat: str) -> Step:
         return engine_step(

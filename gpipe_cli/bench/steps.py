@@ -103,38 +103,16 @@ def plain_step(
     modules: Sequence[nn.Module],
     micro_batches: Sequence[MicroBatch],
     loss: Loss = squared_loss,
-    kind: str = "1f1b",
     autocast: Autocast = nullcontext,
 ) -> Step:
-    """Builds a training step without an engine, in the order that a schedule has on a single worker.
-
-    Args:
-        kind: "1f1b": forward and backward of each micro-batch in turn, with one graph at a time; "gpipe": all forwards,
-            then all backwards, the last micro-batch first.
-    """
+    """Builds a training step without an engine: forward and backward of each micro-batch in turn."""
 
     def step() -> None:
-        if kind == "gpipe":
-            losses = [forward(modules, micro_batch, loss, autocast) for micro_batch in micro_batches]
-            while losses:
-                losses.pop().backward()  # type: ignore[no-untyped-call]  # torch's own annotation
-            return
-        for micro_batch in micro_batches:
-            forward(modules, micro_batch, loss, autocast).backward()  # type: ignore[no-untyped-call]  # torch's own
+        for inputs, targets in micro_batches:
+            values: Tensor | Tensors = as_argument(inputs)
+            with autocast():
+                for module in modules:
+                    values = module(values)
+                loss(as_tensors(values), targets)[0].backward()  # type: ignore[no-untyped-call]  # torch's own
 
     return step
-
-
-def forward(
-    modules: Sequence[nn.Module],
-    micro_batch: MicroBatch,
-    loss: Loss = squared_loss,
-    autocast: Autocast = nullcontext,
-) -> Tensor:
-    """Returns the loss of one micro-batch."""
-    inputs, targets = micro_batch
-    values: Tensor | Tensors = as_argument(inputs)
-    with autocast():
-        for module in modules:
-            values = module(values)
-        return loss(as_tensors(values), targets)[0]

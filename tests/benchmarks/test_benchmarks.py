@@ -9,13 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
 
 from benchmarks.common import slower_by
-from gpipe_cli.bench.steps import plain_step
 from gpipe_cli.bench.timing import take_turns
-from gpipe_cli.schedule.schedule import schedule
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
@@ -27,7 +23,7 @@ SMALL = {
     "reliability.kills": "--quick --K 2",
     "reliability.disks": "--quick",
     "reliability.healthy": "--count 1",
-    "corpus": "pairs --quick --tokens 20000 --batches 2",
+    "corpus": "--quick --tokens 20000 --batches 2",
     "updates": "--quick",
     "quality": "--quick --jobs transformer_lm_small",
     "reliability.wrong_configurations": "--quick",
@@ -66,23 +62,6 @@ def test_every_benchmark_is_tried() -> None:
 def test_memory_kept_with_rematerialization_is_what_the_paper_promises(tmp_path: Path) -> None:
     for row in figures_of("memory", tmp_path):
         assert row["ratio"] < 1.2, row
-
-
-@pytest.mark.parametrize("kind", ["1f1b", "gpipe"])
-def test_a_plain_loop_has_the_order_of_the_schedule_that_it_is_compared_with(kind: str) -> None:
-    seen = []
-
-    class Witness(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            number = int(x[0, 0])
-            seen.append(f"F0.{number}")
-            y = x.requires_grad_() * 1.0
-            y.register_hook(lambda gradient: seen.append(f"B0.{number}"))
-            return y
-
-    parts = [((torch.full((1, 1), float(number)),), (torch.zeros(1, 1),)) for number in range(3)]
-    plain_step([Witness()], parts, kind=kind)()
-    assert seen == [str(instruction) for instruction in schedule(kind, (0,), 3, "never")[0]]
 
 
 def test_contenders_take_turns_and_the_warm_up_does_not_count() -> None:
