@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain, count, islice
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from itertools import count, islice
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ..errors import ConfigurationError
@@ -20,9 +17,6 @@ from .source import Batch, Source, check_limits, permutation, slices_of_replica,
 
 if TYPE_CHECKING:
     from ..micro_batch import MicroBatch
-
-AHEAD = 2  # micro-batches that each loader process prepares: torch's default
-SHARED = Path("/dev/shm")  # Linux: where loader processes put them
 
 Key = tuple[int, int]
 """(epoch, index): by both, loader processes seed the augmentation of an example."""
@@ -60,7 +54,7 @@ class DatasetSource(Source):
         seed: int = 0,
     ) -> None:
         check_limits(batch_size=(batch_size, 1, None), workers=(workers, 0, None))
-        self._train_set, self._evaluation_set, self._count = train, evaluation, _length(train)
+        self._train_set, self._evaluation_set, self._count = train, evaluation, len(cast(Any, train))
         if self._count < (batch_size if drop_last else 1):
             raise ValueError(
                 f"data.batch_size={batch_size}, but data.train has {self._count} examples: "
@@ -68,7 +62,6 @@ class DatasetSource(Source):
             )
         self._batch_size, self._drop_last, self._seed = batch_size, drop_last, seed
         self._collate, self._workers = collate or stack_examples, workers
-        self._bytes: dict[int, int] = {}  # of an example of each data set, by its id
 
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Yields mini-batches without end; a position is `{"epoch": e, "batch": b}`, the next one to read."""
@@ -85,7 +78,7 @@ class DatasetSource(Source):
         Loader processes start here, in the calling thread, and not at the first batch: one forked by a thread that
         reads ahead fails when it ends ("cannot join current thread"), which would look like a crash.
         """
-        total = _length(self._evaluation_set)
+        total = len(cast(Any, self._evaluation_set))
         sizes = {first: min(self._batch_size, total - first) for first in range(0, total, self._batch_size)}
         slices = {first: split_evenly(size, min(M, size)) for first, size in sizes.items()}
         keys = [[(0, first + i) for i in range(sizes[first])[some]] for first in slices for some in slices[first]]
@@ -117,50 +110,16 @@ class DatasetSource(Source):
         seeded = _Seeded(examples, self._seed)
         if not self._workers:
             return (self._collate([seeded[key] for key in of_one]) for of_one in keys)
-        first = next(keys, [])
-        if first and SHARED.is_dir():
-            if id(examples) not in self._bytes:
-                self._bytes[id(examples)] = next(_loader(seeded, iter([first[:1]]), self._count_bytes, workers=1))
-            self._require_shared_memory(len(first) * self._bytes[id(examples)])
-        return _loader(seeded, chain([first] * bool(first), keys), self._collate, self._workers)
-
-    def _count_bytes(self, examples: list[Any]) -> int:
-        leaves = tree_leaves(self._collate(examples))
-        return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
-
-    def _require_shared_memory(self, size: int) -> None:
-        """Refuses to start loader processes that would be killed by the system when their memory is full.
-
-        Args:
-            size: bytes of a micro-batch.
-
-        Raises:
-            ConfigurationError: what they prepare ahead has no room in shared memory.
-        """
-        state, ahead = os.statvfs(SHARED), AHEAD * self._workers + 1
-        free = state.f_bavail * state.f_frsize
-        if free < ahead * size:
-            raise ConfigurationError(
-                f"data.workers={self._workers}: loader processes pass micro-batches through {SHARED}, where "
-                f"{free / 1e6:,.0f} MB are free, but they prepare {ahead} of {size / 1e6:,.1f} MB ahead, together "
-                f"{ahead * size / 1e6:,.0f} MB: make {SHARED} larger (docker run --shm-size=8g), lower data.workers or "
-                "data.batch_size, or raise pipeline.M"
+        # Loader processes alone read examples: a file opened before a fork is not safe to read after it.
+        return iter(
+            DataLoader(
+                seeded,
+                batch_sampler=keys,
+                collate_fn=self._collate,
+                num_workers=self._workers,
+                generator=torch.Generator(),  # else the loader draws from the generator that dropout may use
             )
-
-
-def _loader(
-    examples: Dataset[Any], keys: Iterator[list[Key]], collate: Callable[[list[Any]], Any], workers: int
-) -> Iterator[Any]:
-    """Starts loader processes. They alone read examples: a file opened before a fork is not safe to read after it."""
-    return iter(
-        DataLoader(
-            examples,
-            batch_sampler=keys,
-            collate_fn=collate,
-            num_workers=workers,
-            generator=torch.Generator(),  # else the loader draws from the generator that dropout may use
         )
-    )
 
 
 class _Seeded(Dataset[Any]):
@@ -215,13 +174,3 @@ def _positions(epoch: int, batch: int, batches: int) -> Iterator[dict[str, int]]
     """Yields the position after each batch, counted from `epoch` and `batch`."""
     for number in count(epoch * batches + batch + 1):
         yield {"epoch": number // batches, "batch": number % batches}
-
-
-def _length(examples: Dataset[Any]) -> int:
-    try:
-        return len(examples)  # type: ignore[arg-type] # map-style data sets have a length, the base class none
-    except TypeError as error:
-        raise ValueError(
-            f"{type(examples).__name__} has no length: data.train and data.evaluation are map-style data sets "
-            "(__len__ and __getitem__); write a source of your own for a stream (docs/data.md)"
-        ) from error

@@ -11,17 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
-from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TypeVar
-
-from ..disk import writing
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 WATCH_SECONDS = 1.0
-SEMAPHORES = Path("/dev/shm")  # where Linux keeps those of a pool
 
 
 class Workers:
@@ -49,8 +45,7 @@ class Workers:
             yield from map(function, jobs)
             return
         if self._pool is None:
-            with writing(SEMAPHORES):
-                self._pool = ProcessPoolExecutor(self.count, get_context("spawn"), _end_with, (os.getpid(),))
+            self._pool = ProcessPoolExecutor(self.count, get_context("spawn"), _end_with, (os.getpid(),))
         waiting: deque[Future[Result]] = deque()
         for job in jobs:
             with _without_script():

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,19 +27,12 @@ SIXTEEN_BITS = ("PNG", "PPM")  # formats whose images in Pillow's mode of 32-bit
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "PPM", "TIFF")  # others, as EPS, would start other programs
 
 
-class BrokenImage(NamedTuple):
-    """Holds the name of an image that could not be read, and the decoder's message."""
-
-    name: str
-    reason: str
-
-
 class BrokenImageError(Exception):
-    """Raised when an image cannot be decoded; holds the `BrokenImage`."""
+    """Raised when an image cannot be decoded."""
 
-    def __init__(self, broken: BrokenImage) -> None:
-        super().__init__(f"{broken.name}: {broken.reason}")
-        self.broken = broken
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)
+        self.name, self.reason = name, reason
 
 
 class Images(Protocol):
@@ -113,7 +106,7 @@ class ImageFiles:
                     raise ValueError(f"{size:,} bytes, more than {MOST_BYTES:,}")
                 return decode(file.read())
         except Exception as error:  # a decoder may raise anything on a broken file
-            raise BrokenImageError(BrokenImage(str(path), _reason(error))) from error
+            raise BrokenImageError(str(path), _reason(error)) from error
 
 
 class ImageArray:

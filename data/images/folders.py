@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -37,7 +36,7 @@ class Listing(NamedTuple):
         classes: the class folders, sorted.
         names: the images, class after class, sorted.
         labels: class number of each image.
-        others: how many files in class folders are no images, by their ending.
+        others: files in class folders that are no images.
     """
 
     folders: list[str]
@@ -45,7 +44,7 @@ class Listing(NamedTuple):
     classes: list[str]
     names: list[str]
     labels: list[int]
-    others: dict[str, int]
+    others: list[str]
 
 
 def read_folder(split: Path, cache: Path, report: Report) -> ImageFiles:
@@ -66,11 +65,11 @@ def read_folder(split: Path, cache: Path, report: Report) -> ImageFiles:
         listing = _scan(split, report)
         _keep(kept, listing)
     _check_classes(split, listing)
-    others = sum(listing.others.values())
+    others = listing.others
     if others:
-        kinds = ", ".join(f"{count:,} {ending}" for ending, count in Counter(listing.others).most_common())
-        log.warning("%s: %s files in class folders are left out, being no images: %s", split, f"{others:,}", kinds)
-    return ImageFiles(split, listing.names, listing.labels, listing.classes, others)
+        shown = f"{len(others):,} files in class folders are left out, being no images: {some_of(others)}"
+        log.warning("%s: %s", split, shown)
+    return ImageFiles(split, listing.names, listing.labels, listing.classes, len(others))
 
 
 def _check_split(split: Path) -> None:
@@ -79,11 +78,6 @@ def _check_split(split: Path) -> None:
         raise ConfigurationError(f"data.root={root}: there is no such folder")
     if not split.is_dir():
         raise ConfigurationError(f"data.root={root} has no folder '{split.name}', only {some_of(_names(root))}")
-    with os.scandir(split) as entries:
-        files = [entry.name for entry in entries if not entry.is_dir() and not entry.name.startswith(".")]
-    archives = [name for name in files if name.endswith((".tar", ".gz", ".zip"))]
-    if archives:
-        raise ConfigurationError(f"{split} holds archives that are not unpacked: {some_of(archives)}")
 
 
 def _check_classes(split: Path, listing: Listing) -> None:
@@ -110,7 +104,7 @@ def some_of(names: Sequence[str]) -> str:
 
 
 def _scan(split: Path, report: Report) -> Listing:
-    listing = Listing(["."], [split.stat().st_mtime_ns], [], [], [], {})
+    listing = Listing(["."], [split.stat().st_mtime_ns], [], [], [], [])
     with os.scandir(split) as entries:
         listing.classes.extend(sorted(e.name for e in entries if e.is_dir() and not e.name.startswith(".")))
     for number, name in enumerate(listing.classes):
@@ -134,8 +128,7 @@ def _scan_folder(split: Path, folder: str, listing: Listing) -> None:
             elif entry.name.lower().endswith(SUFFIXES) and entry.is_file():  # a pipe would be waited for
                 listing.names.append(f"{folder}/{entry.name}")
             else:
-                ending = Path(entry.name).suffix.lower() or "without an ending"
-                listing.others[ending] = listing.others.get(ending, 0) + 1
+                listing.others.append(f"{folder}/{entry.name}")
 
 
 def _load(kept: Path, split: Path) -> Listing | None:

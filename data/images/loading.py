@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, default_collate
 
 from ...cpu import usable_cores
 from ...micro_batch import MicroBatch
-from .files import BrokenImage, BrokenImageError, Images
+from .files import BrokenImageError, Images
 from .transforms import Transform
 
 MOST_WORKERS = 16  # chosen by "auto": more would only fill the memory with mini-batches
@@ -22,7 +22,7 @@ class Example(NamedTuple):
 
     image: Tensor | None
     label: int
-    broken: tuple[BrokenImage, ...]
+    broken: tuple[BrokenImageError, ...]
 
 
 class LoadedMicroBatch(NamedTuple):
@@ -30,7 +30,7 @@ class LoadedMicroBatch(NamedTuple):
 
     images: Tensor
     labels: Tensor
-    broken: tuple[BrokenImage, ...]
+    broken: tuple[BrokenImageError, ...]
 
     @property
     def tensors(self) -> MicroBatch:
@@ -62,7 +62,7 @@ class TransformedImages(Dataset[Example]):
             try:
                 image = self._images.read(number)
             except BrokenImageError as error:
-                broken.append(error.broken)
+                broken.append(error)
             else:
                 return Example(self._transform(image), int(self._images.labels[number]), tuple(broken))
         return Example(None, -1, tuple(broken))

@@ -15,7 +15,7 @@ from ..cache import cache_folder
 from ..source import Batch, Report, Source, read_ahead, split_evenly
 from ..torch_datasets import DatasetSource
 from .datasets import help_for, open_images
-from .files import BrokenImage, Images
+from .files import BrokenImageError, Images
 from .loading import LoadedMicroBatch, TransformedImages, collate, loader_workers, typical_images
 from .transforms import evaluation_transform, training_transform
 
@@ -180,7 +180,7 @@ class ImageSource(Source):
                 self._count(broken)
         return loaded
 
-    def _count(self, broken: BrokenImage) -> None:
+    def _count(self, broken: BrokenImageError) -> None:
         self.broken_images[broken.name] = broken.reason
         found, limit = len(self.broken_images), self._broken_limit
         self.defects = {"broken_images": found}

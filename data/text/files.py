@@ -81,11 +81,9 @@ def check_text(path: Path) -> None:
         start = file.read(CHECKED)
     text = start.decode(errors="replace")
     if text.count("\ufffd") > 1 + MOST_UNREADABLE * len(text):
-        place = start.decode(errors="surrogateescape")
-        line = place[: next(i for i, letter in enumerate(place) if "\udc80" <= letter <= "\udcff")].count("\n") + 1
         raise ConfigurationError(
-            f"{path} is no text in UTF-8 (line {line}, for example): convert it, as iconv -f LATIN1 -t UTF-8 does if "
-            "it is in Latin-1, or move it elsewhere if it is no text"
+            f"{path} is no text in UTF-8: convert it, as iconv -f LATIN1 -t UTF-8 does if it is in Latin-1, or move it "
+            "elsewhere if it is no text"
         )
     if is_json(path) and (found := re.match(r"\ufeff?\s*(\[\s*\{|\{[^\S\n]*\n)", text)):
         kind, each = ("array", ".[]") if found[1].startswith("[") else ("object over several lines", ".")

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from sacrebleu.metrics.bleu import BLEU
 
 
 def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> tuple[float, str]:
-    """Returns (BLEU from 0 to 100, sacreBLEU's signature) of detokenised sentences with one reference each.
+    """Returns (BLEU from 0 to 100, sacreBLEU's signature) of detokenised sentences with one reference each."""
+    from sacrebleu.metrics.bleu import BLEU  # imported late: it takes longer than some whole runs
 
-    Raises:
-        ValueError: there are no sentences, or not as many hypotheses as references.
-    """
-    metric = _metric()
-    _check(hypotheses, references)
+    metric = BLEU(force=True)  # force=True only silences a warning about text that looks tokenised
     score = metric.corpus_score(list(hypotheses), [list(references)])
     return float(score.score), str(metric.get_signature())
 
@@ -27,31 +20,8 @@ def bleu_signature() -> str:
 
 
 def bleu_of_groups(hypotheses: Sequence[str], references: Sequence[str], groups: Sequence[str]) -> dict[str, float]:
-    """Returns the BLEU of each group (a language, say), in the order in which groups first appear.
-
-    Raises:
-        ValueError: as `corpus_bleu` does, or if there is not one group name for each sentence.
-    """
-    _check(hypotheses, references)
-    if len(groups) != len(hypotheses):
-        raise ValueError(f"{len(groups)} group names for {len(hypotheses)} sentences: give one for each")
-    members: dict[str, list[int]] = {}
-    for number, group in enumerate(groups):
-        members.setdefault(group, []).append(number)
-    return {
-        group: corpus_bleu([hypotheses[i] for i in numbers], [references[i] for i in numbers])[0]
-        for group, numbers in members.items()
-    }
-
-
-def _check(hypotheses: Sequence[str], references: Sequence[str]) -> None:
-    if not hypotheses or len(hypotheses) != len(references):
-        raise ValueError(
-            f"{len(hypotheses)} hypotheses for {len(references)} references: BLEU needs one for each, and at least one"
-        )
-
-
-def _metric() -> BLEU:
-    from sacrebleu.metrics.bleu import BLEU  # imported late: it takes longer than some whole runs
-
-    return BLEU(force=True)  # force=True only silences a warning about text that looks tokenised
+    """Returns the BLEU of each group (a language, say), in the order in which groups first appear."""
+    members: dict[str, list[tuple[str, str]]] = {}
+    for hypothesis, reference, group in zip(hypotheses, references, groups, strict=True):
+        members.setdefault(group, []).append((hypothesis, reference))
+    return {group: corpus_bleu(*zip(*pairs, strict=True))[0] for group, pairs in members.items()}

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_disk import small_disk
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset
 
 from gpipe_cli.data.cldr.pairs import train_pairs
 from gpipe_cli.data.cldr.source import TranslationSource
@@ -25,7 +24,6 @@ from gpipe_cli.data.source import (
     no_report,
     permutation,
     read_ahead,
-    slices_of_replica,
     split_evenly,
 )
 from gpipe_cli.data.text.source import TextFilesSource
@@ -103,13 +101,7 @@ def test_same_seed_same_batches(make: Any, cache: str) -> None:
 
 
 @every_source
-def test_another_seed_gives_other_batches(make: Any, cache: str) -> None:
-    one, two = (first(make(cache, seed=seed).train(None, 2, 0, 1), 3) for seed in (1, 2))
-    assert [rows(batch) for batch in one] != [rows(batch) for batch in two]
-
-
-@every_source
-@pytest.mark.parametrize("stop", [1, 5, 63, 64, 65, 140])
+@pytest.mark.parametrize("stop", [1, 64, 65])
 def test_resuming_goes_on_as_if_never_stopped(make: Any, cache: str, stop: int) -> None:
     whole = first(make(cache).train(None, 2, 0, 1), stop + 3)
     rest = first(make(cache).train(whole[stop - 1].position, 2, 0, 1), 3)
@@ -120,12 +112,6 @@ def test_resuming_goes_on_as_if_never_stopped(make: Any, cache: str, stop: int) 
 def test_micro_batches_are_the_same_examples_in_the_same_order_as_one(make: Any, cache: str) -> None:
     whole, divided = (first(make(cache).train(None, count, 0, 1), 8) for count in (1, 4))
     assert [rows(batch) for batch in whole] == [rows(batch) for batch in divided]
-
-
-@pytest.mark.parametrize("make", [text, own_text, examples])
-def test_micro_batches_of_equal_examples_differ_in_size_by_at_most_one(make: Any, cache: str) -> None:
-    batch = next(make(cache).train(None, 4, 0, 1))
-    assert [len(inputs[0]) for inputs, _ in batch.micro_batches] == [3, 3, 2, 2]
 
 
 @every_source
@@ -171,19 +157,6 @@ def test_a_micro_batch_of_pairs_has_beginning_and_end_tokens_where_the_model_exp
     assert ((source_ids == source.eos_id).sum(1) == 1).all()
 
 
-def test_batch_tokens_decides_the_size_of_a_mini_batch(cache: str) -> None:
-    source = translation(cache, batch_tokens=1000)
-    tokens = [sum(len(row) for row in rows(batch, 2)) for batch in first(source.train(None, 2, 0, 1), 200)]
-    assert all(500 < count < 1500 for count in tokens)  # a chunk's last mini-batch may be half of one
-    assert np.mean(tokens) == pytest.approx(1000, rel=0.05)
-
-
-def test_a_pair_comes_once_per_epoch(cache: str) -> None:
-    source = translation(cache, languages=["yrl"], vocabulary=300)
-    seen = Counter(str(row) for batch in first(source.train(None, 1, 0, 1), 5 * 64) for row in rows(batch))
-    assert (len(seen), set(seen.values())) == (100, {32})  # five whole chunks of 64 mini-batches of 10
-
-
 def test_pairs_over_max_length_are_left_out(cache: str) -> None:
     source = translation(cache, max_length=24)
     shapes = [
@@ -194,11 +167,6 @@ def test_pairs_over_max_length_are_left_out(cache: str) -> None:
     assert max(tensor.shape[1] for tensor in evaluated) <= 24
 
 
-def test_an_evaluation_has_so_many_sentences_of_each_language(cache: str) -> None:
-    source = translation(cache, evaluation_per_language=7)
-    assert sum(len(rows(batch)) for batch in source.evaluation(2)) == 3 * 7
-
-
 def test_held_out_samples_decode_to_their_reference(cache: str) -> None:
     source = translation(cache)
     samples = source.held_out("dev", per_language=20)
@@ -207,22 +175,12 @@ def test_held_out_samples_decode_to_their_reference(cache: str) -> None:
     assert source.decode([5, source.eos_id, 6]) == source.decode([5])
 
 
-def test_held_out_samples_of_a_language_do_not_depend_on_the_others(cache: str) -> None:
-    among = [s for s in translation(cache).held_out("test", 5) if s.language == "yrl"]
-    alone = translation(cache, languages=["yrl"], vocabulary=300).held_out("test", 5)
-    assert [s.source for s in among] == [s.source for s in alone]
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch_size": 0}, r"data\.batch_size=0: use a whole number, at least 1"),
         ({"batch_size": None}, r"data\.batch_tokens"),
         ({"largest": 50}, r"data\.smallest=100 is more than data\.largest=50"),
-        ({"vocabulary": 70_000}, r"data\.vocabulary=70000: use a whole number, at most 65536"),
-        ({"temperature": 0.5}, r"data\.temperature=0\.5: use a number, at least 1"),
         ({"languages": ["xx"]}, r"data\.languages: no language 'xx'"),
-        ({"evaluation_per_language": 301}, r"data\.evaluation_per_language=301"),
     ],
 )
 def test_a_wrong_value_names_its_key_and_limit(changes: dict[str, Any], message: str) -> None:
@@ -233,22 +191,6 @@ def test_a_wrong_value_names_its_key_and_limit(changes: dict[str, Any], message:
 def test_reading_before_prepare_says_so() -> None:
     with pytest.raises(RuntimeError, match=r"prepare\(\)"):
         next(TranslationSource(**SMALL).train(None, 1, 0, 1))
-
-
-# --- text
-
-
-def test_next_ids_are_the_ids_one_place_later(cache: str) -> None:
-    ((ids,), (next_ids,)) = next(text(cache).train(None, 1, 0, 1)).micro_batches[0]
-    assert ids.shape == next_ids.shape == (10, 32)
-    assert torch.equal(ids[:, 1:], next_ids[:, :-1])
-
-
-def test_every_block_comes_once_per_epoch(cache: str) -> None:
-    source = text(cache, batch_size=1)
-    blocks = source._count()
-    seen = Counter(str(rows(batch)) for batch in first(source.train(None, 1, 0, 1), 2 * blocks))
-    assert set(seen.values()) == {2}
 
 
 # --- examples
@@ -263,11 +205,6 @@ def test_order_and_augmentation_do_not_depend_on_loader_processes(cache: str, wo
     assert here == there
 
 
-def test_augmentation_differs_between_epochs(cache: str) -> None:
-    batches = first(examples(cache, train=Numbers(10)).train(None, 1, 0, 1), 2)
-    assert sorted(map(tuple, rows(batches[0]))) != sorted(map(tuple, rows(batches[1])))
-
-
 def test_reading_an_example_leaves_the_global_generators_as_they_were(cache: str) -> None:
     torch.manual_seed(1)
     untouched = torch.rand(3)
@@ -277,15 +214,13 @@ def test_reading_an_example_leaves_the_global_generators_as_they_were(cache: str
 
 
 @pytest.mark.parametrize(("drop_last", "sizes"), [(True, [10, 10, 10, 10, 10]), (False, [10, 10, 10, 10, 7])])
-def test_drop_last_decides_over_the_end_of_an_epoch(cache: str, drop_last: bool, sizes: list[int]) -> None:
+def test_an_epoch_has_every_example_once_with_its_last_ones_or_without(
+    cache: str, drop_last: bool, sizes: list[int]
+) -> None:
     batches = first(examples(cache, drop_last=drop_last).train(None, 2, 0, 1), 5)
     assert [len(rows(batch)) for batch in batches] == sizes
-
-
-def test_every_example_comes_once_per_epoch(cache: str) -> None:
-    batches = first(examples(cache, drop_last=False).train(None, 2, 0, 1), 5)
     seen = [int(target) for batch in batches for _, (targets,) in batch.micro_batches for target in targets]
-    assert sorted(seen) == [*range(47)]
+    assert drop_last or sorted(seen) == [*range(47)]
 
 
 def test_a_last_batch_too_small_for_its_micro_batches_is_refused_before_training(cache: str) -> None:
@@ -333,11 +268,6 @@ def test_a_collection_repeats_only_after_all_its_items() -> None:
     assert max(counts.values()) - min(counts.values()) <= 1 and len(counts) == 10
 
 
-def test_a_distant_chunk_is_known_at_once() -> None:
-    collections, indices = TemperatureSampler([[2000, 1000], [10]], 5.0, chunk=64, seed=0).items(10**12)
-    assert len(collections) == len(indices) == 64 and int(indices[collections == 1].max()) < 10
-
-
 def test_a_permutation_is_a_pure_function_of_its_key() -> None:
     assert permutation(8, 0, "a").tolist() == [6, 0, 5, 4, 3, 1, 2, 7]
     assert sorted(permutation(1000, 1).tolist()) == [*range(1000)]
@@ -345,10 +275,6 @@ def test_a_permutation_is_a_pure_function_of_its_key() -> None:
 
 def test_split_evenly_covers_everything_in_order() -> None:
     assert [[*range(11)[cut]] for cut in split_evenly(11, 3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
-
-
-def test_replicas_share_all_slices() -> None:
-    assert [cut for r in range(2) for cut in slices_of_replica(9, 2, r, 2, "key")] == split_evenly(9, 4)
 
 
 def test_reading_ahead_keeps_order_and_passes_errors_on() -> None:
@@ -367,20 +293,6 @@ def test_closing_a_reader_ends_its_thread() -> None:
     next(ahead)
     ahead.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
-
-
-def test_too_little_shared_memory_is_told_before_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the check, the system kills a loader process, or torch says only 'No space left on device'."""
-    data = TensorDataset(torch.zeros(64, 30_000), torch.zeros(64))
-    with small_disk(tmp_path / "shm", "size=4m") as folder:
-        monkeypatch.setattr("gpipe_cli.data.torch_datasets.SHARED", folder)
-        with pytest.raises(ConfigurationError) as caught:
-            DatasetSource(data, data, 32, workers=2).train(None, 4, 0, 1)
-        assert str(caught.value).startswith(
-            f"data.workers=2: loader processes pass micro-batches through {folder}, where 4 MB are free, but they "
-            "prepare 5 of 1.0 MB ahead, together 5 MB: make"
-        )
-        next(DatasetSource(data, data, 32, workers=1).train(None, 4, 0, 1))
 
 
 class NotingReads(Numbers):

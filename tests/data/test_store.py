@@ -53,12 +53,6 @@ def test_the_store_holds_the_text_and_nothing_else(code: str, store: Store) -> N
     assert Counter(pairs_of(store, code)) == Counter(zip(*sides, strict=True))
 
 
-def test_there_are_several_shards_and_blocks(store: Store) -> None:
-    blocks = dict(zip(store.languages, store.blocks(), strict=True))
-    assert len(store.languages["de"].shards) == 5 and max(map(max, blocks.values())) == 16
-    assert {code: sum(of) for code, of in blocks.items()} == store.sizes == parallel_folder.SIZES
-
-
 def test_the_pairs_lie_shuffled(store: Store) -> None:
     text = [pair.target for pair in parallel_folder.pairs_of("de", 300)]
     places = [text.index(target) for _, target in pairs_of(store, "de") if target in text]
@@ -112,19 +106,6 @@ def _wait_for_the_end_of_group(group: int) -> None:
             return
         time.sleep(0.05)
     raise AssertionError("the processes of a killed preparation live on")
-
-
-def test_what_was_done_before_a_kill_is_not_done_again(root: Path, tmp_path: Path) -> None:
-    words = [sys.executable, preparation_jobs.__file__, str(root), str(tmp_path), "1", "token ids", "400"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        process.kill()
-    (left,) = tmp_path.glob(".partial-*")
-    for path in left.glob("work/pieces/fi-*.json"):  # a mark: were it encoded anew, the mark would go
-        path.write_text(path.read_text().replace('"counts": {}', '"counts": {"fi": {"empty": 7}}'))
-    made = preparation_jobs.prepare(root, tmp_path, 1, no_report)
-    assert '"empty": ' in (made.folder / "defects.json").read_text()
 
 
 def test_an_opened_store_is_not_made_again(root: Path, store: Store) -> None:

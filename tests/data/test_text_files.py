@@ -203,15 +203,14 @@ def test_a_bad_line_is_dropped_counted_and_named_or_refused(
     ("content", "message"),
     [
         (b"", "a.txt is empty"),
-        (bytes(range(256)) * 40, "a.txt is no text in UTF-8 (line 2, for example)"),
+        (bytes(range(256)) * 40, "a.txt is no text in UTF-8"),
         ("Füße, Bäume, Häuser, Öl und Übel\n".encode("latin-1") * 50, "iconv -f LATIN1 -t UTF-8"),
         ("text\n".encode("utf-16") * 50, "a.txt is UTF-16 text"),
         (gzip.compress(b"words " * 99)[:-9], "a.txt.gz: cannot be unpacked"),
         (b'[{"text": "one"}, {"text": "two"}]', "a.json is one JSON array, not JSON lines"),
-        (b'\xef\xbb\xbf\n [\n {"text": "one"},\n {"text": "two"}\n]', "jq -c '.[]' makes of it"),
         (b'{\n "text": "one"\n}', "a.json is one JSON object over several lines"),
     ],
-    ids=["empty", "binary", "latin-1", "utf-16", "torn", "array", "array in lines", "object in lines"],
+    ids=["empty", "binary", "latin-1", "utf-16", "torn", "array", "object in lines"],
 )
 def test_a_file_that_is_no_text_is_refused_by_its_name(content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "text" / ("a.txt.gz" if "gz" in message else "a.json" if b'"text"' in content else "a.txt")

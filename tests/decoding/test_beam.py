@@ -73,27 +73,6 @@ def test_a_beam_of_one_is_greedy() -> None:
         assert hypothesis.tokens == [token for token in tokens if token != END]
 
 
-def test_a_wider_beam_finds_what_greedy_is_too_short_sighted_for() -> None:
-    def short_sighted(prefix: tuple[int, ...]) -> Tensor:
-        table = {(): [0.0, 0.6, 0.4, 0.0], (1,): [0.5, 0.3, 0.2, 0.0], (2,): [1.0, 0.0, 0.0, 0.0]}
-        return torch.tensor(table.get(prefix, [1.0, 0.0, 0.0, 0.0])).log()
-
-    assert search([short_sighted], [4], beam=1, exponent=0.0)[0].tokens == [1]  # 0.6 · 0.5
-    assert search([short_sighted], [4], beam=2, exponent=0.0)[0].tokens == [2]  # 0.4 · 1.0
-
-
-@pytest.mark.parametrize(("exponent", "tokens"), [(0.0, []), (1.0, [1, 1])])
-def test_the_length_exponent_decides_between_short_and_long(exponent: float, tokens: list[int]) -> None:
-    def model(prefix: tuple[int, ...]) -> Tensor:
-        table = {(): [0.4, 0.6, 0.0, 0.0], (1,): [0.0, 1.0, 0.0, 0.0], (1, 1): [0.6, 0.0, 0.4, 0.0]}
-        return torch.tensor(table.get(prefix, [0.25] * 4)).log()
-
-    # ln 0.4 = -0.916, / (6/5) = -0.764; ln 0.36 = -1.022, / (8/5) = -0.639
-    found = search([model], [3], beam=2, exponent=exponent)[0]
-    assert found.tokens == tokens
-    assert found.log_probability == pytest.approx(-1.0217 if tokens else -0.9163, abs=1e-4)
-
-
 def test_of_equal_continuations_the_first_go_on() -> None:
     state = BeamSearch(torch.tensor([9]), 3, 0.5, eos_id=5)
     uniform = torch.zeros(1, 700).log_softmax(-1)
