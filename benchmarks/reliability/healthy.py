@@ -37,7 +37,7 @@ MODELS = {  # keys and their values
 }
 TRAINING = """
     pipeline.remat=always|except_last|never pipeline.partition=min_max|min_variance pipeline.cost=flops|parameters
-    pipeline.sync_batchnorm=true|false|false precision=fp32|fp32|fp32|bf16 verify.steps=1|2|2|3
+    precision=fp32|fp32|fp32|bf16 verify.steps=1|2|2|3
     optimizer=adafactor|adafactor_momentum|adam|adamw|rmsprop|rmsprop_tf|sgd
     optimizer.weight_decay=0.0|0.01|0.3 optimizer.decay_only=null|matrices
     lr_schedule=constant|linear_warmup|inverse_sqrt|cosine|exponential|step

@@ -19,24 +19,19 @@ from .record import OUTPUT, Seen, of_kind
 
 
 class FirstBatches:
-    """Passes on a source whose evaluation set is one mini-batch for each replica.
+    """Passes on a source whose evaluation set is one mini-batch for each replica."""
 
-    Args:
-        source: of the run.
-        replicas: their number.
-    """
-
-    def __init__(self, source: Source, replicas: int) -> None:
-        self._source, self._replicas = source, replicas
+    def __init__(self, source: Source) -> None:
+        self._source = source
 
     def evaluation_share(self, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Yields the first mini-batch."""
         return islice(self._source.evaluation_share(M, replica, replicas), 1)
 
 
-def evaluate(trainer: Trainer, replicas: int) -> dict[str, float]:
+def evaluate(trainer: Trainer) -> dict[str, float]:
     """Runs the trainer's evaluation, without generation, as it does between two steps; returns its numbers."""
-    source: Any = None if trainer.evaluator.source is None else FirstBatches(trainer.evaluator.source, replicas)
+    source: Any = None if trainer.evaluator.source is None else FirstBatches(trainer.evaluator.source)
     evaluator = replace(trainer.evaluator, source=source, generator=None, keeper=None)
     with trainer.updater.averaged_weights():
         return evaluator.evaluate(final=False).numbers

@@ -26,7 +26,6 @@ from ..micro_batch import MicroBatch, Tensors
 from ..pipeline.messages.grouping import as_argument, as_tensors, grouped_like
 from ..pipeline.randomness import generator_states
 from ..tasks.base import Task
-from .batchnorm import run_together
 from .compare import total
 from .record import (
     MODE,
@@ -45,8 +44,6 @@ from .record import (
 )
 from .reference import noise_seed, weights_drawn
 
-Sums = Sequence[Sequence[Sequence[Place]]]
-
 
 @dataclass(frozen=True)
 class MiniBatch:
@@ -64,16 +61,10 @@ class MiniBatch:
     order: Sequence[int]
     loss_scale: float = 1.0
 
-    def sums(self, together: bool) -> Sums:
-        """Returns the sums of gradients that are computed apart and then added: of each, the groups, in order.
-
-        Args:
-            together: BatchNorm normalises the same micro-batch of all replicas as one (pipeline.sync_batchnorm).
-        """
-        replicas = range(len(self.micro_batches))
-        if together:
-            return [[[(replica, number) for replica in replicas] for number in self.order]]
-        return [[[(replica, number)] for number in self.order] for replica in replicas]
+    @property
+    def places(self) -> list[list[Place]]:
+        """Returns the places of each replica, whose gradients are added up apart, in order."""
+        return [[(replica, number) for number in self.order] for replica in range(len(self.micro_batches))]
 
 
 @dataclass
@@ -143,7 +134,6 @@ class PlainModel:
         autocast = settings.precision.autocast
         self.half: torch.dtype | None = None if autocast is None else getattr(torch, autocast)
         self.steps = settings.trainer.steps or 0
-        self._together = settings.pipeline.sync_batchnorm and settings.pipeline.replicas > 1
 
     @torch.no_grad()
     def build(self, cell: Sequence[int], load: Load = lambda layer: {}) -> _Built:
@@ -196,19 +186,18 @@ class PlainModel:
         """
         replicas = mini_batch.micro_batches
         step = PlainStep(sum(self.task.weight(targets) for replica in replicas for _, targets in replica))
-        sums, recorder = mini_batch.sums(self._together), Recorder()
-        places = [place for groups in sums for group in groups for place in group]
+        recorder, places = Recorder(), [place for of_replica in mini_batch.places for place in of_replica]
         given: list[dict[Place, Tensors]] = [
             {(r, m): tuple(t.to(self.device) for t in replicas[r][m][0]) for r, m in places}
         ]
         for cell in self.cells[:-1]:
             run = _CellRun(self, self.build(cell, load), mini_batch, step, given[-1])
-            given.append({place: _cut(outputs) for place, outputs in run.forward_only(sums)})
+            given.append({place: _cut(run.forward(place)[0]) for place in places})
         back: dict[Place, Tensors] = {}
         waiting: dict[Key, dict[Key, Tensor]] = {}
         for number in reversed(range(len(self.cells))):
             run = _CellRun(self, self.build(self.cells[number], load), mini_batch, step, given.pop(), recorder)
-            gradients, back = run.forward_and_back(sums, back)
+            gradients, back = run.forward_and_back(back)
             gradients = self._summed(gradients, waiting)
             step.norms |= {key: float(torch.linalg.vector_norm(g, dtype=torch.float64)) for key, g in gradients.items()}
             take(number, gradients, run.built.averaged(step))
@@ -331,16 +320,7 @@ class _CellRun:
     def __post_init__(self) -> None:
         self.built.begin_step(self.mini_batch.step, self.model.steps)
 
-    def forward_only(self, sums: Sums) -> Iterator[tuple[Place, Tensors]]:
-        """Yields the outputs for each micro-batch."""
-        with _frozen_averages(self.built.batchnorms.values()):
-            for group in (group for groups in sums for group in groups):
-                for place, (outputs, _) in zip(group, self._forward(group), strict=True):
-                    yield place, outputs
-
-    def forward_and_back(
-        self, sums: Sums, back: Mapping[Place, Tensors]
-    ) -> tuple[dict[Key, Tensor], dict[Place, Tensors]]:
+    def forward_and_back(self, back: Mapping[Place, Tensors]) -> tuple[dict[Key, Tensor], dict[Place, Tensors]]:
         """Runs forward and backward.
 
         Args:
@@ -352,17 +332,14 @@ class _CellRun:
         self.built.fingerprint_weights(self.step, self.model.half)
         scale = self.mini_batch.loss_scale / self.step.weight if self.step.weight else 0.0
         totals: list[dict[Key, Tensor]] = []
-        with _frozen_averages(self.built.batchnorms.values()):
-            for groups in sums:
-                for group in groups:
-                    roots: list[tuple[Tensor, Tensor]] = []
-                    for place, (outputs, losses) in zip(group, self._forward(group), strict=True):
-                        if back:
-                            roots += zip(_trained(outputs), back[place], strict=True)
-                        roots += [(loss, torch.full_like(loss, scale)) for loss in losses if loss.requires_grad]
-                    if roots:
-                        torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
-                totals.append(self.built.take_gradients())
+        for places in self.mini_batch.places:
+            for place in places:
+                outputs, losses = self.forward(place)
+                roots = [*zip(_trained(outputs), back[place], strict=True)] if back else []
+                roots += [(loss, torch.full_like(loss, scale)) for loss in losses if loss.requires_grad]
+                if roots:
+                    torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+            totals.append(self.built.take_gradients())
         gradients = totals[0]
         for other in totals[1:]:
             gradients = {key: gradients[key] + gradient for key, gradient in other.items()}
@@ -372,16 +349,12 @@ class _CellRun:
             for place, tensors in self.given.items()
         }
 
-    def _forward(self, group: Sequence[Place]) -> list[tuple[Tensors, list[Tensor]]]:
-        """Returns outputs and unscaled losses of the micro-batches that BatchNorm normalises as one."""
-        runs = [partial(self._forward_one, place) for place in group]
-        return [runs[0]()] if len(runs) == 1 else run_together(runs, self.built.batchnorms.values(), self.model.device)
-
-    def _forward_one(self, place: Place) -> tuple[Tensors, list[Tensor]]:
+    def forward(self, place: Place) -> tuple[Tensors, list[Tensor]]:
+        """Returns outputs and unscaled losses of one micro-batch."""
         replica, number = place
         targets = tuple(tensor.to(self.model.device) for tensor in self.mini_batch.micro_batches[replica][number][1])
         values, losses = self.given[place], []
-        with torch.enable_grad(), self.model.autocast():
+        with torch.enable_grad(), self.model.autocast(), _frozen_averages(self.built.batchnorms.values()):
             for index, _, module in self.built.layers:
                 torch.manual_seed(noise_seed(self.model.seed, self.mini_batch.step, replica, number, index))
                 before = generator_states(self.model.device)

@@ -305,7 +305,7 @@ class Verification:
         last = self._steps.checked[-1]
         self._watch.take()
         self._watch.active = True
-        numbers = evaluate(trainer, self._world.replicas)
+        numbers = evaluate(trainer)
         record = self._gathered(0, RecordedStep(seen=self._watch.take()))
         self._watch.active = False
         self._watch.hold("evaluated")

@@ -11,15 +11,12 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
 
 from benchmarks.reliability.healthy import MODELS, alarm, drawn
 from benchmarks.reliability.planted_faults.run import SUBJECT, verified
 from gpipe_cli.commands import verify
 from gpipe_cli.config import PipelineConfig
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.verify.batchnorm import run_together
 from gpipe_cli.verify.compare import GRADIENTS, PASSED_BACK, Difference, Quantity, agrees
 
 ROOT = Path(__file__).parents[2]
@@ -87,28 +84,6 @@ def test_a_note_says_what_batchnorm_does(tmp_path: Path) -> None:
     assert any(note.startswith(said) for note in verified(tmp_path)["notes"])
 
 
-def test_run_together_gives_batchnorm_the_whole_and_dropout_its_own(tmp_path: Path) -> None:
-    """Against one BatchNorm over the concatenated input, with dropout drawn one after the other before it."""
-    norm, parts = nn.BatchNorm1d(3), [torch.randn(n, 3) + n for n in (2, 5, 4)]
-    seeded = [partial(torch.manual_seed, number) for number in range(3)]
-
-    def run(number: int) -> torch.Tensor:
-        seeded[number]()
-        before = F.dropout(parts[number], 0.5)
-        return F.dropout(norm(before), 0.5)
-
-    together = run_together([partial(run, number) for number in range(3)], [norm], torch.device("cpu"))
-    dropped, masks = [], []
-    for number, part in enumerate(parts):
-        seeded[number]()
-        dropped.append(F.dropout(part, 0.5))
-        masks.append(F.dropout(torch.ones_like(part), 0.5))
-    expected = nn.BatchNorm1d(3)(torch.cat(dropped)) * torch.cat(masks)
-    torch.testing.assert_close(torch.cat(together), expected)
-    with pytest.raises(IndexError):
-        run_together([partial(run, number) for number in (0, 7)], [norm], torch.device("cpu"))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_healthy_configurations_raise_no_alarm(tmp_path: Path, model: str) -> None:
@@ -126,7 +101,7 @@ def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_workers_and_replicas_agree_with_one_process(tmp_path: Path) -> None:
-    words = ["pipeline.workers=2", "pipeline.replicas=2", "pipeline.sync_batchnorm=true", "verify.dtype=float64"]
+    words = ["pipeline.workers=2", "pipeline.replicas=2", "verify.dtype=float64"]
     done = command(tmp_path, *SUBJECT, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the pipelined run is the plain one" in done.stdout.splitlines()[-1]
@@ -163,6 +138,7 @@ def test_json_is_all_that_standard_output_has(tmp_path: Path, capfd: pytest.Capt
     ("words", "said"),
     [
         (["verify.dtype=float64", "precision=bf16"], "use precision=fp32"),
+        (["pipeline.sync_batchnorm=true", "pipeline.replicas=2"], "leave it out to verify everything else"),
         (["checkpoint.resume=somewhere"], "leave out checkpoint.resume"),
         (["model.odd=counter"], "layer 'counter' changes its buffer 'calls' in every training forward"),
     ],
