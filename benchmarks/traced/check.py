@@ -6,15 +6,15 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.traced.subject import TracedSubject
-from gpipe_cli.commands.plan import make_request
+from gpipe_cli import Pipeline
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.micro_batch import MicroBatch, Tensors
@@ -31,20 +31,10 @@ from gpipe_cli.models.traced.compare import (
 )
 from gpipe_cli.models.traced.layers import traced_layers
 from gpipe_cli.models.traced.module import Call, TracedFrom
-from gpipe_cli.partition.cost import layer_costs
-from gpipe_cli.partition.cut import cut_by_costs
 from gpipe_cli.partition.fake_layers import CostError
-from gpipe_cli.partition.tie_search import find_ties
-from gpipe_cli.pipeline.batchnorm import finish_batchnorm
-from gpipe_cli.pipeline.cell import BuiltLayer, Cell, build_layer
-from gpipe_cli.pipeline.engine import Engine, StepInput
-from gpipe_cli.pipeline.gradients import fill_gradients
-from gpipe_cli.pipeline.randomness import NoiseSource
-from gpipe_cli.pipeline.tied_parameters import ReplicaLink, TiedParameters
-from gpipe_cli.schedule.schedule import forward_only, schedule
+from gpipe_cli.tasks.base import Task
 
 SEED, M, EXAMPLES = 3, 2, 3
-CPU = torch.device("cpu")
 CASES = [(K, remat) for K in (1, 2, 4) for remat in ("always", "never")]
 LINE = re.compile(r"\S+\.py, line \d+")
 DIFFERENT = "SILENTLY DIFFERENT"
@@ -155,7 +145,7 @@ class _Comparing:
         finally:
             self.seconds = time.process_time() - began
         cases = [(K, remat) for K, remat in self._cases if len(self.builders) >= K]
-        runs = _engine(self.builders, micro_batches, cases, float_type)
+        runs = [_Cut(self.builders, K, remat, micro_batches, float_type).values() for K, remat in cases]
         between = [gap.relative for run in runs[1:] for gap in differences(run, runs[0])]
         self.cuts_differ = max([self.cuts_differ, *between])
         own = run_module(traced_from, micro_batches, lambda outputs, _: _loss(outputs) / (M * EXAMPLES), float_type)
@@ -170,88 +160,53 @@ def _loss(outputs: Tensors) -> Tensor:
     return (output.square() * weights).sum()
 
 
-def _engine(
-    builders: Sequence[LayerBuilder],
-    micro_batches: Sequence[MicroBatch],
-    cases: Sequence[tuple[int, str]],
-    float_type: torch.dtype,
-) -> list[Values]:
-    """Returns what the engine computes, for each (K, remat) with K cells on one worker."""
-    config = make_request(["model=transformer_lm_small"]).settings.pipeline
-    costs, tied = layer_costs(builders, micro_batches[0][0], "flops"), find_ties(builders)
-    runs = []
-    for K, remat in cases:
-        modules = [build_layer(builder, number, SEED, CPU) for number, builder in enumerate(builders)]
-        if float_type is not torch.float32:
-            modules = [module.to(float_type) for module in modules]
-        layers = [
-            BuiltLayer(number, builders[number].name, module, None, tied.owners[number])
-            for number, module in enumerate(modules)
-        ]
-        cut = cut_by_costs(builders, costs, replace(config, K=K, M=M), 1, tied)
-        apart = [deepcopy([layers[i] for i in part]) for part in cut.layers]  # cells of workers share no memory
-        cells = [Cell(k, part, NoiseSource(SEED, 0, CPU)) for k, part in enumerate(apart)]
-        uses = cut.uses([builder.name for builder in builders])
-        ties = TiedParameters(uses, cells, ReplicaLink(0, [0], None))
-        runs.append(_Engine(builders, cells, ties, micro_batches, remat).values())
-    return runs
+class _Sums(Task):
+    """Keeps the outputs that it scores."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[int, Tensor] = {}
+
+    def loss(self, outputs: Tensors, targets: Tensors) -> tuple[Tensor, Tensor]:
+        self.outputs[int(targets[0][0])] = outputs[0].detach().clone()
+        return _loss(outputs), torch.zeros(0, dtype=torch.float64)
 
 
-class _Engine:
-    """Trains and evaluates as the trainer does."""
+class _Cut:
+    """Trains and evaluates the layers, cut into K cells on one worker."""
 
     def __init__(
         self,
         builders: Sequence[LayerBuilder],
-        cells: Sequence[Cell],
-        ties: TiedParameters,
-        micro_batches: Sequence[MicroBatch],
+        K: int,
         remat: str,
+        micro_batches: Sequence[MicroBatch],
+        float_type: torch.dtype,
     ) -> None:
-        self._builders, self._cells, self._ties, self._micro_batches = builders, cells, ties, micro_batches
-        self._outputs: dict[int, Tensor] = {}
-        placement = [0] * len(cells)
-        self._engine = Engine(cells, placement, None, self._loss, 1, CPU)
-        self._signatures = tuple(tuple(tuple(t.shape) for t in inputs) for inputs, _ in micro_batches)
-        self._train, self._evaluate = schedule("gpipe", placement, M, remat)[0], forward_only(placement, M)[0]
-        for cell in cells:
-            cell.guard_buffers()
+        self._builders, self._micro_batches, self._task = builders, micro_batches, _Sums()
+        if float_type is not torch.float32:
+            builders = [replace(builder, build=partial(_widened, builder, float_type)) for builder in builders]
+        self._pipeline = Pipeline.of(
+            builders, self._task, micro_batches[0], K=K, M=M, remat=remat, seed=SEED, device="cpu"
+        )
 
     def values(self) -> Values:
         return values_of(self._training, self._evaluation, self._tensors)
 
-    def _loss(self, outputs: Tensors, targets: Tensors) -> tuple[Tensor, Tensor]:
-        self._outputs[int(targets[0][0])] = outputs[0].detach().clone()
-        return _loss(outputs), torch.zeros(0, dtype=torch.float64)
+    def _whole(self) -> list[Tensors]:
+        """Returns inputs and targets of the mini-batch."""
+        return [tuple(map(torch.cat, zip(*side, strict=True))) for side in zip(*self._micro_batches, strict=True)]
 
     def _training(self) -> Iterator[Tensor]:
-        self._ties.spread()
-        for cell in self._cells:
-            cell.train(True)
-        step = StepInput(0, 1, self._signatures, 1 / (M * EXAMPLES))
-        self._engine.train_step(self._train, step, self._copies(), None)
-        fill_gradients(parameter for cell in self._cells for _, parameter in cell.parameters())
-        self._ties.add_gradients()
-        finish_batchnorm([batchnorm for cell in self._cells for batchnorm in cell.batchnorms], None)
-        yield from (self._outputs[number] for number in range(M))
+        self._pipeline.step(*self._whole())
+        yield from (self._task.outputs[number] for number in range(M))
 
     def _evaluation(self) -> Iterator[Tensor]:
-        for cell in self._cells:
-            cell.train(False)
-        signatures = [("evaluation", *signature) for signature in self._signatures]
-        self._engine.run_forward(self._evaluate, signatures, self._copies(), self._sink)
-        yield from (self._outputs[number] for number in range(M))
-
-    def _sink(self, number: int, outputs: Tensors, targets: Tensors) -> None:
-        self._outputs[number] = outputs[0].clone()
-
-    def _copies(self) -> list[MicroBatch]:
-        return [(tuple(tensor.clone() for tensor in inputs), targets) for inputs, targets in self._micro_batches]
+        yield from (outputs[0].clone() for outputs, _ in self._pipeline.forward(*self._whole()))
 
     def _tensors(self) -> dict[str, Tensor]:
         """Returns parameters and buffers by their first name in the module; of a tied parameter the owner's."""
         found: dict[str, Tensor] = {}
-        for layer in (layer for cell in self._cells for layer in cell.layers):
+        for layer in (layer for cell in self._pipeline.cells for layer in cell.layers):
             for path, first in maker_of(self._builders[layer.index]).held.items():
                 way, _, name = path.rpartition(".")
                 tensor = getattr(layer.module.get_submodule(way), name)
@@ -262,3 +217,7 @@ class _Engine:
                     same = first not in found or torch.equal(found[first], tensor)
                     found[first] = tensor if same else torch.empty(0)  # layers that hold it have copies
         return found
+
+
+def _widened(builder: LayerBuilder, float_type: torch.dtype) -> nn.Module:
+    return builder.build().to(float_type)
