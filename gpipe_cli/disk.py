@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import resource
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,11 +14,6 @@ from typing import Any
 from gpipe_cli.errors import PlainError
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)  # whatever the file was, its disk is the cause
-LIMITS = {
-    errno.EMFILE: ("no more files can be opened", "ulimit -n", resource.RLIMIT_NOFILE),
-    errno.EAGAIN: ("no more processes or threads can be started", "ulimit -u", resource.RLIMIT_NPROC),
-}
-
 FEW_BYTES = 16_384
 
 
@@ -64,10 +58,10 @@ def write_whole(path: Path, text: str) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    temporary = path.with_name(f"{path.name}.partial")
-    with os.fdopen(open_for_writing(temporary), "w", encoding="utf-8") as file:
+    draft = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    with os.fdopen(open_for_writing(draft), "w", encoding="utf-8") as file:
         file.write(text)
-    temporary.replace(path)
+    draft.replace(path)
 
 
 def json_lines(lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
@@ -132,24 +126,11 @@ def room(path: Path) -> str:
 
 
 def explain(error: BaseException) -> str | None:
-    """Returns one line for an error of the disk, or at a limit of the system, that no code has explained; else None."""
-    if reached := _limit_reached(error):
-        return reached
+    """Returns one line for an error of the disk that no code has explained; else None."""
     if not isinstance(error, OSError) or error.errno not in DISK:
         return None
     file = _file_of(error)
     return f"a file cannot be written: {os.strerror(error.errno)}" if file is None else cannot_write(file, error)
-
-
-def _limit_reached(error: BaseException | None) -> str | None:
-    """Returns one line for a limit that an error or its cause is about; compiled code tells it in words only."""
-    while error is not None:
-        said = str(error) if isinstance(error, OSError | RuntimeError) else ""
-        for number, (what, command, limit) in LIMITS.items():
-            if os.strerror(number).lower() in said.lower() or (number == errno.EAGAIN and "start new thread" in said):
-                return f"{what} ({said}): `{command}` is {resource.getrlimit(limit)[0]}, raise it"
-        error = error.__cause__
-    return None
 
 
 def _file_of(error: OSError) -> Path | None:

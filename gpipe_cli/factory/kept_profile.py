@@ -21,6 +21,7 @@ import torch
 from hydra.utils import get_object
 
 from ..config import Settings
+from ..disk import write_whole
 from ..layers import LayerBuilder
 from ..micro_batch import MicroBatch
 from ..partition.cost import LayerCost
@@ -86,11 +87,9 @@ class KeptProfile:
     def write(self, costs: Sequence[LayerCost]) -> bool:
         """Writes the whole file or nothing; False where the cache cannot be written."""
         rows = [{"name": cost.name, "parameters": cost.parameters, "seconds": cost.cost} for cost in costs]
-        temporary = self.path.with_suffix(f".{os.getpid()}.partial")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps({"key": self.key, "layers": rows}, indent=1) + "\n")
-            temporary.replace(self.path)
+            write_whole(self.path, json.dumps({"key": self.key, "layers": rows}, indent=1) + "\n")
         except OSError:
             return False
         return True

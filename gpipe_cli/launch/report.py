@@ -123,11 +123,9 @@ def first_line(error: BaseException) -> str:
 def publish(directory: Path, failure: Failure) -> str:
     """Writes the error file of a rank without a supervisor, whole or not at all; returns its text for the console."""
     path = error_path(directory, failure.rank)
-    unfinished = path.with_suffix(".tmp")
     try:
         directory.mkdir(exist_ok=True)
-        unfinished.write_text(json.dumps(asdict(failure), indent=1))
-        unfinished.replace(path)
+        disk.write_whole(path, json.dumps(asdict(failure), indent=1))
     except OSError as full:
         return f"{failure.text}\n({disk.cannot_write(directory, full)})"
     return failure.text

@@ -7,14 +7,11 @@ import json
 import os
 import pickle
 import re
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +25,7 @@ from gpipe_cli.checkpoint import commit as checkpoint_commit
 from gpipe_cli.checkpoint import files as checkpoint_files
 from gpipe_cli.checkpoint import layer_state as layer_states
 from gpipe_cli.checkpoint.files import CheckpointError, RunState
-from gpipe_cli.checkpoint.layer_state import export_state_dict, layer_state, load_layer
+from gpipe_cli.checkpoint.layer_state import layer_state, load_layer
 from gpipe_cli.checkpoint.writer import CheckpointWriter
 from gpipe_cli.commands import train
 from gpipe_cli.disk import DiskError
@@ -49,18 +46,13 @@ def flip_last_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-def change_manifest(run_dir: Path, step: int, change: Callable[[dict[str, Any]], None]) -> None:
-    path = checkpoint_files.step_directory(run_dir, step) / "manifest.json"
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-
-
-def adjust_sums(content: dict[str, Any], directory: Path) -> None:
-    """Writes the sizes and checksums of the files into a manifest, as a person who tampers with them would."""
+def adjust_sums(checkpoint: Path) -> None:
+    """Writes the sizes and checksums of the files into the manifest, as a person who tampers with them would."""
+    content = json.loads((checkpoint / "manifest.json").read_text())
     for entry in content["layers"]:
-        path = directory / entry["file"]
+        path = checkpoint / entry["file"]
         entry.update(bytes=path.stat().st_size, sha256=checkpoint_files.sha256_of(path))
+    (checkpoint / "manifest.json").write_text(json.dumps(content))
 
 
 def test_a_full_disk_in_the_background_surfaces_on_the_main_thread(
@@ -81,15 +73,6 @@ def test_a_full_disk_in_the_background_surfaces_on_the_main_thread(
             time.sleep(0.01)
     found = choose.latest(tmp_path).checkpoint
     assert found is not None and found.step == 1
-
-
-def test_a_directory_that_cannot_be_written_surfaces_at_the_end_of_the_run(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").write_text("in the way")
-    layers = make_layers()
-    writer = CheckpointWriter(tmp_path, 0, names_of(layers))
-    writer.begin(2, {"embed": layer_state(layers["embed"], None)})
-    with pytest.raises(DiskError, match="worker 0, writing"):
-        writer.wait()
 
 
 KILLED_RUNS = """
@@ -202,48 +185,6 @@ def test_everything_is_on_disk_before_a_checkpoint_gets_its_name(
     assert unflushed == [] and (tmp_path / "run" / "checkpoints").stat().st_ino in flushed
 
 
-WRITES_FOR_EVER = """
-import sys
-from itertools import count
-from pathlib import Path
-from torch import nn
-from gpipe_cli.checkpoint.files import RunState
-from gpipe_cli.checkpoint.layer_state import layer_state
-from gpipe_cli.checkpoint.writer import CheckpointWriter
-from gpipe_cli.commands import train
-layers = {f"layer{i}": nn.Linear(64, 64) for i in range(30)}
-writer = CheckpointWriter(Path(sys.argv[1]), 0, {name: ["weight", "bias"] for name in layers})
-for step in count(1):
-    writer.begin(step, {name: layer_state(layer, None) for name, layer in layers.items()})
-    writer.wait()
-    writer.commit(step, RunState(), 1)
-"""
-
-
-def is_writing(run_dir: Path) -> bool:
-    """Returns whether some of the 30 layer files of a third or later checkpoint exist."""
-    for directory in run_dir.glob("checkpoints/step_*.partial"):
-        if directory.name > "step_00000003":
-            with suppress(FileNotFoundError):  # completed in the meantime
-                return 5 <= len([*(directory / "layers").iterdir()]) < 30
-    return False
-
-
-def test_kill_9_of_a_writing_process_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", WRITES_FOR_EVER, str(tmp_path)])
-    try:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and process.poll() is None and not is_writing(tmp_path):
-            time.sleep(0.0005)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert process.returncode == -signal.SIGKILL
-    info = choose.latest(tmp_path).checkpoint
-    assert info is not None and info.step >= 2
-    assert len(export_state_dict(info)) == 60
-
-
 def two_checkpoints(run_dir: Path) -> Layers:
     layers = make_layers()
     save(run_dir, 1, layers)
@@ -270,14 +211,6 @@ def test_a_damaged_file_is_named_and_the_previous_checkpoint_used(
     assert choice.checkpoint is not None and choice.checkpoint.step == 1
     (warning,) = choice.warnings
     assert re.search(message, warning) and "using step_00000001" in warning
-
-
-def test_a_checkpoint_given_by_path_is_never_replaced_silently(tmp_path: Path) -> None:
-    two_checkpoints(tmp_path)
-    cut_short(layer_file(tmp_path, 2, "head"))
-    chosen = tmp_path / "checkpoints" / "step_00000002"
-    with pytest.raises(CheckpointError, match=r"head\.safetensors has .* Use .*step_00000001 instead"):
-        choose.resolve(chosen, tmp_path / "new")
 
 
 def test_the_checkpoints_of_a_run_may_lie_on_a_scratch_disk(tmp_path: Path) -> None:
@@ -316,34 +249,27 @@ def test_one_flipped_bit_is_found_by_the_worker_that_loads_it_and_the_checkpoint
     assert [row["step"] for row in rows(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_manifest_of_another_step_than_its_directory_or_files_is_noticed(tmp_path: Path) -> None:
+def test_a_manifest_of_another_step_than_its_directory_is_noticed(tmp_path: Path) -> None:
     two_checkpoints(tmp_path)
-    change_manifest(tmp_path, 2, lambda content: content.update(step=1000))
+    home = tmp_path / "checkpoints"
+    (home / "step_00000002").rename(home / "step_00001000")
     choice = choose.latest(tmp_path)
     assert choice.checkpoint is not None and choice.checkpoint.step == 1
-    assert "it says step 1000, its directory step 2" in choice.warnings[0]
+    assert "it says step 2, its directory step 1000" in choice.warnings[0]
 
 
-@pytest.mark.parametrize("layout", ["as today's", "unknown"])
-def test_a_checkpoint_of_a_newer_format_is_refused_with_its_versions_and_not_touched(
-    layout: str, tmp_path: Path
-) -> None:
-    def renew(content: dict[str, Any]) -> None:
-        if layout == "unknown":
-            content.clear()
-        content.update(format=newer, versions={"gpipe-cli": "9.8"})
-
+def test_a_checkpoint_of_a_newer_format_is_refused_with_its_versions_and_not_touched(tmp_path: Path) -> None:
     newer = checkpoint_files.FORMAT + 1
     two_checkpoints(tmp_path)
-    change_manifest(tmp_path, 2, renew)
+    manifest = checkpoint_files.step_directory(tmp_path, 2) / "manifest.json"
+    manifest.write_text(json.dumps({"format": newer, "versions": {"gpipe-cli": "9.8"}}))
     before = bytes_of(tmp_path)
     step_1 = choose.open_checkpoint(tmp_path / "checkpoints" / "step_00000001")
-    for resume in ("auto", str(tmp_path)):
-        with pytest.raises(CheckpointError, match=rf"step_00000002/manifest\.json has format {newer}.*gpipe-cli 9\.8"):
-            choose.resolve(resume, tmp_path)
-    for resumed in (None, step_1):  # not even where the run would go on from an older one
-        with pytest.raises(CheckpointError, match=rf"has format {newer}, and gpipe-cli .* reads up to {newer - 1}"):
-            checkpoint_commit.refuse_another_run(tmp_path, resumed)
+    said = rf"step_00000002/manifest\.json has format {newer}.*gpipe-cli 9\.8"
+    with pytest.raises(CheckpointError, match=said):
+        choose.resolve("auto", tmp_path)
+    with pytest.raises(CheckpointError, match=said):  # not even where the run would go on from an older one
+        checkpoint_commit.refuse_another_run(tmp_path, step_1)
     assert bytes_of(tmp_path) == before
 
 
@@ -362,7 +288,7 @@ def test_a_pickle_in_place_of_a_layer_is_refused_and_not_executed(
     save(tmp_path, 1, make_layers())
     path = layer_file(tmp_path, 1, "head")
     dump({"weight": Payload(tmp_path / "executed")}, path)
-    change_manifest(tmp_path, 1, lambda content: adjust_sums(content, path.parent.parent))
+    adjust_sums(path.parent.parent)
     info = choose.open_checkpoint(tmp_path / "checkpoints" / "step_00000001")
     with pytest.raises(CheckpointError, match=r"head\.safetensors is not the layer file"):
         load_layer(info, "head")
@@ -424,12 +350,6 @@ def test_pruning_does_not_count_a_damaged_checkpoint(tmp_path: Path) -> None:
     assert kept_steps(tmp_path) == [1, 2, 3]
 
 
-def test_a_file_in_the_place_of_the_checkpoints_is_told_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").touch()
-    with pytest.raises(DiskError, match=r"checkpoints cannot be written: File exists \(room left: "):
-        checkpoint_commit.prepare_directory(tmp_path, None)
-
-
 def test_a_fresh_run_does_not_mix_its_checkpoints_with_another_runs(tmp_path: Path) -> None:
     two_checkpoints(tmp_path)
     with pytest.raises(CheckpointError, match=r"the newest of step 2, .*type checkpoint\.resume="):
@@ -466,9 +386,3 @@ def test_a_run_its_checkpoints_or_one_of_them_can_be_given(suffix: str, tmp_path
     two_checkpoints(tmp_path)
     found = choose.resolve(str(tmp_path / suffix), tmp_path / "new").checkpoint
     assert found is not None and found.step == 2
-
-
-@pytest.mark.parametrize("path", ["nowhere", "nowhere/checkpoints/step_00000001"])
-def test_a_path_without_checkpoint_is_an_error(path: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="nowhere"):
-        choose.resolve(str(tmp_path / path), tmp_path)

@@ -132,19 +132,9 @@ def test_what_cannot_work_is_refused_before_training(target: str, message: str) 
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("OneCycleLR", "++lr_schedule.max_lr=0.5", "++lr_schedule.total_steps=9"),
-        pytest.param(
-            ("MultiStepLR", "++lr_schedule.milestones=[3,5]", "++lr_schedule.gamma=0.5"), marks=pytest.mark.slow
-        ),
-    ],
-    ids=lambda words: words[0],
-)
-def test_a_resumed_run_ends_with_the_same_bits(words: tuple[str, ...], tmp_path: Path) -> None:
-    kind, *keys = words
-    schedule = (f"lr_schedule._target_=torch.optim.lr_scheduler.{kind}", "~lr_schedule.warmup_steps", *keys)
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+    keys = ("~lr_schedule.warmup_steps", "++lr_schedule.max_lr=0.5", "++lr_schedule.total_steps=9")
+    schedule = ("lr_schedule._target_=torch.optim.lr_scheduler.OneCycleLR", *keys)
     common = (*WORDS, *schedule, "trainer.steps=6", "checkpoint.every=2", "checkpoint.keep=3")
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     train_inline(whole, *common)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -98,15 +97,6 @@ def test_dtypes_empty_tensors_and_numbers_keep_their_bits(tmp_path: Path) -> Non
     assert all(bits(back[key]) == bits(value) for key, value in kept.items() if isinstance(value, Tensor))  # type: ignore[arg-type]
 
 
-def test_channels_last_weights_keep_their_memory_layout_and_values(tmp_path: Path) -> None:
-    layer = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-    info = save(tmp_path, 1, {"conv": layer})
-    other = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-    restore_layer("conv", other, None, load_layer(info, "conv"))
-    assert torch.equal(other.weight, layer.weight)
-    assert other.weight.is_contiguous(memory_format=torch.channels_last)
-
-
 def test_the_snapshot_is_of_the_moment_of_begin(tmp_path: Path) -> None:
     layers = make_layers()
     writer = CheckpointWriter(tmp_path, 0, names_of(layers))
@@ -162,11 +152,10 @@ def linear_with_buffer() -> nn.Module:
     [
         (nn.Linear(4, 7), r"parameter weight should be float32\[7, 4\], the checkpoint has float32\[6, 4\]"),
         (nn.Linear(4, 6, bias=False), "parameter bias is in the checkpoint, not in the model"),
-        (nn.Bilinear(2, 2, 6), r"weight should be float32\[6, 2, 2\]"),
         (nn.Linear(4, 6).double(), r"weight should be float64\[6, 4\], the checkpoint has float32"),
         (linear_with_buffer(), "buffer mask is not in the checkpoint"),
     ],
-    ids=["shape", "extra", "rank", "dtype", "buffer"],
+    ids=["shape", "extra", "dtype", "buffer"],
 )
 def test_a_layer_that_differs_is_refused_by_name_and_left_alone(other: nn.Module, message: str, tmp_path: Path) -> None:
     info = save(tmp_path, 1, make_layers())
@@ -192,38 +181,20 @@ def test_an_optimizer_whose_state_cannot_be_stored_is_named() -> None:
         layer_state(layer, optimizer)
 
 
-def drop_layer(states: dict[str, LayerState]) -> None:
-    del states["head"]
-
-
-def drop_parameter(states: dict[str, LayerState]) -> None:
-    weights = dict(states["embed"].weights)
-    del weights["bias"]
-    states["embed"] = LayerState(weights)
-
-
-def add_layer(states: dict[str, LayerState]) -> None:
-    states["stranger"] = LayerState({"weight": torch.zeros(1)})
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        (drop_layer, "not in both: head, head.weight"),
-        (drop_parameter, "not in both: embed.bias"),
-        (add_layer, "not in both: stranger"),
-    ],
+    [({"head": None}, "head, head.weight"), ({"embed": LayerState({"weight": torch.zeros(6, 4)})}, "embed.bias")],
+    ids=["layer", "parameter"],
 )
 def test_a_checkpoint_that_is_not_the_whole_model_is_never_complete(
-    change: Callable[[dict[str, LayerState]], None], message: str, tmp_path: Path
+    change: dict[str, LayerState | None], message: str, tmp_path: Path
 ) -> None:
     layers = make_layers()
-    states = {name: layer_state(layer, None) for name, layer in layers.items()}
-    change(states)
+    states = {**{name: layer_state(layer, None) for name, layer in layers.items()}, **change}
     writer = CheckpointWriter(tmp_path, 0, names_of(layers))
-    writer.begin(1, states)
+    writer.begin(1, {name: state for name, state in states.items() if state is not None})
     writer.wait()
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=f"not in both: {message}$"):
         writer.commit(1, RunState(), 1)
     assert latest(tmp_path).checkpoint is None
 

@@ -80,16 +80,6 @@ def test_buffers_come_along_and_the_weights_themselves_when_averages_are_not_wan
             assert torch.allclose(after[name], before[name], rtol=1e-3, atol=1e-3), name
 
 
-@pytest.mark.slow(2)
-def test_a_classifier_of_the_same_size_is_kept_unless_left_out(digits: Path, tmp_path: Path) -> None:
-    begin(tmp_path / "kept", digits)
-    begin(tmp_path / "new", digits, "checkpoint.init_except=[head.classifier.weight]", "seed=2")
-    name = "head/classifier.weight"
-    before = weights(digits, "average")[name]
-    assert torch.equal(weights(step_directory(tmp_path / "kept", 1))[name], before)
-    assert not torch.equal(weights(step_directory(tmp_path / "new", 1))[name], before)
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -112,12 +102,6 @@ def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Runs `gpipe-train` as a process."""
     arguments = [sys.executable, "-m", "gpipe_cli.commands.train", *words, *TINY, "logging.tensorboard=false"]
     return subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=240)
-
-
-def test_a_path_without_a_run_is_refused_before_any_worker_starts(tmp_path: Path) -> None:
-    done = command(tmp_path, "checkpoint.init_from=nowhere", f"hydra.run.dir={tmp_path / 'run'}")
-    assert done.returncode == 2 and "nowhere holds no complete checkpoint" in done.stderr + done.stdout
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 @pytest.mark.slow(2)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.launch.report import WorkerFailed, failure_of
+from gpipe_cli.launch.report import WorkerFailed
 from gpipe_cli.terminal.command import exit_code, to_stderr
 from gpipe_cli.terminal.words import OF_HYDRA, Words, read_words
 
@@ -92,40 +90,6 @@ def test_options_keep_their_values() -> None:
     line = read_words(["--cfg", "job", "-m", "--config-dir=mine", "a=1"], options=OF_HYDRA)
     assert (line.options, line.folder, line.is_sweep) == (["--cfg", "job", "-m", "--config-dir=mine"], "mine", True)
     assert read_words(["-cd", "mine"], options=OF_HYDRA).folder == "mine"
-
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (
-            OSError(errno.EMFILE, "Too many open files"),
-            r"no more files can be opened \(.*\): `ulimit -n` is \d+, raise it",
-        ),
-        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), r"no more processes .*: `ulimit -u` is .*"),
-        (RuntimeError("can't start new thread"), r"no more processes or threads can be started .*: `ulimit -u` is .*"),
-    ],
-)
-def test_a_limit_of_the_system_is_told_in_one_line(
-    error: Exception, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def work() -> int:
-        raise error
-
-    assert exit_code("gpipe-x", work, to_stderr) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(f"gpipe-x: {said}", line)
-    failed = ValueError("in layer 3")
-    failed.__cause__ = error
-    text = failure_of(1, failed, {}).text  # of a worker, where the engine has named the layer
-    assert re.fullmatch(said, text)
-
-
-def test_a_run_with_few_files_is_told_so_in_one_line(tmp_path: Path) -> None:
-    words = ["debug=tiny", "pipeline.K=4", "pipeline.workers=4", f"hydra.run.dir={tmp_path / 'run'}"]
-    few = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16)); {START_TRAINING}"
-    ended = subprocess.run([sys.executable, "-c", few, *words], capture_output=True, text=True)
-    assert ended.returncode == 1
-    assert re.fullmatch(r"no more files can be opened .* `ulimit -n` is 16, raise it\n", ended.stderr)
 
 
 SHORT = [["train", "pipeline.k=4"], ["train", "pipeline.K=0"], ["train", "--cfg", "job"]]

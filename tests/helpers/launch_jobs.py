@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.errors import ConfigurationError, PlainError
+from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch.context import Context
 from gpipe_cli.launch.join import join, joined
 from gpipe_cli.launch.supervisor import Job, WorkerFailed, launch
@@ -134,23 +134,9 @@ def refuse_configuration(context: Context, config: dict[str, Any]) -> None:
     raise ConfigurationError("pipeline.K=9 but the model has 8 layers: use pipeline.K<=8")
 
 
-def give_up(context: Context, config: dict[str, Any]) -> None:
-    raise PlainError("10 updates in a row had to be skipped")
-
-
 def exit_hard(context: Context, config: dict[str, Any]) -> None:
     _sleep_as_peer(context)
     os._exit(3)
-
-
-def exit_hard_with_zero(context: Context, config: dict[str, Any]) -> None:
-    _sleep_as_peer(context)
-    os._exit(0)
-
-
-def exit_politely(context: Context, config: dict[str, Any]) -> None:
-    _sleep_as_peer(context)
-    sys.exit(5)
 
 
 def crash(context: Context, config: dict[str, Any]) -> None:
@@ -299,11 +285,6 @@ def end_pool_at_work(context: Context, config: dict[str, Any]) -> bool:
         time.sleep(0.5)
     time.sleep(1.5)
     return context.stop_requested()
-
-
-def leave_child_behind(context: Context, config: dict[str, Any]) -> str:
-    subprocess.Popen(["sleep", "120"])
-    return "done"
 
 
 def emit_many(context: Context, config: dict[str, Any]) -> int:

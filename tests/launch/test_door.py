@@ -20,7 +20,6 @@ from gpipe_cli.launch.zygote import bootstrap
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for sockets in /proc")
 
 NOBODY = 65534
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4", "--standalone", "--no-python")
 INTERNET = ("tcp", "tcp6", "udp", "udp6", "raw", "raw6")
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
 
@@ -45,14 +44,6 @@ def sockets_of(folder: Path) -> set[str]:
             with suppress(FileNotFoundError):
                 links.append(str(entry.readlink()))
     return {link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:")}
-
-
-def marked(mark: str) -> Iterator[Path]:
-    """Yields the folders in /proc of all processes with this setting in their environment."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if mark.encode() in (folder / "environ").read_bytes():
-                yield folder
 
 
 def table(name: str) -> list[list[str]]:
@@ -105,14 +96,10 @@ def crowd_every_name() -> None:
 
 
 @as_root
-@pytest.mark.parametrize("prefix", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["own", "torchrun"])
-def test_a_stranger_who_crowds_every_socket_with_a_name_holds_nobody_up(
-    tmp_path: Path, prefix: tuple[str, ...]
-) -> None:
-    options = [] if prefix else ['preload=["torch"]']
+def test_a_stranger_who_crowds_every_socket_with_a_name_holds_nobody_up(tmp_path: Path) -> None:
     with as_another_user(crowd_every_name) as outcome:
         assert outcome == "done"
-        command = Command(tmp_path, "meet_and_wait", "4", str(tmp_path), *options, prefix=prefix)
+        command = Command(tmp_path, "meet_and_wait", "4", str(tmp_path), 'preload=["torch"]')
         alarm = threading.Timer(100, command.clean_up)  # a job that is held up fails the test
         alarm.start()
         try:
@@ -128,23 +115,6 @@ def test_no_process_of_a_job_has_a_socket_of_the_internet(running: Command) -> N
     ours = set().union(*map(sockets_of, processes))
     assert len(ours) > 10
     assert not ours & {row[9] for name in INTERNET for row in table(name)}
-
-
-@pytest.mark.slow(2)
-def test_nothing_of_a_whole_run_has_a_socket_of_the_internet(tmp_path: Path) -> None:
-    keys = ["model=amoebanet", "debug=tiny", "pipeline.K=4", "pipeline.replicas=2", "pipeline.sync_batchnorm=true"]
-    run = [sys.executable, "-m", "gpipe_cli.commands.train", *keys, "trainer.steps=4", f"hydra.run.dir={tmp_path}"]
-    mark = f"GPIPE_TEST_MARK={tmp_path}"
-    most, wrong = 0, set()
-    with subprocess.Popen(["env", mark, *run], stdout=subprocess.DEVNULL) as command:
-        while command.poll() is None:
-            ours = {folder: sockets for folder in marked(mark) if (sockets := sockets_of(folder))}
-            most = max(most, len(ours))
-            wrong |= set().union(*ours.values()) & {row[9] for name in INTERNET for row in table(name)}
-    assert command.returncode == 0
-    assert (tmp_path / "evaluations.jsonl").exists()
-    assert most >= 4
-    assert not wrong
 
 
 def test_no_socket_of_a_job_has_a_name(running: Command) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -81,7 +82,7 @@ def test_a_symbolic_link_is_never_written_through(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").symlink_to(outside)
     with pytest.raises(DiskError, match=r"m\.jsonl cannot be written: Too many levels of symbolic links"):
         MetricsFile(tmp_path / "m.jsonl", 0)
-    (tmp_path / "summary.json.partial").symlink_to(outside)
+    (tmp_path / f"summary.json.{os.getpid()}.partial").symlink_to(outside)
     with pytest.raises(OSError, match="symbolic links"):
         write_whole(tmp_path / "summary.json", "{}")
     (tmp_path / "best.json.tmp").symlink_to(outside)
