@@ -66,13 +66,6 @@ def test_the_squares_decay_as_one_minus_t_to_the_minus_exponent() -> None:
     assert parameter.item() == pytest.approx(-3 - 3 / math.sqrt(5), rel=1e-14)
 
 
-def test_weights_decay_apart_from_the_gradient() -> None:
-    parameter = weight([4.0])
-    optimizer = Adafactor([parameter], lr=0.5, beta1=0.0, weight_decay=0.25)
-    step(optimizer, parameter, [7.0])  # u = 1
-    assert parameter.item() == pytest.approx(4 * (1 - 0.125) - 0.5, rel=1e-14)
-
-
 def test_without_momentum_it_is_torchs() -> None:
     """There updates are scaled by the parameter, and lr counts while it is below 1/√t."""
     torch.manual_seed(0)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_tools import make_layers, save
 from inline_run import train_inline
 from run_files import losses, rows
 from safetensors.torch import load_file
@@ -103,14 +102,6 @@ def test_checkpoints_hold_the_averages_of_weights_and_statistics(whole: Path) ->
         assert torch.allclose(third[name].double(), expected, rtol=1e-5, atol=1e-6), name
 
 
-@pytest.mark.slow
-def test_every_k_and_a_resume_give_the_same_bits(whole: Path, tmp_path: Path) -> None:
-    train_inline(tmp_path, *TINY, "pipeline.K=3", f"checkpoint.resume={step_directory(whole, 2)}")
-    one, other = saved(whole, 4), saved(tmp_path, 4)
-    assert one.keys() == other.keys()
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
-
-
 def test_evaluation_uses_the_averages(whole: Path, tmp_path: Path) -> None:
     train_inline(tmp_path, *TINY, "trainer.average=null", "trainer.steps=2", "checkpoint.every=null")
     assert losses(tmp_path) == losses(whole)[:2]
@@ -128,9 +119,3 @@ def test_export_writes_the_averages_when_asked(whole: Path, tmp_path: Path) -> N
         for name in tensors
         if "/weight:" in name or "/buffer:" in name
     }
-
-
-def test_export_says_when_there_are_no_averages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save(tmp_path / "run", 1, make_layers())
-    assert export.main([f"checkpoint={tmp_path / 'run'}", f"output={tmp_path / 'out.pt'}", "average=true"]) == 2
-    assert "trainer.average=null" in capsys.readouterr().err

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import own_model
-import pytest
 import torch
 from inline_run import train_inline
 from own_plan import planned
@@ -16,12 +15,6 @@ from gpipe_cli.checkpoint.layer_state import load_layer
 
 FROZEN = (*own_model.WORDS, "model._target_=own_model.with_a_frozen_start", "trainer.steps=3", "pipeline.M=2")
 DECAY = "optimizer={_target_: torch.optim.AdamW, lr: 0.1, weight_decay: 0.5}"
-
-
-@pytest.fixture
-def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets workers find the model too."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "helpers"))
 
 
 def weights(run_dir: Path, layer: str) -> dict[str, torch.Tensor]:
@@ -35,9 +28,8 @@ def test_the_optimizer_keeps_nothing_of_frozen_weights(tmp_path: Path) -> None:
     assert set(load_layer(saved, "last").optimizer) == {"weight", "bias"}
 
 
-@pytest.mark.parametrize("workers", [(), pytest.param(("pipeline.workers=2",), marks=pytest.mark.slow)], ids=str)
-def test_a_run_with_frozen_weights_is_the_plain_loop(workers: tuple[str, ...], tmp_path: Path, own_path: None) -> None:
-    report = verified(tmp_path, *FROZEN, DECAY, "pipeline.K=2", *workers, subject=False)
+def test_a_run_with_frozen_weights_is_the_plain_loop(tmp_path: Path) -> None:
+    report = verified(tmp_path, *FROZEN, DECAY, "pipeline.K=2", subject=False)
     assert report["agrees"], report["findings"]
 
 

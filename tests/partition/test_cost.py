@@ -100,19 +100,11 @@ class TestFlops:
         (cost,) = layer_costs(builders(partial(Attention, 32, 4, causal)), floats(BATCH, 10, 32), "flops")
         assert cost.flops == 2 * BATCH * 10 * 32 * 4 * 32 + 2 * (2 * BATCH * 10 * 10 * 32)
 
-    def test_no_cost_is_zero(self) -> None:
-        (cost,) = layer_costs(builders(nn.Identity), (torch.zeros(BATCH).long(),), "flops")
-        assert cost.cost == 1
-
     def test_integers_and_masks_travel_through_tuples(self) -> None:
         inputs = (torch.zeros(BATCH, 5).long(), torch.zeros(BATCH, 5).bool())
         costs = layer_costs(builders(Masked, TakesThree), inputs, "flops")
         assert [str(output) for output in costs[0].outputs or ()] == ["int64[4, 5]", "bool[4, 5]", "float32[4, 5, 8]"]
         assert [cost.cost for cost in costs] == [BATCH * 5 * 8, BATCH * 8]
-
-    def test_a_model_of_many_terabytes_is_counted(self) -> None:
-        (cost,) = layer_costs(builders(partial(nn.Linear, 1 << 20, 1 << 22)), floats(1, 1 << 20), "flops")
-        assert cost.flops == 1 << 43
 
     def test_equal_layers_with_equal_inputs_are_built_and_run_once_however_many_there_are(self) -> None:
         Counted.built = Counted.run = 0
@@ -133,16 +125,6 @@ class TestFlops:
         ready = nn.Linear(8, 16)
         (cost,) = layer_costs(builders(lambda: ready), floats(BATCH, 8), "flops")
         assert (cost.flops, type(ready.weight)) == (2 * BATCH * 8 * 16, nn.Parameter)
-
-
-class TestDeclaredInsteadOfCounted:
-    def test_a_declared_cost_stands_for_the_count(self) -> None:
-        costs = layer_costs(builders(nn.ReLU, nn.ReLU, costs=(5.0, None)), floats(BATCH, 8), "flops")
-        assert [cost.cost for cost in costs] == [5.0, BATCH * 8]
-
-    def test_a_tail_of_declared_layers_need_not_be_countable(self) -> None:
-        costs = layer_costs(builders(nn.ReLU, LooksAtValues, costs=(None, 3.0)), floats(BATCH, 8), "flops")
-        assert [cost.cost for cost in costs] == [BATCH * 8, 3.0]
 
 
 class TestOtherWays:

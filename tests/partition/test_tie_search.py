@@ -48,18 +48,6 @@ def test_a_module_in_equal_partials_is_found_and_repeats_in_each_but_the_first()
     assert ties.repeated == [0, 72, 72, 72]
 
 
-def test_one_parameter_tied_into_two_modules_is_found() -> None:
-    weight = nn.Parameter(torch.zeros(8, 8))
-
-    def tied() -> nn.Module:
-        layer = nn.Linear(8, 8)
-        layer.weight = weight
-        return layer
-
-    ties = find_ties(builders(tied, tied))
-    assert (ties.owners, ties.repeated) == ([{}, {"weight": Owner("layer0", "weight")}], [0, 64])
-
-
 def declared(tied: dict[str, str], last: Any = nn.Linear) -> list[LayerBuilder]:
     table, middle = LayerBuilder("table", partial(nn.Embedding, 7, 8)), LayerBuilder("middle", nn.ReLU)
     return [table, middle, LayerBuilder("softmax", partial(last, 8, 7), tied=tied)]

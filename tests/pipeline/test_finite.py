@@ -96,15 +96,6 @@ def test_the_first_layer_is_named_at_every_k_schedule_and_policy(K: int, kind: s
         assert (origin.way, origin.micro_batch, origin.layer, origin.cell) == (way, 1, name, cell)
 
 
-def test_the_first_of_several_faults_is_named() -> None:
-    def plant(engine: Engine) -> None:
-        for fault in ((2, BACKWARD, 0), (5, FORWARD, 2), (4, FORWARD, 1), (6, FORWARD, 1)):
-            faulty(*fault)(engine)
-
-    origin = first_bad(engine_with(3, plant), "1f1b", "always", mini_batch(0, 8, M))
-    assert origin is not None and origin[:4] == (FORWARD, 0, 1, 4)
-
-
 def loss_of(change: Callable[[Tensor], Tensor]) -> Callable[[Engine], None]:
     def plant(engine: Engine) -> None:
         def loss(outputs: Tensors, targets: Tensors) -> tuple[Tensor, Tensor]:
@@ -126,10 +117,9 @@ def bad_weight(engine: Engine) -> None:
     ("plant", "expected"),
     [
         (loss_of(lambda value: value * math.nan), (FORWARD, 0, 1, LOSS, None, None, "value", "nan", None)),
-        (loss_of(lambda value: value + 1e999), (FORWARD, 0, 1, LOSS, None, None, "value", "inf", None)),
         (loss_of(PoisonBack.apply), (BACKWARD, 0, 1, -LOSS, None, None, "gradient of the input", "nan", None)),
     ],
-    ids=["loss", "infinite loss", "gradient of the loss"],
+    ids=["loss", "gradient of the loss"],
 )
 def test_the_task_s_loss_is_named(plant: Callable[[Engine], None], expected: tuple[Any, ...]) -> None:
     assert first_bad(engine_with(3, plant), "gpipe", "except_last", mini_batch(0, 8, M)) == expected

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from own_plan import IDEAL, OWN, SleepingTask, planned
+from own_plan import OWN, SleepingTask, planned
 
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.commands.plan import main, make_request
@@ -106,13 +106,6 @@ def test_the_largest_model_of_the_paper_is_planned_exactly_and_without_memory(
     assert printed["step_seconds"] > 0
 
 
-def test_recomputing_keeps_one_graph_and_never_recomputing_keeps_all() -> None:
-    always, never = (planned(*OWN, "pipeline.K=4", "pipeline.M=8", f"pipeline.remat={r}") for r in ("always", "never"))
-    assert [cell.graphs_in_flight for cell in always.cells] == [1, 1, 1, 1]
-    assert [cell.graphs_in_flight for cell in never.cells] == [8, 8, 8, 8]
-    assert always.memory < never.memory
-
-
 # -- time --------------------------------------------------------------------------------------------------------------
 
 
@@ -180,23 +173,6 @@ def test_this_machine_gets_as_many_workers_as_a_run_starts_on_it(
     ]
 
 
-def test_halves_of_a_backward_have_their_own_operations() -> None:
-    """A matrix product has one for its input and one for its weight; what stands behind it and has no weight, only the
-    first kind."""
-    _, second = planned(*OWN, "pipeline.K=2", "plan.efficiency=1", "pipeline.schedule=zero_bubble").cells
-    assert second.input_gradient_seconds == pytest.approx(second.weight_gradient_seconds, rel=0.05)
-    attention = planned("model=transformer_lm_small", "pipeline.K=2", "pipeline.schedule=zero_bubble").cells[1]
-    assert attention.input_gradient_seconds > attention.weight_gradient_seconds > 0
-    halves = attention.input_gradient_seconds + attention.weight_gradient_seconds
-    assert attention.backward_seconds <= halves < 1.1 * attention.backward_seconds
-
-
-def test_a_slower_link_makes_the_step_longer() -> None:
-    fast = planned(*OWN, "pipeline.K=4")
-    linked = planned(*OWN[:-1], "pipeline.K=4", IDEAL.replace("link: 1e15", "link: 1e6"))
-    assert linked.step_seconds > fast.step_seconds + 2 * 16 * 64 * 4 / 1e6
-
-
 # -- searches ----------------------------------------------------------------------------------------------------------
 
 
@@ -228,13 +204,6 @@ def test_gpipe_train_gets_a_number_before_its_workers_start() -> None:
     assert settled["pipeline"]["M"] in (1, 2)  # which one is the machine's affair
     assert settled["pipeline"]["workers"] == config["pipeline"]["workers"]
     assert line.startswith(f"pipeline.M={settled['pipeline']['M']} (auto")
-
-
-def test_under_torchrun_only_the_first_process_asks_for_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpipe_cli.jobs.torchrun.is_first", lambda: False)
-    monkeypatch.setattr("gpipe_cli.jobs.workers._ask_planner", lambda _: pytest.fail("asked"))
-    config = settings_json(*FAMILIES["translation"])
-    settle_micro_batches({**config, "pipeline": {**config["pipeline"], "M": "auto"}})
 
 
 @pytest.mark.slow(2)

@@ -33,33 +33,6 @@ def alone(*words: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return printed
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("search", "keys"),
-    [
-        pytest.param(["pipeline.M=auto"], ["pipeline.M"], marks=pytest.mark.slow(2)),
-        (["plan.best=true"], ["pipeline.M", "pipeline.remat", "pipeline.schedule"]),
-        pytest.param(
-            ["plan.grow=model.layers", "model.layers=8", "plan.memory=1MB"],
-            ["model.layers"],
-            marks=pytest.mark.slow(2),
-        ),
-    ],
-    ids=["M", "best", "grow"],
-)
-def test_what_was_found_has_a_column_and_a_place_in_the_json(
-    search: list[str], keys: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    expected = [alone(*OWN, f"pipeline.K={K}", *search, capsys=capsys) for K in (2, 4)]
-    assert main(["-m", *SMALL, *search, "plan.format=json"]) == 0
-    plans = json.loads(capsys.readouterr().out)["plans"]
-    assert [(made["found"], made["tried"]) for made in plans] == [(one["found"], one["tried"]) for one in expected]
-    assert main(["-m", *SMALL, *search]) == 0
-    shown = table(capsys.readouterr().out)
-    for row, one in zip(shown, expected, strict=True):
-        assert {key: row[key.removeprefix("pipeline.")] for key in keys} == {k: str(one["found"][k]) for k in keys}
-
-
 def test_a_swept_key_that_was_looked_for_shows_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
     found = alone(*OWN, "pipeline.M=auto", capsys=capsys)["found"]["pipeline.M"]
     assert main(["-m", *OWN, "pipeline.M=auto,8"]) == 0

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from own_plan import OWN, SleepingTask
 
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.config import PipelineConfig
-from gpipe_cli.planner import planner
 from gpipe_cli.planner.devices import PRESETS
-from gpipe_cli.planner.measure import measurement, this_device
+from gpipe_cli.planner.measure import this_device
 from gpipe_cli.planner.measure.link import LinkTimes
 from gpipe_cli.planner.measure.this_device import workers_per_gpu
-from gpipe_cli.planner.planner import Planner
 
 GPU = PRESETS["h100"]
 GPU_LINK = LinkTimes(GPU.host, GPU.latency, GPU.link)
@@ -58,14 +55,3 @@ def test_workers_share_a_gpu_s_memory_and_rates_and_send_through_the_cpu_where_n
 
 def test_workers_of_a_cpu_share_no_gpu() -> None:
     assert this_device.workers_on_a_gpu(pipeline("pipeline.workers=4", "pipeline.device=cpu")) == 1
-
-
-def test_what_is_timed_on_a_gpu_alone_takes_longer_where_it_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU stands for a GPU of a hundred workers."""
-    monkeypatch.setattr(measurement, "workers_on_a_gpu", lambda pipeline: 100)
-    monkeypatch.setattr(planner, "measure_device", lambda pipeline: GPU)
-    words = [*OWN[:-1], "plan.device=this", "pipeline.K=1", "pipeline.M=1", "task._target_=own_plan.SleepingTask"]
-    request = make_request(words)
-    made = Planner(request.settings, request.options).plan()
-    assert made.cells[0].forward_seconds >= 100 * SleepingTask.SECONDS
-    assert made.notes == ["100 workers share a GPU of this machine: each has that part of its memory and speed"]

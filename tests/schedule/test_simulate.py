@@ -77,10 +77,6 @@ def test_where_there_is_a_formula_even_cells_have_its_bubble(kind: str, v: int, 
 
 
 class TestTime:
-    def test_an_uneven_cell_sets_the_pace(self) -> None:
-        costs = [1.0, 3.0, 1.0]
-        assert simulate(forward_only(range(3), 10), range(3), cost_durations(costs)).span == 1 + 10 * 3 + 1
-
     def test_a_message_takes_its_latency(self) -> None:
         assert simulate(forward_only(range(3), 1), range(3), unit_durations, latency=0.5).span == 4
 
@@ -101,9 +97,6 @@ class TestTime:
         # The message is there at 2.5, but the receive still takes its own time: 0.5 after F0, which ends at 11.5.
         early = simulate(forward_only((0, 1), 2), (0, 1), lambda i: 1.0 + 9.0 * i.cell, host=0.5)
         assert start_of(early, "F1.1") == pytest.approx(1.5 + 10 + 0.5)
-
-    def test_busy_counts_computation_only(self) -> None:
-        assert simulate(schedule("gpipe", (0, 1), 2, "always"), (0, 1), unit_durations, latency=7.0).busy == [6, 6]
 
     def test_the_halves_of_a_backward_take_half_of_it_each(self) -> None:
         line = simulate(schedule("zero_bubble", (0,), 1, "never"), (0,), cost_durations([1.0], backward=3.0))
