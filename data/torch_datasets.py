@@ -6,17 +6,15 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count, islice
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ..errors import ConfigurationError
+from ..micro_batch import MicroBatch
 from .source import Batch, Source, check_limits, permutation, slices_of_replica, split_evenly
-
-if TYPE_CHECKING:
-    from ..micro_batch import MicroBatch
 
 Key = tuple[int, int]
 """(epoch, index): by both, loader processes seed the augmentation of an example."""

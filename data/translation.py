@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..errors import ConfigurationError
 from .cldr.languages import SCRIPTS
 from .prepared import PreparedSource
 from .sampling import TemperatureSampler, temperature_shares
@@ -62,6 +63,8 @@ class PairSource(PreparedSource[Store]):
         seed: int,
         evaluation_split: str = "dev",
     ) -> None:
+        if batch_size is None and batch_tokens is None:
+            raise ConfigurationError("data.batch_size=null needs data.batch_tokens: how large is a mini-batch?")
         self._pairs = batch_size or 1  # of a mini-batch; with batch_tokens the mean, which prepare() counts
         self._batch_tokens = batch_tokens
         self._temperature, self._max_length, self._seed = temperature, max_length, seed

@@ -1,30 +1,33 @@
 """Defines the configuration: one dataclass per section, with the types and limits of its keys.
 
 The values are in YAML (``conf/``) alone: the dataclasses have no defaults. Sections with a ``_target_`` (model, data,
-task, optimizer, lr_schedule) keep their keys as they are; the named function checks them. No torch is imported here, so
-that the command refuses a wrong value within half a second.
+task, optimizer, lr_schedule) keep their keys as they are: `factory.build` checks those of our own targets against their
+signatures. No torch is imported here, so that the command refuses a wrong value within half a second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from math import frexp, log2
 from typing import Annotated, Any, Literal
 
+from pydantic import Field
+
 from gpipe_cli.errors import Problems
-from gpipe_cli.targets import Seed, contradictions, read_target
+from gpipe_cli.targets import other_kinds
 from gpipe_cli.typed_section import (
     Count,
     CountOrZero,
-    Length,
+    NotNegative,
     Positive,
     Seconds,
+    Seed,
     Share,
+    ShareOrZero,
+    read_fields,
     read_values,
-    read_what_fits,
     shown,
     unknown_key,
 )
@@ -58,7 +61,7 @@ class PipelineConfig:
     M: Count
     remat: Literal["always", "except_last", "never"]
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
-    partition: Literal["min_max", "min_variance"] | Annotated[list[Count], Length()]
+    partition: Literal["min_max", "min_variance"] | Annotated[list[Count], Field(min_length=1)]
     cost: Literal["flops", "parameters", "declared", "profile"]
     workers: Literal["auto"] | Count
     replicas: Count
@@ -264,50 +267,58 @@ class Settings:
         """Checks a resolved configuration and converts its values.
 
         Raises:
-            ConfigurationError: it has one line for each wrong key or value: name, limit, what to type instead.
+            ConfigurationError: it has one line for each wrong key or value.
         """
-        problems = Problems()
-        settings = cls.read(config, problems)
-        problems.refuse()
-        return settings
+        return cls.read(config, Problems())
 
     @classmethod
     def read(cls, config: Mapping[str, Any], problems: Problems, checks: Checks = ()) -> Settings:
-        """Checks a resolved configuration as `from_config`, and adds each defect to ``problems``.
+        """Checks a resolved configuration as `from_config`.
 
         Args:
-            checks: further ones.
+            problems: found before; they are told together.
+            checks: further ones, of right values.
 
-        Returns:
-            Without defects the settings; else an object that has the right values alone.
+        Raises:
+            ConfigurationError: it has one line for each problem.
         """
         problems += [unknown_key(key, SECTIONS) for key in config if key not in (*SECTIONS, "verify")]
-        problems += [
-            f"{key} is missing from the configuration"
-            for key in SECTIONS
-            if key not in config and not problems.about(key)
-        ]
+        problems += [f"{key} is missing from the configuration" for key in SECTIONS if key not in config]
         values: dict[str, Any] = {"verification": None, **read_values(TOP_LEVEL, config, "", problems)}
         for section in filter(config.__contains__, FREE_FORM):
-            values[section] = read_target(section, config[section], problems)
-        for section, kind in filter(lambda item: item[0] in config, TYPED.items()):
-            values[section] = read_what_fits(kind, config[section], section, problems)
-        if "verify" in config:
-            values["verification"] = read_what_fits(VerifyConfig, config["verify"], "verify", problems)
-        settings = object.__new__(cls)
-        for key, value in values.items():
-            object.__setattr__(settings, key, value)  # the dataclass is frozen
-        with_values = suppress(AttributeError) if problems else nullcontext()
-        for check in (*CHECKS, *checks):
-            with with_values:  # a check of what is wrong is left out
-                if problem := check(settings):
-                    problems.append(problem)
-        problems += contradictions(*(values.get(section, {}) for section in FREE_FORM))
+            values[section] = _read_target(section, config[section], problems)
+        kinds = {**TYPED, "verify": VerifyConfig} if "verify" in config else TYPED
+        typed = {name: read_fields(kinds[name], config[name], name, problems) for name in kinds if name in config}
+        problems.refuse()
+        sections = {name: kinds[name](**fitting) for name, fitting in typed.items()}
+        values["verification"] = sections.pop("verify", None)
+        settings = cls(**values, **sections)
+        problems += [problem for check in (_of_pipeline, _of_run, *checks) for problem in check(settings)]
+        problems.refuse()
         return settings
 
 
-Checks = tuple[Callable[[Settings], str | None], ...]
+def _read_target(section: str, values: Any, problems: Problems) -> dict[str, Any]:
+    if not isinstance(values, Mapping):
+        problems.append(f"{section} must be a section with keys, not {shown(values)}")
+        return {}
+    target = values.get("_target_")
+    if not isinstance(target, str) or not target.strip("."):
+        problems.append(
+            f"{section}._target_={shown(target)}: use the dotted name of what to call, "
+            f"as {section}._target_=my_module.my_{section}"
+        )
+    hints = OPTIMIZER if str(target).startswith(("torch.optim.", "gpipe_cli.optim.")) else {}
+    return {**values, **read_values(hints, values, f"{section}.", problems)}
+
+
+Checks = tuple[Callable[[Settings], Iterable[str]], ...]
 TOP_LEVEL: dict[str, Any] = {"name": str | None, "seed": Seed}
+OPTIMIZER: dict[str, Any] = {  # of torch's optimizers and ours, which are made after the model is built
+    **dict.fromkeys(("lr", "weight_decay", "momentum"), NotNegative),
+    "betas": Annotated[list[ShareOrZero], Field(min_length=2, max_length=2)],
+    "decay_only": Literal["matrices"] | None,
+}
 FREE_FORM = ("model", "data", "task", "optimizer", "lr_schedule")
 TYPED: dict[str, type] = {
     "pipeline": PipelineConfig,
@@ -333,165 +344,69 @@ def keys_of(section: str, kind: type) -> list[str]:
 # -- relations between keys --------------------------------------------------------------------------------------------
 
 
-def _enough_examples(settings: Settings) -> str | None:
-    size, parts = settings.data.get("batch_size"), settings.pipeline.M * settings.pipeline.replicas
-    if size is None or settings.data.get("batch_tokens") is not None:
-        return None  # counted in tokens: the data source checks it
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        return f"data.batch_size={shown(size)}: use a whole number, at least 1"
-    if size >= parts:
-        return None
-    replicas = settings.pipeline.replicas
-    needs = f"pipeline.M={settings.pipeline.M}" + (f" × pipeline.replicas={replicas}" if replicas > 1 else "")
-    lower = f"pipeline.M<={size // replicas}" if size >= replicas else f"pipeline.replicas<={size}"
-    return (
-        f"{needs} needs {parts} examples in a mini-batch but data.batch_size={size}: "
-        f"use data.batch_size>={parts} or {lower}"
-    )
+def _of_pipeline(settings: Settings) -> Iterator[str]:
+    yield from other_kinds({name: getattr(settings, name) for name in ("model", "data", "task")})
+    pipeline, size = settings.pipeline, settings.data.get("batch_size")
+    K, M, replicas, workers, sizes = pipeline.K, pipeline.M, pipeline.replicas, pipeline.workers, pipeline.partition
+    if isinstance(size, int) and 1 <= size < M * replicas and settings.data.get("batch_tokens") is None:
+        needs = f"pipeline.M={M}" + (f" × pipeline.replicas={replicas}" if replicas > 1 else "")
+        lower = f"pipeline.M<={size // replicas}" if size >= replicas else f"pipeline.replicas<={size}"
+        yield (
+            f"{needs} needs {M * replicas} examples in a mini-batch but data.batch_size={size}: "
+            f"use data.batch_size>={M * replicas} or {lower}"
+        )
+    if workers != "auto" and workers > K:
+        yield (
+            f"pipeline.workers={workers} but pipeline.K={K}: a worker needs at least one cell, "
+            f"use pipeline.workers<={K} or pipeline.K>={workers}"
+        )
+    elif pipeline.schedule == "interleaved_1f1b" and workers != "auto" and K % workers:
+        yield (
+            f"pipeline.schedule=interleaved_1f1b gives each worker the same number of cells, but pipeline.K={K} is no "
+            f"multiple of pipeline.workers={workers}: use pipeline.K={K - K % workers} or {K - K % workers + workers}"
+        )
+    if M * K > MESSAGE_TAGS // TAGS_PER_CELL:
+        yield f"pipeline.M={M} × pipeline.K={K} are more messages than have numbers: lower one of them"
+    if not isinstance(sizes, str) and len(sizes) != K:
+        yield (
+            f"pipeline.partition={shown(sizes)} has {len(sizes)} sizes but pipeline.K={K}: "
+            f"give one size per cell, or use pipeline.K={len(sizes)}"
+        )
+    if pipeline.backend == "nccl" and pipeline.device == "cpu":
+        yield "pipeline.backend=nccl moves data between GPUs but pipeline.device=cpu: use pipeline.backend=auto"
+    if settings.launch.inline and (workers not in ("auto", 1) or replicas > 1):
+        yield (
+            "launch.inline=true runs one worker inside the command: "
+            "use pipeline.workers=1 pipeline.replicas=1 (pipeline.K can stay)"
+        )
 
 
-def _workers_have_cells(settings: Settings) -> str | None:
-    K, workers = settings.pipeline.K, settings.pipeline.workers
-    if workers == "auto" or workers <= K:
-        return None
-    return (
-        f"pipeline.workers={workers} but pipeline.K={K}: a worker needs at least one cell, "
-        f"use pipeline.workers<={K} or pipeline.K>={workers}"
-    )
-
-
-def _tags_suffice(settings: Settings) -> str | None:
-    M, cells, most = settings.pipeline.M, settings.pipeline.K, MESSAGE_TAGS // TAGS_PER_CELL
-    if M * cells <= most:
-        return None
-    lower = f"pipeline.M<={most // cells}" if cells <= most else f"pipeline.K<={most}"
-    return (
-        f"pipeline.M={M} × pipeline.K={cells} are more messages between cells than the {most} that can be told apart: "
-        f"use {lower}"
-    )
-
-
-def _cells_go_round(settings: Settings) -> str | None:
-    pipeline = settings.pipeline
-    K, workers = pipeline.K, pipeline.workers
-    if pipeline.schedule != "interleaved_1f1b" or workers == "auto" or workers > K or K % workers == 0:
-        return None
-    return (
-        f"pipeline.schedule=interleaved_1f1b gives each worker the same number of cells, but pipeline.K={K} is no "
-        f"multiple of pipeline.workers={workers}: use pipeline.K={K - K % workers} or {K - K % workers + workers}, or "
-        f"pipeline.workers={' or '.join(str(number) for number in range(1, K + 1) if K % number == 0)}"
-    )
-
-
-def _sizes_match_cells(settings: Settings) -> str | None:
-    sizes, K = settings.pipeline.partition, settings.pipeline.K
-    if isinstance(sizes, str) or len(sizes) == K:
-        return None
-    return (
-        f"pipeline.partition={shown(sizes)} has {len(sizes)} sizes but pipeline.K={K}: "
-        f"give one size per cell, or use pipeline.K={len(sizes)}"
-    )
-
-
-def _has_an_end(settings: Settings) -> str | None:
-    trainer = settings.trainer
-    if trainer.steps or trainer.epochs or trainer.seconds:
-        return None
-    return "trainer.steps, trainer.epochs and trainer.seconds are all null: set one, as trainer.steps=1000"
-
-
-def _traced_steps_are_run(settings: Settings) -> str | None:
-    trainer = settings.trainer
+def _of_run(settings: Settings) -> Iterator[str]:
+    trainer, checkpoint, scale = settings.trainer, settings.checkpoint, settings.precision.loss_scale
+    if not (trainer.steps or trainer.epochs or trainer.seconds):
+        yield "trainer.steps, trainer.epochs and trainer.seconds are all null: set one, as trainer.steps=1000"
     late = [step for step in trainer.traced_steps if trainer.steps is not None and step > trainer.steps]
-    if not late:
-        return None
-    return (
-        f"trainer.trace_steps={shown(trainer.trace_steps)} but trainer.steps={trainer.steps}: step {late[0]} never "
-        f"comes, use numbers from 1 to {trainer.steps}"
-    )
-
-
-def _patience_is_tested(settings: Settings) -> str | None:
-    if settings.trainer.patience is None or settings.trainer.evaluate_every is not None:
-        return None
-    return "trainer.patience counts evaluations: set trainer.evaluate_every too, as trainer.evaluate_every=100"
-
-
-def _backend_fits_device(settings: Settings) -> str | None:
-    if settings.pipeline.backend != "nccl" or settings.pipeline.device != "cpu":
-        return None
-    return "pipeline.backend=nccl moves data between GPUs but pipeline.device=cpu: use pipeline.backend=auto"
-
-
-def _inline_is_one_worker(settings: Settings) -> str | None:
-    pipeline = settings.pipeline
-    if not settings.launch.inline or (pipeline.workers in ("auto", 1) and pipeline.replicas == 1):
-        return None
-    return (
-        "launch.inline=true runs one worker inside the command: "
-        "use pipeline.workers=1 pipeline.replicas=1 (pipeline.K can stay)"
-    )
-
-
-def _restarts_need_workers(settings: Settings) -> str | None:
-    if not settings.launch.inline or not settings.launch.restarts:
-        return None
-    return (
-        f"launch.restarts={settings.launch.restarts} starts workers again, but launch.inline=true has none: leave out "
-        "one of them"
-    )
-
-
-def _loss_scale_is_exact(settings: Settings) -> str | None:
-    scale = settings.precision.loss_scale
-    if scale is None or frexp(scale)[0] == 0.5:
-        return None
-    return f"precision.loss_scale={scale:g} is no power of two, and would round: use {2.0 ** round(log2(scale)):g}"
-
-
-def _begins_in_one_way(settings: Settings) -> str | None:
-    checkpoint = settings.checkpoint
-    if checkpoint.init_from is None or checkpoint.resume in (None, "auto"):
-        return None
-    return (
-        f"checkpoint.init_from={checkpoint.init_from} begins a new run, checkpoint.resume={checkpoint.resume} resumes "
-        "one, which has its own weights: leave out one of them"
-    )
-
-
-def _init_except_has_a_source(settings: Settings) -> str | None:
-    checkpoint = settings.checkpoint
-    if not checkpoint.init_except or checkpoint.init_from is not None:
-        return None
-    return (
-        f"checkpoint.init_except={shown(checkpoint.init_except)} says what checkpoint.init_from does not bring, which "
-        "is null: type checkpoint.init_from=RUN too, or leave it out"
-    )
-
-
-def _changes_are_of_keys(settings: Settings) -> str | None:
+    if late:
+        yield (
+            f"trainer.trace_steps={shown(trainer.trace_steps)} but trainer.steps={trainer.steps}: step {late[0]} never "
+            f"comes, use numbers from 1 to {trainer.steps}"
+        )
+    if trainer.patience is not None and trainer.evaluate_every is None:
+        yield "trainer.patience counts evaluations: set trainer.evaluate_every too, as trainer.evaluate_every=100"
+    if checkpoint.init_from is not None and checkpoint.resume not in (None, "auto"):
+        yield (
+            f"checkpoint.init_from={checkpoint.init_from} begins a new run, checkpoint.resume={checkpoint.resume} "
+            "resumes one, which has its own weights: leave out one of them"
+        )
+    if checkpoint.init_except and checkpoint.init_from is None:
+        yield (
+            f"checkpoint.init_except={shown(checkpoint.init_except)} says what checkpoint.init_from does not bring, "
+            "which is null: type checkpoint.init_from=RUN too, or leave it out"
+        )
     known = known_keys()
-    for pattern in settings.checkpoint.allow_changes:
+    for pattern in checkpoint.allow_changes:
         section = pattern.partition(".")[0]
         if not any(fnmatchcase(key, pattern if section in TYPED else section) for key in known):
-            return f"checkpoint.allow_changes: {unknown_key(pattern, known)}"
-    return None
-
-
-CHECKS: Checks = (
-    _enough_examples,
-    _workers_have_cells,
-    _tags_suffice,
-    _cells_go_round,
-    _sizes_match_cells,
-    _has_an_end,
-    _traced_steps_are_run,
-    _patience_is_tested,
-    _backend_fits_device,
-    _inline_is_one_worker,
-    _restarts_need_workers,
-    _begins_in_one_way,
-    _init_except_has_a_source,
-    _changes_are_of_keys,
-    _loss_scale_is_exact,
-)
+            yield f"checkpoint.allow_changes: {unknown_key(pattern, known)}"
+    if scale is not None and frexp(scale)[0] != 0.5:
+        yield f"precision.loss_scale={scale:g} is no power of two, and would round: use {2.0 ** round(log2(scale)):g}"

@@ -43,10 +43,6 @@ class Problems(list[str]):
         except ConfigurationError as error:
             self.append(str(error))
 
-    def about(self, key: str) -> bool:
-        """Returns whether a line about this key was added."""
-        return any(problem.startswith((f"{key} ", f"{key}=", f"{key}:")) for problem in self)
-
     def refuse(self) -> None:
         """Raises `error` if there are any."""
         if self:

@@ -25,11 +25,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Annotated, Literal
 
+from pydantic import Field
 from torch import nn
 
 from ..layers import LayerBuilder
-from ..targets import require_fitting
+from ..typed_section import Count, PartAboveZero, Positive, ShareOrZero
 from .amoebanet_cells import (
     AUXILIARY_POOL,
     AUXILIARY_STRIDE,
@@ -53,28 +55,28 @@ def spatial_sizes(image_size: int) -> dict[str, int]:
 
 
 def amoebanet(
-    L: int,
-    D: int,
-    classes: int,
-    image_size: int,
-    genotype: str = "D",
-    in_channels: int = 3,
-    dropout: float = 0.5,
-    drop_path_keep: float = 0.7,
+    L: Annotated[int, Field(ge=3, multiple_of=3)],
+    D: Annotated[int, Field(ge=16)],
+    classes: Count,
+    image_size: Annotated[int, Field(ge=3, le=65_536)],
+    genotype: Literal["A", "B", "C", "D"] = "D",
+    in_channels: Count = 3,
+    dropout: ShareOrZero = 0.5,
+    drop_path_keep: PartAboveZero = 0.7,
     dilate: bool = False,
-    batchnorm_epsilon: float = 1e-3,
-    batchnorm_decay: float = 0.9997,
+    batchnorm_epsilon: Positive = 1e-3,
+    batchnorm_decay: ShareOrZero = 0.9997,
     auxiliary_head: bool = True,
-    auxiliary_weight: float = 0.4,
-    auxiliary_width: float = 0.4,
-    auxiliary_label_smoothing: float = 0.1,
+    auxiliary_weight: Positive = 0.4,
+    auxiliary_width: Annotated[float, Field(ge=1 / 128)] = 0.4,
+    auxiliary_label_smoothing: ShareOrZero = 0.1,
     channels_last: bool = True,
 ) -> list[LayerBuilder]:
     """Returns the list of AmoebaNet (L, D): images [b, in_channels, H, W], bytes or normalised, to logits [b, classes].
 
     Args:
         L: normal cells, in three stacks; a multiple of 3.
-        D: width of the first stack.
+        D: width of the first stack; the first stem cell's bottlenecks are a 16th of it.
         classes: number of logits.
         image_size: pixels a side of the training images; only the auxiliary head depends on it.
         genotype: A, B, C or D.
@@ -88,11 +90,7 @@ def amoebanet(
         auxiliary_weight, auxiliary_label_smoothing: of its loss.
         auxiliary_width: multiplies the widths 128 and 768 of its convolutions.
         channels_last: the memory format of all activations; the faster one on GPUs.
-
-    Raises:
-        ValueError: a value is outside its limits; the message names the key.
     """
-    require_fitting("gpipe_cli.models.amoebanet.amoebanet", locals())
     auxiliary = None
     if auxiliary_head:
         auxiliary = _auxiliary(image_size, classes, auxiliary_width, auxiliary_weight, auxiliary_label_smoothing)

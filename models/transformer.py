@@ -23,12 +23,12 @@ Padding stands on the right only. The paper's sizes, all with d_model 1024:
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from ..layers import LayerBuilder
-from ..targets import require_fitting
+from ..typed_section import Count, CountOrZero, Even, ShareOrZero, Vocabulary
 from .transformer_layers import (
     CausalAttention,
     CrossAttention,
@@ -89,20 +89,20 @@ class DecoderNorm(nn.LayerNorm):
 
 
 def transformer(
-    L: int,
-    H: int,
-    A: int,
-    source_vocabulary: int,
-    target_vocabulary: int,
-    d_model: int = 1024,
-    dropout: float = 0.1,
-    input_dropout: float = 0.1,
-    attention_dropout: float = 0.0,
+    L: Count,
+    H: Count,
+    A: Count,
+    source_vocabulary: Vocabulary,
+    target_vocabulary: Vocabulary,
+    d_model: Even = 1024,
+    dropout: ShareOrZero = 0.1,
+    input_dropout: ShareOrZero = 0.1,
+    attention_dropout: ShareOrZero = 0.0,
     depth_scaled_init: bool = True,
-    depth_scale_layers: str = "both",
+    depth_scale_layers: Literal["both", "one"] = "both",
     depth_scale_exponent: float = 0.5,
     tie_embeddings: bool = False,
-    pad_id: int = 0,
+    pad_id: CountOrZero = 0,
 ) -> list[LayerBuilder]:
     """Returns the list of T(L,H,A): 5·L + 5 layers.
 
@@ -117,11 +117,7 @@ def transformer(
         depth_scale_layers: what n counts: "both" stacks (2·L) or "one" (L).
         tie_embeddings: one table for target embedding and softmax; in the paper all three are separate.
         pad_id: the id of padding in the source.
-
-    Raises:
-        ValueError: a value is outside its limits; the message names the key.
     """
-    require_fitting("gpipe_cli.models.transformer.transformer", locals())
     depth = 2 * L if depth_scale_layers == "both" else L
     init_scale = depth_scale(depth, depth_scale_exponent) if depth_scaled_init else 1.0
     heads = (d_model, A, dropout, attention_dropout)

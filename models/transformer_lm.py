@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..layers import LayerBuilder
-from ..targets import require_fitting
+from ..typed_section import Count, Even, ShareOrZero, Vocabulary
 from .transformer_layers import (
     CausalAttention,
     FeedForward,
@@ -37,14 +37,14 @@ class LanguageModelEmbedding(TokenEmbedding):
 
 
 def transformer_lm(
-    L: int,
-    H: int,
-    A: int,
-    vocabulary: int,
-    d_model: int = 2048,
-    dropout: float = 0.1,
-    input_dropout: float = 0.0,
-    attention_dropout: float = 0.1,
+    L: Count,
+    H: Count,
+    A: Count,
+    vocabulary: Vocabulary,
+    d_model: Even = 2048,
+    dropout: ShareOrZero = 0.1,
+    input_dropout: ShareOrZero = 0.0,
+    attention_dropout: ShareOrZero = 0.1,
     depth_scaled_init: bool = False,
     depth_scale_exponent: float = 0.5,
     final_norm: bool = False,
@@ -62,11 +62,7 @@ def transformer_lm(
         depth_scaled_init: multiply the Xavier bound of the feed-forward matrices by L^-depth_scale_exponent.
         final_norm: adds a norm before the softmax; the paper's parameter counts have none.
         tie_embeddings: one table for embedding and softmax; in the paper they are separate.
-
-    Raises:
-        ValueError: a value is outside its limits; the message names the key.
     """
-    require_fitting("gpipe_cli.models.transformer_lm.transformer_lm", locals())
     init_scale = depth_scale(L, depth_scale_exponent) if depth_scaled_init else 1.0
     sublayers: Sublayers = {
         "attention": partial(CausalAttention, d_model, A, dropout, attention_dropout),

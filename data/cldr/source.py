@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Annotated, Literal
 
-from ...targets import require_fitting
+from pydantic import Field
+
+from ...typed_section import Count, Examples, Names, Seed, Temperature
 from ..source import Report
 from ..store import Store
 from ..translation import PairSource
@@ -27,28 +29,27 @@ class TranslationSource(PairSource):
         cache_dir: folder of the corpora; None: `$GPIPE_CACHE` or `~/.cache/gpipe`.
 
     Raises:
-        ValueError: a value is outside its limits, or a language is not in the table.
+        ValueError: a language is not in the table.
     """
 
     def __init__(
         self,
-        batch_size: int | None = 64,
-        batch_tokens: int | None = None,
-        temperature: float = 5.0,
-        languages: Sequence[str] | None = None,
+        batch_size: Examples | None = 64,
+        batch_tokens: Examples | None = None,
+        temperature: Temperature = 5.0,
+        languages: Names | None = None,
         pair: str | None = None,
-        largest: int = 30_000,
-        smallest: int = 100,
-        vocabulary: int = 8_000,
+        largest: Count = 30_000,
+        smallest: Count = 100,
+        vocabulary: Annotated[int, Field(ge=8, le=65_536)] = 8_000,
         smaller_vocabulary: bool = False,
-        max_length: int = 96,
-        evaluation_per_language: int | None = 3,
-        corpus_seed: int = 0,
+        max_length: Annotated[int, Field(ge=8, le=65_535)] = 96,
+        evaluation_per_language: Annotated[int, Field(ge=1, le=300)] | None = 3,
+        corpus_seed: Seed = 0,
         seed: int = 0,
         cache_dir: str | None = None,
-        evaluation_split: str = "dev",
+        evaluation_split: Literal["dev", "test"] = "dev",
     ) -> None:
-        require_fitting("gpipe_cli.data.cldr.source.TranslationSource", locals())
         super().__init__(
             batch_size, batch_tokens, temperature, max_length, evaluation_per_language, seed, evaluation_split
         )

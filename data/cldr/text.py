@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
 from ...errors import ConfigurationError
-from ...targets import require_fitting
+from ...typed_section import Count, Examples, Names, Seed
 from ..prepared import PreparedSource
 from ..source import Report, permutation
 from ..store import Rows, Store
@@ -30,25 +32,24 @@ class TextSource(WindowSource, PreparedSource[Store]):
         seed: decides the order of the pairs in the stream and of the windows.
 
     Raises:
-        ValueError: a value is outside its limits, or a language is not in the table.
+        ValueError: a language is not in the table.
     """
 
     pad_id, bos_id, eos_id = PAD, BOS, EOS
 
     def __init__(
         self,
-        sequence_length: int = 128,
-        batch_size: int = 16,
-        languages: Sequence[str] | None = None,
-        largest: int = 30_000,
-        smallest: int = 100,
-        vocabulary: int = 8_000,
-        evaluation_per_language: int = 10,
-        corpus_seed: int = 0,
+        sequence_length: Count = 128,
+        batch_size: Examples = 16,
+        languages: Names | None = None,
+        largest: Count = 30_000,
+        smallest: Count = 100,
+        vocabulary: Annotated[int, Field(ge=8, le=65_536)] = 8_000,
+        evaluation_per_language: Annotated[int, Field(ge=1, le=300)] = 10,
+        corpus_seed: Seed = 0,
         seed: int = 0,
         cache_dir: str | None = None,
     ) -> None:
-        require_fitting("gpipe_cli.data.cldr.text.TextSource", locals())
         super().__init__(sequence_length, batch_size, seed)
         codes = tuple(check_languages(languages))
         self.parameters = CorpusParameters(codes, largest, smallest, vocabulary, corpus_seed)

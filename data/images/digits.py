@@ -8,20 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
 from ...micro_batch import MicroBatch
-from ...targets import require_fitting
+from ...typed_section import Part, Pixels
 from ..source import Batch, Report, Source, permutation, read_ahead, slices_of_replica, split_evenly
 from .loading import typical_images
 
-CLASSES = 10
+CLASSES: Literal[10] = 10
 TEST_IMAGES = 360  # the last ones: mostly of writers who are not in the training set
 WHITE = 16  # the brightest value of the stored images
 
@@ -40,24 +41,20 @@ class DigitsSource(Source):
         shift: largest shift, as a share of the side, in each direction.
         scale: largest change of size; 0.1 means 0.9 to 1.1 times.
         seed: decides order and augmentation.
-
-    Raises:
-        ValueError: a value is outside its limits.
     """
 
     class_names = tuple(str(digit) for digit in range(CLASSES))
 
     def __init__(
         self,
-        batch_size: int = 64,
-        classes: int = CLASSES,
-        image_size: int = 32,
-        rotate: float = 10.0,
-        shift: float = 0.06,
-        scale: float = 0.1,
+        batch_size: Annotated[int, Field(ge=1, le=1437)] = 64,
+        classes: Literal[10] = CLASSES,
+        image_size: Pixels = 32,
+        rotate: Annotated[float, Field(ge=0, le=180)] = 10.0,
+        shift: Part = 0.06,
+        scale: Annotated[float, Field(ge=0, le=0.9)] = 0.1,
         seed: int = 0,
     ) -> None:
-        require_fitting("gpipe_cli.data.images.digits.DigitsSource", locals())
         self._batch_size, self._image_size, self._seed = batch_size, image_size, seed
         self._affine = (float(np.deg2rad(rotate)), scale, 2 * shift, 2 * shift)  # grids reach from −1 to 1
         self._images, self._labels = torch.empty(0), torch.empty(0, dtype=torch.int64)

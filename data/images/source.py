@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import torch
+from pydantic import Field
 from torch.utils.data import Dataset, Subset
 
 from ...errors import ConfigurationError
-from ...targets import require_fitting
+from ...typed_section import Count, CountOrZero, Examples, Part, PartAboveZero, Pixels
 from ..cache import cache_folder
 from ..source import Batch, Report, Source, read_ahead, split_evenly
 from ..torch_datasets import DatasetSource
@@ -55,34 +56,32 @@ class ImageSource(Source):
     Attributes:
         class_names: in the order of the labels, from `prepare` on.
         broken_images: reason by file, of the broken images so far.
-
-    Raises:
-        ValueError: a value is outside its limits.
     """
 
     def __init__(
         self,
         dataset: str,
-        classes: int,
+        classes: Count,
         root: str | None = None,
         download: bool = False,
-        folders: Sequence[str] = ("train", "val"),
-        images: Sequence[int] | None = None,
-        image_size: int = 224,
-        batch_size: int = 64,
+        folders: Annotated[Sequence[str], Field(min_length=2, max_length=2)] = ("train", "val"),
+        images: Annotated[Sequence[Count], Field(min_length=2, max_length=2)] | None = None,
+        image_size: Pixels = 224,
+        batch_size: Examples = 64,
         drop_last: bool = True,
-        crop_area: Sequence[float] | None = None,
+        crop_area: Annotated[Sequence[PartAboveZero], Field(min_length=2, max_length=2)] | None = None,
         flip: bool = True,
-        brightness: float = 0.0,
-        chroma: float = 0.0,
-        cutout: float = 0.0,
-        evaluation_crop: float = 1.0,
-        workers: int | str = "auto",
-        broken_images_limit: int = 0,
+        brightness: Part = 0.0,
+        chroma: Part = 0.0,
+        cutout: Part = 0.0,
+        evaluation_crop: Annotated[float, Field(ge=0.01, le=1)] = 1.0,
+        workers: Literal["auto"] | CountOrZero = "auto",
+        broken_images_limit: CountOrZero = 0,
         cache_dir: str | None = None,
         seed: int = 0,
     ) -> None:
-        require_fitting("gpipe_cli.data.images.source.ImageSource", locals())
+        if crop_area is not None and crop_area[0] > crop_area[1]:
+            raise ConfigurationError(f"data.crop_area={list(crop_area)}: the least share comes first")
         self._dataset, self._root, self._download, self._folders = dataset, root, download, folders
         self._classes, self._expected, self._cache_dir = classes, images, cache_dir
         self._image_size, self._evaluation_crop = image_size, evaluation_crop

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated, Literal
 
-from ...targets import require_fitting
+from pydantic import Field
+
+from ...errors import ConfigurationError
+from ...typed_section import Count, Examples, Names, Seed, Temperature, Vocabulary
 from ..defects import KEEPABLE, check_policy
 from ..prepared import digest_of, prepared_folder, stat_of, warn_of, worker_count
 from ..source import Report
@@ -41,39 +45,42 @@ class ParallelTextSource(PairSource):
         cache_dir: folder of the store; None: `$GPIPE_CACHE` or `~/.cache/gpipe`.
 
     Raises:
-        ValueError: a value is outside its limits.
         ConfigurationError: a kind of defect is unknown, or the sizes of vocabularies contradict each other.
     """
 
     def __init__(
         self,
         root: str | None,
-        languages: Sequence[str] | None = None,
+        languages: Names | None = None,
         pair: str | None = None,
         target: str = "en",
-        source_vocabulary: int = 64_000,
-        target_vocabulary: int = 32_000,
-        vocabulary: int | None = None,
-        character_coverage: float = 0.999995,
-        vocabulary_pairs: int = 1_000_000,
-        vocabulary_temperature: float = 5.0,
+        source_vocabulary: Vocabulary = 64_000,
+        target_vocabulary: Vocabulary = 32_000,
+        vocabulary: Vocabulary | None = None,
+        character_coverage: Annotated[float, Field(ge=0.9, le=1)] = 0.999995,
+        vocabulary_pairs: Count = 1_000_000,
+        vocabulary_temperature: Temperature = 5.0,
         smaller_vocabulary: bool = False,
-        max_length: int = 96,
+        max_length: Annotated[int, Field(ge=8, le=65_535)] = 96,
         on_defect: str | Mapping[str, str] | None = None,
-        preparation_workers: int | None = None,
-        batch_size: int | None = None,
-        batch_tokens: int | None = 4_000,
-        temperature: float = 5.0,
-        evaluation_per_language: int | None = 20,
-        corpus_seed: int = 0,
+        preparation_workers: Count | None = None,
+        batch_size: Examples | None = None,
+        batch_tokens: Examples | None = 4_000,
+        temperature: Temperature = 5.0,
+        evaluation_per_language: Count | None = 20,
+        corpus_seed: Seed = 0,
         seed: int = 0,
         cache_dir: str | None = None,
-        evaluation_split: str = "dev",
+        evaluation_split: Literal["dev", "test"] = "dev",
     ) -> None:
-        require_fitting("gpipe_cli.data.parallel.source.ParallelTextSource", locals())
         super().__init__(
             batch_size, batch_tokens, temperature, max_length, evaluation_per_language, seed, evaluation_split
         )
+        if vocabulary is not None and {source_vocabulary, target_vocabulary} != {vocabulary}:
+            raise ConfigurationError(
+                f"data.vocabulary={vocabulary} is one vocabulary for both sides: use "
+                f"data.source_vocabulary={vocabulary} data.target_vocabulary={vocabulary} too, which the model reads"
+            )
         self._policy = check_policy(on_defect or {})
         self._cache_dir, self._workers = cache_dir, preparation_workers
         vocabularies = Vocabularies(

@@ -6,9 +6,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from ...errors import ConfigurationError
-from ...targets import require_fitting
+from ...typed_section import Count, Examples, Seed, Vocabulary
 from ..defects import OF_TEXT, check_policy
 from ..kept_vocabularies import read_vocabulary
 from ..prepared import PreparedSource, digest_of, prepared_folder, stat_of, warn_of, worker_count
@@ -46,7 +49,6 @@ class TextFilesSource(WindowSource, PreparedSource[TextStore]):
         cache_dir: folder of the store; None: `$GPIPE_CACHE` or `~/.cache/gpipe`.
 
     Raises:
-        ValueError: a value is outside its limits.
         ConfigurationError: the tokenizer is missing or has more ids than `vocabulary`.
     """
 
@@ -55,27 +57,26 @@ class TextFilesSource(WindowSource, PreparedSource[TextStore]):
     def __init__(
         self,
         root: str | None,
-        document: str = "blank_line",
+        document: Literal["blank_line", "line"] = "blank_line",
         json_key: str = "text",
-        held_out: float = 0.01,
+        held_out: Annotated[float, Field(ge=0, le=0.9)] = 0.01,
         evaluation_root: str | None = None,
         tokenizer: str | None = None,
         end_token: str | None = None,
-        vocabulary: int = 32_000,
+        vocabulary: Vocabulary = 32_000,
         smaller_vocabulary: bool = True,
-        character_coverage: float = 0.9995,
-        vocabulary_samples: int = 20_000,
+        character_coverage: Annotated[float, Field(ge=0.9, le=1)] = 0.9995,
+        vocabulary_samples: Count = 20_000,
         on_defect: str | Mapping[str, str] | None = None,
-        preparation_workers: int | None = None,
-        sequence_length: int = 1024,
-        batch_size: int = 32,
+        preparation_workers: Count | None = None,
+        sequence_length: Count = 1024,
+        batch_size: Examples = 32,
         pad_id: int = -100,
-        evaluation_windows: int | None = 256,
-        corpus_seed: int = 0,
+        evaluation_windows: Count | None = 256,
+        corpus_seed: Seed = 0,
         seed: int = 0,
         cache_dir: str | None = None,
     ) -> None:
-        require_fitting("gpipe_cli.data.text.source.TextFilesSource", locals())
         super().__init__(sequence_length, batch_size, seed, pad_id, evaluation_windows)
         self.pad_id, self._vocabulary = pad_id, vocabulary
         self._root, self._evaluation_root = root, evaluation_root

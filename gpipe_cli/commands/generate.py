@@ -7,24 +7,25 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
+from pydantic import Field
+
 from gpipe_cli.commands.lines import answer_lines, line_config, open_for_lines
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.targets import Seed
 from gpipe_cli.terminal.command import run_command
 from gpipe_cli.terminal.words import read_words
-from gpipe_cli.typed_section import Count, Limit, NotNegative
+from gpipe_cli.typed_section import Count, NotNegative, PartAboveZero, Seed
 
 if TYPE_CHECKING:
     from gpipe_cli.jobs.reopen import Reopened
 
 EXAMPLE = "gpipe-generate checkpoint=RUN prompt='Once upon a time'"
 SAMPLING: dict[str, Any] = {
-    "length": Annotated[int, Limit(at_least=1, at_most=65_536)],
+    "length": Annotated[int, Field(ge=1, le=65_536)],
     "temperature": NotNegative,
     "top_k": Count,
-    "top_p": Annotated[float, Limit(above=0, at_most=1)],
+    "top_p": PartAboveZero,
     "seed": Seed,
-    "samples": Annotated[int, Limit(at_least=1, at_most=1024)],
+    "samples": Annotated[int, Field(ge=1, le=1024)],
 }
 OWN = {**dict.fromkeys(("checkpoint", "step", "input", "output", "trust"), str), "scores": bool, **SAMPLING}
 HELP = """\

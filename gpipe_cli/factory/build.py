@@ -16,13 +16,14 @@ from hydra.utils import get_object, instantiate
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..config import FREE_FORM, PrecisionConfig
+from ..config import FREE_FORM, PrecisionConfig, Settings
 from ..data.source import Source
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, Problems
 from ..layers import LayerBuilder
 from ..pipeline.randomness import SECTION, seeded
 from ..tasks.base import Task
 from ..tasks.own_loss import LossFunctionTask
+from ..typed_section import read_values
 from .checked_task import CheckedTask
 from .target_errors import explain
 from .targets_as_inputs import TargetsAsInputs
@@ -163,10 +164,38 @@ def allow_tf32(precision: PrecisionConfig, device: torch.device) -> None:
         torch.backends.cudnn.allow_tf32 = precision.tf32
 
 
+def refuse_wrong_values(settings: Settings) -> None:
+    """Checks the values of all sections with a `_target_` of ours against its signature, before anything is made.
+
+    Raises:
+        ConfigurationError: it has one line for each wrong value.
+    """
+    problems = Problems()
+    for key in FREE_FORM:
+        _fitting(key, getattr(settings, key), problems)
+    problems.refuse()
+
+
+def _fitting(key: str, section: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
+    """Returns the section; where its `_target_` is ours, a line is added for each value against its signature."""
+    if not section["_target_"].startswith("gpipe_cli.") or not parameters_of(section):
+        return dict(section)
+    named = signature(get_object(section["_target_"]), eval_str=True).parameters
+    plain = {name: one.annotation for name, one in named.items() if not _is_target(section.get(name))}
+    return {**section, **read_values(plain, section, f"{key}.", problems)}
+
+
+def _is_target(value: object) -> bool:
+    return isinstance(value, Mapping) and "_target_" in value
+
+
 def _instantiate(key: str, section: Mapping[str, Any], seed: int, *arguments: object) -> Any:
+    problems = Problems()
+    section = _fitting(key, section, problems)
+    problems.refuse()
     try:
         with seeded(SECTION, seed, FREE_FORM.index(key)):
-            return instantiate(dict(section), *arguments, _convert_="all")
+            return instantiate(section, *arguments, _convert_="all")
     except ConfigurationError:
         raise
     except Exception as error:

@@ -23,8 +23,7 @@ def explain(key: str, section: Mapping[str, Any], error: Exception) -> str:
     target, cause = section.get("_target_"), error.__cause__ or error
     not_located = NOT_LOCATED.match(str(error))
     if not_located is None:
-        text = _summary(cause) + _texts_among(key, section, cause)
-        return f"{key}._target_={target} could not be made from the keys of `{key}`: {text}"
+        return f"{key}._target_={target} could not be made from the keys of `{key}`: {_summary(cause)}"
     cause, target, inner = cause.__cause__ or cause, not_located["target"], not_located["inner"]
     if inner:  # a section inside this one
         key = f"{key}.{inner}"
@@ -36,16 +35,6 @@ def explain(key: str, section: Mapping[str, Any], error: Exception) -> str:
 def _missing(module: str) -> str:
     parent, dot, last = module.rpartition(".")
     return f"{parent} has no {last}" if dot else f"there is no module {last} here or on the PYTHONPATH"
-
-
-def _texts_among(key: str, section: Mapping[str, Any], error: BaseException) -> str:
-    """Returns the keys whose value is a text, where the error is a text in place of a number."""
-    if not isinstance(error, TypeError) or "'str'" not in str(error):
-        return ""
-    texts = [
-        f"{key}.{name}={value}" for name, value in section.items() if name != "_target_" and isinstance(value, str)
-    ]
-    return f"; texts among them: {', '.join(texts)}" if texts else ""
 
 
 def _summary(error: BaseException) -> str:

@@ -17,10 +17,9 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.targets import DATA, MODELS, TASKS
+from gpipe_cli.targets import OURS
 
 SECTIONS = ("model", "data", "task")  # optimizer and lr_schedule are not built without training
-OURS = frozenset({*MODELS, *DATA, *TASKS, "gpipe_cli.data.torch_datasets.DatasetSource"})
 
 
 def trusted_names(word: str) -> list[str]:

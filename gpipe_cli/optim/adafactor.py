@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ..targets import require_fitting
+from ..typed_section import NotNegative, Positive, ShareOrZero
 from .optimizers import SteppedByGroup
 
 LEAST_SCALE = 1e-3  # smallest scale with parameter_scale, for parameters near zero
@@ -43,24 +43,20 @@ class Adafactor(SteppedByGroup):
         clip: the largest root mean square of an update, before the learning rate; None: no limit.
         parameter_scale: multiply updates by the root mean square of the weights, before the step.
         weight_decay: applied to the weights directly, not through the gradient.
-
-    Raises:
-        ValueError: a value outside its limits; the message names the key.
     """
 
     def __init__(
         self,
         params: ParamsT,
-        lr: float = 1.0,
-        beta1: float = 0.9,
-        beta2: float | None = None,
-        decay_exponent: float = 0.8,
-        eps: float = 1e-30,
-        clip: float | None = 1.0,
+        lr: NotNegative = 1.0,
+        beta1: ShareOrZero = 0.9,
+        beta2: ShareOrZero | None = None,
+        decay_exponent: Positive = 0.8,
+        eps: NotNegative = 1e-30,
+        clip: Positive | None = 1.0,
         parameter_scale: bool = False,
-        weight_decay: float = 0.0,
+        weight_decay: NotNegative = 0.0,
     ) -> None:
-        require_fitting("gpipe_cli.optim.adafactor.Adafactor", locals())
         keys = {"beta1": beta1, "beta2": beta2, "decay_exponent": decay_exponent, "eps": eps, "clip": clip}
         more = {"lr": lr, "parameter_scale": parameter_scale, "weight_decay": weight_decay}
         super().__init__(params, {**keys, **more})

@@ -11,12 +11,11 @@ from collections.abc import Callable
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from ..targets import require_fitting
+from ..typed_section import Count, CountOrZero, NotNegative, Part, PartAboveZero, Positive
 
 
-def inverse_sqrt(optimizer: Optimizer, warmup_steps: int) -> LambdaLR:
+def inverse_sqrt(optimizer: Optimizer, warmup_steps: Count) -> LambdaLR:
     """Rises linearly over `warmup_steps` updates to `optimizer.lr`, then falls with 1/√(t+1)."""
-    require_fitting("gpipe_cli.optim.lr_schedules.inverse_sqrt", locals())
 
     def factor(t: int) -> float:
         return min((t + 1) / warmup_steps, math.sqrt(warmup_steps / (t + 1)))
@@ -24,9 +23,8 @@ def inverse_sqrt(optimizer: Optimizer, warmup_steps: int) -> LambdaLR:
     return LambdaLR(optimizer, factor)
 
 
-def transformer(optimizer: Optimizer, d_model: int, factor: float, warmup_steps: int) -> LambdaLR:
+def transformer(optimizer: Optimizer, d_model: Count, factor: NotNegative, warmup_steps: Count) -> LambdaLR:
     """Multiplies `optimizer.lr` (often 1) by `factor` · d_model^-0.5 · min((t+1)^-0.5, (t+1) · warmup_steps^-1.5)."""
-    require_fitting("gpipe_cli.optim.lr_schedules.transformer", locals())
 
     def rate(t: int) -> float:
         return float(factor * d_model**-0.5 * min((t + 1) ** -0.5, (t + 1) * warmup_steps**-1.5))
@@ -34,17 +32,12 @@ def transformer(optimizer: Optimizer, d_model: int, factor: float, warmup_steps:
     return LambdaLR(optimizer, rate)
 
 
-def cosine(optimizer: Optimizer, steps: int | None, warmup_steps: int = 0, final: float = 0.0) -> LambdaLR:
+def cosine(optimizer: Optimizer, steps: Count, warmup_steps: CountOrZero = 0, final: NotNegative = 0.0) -> LambdaLR:
     """Rises linearly to `optimizer.lr`, then falls along half a cosine to `final` of it after `steps` updates.
 
     Args:
         warmup_steps: of the rise; at most half of `steps`, so that a short run has both.
-
-    Raises:
-        ValueError: `steps` is None.
     """
-    require_fitting("gpipe_cli.optim.lr_schedules.cosine", locals())
-    assert steps is not None
     warmup_steps = min(warmup_steps, steps // 2)
 
     def fall(t: int) -> float:
@@ -54,14 +47,13 @@ def cosine(optimizer: Optimizer, steps: int | None, warmup_steps: int = 0, final
     return LambdaLR(optimizer, _with_warmup(warmup_steps, fall))
 
 
-def constant(optimizer: Optimizer, warmup_steps: int = 0) -> LambdaLR:
+def constant(optimizer: Optimizer, warmup_steps: CountOrZero = 0) -> LambdaLR:
     """Rises linearly over `warmup_steps` updates to `optimizer.lr`, and stays there."""
-    require_fitting("gpipe_cli.optim.lr_schedules.constant", locals())
     return LambdaLR(optimizer, _with_warmup(warmup_steps, lambda t: 1.0))
 
 
 def exponential(
-    optimizer: Optimizer, rate: float, decay_every: float, warmup_steps: int = 0, floor: float = 0.0
+    optimizer: Optimizer, rate: PartAboveZero, decay_every: Positive, warmup_steps: CountOrZero = 0, floor: Part = 0.0
 ) -> LambdaLR:
     """Falls in steps: times `rate` after every `decay_every` updates, never below `floor` of `optimizer.lr`.
 
@@ -70,11 +62,7 @@ def exponential(
 
     Args:
         decay_every: updates; need not be whole, such as 2.4 epochs.
-
-    Raises:
-        ValueError: a value outside its limits.
     """
-    require_fitting("gpipe_cli.optim.lr_schedules.exponential", locals())
 
     def fall(t: int) -> float:
         return max(floor, rate ** int(t // decay_every))
@@ -84,19 +72,14 @@ def exponential(
 
 def exponential_epochs(
     optimizer: Optimizer,
-    rate: float,
-    decay_epochs: float,
-    warmup_epochs: float,
-    floor: float,
-    examples: int,
-    batch_size: int,
+    rate: PartAboveZero,
+    decay_epochs: Positive,
+    warmup_epochs: NotNegative,
+    floor: Part,
+    examples: Count,
+    batch_size: Count,
 ) -> LambdaLR:
-    """Decays as `exponential`, with its times in epochs of `examples`, in mini-batches of `batch_size`.
-
-    Raises:
-        ValueError: a value outside its limits.
-    """
-    require_fitting("gpipe_cli.optim.lr_schedules.exponential_epochs", locals())
+    """Decays as `exponential`, with its times in epochs of `examples`, in mini-batches of `batch_size`."""
     steps = examples / batch_size
     return exponential(optimizer, rate, decay_epochs * steps, round(warmup_epochs * steps), floor)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ..targets import require_fitting
+from ..typed_section import NotNegative, ShareOrZero
 
 
 class SteppedByGroup(Optimizer):
@@ -54,21 +54,17 @@ class TFRMSprop(SteppedByGroup):
         momentum: of the updates.
         eps: under the root.
         weight_decay: L2; its half times w² is added to the loss.
-
-    Raises:
-        ValueError: a value outside its limits; the message names the key.
     """
 
     def __init__(
         self,
         params: ParamsT,
-        lr: float = 0.01,
-        decay: float = 0.9,
-        momentum: float = 0.9,
-        eps: float = 1e-3,
-        weight_decay: float = 0.0,
+        lr: NotNegative = 0.01,
+        decay: ShareOrZero = 0.9,
+        momentum: ShareOrZero = 0.9,
+        eps: NotNegative = 1e-3,
+        weight_decay: NotNegative = 0.0,
     ) -> None:
-        require_fitting("gpipe_cli.optim.optimizers.TFRMSprop", locals())
         defaults = {"lr": lr, "decay": decay, "momentum": momentum, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from ..errors import ConfigurationError
-from ..typed_section import Limit, Positive, nearest, read_section
+from ..typed_section import NotNegative, Positive, nearest, read_section
 
 GIB = 1 << 30
-NotNegative = Annotated[float, Limit(at_least=0)]
 
 
 @dataclass(frozen=True)

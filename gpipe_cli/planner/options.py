@@ -10,7 +10,7 @@ from typing import Any, Literal
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
 from ..errors import ConfigurationError, Problems
-from ..typed_section import Count, Positive, read_what_fits, shown
+from ..typed_section import Count, Positive, read_fields, shown
 from .devices import Device, describe, parse_bytes
 
 THIS, AUTO = "this", "auto"
@@ -76,7 +76,7 @@ class Options(_Typed):
             return object.__new__(cls)
         free = {key: section.get(key) for key in ("device", "memory", "fit")}
         rest = {key: value for key, value in section.items() if key not in free}
-        values = {"device": None, "memory": None, "fit": None, **vars(read_what_fits(_Typed, rest, "plan", problems))}
+        values = {"device": None, "memory": None, "fit": None, **read_fields(_Typed, rest, "plan", problems)}
         with problems.collected():
             values["device"] = None if free["device"] == THIS else describe(_device_of(free["device"]))
         for key in ("memory", "fit"):

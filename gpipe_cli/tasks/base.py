@@ -6,12 +6,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_type_hints
 
 from ..errors import Problems
 from ..micro_batch import Tensors
-from ..targets import GENERATION
-from ..typed_section import read_values
+from ..typed_section import Count, CountOrZero, NotNegative, read_values
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,24 +93,25 @@ class GenerationSettings:
         length_ratio, length_extra: a translation has at most length_ratio · source tokens + length_extra tokens.
     """
 
-    per_language: int | None
-    per_language_at_end: int | None
-    group: int
-    max_length: int
-    beam: int = 8
-    beam_during_run: int = 1
-    length_exponent: float = 0.5
-    length_ratio: float = 3.0
-    length_extra: int = 10
+    per_language: Count | None
+    per_language_at_end: Count | None
+    group: Count
+    max_length: Count
+    beam: Count = 8
+    beam_during_run: Count = 1
+    length_exponent: NotNegative = 0.5
+    length_ratio: NotNegative = 3.0
+    length_extra: CountOrZero = 10
 
     def __post_init__(self) -> None:
-        """Refuses wrong values of a task of the user's own, whose keys are not checked before.
+        """Refuses wrong values.
 
         Raises:
             ConfigurationError: it has one line for each wrong value.
         """
         problems = Problems()
-        read_values(GENERATION, vars(self), "task.generation.", problems)
+        hints = get_type_hints(GenerationSettings, include_extras=True)
+        read_values(hints, vars(self), "task.generation.", problems)
         problems.refuse()
 
     @property

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..micro_batch import Tensors
-from ..targets import require_fitting
+from ..typed_section import ShareOrZero
 from .base import Task
 from .cross_entropy import smoothed_cross_entropy, widened
 
@@ -19,17 +19,13 @@ class ClassificationTask(Task):
 
     Args:
         label_smoothing: ε, spread evenly over the classes; training only.
-
-    Raises:
-        ValueError: a value is outside its limits; the message names the key.
     """
 
     statistics = ("accuracy", "examples")
     metrics = ("nll", "top1", "top5")
     shows_predictions = True
 
-    def __init__(self, label_smoothing: float = 0.1) -> None:
-        require_fitting("gpipe_cli.tasks.classification.ClassificationTask", locals())
+    def __init__(self, label_smoothing: ShareOrZero = 0.1) -> None:
         self.label_smoothing = label_smoothing
 
     def loss(self, outputs: Tensors, targets: Tensors) -> tuple[Tensor, Tensor]:

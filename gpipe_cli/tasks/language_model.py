@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..micro_batch import Tensors
-from ..targets import require_fitting
+from ..typed_section import Positive, ShareOrZero
 from .base import Task
 from .cross_entropy import smoothed_cross_entropy, widened
 
@@ -23,18 +23,14 @@ class LanguageModelTask(Task):
         logit_clip: logits are clipped hard to [−logit_clip, logit_clip], with no gradient outside; training only;
             None: no clipping. The paper (section 5) clips but does not give the value.
         pad_id: the id of padding; None if there is none.
-
-    Raises:
-        ValueError: a value is outside its limits; the message names the key.
     """
 
     unit = "tokens"
     metrics = ("nll", "correct")
 
     def __init__(
-        self, label_smoothing: float = 0.0, logit_clip: float | None = None, pad_id: int | None = None
+        self, label_smoothing: ShareOrZero = 0.0, logit_clip: Positive | None = None, pad_id: int | None = None
     ) -> None:
-        require_fitting("gpipe_cli.tasks.language_model.LanguageModelTask", locals())
         self.label_smoothing, self.logit_clip, self.pad_id = label_smoothing, logit_clip, pad_id
         self.statistics = () if logit_clip is None else ("clipped_logits_share", "logits")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import ConfigurationError
 from ..micro_batch import Tensors
+from ..typed_section import Names
 from .base import Task
 
 
@@ -25,7 +26,7 @@ class OwnLossTask(Task):
 
     unit = "tokens"
 
-    def __init__(self, targets_become: Sequence[str] = ("labels",), ignored: int | None = -100) -> None:
+    def __init__(self, targets_become: Names = ("labels",), ignored: int | None = -100) -> None:
         self.targets_become, self.ignored = targets_become, ignored
 
     def weight(self, targets: Tensors) -> float:

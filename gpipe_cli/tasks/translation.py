@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..typed_section import Positive, ShareOrZero
 from .base import GenerationSettings
 from .bleu import bleu_of_groups, bleu_signature, corpus_bleu
 from .language_model import LanguageModelTask
@@ -22,8 +23,8 @@ class TranslationTask(LanguageModelTask):
 
     def __init__(
         self,
-        label_smoothing: float = 0.1,
-        logit_clip: float | None = 25.0,
+        label_smoothing: ShareOrZero = 0.1,
+        logit_clip: Positive | None = 25.0,
         pad_id: int | None = 0,
         generation: Mapping[str, Any] | None = None,
     ) -> None:

@@ -26,10 +26,10 @@ from ..distributed.batch_plan import BatchShape
 from ..distributed.exchange import Exchange, never
 from ..distributed.pipeline import Pipeline
 from ..distributed.world import World, join_world
-from ..factory.build import allow_tf32, boundary_type_of, build_autocast, build_model, build_task
+from ..factory.build import allow_tf32, boundary_type_of, build_autocast, build_model, build_task, refuse_wrong_values
 from ..factory.example import asks_for_example, with_example
 from ..factory.kept_profile import profiled_costs
-from ..factory.room import refuse_without_room, room_of
+from ..factory.memory_check import memory_of, refuse_too_large
 from ..launch.context import Context
 from ..layers import LayerBuilder
 from ..metrics.journal import Notices
@@ -117,7 +117,9 @@ def start_worker(context: Context, settings: Settings) -> World:
 
     Raises:
         ValueError: the number of workers is not a multiple of `pipeline.replicas`.
+        ConfigurationError: a value of model, data, task, optimizer or lr_schedule is wrong.
     """
+    refuse_wrong_values(settings)
     pipeline = settings.pipeline
     torch.set_num_threads(pipeline.threads)  # torchrun sets another number, and the last bits depend on it
     workers = context.world_size // pipeline.replicas
@@ -177,9 +179,9 @@ def list_layers(context: Context, settings: Settings, world: World, trains: bool
     with context.where.doing("listing the model's layers"):
         builders = build_model(settings.model, settings.seed)
         refuse_more_cells_than_layers(len(builders), settings.pipeline)
-        room = room_of(world, context.mailboxes is not None or world.size == 1) if world.rank == 0 else None
-        if room is not None:
-            refuse_without_room(builders, settings, room, trains)
+        if world.rank == 0:
+            one_machine = context.mailboxes is not None or world.size == 1
+            refuse_too_large(builders, settings, memory_of(world, one_machine), trains)
     return builders
 
 

@@ -8,10 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from pydantic import SkipValidation
 from torch import nn
 
 from ...errors import ConfigurationError
 from ...layers import LayerBuilder
+from ...typed_section import CountOrZero, Positive
 from .cuts import choose_cuts
 from .layer import LayerMaker, Weights
 from .module import Call, Constructor, TracedFrom
@@ -21,15 +23,15 @@ from .trace import Example, traced
 
 def layers(
     module: Constructor,
-    example: Example,
+    example: SkipValidation[Example],
     seed: int = 0,
     inputs: Sequence[str] | None = None,
     output: str | int | None = None,
     arguments: Mapping[str, Any] | None = None,
     masks: Mapping[str, str] | None = None,
-    pad_id: int = 0,
+    pad_id: CountOrZero = 0,
     mean: Sequence[float] | None = (0.5, 0.5, 0.5),
-    std: Sequence[float] = (0.5, 0.5, 0.5),
+    std: Sequence[Positive] = (0.5, 0.5, 0.5),
     labels: Sequence[str] | None = None,
     ignored: int | None = None,
     float_type: str = "float32",

@@ -84,10 +84,10 @@ def test_a_slow_link_stretches_bytes_as_flops_and_makes_the_shortest_step_longer
     ("words", "told"),
     [
         (["K=2"], "which table?"),
-        (["table=5"], "use 1 or 2 or 3 or 4"),
+        (["table=5"], "table=5: should be 1, 2, 3 or 4"),
         (["tabel=2"], "did you mean table?"),
-        (["table=2", "K"], "write K=VALUE"),
-        (["table=2", "K=[0]"], "K=[0]: use a list such as [3,5,4], each a whole number, at least 1 or null"),
+        (["table=2", "K"], "K: write key=value"),
+        (["table=2", "K=[0]"], "K=[0]: should be greater than or equal to 1 or null"),
     ],
 )
 def test_a_wrong_word_is_refused_with_what_to_type(words: list[str], told: str) -> None:

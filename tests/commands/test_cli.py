@@ -281,7 +281,10 @@ def test_resume_auto_without_any_checkpoint_begins_at_the_beginning(tmp_path: Pa
         (["optimizer=lamb"], "optimizer can be: adafactor, adafactor_momentum, adam, adam_translation, adamw, own,"),
         (["pipeline.K=1,2"], "pipeline.K=1,2 is a sweep: type -m too"),
         (["pipeline.partition=[1,2"], "could not read 'pipeline.partition=[1,2'"),
-        (["pipeline.K=0", "trainer.steps=x"], "gpipe-train: pipeline.K=0: use a whole number, at least 1\ntrainer."),
+        (
+            ["pipeline.K=0", "trainer.steps=x"],
+            "gpipe-train: pipeline.K=0: should be greater than or equal to 1\ntr",
+        ),
         (["data.batch_size=???"], "data.batch_size needs a value: type data.batch_size=…"),
         (["--pipeline.K=4"], "keys have no dashes, type pipeline.K=4"),
         (["--multi-run"], "there is no option --multi-run; did you mean --multirun"),
@@ -368,7 +371,7 @@ def test_a_job_that_is_refused_is_a_failed_job_of_the_sweep(tmp_path: Path) -> N
     done = run(tmp_path, "-m", "pipeline.K=0,1", "trainer.steps=1")
     table = json.loads((only(tmp_path / "sweeps") / "sweep.json").read_text())
     assert [job["status"] for job in table["jobs"]] == ["failed", "done"]
-    assert table["jobs"][0]["error"] == "pipeline.K=0: use a whole number, at least 1"
+    assert table["jobs"][0]["error"] == "pipeline.K=0: should be greater than or equal to 1"
     assert done.returncode == 1
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from inspect import signature
 from pathlib import Path
 
 import pytest
 import torch
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 from composed import composed
+from hydra.utils import get_object
 from omegaconf.errors import InterpolationKeyError
+from pydantic import TypeAdapter
 
 from gpipe_cli.config import FREE_FORM, TYPED, Settings, known_keys
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory.build import build_optimizer
-from gpipe_cli.targets import TARGETS
-from gpipe_cli.typed_section import nearest
+from gpipe_cli.typed_section import RULES, nearest
 
 CONF = Path(__file__).parents[2] / "conf"
 OTHERS = ("hydra", "__pycache__")
@@ -51,8 +53,11 @@ def test_every_option_composes_and_passes_with_one_of_the_models(option: str) ->
 def test_every_key_of_a_shipped_target_has_a_type(option: str) -> None:
     section, _, name = option.partition("=")
     keys = yaml.safe_load((CONF / section / f"{name}.yaml").read_text())
-    if "_target_" in keys:
-        assert set(keys) - {"_target_", "defaults", "generation", "on_defect"} <= set(TARGETS[keys["_target_"]])
+    if str(keys.get("_target_")).startswith("gpipe_cli."):
+        named = signature(get_object(keys["_target_"]), eval_str=True).parameters
+        assert {*keys} - {"_target_", "defaults", "decay_only"} <= {*named}
+        for one in named.values():
+            TypeAdapter(one.annotation, config=RULES)
 
 
 @pytest.mark.parametrize("option", [option for option in OPTIONS if option.startswith("model=")])
@@ -112,32 +117,29 @@ def test_debug_tiny_leaves_what_is_typed() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["pipeline.K=0"], "pipeline.K=0: use a whole number, at least 1"),
-        (["pipeline.K=two"], "pipeline.K=two: use a whole number, at least 1"),
-        (["pipeline.K=2.5"], "pipeline.K=2.5: use a whole number, at least 1"),
-        (["pipeline.K=true"], "pipeline.K=true: use a whole number, at least 1"),
-        (["pipeline.remat=sometimes"], "pipeline.remat=sometimes: use always or except_last or never"),
-        (["trainer.gradient_clip=0"], "trainer.gradient_clip=0: use a number, more than 0 or null"),
-        (["trainer.evaluate_first=3"], "trainer.evaluate_first=3: use true or false"),
-        (
-            ["data.languages=[de,false]"],
-            "use a list such as ['no','de'] (YAML reads the bare words no and yes as false and true) or null",
-        ),
+        (["pipeline.K=0"], "pipeline.K=0: should be greater than or equal to 1"),
+        (["pipeline.K=two"], "pipeline.K=two: should be a valid integer"),
+        (["pipeline.K=2.5"], "pipeline.K=2.5: should be a valid integer"),
+        (["pipeline.K=true"], "pipeline.K=true: should be a valid integer"),
+        (["pipeline.remat=sometimes"], "pipeline.remat=sometimes: should be 'always', 'except_last' or 'never'"),
+        (["trainer.gradient_clip=0"], "trainer.gradient_clip=0: should be greater than 0 or null"),
+        (["trainer.evaluate_first=3"], "trainer.evaluate_first=3: should be a valid boolean"),
         (["pipeline.workers=5"], "use pipeline.workers<=4 or pipeline.K>=5"),
-        (["pipeline.schedule=zigzag"], "use gpipe or 1f1b or interleaved_1f1b or zero_bubble"),
+        (["pipeline.schedule=zigzag"], "should be 'gpipe', '1f1b', 'interleaved_1f1b' or"),
         (
             ["pipeline.schedule=interleaved_1f1b", "pipeline.workers=3"],
-            "use pipeline.K=3 or 6, or pipeline.workers=1 or 2",
+            "use pipeline.K=3 or 6",
         ),
         (["pipeline.partition=[3,5]"], "pipeline.partition=[3,5] has 2 sizes but pipeline.K=4"),
-        (["pipeline.partition=[3,5,0,1]"], "pipeline.partition=[3,5,0,1]: use min_max or min_variance or a list"),
+        (
+            ["pipeline.partition=[3,5,0,1]"],
+            "pipeline.partition=[3,5,0,1]: should be 'min_max' or 'min_variance' or greater",
+        ),
         (["pipeline.M=128"], "use data.batch_size>=128 or pipeline.M<=96"),
         (["pipeline.M=32", "pipeline.replicas=4"], "pipeline.M=32 × pipeline.replicas=4 needs 128 examples"),
-        (["optimizer.lr=abc"], "optimizer.lr=abc: use a number, at least 0"),
-        (["optimizer.lr=-0.1"], "optimizer.lr=-0.1: use a number, at least 0"),
-        (["data.batch_size=0"], "data.batch_size=0: use a whole number, at least 1"),
-        (["pipeline.M=400000000", "data.batch_size=400000000"], "use pipeline.M<=89478485"),
-        (["pipeline.K=400000000"], "use pipeline.K<=357913941"),
+        (["optimizer.lr=abc"], "optimizer.lr=abc: should be a valid number"),
+        (["optimizer.lr=nan"], "optimizer.lr=nan: should be a finite number"),
+        (["pipeline.K=400000000"], "more messages than have numbers"),
         (["trainer.steps=null"], "set one, as trainer.steps=1000"),
         (["trainer.patience=3", "trainer.evaluate_every=null"], "set trainer.evaluate_every too"),
         (["pipeline.backend=nccl", "pipeline.device=cpu"], "use pipeline.backend=auto"),
@@ -146,13 +148,12 @@ def test_debug_tiny_leaves_what_is_typed() -> None:
         (["+pipelin={K: 3}"], "there is no key pipelin; did you mean pipeline?"),
         (["~trainer.steps"], "trainer.steps is missing"),
         (["model._target_=null"], "model._target_=null: use the dotted name of what to call"),
-        (["trainer.average=1"], "trainer.average=1: use a number, more than 0 and less than 1 or null"),
+        (["trainer.average=1"], "trainer.average=1: should be less than 1 or null"),
         (["checkpoint.init_from=a", "checkpoint.resume=b"], "leave out one of them"),
         (["checkpoint.init_except=[head]"], "type checkpoint.init_from=RUN too"),
         (["checkpoint.allow_changes=[pipline]"], "allow_changes: there is no key pipline; did you mean pipeline?"),
-        (["data.languages=[fr,de,fr]"], "data.languages=[fr,de,fr]: fr stands there twice"),
         (["precision.loss_scale=1000"], "precision.loss_scale=1000 is no power of two, and would round: use 1024"),
-        (["seed=-1"], "seed=-1: use a whole number, at least 0"),
+        (["seed=-1"], "seed=-1: should be greater than or equal to 0"),
     ],
 )
 def test_a_wrong_value_names_the_key_the_limit_and_what_to_type(overrides: list[str], message: str) -> None:

@@ -57,7 +57,7 @@ def test_export_takes_the_step_asked_for(tmp_path: Path, capsys: pytest.CaptureF
         (["{run}", "out=x.pt"], "there is no key out; did you mean output?"),
         (["{run}", "output=x.bin"], "must end in .safetensors or .pt"),
         (["{run}", "output=x.pt", "step=newest"], "step=newest: use a number, best or last"),
-        (["{run}", "output=x.pt", "average=perhaps"], "average=perhaps: use true or false"),
+        (["{run}", "output=x.pt", "average=perhaps"], "average=perhaps: should be a valid boolean"),
         (["nowhere"], "nowhere"),
     ],
 )

@@ -136,7 +136,7 @@ def test_what_is_no_utf8_is_named_and_still_a_line(
         (["checkpoint=nowhere"], "nowhere holds no complete checkpoint"),
         (["checkpoint={run}", "input=nowhere"], "input=nowhere: No such file"),
         (["checkpoint={run}", "references={run}/none"], "references="),
-        (["checkpoint={run}", "scores=perhaps"], "scores=perhaps: use true or false"),
+        (["checkpoint={run}", "scores=perhaps"], "scores=perhaps: should be a valid boolean"),
         (["checkpoint={run}", "step=77"], "no checkpoint of step 77; it has kept: 1"),
         (["checkpoint={run}", "pipeline.replicas=2"], "pipeline.replicas is 1 here"),
         (

@@ -45,11 +45,11 @@ def test_problems_are_collected_and_told_once() -> None:
 
 
 def test_wrong_values_leave_out_the_checks_that_need_them() -> None:
-    problems = Problems()
-    Settings.read({"pipeline": {"K": 0, "workers": 5}, "trainer": 3}, problems)
-    assert "pipeline.K=0: use a whole number, at least 1" in problems
-    assert "trainer must be a section with keys, not 3" in problems
-    assert not any("a worker needs at least one cell" in problem for problem in problems)
+    with pytest.raises(ConfigurationError) as error:
+        Settings.from_config({"pipeline": {"K": 0, "workers": 5}, "trainer": 3})
+    assert "pipeline.K=0: should be greater than or equal to 1" in str(error.value)
+    assert "trainer must be a section with keys, not 3" in str(error.value)
+    assert "a worker needs at least one cell" not in str(error.value)
 
 
 @pytest.mark.parametrize(

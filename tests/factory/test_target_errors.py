@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.factory.build import build_model, build_optimizer, build_source
+from gpipe_cli.factory.build import build_model, build_source
 
 MADE = "could not be made from the keys of `model`"
 CASES = {  # target: the module's text, and what is said of it
@@ -49,14 +49,6 @@ def test_a_wrong_target_inside_a_section_is_named_with_its_key() -> None:
         ConfigurationError, match=r"^model\.module\._target_=torchvision\.models\.resnet99 was not found"
     ):
         build_model(section)
-
-
-def test_a_text_where_a_number_is_wanted_is_named() -> None:
-    section = {"_target_": "torch.optim.Adam", "lr": 0.1, "weight_decay": "abc"}
-    with pytest.raises(
-        ConfigurationError, match=r"between instances of .*; texts among them: optimizer\.weight_decay=abc$"
-    ):
-        build_optimizer(section, [])
 
 
 def test_what_our_own_code_refuses_is_told_without_its_place() -> None:

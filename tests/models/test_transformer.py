@@ -312,25 +312,6 @@ def test_depth_scaled_initialisation_shrinks_both_feed_forward_matrices(keys: di
             assert matrix.abs().max().item() == pytest.approx(factor * (6 / 576) ** 0.5, rel=0.01)
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"L": 0}, r"model\.L=0: use a whole number, at least 1"),
-        ({"A": 2.5}, r"model\.A=2\.5: use a whole number, at least 1"),
-        ({"d_model": 15}, r"model\.d_model=15: use a whole number, .* multiple of 2"),
-        ({"dropout": 1.0}, r"model\.dropout=1\.0: use a number, at least 0 and less than 1"),
-        ({"depth_scale_layers": "all"}, r"model\.depth_scale_layers=all: use both"),
-    ],
-    ids=str,
-)
-def test_a_wrong_key_is_named_with_what_to_type_instead(keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        small(**keys)
-
-
 @pytest.mark.parametrize(("make", "table"), [(small, "target_embedding"), (small_lm, "embedding")])
 def test_tied_embeddings_are_one_table_of_the_embedding_and_the_softmax(make: Any, table: str) -> None:
     assert find_ties(make(tie_embeddings=True)).owners[-1] == {"weight": (table, "weight")}

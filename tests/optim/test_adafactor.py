@@ -81,12 +81,3 @@ def test_without_momentum_it_is_torchs() -> None:
         reference.step()
     for left, right in zip(ours, theirs, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-12, atol=0.0)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("beta1", 1.0), ("clip", 0.0)],
-)
-def test_a_wrong_value_is_named(key: str, value: float) -> None:
-    with pytest.raises(ValueError, match=rf"optimizer\.{key}={value}: use"):
-        Adafactor([weight([1.0])], **{key: value})

@@ -54,20 +54,3 @@ def test_exponential_falls_in_stairs_that_count_from_the_first_step_down_to_its_
 def test_exponential_in_epochs_has_the_same_stairs() -> None:
     epochs = {"rate": 0.5, "decay_epochs": 2.0, "warmup_epochs": 1.6, "floor": 0.0, "examples": 10, "batch_size": 8}
     assert rates(lr_schedules.exponential_epochs, 6, **epochs) == [0.5, 1.0, 1.0, 0.5, 0.5, 0.25]  # 1.25 steps each
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"rate": 1.5}, r"lr_schedule\.rate=1\.5: use a number, at most 1"),
-        ({"decay_every": 0}, r"lr_schedule\.decay_every=0: use a number, more than 0"),
-    ],
-)
-def test_exponential_names_a_wrong_value(wrong: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        rates(lr_schedules.exponential, 1, **{"rate": 0.9, "decay_every": 2, **wrong})
-
-
-def test_a_cosine_without_an_end_says_what_to_set() -> None:
-    with pytest.raises(ValueError, match=r"set trainer\.steps"):
-        rates(lr_schedules.cosine, 1, steps=None)

@@ -267,7 +267,7 @@ def described(figure: str) -> str:
     [
         (["plan.device=h1000"], "did you mean h100"),
         (["plan.device={flops: 1e12}"], "plan.device has no memory, bandwidth, link"),
-        ([described("overhead: abc")], "plan.device.overhead=abc: use a number, at least 0"),
+        ([described("overhead: abc")], "plan.device.overhead=abc: should be a valid number"),
         (["plan.foo=1"], "there is no key plan.foo; plan has: device, efficiency"),
         (["plan.fit=16 apples"], "plan.fit=16 apples: use a number of bytes, as 16GB"),
         (["plan.fit=1GB", "plan.best=true"], "give one of them"),

@@ -203,9 +203,6 @@ def test_classification_loss_is_a_sum_over_examples() -> None:
     assert task.evaluate((logits,), targets)[0].item() == pytest.approx(3 * LN2)
 
 
-# -- keys ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "path",
     sorted([*(CONF / "task").glob("*.yaml"), CONF / "model/transformer.yaml", CONF / "model/transformer_lm.yaml"]),

@@ -14,7 +14,7 @@ from own_model import DIGITS, Flatten
 from torch import nn
 
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.factory.room import Room, refuse_without_room
+from gpipe_cli.factory.memory_check import refuse_too_large
 from gpipe_cli.layers import LayerBuilder
 
 MB = 1 << 20
@@ -25,11 +25,10 @@ def layers(count: int = 4, **options: Any) -> list[LayerBuilder]:
     return [LayerBuilder(f"layer.{n}", partial(nn.Linear, 512, 512, bias=False, **options)) for n in range(count)]
 
 
-def told(memory: float, *words: str, trains: bool = True, devices: int = 1, **options: Any) -> str:
+def told(memory: float, *words: str, trains: bool = True, **options: Any) -> str:
     """Returns the refusal of four layers; empty where they fit."""
     try:
-        settings = checked("optimizer=adam", *words).settings
-        refuse_without_room(layers(**options), settings, Room("machine", int(memory * MB), devices), trains)
+        refuse_too_large(layers(**options), checked("optimizer=adam", *words).settings, int(memory * MB), trains)
     except ConfigurationError as error:
         return str(error)
     return ""
@@ -52,17 +51,16 @@ def test_weights_gradients_and_state_are_counted(fits: int, words: tuple[str, ..
     assert "make the model smaller" in told(fits / 1.11, *words, **options)
 
 
-def test_the_message_names_the_largest_layer_and_both_sizes() -> None:
-    said = told(7, devices=2)
+def test_the_message_names_both_sizes_and_the_largest_layer() -> None:
+    said = told(14)
     assert said.startswith("the model has 1,048,576 parameters, whose weights, gradients and optimizer state take 0.0")
-    assert "2 machines have 0.0 GB. The largest layer is 'layer.0'" in said
-    assert told(3.5, devices=8).startswith("layer 'layer.0' has 262,144 parameters")
+    assert "there are 0.0 GB. The largest layer is 'layer.0'" in said
 
 
 def test_a_shared_layer_counts_once() -> None:
     one = nn.Linear(512, 512, bias=False)
     shared = [LayerBuilder(f"use.{n}", lambda: one) for n in range(4)]
-    refuse_without_room(shared, checked("optimizer=adam").settings, Room("machine", 4 * MB), True)
+    refuse_too_large(shared, checked("optimizer=adam").settings, 4 * MB, True)
 
 
 def huge(side: int) -> list[LayerBuilder]:
@@ -80,7 +78,7 @@ class Huge(nn.Sequential):
 
 @pytest.mark.parametrize("kind", ["list", "module"])
 def test_a_run_is_refused_by_the_name_of_the_layer(kind: str, tmp_path: Path) -> None:
-    own = ["model._target_=test_room.huge", "++model.side=3000000"]
-    module = ["model=module", "model.module._target_=test_room.Huge", "++model.module.side=3000000"]
-    with pytest.raises(ConfigurationError, match=r"parameters, whose weights.* take 144,000\.0 GB"):
+    own = ["model._target_=test_memory_check.huge", "++model.side=3000000"]
+    module = ["model=module", "model.module._target_=test_memory_check.Huge", "++model.module.side=3000000"]
+    with pytest.raises(ConfigurationError, match=r"parameters, whose weights.* .*, with 144,000\.0 GB"):
         train_inline(tmp_path, *DIGITS, *(own if kind == "list" else module), "pipeline.K=2", "trainer.steps=1")

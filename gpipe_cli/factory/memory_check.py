@@ -1,0 +1,73 @@
+"""Refuses a model that the memory of this machine or its GPUs cannot hold, counted on layers without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, partial
+
+import torch
+
+from ..config import Settings
+from ..cpu import usable_memory
+from ..distributed.world import World
+from ..errors import ConfigurationError
+from ..layers import LayerBuilder
+from ..partition.fake_layers import CostError, TensorShape
+from ..partition.tie_search import find_ties
+from .build import build_optimizer
+from .optimizer_bytes import optimizer_state_bytes
+
+MARGIN = 1.1  # of the memory: a little more may still run, with swapped pages
+FEW = 10  # times the weights that a model may take, whatever the optimizer: its state is not looked at then
+
+
+def memory_of(world: World, one_machine: bool) -> int | None:
+    """Returns the bytes of memory of all workers' devices, each like this worker's; None where it is unknown.
+
+    Args:
+        one_machine: all workers run on this machine; otherwise each may have one of its own.
+    """
+    if world.device.type == "cuda":
+        devices = min(world.size, torch.cuda.device_count()) if one_machine else world.size
+        return devices * torch.cuda.get_device_properties(world.device).total_memory
+    memory = usable_memory()
+    return None if memory is None else memory * (1 if one_machine else world.size)
+
+
+def refuse_too_large(builders: Sequence[LayerBuilder], settings: Settings, memory: int | None, trains: bool) -> None:
+    """Compares weights, and in training gradients and the optimizer's state, with the memory in bytes.
+
+    Activations are not counted, so what passes may still be too large.
+
+    Raises:
+        ConfigurationError: the model does not fit.
+    """
+    try:
+        layers = find_ties(builders).own
+    except CostError as error:
+        raise ConfigurationError(str(error)) from error
+    replicas = settings.pipeline.replicas
+    if memory is None or FEW * replicas * sum(shape.bytes for layer in layers for shape, _ in layer) < memory:
+        return
+    copies = 1 if settings.pipeline.shard_optimizer else replicas  # of the optimizer's state
+    state_of = cache(partial(optimizer_state_bytes, partial(build_optimizer, settings.optimizer)))
+
+    def bytes_of(layer: Sequence[tuple[TensorShape, bool]]) -> int:
+        kept = sum(shape.bytes * (1 + (trained and trains)) for shape, trained in layer) * replicas
+        return kept + copies * sum(state_of(shape) for shape, trained in layer if trained and trains)
+
+    sizes = [bytes_of(layer) for layer in layers]
+    if sum(sizes) > MARGIN * memory:
+        largest = max(range(len(layers)), key=sizes.__getitem__)
+        kept = "weights, gradients and optimizer state" if trains else "weights"
+        each = f" in {replicas} replicas" if replicas > 1 else ""
+        parameters = sum(shape.numel for layer in layers for shape, _ in layer)
+        raise ConfigurationError(
+            f"the model has {parameters:,} parameters, whose {kept}{each} take {_size(sum(sizes))}; there are "
+            f"{_size(memory)}. The largest layer is {builders[largest].name!r}, with {_size(sizes[largest])}: "
+            "make the model smaller, or use more machines or GPUs (gpipe-plan shows what fits)"
+        )
+
+
+def _size(number: int) -> str:
+    return f"{number / 1e9:,.1f} GB"

@@ -1,0 +1,72 @@
+"""Tests that the values of shipped targets are checked against their signatures, and all wrong ones told at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from composed import composed
+
+from gpipe_cli.config import Settings
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.factory.build import build_lr_schedule, build_model, build_source, refuse_wrong_values
+from gpipe_cli.typed_section import shown
+
+INTEGER, LEAST = "should be a valid integer", "should be greater than or equal to"
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(ConfigurationError) as error:
+        refuse_wrong_values(Settings.from_config(composed(*words)))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["model.L=0"], f"model.L=0: {LEAST} 1"),
+        (["model.A=2.5"], f"model.A=2.5: {INTEGER}"),
+        (["model.A=true"], f"model.A=true: {INTEGER}"),
+        (["model.A='2'"], f"model.A=2: {INTEGER}"),
+        (["model.d_model=15"], "model.d_model=15: should be a multiple of 2"),
+        (["model.dropout=1.0"], "model.dropout=1.0: should be less than 1"),
+        (["model.depth_scale_layers=all"], "model.depth_scale_layers=all: should be 'both' or 'one'"),
+        (["data.languages=7"], "data.languages=7: "),
+        (["data.languages=de"], "data.languages=de: "),
+        (["data.max_length=1e12"], "data.max_length=1000000000000.0: should be less than or equal to 65535"),
+        (["data.batch_size=1e12"], "data.batch_size=1000000000000.0: should be less than or equal to 100000000"),
+        (["data.temperature=0.5"], f"data.temperature=0.5: {LEAST} 1"),
+        (["task.logit_clip=0"], "task.logit_clip=0: should be greater than 0 or null"),
+        (["optimizer=rmsprop_tf", "optimizer.eps=-1"], f"optimizer.eps=-1: {LEAST} 0"),
+        (["lr_schedule=cosine", "lr_schedule.steps=null"], f"lr_schedule.steps=null: {INTEGER}"),
+        (["model=amoebanet", "data=digits", "data.batch_size=1438"], "data.batch_size=1438: should be less than or"),
+        (["model=amoebanet", "model.genotype=E"], "model.genotype=E: should be 'A', 'B', 'C' or 'D'"),
+    ],
+    ids=str,
+)
+def test_a_wrong_value_is_told_in_one_line(words: list[str], said: str) -> None:
+    assert refusal(*words).startswith(said)
+    assert "\n" not in refusal(*words)
+
+
+def test_the_wrong_values_of_all_sections_are_told_at_once() -> None:
+    assert refusal("model.L=0", "data.max_length=x", "task.pad_id=x").count("\n") == 2
+
+
+@pytest.mark.parametrize("words", [["data.temperature=inf"], ["data.max_length=1e2"], ["model.dropout=0"]], ids=str)
+def test_infinity_and_whole_numbers_written_otherwise_pass(words: list[str]) -> None:
+    refuse_wrong_values(Settings.from_config(composed(*words)))
+
+
+@pytest.mark.parametrize(
+    ("make", "target", "keys"),
+    [
+        (build_model, "models.transformer_lm.transformer_lm", {"L": 0}),
+        (lambda section: build_source(section, 0), "data.images.digits.DigitsSource", {"shift": 2}),
+        (lambda section: build_lr_schedule(section, None), "optim.lr_schedules.constant", {"warmup_steps": -1}),
+    ],
+)
+def test_whoever_makes_an_object_has_its_values_checked(make: Any, target: str, keys: dict[str, Any]) -> None:
+    ((key, value),) = keys.items()
+    with pytest.raises(ConfigurationError, match=rf"\.{key}={shown(value)}: should be"):
+        make({"_target_": f"gpipe_cli.{target}", **keys})
