@@ -26,13 +26,6 @@ def count_gpus() -> int:
     return min(present, seen)
 
 
-def hide_gpu(number: int) -> None:
-    """Hides one of the GPUs that CUDA programs see from this process's later children."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [str(index) for index in range(_installed_gpus())] if visible is None else visible.split(",")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(name for index, name in enumerate(names) if index != number)
-
-
 def _is_valid(name: str, present: int) -> bool:
     return int(name) < present if name.isdecimal() else _NAMED.fullmatch(name) is not None
 

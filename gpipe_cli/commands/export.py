@@ -74,7 +74,7 @@ def export(info: CheckpointInfo, output: Path, average: bool = False) -> str:
 
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = with_suffix(output, ".tmp")
-    temporary.unlink(missing_ok=True)  # it may be a pipe, which to open would wait
+    temporary.unlink(missing_ok=True)
     temporary.open("xb").close()
     try:
         weights = export_state_dict(info, average)

@@ -21,6 +21,7 @@ be written: see `OutputStream`.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import sys
@@ -59,10 +60,9 @@ class Console:
     def __init__(self, every: int, mode: Literal["auto", "plain"], silent: bool = False, brief: bool = False) -> None:
         self._every, self._silent, self._brief = every, silent, brief
         self._output = OutputStream(sys.stdout)
-        file = cast("IO[str]", self._output)  # it has every method that rich calls
-        self._rich = RichConsole(file=file, highlight=False, markup=False, soft_wrap=True)
+        self._rich = RichConsole(file=cast("IO[str]", self._output), highlight=False, markup=False, soft_wrap=True)
         self._bar = _Bar(self._rich) if mode == "auto" and self._rich.is_terminal and not silent else None
-        self._pace = _Pace()
+        self._began: tuple[float | None, float] | None = None  # share done at the first step, and its time
         self._last_line = self._last_preparation = -LONGEST_SILENCE_SECONDS
         self._warnings = _WarningsToConsole(self)
 
@@ -132,17 +132,10 @@ class Console:
         )
 
     def _preparation(self, event: Event) -> None:
-        done, total = event["done"], event["total"]
-        if self._bar:
-            self._bar.preparation(str(event["text"]), done, total)
-        now, finished = time.monotonic(), bool(total) and done >= total
-        if finished or now - self._last_preparation >= PREPARATION_SECONDS:
+        done, total, now = event["done"], event["total"], time.monotonic()
+        if (total and done >= total) or now - self._last_preparation >= PREPARATION_SECONDS:
             self._last_preparation = now
-            line = f"{event['text']}: {number(done)}" + (f" of {number(total)}" if total else "")
-            if (self._bar and not finished) or self._brief:
-                log.info("%s", line)
-            else:
-                self.say(line)
+            self.detail(f"{event['text']}: {number(done)}" + (f" of {number(total)}" if total else ""))
 
     def _cells(self, event: Event) -> None:
         columns = ["cell", "worker", "layers", "from", "to", "parameters", "cost"]
@@ -156,10 +149,14 @@ class Console:
     def _progress(self, event: Event) -> None:
         step, steps = event["step"], event["steps"]
         done = event["done"]
-        first = self._pace.start(done)
-        left = self._pace.seconds_left(done)
+        first = self._began is None
+        share, began = self._began = self._began or (done, time.monotonic())
+        left = None
+        if share is not None and done is not None and share < done < 1:
+            left = (time.monotonic() - began) / (done - share) * (1 - done)
         if self._bar:
-            self._bar.progress(step, steps, done, _progress_line(event, left, short=True))
+            place = f"{step:,}{f'/{steps:,}' if steps else ''}"
+            self._bar.show(done, f"{place}  {_progress_line(event, left, short=True)}")
         now = time.monotonic()
         silence = now - self._last_line
         due = step % self._every == 0 and silence >= PLAIN_SECONDS
@@ -228,48 +225,19 @@ def _bubble(measured: float | None, predicted: float | None, short: bool) -> str
     return f"bubble {percent(measured)} (schedule {percent(predicted)})"
 
 
-class _Pace:
-    """Estimates the remaining time from the pace of this process; a resumed run begins with a share done."""
-
-    def __init__(self) -> None:
-        self._start: tuple[float | None, float] | None = None
-
-    def start(self, done: float | None) -> bool:
-        """Records the first step; returns True for it."""
-        if self._start is not None:
-            return False
-        self._start = (done, time.monotonic())
-        return True
-
-    def seconds_left(self, done: float | None) -> float | None:
-        first, began = self._start or (None, 0.0)
-        if first is None or done is None or not first < done < 1:
-            return None
-        return (time.monotonic() - began) / (done - first) * (1 - done)
-
-
 class _Bar:
     """Shows a progress bar at the bottom of a terminal."""
 
     def __init__(self, console: RichConsole) -> None:
         columns = (BarColumn(bar_width=8), TextColumn("{task.fields[line]}"))
         self._progress = Progress(*columns, console=console, transient=True, refresh_per_second=4)
-        self._tasks: dict[str, TaskID] = {}
+        self._task: TaskID | None = None
 
-    def preparation(self, text: str, done: int, total: int) -> None:
-        self._update(text, done, total or None, f"{text}: {done:,}" + (f" of {total:,}" if total else ""))
-
-    def progress(self, step: int, steps: int | None, done: float | None, line: str) -> None:
-        total = None if done is None else 1.0
-        self._update("training", done or 0.0, total, f"{step:,}{f'/{steps:,}' if steps else ''}  {line}")
-
-    def _update(self, name: str, done: float, total: float | None, line: str) -> None:
-        if name not in self._tasks:
-            for task in self._tasks.values():
-                self._progress.remove_task(task)
-            self._tasks = {name: self._progress.add_task(name, total=total, line=line)}
+    def show(self, done: float | None, line: str) -> None:
+        if self._task is None:
+            self._task = self._progress.add_task("training", line=line)
             self._progress.start()
-        self._progress.update(self._tasks[name], completed=done, total=total, line=line)
+        self._progress.update(self._task, completed=done or 0.0, total=None if done is None else 1.0, line=line)
 
     def close(self) -> None:
         self._progress.stop()
@@ -287,7 +255,7 @@ class _WarningsToConsole(logging.Handler):
             self._console._print(f"{record.levelname.lower()}: {record.getMessage()}", style="yellow")
 
 
-class OutputStream:
+class OutputStream(io.TextIOBase):
     """Wraps standard output or error so that a run goes on when they can no longer be written.
 
     The reader of a pipe may have died, the terminal may be closed, the disk behind a `>` may be full. After the first
@@ -308,15 +276,6 @@ class OutputStream:
     def isatty(self) -> bool:
         return self._stream is not None and self._stream.isatty()
 
-    def fileno(self) -> int:
-        if self._stream is None:
-            raise OSError("there is no such stream")
-        return self._stream.fileno()
-
-    @property
-    def encoding(self) -> str:
-        return getattr(self._stream, "encoding", None) or "utf-8"
-
     def _guard(self, action: Callable[[IO[str]], object]) -> None:
         if self._stream is None:
             return
@@ -326,8 +285,7 @@ class OutputStream:
             failed, self._stream = self._stream, None
             discard(failed)
             # Not a warning, which the console would print: this may be rich's thread, which holds rich's lock.
-            name = getattr(failed, "name", "the output")
-            log.info("%s cannot be written to (%s): nothing more is printed there, the run goes on", name, error)
+            log.info("%s cannot be written to (%s): the run goes on", getattr(failed, "name", "the output"), error)
 
 
 def _write(stream: IO[str], text: str) -> None:

@@ -49,14 +49,11 @@ def test_a_run_leaves_its_configuration_its_log_and_says_where(tmp_path: Path) -
     assert done.stdout.rstrip().endswith(f"tensorboard --logdir runs/{directory.name}")
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"), [("size=4k", "No space left"), ("ro", "Read-only"), ("nr_inodes=1", "No space left")]
-)
-def test_a_run_directory_that_cannot_be_written_is_told_in_one_line(options: str, reason: str, tmp_path: Path) -> None:
-    with small_disk(tmp_path / "given", options):
+def test_a_run_directory_that_cannot_be_written_is_told_in_one_line(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "given", "size=4k"):
         done = run(tmp_path, "pipeline.K=1", "trainer.steps=1", "hydra.run.dir=given")
     assert (done.returncode, done.stdout) == (1, "")
-    assert f"given cannot be written: {reason}" in done.stderr and "room left: " in done.stderr
+    assert "given cannot be written: No space left" in done.stderr and "room left: " in done.stderr
     assert done.stderr.count("\n") == 1
 
 
@@ -66,10 +63,6 @@ def test_workers_receive_the_resolved_configuration_and_the_start_of_the_command
     received = json.loads((only(tmp_path / "runs") / "received.json").read_text())
     assert Settings.from_config(received["settings"]).pipeline.worker_count == 2
     assert before - 0.5 < received["started_at"] < time.time()
-
-
-def test_lines_for_a_file_have_no_control_codes(tmp_path: Path) -> None:
-    assert "\x1b" not in run(tmp_path, "pipeline.K=1", "trainer.steps=3").stdout
 
 
 def test_a_terminal_shows_a_progress_bar(tmp_path: Path) -> None:
@@ -123,14 +116,6 @@ def test_a_run_whose_pipe_loses_its_reader_goes_on(tmp_path: Path) -> None:
     ends_in_order(tmp_path, process, "Broken pipe")
 
 
-def test_a_run_whose_terminal_is_closed_goes_on(tmp_path: Path) -> None:
-    """The run gets no hang-up signal, because it is no job of that terminal."""
-    ours, theirs = pty.openpty()
-    process = start(tmp_path, theirs)
-    lose_reader(ours, theirs)
-    ends_in_order(tmp_path, process, "Input/output error")
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -147,24 +132,6 @@ def test_a_reader_that_has_seen_enough_is_no_error(words: list[str]) -> None:
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_a_run_whose_output_is_on_a_full_disk_goes_on(tmp_path: Path) -> None:
-    full = os.open("/dev/full", os.O_WRONLY)
-    process = start(tmp_path, full)
-    os.close(full)
-    ends_in_order(tmp_path, process, "No space left on device")
-
-
-@pytest.mark.slow
-def test_a_sweep_whose_pipe_loses_its_reader_goes_on_to_its_table(tmp_path: Path) -> None:
-    ours, theirs = os.pipe()
-    process = start(tmp_path, theirs, "-m", "pipeline.M=4,8")
-    lose_reader(ours, theirs)
-    assert process.wait(60) == 0
-    jobs = json.loads((only(tmp_path / "sweeps") / "sweep.json").read_text())["jobs"]
-    assert [job["status"] for job in jobs] == ["done", "done"]
 
 
 def test_a_failed_run_ends_with_its_traceback_and_exit_code_1(tmp_path: Path) -> None:
@@ -209,21 +176,6 @@ def test_a_run_directory_that_is_in_use_is_refused(tmp_path: Path) -> None:
         first.terminate()
     assert second.returncode == 2
     assert "another gpipe-train is writing to" in second.stderr
-
-
-def test_a_file_system_without_locks_is_a_warning(tmp_path: Path) -> None:
-    program = (
-        "import errno, fcntl, sys, cli_jobs\n"
-        "def flock(*_): raise OSError(errno.ENOLCK, 'No locks available')\n"
-        "fcntl.flock = flock\n"
-        "program = cli_jobs.EntryPoint('cli_jobs:train', ('json',))\n"
-        "sys.exit(cli_jobs.main(['pipeline.K=1', 'trainer.steps=1'], program))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("has no locks (") == 1
 
 
 def wait_for(path: Path) -> None:
@@ -310,13 +262,6 @@ def test_a_misspelt_key_in_a_yaml_of_the_user_s_is_refused(tmp_path: Path) -> No
     (tmp_path / "conf" / "pipeline" / "mine.yaml").write_text("defaults: [default]\nmicro_batches: 8\n")
     refused = run(tmp_path, "--config-dir", "conf", "pipeline=mine")
     assert "there is no key pipeline.micro_batches" in refused.stderr
-
-
-def test_a_yaml_that_cannot_be_read_is_named_with_its_line(tmp_path: Path) -> None:
-    (tmp_path / "conf" / "pipeline").mkdir(parents=True)
-    (tmp_path / "conf" / "pipeline" / "mine.yaml").write_text("K: [3\n")
-    refused = run(tmp_path, "--config-dir", "conf", "pipeline=mine")
-    assert 'pipeline/mine.yaml", line 1' in refused.stderr and refused.returncode == 2
 
 
 # -- a function of the user's ------------------------------------------------------------------------------------

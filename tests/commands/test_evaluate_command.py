@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from inline_run import train_inline
 
-from gpipe_cli.commands.evaluate import as_text, main
-from gpipe_cli.metrics.language_pictures import trailing_average
+from gpipe_cli.commands.evaluate import main
 
 INLINE = ("launch.inline=true", "pipeline.workers=1", "trainer.samples=0")
 TRANSLATION = ("debug=tiny", "trainer.steps=2", "trainer.evaluate_every=null", "task.generation.beam=2")
@@ -52,25 +51,12 @@ def test_the_report_and_its_picture_stand_in_the_run(run: tuple[Path, dict[str, 
     assert {"evaluation.json", "languages.png"} <= {path.name for path in made.iterdir()}
 
 
-def test_test_sentences_are_others_than_dev_sentences(run: tuple[Path, dict[str, float]]) -> None:
-    folder, found = run
-    assert evaluated(folder, "split=test")["numbers"]["nll"] != found["nll"]
-
-
 def test_a_language_model_with_averaged_weights(tmp_path: Path) -> None:
     words = ("debug=tiny", "model=transformer_lm", "data=cldr_text", "task=language_model", "trainer.average=0.5")
     summary, _ = train_inline(tmp_path, *words, "trainer.steps=3", "trainer.evaluate_every=null")
     report = evaluated(tmp_path)
     assert report["numbers"] == summary["evaluation"] and "perplexity" in report["numbers"]
     assert report["averaged_weights"]
-
-
-@pytest.mark.slow
-def test_a_classification_leaves_its_pictures(tmp_path: Path) -> None:
-    words = ("debug=tiny", "model=amoebanet", "model.L=3", "trainer.steps=1", "trainer.evaluate_every=null")
-    summary, _ = train_inline(tmp_path, *words)
-    assert evaluated(tmp_path)["numbers"] == summary["evaluation"]
-    assert (tmp_path / "again" / "confusion.png").is_file()
 
 
 def test_it_is_refused_under_torchrun(
@@ -147,29 +133,3 @@ def test_what_was_counted_otherwise_is_not_compared(tmp_path: Path, capsys: pyte
     one, other = report(tmp_path, "one", 1, scores), report(tmp_path, "other", 1, scores, beam=1)
     assert main([f"compare=[{one},{other}]"]) == 2
     assert "the evaluations differ in beam" in capsys.readouterr().err
-
-
-def test_runs_of_one_name_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    scores = {"de": 30.0, "ru": 20.0, "sw": 10.0}
-    report(tmp_path, "seed_1", 1, scores, name="deep")
-    report(tmp_path, "seed_2", 1, scores, name="deep")
-    assert main([f"compare={tmp_path}", f"output={tmp_path / 'out'}"]) == 0
-    said = capsys.readouterr().out
-    assert "low, deep (seed_1)" in said and "low, deep (seed_2)" in said
-
-
-def test_a_baseline_of_several_languages_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = report(tmp_path, "one", 1, {"de": 30.0, "ru": 20.0, "sw": 10.0})
-    assert main([f"compare={path}", f"baseline={path}", f"output={tmp_path}"]) == 2
-    assert "is of 3 languages; give bilingual runs" in capsys.readouterr().err
-
-
-def test_an_average_by_script_says_over_how_many_languages(tmp_path: Path) -> None:
-    path = report(tmp_path, "one", 1, {"de": 30.0, "ru": 20.0, "sw": 10.0})
-    values = json.loads((Path(path) / "evaluations" / "step_00000001_test" / "evaluation.json").read_text())
-    rows = [" ".join(line.split()) for line in "\n".join(as_text(values)).splitlines()]
-    assert "high 1 30.0 30.0 (1) -" in rows and "middle 1 20.0 - 20.0 (1)" in rows
-
-
-def test_the_curve_is_a_trailing_average() -> None:
-    assert trailing_average([4.0, 2.0, 0.0, 6.0], 2) == [4.0, 3.0, 1.0, 3.0]

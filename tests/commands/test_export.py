@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -92,18 +91,3 @@ def test_a_disk_that_does_not_take_the_file_is_told_in_one_line(
         assert not list(disk.iterdir())
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{name} cannot be written: {reason} (room left: " in line
-
-
-def test_a_place_that_is_no_folder_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save(tmp_path, 1, make_layers())
-    for folder in ("/proc", "/dev/null"):
-        assert export.main([str(tmp_path), f"output={folder}/model.pt"]) == 1
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"{folder}/model.pt cannot be written: ")
-
-
-def test_a_pipe_in_the_way_is_not_waited_for(tmp_path: Path) -> None:
-    save(tmp_path, 1, make_layers())
-    os.mkfifo(tmp_path / "model.safetensors.tmp")
-    assert export.main([str(tmp_path)]) == 0
-    assert len(load_file(tmp_path / "model.safetensors")) == 10

@@ -118,15 +118,6 @@ def test_a_line_is_answered_before_the_input_ends_and_standard_output_holds_noth
         assert process.wait() == 0
 
 
-def test_what_is_no_utf8_is_named_and_still_a_line(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = tmp_path / "source.txt"
-    source.write_bytes(b"lunes\r\n\xff\xfe\nmartes\n")
-    assert len(translated(run, source, *INLINE)) == 3
-    assert "line 2 is no valid UTF-8" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -83,15 +83,6 @@ def test_outputs_whose_shape_depends_on_more_than_the_inputs_shapes_are_refused_
     assert re.search(refusal, done.stderr)
 
 
-@pytest.mark.slow
-def test_an_exception_in_the_data_is_told_as_one_of_the_data(tmp_path: Path) -> None:
-    broken = changed("            number += 1\n", "            number += 1\n            assert number < 8, 'planted'\n")
-    done = train_by_command(tmp_path, broken, "trainer.evaluate_first=false")
-    assert done.returncode == 1
-    assert "AssertionError: planted" in done.stderr
-    assert "worker 0 failed at step 7, reading the next mini-batch:" in done.stderr
-
-
 def test_a_loss_that_is_not_finite_skips_the_update_and_then_stops_by_name(train: Train, tmp_path: Path) -> None:
     broken = changed(
         '        return F.cross_entropy(outputs[0], targets[0], reduction="sum"), torch',
@@ -126,23 +117,6 @@ def test_mistakes_are_named(train: Train, old: str, new: str, words: list[str], 
     with pytest.raises(ConfigurationError) as refused:
         train(changed(old, new), *words)
     assert message in str(refused.value)
-
-
-def test_layers_that_share_their_weights_train_as_one_layer_that_applies_them_as_often(
-    train: Train, tmp_path: Path
-) -> None:
-    """Loss and gradient norm of every step: one gradient, summed in another order, and one update."""
-    pieces = "torch.manual_seed(3)\n    same, last = Hidden(width), nn.Linear(width, 2)\n    hidden = "
-    one_last = changed("partial(nn.Linear, width, 2)", "lambda: last")
-    shared = one_last.replace("partial(Hidden, width)", "lambda: same")
-    as_one = '[LayerBuilder("hidden", lambda: nn.Sequential(*[same] * depth))]'
-    found = []
-    for number, module in enumerate((shared, re.sub(r"\[LayerBuilder\(f\"hidden.*\]", as_one, one_last))):
-        words = ["pipeline.K=1", "pipeline.M=2", "trainer.steps=6", "trainer.evaluate_first=false"]
-        train(module.replace("hidden = ", pieces), *words, folder=str(number))
-        steps = rows(tmp_path / str(number) / "run" / "metrics.jsonl")
-        found.append([row[key] for row in steps for key in ("loss", "grad_norm")])
-    assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 @pytest.mark.slow

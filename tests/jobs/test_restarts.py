@@ -20,14 +20,12 @@ from own_model import WORDS
 from run_files import rows
 
 from benchmarks.reliability.kills import same_end
-from gpipe_cli import gpus
 from gpipe_cli.checkpoint import choose
 from gpipe_cli.checkpoint.files import step_directory
 from gpipe_cli.config import Settings
 from gpipe_cli.jobs import restarts, torchrun, workers
 from gpipe_cli.jobs.restarts import Restarts
 from gpipe_cli.jobs.workers import Devices
-from gpipe_cli.launch import report
 from gpipe_cli.launch.report import Failure, WorkerFailed
 from gpipe_cli.terminal.console import Console
 
@@ -87,19 +85,6 @@ def test_a_killed_worker_s_run_starts_again_from_the_newest_checkpoint_and_says_
     assert [record["from_step"] for record in made.records] == [5, 7]
     assert made.records[0]["cause"] == KILLED["cause"]
     assert "worker 1 was killed by SIGKILL: restart 2 of 9 from step 7 on 4 workers" in capsys.readouterr().out
-    assert rows(tmp_path / restarts.FILE) == made.records
-
-
-def test_a_torn_record_of_restarts_is_named_and_the_others_are_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save(tmp_path, 3, make_layers())
-    (tmp_path / restarts.FILE).write_text('{"from_step": 1}\n{"from_st{"from_step": 2}\n{"from_step": 3}\n{"from_')
-    script = Script(tmp_path)
-    script.config["checkpoint"]["resume"] = str(step_directory(tmp_path, 3))
-    made = script.run(failed(**KILLED))
-    assert f"{tmp_path / restarts.FILE}: damaged and skipped: line 2, 4\n" in capsys.readouterr().out
-    assert [record["from_step"] for record in made.records] == [1, 3, 3]
     assert rows(tmp_path / restarts.FILE) == made.records
 
 
@@ -166,13 +151,6 @@ def test_other_ranks_wait_for_rank_0_as_long_as_it_takes(tmp_path: Path, monkeyp
     assert sum(pauses) > 300
 
 
-def test_a_run_starts_again_as_often_as_allowed(tmp_path: Path) -> None:
-    script = Script(tmp_path, "launch.restarts=2")
-    with pytest.raises(WorkerFailed):
-        script.run(*(failed(**KILLED) for _ in range(3)))
-    assert len(script.starts) == 3
-
-
 def test_what_the_run_found_out_itself_is_not_tried_again(tmp_path: Path) -> None:
     script = Script(tmp_path)
     with pytest.raises(WorkerFailed):
@@ -189,23 +167,6 @@ def test_an_exception_is_tried_once_more_at_each_place(steps: tuple[int, ...], s
     assert len(script.starts) == starts
 
 
-def test_a_worker_that_dies_again_and_again_is_given_up(tmp_path: Path) -> None:
-    script = Script(tmp_path, "pipeline.K=4", "pipeline.schedule=interleaved_1f1b")
-    script.run(*(failed(**KILLED) for _ in range(3)))
-    assert script.workers == [4, 4, 4, 2]  # interleaved_1f1b: three workers cannot share four cells evenly
-
-
-def test_the_gpu_of_a_dying_worker_is_hidden_if_there_are_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4")
-    monkeypatch.setattr(gpus, "_installed_gpus", lambda: 5)
-    script = Script(tmp_path)
-    script.run(*(failed(**KILLED) for _ in range(6)))
-    assert script.workers == [4, 4, 4, 4, 4, 4, 3]
-    assert gpus.os.environ["CUDA_VISIBLE_DEVICES"] == "0,3,4"
-
-
 def test_with_fewer_cores_than_before_it_goes_on_with_fewer_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,17 +175,6 @@ def test_with_fewer_cores_than_before_it_goes_on_with_fewer_workers(
     script = Script(tmp_path)
     script.run(failed(**KILLED), failed(0, **KILLED))
     assert script.workers == [4, 2, 4]
-
-
-def test_a_cause_says_how_a_worker_ended_and_whether_it_came_from_outside(tmp_path: Path) -> None:
-    (tmp_path / "rank_1.log").touch()
-    ends = [report.silent_failure(tmp_path, 1, code, 0.0, {}) for code in (-9, -11, 3)]
-    assert [(end.cause, end.from_outside) for end in ends] == [
-        ("worker 1 was killed by SIGKILL", True),
-        ("worker 1 was killed by SIGSEGV", False),
-        ("worker 1 ended with exit code 3 and left no error report", False),
-    ]
-    assert report.failure_of(1, ValueError("no\nmore"), {}).cause == "worker 1 failed: ValueError: no"
 
 
 @pytest.mark.slow(2)

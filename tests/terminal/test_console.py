@@ -59,13 +59,6 @@ def test_answers_are_harmless_on_a_terminal_and_whole_in_a_file(monkeypatch: pyt
     assert written == {True: f"{HARMLESS}\n", False: f"{HOSTILE}\n"}
 
 
-def test_accuracy_has_the_unit_of_an_evaluation() -> None:
-    said = shown(
-        {**progress(1, 2), "accuracy": 0.53125}, {"kind": "evaluation", "step": 1, "numbers": {"accuracy": 0.53125}}
-    )
-    assert said.count("accuracy 0.5312") == 2
-
-
 def test_an_output_that_is_closed_ends_no_run() -> None:
     output = io.StringIO()
     with redirect_stdout(output), Console(1, "plain") as console:
@@ -118,28 +111,12 @@ def test_numbers_that_are_not_known_are_shown_as_such() -> None:
     assert line == "step 1  loss not finite  lr 1.0e-03  800 examples/s  bubble -  2 skipped\n"
 
 
-def test_the_bubble_stands_beside_the_schedules_own() -> None:
-    line = shown({**progress(2, None), "bubble_predicted": 0.15})
-    assert "bubble 20.0 % (schedule 15.0 %)" in line
-
-
-def test_the_table_of_cells_is_aligned() -> None:
-    row = {"cell": 0, "worker": 0, "layers": 3, "first": "a", "last": "b", "parameters": 12345, "cost": 1, "share": 0.5}
-    assert (
-        shown({"kind": "cells", "rows": [row]}).splitlines()[2] == "   0       0       3  a     b       12,345  50.0 %"
-    )
-
-
 def test_events_of_the_launcher_are_told_in_words() -> None:
     text = shown(
         {"event": "stopping", "signal": "SIGINT", "grace_seconds": 8.0}, {"event": "warning", "message": "slow disk"}
     )
     assert text.startswith("SIGINT: the run stops after this step and saves, within 8 s")
     assert "warning: slow disk" in text
-
-
-def test_other_events_are_not_shown() -> None:
-    assert shown({"kind": "heartbeat"}) == ""
 
 
 def test_a_table_puts_numbers_to_the_right() -> None:
