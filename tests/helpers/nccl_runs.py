@@ -1,4 +1,4 @@
-"""Draws runs of training steps and evaluations as the calls of their ranks, for the model of NCCL's rules."""
+"""Draws runs of two training steps as the calls of their ranks, for the model of NCCL's rules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import cache
 from nccl_rules import Call, Rules
 
 from gpipe_cli.pipeline.messages.process_group import routes
-from gpipe_cli.schedule.instruction import COMPUTE, Instruction, InstructionLists, Message, Op
+from gpipe_cli.schedule.instruction import COMPUTE, Instruction, InstructionLists, Message
 from gpipe_cli.schedule.orders import KINDS, ROUND_ROBIN
 from gpipe_cli.schedule.posting import Posts, post_when_sent
 from gpipe_cli.schedule.run_schedules import RunSchedules
@@ -18,7 +18,6 @@ from gpipe_cli.schedule.schedule import REMAT
 
 Extra = Callable[[int, Instruction], Iterable[Call]]
 TIED = "activations to later ranks"  # the group whose communicators carry tied weights
-PHASES = ("step", "step", "evaluation")
 
 
 def engine_calls(
@@ -76,9 +75,6 @@ class Run:
     Attributes:
         ties: of each tied weight the workers of its uses, the owner's first, in layer order.
         sums: collectives in which a cell's gradients are summed.
-        sharded: whether the optimizer's state is divided.
-        phases: after the first exchange.
-        shares: micro-batches of each replica in the mini-batches of an evaluation.
     """
 
     kind: str
@@ -89,18 +85,14 @@ class Run:
     replicas: int
     ties: tuple[tuple[int, ...], ...]
     sums: int
-    sharded: bool
-    phases: tuple[str, ...]
-    shares: tuple[tuple[int, ...], ...]
 
     def calls(self, rank: int) -> Iterator[Call]:
         """Yields the calls of a rank, from the first connections to the last exchange."""
         yield from self._first_messages(rank)
         yield from self._spread("beginning", rank)
         yield from self._exchange("first plan", rank)
-        for number, kind in enumerate(self.phases):
-            phase = f"{kind} {number}"
-            yield from self._evaluation(phase, rank) if kind == "evaluation" else self._training(phase, rank)
+        for number in range(2):
+            yield from self._training(f"step {number}", rank)
 
     # -- phases ------------------------------------------------------------------------------------------------
 
@@ -136,9 +128,6 @@ class Run:
         yield from self._reductions(phase, rank, list(complete.values()), group)
         yield from self._exchange(f"report of {phase}", rank)
         yield Call("compute", (phase, "update"))
-        if self.sharded:
-            for replica in range(self.replicas):
-                yield from _collective((phase, "weights of replica", replica, worker), group)
         yield from self._spread(phase, rank)
 
     def _reductions(self, phase: str, rank: int, cells: Sequence[int], group: tuple[int, ...]) -> Iterator[Call]:
@@ -165,25 +154,6 @@ class Run:
         for tie, (owner, *others) in enumerate(self.ties):
             for user in dict.fromkeys(other for other in others if other != owner):
                 yield from _message((phase, "tied weight", tie, user, first), rank, first + owner, first + user, TIED)
-
-    def _evaluation(self, phase: str, rank: int) -> Iterator[Call]:
-        """Yields an exchange, a share of each replica, and so on."""
-        yield from self._spread(phase, rank)
-        worker, first, last = rank % self.workers, rank - rank % self.workers, len(self.placement) - 1
-        found = schedules(self.kind, self.placement, self.remat)
-
-        def extra(_: int, i: Instruction) -> Iterator[Call]:
-            if i.op is Op.FORWARD and i.cell == last:  # scores and next tokens are read at once
-                yield Call("read", (phase, "outputs", i.micro_batch))
-
-        for number, shares in enumerate(self.shares):
-            yield from self._exchange(f"{phase}, plan {number}", rank)
-            if (share := shares[rank // self.workers]) > 0:
-                posts, instructions = found.forward_posts(share, True)[worker], found.forward_lists(share)[worker]
-                yield from _as_rank(
-                    engine_calls(instructions, self.placement, posts, extra), f"{phase}, batch {number}", first
-                )
-        yield from self._exchange(f"results of {phase}", rank)
 
     # -- between ranks -----------------------------------------------------------------------------------------
 
@@ -255,9 +225,6 @@ def drawn_run(seed: int) -> tuple[list[list[Call]], Rules]:
         replicas=replicas,
         ties=ties,
         sums=draw.choice((1, 1, 2)) if replicas > 1 else 0,
-        sharded=replicas > 1 and draw.random() < 0.5,
-        phases=tuple(draw.choices(PHASES, k=3)),
-        shares=tuple(tuple(draw.randint(0, min(M, 8)) for _ in range(replicas)) for _ in range(draw.choice((1, 3)))),
     )
     rules = Rules(
         buffer=draw.choice((0, 0, 1, 3)),

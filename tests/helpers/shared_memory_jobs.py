@@ -34,7 +34,7 @@ def join(context: Context) -> Transport:
 
 def all_that_end_well(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     """Entry point: runs the jobs in which no worker fails; returns what they return, by name."""
-    return {job.__name__: job(context, config) for job in (both_ways, slots, full_window, other_group, hang)}
+    return {job.__name__: job(context, config) for job in (both_ways, full_window, hang)}
 
 
 def take(channel: Transport, spec: BoundarySpec, number: int, direction: str = "activation") -> Tensors:
@@ -78,25 +78,6 @@ def both_ways(context: Context, config: dict[str, Any]) -> list[bool]:
     return [each for worker in everyone for each in worker]
 
 
-def slots(context: Context, config: dict[str, Any]) -> list[int]:
-    """Returns worker 0's shared bytes after three messages in a row, and after each of five that were taken at once."""
-    channel, found = join(context), []
-    message = (torch.zeros(1000),)
-    spec, number = BoundarySpec.of(message), 0
-    for in_a_row in (3, 1, 1, 1, 1, 1):
-        if context.rank == 0:
-            for place in range(in_a_row):
-                channel.send(Message("activation", 0, number + place), message, spec)
-        dist.barrier()
-        if context.rank == 1:
-            for place in range(in_a_row):
-                take(channel, spec, number + place)
-        dist.barrier()
-        number += in_a_row
-        found.append(channel.bytes_shared)
-    return found
-
-
 def full_window(context: Context, config: dict[str, Any]) -> dict[str, float]:
     """Returns when worker 0 had sent a window of messages, and one more, and when worker 1 began to take them."""
     channel = join(context)
@@ -118,25 +99,6 @@ def full_window(context: Context, config: dict[str, Any]) -> dict[str, float]:
     everyone: list[Any] = [None, None]
     dist.all_gather_object(everyone, moments)
     return everyone[0] | everyone[1]
-
-
-def other_group(context: Context, config: dict[str, Any]) -> tuple[int, bool]:
-    """Sends as ranks under torchrun do, which inherit no sockets from each other."""
-    gloo = dist.new_group(backend="gloo")
-    return _one_message(connect_workers((0, 1), CPU, CPU, (gloo, gloo), gloo), context.rank)
-
-
-def _one_message(channel: Transport, rank: int) -> tuple[int, bool]:
-    message = (torch.arange(5.0),)
-    spec = BoundarySpec.of(message)
-    arrived = torch.zeros(1)
-    if rank == 0:
-        channel.send(Message("activation", 0, 0), message, spec)
-    else:
-        arrived += torch.equal(take(channel, spec, 0)[0], message[0])
-    dist.all_reduce(arrived)
-    channel.drain()
-    return channel.bytes_shared, bool(arrived)
 
 
 def wrong_order(context: Context, config: dict[str, Any]) -> None:

@@ -13,12 +13,9 @@ from small_models import CPU, build_all, engine_of, gradients_of, mini_batch, sm
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpipe_cli.pipeline.cell import BuiltLayer, Cell
-from gpipe_cli.pipeline.engine import Engine, StepInput
-from gpipe_cli.pipeline.randomness import NoiseSource
+from gpipe_cli.pipeline.cell import BuiltLayer
 from gpipe_cli.pipeline.weight_casts import WeightCasts
 from gpipe_cli.schedule.orders import KINDS
-from gpipe_cli.schedule.schedule import schedule
 
 M = 4
 
@@ -100,32 +97,3 @@ def test_a_weight_that_two_layers_share_is_left_to_autocast() -> None:
     with half(), casts.used_on(CPU):
         layers[1](torch.ones(2, 4))
     assert casts.held == []
-
-
-class Growing(nn.Linear):
-    """Uses its weight once in the first step, and twice later."""
-
-    def begin_step(self, step: int, steps: int) -> None:
-        self.uses = 1 if step == 0 else 2
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.uses):
-            x = super().forward(x)
-        return x
-
-
-def test_what_earlier_steps_used_changes_no_bit_of_a_resumed_run() -> None:
-    def after(first: int) -> dict[str, Tensor]:
-        torch.manual_seed(1)
-        layer = BuiltLayer(0, "growing", Growing(16, 16))
-        cell = Cell(0, [layer], NoiseSource(1, 0, CPU))
-        engine = Engine([cell], (0,), None, lambda y, _: (y[0].float().square().sum(), torch.zeros(1)), 0, CPU, half)
-        for step in range(first, 2):
-            layer.module.zero_grad()
-            drawn = torch.Generator().manual_seed(step)
-            batch = [((torch.randn(8, 16, generator=drawn),), ()) for _ in range(M)]
-            engine.train_step(schedule("1f1b", (0,), M, "never")[0], StepInput(step, 2, ("a",) * M, 1.0), batch)
-        return {name: p.grad for name, p in cell.parameters() if p.grad is not None}
-
-    from_the_beginning, resumed = after(0), after(1)
-    assert [name for name in resumed if not torch.equal(from_the_beginning[name], resumed[name])] == []
