@@ -20,7 +20,6 @@ from .compare import Found, Gaps, Quantity, VerifiedRun, measure
 from .plain import Load, MiniBatch, PlainModel, PlainStep
 from .record import (
     AGAIN,
-    COUNTED,
     GRADIENT,
     HELD,
     INPUT,
@@ -122,20 +121,16 @@ class Checker:
         ]
         if not record.finite:
             return by_name([*whole, self.unchanged(c.SKIPPED, before, f"held {number}")])
-        self.batchnorms |= plain.counted.keys()
+        self.batchnorms |= plain.batchnorms
         limit, norm = self.settings.trainer.gradient_clip, record.gradient_norm
         factor = limit / norm if limit is not None and norm > limit else 1.0
         gaps |= self._update(number, before, updates, factor)
-        counted: dict[Key, float] = {}
-        for (_, layer, name), count in record.seen.get(COUNTED, {}).items():
-            counted[layer, name] = counted.get((layer, name), 0.0) + count
         return by_name(
             [
                 *self._of_forward(record, plain, mini_batch),
                 *whole,
                 c.tensors(c.GRADIENTS, gaps[c.GRADIENTS], self.tolerance),
                 *self._of_update(number, record.seen, gaps[c.GRADIENTS], factor),
-                c.numbers(c.COUNTS, counted, plain.counted, 0.0),
                 c.tensors(c.STATE, gaps[c.STATE], self.tolerance),
                 *(c.tensors(n, gaps[n], self.tolerance, changes=True) for n in (c.BUFFERS, c.UPDATED, c.AVERAGES)),
                 self._of_replicas(record.seen.get(HELD, {})),

@@ -26,7 +26,7 @@ USED, SEEDS, MODES = "weights used", "seeds of dropout", "modes of layers"
 OUTPUTS, GIVEN_AGAIN, AGAIN = "outputs of layers", "inputs in recompute", "outputs recomputed"
 PASSED_BACK, GRADIENTS, NORM = "gradients between layers", "gradients", "gradient norm"
 CLIPPED, RATES = "clipping", "learning rate"
-COUNTS, BUFFERS, STATE, UPDATED = "BatchNorm counts", "BatchNorm and other buffers", "optimizer state", "weights after"
+BUFFERS, STATE, UPDATED = "BatchNorm and other buffers", "optimizer state", "weights after"
 EVALUATED, METRICS, KEPT = "outputs in evaluation", "numbers of an evaluation", "unchanged by an evaluation"
 AVERAGES, REPLICAS = "averages of weights", "replicas after"
 

@@ -10,7 +10,7 @@ from .record import Key
 
 ORDER = (
     *(c.BEGIN, c.RESUMED, c.SKIPPED, c.USED, c.SEEDS, c.MODES, c.OUTPUTS, c.GIVEN_AGAIN, c.AGAIN, c.LOSSES, c.LOSS),
-    *(c.STATISTICS, c.GRADIENTS, c.NORM, c.COUNTS, c.BUFFERS, c.CLIPPED, c.RATES, c.STATE, c.UPDATED, c.AVERAGES),
+    *(c.STATISTICS, c.GRADIENTS, c.NORM, c.BUFFERS, c.CLIPPED, c.RATES, c.STATE, c.UPDATED, c.AVERAGES),
     *(c.REPLICAS, c.EVALUATED, c.METRICS, c.KEPT),
 )  # a difference in one makes differences in those behind it
 HINTS = {

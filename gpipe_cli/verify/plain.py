@@ -76,7 +76,7 @@ class PlainStep:
         losses: unscaled sums by (replica, micro-batch).
         statistics: sums of the task's statistics.
         norms: of each parameter's gradient.
-        counted: values per channel that each BatchNorm has seen.
+        batchnorms: that have run, by layer and name.
         seen: of the layers, as in `record.py`.
         used: fingerprints of weights, by layer and their number in it, in each type that they are used in: by its name.
         draws_noise: layers that have drawn random numbers.
@@ -86,7 +86,7 @@ class PlainStep:
     losses: dict[Place, float] = field(default_factory=dict)
     statistics: Tensor | None = None
     norms: dict[Key, float] = field(default_factory=dict)
-    counted: dict[Key, float] = field(default_factory=dict)
+    batchnorms: set[Key] = field(default_factory=set)
     seen: Seen = field(default_factory=dict)
     used: dict[tuple[int, int], dict[str, Fingerprint]] = field(default_factory=dict)
     draws_noise: set[int] = field(default_factory=set)
@@ -293,7 +293,8 @@ class _Built:
         """
         for key, parts in self._sums.items():
             count, sums, squares = torch.stack(parts).sum(0)
-            step.counted[key], batchnorm = float(count[0]), self.batchnorms[key]
+            batchnorm = self.batchnorms[key]
+            step.batchnorms.add(key)
             if batchnorm.running_mean is None or batchnorm.running_var is None:
                 continue
             assert batchnorm.num_batches_tracked is not None

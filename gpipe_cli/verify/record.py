@@ -33,8 +33,8 @@ Layers = Iterable[tuple[int, str, nn.Module]]  # index, name, module
 OUTPUT, GRADIENT, WEIGHTS, INPUT, SEED, MODE = "output", "gradient", "weights", "input", "seed", "mode"
 AGAIN = " in recompute"
 # By key: the learning rate and the norm of the gradient that the optimizer was given for each parameter. By replica and
-# key: the values per channel that each BatchNorm has averaged, and all that is held after the step.
-RATE, USED, COUNTED, HELD = "rate", "used", "counted", "held"
+# key: all that is held after the step.
+RATE, USED, HELD = "rate", "used", "held"
 Seen = dict[str, dict[Any, Any]]
 WIDTH = 4096  # of a row, when a tensor is projected row by row
 

@@ -12,10 +12,8 @@ from . import compare as c
 from .compare import Found, Quantity, agrees
 from .settings import ceiling_of
 
-EXACT = {
-    *(c.BEGIN, c.RESUMED, c.SKIPPED, c.USED, c.SEEDS, c.MODES, c.GIVEN_AGAIN, c.AGAIN, c.CLIPPED, c.RATES, c.COUNTS),
-    c.REPLICAS,
-}
+EXACT = {c.BEGIN, c.RESUMED, c.SKIPPED, c.USED, c.SEEDS, c.MODES, c.GIVEN_AGAIN, c.AGAIN, c.CLIPPED, c.RATES}
+EXACT |= {c.REPLICAS}
 COUNTED = {c.PASSED_BACK, c.STATISTICS, c.METRICS}  # where rounding decides between two values that are far apart
 
 

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from ..checkpoint.layer_state import LayerState, named_tensors
 from ..metrics.step_report import StepReport
-from ..pipeline.batchnorm import DeferredBatchNorm
 from ..pipeline.cell import BuiltLayer
 from ..pipeline.messages.grouping import as_tensors
 from ..position import Position
@@ -20,7 +19,6 @@ from ..trainer.assembly import Assembly
 from ..trainer.loop import Trainer
 from .record import (
     AGAIN,
-    COUNTED,
     HELD,
     INPUT,
     MODE,
@@ -36,7 +34,6 @@ from .record import (
     Seen,
     fingerprint,
     mode_of,
-    modules_of,
     named,
     named_buffers,
 )
@@ -146,8 +143,6 @@ class RunWatch:
         for layer in self._layers if self._replica == 0 else []:
             own = {key: p.grad for (_, key), p in named([layer]) if p.grad is not None}
             self._spill.put(f"gradients {number}", layer[0], own)
-        for (layer_index, name), norm in modules_of(DeferredBatchNorm, self._layers).items():
-            self._recorder.note(COUNTED, (self._replica, layer_index, name), norm.gathered_count)
         yield
         self.hold(f"held {number}")
         losses = {(r, m): loss for r, row in enumerate(report.losses) for m, loss in enumerate(row)}

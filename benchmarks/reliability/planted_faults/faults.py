@@ -60,7 +60,6 @@ class Fault:
         differs: names of the quantities that must differ.
         said: regular expression that the findings must contain.
         words: of the command line, beside those of the subject.
-        workers, replicas: more than one of either needs processes of their own.
     """
 
     name: str
@@ -68,21 +67,16 @@ class Fault:
     differs: Sequence[str]
     said: str
     words: Sequence[str]
-    workers: int
-    replicas: int
 
 
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(
-    *differs: str, said: str = "", words: Sequence[str] = (), workers: int = 1, replicas: int = 1
-) -> Callable[[Plant], Plant]:
+def fault(*differs: str, said: str = "", words: Sequence[str] = ()) -> Callable[[Plant], Plant]:
     """Registers the decorated function as a fault; its docstring says what goes wrong."""
 
     def register(plant: Plant) -> Plant:
-        assert plant.__name__ not in FAULTS
-        FAULTS[plant.__name__] = Fault(plant.__name__, plant, differs, said, words, workers, replicas)
+        FAULTS[plant.__name__] = Fault(plant.__name__, plant, differs, said, words)
         return plant
 
     return register
@@ -273,7 +267,7 @@ def tied_gradient_lost() -> Patch:
     return replaced(TiedParameters, "_brought_to", lose)
 
 
-@fault(c.GRADIENTS, c.REPLICAS, replicas=2)
+@fault(c.GRADIENTS, c.REPLICAS, words=("pipeline.workers=1", "pipeline.replicas=2"))
 def replicas_not_added_up() -> Patch:
     """Leaves every replica with its own gradients."""
     return replaced(weight_update, "reduce_over_replicas", lambda reduce, parameters, group: None)
@@ -314,7 +308,7 @@ def momentum_of_another_optimizer() -> Patch:
     return replaced(training_assembly, "build_optimizer", other)
 
 
-@fault(c.UPDATED, said=r"layer judge \(cell 1\)", words=TIED, workers=4)
+@fault(c.UPDATED, said=r"layer judge \(cell 1\)", words=(*TIED, "pipeline.workers=4"))
 def tied_value_not_sent() -> Patch:
     """Gives the uses on other workers the owner's value before the first step only."""
 
@@ -325,7 +319,7 @@ def tied_value_not_sent() -> Patch:
     return replaced(Updater, "update", update)
 
 
-@fault(c.COUNTS, c.BUFFERS, said=r"layer norm \(cell 1\)", words=UNEVEN)
+@fault(c.BUFFERS, said=r"layer norm \(cell 1\)", words=UNEVEN)
 def mean_of_unequal_means() -> Patch:
     """Gives micro-batches of different sizes the same weight in BatchNorm's averages."""
 

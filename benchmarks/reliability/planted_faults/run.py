@@ -11,7 +11,7 @@ from gpipe_cli.jobs.job import EntryPoint, launch_program
 from gpipe_cli.launch.context import Context
 from gpipe_cli.verify import run as verify
 
-from .faults import Fault, planted
+from .faults import planted
 from .subject import PARTITION, WORDS
 
 SUBJECT = (*WORDS, PARTITION)  # of the command line
@@ -40,11 +40,3 @@ def verified(run_dir: Path, *words: str, fault: str = "", subject: bool = True) 
     report = launch_program(program, job, run_dir, lambda event: None)
     assert isinstance(report, dict)
     return report
-
-
-def planted_report(run_dir: Path, fault: Fault) -> dict[str, Any]:
-    """Returns the report of gpipe-verify on the subject with a fault planted."""
-    words = list(fault.words)
-    if fault.workers > 1 or fault.replicas > 1:
-        words += [f"pipeline.workers={fault.workers}", f"pipeline.replicas={fault.replicas}"]
-    return verified(run_dir, *words, fault=fault.name)

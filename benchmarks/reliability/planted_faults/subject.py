@@ -102,19 +102,6 @@ class Counting(Residual):
         return super().forward(inputs)
 
 
-class Moody(Residual):
-    """Gives something else whenever it is called: its scale depends on how often that was."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.calls = nn.Parameter(torch.ones(WIDTH)), 0
-
-    def forward(self, inputs: Boundary) -> Boundary:
-        self.calls += 1
-        x, *rest = super().forward(inputs)
-        return x * self.scale * (1 + 0.01 * ((self.calls - 1) // 4 % 2)), *rest  # M = 4 forwards, then 4 recomputes
-
-
 class Dice(Residual):
     """Draws random numbers that are not torch's."""
 
@@ -123,27 +110,19 @@ class Dice(Residual):
         return x * (1 + random.random()), *rest
 
 
-class Fading(Residual):
-    """Scales its output by a schedule of its own, as drop path does."""
+class Overflowing(Residual):
+    """Scales its output by a schedule of its own, as drop path does; infinitely in step 2, whose update is skipped."""
 
     depends_on_steps = False
     share = 0.0
 
     def begin_step(self, step: int, steps: int) -> None:
         """Sets the share of the training that is done."""
-        self.share = 0.1 * step
+        self.share = step
 
     def forward(self, inputs: Boundary) -> Boundary:
         x, *rest = super().forward(inputs)
-        return x * (1 - self.share), *rest
-
-
-class Overflowing(Fading):
-    """Returns infinities in step 2, so that its update is skipped."""
-
-    def forward(self, inputs: Boundary) -> Boundary:
-        x, *rest = super().forward(inputs)
-        return (x / (0.1 - self.share) if abs(self.share - 0.1) < 1e-9 else x), *rest
+        return x / (1 - self.share), *rest
 
 
 class Slow(Residual):
@@ -156,9 +135,7 @@ class Slow(Residual):
 
 ODD = {
     "counter": Counting,
-    "moody": Moody,
     "dice": Dice,
-    "fading": Fading,
     "overflow": Overflowing,
     "slow": partial(Slow, 0.2),
 }
