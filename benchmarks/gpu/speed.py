@@ -141,6 +141,7 @@ def measure(site: Site) -> Iterator[Row]:
     """Measures the model of this part: a row for the plain loop and for the engine with each policy of remat."""
     words, tiny = MODELS[site.part]
     request = make_request([*words, *SHARED, *((*TINY, *tiny) if site.tiny else ()), f"pipeline.device={site.device}"])
+    peak = peak_flops(request)  # before the model takes the memory
     subject = build_subject(request, site)
     memory: dict[str, int] = {}
     update = 0.0
@@ -163,7 +164,7 @@ def measure(site: Site) -> Iterator[Row]:
     once = sum(turn() for turn in turns.values())
     rounds = TINY_ROUNDS if site.tiny else max(2, min(MOST_ROUNDS, int(SECONDS / once)))
     seconds = {name: median(taken) for name, taken in take_turns(turns, rounds).items()}
-    planned, peak = planned_bytes(request, site), peak_flops(request)
+    planned = planned_bytes(request, site)
     for name, taken in seconds.items():
         yield {
             "parameters": sum(parameter.numel() for parameter in subject.parameters),

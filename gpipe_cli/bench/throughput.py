@@ -151,11 +151,8 @@ class Setting:
         kinds = [kind for kind in self.options.schedules if self.limit(kind) is not None]
         if self.linked or not self.options.peers:
             return kinds
-        return [
-            *kinds,
-            *(PEERS[:1] if self.options.quick else PEERS),
-            *([PLAIN] if min(self.options.grid_K) == self.K else []),
-        ]
+        plain = [PLAIN] if min(self.options.grid_K) == self.K else []
+        return [*kinds, *(PEERS[:1] if self.options.quick else PEERS), *plain]
 
     def limit(self, kind: str) -> float | None:
         """Returns the seconds of the shortest possible step: the instruction lists simulated, without overhead.
@@ -205,11 +202,8 @@ def make_rows(settings: Sequence[Setting], measured: Sequence[Row], protocol: Gr
         pairs = [pair for pair in zip(settings, measured, strict=True) if pair[0].costs is setting.costs]
         known = [pair for pair in pairs if pair[1]["seconds"].get(kind) is not None]
         reference, at_reference = min(known or pairs, key=lambda pair: pair[0].place)
-        unit, limit_unit = (
-            _speed(reference, at_reference["seconds"].get(kind)),
-            _speed(reference, reference.limit(kind)),
-        )
-        limit = setting.limit(kind)
+        unit = _speed(reference, at_reference["seconds"].get(kind))
+        limit, limit_unit = setting.limit(kind), _speed(reference, reference.limit(kind))
         normalised = {name: _quotient(_speed(setting, taken), unit) for name, taken in found["seconds"].items()}
         rows.append(
             {
