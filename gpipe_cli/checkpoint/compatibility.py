@@ -21,6 +21,7 @@ from .files import CheckpointError, CheckpointInfo, Json, is_named, sha256_of, s
 if TYPE_CHECKING:
     from ..data.source import Source
 
+STEPS = "trainer.steps"
 MAY_DIFFER = (
     "name",
     "pipeline.K",
@@ -31,7 +32,7 @@ MAY_DIFFER = (
     "pipeline.backend",
     "pipeline.shard_optimizer",
     "pipeline.device",
-    "trainer.steps",
+    STEPS,
     "trainer.epochs",
     "trainer.seconds",
     "trainer.evaluate_every",
@@ -85,45 +86,30 @@ def differences(
     }
 
 
-def require_compatible(info: CheckpointInfo, new: Mapping[str, Json], allow_changes: Iterable[str] = ()) -> None:
+def require_compatible(
+    info: CheckpointInfo, new: Mapping[str, Json], allow_changes: Sequence[str] = (), by_steps: Sequence[str] = ()
+) -> None:
     """Refuses a configuration that would not continue the training of ``info``.
+
+    Args:
+        by_steps: names of layers that depend on `trainer.steps`, as scheduled drop path does; none: it may differ.
 
     Raises:
         CheckpointError: it names the keys with both values, and what to type to return to the old ones or to insist.
     """
     places = () if info.state.data_fingerprint is None else COMPARED_BY_CONTENT
-    differing = differences(info.state.configuration, new, (*MAY_DIFFER, *places, *allow_changes))
-    if differing:
-        raise _refusal(info, differing, allow_changes, "")
-
-
-def require_same_steps(
-    info: CheckpointInfo, new: Mapping[str, Json], allow_changes: Iterable[str], layers: Sequence[str]
-) -> None:
-    """Refuses another `trainer.steps` where layers depend on it, as scheduled drop path does.
-
-    Args:
-        layers: the names of those layers; none: the number may differ.
-
-    Raises:
-        CheckpointError: as `require_compatible`; it names the layers too.
-    """
-    saved, wanted = ({"trainer.steps": _flatten(tree).get("trainer.steps")} for tree in (info.state.configuration, new))
-    differing = differences(saved, wanted, allow_changes) if layers else {}
-    if differing:
-        why = f"  The number of steps decides what these layers do (begin_step): {shorten(layers)}\n"
-        raise _refusal(info, differing, allow_changes, why)
-
-
-def _refusal(
-    info: CheckpointInfo, differing: Mapping[str, tuple[Json, Json]], allow_changes: Iterable[str], why: str
-) -> CheckpointError:
+    may_differ = {*MAY_DIFFER, *places} - ({STEPS} if by_steps else set())
+    differing = differences(info.state.configuration, new, (*may_differ, *allow_changes))
+    if not differing:
+        return
     lines = [f"  {key}: {_shown(old)} in the checkpoint, {_shown(now)} now" for key, (old, now) in differing.items()]
+    if STEPS in differing:
+        lines.append(f"  The number of steps decides what these layers do (begin_step): {shorten(by_steps)}")
     back = (f"~{key}" if old == NOT_SET else f"{key}={typed(old)}" for key, (old, _) in differing.items())
-    return CheckpointError(
+    raise CheckpointError(
         f"{info.path} was made with another configuration:\n"
         + "\n".join(lines)
-        + f"\n{why}To go on as it was made, type: {shlex.join(back)}\n"
+        + f"\nTo go on as it was made, type: {shlex.join(back)}\n"
         + _insist([*allow_changes, *differing])
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..checkpoint.choose import advice, older
 from ..checkpoint.commit import prepare_directory
-from ..checkpoint.compatibility import fingerprint, require_compatible, require_same_steps, vocabularies
+from ..checkpoint.compatibility import fingerprint, require_compatible, require_same_data, vocabularies
 from ..checkpoint.files import CheckpointError, CheckpointInfo, DamagedFile, shorten
 from ..checkpoint.writer import CheckpointWriter
 from ..distributed.exchange import Exchange
@@ -97,8 +97,8 @@ def _check_steps(config: Mapping[str, Any], assembly: Assembly, resumed: Checkpo
             f"trainer.steps=null, but their number decides what these layers do (begin_step): {shorten(names)}: set "
             "trainer.steps; trainer.epochs and trainer.seconds may end the run before"
         )
-    if resumed is not None:
-        require_same_steps(resumed, config["settings"], settings.checkpoint.allow_changes, names)
+    if names and resumed is not None:
+        require_compatible(resumed, config["settings"], settings.checkpoint.allow_changes, names)
 
 
 def restore(
@@ -121,7 +121,11 @@ def restore(
         if other is None:
             raise CheckpointError(f"{damages[0]}. {advice(resumed.path)}")
         journal.warn(f"{damages[0]}; using {other.path.name}")
-        require_compatible(other, settings, assembly.settings.checkpoint.allow_changes)
+        allowed = assembly.settings.checkpoint.allow_changes
+        require_compatible(other, settings, allowed)
+        _check_steps(config, assembly, other)
+        if assembly.world.rank == 0:
+            require_same_data(other, assembly.source, allowed)
         return restore(config, assembly, updater, journal, other)
     if before != now:
         journal.warn(f"optimizer._target_ was {before} in the checkpoint: {now} begins without memory")

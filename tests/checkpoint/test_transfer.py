@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +13,11 @@ import pytest
 import torch
 from inline_run import train_inline
 from run_files import rows
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiny_images import CLASSES, image_folder
 from torch import Tensor
 
-from gpipe_cli.checkpoint.files import CheckpointError, read_manifest, sha256_of, step_directory
+from gpipe_cli.checkpoint.files import CheckpointError, read_manifest, step_directory
 
 TINY = ["debug=tiny", "model=amoebanet", "model.L=3", "checkpoint.every=null", "trainer.evaluate_every=null"]
 
@@ -115,42 +112,14 @@ def test_resume_auto_goes_on_and_does_not_begin_again(digits: Path, tmp_path: Pa
     assert [row["step"] for row in rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
 
 
-def cut_tensor(checkpoint: Path) -> None:
-    """Gives one weight of a checkpoint another shape, and the manifest the sums of the file that holds it."""
-    info = read_manifest(checkpoint)
-    path = info.layer_path("head")
-    held = load_file(path)
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-    name = "weight:classifier.weight"
-    save_file({**held, name: held[name][:1].clone()}, path, metadata)
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    entry = next(entry for entry in manifest["layers"] if entry["name"] == "head")
-    entry.update(bytes=path.stat().st_size, sha256=sha256_of(path))
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-
-
-def damage_schedule(checkpoint: Path) -> None:
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    manifest["state"]["schedule"] = {"optimizer_groups": []}
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (cut_tensor, r"layer head does not fit its checkpoint: parameter .* should be"),
-        (damage_schedule, r"its learning rate schedule cannot be restored"),
-    ],
-)
-def test_a_run_does_not_go_on_with_state_that_does_not_fit(
-    damage: Callable[[Path], None], message: str, digits: Path, tmp_path: Path
-) -> None:
+def test_a_run_does_not_go_on_with_a_schedule_that_does_not_fit(digits: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(digits.parent.parent, run_dir)
     checkpoint = step_directory(run_dir, 2)
-    damage(checkpoint)
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["state"]["schedule"] = {"optimizer_groups": []}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     words = ["trainer.steps=2", "trainer.average=0.9", f"checkpoint.resume={checkpoint}"]
-    with pytest.raises(CheckpointError, match=f"^{re.escape(str(checkpoint))}.*{message}"):
+    with pytest.raises(CheckpointError, match="its learning rate schedule cannot be restored"):
         train_inline(run_dir, *TINY, *words)

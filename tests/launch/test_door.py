@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -72,41 +71,6 @@ def as_another_user(act: Callable[[], object]) -> Iterator[str]:
         yield ours.recv(100).decode()
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-
-
-def crowd_every_name() -> None:
-    """Connects to each abstract socket of the machine as often as the system allows, from now on, again and again."""
-
-    def crowd() -> None:
-        kept: dict[str, list[socket.socket]] = {}
-        while True:
-            for row in table("unix"):
-                name = row[7] if len(row) > 7 else ""
-                if not name.startswith("@") or name in kept:
-                    continue
-                kept[name] = []
-                with suppress(OSError):  # full, or it listens no more
-                    while len(kept[name]) < 8:
-                        peer = socket.socket(socket.AF_UNIX)
-                        peer.setblocking(False)
-                        kept[name].append(peer)
-                        peer.connect(name.replace("@", "\0", 1))
-
-    threading.Thread(target=crowd, daemon=True).start()
-
-
-@as_root
-def test_a_stranger_who_crowds_every_socket_with_a_name_holds_nobody_up(tmp_path: Path) -> None:
-    with as_another_user(crowd_every_name) as outcome:
-        assert outcome == "done"
-        command = Command(tmp_path, "meet_and_wait", "4", str(tmp_path), 'preload=["torch"]')
-        alarm = threading.Timer(100, command.clean_up)  # a job that is held up fails the test
-        alarm.start()
-        try:
-            command.wait_until_ready(4)
-        finally:
-            alarm.cancel()
-            command.clean_up()
 
 
 def test_no_process_of_a_job_has_a_socket_of_the_internet(running: Command) -> None:
