@@ -10,27 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def broadcast_json(value: Any, group: dist.ProcessGroup | None) -> Any:
-    """Returns the first worker's ``value`` on all workers of the group, as JSON keeps it: tuples become lists.
+def all_gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Returns every worker's ``value`` on all workers, in the group's order, as JSON keeps it: tuples become lists.
 
     Args:
-        value: ignored on the other workers.
         group: for CPU tensors; None when there is only one worker.
 
     Raises:
         ValueError: what arrives is no JSON.
     """
-    content = _to_bytes(value)
-    if group is not None:
-        size = torch.tensor([len(content)])
-        dist.broadcast(size, group_src=0, group=group)
-        content = content if group.rank() == 0 else torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(content, group_src=0, group=group)
-    return _from_bytes(content)
-
-
-def all_gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Returns every worker's ``value`` on all workers, in the order of the group; see `broadcast_json`."""
     content = _to_bytes(value)
     if group is None:
         return [_from_bytes(content)]

@@ -18,7 +18,7 @@ from ..errors import ConfigurationError
 from ..gpus import count_gpus
 from ..launch.context import GROUP_TIMEOUT_SECONDS, Context
 from ..launch.mailboxes import LOCAL
-from .values import all_gather_json, broadcast_json
+from .values import all_gather_json
 
 CPU = "cpu"  # the identity of a device that is not a GPU
 RANK_VARIABLES = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # of torchrun, and what holds without it
@@ -72,7 +72,7 @@ class World:
 
     def broadcast(self, make: Callable[[], Any]) -> Any:
         """Calls ``make`` on rank 0 and returns its result on every rank, as JSON keeps it."""
-        return broadcast_json(make() if self.rank == 0 else None, self.all_ranks)
+        return self.all_gather(make() if self.rank == 0 else None)[0]
 
     def all_gather(self, value: Any) -> list[Any]:
         """Returns every rank's ``value``, in rank order, on every rank, as JSON keeps it."""

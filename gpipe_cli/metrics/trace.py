@@ -70,12 +70,6 @@ def on_one_clock(ranks: Sequence[tuple[str, float, Recording]]) -> list[Recordin
     return [step if place == machine else step.shifted(met_at - met) for place, met, step in ranks]
 
 
-def from_zero(recordings: Sequence[Recording], scale: float = 1.0) -> list[Recording]:
-    """Returns the recordings shifted so that the step begins at 0."""
-    began = min((span.start for recording in recordings for span in recording.spans), default=0.0)
-    return [recording.shifted(-began, scale) for recording in recordings]
-
-
 def measured_timeline(recordings: Sequence[Recording], placement: Sequence[int]) -> Timeline:
     """Returns the instructions of the step in replica 0, in milliseconds from the first computation."""
     spans = [recording.spans for recording in recordings[: max(placement) + 1]]
@@ -101,7 +95,8 @@ def trace(
     """
     workers = max(placement) + 1
     events: list[dict[str, Any]] = []
-    shifted = from_zero(recordings, 1e6)  # microseconds, as the format wants
+    began = min((span.start for recording in recordings for span in recording.spans), default=0.0)
+    shifted = [recording.shifted(-began, 1e6) for recording in recordings]  # microseconds, as the format wants
     for replica in range(len(shifted) // workers):
         first = replica * workers
         mine = shifted[first : first + workers]

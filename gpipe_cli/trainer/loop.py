@@ -53,11 +53,8 @@ class Trainer:
     _evaluated: tuple[int, dict[str, int | None]] | None = None  # step and effort of the last evaluation
 
     def __post_init__(self) -> None:
-        self.settings, self.pipeline, self.where = (
-            self.assembly.settings,
-            self.assembly.pipeline,
-            self.assembly.pipeline.where,
-        )
+        self.settings, self.pipeline = self.assembly.settings, self.assembly.pipeline
+        self.where = self.pipeline.where
 
     def run(self) -> None:
         """Trains until the last step, the end of the data, a limit, early stopping or a request to stop."""

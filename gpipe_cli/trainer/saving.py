@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from ..checkpoint.files import RunState
 from ..checkpoint.writer import CheckpointWriter
 from ..distributed.exchange import Exchange
 from ..distributed.world import World
+from ..metrics.metrics_file import json_safe
 from .update import Updater
 
 
@@ -57,12 +57,8 @@ class Saver:
         state = RunState(
             data_position=data_position,
             schedule=self.updater.lr_state(),
-            # JSON has no infinity and no NaN; None stands for the default, which is one of them.
-            scalars={
-                key: None if isinstance(value, float) and not math.isfinite(value) else value
-                for key, value in progress.items()
-                if key not in ("step", "stopped_by")
-            },
+            # None, in place of infinity and NaN, stands for the default, which is one of them.
+            scalars=json_safe({key: value for key, value in progress.items() if key not in ("step", "stopped_by")}),
             configuration=self.configuration,
             data_fingerprint=self.data_fingerprint,
             vocabularies=self.vocabularies,

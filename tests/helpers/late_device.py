@@ -6,7 +6,7 @@ holds NaN (or an index out of range), and memory that has been freed is overwrit
 comes to that place. So a missing event, wait or `record_stream` gives an error or other numbers.
 
 What it shows: mixing devices is an error; every wait of the host for the device is counted with its caller; bytes alive
-are counted and have a limit; autocast casts what CUDA's casts. What it cannot show: kernels, NCCL, the rounding of
+are counted; autocast casts what CUDA's casts. What it cannot show: kernels, NCCL, the rounding of
 another device, its generators (random numbers come from the CPU's, at once), times.
 
 torch keeps PrivateUse1 for such devices; it has one name in a process, here `late`.
@@ -173,20 +173,14 @@ class Meter:
 
     Attributes:
         now, peak: bytes alive, and the most of them; `peak` may be set back to `now`.
-        limit: bytes of the device.
         waits: the callers of every operation for which the host waits, while `waiting` is watched.
     """
 
     def __init__(self) -> None:
         self.now = self.peak = 0
-        self.limit = float("inf")
         self.waits: list[str] | None = None
 
     def allocate(self, size: int) -> None:
-        if self.now + size > self.limit:
-            raise torch.OutOfMemoryError(
-                f"{NAME} out of memory. Tried to allocate {size} bytes; {self.now} of {self.limit} are in use"
-            )
         self.now += size
         self.peak = max(self.peak, self.now)
 

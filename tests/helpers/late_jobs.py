@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 from inline_run import train_inline
-from late_device import LATE, METER, NAME, runs_on
+from late_device import LATE, NAME, runs_on
 
 from gpipe_cli.launch.context import Context
 from gpipe_cli.launch.supervisor import Job, launch
@@ -16,7 +16,6 @@ from gpipe_cli.trainer.run import main
 
 def work(context: Context, config: dict[str, Any]) -> Any:
     """Entry point of a worker on the device; each draws the order of its streams from a seed of its own."""
-    METER.limit = config.pop("limit", METER.limit)
     with runs_on(LATE, NAME, seed=context.rank):
         return main(context, config)
 
