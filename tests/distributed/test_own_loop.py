@@ -12,21 +12,13 @@ from pathlib import Path
 import pytest
 from inline_run import train_inline
 
-from gpipe_cli.jobs.own_target import complete
-
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
-SAME = complete(
-    [
-        *("model._target_=own_loop.layers", "data._target_=own_loop_data.Data"),
-        *(
-            "task._target_=torch.nn.functional.cross_entropy",
-            "optimizer._target_=torch.optim.AdamW",
-            "optimizer.lr=0.005",
-        ),
-        *("lr_schedule=constant", "trainer.gradient_clip=null", "trainer.steps=8", "trainer.evaluate_every=null"),
-        *("pipeline.K=2", "pipeline.workers=1", "pipeline.M=4", "pipeline.schedule=1f1b", "pipeline.remat=always"),
-        *("pipeline.threads=1", "seed=0"),
-    ]
+SAME = (
+    *("model=layers", "model._target_=own_loop.layers", "data._target_=own_loop_data.Data"),
+    *("task._target_=torch.nn.functional.cross_entropy", "optimizer._target_=torch.optim.AdamW", "optimizer.lr=0.005"),
+    *("lr_schedule=constant", "trainer.gradient_clip=null", "trainer.steps=8", "trainer.evaluate_every=null"),
+    *("pipeline.K=2", "pipeline.workers=1", "pipeline.M=4", "pipeline.schedule=1f1b", "pipeline.remat=always"),
+    *("pipeline.threads=1", "seed=0"),
 )
 
 

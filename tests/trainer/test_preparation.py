@@ -33,7 +33,7 @@ def prepare(tmp_path: Path) -> Iterator[Any]:
     started: list[Command] = []
 
     def start(workers: int, seconds: float, prefix: tuple[str, ...] = ()) -> Command:
-        options = (f"config={json.dumps({'seconds': seconds})}", 'preload=["torch"]')
+        options = (f"config={json.dumps({'seconds': seconds})}", 'preload=["torch"]', "grace_seconds=2.0")
         started.append(Command(tmp_path, "prepare_data", str(workers), str(tmp_path), *options, prefix=prefix))
         return started[-1]
 
