@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-from inline_run import train_inline
-from own_model import WORDS
-from own_plan import planned
 from small_models import build_all, engine_of, gradients_of, mini_batch, small_model, train_step
 from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.pipeline import compiled
-from gpipe_cli.pipeline.compiled import COMPILED_BACKWARD, compile_layer, require_compiler
+from gpipe_cli.pipeline.compiled import compile_layer, require_compiler
 
 M = 4
 
@@ -83,15 +79,3 @@ def test_a_missing_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigurationError, match=r"there is no no-such-compiler on this machine: install it, .* CXX"):
         require_compiler(torch.device("cpu"))
-
-
-def test_zero_bubble_with_compiled_layers_is_told_by_run_and_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gpipe_cli.pipeline.cell.compile_layer", lambda _: True)
-    monkeypatch.setattr("gpipe_cli.trainer.assembly.require_compiler", lambda _: None)
-    words = (*WORDS, "pipeline.K=2", "pipeline.M=2", "pipeline.compile=true", "trainer.steps=1")
-    for kind, told in (("zero_bubble", 1), ("1f1b", 0)):
-        _, events = train_inline(tmp_path / kind, *words, f"pipeline.schedule={kind}")
-        assert [event["text"] for event in events if event["kind"] == "warning"].count(COMPILED_BACKWARD) == told
-        assert planned(*words, f"pipeline.schedule={kind}").notes.count(COMPILED_BACKWARD) == told

@@ -68,15 +68,6 @@ def test_a_receive_posted_before_an_own_computation_that_leads_to_it_occupies_th
     assert stalls(asks, answers, rules=Rules(occupies=False, hidden_syncs=1.0)), "unless the host waits for the device"
 
 
-def test_messages_of_both_directions_on_one_connection_stall_in_either_order() -> None:
-    """pytorch 172668: sends first on both ranks, then with sends and receives exchanged on the odd one."""
-    both = [send("0F1"), receive("1F0"), Call("await", "1F0"), Call("compute", "2F0")]
-    assert stalls(both, [send("1F0"), receive("0F1"), Call("await", "0F1"), Call("compute", "1F1")])
-    even = [send("2F1"), Call("compute", "0F2"), send("0F2"), receive("3B0")]
-    odd = [receive("2F1"), send("3B0"), Call("compute", "3F1"), receive("0F2")]
-    assert stalls(even, odd)
-
-
 def test_collectives_in_another_order_are_named_with_both_ranks() -> None:
     both = [Call("collective", name, PAIR) for name in ("norm", "loss")]
     with pytest.raises(WrongUse, match=r"rank . calls collective (norm|loss) .* where another calls collective"):

@@ -77,14 +77,6 @@ class TestOneForwardOneBackward:
             worker 2 |  .  . F0 B0 F1 B1 F2 B2  . F3 B3  .  .  .
         """)
 
-    def test_fewer_micro_batches_than_workers_is_all_forward_then_all_backward(self) -> None:
-        assert grid("1f1b", range(4), 2, "never") == lines("""
-            worker 0 | F0 F1  .  .  .  .  . B0  . B1
-            worker 1 |  . F0 F1  .  .  . B0  . B1  .
-            worker 2 |  .  . F0 F1  . B0  . B1  .  .
-            worker 3 |  .  .  . F0 B0 F1 B1  .  .  .
-        """)
-
 
 class TestInterleaved:
     def test_a_group_of_micro_batches_goes_through_the_first_cells_then_through_the_next(self) -> None:
@@ -93,16 +85,6 @@ class TestInterleaved:
             worker 0 cell 2 |       F0 F1    B0    B1 F2    F3     . B2  . B3
             worker 1 cell 1 |  . F0 F1             F2 B0 F3 B1             B2 B3  .
             worker 1 cell 3 |  .       F0 B0 F1 B1             F2 B2 F3 B3        .
-        """)
-
-    def test_five_micro_batches_on_three_workers_are_one_group(self) -> None:
-        assert grid("interleaved_1f1b", (0, 1, 2) * 2, 5, "never") == lines("""
-            worker 0 cell 0 | F0 F1 F2 F3 F4                    .     .     .     .    B0 B1 B2 B3 B4
-            worker 0 cell 3 |                F0 F1 F2 F3 F4 B0  . B1  . B2  . B3  . B4
-            worker 1 cell 1 |  . F0 F1 F2 F3 F4                          .     .    B0 B1 B2 B3 B4  .
-            worker 1 cell 4 |  .                F0 F1 F2 B0 F3 B1 F4 B2  . B3  . B4                 .
-            worker 2 cell 2 |  .  . F0 F1 F2 F3 F4                               B0 B1 B2 B3 B4  .  .
-            worker 2 cell 5 |  .  .                F0 B0 F1 B1 F2 B2 F3 B3 F4 B4                 .  .
         """)
 
     @pytest.mark.parametrize("placement", [(0, 1, 2, 3), (0, 0, 0)], ids=str)
