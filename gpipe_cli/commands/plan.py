@@ -183,11 +183,11 @@ def make_request(overrides: Sequence[str], folder: str | None = None) -> Request
     from gpipe_cli.config import Settings
     from gpipe_cli.jobs.configuration import composed, plain
     from gpipe_cli.jobs.trust import look_here, targets
-    from gpipe_cli.jobs.workers import AUTO, room_for_workers
-    from gpipe_cli.planner.options import Options, keys, with_enough_examples, with_free_cut
+    from gpipe_cli.jobs.workers import AUTO, most_workers
+    from gpipe_cli.planner.options import Options, with_enough_examples, with_free_cut
 
     problems = Problems()
-    config = plain(composed("plan", overrides, folder, ("plan", *keys())))
+    config = plain(composed("plan", overrides, folder))
     options = Options.read(config.pop("plan"), problems)
     enough, notes = with_enough_examples(config)
     if not problems:
@@ -198,7 +198,7 @@ def make_request(overrides: Sequence[str], folder: str | None = None) -> Request
     look_here(targets(config))
     options = replace(options, find_M=config["pipeline"]["M"] == AUTO)
     if options.device is None:
-        most = 1 if settings.launch.inline else room_for_workers(settings.pipeline)[0]
+        most = 1 if settings.launch.inline else most_workers(settings.pipeline)[0]
         options = replace(options, most_workers=most)
     return Request(list(overrides), settings, options, notes)
 

@@ -109,7 +109,7 @@ def _run_jobs(line: Words, program: EntryPoint, started_at: float, codes: list[i
                 raise
             if isinstance(cause, PlainError) or (isinstance(cause, OSError) and cause.errno):
                 raise cause from None  # what the checks say, or what Hydra prints for --cfg cannot be written
-            raise ConfigurationError(in_one_line(cause, program.own_keys)) from cause
+            raise ConfigurationError(in_one_line(cause)) from cause
 
 
 if __name__ == "__main__":

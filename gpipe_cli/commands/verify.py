@@ -40,11 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     from gpipe_cli.commands import train
-    from gpipe_cli.config import VerifyConfig, keys_of
     from gpipe_cli.jobs.job import EntryPoint
 
-    own_keys = ("verify", *keys_of("verify", VerifyConfig))
-    program = EntryPoint("gpipe_cli.verify.run:main", conclude=conclude, config_name="verify", own_keys=own_keys)
+    program = EntryPoint("gpipe_cli.verify.run:main", conclude=conclude, config_name="verify")
     with redirect_stdout(sys.stdout):  # puts it back: verify.format=json changes it
         return train.main(words, program, HELP)
 

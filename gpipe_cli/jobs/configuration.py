@@ -25,7 +25,7 @@ from gpipe_cli.config import FREE_FORM, Checks, Settings, known_keys
 from gpipe_cli.errors import ConfigurationError, Problems
 from gpipe_cli.jobs import torchrun, trust
 from gpipe_cli.jobs.limits import MACHINE
-from gpipe_cli.jobs.workers import AUTO, settle_micro_batches, settle_workers
+from gpipe_cli.jobs.workers import AUTO, choose_micro_batches, choose_workers
 from gpipe_cli.launch.join import joined
 from gpipe_cli.typed_section import nearest, unknown_key
 
@@ -79,16 +79,13 @@ def for_hydra(words: Sequence[str]) -> list[str]:
     return chosen + [f"++{word}" if word.partition(".")[0] in own.intersection(FREE_FORM) else word for word in words]
 
 
-def composed(
-    config_name: str, words: Sequence[str], folder: str | None = None, own_keys: Sequence[str] = ()
-) -> DictConfig:
+def composed(config_name: str, words: Sequence[str], folder: str | None = None) -> DictConfig:
     """Composes a configuration, without Hydra's own node.
 
     Args:
         config_name: the YAML file of conf/ that holds it.
         words: overrides as typed.
         folder: of the user's own YAML files.
-        own_keys: dotted keys of the command that gpipe-train does not have.
 
     Raises:
         ConfigurationError: a word or a file is wrong.
@@ -99,7 +96,7 @@ def composed(
         with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
             return compose(config_name, [*for_hydra(words), *search])
     except Exception as error:
-        raise ConfigurationError(in_one_line(error, own_keys)) from error
+        raise ConfigurationError(in_one_line(error)) from error
 
 
 def prepare(config: DictConfig, checks: Checks = MACHINE, trusted: Sequence[str] | None = None) -> Prepared:
@@ -112,35 +109,22 @@ def prepare(config: DictConfig, checks: Checks = MACHINE, trusted: Sequence[str]
     Raises:
         ConfigurationError: it has one line for each wrong key or value.
     """
-    problems = Problems()
-    values, settings = check(config, problems, checks)
+    problems, values = Problems(), plain(config)
+    is_auto = isinstance(values.get("pipeline"), dict) and values["pipeline"].get("M") == AUTO
+    one = {**values, "pipeline": {**values["pipeline"], "M": 1}} if is_auto else values
+    settings = Settings.read(one, problems, checks)
     problems.refuse()
     trust.look_here(trust.targets(values) if trusted is None else trusted)
     lines = []
-    if values["pipeline"]["M"] == AUTO:
-        values, line = settle_micro_batches(values)
+    if is_auto:
+        values, line = choose_micro_batches(values)
         lines.append(line)
         settings = Settings.from_config(values)
-    workers, line = settle_workers(settings.pipeline, settings.launch.inline, torchrun.world_size())
+    workers, line = choose_workers(settings.pipeline, settings.launch.inline, torchrun.world_size())
     values["pipeline"] = {**values["pipeline"], "workers": workers}
     if joined() and (settings.launch.restarts or settings.launch.stall_seconds is not None):
         lines.append("launch.restarts and launch.stall_seconds do nothing here: torchrun watches the workers")
     return Prepared(values, Settings.from_config(values), [line, *lines])
-
-
-def check(config: DictConfig, problems: Problems, checks: Checks = MACHINE) -> tuple[dict[str, Any], Settings]:
-    """Returns plain values and settings of a composed configuration; with problems they are not complete.
-
-    `pipeline.M=auto` counts as 1.
-
-    Raises:
-        ConfigurationError: a value is missing, or refers to nothing.
-    """
-    values = plain(config)
-    pipeline = values.get("pipeline")
-    if isinstance(pipeline, dict) and pipeline.get("M") == AUTO:
-        pipeline = {**pipeline, "M": 1}
-    return values, Settings.read({**values, "pipeline": pipeline}, problems, checks)
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
@@ -158,12 +142,8 @@ def plain(config: DictConfig) -> dict[str, Any]:
 # -- what Hydra says ---------------------------------------------------------------------------------------------------
 
 
-def in_one_line(error: BaseException, own_keys: Sequence[str] = ()) -> str:
-    """Returns an error of Hydra or OmegaConf as one line that says what to type instead.
-
-    Args:
-        own_keys: dotted keys of the command that gpipe-train does not have.
-    """
+def in_one_line(error: BaseException) -> str:
+    """Returns an error of Hydra or OmegaConf as one line that says what to type instead."""
     cause = error.__cause__ or error
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _no_such_option(error)
@@ -172,7 +152,7 @@ def in_one_line(error: BaseException, own_keys: Sequence[str] = ()) -> str:
     key = getattr(cause, "full_key", None)
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
         match = re.match(r"Could not override '(.+)'", str(error))
-        return _no_such_key(match[1] if match else str(key), cause, own_keys)
+        return _no_such_key(match[1] if match else str(key), cause)
     if isinstance(cause, MissingMandatoryValue):
         return f"{key} needs a value: type {key}=…"
     if isinstance(error, yaml.YAMLError):
@@ -184,16 +164,12 @@ def in_one_line(error: BaseException, own_keys: Sequence[str] = ()) -> str:
     return f"{key}: {said}" if key else said or type(cause).__name__
 
 
-def _no_such_key(key: str, cause: BaseException, own_keys: Sequence[str]) -> str:
+def _no_such_key(key: str, cause: ConfigAttributeError | ConfigKeyError) -> str:
     """Returns the refusal of a key, with the nearest of those where it should stand."""
-    parent = getattr(cause, "parent_node", None)
-    section = str(getattr(cause, "full_key", "")).rpartition(".")[0]
-    if section and isinstance(parent, Mapping):
-        return unknown_key(key, [f"{section}.{name}" for name in parent])
-    names = [*known_keys(), *own_keys]
-    section = key.partition(".")[0]
-    known = section in {name.partition(".")[0] for name in names}
-    return unknown_key(key, names) if known else unknown_key(section, names).replace(section, key, 1)
+    missing, parent = str(cause.full_key), cause.parent_node  # of modle.L: modle, and all sections
+    section = missing.rpartition(".")[0]
+    known = [f"{section}.{name}" if section else str(name) for name in parent] if isinstance(parent, Mapping) else []
+    return unknown_key(missing, known or known_keys()).replace(missing, key, 1)
 
 
 def _no_such_option(error: MissingConfigException) -> str:

@@ -49,14 +49,12 @@ class EntryPoint:
         preload: modules that are imported once for all workers; None: torch and the entry's own.
         conclude: shows the workers' result and returns the exit code.
         config_name: the YAML file of conf/ that holds the command's configuration.
-        own_keys: the command's dotted keys that gpipe-train does not have.
     """
 
     entry: str = "gpipe_cli.trainer.run:main"
     preload: tuple[str, ...] | None = None
     conclude: Callable[[Any, Path, Console], int] | None = None
     config_name: str = "train"
-    own_keys: tuple[str, ...] = ()
 
 
 def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tuple[int, float]:

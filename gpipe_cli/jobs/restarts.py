@@ -16,7 +16,7 @@ from gpipe_cli.checkpoint.files import read_manifest, step_directories
 from gpipe_cli.config import Settings
 from gpipe_cli.disk import read_rows, write_whole
 from gpipe_cli.jobs.torchrun import is_first
-from gpipe_cli.jobs.workers import plural, room_for_workers
+from gpipe_cli.jobs.workers import most_workers, plural
 from gpipe_cli.launch.join import restart_count
 from gpipe_cli.launch.report import Failure, WorkerFailed, take_failure
 
@@ -46,7 +46,7 @@ class Restarts:
     def __init__(self, settings: Settings, config: dict[str, Any], run_dir: Path, console: Console) -> None:
         self._pipeline, self._allowed, self._first = settings.pipeline, settings.launch.restarts, config
         self._run_dir, self._console = run_dir, console
-        self._room = room_for_workers(self._pipeline)[0] if self._allowed else 0
+        self._room = most_workers(self._pipeline)[0] if self._allowed else 0
         self._failures: list[tuple[Failure, int]] = []  # each with the step of the newest checkpoint at that time
         if config["checkpoint"]["resume"] is None and is_first() and not restart_count():
             (run_dir / FILE).unlink(missing_ok=True)
@@ -106,7 +106,7 @@ class Restarts:
 
     def _workers_left(self) -> int:
         """Returns the number of workers of one replica: as at first, less what the machine has lost."""
-        room, most = room_for_workers(self._pipeline)[0], self._pipeline.worker_count
+        room, most = most_workers(self._pipeline)[0], self._pipeline.worker_count
         return replace(self._pipeline, workers="auto").workers_in(min(most, room) if room < self._room else most)
 
 

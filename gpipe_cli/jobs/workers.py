@@ -6,7 +6,6 @@ import json
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from gpipe_cli.config import PipelineConfig, Settings
@@ -41,14 +40,14 @@ def find_devices(device: str) -> Devices:
     return Devices(gpus, "GPU") if gpus else Devices(usable_cores(), "core")
 
 
-def room_for_workers(pipeline: PipelineConfig) -> tuple[int, Devices]:
+def most_workers(pipeline: PipelineConfig) -> tuple[int, Devices]:
     """Returns the number of workers of one replica that fit this machine, at least one, and its devices."""
     devices = find_devices(pipeline.device)
     room = devices.number // pipeline.replicas // (pipeline.threads if devices.word == "core" else 1)
     return max(1, room), devices
 
 
-def settle_workers(pipeline: PipelineConfig, inline: bool, world_size: int | None) -> tuple[int, str]:
+def choose_workers(pipeline: PipelineConfig, inline: bool, world_size: int | None) -> tuple[int, str]:
     """Returns the number of workers of one replica, and a line about it for the console.
 
     Args:
@@ -63,7 +62,7 @@ def settle_workers(pipeline: PipelineConfig, inline: bool, world_size: int | Non
     elif inline:
         workers, why = 1, "launch.inline=true"
     elif pipeline.workers == "auto":
-        room, devices = room_for_workers(pipeline)
+        room, devices = most_workers(pipeline)
         workers, why = pipeline.workers_in(room), str(devices)
     else:
         workers, why = pipeline.workers, f"pipeline.workers={pipeline.workers}"
@@ -101,14 +100,14 @@ def _workers_of_job(pipeline: PipelineConfig, world_size: int) -> int:
     return workers
 
 
-def settle_micro_batches(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+def choose_micro_batches(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """Returns the configuration with `pipeline.M` as a number, and a line about it for the console.
 
     Raises:
         ConfigurationError: another value is wrong, or no M fits into the device's memory.
     """
     provisional = Settings.from_config({**config, "pipeline": {**config["pipeline"], "M": 1}})
-    workers, _ = settle_workers(provisional.pipeline, provisional.launch.inline, torchrun.world_size())
+    workers, _ = choose_workers(provisional.pipeline, provisional.launch.inline, torchrun.world_size())
     asked = {**config, "pipeline": {**config["pipeline"], "M": 1, "workers": workers}}
     # Under torchrun all ranks use the first one's configuration; more planners would disturb its measurement.
     number = _ask_planner(json.dumps(asked, sort_keys=True)) if torchrun.is_first() else 1
@@ -116,7 +115,6 @@ def settle_micro_batches(config: Mapping[str, Any]) -> tuple[dict[str, Any], str
     return settled, f"pipeline.M={number} (auto: the fastest that fits, by `gpipe-plan plan.device=this`)"
 
 
-@lru_cache(maxsize=8)  # a run is checked twice: before its directory is made, and when it starts
 def _ask_planner(config: str) -> int:
     command = child_command("from gpipe_cli.planner.search.search import main; sys.exit(main())")
     done = subprocess.run(command, input=config, capture_output=True, text=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,11 +87,6 @@ class Options(_Typed):
         if (picture := values.get("picture")) is not None and Path(picture).suffix not in PICTURES:
             problems.append(f"plan.picture={picture}: the name must end in {', '.join(PICTURES)}")
         return object.__new__(cls) if problems else cls(**values)
-
-
-def keys() -> list[str]:
-    """Returns every key of the section, with its prefix."""
-    return [f"plan.{name}" for name in ("device", "memory", "fit", *(field.name for field in fields(_Typed)))]
 
 
 def _device_of(value: Any) -> str | Mapping[str, Any]:

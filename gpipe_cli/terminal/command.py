@@ -79,7 +79,7 @@ def exit_code(name: str, work: Callable[[], int], say: Callable[[str], None]) ->
         if not _reader_is_gone():
             raise  # it was another pipe
         return 0  # a reader that stops early, as `head` does
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
         if (text := explain(error)) is None:
             raise
         say(f"{name}: {relative_paths(text)}")

@@ -11,7 +11,7 @@ from gpipe_cli import gpus
 from gpipe_cli.config import PipelineConfig
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import workers as devices
-from gpipe_cli.jobs.workers import Devices, settle_workers
+from gpipe_cli.jobs.workers import Devices, choose_workers
 
 PIPELINE = PipelineConfig(
     K=16,
@@ -47,7 +47,7 @@ def test_workers_follow_the_devices(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], machine: Devices, workers: int, line: str
 ) -> None:
     monkeypatch.setattr(devices, "find_devices", lambda device: machine)
-    assert settle_workers(replace(PIPELINE, **changes), inline=False, world_size=None) == (workers, line)
+    assert choose_workers(replace(PIPELINE, **changes), inline=False, world_size=None) == (workers, line)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_workers_follow_the_devices(
 )
 def test_a_job_of_the_wrong_size_is_refused(changes: dict[str, Any], world_size: int, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        settle_workers(replace(PIPELINE, **changes), inline=False, world_size=world_size)
+        choose_workers(replace(PIPELINE, **changes), inline=False, world_size=world_size)
 
 
 def test_gpus_are_those_that_cuda_programs_see(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.commands.plan import main, make_request
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import workers as devices
-from gpipe_cli.jobs.workers import Devices, settle_micro_batches, settle_workers
+from gpipe_cli.jobs.workers import Devices, choose_micro_batches, choose_workers
 from gpipe_cli.partition.cost import LayerCost
 from gpipe_cli.partition.layer_times import LayerTimes
 from gpipe_cli.partition.model_profile import ModelProfile
@@ -158,7 +158,7 @@ def test_this_machine_gets_as_many_workers_as_a_run_starts_on_it(
     made = Planner(
         request.settings, replace(request.options, device=PRESETS["h100"])
     ).plan()  # nothing is to be measured here
-    assert made.workers == workers == settle_workers(request.settings.pipeline, False, None)[0]
+    assert made.workers == workers == choose_workers(request.settings.pipeline, False, None)[0]
     assert made.notes == [
         f"{made.K} cells on {workers} workers, as gpipe-train starts them on this machine (pipeline.workers=auto)"
     ]
@@ -191,7 +191,7 @@ def test_best_is_the_fastest_of_all_that_fit() -> None:
 @pytest.mark.slow
 def test_gpipe_train_gets_a_number_before_its_workers_start() -> None:
     config = settings_json(*FAMILIES["translation"], "data.batch_size=2")
-    settled, line = settle_micro_batches({**config, "pipeline": {**config["pipeline"], "M": "auto"}})
+    settled, line = choose_micro_batches({**config, "pipeline": {**config["pipeline"], "M": "auto"}})
     assert settled["pipeline"]["M"] in (1, 2)  # which one is the machine's affair
     assert settled["pipeline"]["workers"] == config["pipeline"]["workers"]
     assert line.startswith(f"pipeline.M={settled['pipeline']['M']} (auto")
