@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -122,15 +123,8 @@ def language_rows(report: Mapping[str, Any]) -> list[list[object]]:
     from gpipe_cli.metrics.translation_scores import LEVELS, languages_of
 
     scores, sizes = languages_of(report["numbers"]), report["sizes"]
-    columns = [_languages(report, level) for level in LEVELS]
-    rows: list[list[object]] = []
-    for place in range(max(map(len, columns))):
-        cells = [
-            [column[place], sizes[column[place]], f"{scores[column[place]]:.1f}"] if place < len(column) else [""] * 3
-            for column in columns
-        ]
-        rows.append([value for cell in cells for value in cell])
-    return rows
+    columns = [[[code, sizes[code], f"{scores[code]:.1f}"] for code in _languages(report, level)] for level in LEVELS]
+    return [[value for cell in row for value in cell] for row in zip_longest(*columns, fillvalue=[""] * 3)]
 
 
 def _languages(report: Mapping[str, Any], level: str) -> list[str]:

@@ -141,12 +141,6 @@ def test_a_failed_run_ends_with_its_traceback_and_exit_code_1(tmp_path: Path) ->
     assert "thirteen is unlucky" in (only(tmp_path / "runs") / "train.log").read_text()
 
 
-def test_launch_inline_runs_every_cell_in_the_command_s_own_process(tmp_path: Path) -> None:
-    done = run(tmp_path, "launch.inline=true", "pipeline.K=4", "trainer.steps=1")
-    assert "4 cells on 1 worker (launch.inline=true)" in done.stdout
-    assert not (only(tmp_path / "runs") / "workers").exists()
-
-
 def test_ctrl_c_says_which_step_is_saved_and_what_goes_on(tmp_path: Path) -> None:
     with start(tmp_path, subprocess.PIPE, "hydra.run.dir=a run", "checkpoint.resume=null") as process:
         assert process.stdout is not None
@@ -211,12 +205,6 @@ def test_a_refused_command_changes_nothing_of_an_earlier_run(tmp_path: Path) -> 
     assert run(tmp_path, *words, f"seed={cli_jobs.REFUSES}").returncode == 2
     assert read_run(tmp_path / "here").status == "done"
     assert bytes_of(tmp_path / "here" / ".hydra") == hydra
-
-
-def test_resume_auto_without_any_checkpoint_begins_at_the_beginning(tmp_path: Path) -> None:
-    assert run(tmp_path, "checkpoint.resume=auto", "pipeline.K=1", "trainer.steps=1").returncode == 0
-    received = json.loads((only(tmp_path / "runs") / "received.json").read_text())
-    assert received["settings"]["checkpoint"]["resume"] is None
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------
@@ -367,11 +355,6 @@ def test_torchrun_s_processes_are_the_workers_of_one_run(tmp_path: Path) -> None
 def test_version_is_that_of_the_package() -> None:
     answer = subprocess.run([*COMMAND, "--version"], env=ENVIRONMENT, capture_output=True, text=True)
     assert answer.stdout == f"gpipe-train {__version__}\n"
-
-
-def test_a_typed_mode_makes_a_sweep_which_without_failures_exits_with_0(tmp_path: Path) -> None:
-    assert run(tmp_path, "hydra.mode=MULTIRUN", "pipeline.K=1,2", "trainer.steps=1").returncode == 0
-    assert [job["K"] for job in json.loads((only(tmp_path / "sweeps") / "sweep.json").read_text())["jobs"]] == [1, 2]
 
 
 def test_a_whole_run_imports_no_torch_into_the_command_s_process(tmp_path: Path) -> None:

@@ -112,16 +112,3 @@ def test_a_tiny_transfer_on_each_data_set_s_layout(
 
 
 # --- pictures
-
-
-@pytest.mark.slow
-def test_an_evaluation_leaves_pictures_of_predictions_in_the_run_and_in_tensorboard(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # which takes seconds
-
-    words = ("debug=tiny", "model=amoebanet", "model.L=3", "trainer.steps=1", "logging.tensorboard=true")
-    train_inline(tmp_path, *words, pictures=True)
-    assert {"predictions.png", "confusion.png"} <= {path.name for path in (tmp_path / "pictures").iterdir()}
-    board = EventAccumulator(str(tmp_path / "tensorboard"))
-    board.Reload()
-    assert set(board.Tags()["images"]) == {"evaluation/predictions", "evaluation/confusion"}
-    assert [event.step for event in board.Images("evaluation/confusion")] == [1]  # not before the first step

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms.functional import to_pil_image
@@ -24,8 +22,6 @@ from gpipe_cli.factory.build import build_source
 
 PAGE = (Path(__file__).parents[2] / "docs" / "fine-tuning.md").read_text(encoding="utf-8")
 TEXTS, IMAGES = re.findall(r"```sh\n(.*?)```", PAGE.replace("trainer.steps=100", "trainer.steps=10"), re.DOTALL)
-(FRAGMENT,) = re.findall(r"In place of .*?\n\n(.*?)\n\n", PAGE, re.DOTALL)
-INSTEAD = shlex.split(FRAGMENT.replace("\\\n", " "))
 transformers = pytest.importorskip("transformers")
 
 
@@ -110,15 +106,3 @@ def test_a_classifier_of_the_library_gets_a_new_head(run: Callable[[str], None])
     tuned = transformers.AutoModelForImageClassification.from_pretrained("tuned-vit", num_labels=3)
     loss = plain_loss(tuned, Path("runs/tuned-vit"), lambda images: (images / 255 - 0.5) / 0.5)
     assert loss == pytest.approx(told_loss(Path("runs/tuned-vit")), rel=1e-4)
-
-
-@pytest.mark.slow
-def test_weights_read_layer_by_layer_give_the_same_run(run: Callable[[str], None]) -> None:
-    save_gpt2()
-    words = shlex.split(TEXTS.partition("\ngpipe-export")[0].replace("\\\n", " "))
-    words = [*words[:-1], "trainer.steps=3", "trainer.evaluate_first=false"]
-    layer_by_layer = [word for word in words if not word.startswith(("model.module._target_", "model.module.pre"))]
-    run(shlex.join([*words, "hydra.run.dir=whole"]) + "\ngpipe-export whole")
-    run(shlex.join([*layer_by_layer, *INSTEAD, "pipeline.K=1", "hydra.run.dir=layers"]) + "\ngpipe-export layers")
-    whole, layers = (load_file(f"{name}/model.safetensors") for name in ("whole", "layers"))
-    assert whole.keys() == layers.keys() and all(torch.equal(whole[name], layers[name]) for name in whole)

@@ -74,14 +74,6 @@ def test_a_run_translates_where_its_data_is_not(
     assert not nothing.exists()
 
 
-def test_a_run_without_vocabularies_of_its_own_opens_its_data(
-    run: Path, source: Path, reference: list[str], tmp_path: Path
-) -> None:
-    moved = tmp_path / "moved"
-    shutil.copytree(run, moved, ignore=shutil.ignore_patterns("vocabulary"))
-    assert translated(moved, source, *INLINE) == reference
-
-
 def test_scores_stand_before_the_translations(run: Path, source: Path, reference: list[str]) -> None:
     rows = [line.split("\t") for line in translated(run, source, *INLINE, "scores=true")]
     assert [text for _, text in rows] == reference

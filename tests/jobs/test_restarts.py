@@ -20,7 +20,6 @@ from own_model import WORDS
 from run_files import rows
 
 from benchmarks.reliability.kills import same_end
-from gpipe_cli.checkpoint import choose
 from gpipe_cli.checkpoint.files import step_directory
 from gpipe_cli.config import Settings
 from gpipe_cli.jobs import restarts, torchrun, workers
@@ -104,15 +103,6 @@ def test_a_checkpoint_that_the_run_was_told_to_go_back_behind_is_not_used(tmp_pa
     script.config["checkpoint"]["resume"] = str(step_directory(tmp_path, 3))
     script.run(failed(**KILLED))
     assert script.resumed == ["step_00000003", "step_00000003"]
-
-
-def test_without_a_new_checkpoint_none_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading takes minutes for a large one; paths and times of manifests tell whether there is a new one."""
-    save(tmp_path, 3, make_layers())
-    monkeypatch.setattr(choose, "problems_of", None)
-    script = Script(tmp_path)
-    script.run(failed(**KILLED))
-    assert script.resumed == [None, None]
 
 
 def test_a_damaged_new_checkpoint_is_passed_over(tmp_path: Path) -> None:
