@@ -8,8 +8,8 @@ back from the last cell to the first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +23,7 @@ from ..config import Settings
 from ..factory.build import boundary_type_of, build_autocast, build_model
 from ..layers import announce
 from ..micro_batch import MicroBatch, Tensors
+from ..models.traced.compare import averaged_over_a_mini_batch
 from ..pipeline.messages.grouping import as_argument, as_tensors, grouped_like
 from ..pipeline.randomness import generator_states
 from ..tasks.base import Task
@@ -197,10 +198,12 @@ class PlainModel:
         waiting: dict[Key, dict[Key, Tensor]] = {}
         for number in reversed(range(len(self.cells))):
             run = _CellRun(self, self.build(self.cells[number], load), mini_batch, step, given.pop(), recorder)
-            gradients, back = run.forward_and_back(back)
+            with averaged_over_a_mini_batch(run.built.module):
+                gradients, back = run.forward_and_back(back)
+            step.batchnorms |= run.built.batchnorms
             gradients = self._summed(gradients, waiting)
             step.norms |= {key: float(torch.linalg.vector_norm(g, dtype=torch.float64)) for key, g in gradients.items()}
-            take(number, gradients, run.built.averaged(step))
+            take(number, gradients, named_buffers(run.built.layers))
         step.seen = recorder.take()
         return step
 
@@ -241,20 +244,13 @@ class PlainModel:
 
 
 class _Built:
-    """Holds the layers of one cell, with statistics of what their BatchNorm layers see."""
+    """Holds the layers of one cell."""
 
     def __init__(self, layers: list[tuple[int, str, nn.Module]]) -> None:
         self.layers = layers
         self.parameters = dict(named(layers))
-        self.batchnorms = modules_of(_BatchNorm, layers)
-        self._sums: dict[Key, list[Tensor]] = {}  # count, sums and sums of squares per channel, of each input
-        for key, batchnorm in self.batchnorms.items():
-            batchnorm.register_forward_pre_hook(partial(self._gather_input, key))
-
-    def _gather_input(self, key: Key, module: nn.Module, inputs: Any) -> None:
-        values = inputs[0].detach().double().transpose(0, 1).flatten(1)  # (n, C, …) becomes (C, values)
-        count = torch.full_like(values[:, 0], values.shape[1])
-        self._sums.setdefault(key, []).append(torch.stack([count, values.sum(1), values.square().sum(1)]))
+        self.module = nn.ModuleList(module for _, _, module in layers)
+        self.batchnorms = modules_of(_BatchNorm, layers).keys()
 
     @property
     def held(self) -> dict[Key, Tensor]:
@@ -283,28 +279,6 @@ class _Built:
         for parameter in self.parameters.values():
             parameter.grad = None
         return gradients
-
-    @torch.no_grad()
-    def averaged(self, step: PlainStep) -> dict[Key, Tensor]:
-        """Updates moving averages with mean and population variance of the mini-batch (paper, section 2.2).
-
-        Returns:
-            All buffers.
-        """
-        for key, parts in self._sums.items():
-            count, sums, squares = torch.stack(parts).sum(0)
-            batchnorm = self.batchnorms[key]
-            step.batchnorms.add(key)
-            if batchnorm.running_mean is None or batchnorm.running_var is None:
-                continue
-            assert batchnorm.num_batches_tracked is not None
-            batchnorm.num_batches_tracked += 1
-            momentum, mean = batchnorm.momentum, sums / count
-            share = 1 / float(batchnorm.num_batches_tracked) if momentum is None else momentum
-            variance = squares / count - mean.square()
-            for average, value in ((batchnorm.running_mean, mean), (batchnorm.running_var, variance)):
-                average.copy_(average.double() * (1 - share) + value * share)
-        return named_buffers(self.layers)
 
 
 @dataclass
@@ -355,7 +329,7 @@ class _CellRun:
         replica, number = place
         targets = tuple(tensor.to(self.model.device) for tensor in self.mini_batch.micro_batches[replica][number][1])
         values, losses = self.given[place], []
-        with torch.enable_grad(), self.model.autocast(), _frozen_averages(self.built.batchnorms.values()):
+        with torch.enable_grad(), self.model.autocast():
             for index, _, module in self.built.layers:
                 torch.manual_seed(noise_seed(self.model.seed, self.mini_batch.step, replica, number, index))
                 before = generator_states(self.model.device)
@@ -414,16 +388,3 @@ def _plainly_laid_out(tensor: Tensor) -> Tensor:
         lay_out = partial(Tensor.contiguous, memory_format=order)
         made.register_hook(lay_out)  # type: ignore[no-untyped-call]  # torch's own
     return made
-
-
-@contextmanager
-def _frozen_averages(batchnorms: Iterable[_BatchNorm]) -> Iterator[None]:
-    """Keeps torch's BatchNorm from updating its moving averages, which it does with every micro-batch."""
-    before = [(b, b.running_mean, b.running_var, b.num_batches_tracked) for b in batchnorms]
-    for batchnorm, *_ in before:
-        batchnorm.running_mean = batchnorm.running_var = batchnorm.num_batches_tracked = None
-    try:
-        yield
-    finally:
-        for batchnorm, mean, variance, count in before:
-            batchnorm.running_mean, batchnorm.running_var, batchnorm.num_batches_tracked = mean, variance, count

@@ -7,18 +7,17 @@ schedules of torch itself are taken from torch.
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..factory.build import build_lr_schedule, build_optimizer
+from ..models.traced.recording import seeded
 
 State = dict[str, Any]  # of one parameter in an optimizer
 NEAREST_ZERO = 1e-3  # Adafactor's smallest scale of an update by its parameter
@@ -37,20 +36,9 @@ def noise_seed(seed: int, step: int, replica: int, micro_batch: int, layer: int)
     return int.from_bytes(eight[8 * place : 8 * place + 8], "little") // 2
 
 
-@contextmanager
-def weights_drawn(seed: int, layer: int) -> Iterator[None]:
+def weights_drawn(seed: int, layer: int) -> AbstractContextManager[None]:
     """Seeds the generators of torch's CPU, numpy and Python for a layer's initial weights; restores them afterwards."""
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    number = int.from_bytes(_digest((1, seed, layer), 8), "little") // 2
-    torch.manual_seed(number)
-    random.seed(number)
-    np.random.seed(number % 2**32)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        np.random.set_state(before[2])
+    return seeded(int.from_bytes(_digest((1, seed, layer), 8), "little") // 2)
 
 
 # -- learning rate -----------------------------------------------------------------------------------------------------

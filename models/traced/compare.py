@@ -20,6 +20,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import place_in_users_code
@@ -44,7 +45,6 @@ Place = tuple[str, str]  # what it is and its name, as ("gradient", "head.weight
 Values = dict[Place, Tensor]
 
 OUTPUT, GRADIENT, BUFFER, EVALUATED, TRAINED = "output", "gradient", "buffer", "output in evaluation", "requires_grad"
-COUNT = "num_batches_tracked"  # ends the name of a BatchNorm's counter
 AFTER_UPDATE = " after an update"
 ONCE = (TRAINED, OUTPUT, GRADIENT, BUFFER, EVALUATED)
 KINDS = (*ONCE, *(kind + AFTER_UPDATE for kind in ONCE))
@@ -201,16 +201,13 @@ def _run(model: nn.Module, tensors: Named, micro_batches: Sequence[MicroBatch], 
 
     def train() -> Iterator[Tensor]:
         model.train()
-        counts = {name: tensor.clone() for name, tensor in tensors().items() if name.endswith(COUNT)}
-        with _averaged_over_a_mini_batch():
+        with averaged_over_a_mini_batch(model):
             for inputs, targets in micro_batches:
                 output = model(*(tensor.clone() for tensor in inputs))
                 yield output.detach().clone()
                 total = loss((output,), targets)
                 if total.requires_grad:
                     total.backward()  # type: ignore[no-untyped-call]  # torch's own
-        for name, count in counts.items():  # of mini-batches, as the engine counts them
-            tensors()[name].copy_(torch.minimum(tensors()[name], count + 1))
 
     def evaluate() -> Iterator[Tensor]:
         model.eval()
@@ -329,9 +326,14 @@ class _SameNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
 
 @contextmanager
-def _averaged_over_a_mini_batch() -> Iterator[None]:
-    """Makes BatchNorm's averages follow the pooled statistics of all calls in the context (paper, section 2.2)."""
+def averaged_over_a_mini_batch(model: nn.Module) -> Iterator[None]:
+    """Makes BatchNorm's averages follow the pooled statistics of all calls in the context (paper, section 2.2).
+
+    The context counts as one batch.
+    """
     batch_norm = F.batch_norm
+    counters = [m.num_batches_tracked for m in model.modules() if isinstance(m, _BatchNorm)]
+    counts = [(counter, counter.clone()) for counter in counters if counter is not None]
     seen: dict[int, tuple[Tensor, Tensor, float, list[Tensor]]] = {}  # averages, momentum; count, sums, sums of squares
 
     def gathering(
@@ -354,10 +356,12 @@ def _averaged_over_a_mini_batch() -> Iterator[None]:
     with patch.object(F, "batch_norm", gathering):
         yield
     with torch.no_grad():
+        for counter, count in counts:
+            counter.copy_(torch.minimum(counter, count + 1))
         for mean, variance, momentum, parts in seen.values():
-            count, total, squares = torch.stack(parts).sum(0)
-            mean.lerp_((total / count).to(mean), momentum)
-            variance.lerp_((squares / count - (total / count).square()).to(variance), momentum)
+            values, total, squares = torch.stack(parts).sum(0)
+            mean.lerp_((total / values).to(mean), momentum)
+            variance.lerp_((squares / values - (total / values).square()).to(variance), momentum)
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------

@@ -63,8 +63,8 @@ ROOMS: dict[str, set[str]] = {
     },
     "inference": {"data", "decoding", "distributed", "launch", "metrics", "trainer"},
     "verify": {
-        *("checkpoint", "data", "distributed", "factory", "launch", "metrics", "pipeline", "schedule", "tasks"),
-        "trainer",
+        *("checkpoint", "data", "distributed", "factory", "launch", "metrics", "models", "pipeline", "schedule"),
+        *("tasks", "trainer"),
     },
     "planner": {
         *("conf", "data", "distributed", "factory", "launch", "optim", "partition", "pipeline", "schedule", "tasks"),
