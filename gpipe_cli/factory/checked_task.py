@@ -36,14 +36,13 @@ class CheckedTask:
         with self._known_classes(outputs):
             answer: Any = self._task.loss(outputs, targets)
         count = len(self._task.statistics)
-        if isinstance(answer, (tuple, list)) and len(answer) == 2:
+        if isinstance(answer, tuple) and len(answer) == 2:
             loss, statistics = answer
             if isinstance(loss, Tensor) and loss.numel() == 1 and _is_vector(statistics, count):
                 return loss, statistics
-        nothing = "" if count else ", torch.zeros(0) where there are none"
         raise ConfigurationError(
             f"task._target_={self._name}: loss() must return two tensors, the sum of the micro-batch's losses as one "
-            f'number (reduction="sum") and its statistics as a vector of {count} numbers{nothing}, not {_shown(answer)}'
+            f'number (reduction="sum") and its {count} statistics as a vector (torch.zeros(0) without any)'
         )
 
     def evaluate(self, outputs: Tensors, targets: Tensors) -> Tensor:
@@ -54,13 +53,12 @@ class CheckedTask:
         """
         with self._known_classes(outputs):
             answer: Any = self._task.evaluate(outputs, targets)
-        metrics = self._task.metrics
-        if _is_vector(answer, len(metrics)):
-            return cast(Tensor, answer)
-        raise ConfigurationError(
-            f"task._target_={self._name}: evaluate() must return a vector with one number for each of the task's "
-            f"metrics ({', '.join(metrics)}), not {_shown(answer)}"
-        )
+        if not _is_vector(answer, len(self._task.metrics)):
+            raise ConfigurationError(
+                f"task._target_={self._name}: evaluate() must return a vector with one number for each of the task's "
+                f"metrics ({', '.join(self._task.metrics)})"
+            )
+        return cast(Tensor, answer)
 
     @contextmanager
     def _known_classes(self, outputs: Tensors) -> Iterator[None]:
@@ -79,11 +77,3 @@ class CheckedTask:
 def _is_vector(value: object, count: int) -> bool:
     """Returns whether ``value`` has ``count`` numbers in one dimension; a single number may have none."""
     return isinstance(value, Tensor) and value.numel() == count and value.dim() <= 1
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {list(value.shape)}"
-    if isinstance(value, (tuple, list)) and value:
-        return f"({', '.join(map(_shown, value))})"
-    return "nothing" if value is None else f"a {type(value).__name__}"

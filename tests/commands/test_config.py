@@ -5,12 +5,14 @@ from __future__ import annotations
 from contextlib import suppress
 from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 from composed import composed
 from hydra.utils import get_object
+from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError
 from pydantic import TypeAdapter
 
@@ -92,40 +94,16 @@ def test_every_key_of_a_typed_section_has_a_value_in_yaml() -> None:
     assert {key for key in known_keys() if "." in key} == {f"{name}.{key}" for name in TYPED for key in config[name]}
 
 
-def test_the_default_run_is_the_main_job() -> None:
-    config = composed()
-    assert config["model"]["_target_"] == "gpipe_cli.models.transformer.transformer"
-    assert (config["pipeline"]["K"], config["pipeline"]["M"], config["pipeline"]["remat"]) == (4, 4, "except_last")
-
-
-def test_transformer_lm_brings_its_own_data_and_task() -> None:
-    config = composed("model=transformer_lm")
-    assert config["data"]["_target_"] == composed("data=cldr_text")["data"]["_target_"]
-    assert config["task"]["_target_"] == composed("task=language_model")["task"]["_target_"]
-
-
-def test_data_of_the_command_line_wins_over_what_a_model_brings() -> None:
-    config = composed("data=cldr", "model=transformer_lm")
-    assert config["data"]["_target_"] == composed("data=cldr")["data"]["_target_"]
-
-
-def test_debug_tiny_leaves_what_is_typed() -> None:
-    config = composed("debug=tiny", "model.L=4", "trainer.steps=9")
-    assert (config["model"]["L"], config["trainer"]["steps"]) == (4, 9)
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["pipeline.K=0"], "pipeline.K=0: should be greater than or equal to 1"),
         (["pipeline.K=two"], "pipeline.K=two: should be a valid integer"),
-        (["pipeline.K=2.5"], "pipeline.K=2.5: should be a valid integer"),
         (["pipeline.K=true"], "pipeline.K=true: should be a valid integer"),
         (["pipeline.remat=sometimes"], "pipeline.remat=sometimes: should be 'always', 'except_last' or 'never'"),
         (["trainer.gradient_clip=0"], "trainer.gradient_clip=0: should be greater than 0 or null"),
         (["trainer.evaluate_first=3"], "trainer.evaluate_first=3: should be a valid boolean"),
         (["pipeline.workers=5"], "use pipeline.workers<=4 or pipeline.K>=5"),
-        (["pipeline.schedule=zigzag"], "should be 'gpipe', '1f1b', 'interleaved_1f1b' or"),
         (
             ["pipeline.schedule=interleaved_1f1b", "pipeline.workers=3"],
             "use pipeline.K=3 or 6",
@@ -138,7 +116,6 @@ def test_debug_tiny_leaves_what_is_typed() -> None:
         (["pipeline.M=128"], "use data.batch_size>=128 or pipeline.M<=96"),
         (["pipeline.M=32", "pipeline.replicas=4"], "pipeline.M=32 × pipeline.replicas=4 needs 128 examples"),
         (["optimizer.lr=abc"], "optimizer.lr=abc: should be a valid number"),
-        (["optimizer.lr=nan"], "optimizer.lr=nan: should be a finite number"),
         (["pipeline.K=400000000"], "more messages than have numbers"),
         (["trainer.steps=null"], "set one, as trainer.steps=1000"),
         (["trainer.patience=3", "trainer.evaluate_every=null"], "set trainer.evaluate_every too"),
@@ -148,7 +125,6 @@ def test_debug_tiny_leaves_what_is_typed() -> None:
         (["+pipelin={K: 3}"], "there is no key pipelin; did you mean pipeline?"),
         (["~trainer.steps"], "trainer.steps is missing"),
         (["model._target_=null"], "model._target_=null: use the dotted name of what to call"),
-        (["trainer.average=1"], "trainer.average=1: should be less than 1 or null"),
         (["checkpoint.init_from=a", "checkpoint.resume=b"], "leave out one of them"),
         (["checkpoint.init_except=[head]"], "type checkpoint.init_from=RUN too"),
         (["checkpoint.allow_changes=[pipline]"], "allow_changes: there is no key pipline; did you mean pipeline?"),
@@ -166,10 +142,6 @@ def test_all_wrong_values_are_told_at_once() -> None:
 
 def test_whole_numbers_may_be_written_as_floats() -> None:
     assert Settings.from_config(composed("trainer.steps=1e5")).trainer.steps == 100_000
-
-
-def test_a_mini_batch_counted_in_tokens_is_left_to_the_data() -> None:
-    Settings.from_config(composed("pipeline.M=128", "data.batch_tokens=4096"))
 
 
 def test_sections_chosen_by_name_keep_keys_that_only_their_target_knows() -> None:
@@ -200,37 +172,31 @@ def test_every_optimizer_can_be_made(option: str) -> None:
     assert type(build_optimizer(section, [torch.nn.Parameter(torch.zeros(2, 2))])).__name__ in section["_target_"]
 
 
-def test_amoebanet_brings_optimizer_schedule_and_length_of_the_run() -> None:
-    config = composed("model=amoebanet")
-    assert config["optimizer"] == composed("optimizer=rmsprop_tf")["optimizer"]
-    assert config["lr_schedule"]["_target_"].endswith("cosine")
-    assert config["lr_schedule"]["steps"] == config["trainer"]["steps"]
-    assert config["trainer"]["steps"] != composed()["trainer"]["steps"]
+MAIN = {"model._target_": "gpipe_cli.models.transformer.transformer", "pipeline.K": 4, "trainer.average": 0.98}
+SCHEDULES, TEXT = "gpipe_cli.optim.lr_schedules", "gpipe_cli.data.cldr.text.TextSource"
+OWN = {"trainer.average": None, "name": "my_module.layers", "lr_schedule._target_": f"{SCHEDULES}.constant"}
 
 
-def test_a_short_run_of_amoebanet_is_not_refused_for_keys_that_were_not_typed() -> None:
-    Settings.from_config(composed("model=amoebanet", "trainer.steps=2"))
-
-
-def test_what_is_typed_wins_over_what_amoebanet_brings() -> None:
-    config = composed("model=amoebanet", "optimizer=sgd", "lr_schedule=constant", "trainer.steps=7")
-    assert config["optimizer"] == composed("optimizer=sgd")["optimizer"]
-    assert config["lr_schedule"] == composed("lr_schedule=constant")["lr_schedule"]
-    assert config["trainer"]["steps"] == 7
-
-
-def test_averaging_is_the_trainer_s_and_comes_with_the_transformer() -> None:
-    assert composed("model=transformer")["trainer"]["average"] == 0.98
-    assert composed("model=transformer_lm")["trainer"]["average"] is None
-    assert composed("trainer.average=null")["trainer"]["average"] is None
-
-
-@pytest.mark.parametrize("words", [[], ["lr_schedule.warmup_steps=20"]], ids=str)
-def test_a_model_of_one_s_own_begins_with_what_suits_any_model(words: list[str]) -> None:
-    config = composed("model._target_=my_module.layers", *words)
-    assert config["trainer"]["average"] is None and config["name"] == "my_module.layers"
-    assert config["lr_schedule"]["_target_"].endswith(".constant")
-    assert config["lr_schedule"]["warmup_steps"] == (20 if "lr_schedule.warmup_steps=20" in words else 0)
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", {**MAIN, "lr_schedule._target_": f"{SCHEDULES}.inverse_sqrt"}),
+        ("model=transformer_lm", {"data._target_": TEXT, "trainer.average": None}),
+        ("data=cldr model=transformer_lm", {"data._target_": "gpipe_cli.data.cldr.source.TranslationSource"}),
+        ("model=transformer_lm_small lr_schedule=step", {"lr_schedule.gamma": 0.5}),
+        ("debug=tiny model.L=4 trainer.steps=9", {"model.L": 4, "trainer.steps": 9}),
+        ("trainer.average=null", {"trainer.average": None}),
+        ("model=amoebanet trainer.steps=2", {"lr_schedule._target_": f"{SCHEDULES}.cosine", "lr_schedule.steps": 2}),
+        ("model=amoebanet optimizer=sgd", {"optimizer._target_": "torch.optim.SGD"}),
+        ("model._target_=my_module.layers", {**OWN, "lr_schedule.warmup_steps": 0}),
+        ("model._target_=my_module.layers lr_schedule.warmup_steps=20", {**OWN, "lr_schedule.warmup_steps": 20}),
+        ("model._target_=my_module.layers name=mine trainer.average=0.5", {"name": "mine", "trainer.average": 0.5}),
+        ("model=module model.module._target_=my.make", {"lr_schedule._target_": f"{SCHEDULES}.cosine"}),
+    ],
+)
+def test_a_choice_brings_what_suits_it_and_what_is_typed_wins(words: str, expected: dict[str, Any]) -> None:
+    config = OmegaConf.create(composed(*words.split()))
+    assert {key: OmegaConf.select(config, key) for key in expected} == expected
 
 
 def test_a_module_may_be_typed_as_one_value() -> None:
@@ -241,24 +207,6 @@ def test_a_module_may_be_typed_as_one_value() -> None:
     assert (config["name"], config["trainer"]["average"]) == ("my.make", None)
     part = ["model=module", "model.module._target_=my.make", "model.module.config={_target_:my.Config,depth:2}"]
     assert composed(*part)["model"]["module"]["config"] == module["config"]
-
-
-def test_a_module_gets_the_learning_rates_that_its_yaml_names() -> None:
-    config = composed("model=module", "model.module._target_=my.make")
-    assert config["lr_schedule"] == composed("lr_schedule=cosine")["lr_schedule"]
-
-
-def test_what_is_typed_for_an_own_model_wins() -> None:
-    typed = ["model._target_=my_module.layers", "lr_schedule=cosine", "name=mine", "trainer.average=0.5"]
-    config = composed(*typed)
-    assert (config["name"], config["trainer"]["average"]) == ("mine", 0.5)
-    assert config["lr_schedule"]["_target_"].endswith(".cosine")
-
-
-def test_the_transformers_bring_their_learning_rate_schedule() -> None:
-    for model in ("transformer", "transformer_lm", "transformer_lm_small"):
-        assert composed(f"model={model}")["lr_schedule"] == composed("lr_schedule=inverse_sqrt")["lr_schedule"]
-        assert composed(f"model={model}", "lr_schedule=step")["lr_schedule"]["gamma"] == 0.5
 
 
 def test_the_keys_of_gpipe_verify_are_not_gpipe_train_s() -> None:

@@ -236,7 +236,10 @@ def test_a_wrong_place_or_too_little_text_says_what_to_type(tmp_path: Path) -> N
     ("words", "message"),
     [
         ([], "data.root is not set"),
-        (["data.root=nowhere", "data.tokenizer=none.json"], "data.root=nowhere, data.tokenizer=none.json: there is no"),
+        (
+            ["data.root=nowhere", "data.tokenizer=none.json"],
+            "there is no nowhere\ndata.tokenizer=none.json: there is no",
+        ),
     ],
     ids=["not set", "absent"],
 )

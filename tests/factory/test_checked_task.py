@@ -55,29 +55,13 @@ def test_fewer_classes_than_the_data_have_are_named() -> None:
             method((torch.zeros(3, 2),), (torch.tensor([0, 1, 2]),))
 
 
-@pytest.mark.parametrize(
-    ("answer", "statistics", "said"),
-    [
-        (NUMBER, (), r"vector of 0 numbers, torch\.zeros\(0\) where there are none, not a tensor of shape \[\]"),
-        (
-            (torch.ones(6), NONE),
-            (),
-            r"vector of 0 .* not \(a tensor of shape \[6\], a tensor of shape \[0\]\)",
-        ),
-        ((NUMBER, torch.ones(1)), ("a", "b"), r"statistics as a vector of 2 numbers, not .*shape \[1\]\)"),
-        (None, (), "not nothing"),
-        ((2.5, NONE), (), r"not \(a float, a tensor of shape \[0\]\)"),
-    ],
-)
-def test_a_wrong_loss_is_told(answer: Any, statistics: tuple[str, ...], said: str) -> None:
-    with pytest.raises(ConfigurationError, match=rf"task\._target_=mine\.Task: loss\(\) must return .*{said}"):
-        CheckedTask(Answers(answer, statistics), "mine.Task").loss((), ())
+@pytest.mark.parametrize("answer", [NUMBER, (torch.ones(6), NONE), (NUMBER, torch.ones(1)), None, (2.5, NONE)])
+def test_a_wrong_loss_is_told(answer: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"_target_=mine\.Task: loss\(\) must return .* its 2 statistics"):
+        CheckedTask(Answers(answer, ("a", "b")), "mine.Task").loss((), ())
 
 
-@pytest.mark.parametrize(
-    ("answer", "said"), [(torch.ones(3), r"a tensor of shape \[3\]"), (NUMBER, r"shape \[\]"), (2.5, "a float")]
-)
-def test_a_wrong_evaluation_is_told(answer: Any, said: str) -> None:
-    wanted = r"task\._target_=mine\.Task: evaluate\(\) must return .* metrics \(nll, correct\), not "
-    with pytest.raises(ConfigurationError, match=wanted + f".*{said}"):
+@pytest.mark.parametrize("answer", [torch.ones(3), NUMBER, 2.5])
+def test_a_wrong_evaluation_is_told(answer: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"mine\.Task: evaluate\(\) must return .* metrics \(nll, correct\)"):
         CheckedTask(Answers(answer, metrics=("nll", "correct")), "mine.Task").evaluate((), ())

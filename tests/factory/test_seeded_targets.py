@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from gpipe_cli.factory.build import build_model
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.pipeline.cell import build_layer
-from gpipe_cli.pipeline.randomness import seeded
 
 
 def weight_made_before_the_builders(seed: int) -> Tensor:
@@ -41,15 +40,3 @@ def test_a_layer_may_draw_its_weights_from_numpy_or_python() -> None:
     first, again = (build_layer(layer, 0, 1, torch.device("cpu")) for _ in range(2))
     assert torch.equal(next(first.parameters()), next(again.parameters()))
     assert not torch.equal(next(first.parameters()), next(build_layer(layer, 1, 1, torch.device("cpu")).parameters()))
-
-
-def test_generators_are_as_before_afterwards() -> None:
-    def draw() -> tuple[float, float, float]:
-        return random.random(), float(np.random.rand()), torch.rand(()).item()
-
-    random.seed(3), np.random.seed(3), torch.manual_seed(3)
-    expected = draw()
-    random.seed(3), np.random.seed(3), torch.manual_seed(3)
-    with seeded(1, 2):
-        draw()
-    assert draw() == expected

@@ -16,7 +16,7 @@ from ...cpu import as_worker, usable_cores
 from ...errors import ConfigurationError
 from ...factory.build import boundary_type_of, build_autocast
 from ...factory.example import example_micro_batch
-from ...factory.kept_profile import KeptProfile
+from ...factory.kept_profile import profile_file, read_profile, write_profile
 from ...layers import LayerBuilder
 from ...micro_batch import MicroBatch
 from ...partition.cost import LayerCost, layer_costs
@@ -145,13 +145,13 @@ class Measurements:
             return layer_costs(self._builders, micro_batch[0], how)
         if self._options.device is None:
             with as_worker(self._settings.pipeline.threads):  # a profile is kept for a number of threads
-                kept = KeptProfile.of(self._builders, micro_batch, self._settings, self._here)
-            costs = kept.read()
+                file = profile_file(self._builders, micro_batch, self._settings, self._here)
+            costs = read_profile(file)
             if costs is None and timed is not None:
                 costs = timed.costs
-                kept.write(costs)
+                write_profile(file, costs)
             if costs is not None:
-                notes.append(f"pipeline.cost=profile: cut by the profile in {kept.path}")
+                notes.append(f"pipeline.cost=profile: cut by the profile in {file}")
                 return costs
         notes.append("pipeline.cost=profile: cut by computed times, not by a profile of gpipe-train's")
         seconds = [times.total for times in self._times.layers(layers, loss)]
