@@ -16,7 +16,6 @@ from torch.distributed import HashStore, Store
 from gpipe_cli.distributed import world
 from gpipe_cli.distributed.world import CPU, choose_backend, choose_device, device_identity
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.launch import join
 from gpipe_cli.launch.context import Context
 
 ONE_GPU_EACH = ["a 0", "a 1", "a 2", "a 3"]
@@ -60,10 +59,8 @@ def ranks() -> Ranks:
 @pytest.mark.parametrize(
     ("devices", "backend"),
     [
-        pytest.param(ONE_GPU_EACH, "nccl", id="one machine"),
         pytest.param(TWO_MACHINES, "nccl", id="two machines"),
         pytest.param(UNEQUAL_MACHINES, "gloo", id="enough GPUs on one machine, not on the other"),
-        pytest.param(["a 0"] * 4, "gloo", id="all on the first GPU"),
         pytest.param(ONE_ON_A_CPU, "gloo", id="a machine without GPUs"),
         pytest.param([CPU, CPU], "gloo", id="CPUs"),
     ],
@@ -90,20 +87,11 @@ def test_a_named_backend_is_taken_where_every_rank_has_a_gpu(ranks: Ranks, backe
     assert ranks.backends(ONE_GPU_EACH, backend) == [backend] * 4
 
 
-def test_one_rank_waits_for_no_other(ranks: Ranks) -> None:
-    assert choose_backend(ranks.context(0, 1, HashStore()), "a 3", "auto") == "nccl"
-
-
 def test_gpus_that_cannot_send_to_each_other_are_one_warning(ranks: Ranks) -> None:
     ranks.backends(["a 0"] * 4)
     [event] = ranks.events
     assert event["kind"] == "warning"
     assert event["text"].endswith("4 workers have 1 GPUs")
-
-
-def test_cpus_are_no_reason_for_a_warning(ranks: Ranks) -> None:
-    ranks.backends([CPU, CPU])
-    assert ranks.events == []
 
 
 def test_slices_of_one_gpu_have_one_identity_and_unknown_places_their_uuids(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,26 +136,6 @@ def test_gpus_that_torch_cannot_use_are_not_passed_over(ranks: Ranks, monkeypatc
         with pytest.raises(ConfigurationError, match=f"pipeline.device={device}: there are 8 GPUs.*NVIDIA driver"):
             choose_device(context, device)
     assert choose_device(context, "cpu") == torch.device("cpu")
-
-
-@pytest.mark.parametrize(
-    ("environment", "local_rank"),
-    [
-        ({}, 0),
-        ({"LOCAL_RANK": "1", "SLURM_LOCALID": "0"}, 1),
-        ({"SLURM_LOCALID": "2"}, 2),
-        ({"OMPI_COMM_WORLD_LOCAL_RANK": "3", "SLURM_LOCALID": "0"}, 3),  # mpirun in a batch job
-        ({"MPI_LOCALRANKID": "4"}, 4),
-    ],
-)
-def test_a_ranks_number_on_its_machine_is_the_one_its_launcher_sets(
-    environment: dict[str, str], local_rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert join.local_rank() == local_rank
 
 
 @pytest.mark.parametrize("bound_from_the_start", [False, True], ids=["torch 2.14", "torch 2.15"])

@@ -6,7 +6,6 @@ import logging
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from small_disk import fill, small_disk
 
 from gpipe_cli.checkpoint import choose
 from gpipe_cli.checkpoint.commit import write_json
-from gpipe_cli.commands import train
 from gpipe_cli.disk import DiskError, cannot_write, write_whole, writing
 from gpipe_cli.metrics.board import Board
 from gpipe_cli.metrics.metrics_file import MetricsFile
@@ -150,25 +148,3 @@ def test_the_training_state_is_saved_although_the_metrics_find_no_room(tmp_path:
             subprocess.run(["umount", file], check=True)
     chosen = choose.latest(tmp_path / "run").checkpoint
     assert chosen is not None and chosen.step == 2
-
-
-def test_a_configuration_that_cannot_be_kept_is_told_with_its_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run").mkdir()
-    with small_disk(tmp_path / "run" / ".hydra", "size=8k") as folder:
-        fill(folder)
-        assert train.main(["debug=tiny", "hydra.run.dir=run"]) == 1
-    assert capsys.readouterr().err.startswith("run/.hydra/config.yaml cannot be written: No space left")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", ["nr_inodes=35", "size=900k"])
-def test_workers_that_cannot_write_a_checkpoint_end_the_command_in_one_line(options: str, tmp_path: Path) -> None:
-    words = ["debug=tiny", "pipeline.K=2", "pipeline.workers=2", "trainer.steps=1", "hydra.run.dir=run"]
-    command = [sys.executable, "-m", "gpipe_cli.commands.train", *words]
-    with small_disk(tmp_path / "run", options):
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1 and "step_00000001.partial cannot be written: No space left" in done.stderr

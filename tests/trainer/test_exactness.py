@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +16,6 @@ from run_files import rows
 from safetensors.torch import load_file
 
 from gpipe_cli.checkpoint.files import read_manifest, step_directory
-from gpipe_cli.commands.train import main
 
 COMMAND = [sys.executable, "-m", "gpipe_cli.commands.train"]
 COMMON = [
@@ -140,17 +137,6 @@ def test_a_killed_run_goes_on_at_another_k_as_if_it_had_never_stopped(whole: Pat
     assert same_bits(resumed, whole)
 
 
-@pytest.mark.slow
-def test_sigterm_saves_and_the_run_goes_on_exactly(whole: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    words = [*COMMAND, *COMMON, f"hydra.run.dir={run_dir}", "pipeline.K=3", "checkpoint.every=null"]
-    assert signalled(words, run_dir, 3, signal.SIGTERM) == 128 + signal.SIGTERM
-    assert list((run_dir / "checkpoints").glob("step_*/manifest.json"))
-    resumed = train(tmp_path, "pipeline.K=1", "checkpoint.every=null", "checkpoint.resume=auto")
-    assert losses(resumed) == losses(whole)
-    assert same_bits(resumed, whole)
-
-
 @pytest.mark.slow(2)
 def test_torchrun_s_processes_train_save_when_asked_to_stop_and_go_on_with_the_same_bits(
     whole: Path, tmp_path: Path
@@ -166,20 +152,6 @@ def test_torchrun_s_processes_train_save_when_asked_to_stop_and_go_on_with_the_s
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert losses(run_dir) == losses(whole)
     assert same_bits(run_dir, whole)
-
-
-@pytest.mark.slow
-def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(
-    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_dir = Path(shutil.copytree(whole, tmp_path / "run"))
-    newest = step_directory(run_dir, 20) / "layers" / "softmax.safetensors"
-    os.truncate(newest, newest.stat().st_size // 2)
-    words = [f"hydra.run.dir={run_dir}", "checkpoint.resume=auto", "pipeline.K=2", "launch.inline=true"]
-    assert main([*COMMON, *words]) == 0
-    said = capsys.readouterr().out
-    assert "softmax.safetensors" in said and "step_00000015" in said
-    assert (losses(run_dir), evaluations(run_dir)) == (losses(whole), evaluations(whole))
 
 
 @pytest.mark.slow

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -47,11 +45,10 @@ def test_without_a_number_of_steps_such_a_layer_has_nothing_to_go_by(tmp_path: P
 @pytest.mark.parametrize(
     "words",
     [
-        (*WORDS, "++model.middle=ReLU"),
         (*WORDS, "++model.middle=Counting"),
         (*WORDS, "++model.middle=Fading", "checkpoint.allow_changes=[trainer.steps]"),
     ],
-    ids=["no such layer", "a layer that counts steps", "insisted on"],
+    ids=["a layer that counts steps", "insisted on"],
 )
 def test_elsewhere_a_run_may_become_longer(words: tuple[str, ...], tmp_path: Path) -> None:
     assert go_on(tmp_path, *words) == 2
@@ -131,19 +128,3 @@ def test_a_step_that_was_to_be_evaluated_when_the_run_was_ended_is_evaluated_whe
     monkeypatch.setattr(Ending, "asked", False)
     train_inline(tmp_path, *words, *EVERY_STEP, going_on(tmp_path))
     assert evaluated(tmp_path) == [1, 2, 3, 4, 5]
-
-
-def test_an_evaluation_that_was_owed_is_owed_no_longer_once_it_is_done(tmp_path: Path) -> None:
-    train_inline(tmp_path, *WORDS, "trainer.steps=1")
-    manifest = step_directory(tmp_path, 1) / "manifest.json"
-    content = json.loads(manifest.read_text())
-    content["state"]["scalars"] |= {"evaluation_due": True, "best": -1.0}  # which the evaluation will not reach
-    manifest.write_text(json.dumps(content))
-    owed: list[object] = []
-
-    def on_event(event: dict[str, Any]) -> None:
-        if event.get("kind") == "progress":  # step 2 has been taken, and not been saved
-            owed.append(read_manifest(step_directory(tmp_path, 1)).state.scalars["evaluation_due"])
-
-    train_inline(tmp_path, *WORDS, "trainer.steps=2", going_on(tmp_path), on_event=on_event)
-    assert owed == [False]
