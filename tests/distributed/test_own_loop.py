@@ -7,10 +7,15 @@ import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 from inline_run import train_inline
+from torch.nn.functional import cross_entropy
+
+from gpipe_cli import Pipeline
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 SAME = (
@@ -38,3 +43,28 @@ def test_a_loop_of_one_s_own_has_the_losses_of_gpipe_train(tmp_path: Path, monke
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)] == [row["loss"] for row in rows]
     assert len(rows) == 8
+
+
+def test_a_state_dict_goes_on_at_another_k_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    own_loop = import_module("own_loop")
+
+    def made(K: int, seed: int) -> Pipeline:
+        return Pipeline.of(own_loop.layers(), cross_entropy, own_loop.mini_batch(0), K=K, M=4, seed=seed)
+
+    def trained(pipeline: Pipeline, *steps: int) -> list[float]:
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+        found = []
+        for step in steps:
+            found.append(pipeline.step(*own_loop.mini_batch(step)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    one, other = made(1, 0), made(3, 0)
+    losses = trained(one, 0, 1)
+    other.load_state_dict(one.state_dict())
+    other.steps_done = one.steps_done
+    outputs = [[pair[0][0] for pair in each.forward(*own_loop.mini_batch(9))] for each in (one, other)]
+    assert all(torch.equal(*pair) for pair in zip(*outputs, strict=True)) and len(outputs[0]) == 4
+    assert trained(one, 2, 3) == trained(other, 2, 3) != losses
