@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import mean, median
@@ -27,9 +27,9 @@ MODELS = {
 }
 CUT = ("pipeline.K=2", "pipeline.M=4")
 RUN = ("trainer.evaluate_first=false", "trainer.evaluate_every=null", "trainer.samples=0", "logging.every=1")
-KINDS = {  # by remat: the kinds of computation of a cell, each with its field of `LayerTimes`
-    "never": {"forward": "forward", "backward": "backward"},
-    "always": {"forward": "inference", "recompute": "recompute", "backward": "backward"},
+KINDS = {  # by remat: the kinds of computation of a cell, each with its field of a plan
+    "never": {"forward": "forward_seconds", "backward": "backward_seconds"},
+    "always": {"forward": "inference_seconds", "recompute": "recompute_seconds", "backward": "backward_seconds"},
 }
 WARM_UP = 4  # steps that do not count
 COLUMNS = {"model": "", "remat": "", "cell": "", "what": ""}
@@ -60,9 +60,9 @@ def compare(plans: Sequence[Row], steps: Sequence[Row]) -> Iterator[Row]:
     """
     M, kinds = plans[0]["M"], KINDS[plans[0]["remat"]]
     for cell in range(len(plans[0]["cells"])):
-        taken = [{kind: _seconds(step["cells"][cell], kind) / M for kind in kinds} for step in steps]
+        taken = [{kind: step["cells"][cell].get(kind, 0.0) / M for kind in kinds} for step in steps]
         pairs = {
-            kind: (mean(plan["cells"][cell][f"{field}_seconds"] for plan in plans), median(one[kind] for one in taken))
+            kind: (mean(plan["cells"][cell][field] for plan in plans), median(one[kind] for one in taken))
             for kind, field in kinds.items()
         }
         pairs["all of it"] = sum(one for one, _ in pairs.values()), median(sum(one.values()) for one in taken)
@@ -73,12 +73,6 @@ def compare(plans: Sequence[Row], steps: Sequence[Row]) -> Iterator[Row]:
         found, bubble = median(step[key] for step in steps), mean(plan["bubble"] for plan in plans)
         row = {"cell": "all", "what": what, "planned": 100 * bubble, "measured": 100 * found}
         yield {**row, "planned / measured": bubble / found if found else None}
-
-
-def _seconds(cell: Mapping[str, float], kind: str) -> float:
-    """Returns the seconds of a step; a backward may come in two halves."""
-    kinds = ("backward", "input_gradient", "weight_gradient") if kind == "backward" else (kind,)
-    return sum(cell.get(each, 0.0) for each in kinds)
 
 
 def medians(rounds: Sequence[Sequence[Row]]) -> Iterator[Row]:

@@ -36,8 +36,8 @@ WORDS = {
 BYTES_PER_PARAMETER = 12  # the paper's, with RMSProp: weight, mean square, momentum
 MICRO_BATCHES = {"amoebanet": 128, "transformer": 32}  # not stated: a micro-batch of one example, as in torchgpipe's
 GROWN = {"amoebanet": "D", "transformer": "L"}
-TITLES: tuple[str, ...] = ("model", "devices", "how", "paper: size", "paper: parameters", "its GB a device", "of")
-TITLES += ("fits", "ours: size", "ours: parameters")
+COLUMNS = dict.fromkeys(("model", "devices", "how", "paper: size", "paper: parameters"), "")
+COLUMNS |= {"its GB a device": ".3f", "of": ".3f", "fits": "", "ours: size": "", "ours: parameters": ""}
 
 
 def capacity_table(number: int, options: BenchOptions, say: Say) -> Table:
@@ -53,12 +53,11 @@ def capacity_table(number: int, options: BenchOptions, say: Say) -> Table:
         plan_column(family, column, options.quick, say) for family in options.models for column in TABLE_1[family]
     ]
     measured = measure(budget, options, say) if budget else []
-    rows = [*map(planned_row, planned), *map(measured_row, measured)]
     return Table(
         "table1",
         "Table 1: the largest models that fit",
-        dict.fromkeys(TITLES, ""),
-        [dict(zip(TITLES, row, strict=True)) for row in rows],
+        COLUMNS,
+        [*map(planned_row, planned), *map(measured_row, measured)],
         notes(measured),
         {"planned": planned, "measured": measured},
         curves_of(planned, measured),
@@ -97,15 +96,16 @@ def plan(words: list[str], say: Say) -> dict[str, Any]:
     return {name: found[name] for name in names}
 
 
-def planned_row(row: dict[str, Any]) -> list[object]:
-    """Returns the values of one column of the paper's table, in the order of the titles."""
+def planned_row(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns one row by the planner: the paper's own size, and the largest that fits."""
     family, paper, at_paper, largest = row["family"], row["paper"], row["at_paper"], row["largest"]
-    size = largest and size_text(family, (*paper["sizes"][:-1], largest["found"][f"model.{GROWN[family]}"]))
-    return [
-        *(family, row["K"], "naive" if row["naive"] else "pipeline", size_text(family, paper["sizes"])),
-        *(big(paper["parameters"]), f"{at_paper['memory'] / GB:.2f}", f"{at_paper['limit'] / GB:.2f}"),
-        *("yes" if at_paper["fits"] else "no", size, largest and big(largest["parameters"])),
-    ]
+    shown = {"model": family, "devices": row["K"], "how": how(row), "paper: size": size_text(family, paper["sizes"])}
+    shown |= {"paper: parameters": big(paper["parameters"]), "fits": "yes" if at_paper["fits"] else "no"}
+    shown |= {"its GB a device": at_paper["memory"] / GB, "of": at_paper["limit"] / GB}
+    if largest:
+        sizes = (*paper["sizes"][:-1], largest["found"][f"model.{GROWN[family]}"])
+        shown |= {"ours: size": size_text(family, sizes), "ours: parameters": big(largest["parameters"])}
+    return shown
 
 
 # -- by real steps -----------------------------------------------------------------------------------------------------
@@ -151,18 +151,18 @@ def largest(fits: Callable[[int], bool]) -> int:
     return low
 
 
-def measured_row(row: dict[str, Any]) -> list[object]:
-    """Returns the values of one measured row, in the order of the titles."""
+def measured_row(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns one row by real steps."""
     found = row["found"]
-    return [
-        *(f"{_width(row)} transformer, measured", row["K"], "naive" if row["naive"] else "pipeline", None, None),
-        *(found and f"{found['peak'] / GB:.3f}", f"{row['budget'] / GB:.3f}", None),
-        *(f"L={found['L']}" if found else "not even L=1", found and big(found["parameters"])),
-    ]
+    shown = {"model": measured_name(row), "devices": row["K"], "how": how(row), "of": row["budget"] / GB}
+    if not found:
+        return {**shown, "ours: size": "not even L=1"}
+    largest = {"ours: size": f"L={found['L']}", "ours: parameters": big(found["parameters"])}
+    return {**shown, "its GB a device": found["peak"] / GB, **largest}
 
 
-def _width(row: dict[str, Any]) -> str:
-    return "narrow" if row["width"] == NARROW else "wide"
+def measured_name(row: dict[str, Any]) -> str:
+    return f"transformer, d_model {row['width']}, measured"
 
 
 # -- both --------------------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def curves_of(planned: Sequence[dict[str, Any]], measured: Sequence[dict[str, An
     points = [(row, row["family"], "paper", "paper", row["paper"]) for row in planned]
     points += [(row, row["family"], "ours, planned", "ours", row["largest"]) for row in planned]
     for row in measured:
-        points.append((row, f"{_width(row)}, {row['budget'] / GB:.3g} GB a worker", "ours", "ours", row["found"]))
+        points.append((row, measured_name(row), "ours", "ours", row["found"]))
     lines: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     for row, panel, label, role, figures in points:
         if figures is not None:
@@ -181,6 +181,10 @@ def curves_of(planned: Sequence[dict[str, Any]], measured: Sequence[dict[str, An
             place = (panel, *(naive if row["naive"] else (label, role)))
             lines.setdefault(place, []).append((float(row["K"]), float(figures["parameters"])))
     return [Curve(panel, label, role, found) for (panel, label, role), found in lines.items()]
+
+
+def how(row: dict[str, Any]) -> str:
+    return "naive" if row["naive"] else "pipeline"
 
 
 def size_text(family: str, sizes: Sequence[int]) -> str:
