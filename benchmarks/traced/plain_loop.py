@@ -8,7 +8,6 @@ with the same loss and micro-batches. Protocol and columns are those of `python 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from benchmarks.common import Row, parser, report
 from benchmarks.overhead import COLUMNS, measure, row
 from gpipe_cli.bench.steps import CPU
 from gpipe_cli.cpu import keep_freed_memory
-from gpipe_cli.micro_batch import Loss, MicroBatch, Tensors
+from gpipe_cli.micro_batch import Loss, MicroBatch
 from gpipe_cli.models.traced.layers import layers
 from gpipe_cli.models.traced.module import Call, Called
 from gpipe_cli.pipeline.cell import build_layer
@@ -30,21 +29,8 @@ from gpipe_cli.tasks.language_model import LanguageModelTask
 M = 2
 
 
-@dataclass(frozen=True)
-class RealSubject:
-    """Describes a module at its real size.
-
-    Attributes:
-        constructor: makes it.
-        micro_batch: makes one micro-batch.
-        loss: of a task.
-        call: the keys of model=module that say how it is called.
-    """
-
-    constructor: Callable[[], nn.Module]
-    micro_batch: Callable[[], MicroBatch]
-    loss: Loss
-    call: dict[str, Any] = field(default_factory=dict)
+# What makes a module, what makes a micro-batch, a task's loss, the keys of model=module that say how it is called.
+RealSubject = tuple[Callable[[], nn.Module], Callable[[], MicroBatch], Loss, dict[str, Any]]
 
 
 def subjects(quick: bool) -> dict[str, RealSubject]:
@@ -54,8 +40,8 @@ def subjects(quick: bool) -> dict[str, RealSubject]:
     resnet = torchvision.models.resnet18 if quick else torchvision.models.resnet50
     texts, call = partial(_texts, 2, tokens, size.get("vocab_size", 50257)), {"inputs": ["input_ids"]}
     return {
-        resnet.__name__: RealSubject(resnet, partial(_images, 4, side), ClassificationTask().loss),
-        "gpt2": RealSubject(partial(_gpt2, **size), texts, LanguageModelTask().loss, call),
+        resnet.__name__: (resnet, partial(_images, 4, side), ClassificationTask().loss, {}),
+        "gpt2": (partial(_gpt2, **size), texts, LanguageModelTask().loss, call),
     }
 
 
@@ -77,19 +63,15 @@ def _gpt2(**size: Any) -> nn.Module:
 
 def rows_of(name: str, subject: RealSubject, repetitions: int) -> Iterator[Row]:
     """Measures one module with each kind of schedule."""
-    micro_batches = [subject.micro_batch() for _ in range(M)]
-    example = _example(micro_batches[0][0])
-    builders = layers(subject.constructor, example, **subject.call)
-    traced = [build_layer(builder, index, 0, CPU) for index, builder in enumerate(builders)]
-    plain = Called(subject.constructor(), Call(**subject.call)).train()
+    constructor, make, loss, call = subject
+    micro_batches = [make() for _ in range(M)]
+    example = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in micro_batches[0][0]]
+    traced = [build_layer(builder, n, 0, CPU) for n, builder in enumerate(layers(constructor, example, **call))]
+    plain = Called(constructor(), Call(**call)).train()
     parameters = sum(parameter.numel() for parameter in plain.parameters())
-    seconds = measure([plain], traced, micro_batches, subject.loss, repetitions)
+    seconds = measure([plain], traced, micro_batches, loss, repetitions)
     for kind in ("1f1b", "gpipe"):
         yield {"model": name, "parameters": parameters, **row(kind, seconds)}
-
-
-def _example(inputs: Tensors) -> list[tuple[str, list[int]]]:
-    return [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in inputs]
 
 
 def main() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.traced.as_written.given import LENGTH, WIDTH, given, series, vectors
-from benchmarks.traced.as_written.weights import Net
+from benchmarks.traced.as_written.given import WIDTH, given, series
 
 
 @given(series)
@@ -45,37 +43,6 @@ class RecurrentTagger(nn.Module):
 
 
 @given(series)
-class PackedRecurrence(nn.Module):
-    """Packs sequences by their lengths."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru, self.head = nn.GRU(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, 10)
-
-    def forward(self, x: Tensor) -> Any:
-        lengths = torch.full((len(x),), LENGTH - 1)
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        return self.head(self.gru(packed)[1][-1])
-
-
-@dataclass
-class Parts:
-    """Holds what `NestedAnswer` returns."""
-
-    loss: Tensor | None
-    scores: tuple[Tensor, tuple[Tensor, ...]]
-
-
-@given(vectors, output="scores.1.0")
-class NestedAnswer(Net):
-    """Returns a dataclass with nested tuples."""
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.stem(x)
-        return Parts(None, (h, (self.head(self.middle(h)), h)))
-
-
-@given(series)
 class LibraryAttention(nn.Module):
     """Uses nn.MultiheadAttention with a mask, and nn.TransformerEncoder, which has a fast path in evaluation."""
 
@@ -89,12 +56,3 @@ class LibraryAttention(nn.Module):
         causal = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
         x = x + self.attention(x, x, x, attn_mask=causal, need_weights=True)[0]
         return self.head(self.encoder(x, mask=causal, is_causal=True).mean(1))
-
-
-@given(vectors)
-class AuxiliaryInTraining(Net):
-    """Returns a second output in training only."""
-
-    def forward(self, x: Tensor) -> Any:
-        out = super().forward(x)
-        return (out, self.head(x)) if self.training else out

@@ -39,16 +39,6 @@ class ClampsActivations(Net):
 
 
 @given(vectors)
-class ClampsData(Net):
-    """Clamps its activations by .data."""
-
-    def middle(self, h: Tensor) -> Any:
-        h = self.body(h)
-        h.data.clamp_(-0.3, 0.3)
-        return h.sin()
-
-
-@given(vectors)
 class WritesOut(Net):
     """Writes into `out`."""
 
@@ -190,15 +180,6 @@ class InnerGradient(Net):
             energy = self.body(h).square().sum()
             (slope,) = torch.autograd.grad(energy, h, create_graph=True)
         return h - 0.1 * slope
-
-
-@given(vectors)
-class AsksForGradients(Net):
-    """Chooses by whether gradients are wanted."""
-
-    def middle(self, h: Tensor) -> Any:
-        h = self.body(h) if torch.is_grad_enabled() else self.body(h) * 1.5
-        return h.tanh() if h.requires_grad else h.sin()
 
 
 # -- types -------------------------------------------------------------------------------------------------------------

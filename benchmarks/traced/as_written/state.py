@@ -90,24 +90,6 @@ class UpdatesView(Net):
 
 
 @given(vectors)
-class CodebookByAverages(Net):
-    """Quantises by a codebook that is a moving average of what it quantises, as VQ-VAE does."""
-
-    codes: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("codes", torch.randn(4, WIDTH))
-
-    def middle(self, h: Tensor) -> Any:
-        hot = F.one_hot(torch.cdist(h, self.codes).argmin(-1), 4).to(h.dtype)
-        quantised = hot @ self.codes
-        if self.training:
-            self.codes.data.mul_(0.9).add_(hot.t() @ h.detach(), alpha=0.1)
-        return self.body(h + (quantised - h).detach())
-
-
-@given(vectors)
 class MomentumEncoder(Net):
     """Keeps a target network that follows the online one, updated in forward."""
 
@@ -206,23 +188,6 @@ class AlternatesByIterator(Net):
 
     def middle(self, h: Tensor) -> Any:
         return next(self.turns)(h).tanh()
-
-
-@given(vectors)
-class CountsEpochs(Net):
-    """Counts how often it is put into training mode, and anneals by it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.epochs = 0
-
-    def train(self, mode: bool = True) -> CountsEpochs:
-        super().train(mode)
-        self.epochs += mode
-        return self
-
-    def middle(self, h: Tensor) -> Any:
-        return self.body(h) / (1 + self.epochs)
 
 
 @given(vectors)

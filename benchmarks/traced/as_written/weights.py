@@ -263,12 +263,3 @@ class MergesForEvaluation(Net):
 
     def middle(self, h: Tensor) -> Any:
         return self.body(h) if self.merged else F.linear(h, self.body.weight + self.low)
-
-
-@given(vectors)
-class NeverUsed(Net):
-    """Keeps weights that nothing uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra = nn.Linear(3, 3)
