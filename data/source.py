@@ -150,18 +150,6 @@ def no_report(text: str, done: int, total: int) -> None:
     """Discards the report; for use outside a training run."""
 
 
-def check_limits(**values: tuple[float | None, float, float | None]) -> None:
-    """Checks `key=(value, least, most)` of keys under `data`; a value or limit of None is not checked.
-
-    Raises:
-        ValueError: a value is outside its limits; the message names the key.
-    """
-    for key, (value, least, most) in values.items():
-        if value is not None and not (value >= least and (most is None or value <= most)):
-            limit = f"at least {least}" if most is None else f"between {least} and {most}"
-            raise ValueError(f"data.{key}={value}: must be {limit}")
-
-
 def fingerprint_of(*pieces: bytes) -> str:
     """Returns a short digest of all pieces and their lengths."""
     digest = hashlib.blake2b(digest_size=16)

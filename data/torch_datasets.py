@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ..errors import ConfigurationError
 from ..micro_batch import MicroBatch
-from .source import Batch, Source, check_limits, permutation, slices_of_replica, split_evenly
+from .source import Batch, Source, permutation, slices_of_replica, split_evenly
 
 Key = tuple[int, int]
 """(epoch, index): by both, loader processes seed the augmentation of an example."""
@@ -51,9 +51,8 @@ class DatasetSource(Source):
         workers: int = 0,
         seed: int = 0,
     ) -> None:
-        check_limits(batch_size=(batch_size, 1, None), workers=(workers, 0, None))
         self._train_set, self._evaluation_set, self._count = train, evaluation, len(cast(Any, train))
-        if self._count < (batch_size if drop_last else 1):
+        if batch_size < 1 or self._count < (batch_size if drop_last else 1):
             raise ValueError(
                 f"data.batch_size={batch_size}, but data.train has {self._count} examples: "
                 "lower data.batch_size, or set data.drop_last=false"

@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
+from itertools import starmap
 from multiprocessing import get_context
 from types import ModuleType, TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
-Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 WATCH_SECONDS = 1.0
@@ -39,17 +39,17 @@ class Workers:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def map(self, function: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[Result]:
-        """Yields `function` of each job, in order; at most two jobs per process are running or not yet taken."""
+    def map(self, function: Callable[..., Result], jobs: Iterable[tuple[Any, ...]]) -> Iterator[Result]:
+        """Yields `function(*job)` of each job, in order; at most two jobs per process are running or not yet taken."""
         if self.count == 1:
-            yield from map(function, jobs)
+            yield from starmap(function, jobs)
             return
         if self._pool is None:
             self._pool = ProcessPoolExecutor(self.count, get_context("spawn"), _end_with, (os.getpid(),))
         waiting: deque[Future[Result]] = deque()
         for job in jobs:
             with _without_script():
-                waiting.append(self._pool.submit(function, job))
+                waiting.append(self._pool.submit(function, *job))
             if len(waiting) >= 2 * self.count:
                 yield waiting.popleft().result()
         while waiting:

@@ -117,19 +117,14 @@ def _worker_count(parameters: CorpusParameters) -> int:
 def _compose(parameters: CorpusParameters, workers: Workers, report: Report) -> dict[str, list[Pair]]:
     """Returns the training pairs of each language."""
     corpus: dict[str, list[Pair]] = {}
-    results = workers.map(_train_pairs, [(code, size, parameters.seed) for code, size in parameters.sizes.items()])
+    results = workers.map(train_pairs, [(code, size, parameters.seed) for code, size in parameters.sizes.items()])
     for done, code in enumerate(parameters.languages):
         report("translation corpus: sentences", done, len(parameters.languages))
         corpus[code] = next(results)
     return corpus
 
 
-def _train_pairs(job: tuple[str, int, int]) -> list[Pair]:
-    return train_pairs(*job)
-
-
-def _held_out_lines(job: tuple[CorpusParameters, str]) -> str:
-    parameters, split = job
+def _held_out_lines(parameters: CorpusParameters, split: str) -> str:
     return "".join(
         json.dumps([code, item, *pair], ensure_ascii=False) + "\n"
         for code in parameters.languages

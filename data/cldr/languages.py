@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -31,21 +30,14 @@ def check_languages(codes: Sequence[str] | None) -> list[str]:
     """Returns the chosen codes in the table's order; None: all 102.
 
     Raises:
-        ValueError: a code is not in the table; the message names the nearest ones.
+        ValueError: a code is not in the table.
     """
     if codes is None:
         return [language.code for language in LANGUAGES]
     for code in codes:
         if code not in RANK:
-            raise ValueError(f"data.languages: no language '{code}' in the corpus{_nearest(code)}")
+            raise ValueError(f"data.languages: no language '{code}' in the corpus; docs/data.md lists all 102")
     return sorted(set(codes), key=RANK.__getitem__)
-
-
-def _nearest(code: str) -> str:
-    by_name = {language.name.lower(): language.code for language in LANGUAGES}
-    words = difflib.get_close_matches(code.lower(), [*by_name, *RANK], n=4, cutoff=0.5)
-    near = dict.fromkeys(by_name.get(word, word) for word in words)
-    return f"; near: {', '.join(near)}" if near else "; docs/data.md lists all 102"
 
 
 def corpus_size(code: str, largest: int, smallest: int) -> int:

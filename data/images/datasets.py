@@ -94,7 +94,7 @@ DATASETS = {
 
 
 def open_images(
-    dataset: str, root: str | None, folders: Sequence[str], download: bool, cache: Path, report: Report
+    dataset: str, root: str | None, folders: Sequence[str], download: bool, report: Report
 ) -> tuple[Images, Images]:
     """Returns the training and the evaluation images of a data set.
 
@@ -103,7 +103,6 @@ def open_images(
         root: the folder that holds it.
         folders: the two splits of an image folder.
         download: whether torchvision may fetch what is missing.
-        cache: folder of the lists of files.
 
     Raises:
         ConfigurationError: something is missing; the message says what belongs where and where to get it.
@@ -115,7 +114,7 @@ def open_images(
         if download and known.download is None:
             raise ConfigurationError(f"data.download=true: {known.title} cannot be downloaded by program")
         if known.torchvision is None:
-            train, evaluation = (read_folder(Path(root).expanduser() / folder, cache, report) for folder in folders)
+            train, evaluation = (read_folder(Path(root).expanduser() / folder, report) for folder in folders)
             return train, _relabelled(evaluation, train)
         return _from_torchvision(known, Path(root).expanduser(), download, report)
     except ConfigurationError as error:

@@ -12,7 +12,6 @@ from torch.utils.data import Dataset, Subset
 
 from ...errors import ConfigurationError
 from ...typed_section import Count, CountOrZero, Examples, Part, PartAboveZero, Pixels
-from ..cache import cache_folder
 from ..source import Batch, Report, Source, read_ahead, split_evenly
 from ..torch_datasets import DatasetSource
 from .datasets import help_for, open_images
@@ -50,7 +49,6 @@ class ImageSource(Source):
         evaluation_crop: share of height and width that evaluation keeps.
         workers: loader processes of a replica; "auto": as many as its share of the machine's cores, at most 16.
         broken_images_limit: most broken images, counted from the start of the process.
-        cache_dir: folder of the lists of files; None: `$GPIPE_CACHE` or `~/.cache/gpipe`.
         seed: decides order and augmentation.
 
     Attributes:
@@ -77,13 +75,12 @@ class ImageSource(Source):
         evaluation_crop: Annotated[float, Field(ge=0.01, le=1)] = 1.0,
         workers: Literal["auto"] | CountOrZero = "auto",
         broken_images_limit: CountOrZero = 0,
-        cache_dir: str | None = None,
         seed: int = 0,
     ) -> None:
         if crop_area is not None and crop_area[0] > crop_area[1]:
             raise ConfigurationError(f"data.crop_area={list(crop_area)}: the least share comes first")
         self._dataset, self._root, self._download, self._folders = dataset, root, download, folders
-        self._classes, self._expected, self._cache_dir = classes, images, cache_dir
+        self._classes, self._expected = classes, images
         self._image_size, self._evaluation_crop = image_size, evaluation_crop
         self._augmentation = (crop_area, flip, brightness, chroma, cutout)
         self._batch_size, self._drop_last, self._seed = batch_size, drop_last, seed
@@ -97,8 +94,7 @@ class ImageSource(Source):
         Raises:
             ConfigurationError: images are missing; the message says what `data.root` must hold and where to get it.
         """
-        cache = cache_folder(self._cache_dir)
-        train, evaluation = open_images(self._dataset, self._root, self._folders, self._download, cache, report)
+        train, evaluation = open_images(self._dataset, self._root, self._folders, self._download, report)
         self._check_counts(train, evaluation)
         self.class_names = train.class_names
         self.prepared_defects = {"other_files": train.others + evaluation.others}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 from ..cache import made_json, whole_file
 from ..defects import Defects
 from ..packed import check_encoding
+from ..prepared import WORK
 from ..sampling import EvenSample
 from ..source import permutation, random_words
 from ..store import (
@@ -39,112 +40,139 @@ AT_ONCE = 65_536  # pairs that are shuffled at once: more would need more memory
 
 
 @dataclass(frozen=True)
-class Scan:
-    """Holds what was found in a pair of files.
+class Vocabularies:
+    """Describes the vocabularies to train.
 
     Attributes:
-        lines: of each file; of a TSV file, one number.
+        source, target: pieces.
+        shared: one vocabulary for both sides, of `source` pieces.
+        character_coverage: see `train_vocabulary`.
+        pairs: sentence pairs given to SentencePiece.
+        temperature: of the sampling of these pairs.
+        smaller: a text that supports fewer pieces gets so many.
     """
 
-    lines: list[int]
-
-    @property
-    def pairs(self) -> int:
-        return min(self.lines)
+    source: int
+    target: int
+    shared: bool = False
+    character_coverage: float = 0.999995
+    pairs: int = 1_000_000
+    temperature: float = 5.0
+    smaller: bool = False
 
 
 @dataclass(frozen=True)
-class ScanJob:
-    """Describes a pair of files to count and sample.
+class ParallelText:
+    """Holds all that decides the bytes of a store, besides the text.
 
     Attributes:
-        wanted: pairs of the sample; up to twice as many are kept.
-        piece: lines read at once.
-        out: file of the scan and the sample.
+        root: the folder. languages: None: all that are found. target: the language of the translations.
+        max_length: tokens of a side with its end token; longer pairs are dropped.
+        seed: of the shuffling.
+        kept: kinds of `defects.KEEPABLE` that are trained on.
+        piece: lines that one process takes at a time.
     """
 
-    files: PairFiles
-    wanted: int
-    piece: int
-    out: Path
+    root: str | None
+    languages: tuple[str, ...] | None
+    target: str
+    vocabularies: Vocabularies
+    max_length: int
+    seed: int
+    kept: tuple[str, ...] = ("copied",)
+    piece: int = 50_000
+    sizes: Sizes = field(default_factory=Sizes)
 
 
-def scan(job: ScanJob) -> Scan:
-    """Counts the lines and keeps an even sample of the pairs that can be read.
+class Draft:
+    """Names the files of a store that is being made.
+
+    Args:
+        text: what the store is made of.
+        folder: that becomes the store.
+    """
+
+    def __init__(self, text: ParallelText, folder: Path) -> None:
+        self.text, self.folder, self._work = text, folder, folder / WORK
+
+    @property
+    def models(self) -> tuple[Path, Path]:
+        """Returns the files of the source's and the target's vocabulary."""
+        source = self.folder / "source.model"
+        return source, source if self.text.vocabularies.shared else self.folder / "target.model"
+
+    def scan(self, pair: PairFiles) -> Path:
+        return self._work / "scan" / f"{pair.language}-{pair.split}.json"
+
+    def held_out(self, language: str) -> Path:
+        """Returns the file of the digests of a language's held-out pairs."""
+        return self._work / "held_out" / f"{language}.npy"
+
+    def piece(self, language: str, number: int) -> Path:
+        """Returns a piece's files, without their endings."""
+        return self._work / "pieces" / f"{language}-{number:06}"
+
+    def result(self, language: str, shard: int | None = None) -> Path:
+        """Returns the file that is written when a language, or a shard of it, is finished."""
+        return self._work / "shards" / (f"{language}.json" if shard is None else f"{language}-{shard:05}.json")
+
+
+def scan(draft: Draft, pair: PairFiles, wanted: int) -> list[int]:
+    """Counts the lines of each file; keeps an even sample of `wanted` pairs that can be read, or up to twice as many.
 
     Raises:
         ConfigurationError: a file is empty, of another encoding, or a torn archive.
     """
-    return Scan(made_json(job.out, lambda: _scan(job))["lines"])
+    lines: list[int] = made_json(draft.scan(pair), lambda: _scan(pair, wanted, draft.text.piece))["lines"]
+    return lines
 
 
-def _scan(job: ScanJob) -> dict[str, Any]:
-    for path in job.files.files:
+def _scan(pair: PairFiles, wanted: int, size: int) -> dict[str, Any]:
+    for path in pair.files:
         check_encoding(path)
-    sample = EvenSample[tuple[str, str]](job.wanted)
-    for piece in read_pieces(job.files, job.piece):
+    sample = EvenSample[tuple[str, str]](wanted)
+    for piece in read_pieces(pair, size):
         for place in sample.places(len(piece.sources)):
-            pair = texts_of(piece, place)
-            if isinstance(pair, tuple) and all(pair) and max(map(len, pair)) <= LONGEST_SAMPLE:
-                sample.keep(place, pair)
+            texts = texts_of(piece, place)
+            if isinstance(texts, tuple) and all(texts) and max(map(len, texts)) <= LONGEST_SAMPLE:
+                sample.keep(place, texts)
         sample.go_on(len(piece.sources))
-    lines = [sample.total] if job.files.target is None else [count_lines(path) for path in job.files.files]
+    lines = [sample.total] if pair.target is None else [count_lines(path) for path in pair.files]
     return {"lines": lines, "sample": sample.items}
 
 
-@dataclass(frozen=True)
-class EncodeJob:
-    """Describes one piece of text to encode.
-
-    Attributes:
-        models: the files of the source's and the target's vocabulary.
-        shards: number of files among which the language's pairs are divided.
-        held_out: file of the digests of the language's held-out pairs.
-        kept: kinds of `defects.KEEPABLE` that are trained on.
-        out: the piece's files, without their endings.
-    """
-
-    piece: Piece
-    models: tuple[Path, Path]
-    max_length: int
-    shards: int
-    seed: int
-    held_out: Path
-    kept: tuple[str, ...]
-    out: Path
-
-
-def encode(job: EncodeJob) -> Defects:
+def encode(draft: Draft, piece: Piece, shards: int) -> Defects:
     """Writes a piece's ids, its pairs divided among shards by a hash of the line; returns the defects."""
-    return Defects.from_json(made_json(job.out.with_suffix(".json"), lambda: _encode(job)))
+    out = draft.piece(piece.files.language, piece.number)
+    return Defects.from_json(made_json(out.with_suffix(".json"), lambda: _encode(draft, piece, shards, out)))
 
 
-def _encode(job: EncodeJob) -> dict[str, Any]:
-    usable, defects = readable(job.piece, job.max_length)
-    lines, sources, targets = _ids(job, _wanted(job, usable, defects), defects)
-    words = random_words(len(job.piece.sources), job.seed, "shard of", job.piece.files.language, job.piece.number)
-    shard_of = words[np.array([line.place for line in lines], np.int64)] % np.uint64(job.shards)
+def _encode(draft: Draft, piece: Piece, shards: int, out: Path) -> dict[str, Any]:
+    usable, defects = readable(piece, draft.text.max_length)
+    lines, sources, targets = _ids(draft, piece, _wanted(draft, piece, usable, defects), defects)
+    words = random_words(len(piece.sources), draft.text.seed, "shard of", piece.files.language, piece.number)
+    shard_of = words[np.array([line.place for line in lines], np.int64)] % np.uint64(shards)
     order = np.argsort(shard_of, kind="stable").tolist()
-    wide = max(len(_vocabulary(model)) for model in job.models) > 65_536
+    wide = max(len(_vocabulary(model)) for model in draft.models) > 65_536
     tokens, lengths = interleave([sources[i] for i in order], [targets[i] for i in order], wide)
     for kind, array in (("tokens", tokens), ("lengths", lengths)):
-        with whole_file(job.out.with_suffix(f".{kind}.npy")) as draft:
-            np.save(draft, array)
-    bounds = np.searchsorted(shard_of[order], np.arange(job.shards + 1, dtype=np.uint64)).tolist()
+        with whole_file(out.with_suffix(f".{kind}.npy")) as file:
+            np.save(file, array)
+    bounds = np.searchsorted(shard_of[order], np.arange(shards + 1, dtype=np.uint64)).tolist()
     defects.examples.sort(key=lambda defect: defect.line)
     return {"bounds": bounds, **defects.as_json()}
 
 
-def _wanted(job: EncodeJob, usable: list[Line], defects: Defects) -> list[Line]:
+def _wanted(draft: Draft, piece: Piece, usable: list[Line], defects: Defects) -> list[Line]:
     """Returns the pairs without those that are held out, too, or copied, unless these are kept; counts both kinds."""
-    held_out, wanted = _digests(job.held_out), []
+    held_out, wanted = _digests(draft.held_out(piece.files.language)), []
     for line in usable:
         kind = "copied" if line.source == line.target else None
         if pair_digest(line.source, line.target) in held_out:
             kind = "held_out"
         if kind is not None:
-            defects.add(defect_at(job.piece, line.place, kind, 0))
-        if kind is None or kind in job.kept:
+            defects.add(defect_at(piece, line.place, kind, 0))
+        if kind is None or kind in draft.text.kept:
             wanted.append(line)
     return wanted
 
@@ -159,18 +187,20 @@ def _digests(path: Path) -> frozenset[int]:
     return frozenset(np.load(path).tolist())
 
 
-def _ids(job: EncodeJob, usable: list[Line], defects: Defects) -> tuple[list[Line], list[list[int]], list[list[int]]]:
+def _ids(
+    draft: Draft, piece: Piece, usable: list[Line], defects: Defects
+) -> tuple[list[Line], list[list[int]], list[list[int]]]:
     """Returns the lines that are short enough, with their ids; adds the others to `defects`."""
-    sides = [[line.source for line in usable], [line.target for line in usable]]
-    sources, targets = (_vocabulary(m).encode(texts, threads=1) for m, texts in zip(job.models, sides, strict=True))
+    sides, most = [[line.source for line in usable], [line.target for line in usable]], draft.text.max_length
+    sources, targets = (_vocabulary(m).encode(texts, threads=1) for m, texts in zip(draft.models, sides, strict=True))
     kept = []
     for number, line in enumerate(usable):
         lengths = len(sources[number]), len(targets[number])
-        if max(lengths) < job.max_length:
+        if max(lengths) < most:
             kept.append(number)
         else:
             side = int(lengths[1] > lengths[0])
-            defects.add(too_long(job.piece, line.place, side, f"{lengths[side] + 1:,} tokens", job.max_length))
+            defects.add(too_long(piece, line.place, side, f"{lengths[side] + 1:,} tokens", most))
     return [usable[n] for n in kept], [sources[n] for n in kept], [targets[n] for n in kept]
 
 
@@ -179,34 +209,16 @@ def _vocabulary(model: Path) -> Vocabulary:
     return Vocabulary(model.read_bytes())
 
 
-@dataclass(frozen=True)
-class MergeJob:
-    """Describes one shard of a language.
-
-    Attributes:
-        pieces: the encoded pieces' files, without their endings, in order.
-        folder: of the store.
-        result: the file that is written when the shard is finished.
-    """
-
-    language: str
-    shard: int
-    pieces: list[Path]
-    seed: int
-    folder: Path
-    sizes: Sizes
-    result: Path
-
-
-def merge(job: MergeJob) -> LanguageSummary:
+def merge(draft: Draft, language: str, shard: int, pieces: int) -> LanguageSummary:
     """Collects a shard's pairs from all pieces, shuffles and writes them."""
-    return LanguageSummary.from_json(made_json(job.result, lambda: asdict(_merge(job))))
+    merged = made_json(draft.result(language, shard), lambda: asdict(_merge(draft, language, shard, pieces)))
+    return LanguageSummary.from_json(merged)
 
 
-def _merge(job: MergeJob) -> LanguageSummary:
-    tokens, lengths = _collected(job)
+def _merge(draft: Draft, language: str, shard: int, pieces: int) -> LanguageSummary:
+    tokens, lengths = _collected([draft.piece(language, number) for number in range(pieces)], shard)
     ends = pair_ends(lengths)[1:]
-    order = permutation(len(lengths), job.seed, "shard", job.language, job.shard)
+    order = permutation(len(lengths), draft.text.seed, "shard", language, shard)
     shuffled = np.empty_like(tokens)
     filled = 0
     for first in range(0, len(order), AT_ONCE):
@@ -214,7 +226,7 @@ def _merge(job: MergeJob) -> LanguageSummary:
         places = _token_places(ends[chosen], lengths[chosen].sum(1, dtype=np.int64))
         shuffled[filled : filled + len(places)] = tokens[places]
         filled += len(places)
-    write_shard(job.folder, job.language, job.shard, shuffled, lengths[order], job.sizes.block)
+    write_shard(draft.folder, language, shard, shuffled, lengths[order], draft.text.sizes.block)
     return LanguageSummary.of_shard(lengths)
 
 
@@ -224,13 +236,13 @@ def _token_places(ends: Numbers, lengths: Numbers) -> Numbers:
     return np.asarray(starts + np.arange(len(starts)))
 
 
-def _collected(job: MergeJob) -> tuple[Tokens, Lengths]:
+def _collected(pieces: list[Path], shard: int) -> tuple[Tokens, Lengths]:
     all_tokens, all_lengths = [], []
-    for piece in job.pieces:
+    for piece in pieces:
         bounds = json.loads(piece.with_suffix(".json").read_text(encoding="utf-8"))["bounds"]
         lengths = np.load(piece.with_suffix(".lengths.npy"))
         ends = pair_ends(lengths)
-        first, last = bounds[job.shard], bounds[job.shard + 1]
+        first, last = bounds[shard], bounds[shard + 1]
         all_lengths.append(lengths[first:last])
         all_tokens.append(np.load(piece.with_suffix(".tokens.npy"), mmap_mode="r")[ends[first] : ends[last]])
     return np.concatenate(all_tokens), np.concatenate(all_lengths)

@@ -18,7 +18,8 @@ from ..source import Report
 from ..store import FORMAT, Store
 from ..translation import PairSource
 from .folders import find_pairs
-from .preparation import ParallelText, Preparation, Vocabularies
+from .pieces import ParallelText, Vocabularies
+from .preparation import Preparation
 
 log = logging.getLogger(__name__)
 

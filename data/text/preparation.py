@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -138,12 +138,12 @@ class TextPreparation:
                 return min(found.examples, key=lambda defect: defect.line)
         return f"{self._files[0]} and the others have no document that is not held out"
 
-    def _sample_jobs(self) -> Iterator[SampleJob]:
+    def _sample_jobs(self) -> Iterator[tuple[Path, int, TextForm, Path]]:
         """Yields the jobs; a file's sample is twice its share of the texts, judged by its size."""
         sizes = [file.stat().st_size for file in self._files]
         for number, (file, size) in enumerate(zip(self._files, sizes, strict=True)):
             wanted = min(int(2 * size / sum(sizes) * self._form.samples) + 1, self._form.samples)
-            yield SampleJob(file, wanted, self._form, self._draft / WORK / f"sample-{number:05}.json")
+            yield file, wanted, self._form, self._draft / WORK / f"sample-{number:05}.json"
 
     def _encode(self, workers: Workers) -> list[dict[str, Any]]:
         """Makes the ids of all pieces; returns their descriptions."""
@@ -157,13 +157,14 @@ class TextPreparation:
             self._report("text: tokens", tokens, 0)
         return pieces
 
-    def _encode_jobs(self) -> Iterator[PieceJob]:
+    def _encode_jobs(self) -> Iterator[tuple[TextPiece, TextForm, Path, str]]:
         own, form = len(self._files), self._form
         for number, file in enumerate((*self._files, *self._held_out)):
             of_file = form if number < own else replace(form, held_out=1.0)
             for piece in read_text(file, form.piece, SEPARATORS[form.document]):
-                job = PieceJob(piece, of_file, self._draft, f"{number:05}-{piece.number:05}")
-                yield replace(job, piece=piece._replace(content=b"")) if job.result.exists() else job
+                name = f"{number:05}-{piece.number:05}"
+                done = _result(self._draft, name).exists()
+                yield piece._replace(content=b"") if done else piece, of_file, self._draft, name
 
     def _finish(self, pieces: list[dict[str, Any]]) -> None:
         self._defects.write(self._draft, sum(piece["documents"] for piece in pieces))
@@ -177,25 +178,15 @@ class TextPreparation:
 # -- in the processes --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SampleJob:
-    """Describes a file of which to take an even sample; `out`: the sample's file."""
-
-    file: Path
-    wanted: int
-    form: TextForm
-    out: Path
-
-
-def sample_texts(job: SampleJob) -> list[str]:
+def sample_texts(file: Path, wanted: int, form: TextForm, out: Path) -> list[str]:
     """Returns an even sample of the texts that are trained on, in slices of at most `LONGEST_SAMPLE` characters."""
-    texts: list[str] = made_json(job.out, lambda: _sample(job))
+    texts: list[str] = made_json(out, lambda: _sample(file, wanted, form))
     return texts
 
 
-def _sample(job: SampleJob) -> list[str]:
-    sample, form = EvenSample[str](job.wanted), job.form
-    for piece in read_text(job.file, form.piece, SEPARATORS[form.document]):
+def _sample(file: Path, wanted: int, form: TextForm) -> list[str]:
+    sample = EvenSample[str](wanted)
+    for piece in read_text(file, form.piece, SEPARATORS[form.document]):
         for document in documents(piece, form.document, form.json_key, Defects()):
             starts = range(0, len(document.text), LONGEST_SAMPLE)
             chosen = sample.places(len(starts))
@@ -206,35 +197,25 @@ def _sample(job: SampleJob) -> list[str]:
     return sample.items
 
 
-@dataclass(frozen=True)
-class PieceJob:
-    """Describes a piece of text to encode; `folder`: of the store, `name`: of the piece's files."""
-
-    piece: TextPiece
-    form: TextForm
-    folder: Path
-    name: str
-    result: Path = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "result", self.folder / WORK / f"{self.name}.json")
+def _result(folder: Path, name: str) -> Path:
+    return folder / WORK / f"{name}.json"
 
 
-def encode_piece(job: PieceJob) -> dict[str, Any]:
-    """Writes the ids of a piece's documents; returns its description, with the defects under "found"."""
-    described: dict[str, Any] = made_json(job.result, lambda: _encode(job))
+def encode_piece(piece: TextPiece, form: TextForm, folder: Path, name: str) -> dict[str, Any]:
+    """Writes the ids of a piece's documents to a store's files of this name; returns its description and defects."""
+    described: dict[str, Any] = made_json(_result(folder, name), lambda: _encode(piece, form, folder, name))
     return described
 
 
-def _encode(job: PieceJob) -> dict[str, Any]:
-    form, found = job.form, Defects()
-    texts = list(documents(job.piece, form.document, form.json_key, found))
+def _encode(piece: TextPiece, form: TextForm, folder: Path, name: str) -> dict[str, Any]:
+    found = Defects()
+    texts = list(documents(piece, form.document, form.json_key, found))
     held_out = [form.holds_out(document.text) for document in texts]
-    content: dict[str, Any] = {"name": job.name, "documents": len(texts)}
+    content: dict[str, Any] = {"name": name, "documents": len(texts)}
     for split, wanted in zip(SPLITS, (False, True), strict=True):
         chosen = [document for document, is_out in zip(texts, held_out, strict=True) if is_out == wanted]
-        tokens = _tokens(chosen, job)
-        with whole_file(job.folder / f"{job.name}.{split}.npy") as draft:
+        tokens = _tokens(chosen, form, folder)
+        with whole_file(folder / f"{name}.{split}.npy") as draft:
             np.save(draft, tokens)
         content |= {split: len(tokens)}
         if split == "train":
@@ -242,9 +223,9 @@ def _encode(job: PieceJob) -> dict[str, Any]:
     return {**content, "found": found.as_json()}
 
 
-def _tokens(texts: Sequence[Document], job: PieceJob) -> np.ndarray[Any, Any]:
+def _tokens(texts: Sequence[Document], form: TextForm, folder: Path) -> np.ndarray[Any, Any]:
     """Returns the ids of each document and an end token."""
-    vocabulary = _opened(job.folder, job.form.end_token)
+    vocabulary = _opened(folder, form.end_token)
     kind = np.uint32 if len(vocabulary) > 65_536 else np.uint16
     parts = [np.empty(0, kind)]
     for first in range(0, len(texts), AT_ONCE):  # Python's lists of numbers take twenty times the memory

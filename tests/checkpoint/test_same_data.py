@@ -117,7 +117,7 @@ def test_text_has_the_same_fingerprint_wherever_it_lies_until_it_is_edited(tmp_p
 
 
 def pictures(root: Path) -> str:
-    source = ImageSource("image_folder", tiny_images.CLASSES, str(root), batch_size=2, cache_dir=str(root / "cache"))
+    source = ImageSource("image_folder", tiny_images.CLASSES, str(root), batch_size=2)
     source.prepare(no_report)
     return source.fingerprint()
 

@@ -34,8 +34,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def birds(tmp_path: Path) -> list[str]:
     """Returns the overrides for data of three other classes."""
     image_folder(tmp_path / "birds")
-    words = ["data=image_folder", f"data.root={tmp_path / 'birds'}", f"data.classes={CLASSES}", "data.batch_size=8"]
-    return [*words, f"data.cache_dir={tmp_path / 'cache'}"]
+    return ["data=image_folder", f"data.root={tmp_path / 'birds'}", f"data.classes={CLASSES}", "data.batch_size=8"]
 
 
 def begin(run_dir: Path, origin: Path, *words: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import os
 import shutil
 from collections import deque
 from collections.abc import Iterator
@@ -46,7 +45,7 @@ def own_folder(folder: Path, tmp_path: Path) -> Path:
 def images(root: Path, **changes: Any) -> ImageSource:
     settings = {"dataset": "image_folder", "classes": CLASSES, "image_size": 16, "batch_size": 5, "workers": 0}
     settings |= {"crop_area": (0.3, 1.0), "brightness": 0.1, "chroma": 0.1, "cutout": 0.25, "drop_last": False}
-    source = ImageSource(root=str(root), **{**settings, "cache_dir": str(root.parent / "cache"), **changes})
+    source = ImageSource(root=str(root), **{**settings, **changes})
     source.prepare(no_report)
     return source
 
@@ -266,20 +265,6 @@ def test_an_evaluation_class_may_be_missing_and_the_others_keep_their_numbers(ow
     shutil.rmtree(own_folder / "val" / "n00000001")
     labels = torch.cat([whole(batch)[1] for batch in images(own_folder).evaluation(1)])
     assert labels.tolist() == [0, 0, 2, 2]
-
-
-# --- files: the list is kept
-
-
-def test_the_list_of_files_is_kept_until_a_folder_changes(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for path in [own_folder, *(path for path in own_folder.rglob("*") if path.is_dir())]:
-        os.utime(path, (1e9, 1e9))  # one that changed just now is not trusted
-    images(own_folder)
-    with monkeypatch.context() as patched:
-        patched.setattr(image_folders, "_scan", lambda split, report: pytest.fail("lists the folder again"))
-        images(own_folder)
-    tiny_images.save_image(own_folder / "val" / "n00000001" / "new.png", 1)
-    assert sum(len(whole(batch)[1]) for batch in images(own_folder).evaluation(1)) == 7
 
 
 # --- files: broken images

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from gpipe_cli.data.defects import check_policy
-from gpipe_cli.data.parallel.preparation import ParallelText, Vocabularies
+from gpipe_cli.data.parallel.pieces import ParallelText, Vocabularies
 from gpipe_cli.data.parallel.source import open_parallel_store
 from gpipe_cli.data.source import Report
 from gpipe_cli.data.store import Sizes, Store
