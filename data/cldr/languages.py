@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ...errors import ConfigurationError
+
 
 class Language(NamedTuple):
     """Describes a language; its place in `LANGUAGES` is its rank, which decides how many pairs it gets."""
@@ -30,13 +32,13 @@ def check_languages(codes: Sequence[str] | None) -> list[str]:
     """Returns the chosen codes in the table's order; None: all 102.
 
     Raises:
-        ValueError: a code is not in the table.
+        ConfigurationError: a code is not in the table.
     """
     if codes is None:
         return [language.code for language in LANGUAGES]
     for code in codes:
         if code not in RANK:
-            raise ValueError(f"data.languages: no language '{code}' in the corpus; docs/data.md lists all 102")
+            raise ConfigurationError(f"data.languages: no language '{code}' in the corpus; docs/data.md lists all 102")
     return sorted(set(codes), key=RANK.__getitem__)
 
 

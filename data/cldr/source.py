@@ -29,7 +29,7 @@ class TranslationSource(PairSource):
         cache_dir: folder of the corpora; None: `$GPIPE_CACHE` or `~/.cache/gpipe`.
 
     Raises:
-        ValueError: a language is not in the table.
+        ConfigurationError: a language is not in the table.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ class TextSource(WindowSource, PreparedSource[Store]):
         seed: decides the order of the pairs in the stream and of the windows.
 
     Raises:
-        ValueError: a language is not in the table.
+        ConfigurationError: a language is not in the table.
     """
 
     pad_id, bos_id, eos_id = PAD, BOS, EOS

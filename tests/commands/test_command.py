@@ -76,7 +76,7 @@ def test_a_sweeps_job_folder_is_a_run(run: str) -> None:
     [
         (["step=1", "step=2"], "step=2: give step one value"),
         (["step="], "step=: give step one value"),
-        (["n=two"], "n=two: use a whole number"),
+        (["n=two"], "n=two: should be a valid integer"),
         (["--config-dir=a"], "--config-dir=a: keys have no dashes"),
         (["-m"], "there is no option -m"),
     ],

@@ -51,12 +51,6 @@ def test_weights_gradients_and_state_are_counted(fits: int, words: tuple[str, ..
     assert "make the model smaller" in told(fits / 1.11, *words, **options)
 
 
-def test_the_message_names_both_sizes_and_the_largest_layer() -> None:
-    said = told(14)
-    assert said.startswith("the model has 1,048,576 parameters, whose weights, gradients and optimizer state take 0.0")
-    assert "there are 0.0 GB. The largest layer is 'layer.0'" in said
-
-
 def test_a_shared_layer_counts_once() -> None:
     one = nn.Linear(512, 512, bias=False)
     shared = [LayerBuilder(f"use.{n}", lambda: one) for n in range(4)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.factory.build import build_model, build_source
+from gpipe_cli.factory.build import build_model
 
 MADE = "could not be made from the keys of `model`"
 CASES = {  # target: the module's text, and what is said of it
@@ -53,5 +53,6 @@ def test_a_wrong_target_inside_a_section_is_named_with_its_key() -> None:
 
 def test_what_our_own_code_refuses_is_told_without_its_place() -> None:
     """The message names the key already; a line of ours says nothing to the person who typed it."""
-    with pytest.raises(ConfigurationError, match=r": data\.languages: no language 'xx' in the corpus[^()]*$"):
-        build_source({"_target_": "gpipe_cli.data.cldr.languages.check_languages", "codes": ["xx"]}, 0)
+    section = {"_target_": "gpipe_cli.models.amoebanet.amoebanet", "L": 3, "D": 16, "classes": 2, "image_size": 66}
+    with pytest.raises(ConfigurationError, match=r": model\.auxiliary_head=true with model\.image_size=66[^()]*$"):
+        build_model(section)
