@@ -10,7 +10,6 @@ from .files import (
     STEP_NAME,
     CheckpointError,
     CheckpointInfo,
-    NewerFormat,
     best_step,
     checkpoints_directory,
     problems,
@@ -125,8 +124,6 @@ def open_checkpoint(directory: Path) -> CheckpointInfo:
     """
     try:
         info = read_manifest(directory)
-    except NewerFormat:
-        raise
     except CheckpointError as error:
         raise CheckpointError(f"{error}. {advice(directory)}") from error
     if found := problems(info):

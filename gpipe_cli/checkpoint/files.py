@@ -46,7 +46,7 @@ class DamagedFile(CheckpointError):
     """Raised for a file of a checkpoint that is not what the manifest says."""
 
 
-class NewerFormat(CheckpointError):
+class NewerFormat(ConfigurationError):
     """Raised for a checkpoint that a later release of gpipe-cli has written; it is not damaged, and is not touched."""
 
 
@@ -227,8 +227,6 @@ def problems_of(directory: Path) -> list[str]:
     """
     try:
         return problems(read_manifest(directory))
-    except NewerFormat:
-        raise
     except CheckpointError as error:
         return [str(error)]
 

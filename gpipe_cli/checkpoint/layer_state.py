@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from ..layers import AGAIN, Owner, own_name
 from . import files
@@ -55,15 +56,8 @@ class LayerState:
 
     def copied(self) -> LayerState:
         """Returns a copy on the CPU."""
-        optimizer = {
-            name: {key: _copy(value) if isinstance(value, Tensor) else value for key, value in values.items()}
-            for name, values in self.optimizer.items()
-        }
-        weights, buffers, averages = (
-            {name: _copy(tensor) for name, tensor in tensors.items()}
-            for tensors in (self.weights, self.buffers, self.averages)
-        )
-        return LayerState(weights, buffers, optimizer, averages, self.tied)
+        tensors = {name: dict(value) for name, value in vars(self).items() if name != "tied"}
+        return LayerState(**tree_map_only(Tensor, _copy, tensors), tied=self.tied)
 
 
 # --- between a layer and its state -----------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from gpipe_cli.checkpoint import choose
 from gpipe_cli.checkpoint import commit as checkpoint_commit
 from gpipe_cli.checkpoint import files as checkpoint_files
 from gpipe_cli.checkpoint import layer_state as layer_states
-from gpipe_cli.checkpoint.files import CheckpointError, RunState
+from gpipe_cli.checkpoint.files import CheckpointError, NewerFormat, RunState
 from gpipe_cli.checkpoint.layer_state import layer_state, load_layer
 from gpipe_cli.checkpoint.writer import CheckpointWriter
 from gpipe_cli.commands import train
@@ -266,9 +266,9 @@ def test_a_checkpoint_of_a_newer_format_is_refused_with_its_versions_and_not_tou
     before = bytes_of(tmp_path)
     step_1 = choose.open_checkpoint(tmp_path / "checkpoints" / "step_00000001")
     said = rf"step_00000002/manifest\.json has format {newer}.*gpipe-cli 9\.8"
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(NewerFormat, match=said):
         choose.resolve("auto", tmp_path)
-    with pytest.raises(CheckpointError, match=said):  # not even where the run would go on from an older one
+    with pytest.raises(NewerFormat, match=said):  # not even where the run would go on from an older one
         checkpoint_commit.refuse_another_run(tmp_path, step_1)
     assert bytes_of(tmp_path) == before
 
