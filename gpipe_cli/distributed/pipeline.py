@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -25,7 +25,9 @@ from ..pipeline.gradients import fill_gradients
 from ..pipeline.messages.transport import Transport, connect_workers
 from ..pipeline.tied_parameters import ReplicaLink, TiedParameters
 from ..position import Position
-from ..schedule.run_schedules import RunSchedules
+from ..schedule.instruction import Instruction, InstructionLists
+from ..schedule.posting import Posts, post_ahead, post_when_sent
+from ..schedule.schedule import forward_only, gradients_complete, schedule
 from ..tasks.base import Task
 from ..tasks.own_loss import LossFunctionTask
 from .batch_plan import BatchPlan, BatchPlanCodec, BatchShape
@@ -75,7 +77,7 @@ class Pipeline:
         cells: of this worker, in order.
         where: what this worker is doing.
         ties: the tied parameters of the model.
-        schedules: the instruction lists of the run.
+        training_lists: from a number of micro-batches to one list of instructions for each worker.
         codec: of batch plans; its M is the most micro-batches in flight.
         steps_done: number of the next `step`; dropout depends on it.
     """
@@ -102,7 +104,10 @@ class Pipeline:
         self.engine = Engine(
             self.cells, cut.placement, transport, task.loss, targets, world.device, autocast, self.where
         )
-        self.schedules = RunSchedules(config.schedule, cut.placement, config.remat)
+        self.kind, self.placement = config.schedule, cut.placement
+        self.training_lists = cache(lambda M: schedule(self.kind, self.placement, M, config.remat))
+        self._training = cache(lambda M: self._own(self.training_lists(M)))
+        self._forward = cache(lambda M: self._own(forward_only(self.placement, M)))
         self.codec = BatchPlanCodec(shape, config.M, world.replica, world.replicas)
         self.ties = TiedParameters(cut.uses([layer.name for layer in layers]), self.cells, _replica_link(world))
         self.steps_done = 0
@@ -266,14 +271,12 @@ class Pipeline:
             on_complete: called with the number of each cell as soon as its gradients are complete and on their way.
         """
         plan = mini_batch.plan
-        M, worker = len(plan.signatures), self.world.worker
-        posts = self.schedules.training_posts(M, self.engine.receives_block_device)[worker]
+        instructions, posts = self._training(len(plan.signatures))
         scale = mini_batch.loss_scale / plan.total_weight if plan.total_weight else 0.0
         step_input = StepInput(mini_batch.step, mini_batch.steps, plan.signatures, scale)
-        instructions = self.schedules.training_lists(M)[worker]
         after: dict[int, Callable[[], None]] = {}
         if on_complete is not None:
-            cells = self.schedules.gradients_complete(M)[worker]
+            cells = gradients_complete(instructions)
             after = {position: partial(on_complete, cell) for position, cell in cells.items()}
         return self.engine.train_step(instructions, step_input, mini_batch.micro_batches, posts, watch, after)
 
@@ -285,10 +288,13 @@ class Pipeline:
         caches: Caches | None = None,
     ) -> None:
         """Runs micro-batches forward only; the arguments are those of `Engine.run_forward`."""
-        M, worker = len(signatures), self.world.worker
-        posts = self.schedules.forward_posts(M, self.engine.receives_block_device)[worker]
-        instructions = self.schedules.forward_lists(M)[worker]
+        instructions, posts = self._forward(len(signatures))
         self.engine.run_forward(instructions, signatures, micro_batches, sink, caches, posts)
+
+    def _own(self, lists: InstructionLists) -> tuple[Sequence[Instruction], Posts]:
+        """Returns this worker's list, and when it posts its receives."""
+        own = lists[self.world.worker]
+        return own, post_when_sent(lists)[self.world.worker] if self.engine.receives_block_device else post_ahead(own)
 
 
 def _tensors(value: Side) -> Tensors:

@@ -10,8 +10,8 @@ from typing import Any
 
 from ..config import Settings
 from ..disk import DiskError, Vanished, cannot_write, skipped, write_whole, writing
+from ..distributed.pipeline import Pipeline
 from ..schedule.picture import save_picture
-from ..schedule.run_schedules import RunSchedules
 from ..schedule.simulate import Timeline
 from ..tasks.base import Task
 from .board import Board
@@ -51,7 +51,7 @@ class Notices:
         """Reports the table of the K cells."""
         self._emit({"kind": "cells", "rows": [dict(row) for row in table]})
 
-    def open(self, resumed_step: int, schedules: RunSchedules, cells: Sequence[Mapping[str, Any]]) -> None: ...
+    def open(self, resumed_step: int, pipeline: Pipeline) -> None: ...
     def step(self, progress: Progress, step: TrainedStep, done: float | None) -> None: ...
     def evaluation(self, progress: Progress, result: Evaluation, epochs: Mapping[str, float]) -> None: ...
     def trace(self, step: int, recordings: Sequence[Recording]) -> None: ...
@@ -78,18 +78,17 @@ class Journal(Notices):
         self._predicted_bubble: float | None = None  # at the last logging interval
         self._warned: set[Path] = set()  # of files that cannot be written
 
-    def open(self, resumed_step: int, schedules: RunSchedules, cells: Sequence[Mapping[str, Any]]) -> None:
+    def open(self, resumed_step: int, pipeline: Pipeline) -> None:
         """Opens the files; called when nothing can refuse the run any more.
 
         Args:
             resumed_step: lines of later steps, from a run that was killed after its last checkpoint, are removed.
-            cells: their table.
 
         Raises:
             DiskError: they cannot be written.
         """
         self._emit({"kind": "begun"})
-        self._schedules, self._cells = schedules, cells
+        self._pipeline = pipeline
         self._metrics = MetricsFile(self._run_dir / "metrics.jsonl", resumed_step)
         self._evaluations_file = MetricsFile(self._run_dir / "evaluations.jsonl", resumed_step)
         for file in (self._metrics, self._evaluations_file):
@@ -118,7 +117,7 @@ class Journal(Notices):
         """
         report, plan, seconds = step.report, step.plan, step.seconds
         due = progress.step % self._logging.every == 0 or progress.step in (1, self._steps)
-        lists, placement = self._schedules.training_lists(len(plan.signatures)), self._schedules.placement
+        lists, placement = self._pipeline.training_lists(len(plan.signatures)), self._pipeline.placement
         if due or self._predicted_bubble is None:
             self._predicted_bubble = predicted_bubble(lists, placement, report.cells)
         row = {
@@ -189,8 +188,11 @@ class Journal(Notices):
 
     def trace(self, step: int, recordings: Sequence[Recording]) -> None:
         """Writes one step of all ranks to trace/, and keeps its timeline to be drawn at the end."""
-        cells = [f"{row['first']} … {row['last']}" if row["layers"] > 1 else str(row["first"]) for row in self._cells]
-        path, placement = self._run_dir / "trace" / f"step_{step:06d}.trace.json", self._schedules.placement
+        cells = [
+            f"{row['first']} … {row['last']}" if row["layers"] > 1 else str(row["first"])
+            for row in self._pipeline.cut.table
+        ]
+        path, placement = self._run_dir / "trace" / f"step_{step:06d}.trace.json", self._pipeline.placement
         # Drawn when the run ends: drawing takes a second, for which the other workers would wait.
         self._traced[step] = measured_timeline(recordings, placement)
         with self._tried(path, GOES_ON):
@@ -211,14 +213,14 @@ class Journal(Notices):
             self.message(f"where a step goes: {breakdown}")
 
     def _draw(self, recordings: Sequence[Recording], breakdown: Breakdown | None) -> None:
-        folder, schedules = self._pictures, self._schedules
+        folder, pipeline = self._pictures, self._pipeline
         folder.mkdir(exist_ok=True)
         for step, timeline in self._traced.items():
             name = f"step_{step:06d}"
-            draw_traced_step(step, timeline, schedules, [folder / f"{name}.png", folder / f"{name}.svg"])
-        measured = measured_timeline(recordings, schedules.placement)
+            draw_traced_step(step, timeline, pipeline, [folder / f"{name}.png", folder / f"{name}.svg"])
+        measured = measured_timeline(recordings, pipeline.placement)
         if any(measured.spans):
-            save_picture(measured, folder / "step.png", f"{schedules.kind}, a measured step", "ms")
+            save_picture(measured, folder / "step.png", f"{pipeline.kind}, a measured step", "ms")
             draw_loss(self._run_dir, folder / "loss.png")
         if breakdown is not None:
             draw_breakdown({"measured": breakdown.shares()}, folder / "breakdown.png", "Where a step goes")

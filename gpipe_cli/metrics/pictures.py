@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ..disk import json_lines
+from ..distributed.pipeline import Pipeline
 from ..schedule.critical_path import critical_path
 from ..schedule.picture import Panel, new_figure, save_panels
-from ..schedule.run_schedules import RunSchedules
 from ..schedule.simulate import Timeline
 from .breakdown import mean_durations, simulate_with
 
@@ -20,15 +20,15 @@ _COLOURS = ("#2f6db3", "#a9cdee", "#d9dce1", "#b9412f", "#8a8f99", "#4d9a6a")
 MOST_POINTS = 10_000  # of a curve; a picture has fewer pixels
 
 
-def draw_traced_step(step: int, measured: Timeline, schedules: RunSchedules, paths: Sequence[Path]) -> None:
+def draw_traced_step(step: int, measured: Timeline, pipeline: Pipeline, paths: Sequence[Path]) -> None:
     """Draws a measured step above the simulation of its schedule with the mean measured durations, in milliseconds.
 
     The critical path of each is marked.
     """
-    lists = schedules.training_lists(measured.micro_batches)
-    simulated = simulate_with(lists, schedules.placement, mean_durations(measured))
+    lists = pipeline.training_lists(measured.micro_batches)
+    simulated = simulate_with(lists, pipeline.placement, mean_durations(measured))
     panels = [
-        Panel(measured, f"{schedules.kind}, step {step} as measured", critical_path(measured)),
+        Panel(measured, f"{pipeline.kind}, step {step} as measured", critical_path(measured)),
         Panel(simulated, "the schedule with the same durations", critical_path(simulated)),
     ]
     for path in paths:

@@ -98,7 +98,7 @@ class StepReporter:
 
     def __post_init__(self) -> None:
         pipeline, world = self.pipeline, self.pipeline.world
-        self.cells, self.micro_batches = len(pipeline.schedules.placement), pipeline.codec.M
+        self.cells, self.micro_batches = len(pipeline.placement), pipeline.codec.M
         self.replica, self.replicas, self.ranks = world.replica, world.replicas, world.size
 
     def fields(self) -> dict[str, int]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+from ..distributed.pipeline import Pipeline
 from ..schedule.instruction import InstructionLists
-from ..schedule.run_schedules import RunSchedules
 from .breakdown import Breakdown, mean_breakdown, predicted_bubble
 from .records import TrainedStep
 
@@ -53,22 +53,22 @@ class Totals:
         """Returns the mean of the measured bubbles."""
         return fmean(step.report.bubble for step in self._recent) if self._recent else None
 
-    def predicted_bubble(self, schedules: RunSchedules) -> float | None:
+    def predicted_bubble(self, pipeline: Pipeline) -> float | None:
         """Returns the bubble of the schedule, simulated with the mean measured times of its instructions."""
         if not self._recent:
             return None
-        return predicted_bubble(self._lists(schedules), schedules.placement, self._cell_means())
+        return predicted_bubble(self._lists(pipeline), pipeline.placement, self._cell_means())
 
-    def breakdown(self, schedules: RunSchedules) -> Breakdown | None:
+    def breakdown(self, pipeline: Pipeline) -> Breakdown | None:
         """Returns the shares of a step (paper, table 4), from the mean times."""
         if not self._recent:
             return None
         updates = [fmean(step.report.updates) for step in self._recent]
         seconds = fmean(step.seconds for step in self._recent)
-        return mean_breakdown(self._lists(schedules), schedules.placement, self._cell_means(), updates, seconds)
+        return mean_breakdown(self._lists(pipeline), pipeline.placement, self._cell_means(), updates, seconds)
 
-    def _lists(self, schedules: RunSchedules) -> InstructionLists:
-        return schedules.training_lists(len(self._recent[-1].plan.signatures))
+    def _lists(self, pipeline: Pipeline) -> InstructionLists:
+        return pipeline.training_lists(len(self._recent[-1].plan.signatures))
 
     def with_times(self, table: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Returns the table of the cells with the mean seconds of each per step."""

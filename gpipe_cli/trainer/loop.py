@@ -243,7 +243,7 @@ class Trainer:
     def draw(self) -> None:
         """Draws the run's pictures; every worker calls it, after everything else."""
         recordings = record_everyone(self.pipeline, self.exchange.ended_at)
-        self.journal.pictures(recordings, self.totals.breakdown(self.pipeline.schedules))
+        self.journal.pictures(recordings, self.totals.breakdown(self.pipeline))
 
 
 def _is_time(every: int | None, step: int) -> bool:

@@ -68,7 +68,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
             assembly.source.keep_vocabularies(folder)  # so that the run translates without its data
     trainer = assemble_training(context, config, assembly, journal, resumed)
     require_equal_replicas(world, assembly.cells)
-    journal.open(trainer.progress.step, assembly.pipeline.schedules, assembly.layout.cut.table)
+    journal.open(trainer.progress.step, assembly.pipeline)
     trainer.run()
     summary = summarize(trainer, assembly, config)
     journal.summary(summary)
@@ -85,7 +85,7 @@ def _first_micro_batch(assembly: Assembly) -> MicroBatch:
 def summarize(trainer: Trainer, assembly: Assembly, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the content of summary.json; every worker calls it at the same time."""
     progress, totals, pipeline = trainer.progress, trainer.totals, assembly.settings.pipeline
-    world, cut, schedules = assembly.world, assembly.layout.cut, assembly.pipeline.schedules
+    world, cut = assembly.world, assembly.layout.cut
     now = time.time()
     started = float(config.get("started_at", now))
     return {
@@ -99,8 +99,8 @@ def summarize(trainer: Trainer, assembly: Assembly, config: Mapping[str, Any]) -
         "first_step_seconds": totals.first_step_at - started if totals.first_step_at else None,
         "examples_per_second": totals.examples_per_second,
         "bubble": totals.bubble,
-        "bubble_predicted": totals.predicted_bubble(schedules),
-        "breakdown": None if (breakdown := totals.breakdown(schedules)) is None else breakdown.shares(),
+        "bubble_predicted": totals.predicted_bubble(assembly.pipeline),
+        "breakdown": None if (breakdown := totals.breakdown(assembly.pipeline)) is None else breakdown.shares(),
         "K": pipeline.K,
         "M": pipeline.M,
         "workers": world.workers,

@@ -342,6 +342,6 @@ def _mini_batches(assembly: Assembly) -> Iterator[list[list[MicroBatch]]]:
 def backward_order(assembly: Assembly, micro_batches: int) -> list[int]:
     """Returns the order in which the schedule adds up the gradients of micro-batches, as in the last cell."""
     last = len(assembly.layout.cut.placement) - 1
-    instructions = assembly.pipeline.schedules.training_lists(micro_batches)[assembly.layout.cut.placement[last]]
+    instructions = assembly.pipeline.training_lists(micro_batches)[assembly.layout.cut.placement[last]]
     adds = (Op.BACKWARD, Op.WEIGHT_GRADIENT)
     return [i.micro_batch for i in instructions if i.op in adds and i.cell == last]

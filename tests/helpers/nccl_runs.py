@@ -13,8 +13,7 @@ from gpipe_cli.pipeline.messages.process_group import routes
 from gpipe_cli.schedule.instruction import COMPUTE, Instruction, InstructionLists, Message
 from gpipe_cli.schedule.orders import KINDS, ROUND_ROBIN
 from gpipe_cli.schedule.posting import Posts, post_when_sent
-from gpipe_cli.schedule.run_schedules import RunSchedules
-from gpipe_cli.schedule.schedule import REMAT
+from gpipe_cli.schedule.schedule import REMAT, gradients_complete, schedule
 
 Extra = Callable[[int, Instruction], Iterable[Call]]
 TIED = "activations to later ranks"  # the group whose communicators carry tied weights
@@ -64,8 +63,9 @@ def programs(lists: InstructionLists, placement: tuple[int, ...]) -> list[list[C
 
 
 @cache
-def schedules(kind: str, placement: tuple[int, ...], remat: str) -> RunSchedules:
-    return RunSchedules(kind, placement, remat)
+def training(kind: str, placement: tuple[int, ...], M: int, remat: str) -> tuple[InstructionLists, list[Posts]]:
+    lists = schedule(kind, placement, M, remat)
+    return lists, post_when_sent(lists)
 
 
 @dataclass(frozen=True)
@@ -108,18 +108,16 @@ class Run:
     def _training(self, phase: str, rank: int) -> Iterator[Call]:
         worker, first = rank % self.workers, rank - rank % self.workers
         group = self._replica_ranks(rank)
-        found = schedules(self.kind, self.placement, self.remat)
-        instructions = found.training_lists(self.M)[worker]
-        complete = found.gradients_complete(self.M)[worker]
+        lists, posts = training(self.kind, self.placement, self.M, self.remat)
+        complete = gradients_complete(lists[worker])
 
         def extra(position: int, i: Instruction) -> Iterator[Call]:
             if position in complete:
                 for number in range(self.sums):  # only begun; with three replicas the first of two messages
                     yield Call("collective", (phase, "sum", i.cell, number), group, "replicas")
 
-        posts = found.training_posts(self.M, True)[worker]
         sent = []
-        for call in _as_rank(engine_calls(instructions, self.placement, posts, extra), phase, first):
+        for call in _as_rank(engine_calls(lists[worker], self.placement, posts[worker], extra), phase, first):
             yield call
             if call.kind == "send":
                 sent.append(Call("await", call.name, group="sent"))

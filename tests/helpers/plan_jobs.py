@@ -53,7 +53,7 @@ def one_run(settings: Settings, world: World) -> dict[str, Any]:
     whole = Pipeline(builders, cut, pipeline, task, shape, world, settings.seed, autocast, between)
     cells, ties, engine = whole.cells, whole.ties, whole.engine
     ties.spread()
-    instructions = whole.schedules.training_lists(pipeline.M)[world.worker]
+    instructions = whole.training_lists(pipeline.M)[world.worker]
     plan = StepInput(0, 1, (("train",),) * pipeline.M, 1.0)
     first = cut.placement[0] == world.worker
     engine.train_step(instructions, plan, [real(micro_batch) for _ in range(pipeline.M)] if first else None)

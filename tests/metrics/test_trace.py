@@ -169,7 +169,7 @@ def report_of(workers: list[tuple[float, float, list[Span], list[Phase]]]) -> St
             world=World(rank, len(workers), 1, CPU, CPU, None, None, None),
             engine=SimpleNamespace(meter=meter),
             codec=SimpleNamespace(M=1),
-            schedules=SimpleNamespace(placement=range(len(workers))),
+            placement=range(len(workers)),
         )
         reporter = StepReporter(pipeline, [-1], 0, 0)
         if exchange is None:

@@ -21,8 +21,7 @@ from gpipe_cli.pipeline.engine import Engine, StepInput
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.schedule.orders import KINDS
 from gpipe_cli.schedule.picture import draw_text
-from gpipe_cli.schedule.run_schedules import gradients_complete
-from gpipe_cli.schedule.schedule import REMAT, schedule
+from gpipe_cli.schedule.schedule import REMAT, gradients_complete, schedule
 from gpipe_cli.schedule.simulate import simulate, unit_durations
 
 
