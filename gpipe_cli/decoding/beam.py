@@ -82,7 +82,7 @@ class BeamSearch:
         parents = self._keep_open(totals, places, tokens)
         going_on = ~self._done(length)
         for place in (~going_on).nonzero().flatten().tolist():
-            self._settle(place)
+            self._take_best_open(place)
         self._sentences, self._totals = self._sentences[going_on], self._totals[going_on]
         self._history = self._history[going_on]
         return Continuation(parents[going_on].flatten(), self._history[:, :, -1].flatten())
@@ -141,7 +141,7 @@ class BeamSearch:
         reachable = self._totals.amax(1).double() / length_penalty(limits, self._exponent)
         return (self._ended[self._sentences] >= self._beam) | (best >= reachable) | (length >= limits)
 
-    def _settle(self, place: int) -> None:
+    def _take_best_open(self, place: int) -> None:
         """Gives a finished sentence without an ended hypothesis its best open one."""
         sentence = int(self._sentences[place])
         if self._best[sentence] is None:

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from gpipe_cli.data.cldr.pairs import train_pairs
 from gpipe_cli.data.cldr.source import TranslationSource
 from gpipe_cli.data.cldr.text import TextSource
-from gpipe_cli.data.sampling import TemperatureSampler, temperature_shares
+from gpipe_cli.data.sampling import temperature_shares
 from gpipe_cli.data.source import (
     Batch,
     no_report,
@@ -95,12 +95,6 @@ def rows(batch: Batch, column: int = 0) -> list[list[float]]:
 
 
 @every_source
-def test_same_seed_same_batches(make: Any, cache: str) -> None:
-    one, two = (first(make(cache, seed=5).train(None, 2, 0, 1), 12) for _ in range(2))
-    assert [rows(batch) for batch in one] == [rows(batch) for batch in two]
-
-
-@every_source
 @pytest.mark.parametrize("stop", [1, 64, 65])
 def test_resuming_goes_on_as_if_never_stopped(make: Any, cache: str, stop: int) -> None:
     whole = first(make(cache).train(None, 2, 0, 1), stop + 3)
@@ -155,16 +149,6 @@ def test_a_micro_batch_of_pairs_has_beginning_and_end_tokens_where_the_model_exp
     assert all(row[length - 1] == source.eos_id for row, length in zip(target_out, lengths, strict=True))
     assert all((a[1:n] == b[: n - 1]).all() for a, b, n in zip(target_in, target_out, lengths, strict=True))
     assert ((source_ids == source.eos_id).sum(1) == 1).all()
-
-
-def test_pairs_over_max_length_are_left_out(cache: str) -> None:
-    source = translation(cache, max_length=24)
-    shapes = [
-        tensor.shape[1] for batch in first(source.train(None, 1, 0, 1), 100) for tensor in batch.micro_batches[0][0]
-    ]
-    assert max(shapes) <= 24
-    evaluated = [tensor for batch in source.evaluation(2) for inputs, _ in batch.micro_batches for tensor in inputs]
-    assert max(tensor.shape[1] for tensor in evaluated) <= 24
 
 
 def test_held_out_samples_decode_to_their_reference(cache: str) -> None:
@@ -250,21 +234,6 @@ def test_an_example_that_is_no_pair_is_named(cache: str) -> None:
 def test_shares_follow_the_formula() -> None:
     assert temperature_shares([100, 1], 1.0).tolist() == pytest.approx([100 / 101, 1 / 101])
     assert temperature_shares([32, 1], 5.0).tolist() == pytest.approx([2 / 3, 1 / 3])
-
-
-@pytest.mark.parametrize("temperature", [1.0, 5.0, float("inf")])
-def test_languages_are_drawn_by_their_shares_to_within_one(temperature: float) -> None:
-    sizes = [3000, 500, 77, 10]
-    sampler = TemperatureSampler([[size] for size in sizes], temperature, chunk=64, seed=0)
-    drawn = np.bincount(np.concatenate([sampler.items(chunk)[0] for chunk in range(20)]), minlength=4)
-    assert np.abs(drawn - temperature_shares(sizes, temperature) * 20 * sampler.chunk).max() < 1
-
-
-def test_a_collection_repeats_only_after_all_its_items() -> None:
-    sampler = TemperatureSampler([[2000, 1000], [10]], 5.0, chunk=64, seed=0)
-    drawn = [index for c in range(9) for of, index in zip(*sampler.items(c), strict=True) if of == 1]
-    counts = Counter(map(int, drawn))
-    assert max(counts.values()) - min(counts.values()) <= 1 and len(counts) == 10
 
 
 def test_a_permutation_is_a_pure_function_of_its_key() -> None:

@@ -106,24 +106,6 @@ def test_replicas_and_micro_batches_only_divide_the_mini_batch(make: Any, folder
 
 
 @every_source
-def test_another_epoch_has_another_order_and_other_augmentation(make: Any, folder: Path) -> None:
-    source = make(folder)
-    one, two = (first(source.train({"epoch": epoch, "batch": 0}, 1, 0, 1), 1) for epoch in (0, 1))
-    assert not torch.equal(whole(one[0])[0], whole(two[0])[0])
-
-
-@every_source
-def test_epoch_tells_how_often_the_images_were_read(make: Any, folder: Path) -> None:
-    source = make(folder)
-    assert source.epoch(None) == 0
-    positions = [batch.position for batch in first(source.train(None, 1, 0, 1), 6)]
-    assert [position["epoch"] for position in positions if position["batch"] == 0] == [
-        source.epoch(position) for position in positions if position["batch"] == 0
-    ]
-    assert 0 < source.epoch(positions[0]) < 1
-
-
-@every_source
 @pytest.mark.parametrize("M", [1, 2, 4])
 def test_evaluation_has_every_image_once_for_any_M(make: Any, folder: Path, M: int) -> None:
     batches = list(make(folder, batch_size=4).evaluation(M))
@@ -170,13 +152,6 @@ def test_loader_processes_are_sized_to_the_machine(
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert loader_workers("auto", replicas) == workers
-
-
-def test_on_several_machines_only_the_replicas_of_this_one_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_loading, "usable_cores", lambda: 32)
-    monkeypatch.setenv("WORLD_SIZE", "32")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert loader_workers("auto", 16) == 8
 
 
 @pytest.mark.parametrize("split", ["train", "evaluation"])

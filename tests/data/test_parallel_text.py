@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,13 +57,6 @@ def test_every_layout_gives_the_same_languages_and_sentences(
     assert found == {(code, *pair) for code in made.sizes for pair in parallel_folder.pairs_of(code, 20, "dev")}
 
 
-@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
-def test_a_plain_pair_of_files_is_one_language(ending: str, tmp_path: Path) -> None:
-    made = source(parallel_folder.plain(tmp_path / "text", ending))
-    assert made.sizes == {"de": 300}
-    assert len(made.held_out("dev")) == len(made.held_out("test")) == 20
-
-
 def test_a_plain_table_needs_its_language_told(tmp_path: Path) -> None:
     pairs = parallel_folder.pairs_of("de", 300)
     parallel_folder.write(tmp_path / "text" / "train.tsv", ["\t".join(pair) for pair in pairs])
@@ -84,6 +76,46 @@ def test_another_target_language_reverses_the_pairs(tmp_path: Path) -> None:
     assert made.held_out("dev")[0].reference == parallel_folder.pairs_of("de", 1, "dev")[0].source
 
 
+def two_sets(root: Path) -> str:
+    parallel_folder.write(root / "deeper" / "train.de", ["a"])
+    parallel_folder.write(root / "deeper" / "train.en", ["a"])
+    return "two train sets of 'de'"
+
+
+def packed_too(root: Path) -> str:
+    parallel_folder.write(root / "train.de.gz", ["a"])
+    return "one text twice"
+
+
+def in_utf_16(root: Path) -> str:
+    (root / "train.de").write_bytes((root / "train.de").read_text().encode("utf-16-be"))
+    return f"{root}/train.de is UTF-16 text, not UTF-8: iconv"
+
+
+def empty(root: Path) -> str:
+    (root / "train.de").write_text("")
+    return f"{root}/train.de is empty"
+
+
+def blank_lines(root: Path) -> str:
+    (root / "train.de").write_text("\n" * 300)
+    return "no pair of lines has text on both sides"
+
+
+def torn(root: Path) -> str:
+    text = (root / "train.de").read_text().splitlines()
+    (root / "train.de").unlink()
+    parallel_folder.write(root / "train.de.gz", text)
+    (root / "train.de.gz").write_bytes((root / "train.de.gz").read_bytes()[:-100])
+    return f"{root}/train.de.gz: cannot be unpacked"
+
+
+@pytest.mark.parametrize("spoilt", [two_sets, packed_too, in_utf_16, empty, blank_lines, torn])
+def test_text_that_cannot_be_used_is_refused_by_its_name(spoilt: Callable[[Path], str], root: Path) -> None:
+    said = spoilt(root)
+    assert said in refusal(root)
+
+
 def test_a_language_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
     root = parallel_folder.opus(tmp_path / "text")
     assert "no training text from 'fr' into 'en', only from de, fi, sw" in refusal(root, languages=["fr"])
@@ -95,18 +127,6 @@ def test_a_root_without_text_says_what_was_expected(root: str | None, tmp_path: 
     parallel_folder.write(tmp_path / "unknown" / "corpus.txt", ["a line"])
     with pytest.raises(ConfigurationError, match=r"data\.root.*xx-en/opus\.xx-en-train\.xx.*train\.tsv.*\.gz, \.zst"):
         find_pairs(None if root is None else str(tmp_path / root), None, "en")
-
-
-def test_two_training_sets_of_a_language_are_refused(tmp_path: Path) -> None:
-    root = parallel_folder.opus(tmp_path / "text")
-    parallel_folder.plain(root)
-    assert re.search("two (train|dev|test) sets of 'de'", refusal(root))
-
-
-def test_a_text_that_is_there_packed_and_unpacked_is_refused(tmp_path: Path) -> None:
-    root = parallel_folder.plain(tmp_path / "text")
-    parallel_folder.plain(root, ".gz")
-    assert "one text twice" in refusal(root)
 
 
 # --- defects
@@ -175,19 +195,6 @@ def test_a_language_without_a_dev_set_is_trained_on_and_named(tmp_path: Path) ->
     assert "language 'sw' has no dev set" in refusal(root, on_defect={"no_dev": "refuse"})
 
 
-def test_a_torn_archive_is_named(tmp_path: Path) -> None:
-    root = parallel_folder.plain(tmp_path / "text", ".gz")
-    path = root / "train.de.gz"
-    path.write_bytes(path.read_bytes()[:-100])
-    assert f"{path}: cannot be unpacked" in refusal(root)
-
-
-def test_a_language_of_which_nothing_is_left_is_refused(root: Path) -> None:
-    for side in ("de", "en"):
-        (root / f"train.{side}").write_text("one two three four five six seven eight nine\n" * 300)
-    assert "no pair of language 'de' is left" in refusal(root, max_length=8, source_vocabulary=24, target_vocabulary=24)
-
-
 def test_a_policy_names_its_kinds_and_words() -> None:
     assert set(check_policy("refuse")) == set(KINDS)
     with pytest.raises(ConfigurationError, match=r"data\.on_defect\.tooo_long: there are only"):
@@ -224,22 +231,6 @@ def test_pairs_whose_source_is_its_translation_are_kept_or_dropped_and_counted(r
     assert places(made) == [("copied", "train.de", 7)] and made.sizes == {"de": 300}
     assert source(root, on_defect={"copied": "drop"}).sizes == {"de": 299}
     assert "line 7: has a source that equals its target" in refusal(root, on_defect="refuse")
-
-
-def test_utf_16_is_named(root: Path) -> None:
-    (root / "train.de").write_bytes((root / "train.de").read_text().encode("utf-16-be"))
-    assert f"{root}/train.de is UTF-16 text, not UTF-8: iconv" in refusal(root)
-
-
-def test_an_empty_file_is_named(tmp_path: Path) -> None:
-    root = parallel_folder.plain(tmp_path / "text", ".gz")
-    parallel_folder.write(root / "train.de.gz", [])
-    assert f"{root}/train.de.gz is empty" in refusal(root)
-
-
-def test_text_of_blank_lines_only_is_told_so(root: Path) -> None:
-    (root / "train.de").write_text("\n" * 300)
-    assert "no pair of lines has text on both sides" in refusal(root)
 
 
 @pytest.mark.parametrize("ending", ["", ".zst"])
