@@ -92,27 +92,10 @@ class HalfInside(Perceptron):
 # -- these are refused -------------------------------------------------------------------------------------------------
 
 
-class HooksTensor(Perceptron):
-    def changed(self, h: Tensor) -> Tensor:
-        h.register_hook(torch.neg)
-        return h
-
-
-class HooksParameter(Perceptron):
-    def __init__(self) -> None:
-        super().__init__()
-        self.second.weight.register_hook(torch.neg)
-
-
 class HooksModule(Perceptron):
     def __init__(self) -> None:
         super().__init__()
         self.second.register_full_backward_hook(lambda module, before, after: (-before[0],))
-
-
-class ComputesGradient(Perceptron):
-    def changed(self, h: Tensor) -> Tensor:
-        return h - torch.autograd.grad(self.second(h).square().sum(), h, create_graph=True)[0]
 
 
 class DrawsInPython(Perceptron):
@@ -120,29 +103,11 @@ class DrawsInPython(Perceptron):
         return self.second(h) if random.random() < 0.5 else h
 
 
-class ReplacesData(Perceptron):
-    def changed(self, h: Tensor) -> Tensor:
-        self.second.weight.data = F.normalize(self.second.weight.data)
-        return self.second(h)
-
-
 class ChangesParameter(Perceptron):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             self.second.weight.clamp_(-0.1, 0.1)
         return super().forward(x)
-
-
-class Spectral(Perceptron):
-    def __init__(self) -> None:
-        super().__init__()
-        self.second = parametrizations.spectral_norm(self.second)
-
-
-class Lazy(Perceptron):
-    def __init__(self) -> None:
-        super().__init__()
-        self.second = nn.LazyLinear(WIDTH)
 
 
 class EvenOnly(Perceptron):

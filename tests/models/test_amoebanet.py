@@ -23,7 +23,6 @@ from gpipe_cli.models.amoebanet import amoebanet, spatial_sizes
 from gpipe_cli.models.amoebanet_cells import AmoebaCell, CellShape
 from gpipe_cli.models.amoebanet_genotypes import GENOTYPES, CellGenotype
 from gpipe_cli.models.amoebanet_operations import (
-    FactorizedReduction,
     Pooling,
     SameConvolution,
     build_operation,
@@ -233,17 +232,6 @@ def test_pooling_of_the_square_of_sixteen_numbers(pool: str, k: int, stride: int
     assert Pooling(1, 1, norm, pool, k, stride)(x)[0, 0].tolist() == result
 
 
-@pytest.mark.parametrize(("rows", "odd"), [(4, [6.0, 8.0, 14.0, 16.0]), (3, [6.0, 8.0, 0.0, 0.0])])
-def test_a_factorised_reduction_takes_even_pixels_and_odd_pixels_with_zeros_behind(rows: int, odd: list[float]) -> None:
-    reduction = FactorizedReduction(1, 2, lambda width: nn.Identity(), relu=False)
-    for parameter in reduction.parameters():
-        nn.init.ones_(parameter)
-    x = torch.arange(1.0, 17.0).view(1, 1, 4, 4)[:, :, :rows]
-    even, shifted = reduction(x)[0]
-    assert even.flatten().tolist() == [1.0, 3.0, 9.0, 11.0]
-    assert shifted.flatten().tolist() == odd
-
-
 # A window of two has no middle, and no genotype asks for it at stride 1.
 @pytest.mark.parametrize(("name", "stride"), [(name, s) for name in NAMES for s in (1, 2) if (name, s) != ("max2", 1)])
 @pytest.mark.parametrize("inputs", [8, 12])
@@ -283,12 +271,6 @@ def test_convolutions_start_with_variance_two_over_fan_out_and_the_classifier_wi
     head = build(small(classes=500, image_size=32, auxiliary_head=False))["head"]
     assert head.classifier.weight.std().item() == pytest.approx(head.classifier.in_features**-0.5, rel=0.03)
     assert not head.classifier.bias.any()
-
-
-def test_batchnorm_takes_its_epsilon_and_decay_from_the_model() -> None:
-    model = small(image_size=79, batchnorm_epsilon=0.02, batchnorm_decay=0.9)
-    norms = [m for layer in build(model).values() for m in layer.modules() if isinstance(m, nn.BatchNorm2d)]
-    assert {(m.eps, round(m.momentum or 0, 9)) for m in norms} == {(0.02, 0.1)}
 
 
 # -- drop path, dropout ----------------------------------------------------------------------------------------------

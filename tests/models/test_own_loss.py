@@ -15,7 +15,6 @@ from benchmarks.reliability.planted_faults.run import verified
 from gpipe_cli.commands import export
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory.build import build_task
-from gpipe_cli.tasks.own_loss import OwnLossTask
 
 SEED, LR = 7, 0.5
 COMMON = [
@@ -92,8 +91,3 @@ def test_gpipe_verify_finds_the_plain_loop_in_float64(tmp_path: Path) -> None:
 def test_an_error_on_one_of_two_workers_ends_gpipe_verify(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"model\.output=loss"):
         verified(tmp_path, *WORDS, "pipeline.K=2", "pipeline.workers=2", "model.output=logits", subject=False)
-
-
-def test_an_output_that_is_no_loss_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"model\.output=loss"):
-        OwnLossTask().loss((torch.zeros(2, 3),), (torch.zeros(2, dtype=torch.int64),))

@@ -229,19 +229,6 @@ def test_positions_are_sines_and_cosines_of_falling_frequency() -> None:
     torch.testing.assert_close(embedding.embed(torch.zeros(1, 1, dtype=torch.long), 3)[0], wanted)
 
 
-def test_embeddings_start_with_deviation_d_to_the_minus_half_and_leave_with_unit_variance() -> None:
-    embedding = TokenEmbedding(2000, 64, 0.0)
-    assert embedding.weight.std().item() == pytest.approx(0.125, rel=0.02)
-    tokens = embedding.embed(torch.arange(2000)[:, None]) - embedding.embed(torch.zeros(1, 1, dtype=torch.long))
-    assert (tokens + embedding.weight[0] * 8).std().item() == pytest.approx(1.0, rel=0.02)
-
-
-def test_each_of_the_fused_projections_has_the_xavier_bound_it_would_have_alone() -> None:
-    weight = EncoderAttention(64, 1, 0.0, 0.0).query_key_value.weight
-    largest = [part.abs().max().item() for part in weight.chunk(3)]
-    assert largest == pytest.approx([(6 / 128) ** 0.5] * 3, rel=0.01)
-
-
 @pytest.mark.parametrize(
     ("keys", "factor"),
     [
