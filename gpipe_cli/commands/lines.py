@@ -120,7 +120,7 @@ class LinePipe:
 
     def __init__(self, lines: BinaryIO) -> None:
         self._lines = lines
-        self._room = threading.Semaphore(LINES_AHEAD)
+        self._free = threading.Semaphore(LINES_AHEAD)
 
     def start(self, folder: Path) -> Path:
         """Starts the thread and returns the pipe's path. The thread ends with the input, its reader or this process."""
@@ -131,7 +131,7 @@ class LinePipe:
 
     def answered(self, count: int) -> None:
         """Makes room for as many new lines as have been answered."""
-        self._room.release(count)
+        self._free.release(count)
 
     def _read(self) -> bytes:
         """Returns the next line; of one that is too long its beginning, without a line's end. No more is held."""
@@ -145,7 +145,7 @@ class LinePipe:
         try:
             with path.open("wb", buffering=0) as pipe:
                 for number, line in enumerate(iter(self._read, b""), start=1):
-                    self._room.acquire()
+                    self._free.acquire()
                     if len(line) > LONGEST_LINE:
                         say(f"warning: line {number} has more than {LONGEST_LINE:,} bytes: it is not answered")
                         line = b""

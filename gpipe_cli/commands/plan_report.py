@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 WIDEST_PICTURE = 120  # characters
 MOST_ROWS = 32
+FIGURES = ("parameters", "memory", "fits", "bubble", "formula", "slowest", "sent", "step", "examples/s")
 
 
 def found_line(plan: Plan) -> list[str]:
@@ -102,51 +103,38 @@ def sweep_table(typed: Sequence[Mapping[str, str]], outcomes: Sequence[Plan | Co
         typed: for each job, the values of the swept keys.
         outcomes: for each job; the row of a refused one has dashes.
     """
-    found = [{} if isinstance(outcome, ConfigurationError) else outcome.found for outcome in outcomes]
-    keys = list(dict.fromkeys(key for given in (*typed, *found) for key in given))
-    figures = ["parameters", "memory", "fits", "bubble", "formula", "slowest", "sent", "step", "examples/s"]
-    rows = [
-        [*(typed_here.get(key) for key in keys), *(None for _ in figures)]
-        if isinstance(outcome, ConfigurationError)
-        else [*(_value(key, typed_here, outcome) for key in keys), *_figures(outcome)]
-        for typed_here, outcome in zip(typed, outcomes, strict=True)
-    ]
-    return text_table([*(key.removeprefix("pipeline.") for key in keys), *figures], rows)
+    rows = [{**given, **_row(outcome)} for given, outcome in zip(typed, outcomes, strict=True)]
+    keys = list(dict.fromkeys(key for row in rows for key in row if key not in FIGURES))
+    cells = [[row.get(key) for key in (*keys, *FIGURES)] for row in rows]
+    return text_table([*(key.removeprefix("pipeline.") for key in keys), *FIGURES], cells)
 
 
-def _value(key: str, typed: Mapping[str, str], plan: Plan) -> object:
-    """Returns the value that was found, else the typed one, else the plan's."""
-    if key in plan.found:
-        return plan.found[key]
-    return typed.get(key, getattr(plan, key.removeprefix("pipeline."), None))
-
-
-def _figures(plan: Plan) -> list[object]:
-    return [
-        plan.parameters,
-        size_text(plan.memory),
-        "yes" if plan.fits else "no",
-        *(percent(plan.bubble), percent(plan.bubble_formula), f"+{percent(plan.slowest_over_mean)}"),
-        *(size_text(plan.sent_bytes), seconds_text(plan.step_seconds), number(plan.examples_per_second, 3)),
-    ]
+def _row(outcome: Plan | ConfigurationError) -> dict[str, object]:
+    """Returns the keys that a search has found, and the figures."""
+    if isinstance(outcome, ConfigurationError):
+        return {}
+    figures = (
+        *(outcome.parameters, size_text(outcome.memory), "yes" if outcome.fits else "no"),
+        *(percent(outcome.bubble), percent(outcome.bubble_formula), f"+{percent(outcome.slowest_over_mean)}"),
+        *(size_text(outcome.sent_bytes), seconds_text(outcome.step_seconds), number(outcome.examples_per_second, 3)),
+    )
+    return {**outcome.found, **dict(zip(FIGURES, figures, strict=True))}
 
 
 def sweep_notes(typed: Sequence[Mapping[str, str]], outcomes: Sequence[Plan | ConfigurationError]) -> list[str]:
     """Returns each note and refusal once, with the jobs it holds for unless it holds for all."""
     jobs: dict[tuple[str, str], list[str]] = {}
     for given, outcome in zip(typed, outcomes, strict=True):
-        for line in _said(outcome):
-            jobs.setdefault(line, []).append(" ".join(f"{key}={value}" for key, value in given.items()))
+        kind, texts = (
+            ("refusal", [str(outcome)]) if isinstance(outcome, ConfigurationError) else ("note", outcome.notes)
+        )
+        for text in dict.fromkeys(texts):
+            words = " ".join(f"{key}={value}" for key, value in given.items())
+            jobs.setdefault((kind, text), []).append(words)
     return [
         f"{kind}: {text}" if len(whose) == len(outcomes) else f"{kind} on {', '.join(whose)}: {text}"
         for (kind, text), whose in jobs.items()
     ]
-
-
-def _said(outcome: Plan | ConfigurationError) -> list[tuple[str, str]]:
-    if isinstance(outcome, ConfigurationError):
-        return [("refusal", str(outcome))]
-    return [("note", note) for note in dict.fromkeys(outcome.notes)]
 
 
 def size_text(size: float) -> str:

@@ -46,7 +46,7 @@ class Restarts:
     def __init__(self, settings: Settings, config: dict[str, Any], run_dir: Path, console: Console) -> None:
         self._pipeline, self._allowed, self._first = settings.pipeline, settings.launch.restarts, config
         self._run_dir, self._console = run_dir, console
-        self._room = most_workers(self._pipeline)[0] if self._allowed else 0
+        self._at_first = most_workers(self._pipeline)[0] if self._allowed else 0
         self._failures: list[tuple[Failure, int]] = []  # each with the step of the newest checkpoint at that time
         if config["checkpoint"]["resume"] is None and is_first() and not restart_count():
             (run_dir / FILE).unlink(missing_ok=True)
@@ -106,8 +106,8 @@ class Restarts:
 
     def _workers_left(self) -> int:
         """Returns the number of workers of one replica: as at first, less what the machine has lost."""
-        room, most = most_workers(self._pipeline)[0], self._pipeline.worker_count
-        return replace(self._pipeline, workers="auto").workers_in(min(most, room) if room < self._room else most)
+        here, most = most_workers(self._pipeline)[0], self._pipeline.worker_count
+        return replace(self._pipeline, workers="auto").workers_in(min(most, here) if here < self._at_first else most)
 
 
 def _saved(run_dir: Path) -> set[tuple[Path, int]]:
