@@ -185,11 +185,6 @@ class Writer:
         elif kind in ("message", "warning", "killed"):
             say(str(event.get("text") or event.get("message")))
 
-    @property
-    def seconds(self) -> float:
-        """Returns the seconds since the workers were started."""
-        return time.monotonic() - self._began
-
     def print_end(self, result: Mapping[str, Any]) -> None:
         """Says how many lines were answered, and how many were too long.
 
@@ -199,10 +194,8 @@ class Writer:
         from gpipe_cli.jobs.workers import plural
         from gpipe_cli.terminal.text import duration
 
-        if sys.stderr.isatty():
-            print(end="\r", file=sys.stderr)
-        took = f"{duration(self.seconds)}, the start of the workers included"
-        say(f"{plural(self.lines, 'line')} in {took}")
+        took = duration(time.monotonic() - self._began)
+        say(f"{plural(self.lines, 'line')} in {took}, the start of the workers included")
         if result["left_out"]:
             most, count = result["most"], result["left_out"]
             say(f"warning: not answered, because they have more than {most:,} tokens: {plural(count, 'line')}")
@@ -220,8 +213,6 @@ class Writer:
             self._pipe.answered(lines)
         if self._keep:
             self.texts += texts
-        if sys.stderr.isatty() and not self._output.isatty():
-            print(f"\r{self.lines:,} lines", end="", file=sys.stderr, flush=True)
 
     def _prepare(self, event: dict[str, Any]) -> None:
         now, done, total = time.monotonic(), event["done"], event["total"]
