@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property, partial
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -158,7 +158,7 @@ class Pipeline:
         )
         micro_batch = _tensors(example[0]), _tensors(example[1])
         cut = world.broadcast(lambda: asdict(cut_model(layers, config, world.workers, micro_batch)))
-        task = cast(Task, loss if hasattr(loss, "weight") else LossFunctionTask(loss))
+        task = loss if isinstance(loss, Task) else LossFunctionTask(loss)
         made = cls(layers, Cut.from_json(cut), config, task, BatchShape.of(micro_batch), world, seed)
         for cell in made.cells:
             cell.guard_buffers()
