@@ -95,11 +95,6 @@ class DeferredBatchNorm(nn.Module):
         sums = torch.stack([torch.full_like(mean, count), mean * count, (variance + mean * mean) * count])
         self._pooled = sums if self._pooled is None else self._pooled + sums
 
-    @property
-    def gathered_count(self) -> float:
-        """Returns how many values of a channel have been gathered since the last `take_pooled`."""
-        return 0.0 if self._pooled is None else self._pooled[0, 0].item()
-
     def take_pooled(self) -> Tensor | None:
         """Returns the sums gathered since the last call, float64 (3, C), or None, and clears them."""
         pooled, self._pooled = self._pooled, None
