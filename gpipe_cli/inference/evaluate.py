@@ -53,7 +53,7 @@ def report(assembly: Assembly, result: Evaluation) -> dict[str, Any]:
     generation = assembly.task.generation
     search = {} if generation is None else {**result.effort, "length_exponent": generation.length_exponent}
     return {
-        "parameters": assembly.layout.cut.parameters,
+        "parameters": assembly.pipeline.cut.parameters,
         "K": assembly.settings.pipeline.K,
         "averaged_weights": assembly.settings.trainer.average is not None,
         **search,

@@ -66,14 +66,12 @@ class CellLayout:
     """Describes how the whole model lies in cells; the same on every worker except `own_parameters`.
 
     Attributes:
-        cut: into cells.
         layers: names of each layer's parameters, by layer; a tied one in every layer, under all its names.
         parameter_names: full names of all parameters in layer order, each once.
         own_parameters: the indices of this worker's parameters among them.
         losses: indices of the layers with an auxiliary loss, and last `TASK`.
     """
 
-    cut: Cut
     layers: dict[str, list[str]]
     parameter_names: list[str]
     own_parameters: list[int]
@@ -167,7 +165,7 @@ def assemble_model(
             journal.message(f"not compiled, because begin_step changes them in every step: {', '.join(left)}")
         if config.schedule == "zero_bubble" and config.K > 1 and len(left) < len(builders):
             journal.warn(COMPILED_BACKWARD)
-    return Assembly(settings, task, source, first, lay_out_model(world, cells, cut), builders, pipeline)
+    return Assembly(settings, task, source, first, lay_out_model(world, cells), builders, pipeline)
 
 
 def list_layers(context: Context, settings: Settings, world: World, trains: bool) -> list[LayerBuilder]:
@@ -213,7 +211,7 @@ def describe_and_cut(
     return FirstBatch(shape, first["smallest"], SpecialTokens(**first["tokens"])), Cut.from_json(cut)
 
 
-def lay_out_model(world: World, cells: Sequence[Cell], cut: Cut) -> CellLayout:
+def lay_out_model(world: World, cells: Sequence[Cell]) -> CellLayout:
     """Gathers the names of all layers and parameters; every worker calls it at the same time."""
     own = [name for cell in cells for name, _ in cell.parameters()]
     own_layers = [
@@ -228,7 +226,7 @@ def lay_out_model(world: World, cells: Sequence[Cell], cut: Cut) -> CellLayout:
     names = [name for name in in_order if name in trained]
     index = {name: number for number, name in enumerate(names)}
     losses = [number for number, _, _, has_loss in layers if has_loss] + [TASK]
-    return CellLayout(cut, model, names, [index[name] for name in own], losses)
+    return CellLayout(model, names, [index[name] for name in own], losses)
 
 
 # -- for evaluation and translation ------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def _first_micro_batch(assembly: Assembly) -> MicroBatch:
 def summarize(trainer: Trainer, assembly: Assembly, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the content of summary.json; every worker calls it at the same time."""
     progress, totals, pipeline = trainer.progress, trainer.totals, assembly.settings.pipeline
-    world, cut = assembly.world, assembly.layout.cut
+    world, cut = assembly.world, assembly.pipeline.cut
     now = time.time()
     started = float(config.get("started_at", now))
     return {

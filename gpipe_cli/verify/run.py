@@ -317,7 +317,7 @@ class Verification:
 
 
 def _checker(assembly: Assembly, spill: Spill) -> Checker:
-    settings, cut, names = assembly.settings, assembly.layout.cut, list(assembly.layout.layers)
+    settings, cut, names = assembly.settings, assembly.pipeline.cut, list(assembly.layout.layers)
     owners = {
         (index, f"{names[index]}.{own}"): (names.index(owner.layer), str(owner))
         for index, tied in enumerate(cut.ties)
@@ -341,7 +341,7 @@ def _mini_batches(assembly: Assembly) -> Iterator[list[list[MicroBatch]]]:
 
 def backward_order(assembly: Assembly, micro_batches: int) -> list[int]:
     """Returns the order in which the schedule adds up the gradients of micro-batches, as in the last cell."""
-    last = len(assembly.layout.cut.placement) - 1
-    instructions = assembly.pipeline.training_lists(micro_batches)[assembly.layout.cut.placement[last]]
+    last = len(assembly.pipeline.cut.placement) - 1
+    instructions = assembly.pipeline.training_lists(micro_batches)[assembly.pipeline.cut.placement[last]]
     adds = (Op.BACKWARD, Op.WEIGHT_GRADIENT)
     return [i.micro_batch for i in instructions if i.op in adds and i.cell == last]
