@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from gpipe_cli.disk import cannot_write, open_for_writing
+from gpipe_cli.disk import open_for_writing, writing
 from gpipe_cli.launch import report
 from gpipe_cli.launch.channel import WorkerChannel
 from gpipe_cli.launch.context import Context, call_entry
@@ -45,12 +45,7 @@ def main(job: dict[str, Any], parent: int, rank: int) -> NoReturn:
 
 def _run(job: dict[str, Any], rank: int) -> None:
     _keep_running_on_signals()
-    directory = Path(job["directory"])
-    lost = redirect_output(report.log_path(directory, rank))
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
     channel, mailboxes = _take_descriptors(job, rank)
-    if lost:
-        channel.send({"warning": lost})
     context = Context(
         rank=rank,
         world_size=job["workers"],
@@ -63,6 +58,8 @@ def _run(job: dict[str, Any], rank: int) -> None:
         where=open_place(job["places"], rank),
     )
     try:
+        redirect_output(report.log_path(Path(job["directory"]), rank))
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
         channel.finish(call_entry(job["entry"], context, job["config"], job["threads"]))
     except BaseException as error:
         channel.fail(report.failure_of(rank, error, context.where.known()))
@@ -86,28 +83,25 @@ class _Log(io.FileIO):
         return memoryview(content).nbytes
 
 
-def redirect_output(log: Path) -> str | None:
+def redirect_output(log: Path) -> None:
     """Appends this process's output, C++ libraries' included, to the file `log`; its input becomes empty.
 
-    Returns:
-        A warning if the file cannot be opened: the output is lost then.
+    Raises:
+        DiskError: the file cannot be opened.
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    lost, nothing = None, os.open(os.devnull, os.O_RDWR)
-    try:
+    with writing(log):
         output = open_for_writing(log, os.O_WRONLY | os.O_APPEND)
-    except OSError as error:
-        lost, output = f"{cannot_write(log, error)}; the run goes on without it", nothing
+    nothing = os.open(os.devnull, os.O_RDONLY)
     for source, number in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, number)
-    for descriptor in {output, nothing}:
-        os.close(descriptor)
+    os.close(output)
+    os.close(nothing)
     sys.stdout, sys.stderr = (
         io.TextIOWrapper(_Log(number, "w", closefd=False), "utf-8", "backslashreplace", line_buffering=True)
         for number in (1, 2)
     )
-    return lost
 
 
 def _keep_running_on_signals() -> None:

@@ -50,12 +50,10 @@ def main(job: dict[str, Any], parent: int) -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # the supervisor sends SIGTERM to the whole process group
         signal.signal(number, signal.SIG_IGN)
-    directory = Path(job["directory"])
     control = socket.socket(fileno=job["control"])
     control.set_inheritable(False)
-    if lost := redirect_output(report.log_path(directory, report.STARTER)):
-        control.sendall(encode({"warning": lost}))
     try:
+        redirect_output(report.log_path(Path(job["directory"]), report.STARTER))
         workers = _start_workers(job, control)
     except Exception as error:
         control.sendall(encode({"failed": asdict(report.failure_of(report.STARTER, error, {}))}))
