@@ -20,9 +20,7 @@ from tiny_images import CLASSES, COLOURS
 from torch import Tensor
 
 from gpipe_cli.data.images import folders as image_folders
-from gpipe_cli.data.images import loading as image_loading
 from gpipe_cli.data.images.digits import DigitsSource
-from gpipe_cli.data.images.loading import loader_workers
 from gpipe_cli.data.images.source import ImageSource
 from gpipe_cli.data.source import Batch, no_report
 from gpipe_cli.errors import ConfigurationError
@@ -142,16 +140,6 @@ def test_replicas_may_share_an_evaluation_without_reading_an_image_twice(folder:
     every = list(source.evaluation(1))
     assert equal(list(source.evaluation_share(1, 0, 2)), every[0::2])
     assert equal(list(source.evaluation_share(1, 1, 2)), every[1::2])
-
-
-@pytest.mark.parametrize(("cores", "replicas", "workers"), [(2, 1, 2), (96, 1, 16), (96, 8, 12), (2, 4, 1)])
-def test_loader_processes_are_sized_to_the_machine(
-    cores: int, replicas: int, workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(image_loading, "usable_cores", lambda: cores)
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    assert loader_workers("auto", replicas) == workers
 
 
 @pytest.mark.parametrize("split", ["train", "evaluation"])

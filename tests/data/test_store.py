@@ -60,18 +60,6 @@ def test_the_pairs_lie_shuffled(store: Store) -> None:
     assert abs(np.corrcoef(places, np.arange(len(places)))[0, 1]) < 0.2
 
 
-def test_single_pairs_are_the_same_as_all_at_once(store: Store) -> None:
-    whole = pairs_of(store, "fi")
-    for index in (0, 15, 16, 63, 64, 199):
-        rows = store.locate(np.array([1]), np.array([index]))
-        ids, lengths = store.gather(rows)[0]
-        assert (store.source_vocabulary.decode(ids.tolist()), int(lengths[0])) == (whole[index][0], len(ids))
-
-
-def test_any_number_of_processes_makes_the_same_bytes(root: Path, store: Store, tmp_path: Path) -> None:
-    assert bytes_of(preparation_jobs.prepare(root, tmp_path, 2, no_report).folder) == bytes_of(store.folder)
-
-
 @pytest.mark.parametrize(
     ("text", "done"),
     [

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 import zstandard
-from composed import checked
 from inline_run import train_inline
 from run_files import bytes_of
 from text_sources import places, prepared, refusal_of
@@ -26,7 +25,6 @@ from text_sources import places, prepared, refusal_of
 from gpipe_cli.data.cldr import pairs as cldr
 from gpipe_cli.data.text.source import TextFilesSource
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.jobs.limits import TRAINING
 
 SMALL: dict[str, Any] = {
     "vocabulary": 300,
@@ -232,36 +230,7 @@ def test_a_wrong_place_or_too_little_text_says_what_to_type(tmp_path: Path) -> N
     assert "lower data.sequence_length=100000" in refusal(tmp_path / "text", document="line", sequence_length=100_000)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "data.root is not set"),
-        (
-            ["data.root=nowhere", "data.tokenizer=none.json"],
-            "there is no nowhere\ndata.tokenizer=none.json: there is no",
-        ),
-    ],
-    ids=["not set", "absent"],
-)
-def test_a_place_that_is_not_there_is_refused_before_workers_start(words: list[str], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        checked("model=transformer_lm", "data=text", *words, checks=TRAINING)
-
-
 # --- training
-
-
-def test_it_trains_a_language_model_by_one_command_and_keeps_what_ids_mean(tmp_path: Path) -> None:
-    root = write(tmp_path / "text.txt", "\n\n".join(documents()))
-    words = ["debug=tiny", "model=transformer_lm", "data=text", f"data.root={root}", "trainer.steps=1"]
-    words += ["model.L=1", "trainer.evaluate_first=false", "data.evaluation_windows=4"]
-    losses = []
-    for K in (1, 3):
-        run = tmp_path / f"run{K}"
-        more = [f"data.cache_dir={tmp_path}/cache", f"pipeline.K={K}", "data.held_out=0.1"]
-        losses.append(train_inline(run, *words, *more)[0]["loss"])
-        assert (run / "vocabulary" / "source.model").is_file()
-    assert losses[0] == losses[1] > 0
 
 
 def test_a_run_goes_on_on_other_text_with_its_vocabulary_or_is_warned(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
@@ -14,7 +13,6 @@ import parallel_folder
 import preparation_jobs
 import pytest
 
-from gpipe_cli.data.cldr.source import TranslationSource
 from gpipe_cli.data.sampling import temperature_shares
 from gpipe_cli.data.source import Batch, Report, no_report
 from gpipe_cli.data.store import Store
@@ -119,20 +117,6 @@ def test_the_batches_do_not_depend_on_parts_or_replicas(folder: Path) -> None:
     replicas = [first(opened(folder, batch_tokens=900).train(None, 2, replica, 2), 50) for replica in (0, 1)]
     assert [pairs_in(a) + pairs_in(b) for a, b in zip(*replicas, strict=True)] == [pairs_in(batch) for batch in whole]
     assert [a.position for a in replicas[0]] == [b.position for b in replicas[1]]
-
-
-def test_readers_in_several_threads_read_the_same(folder: Path) -> None:
-    source, found = opened(folder), [[], [], []]
-
-    def read(place: int) -> None:
-        found[place] = [pairs_in(batch) for batch in first(source.train(None, 2, 0, 1), 70)]
-
-    threads = [threading.Thread(target=read, args=(place,)) for place in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found[0] and found[0] == found[1] == found[2]
 
 
 # --- temperature
@@ -250,9 +234,3 @@ def test_too_few_tokens_for_the_parts_are_refused_before_training(folder: Path) 
     said = r"divided into 16 micro-batches .*: raise data\.batch_tokens or lower pipeline\.M"
     with pytest.raises(ConfigurationError, match=said):
         opened(folder).train(None, 8, 0, 2)
-
-
-def test_the_embedded_corpus_takes_pair_too(tmp_path: Path) -> None:
-    source = TranslationSource(pair="yrl", vocabulary=200, cache_dir=str(tmp_path))
-    source.prepare(no_report)
-    assert source.sizes == {"yrl": 100}

@@ -40,22 +40,25 @@ def imagenet(root: Path) -> dict[str, Any]:
     return image_folder(root) | {"dataset": "imagenet", "images": [CLASSES * count for count in SPLITS]}
 
 
+def _cifar(
+    root: Path, dataset: str, folder: str, files: list[str], label: str, meta: tuple[str, str]
+) -> dict[str, Any]:
+    base = root / folder
+    base.mkdir(parents=True)
+    for name in files:
+        _save_pickle(base / name, {"data": _rows(), label: list(range(CLASSES))})
+    _save_pickle(base / meta[0], {meta[1]: [f"class {number}" for number in range(CLASSES)]})
+    return {"dataset": dataset}
+
+
 def cifar10(root: Path) -> dict[str, Any]:
-    folder, names = root / "cifar-10-batches-py", [f"class {label}" for label in range(CLASSES)]
-    folder.mkdir(parents=True)
-    for name in [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]:
-        _save_pickle(folder / name, {"data": _rows(), "labels": list(range(CLASSES))})
-    _save_pickle(folder / "batches.meta", {"label_names": names})
-    return {"dataset": "cifar10"}
+    files = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
+    return _cifar(root, "cifar10", "cifar-10-batches-py", files, "labels", ("batches.meta", "label_names"))
 
 
 def cifar100(root: Path) -> dict[str, Any]:
-    folder, names = root / "cifar-100-python", [f"class {label}" for label in range(CLASSES)]
-    folder.mkdir(parents=True)
-    for name in ("train", "test"):
-        _save_pickle(folder / name, {"data": _rows(), "fine_labels": list(range(CLASSES))})
-    _save_pickle(folder / "meta", {"fine_label_names": names})
-    return {"dataset": "cifar100"}
+    meta = ("meta", "fine_label_names")
+    return _cifar(root, "cifar100", "cifar-100-python", ["train", "test"], "fine_labels", meta)
 
 
 def stanford_cars(root: Path) -> dict[str, Any]:
