@@ -35,9 +35,9 @@ JOBS = {
     "transformer_lm_small": ("model=transformer_lm_small",),
     "amoebanet": ("model=amoebanet",),
 }
-RATES = {"transformer": 1e-3, "transformer_lm_small": 1e-3, "amoebanet": 1e-3}  # of the plain loop, chosen with --rate
+RATES = {"transformer": 3e-3, "transformer_lm_small": 1e-3, "amoebanet": 1e-3}  # of the plain loop: better than thrice or a third
 WARM_UP = 0.05  # share of the plain loop's time
-THREADS = 2
+THREADS = 1  # two would spend processor seconds on waiting for each other
 WINDOW = 20  # steps are averaged over this part of a run
 COLUMNS = {"job": "", "side": "", "parameters": ",d", "steps": "d", "processor seconds": ".0f", "ln V": ".2f"}
 COLUMNS |= {"first": ".2f", "1/4": ".3f", "1/2": ".3f", "end": ".3f", "evaluation": ".3f", "accuracy": ".2%"}
