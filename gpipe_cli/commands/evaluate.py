@@ -68,7 +68,7 @@ def evaluate(words: Sequence[str]) -> int:
 
     line = read_words(words, OWN)
     split = line.own.get("split", "dev")
-    overrides = [*line.overrides, *([] if split == "dev" else [f"data.evaluation_split={split}"])]
+    overrides = [*line.overrides, *([] if split == "dev" else [f"++data.evaluation_split={split}"])]
     run = open_run(line.run(EXAMPLE), overrides, line.own.get("step", "last"), line.own.get("trust", ""))
     default = run.run_dir / "evaluations" / f"{run.info.path.name}_{split}"
     folder = Path(line.own.get("output", default))

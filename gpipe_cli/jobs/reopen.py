@@ -109,18 +109,26 @@ def _with_overrides(recorded: Mapping[str, Any], words: Sequence[str]) -> DictCo
             OmegaConf.update(config, key, value)
         if sweep := next((override for override in overrides if override.is_sweep_override()), None):
             raise ConfigurationError(f"{sweep.input_line} is a sweep: give one value")
-        typed = {override.key_or_group: override.value() for override in values}
+        typed = {override.key_or_group for override in values}
         if "pipeline.K" in typed and not isinstance(config.pipeline.partition, str):
             config.pipeline.partition = default.pipeline.partition  # the recorded sizes are for another number of cells
         OmegaConf.set_struct(config, True)
-        for key, value in typed.items():
-            section = key.partition(".")[0]
+        for override in values:
+            key, section = override.key_or_group, override.key_or_group.partition(".")[0]
             if section in OF_TRAINING and key not in READ:
                 raise ConfigurationError(f"{key}: only training reads this key, leave it out")
-            OmegaConf.update(config, key, value, force_add=section in FREE_FORM)
+            own = f"{section}._target_" in typed or override.is_add() or override.is_force_add()
+            OmegaConf.update(config, key, override.value(), force_add=own or _is_newer(key, section, config, default))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigurationError(in_one_line(error)) from error
     return config
+
+
+def _is_newer(key: str, section: str, config: DictConfig, default: DictConfig) -> bool:
+    """Returns whether a function of the run has got this key since."""
+    above, _, name = key.rpartition(".")
+    same = section in FREE_FORM and config[section]._target_ == default[section]._target_
+    return same and name in (OmegaConf.select(default, above) or ())
 
 
 def _with_new_keys(recorded: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

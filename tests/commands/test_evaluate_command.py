@@ -82,7 +82,7 @@ def test_real_workers_find_the_same(run: tuple[Path, dict[str, float]], tmp_path
     ("words", "message"),
     [
         (["split=dev"], "which run?"),
-        (["checkpoint=RUN", "split=train"], "split=train: use dev or test"),
+        (["checkpoint=RUN", "split=train"], "split=train: should be 'dev' or 'test'"),
         (["checkpoint=nowhere"], "nowhere"),
         (["compare=[nowhere]"], "nowhere has not been evaluated yet: gpipe-eval checkpoint=nowhere"),
         (["compare=[]"], "compare= names no run"),
