@@ -6,14 +6,16 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..disk import json_lines
-from ..distributed.pipeline import Pipeline
 from ..schedule.critical_path import critical_path
 from ..schedule.picture import Panel, new_figure, save_panels
 from ..schedule.simulate import Timeline
 from .breakdown import mean_durations, simulate_with
+
+if TYPE_CHECKING:
+    from ..distributed.pipeline import Pipeline
 
 # As in `schedule/picture.py`: blue forward, pale recompute; warm colours for lost time.
 _COLOURS = ("#2f6db3", "#a9cdee", "#d9dce1", "#b9412f", "#8a8f99", "#4d9a6a")
