@@ -92,35 +92,21 @@ def start(folder: Path, stdout: int, *words: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, cwd=folder, env=environment, stdout=stdout, stderr=subprocess.PIPE)
 
 
-def lose_reader(ours: int, theirs: int) -> None:
-    """Reads the first output of a run, then closes the pipe; ``theirs`` is the run's end of it."""
-    os.close(theirs)
-    assert os.read(ours, 1)
-    os.close(ours)
-
-
-def ends_in_order(folder: Path, process: subprocess.Popen[bytes], reason: str) -> None:
-    _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (0, b"")
-    directory = only(folder / "runs")
-    assert (directory / "summary.json").is_file()
-    said = (directory / "train.log").read_text()
-    assert said.count("cannot be written to") == 1 and reason in said
-    assert "step 8/8" in said
-
-
 def test_a_run_whose_pipe_loses_its_reader_goes_on(tmp_path: Path) -> None:
     ours, theirs = os.pipe()
     process = start(tmp_path, theirs)
-    lose_reader(ours, theirs)
-    ends_in_order(tmp_path, process, "Broken pipe")
+    os.close(theirs)
+    assert os.read(ours, 1)
+    os.close(ours)
+    assert (process.communicate(timeout=60)[1], process.returncode) == (b"", 0)
+    said = (only(tmp_path / "runs") / "train.log").read_text()
+    assert said.count("cannot be written to") == 1 and "Broken pipe" in said and "step 8/8" in said
 
 
 @pytest.mark.parametrize(
     "words",
     [
         ["plan", "--help"],
-        pytest.param(["plan", "debug=tiny", "plan.format=json"], marks=pytest.mark.slow),
         ["train", "--help"],
     ],
     ids=" ".join,
@@ -151,13 +137,6 @@ def test_ctrl_c_says_which_step_is_saved_and_what_goes_on(tmp_path: Path) -> Non
     (step,) = [int(path.name[5:]) for path in (tmp_path / "a run" / "checkpoints").iterdir()]
     words = f"pipeline.K=1 trainer.steps=8 seed={cli_jobs.SLOW} 'hydra.run.dir=\"a run\"' checkpoint.resume=auto"
     assert f"stopped before its end; step {step} is saved. To go on, type: gpipe-train {words}\n" in rest
-
-
-def test_two_runs_never_share_a_directory(tmp_path: Path) -> None:
-    words = [*COMMAND, "pipeline.K=1", "trainer.steps=1"]
-    both = [subprocess.Popen(words, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.DEVNULL) for _ in range(2)]
-    assert [process.wait(60) for process in both] == [0, 0]
-    assert len(list((tmp_path / "runs").iterdir())) == 2
 
 
 def test_a_run_directory_that_is_in_use_is_refused(tmp_path: Path) -> None:
@@ -218,7 +197,6 @@ def test_a_refused_command_changes_nothing_of_an_earlier_run(tmp_path: Path) -> 
         (["optimizer.spead=3"], "there is no key optimizer.spead"),
         (["modle=transformer"], "there is no key modle; did you mean model?"),
         (["optimizer=adm"], "there is no optimizer=adm; did you mean optimizer=adam"),
-        (["optimizer=lamb"], "optimizer can be: adafactor, adafactor_momentum, adam, adam_translation, adamw, own,"),
         (["pipeline.K=1,2"], "pipeline.K=1,2 is a sweep: type -m too"),
         (["pipeline.partition=[1,2"], "could not read 'pipeline.partition=[1,2'"),
         (
@@ -228,7 +206,6 @@ def test_a_refused_command_changes_nothing_of_an_earlier_run(tmp_path: Path) -> 
         (["data.batch_size=???"], "data.batch_size needs a value: type data.batch_size=…"),
         (["--pipeline.K=4"], "keys have no dashes, type pipeline.K=4"),
         (["--multi-run"], "there is no option --multi-run; did you mean --multirun"),
-        (["--config-name=other"], "there is no configuration other.yaml"),
     ],
 )
 def test_a_refusal_is_one_sentence_and_leaves_nothing_behind(
@@ -287,17 +264,6 @@ def test_a_sweep_goes_on_after_a_failure_and_ends_in_one_table(tmp_path: Path) -
     assert "failed: ValueError: thirteen is unlucky" in done.stdout
     failed = next(path for path in directory.iterdir() if path.name.startswith("1_"))
     assert "thirteen is unlucky" in (failed / "train.log").read_text()
-
-
-@pytest.mark.slow
-def test_a_sweep_over_seeds_ends_in_mean_and_standard_deviation(tmp_path: Path) -> None:
-    done = run(tmp_path, "-m", "seed=1,2,3", "pipeline.K=2", "trainer.steps=1")
-    directory = only(tmp_path / "sweeps")
-    (seeds,) = json.loads((directory / "sweep.json").read_text())["over_seeds"]
-    assert seeds["settings"] == {} and len(seeds["runs"]) == 3
-    assert seeds["figures"]["accuracy"] == {"mean": pytest.approx(0.92), "standard_deviation": pytest.approx(0.01)}
-    assert "mean ± sd" in (directory / "sweep.md").read_text().splitlines()[-1]
-    assert "0.92 ± 0.01" in done.stdout
 
 
 def test_a_job_that_is_refused_is_a_failed_job_of_the_sweep(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +10,6 @@ import pytest
 from inline_run import train_inline
 
 from gpipe_cli.commands import generate
-from gpipe_cli.commands.lines import LinePipe, Writer
 from gpipe_cli.errors import ConfigurationError
 
 INLINE = ["launch.inline=true", "pipeline.workers=1"]
@@ -56,12 +53,6 @@ def test_each_beginning_has_its_text_for_every_number_of_cells(
 def test_a_prompt_may_be_empty_and_greedy_needs_no_seed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert said(run, capsys, "prompt=", "temperature=0") == said(run, capsys, "prompt=", "temperature=0", "seed=9")
     assert said(run, capsys, "prompt=7 cat = 8", "top_k=1")[0].startswith("7 cat")
-
-
-def test_an_answer_to_a_line_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    writer = Writer(sys.stdout, False, LinePipe(io.BytesIO()), keep=False)
-    writer({"kind": "answers", "lines": 1, "texts": ["a\r\nb\u2028c\rd"], "log_probabilities": [0.0]})
-    assert capsys.readouterr().out == "a b c d\n"
 
 
 def test_a_run_that_translates_is_sent_to_the_other_command() -> None:

@@ -134,14 +134,6 @@ def test_srun_alone_starts_a_run_on_two_machines(machines: TwoMachines, tmp_path
     assert losses(machines.shared / "run") == losses(tmp_path / "whole")
 
 
-@pytest.mark.slow(2)
-def test_two_machines_refuse_a_run_directory_that_they_do_not_share(machines: TwoMachines) -> None:
-    words = [*WORDS, f"hydra.run.dir={machines.local / 'run'}"]
-    said = ends([machines.torchrun(side, 1, *words) for side in (0, 1)])
-    assert all(code != 0 for code, _ in said)
-    assert f"is not there for rank 1 on {machines.names[1]}: each rank saves its layers there" in said[0][1]
-
-
 # -- a sweep's jobs side by side ---------------------------------------------------------------------------------------
 
 

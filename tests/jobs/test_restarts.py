@@ -87,15 +87,6 @@ def test_a_killed_worker_s_run_starts_again_from_the_newest_checkpoint_and_says_
     assert rows(tmp_path / restarts.FILE) == made.records
 
 
-def test_before_the_first_checkpoint_it_begins_as_it_was_told_to(tmp_path: Path) -> None:
-    save(tmp_path / "old", 3, make_layers())
-    script = Script(tmp_path)
-    script.config["checkpoint"]["resume"] = str(step_directory(tmp_path / "old", 3))
-    made = script.run(failed(**KILLED))
-    assert script.resumed == ["step_00000003", "step_00000003"]
-    assert made.records[0]["from_step"] == 3
-
-
 def test_a_checkpoint_that_the_run_was_told_to_go_back_behind_is_not_used(tmp_path: Path) -> None:
     save(tmp_path, 3, make_layers())
     save(tmp_path, 5, make_layers())

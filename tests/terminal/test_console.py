@@ -106,11 +106,6 @@ def test_the_time_left_follows_from_the_share_done_whatever_limits_the_run(monke
     assert second.endswith("2:00 left")  # a quarter took a minute
 
 
-def test_numbers_that_are_not_known_are_shown_as_such() -> None:
-    line = shown({**progress(1, None), "loss": None, "bubble": None, "skipped_updates": 2})
-    assert line == "step 1  loss not finite  lr 1.0e-03  800 examples/s  bubble -  2 skipped\n"
-
-
 def test_events_of_the_launcher_are_told_in_words() -> None:
     text = shown(
         {"event": "stopping", "signal": "SIGINT", "grace_seconds": 8.0}, {"event": "warning", "message": "slow disk"}
