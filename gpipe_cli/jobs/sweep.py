@@ -19,13 +19,15 @@ from omegaconf.errors import OmegaConfBaseException
 from gpipe_cli.disk import DiskError
 from gpipe_cli.errors import ConfigurationError, visible
 from gpipe_cli.jobs import torchrun
-from gpipe_cli.jobs.configuration import Prepared, in_one_line, prepare
+from gpipe_cli.jobs.configuration import Prepared, prepare
 from gpipe_cli.jobs.limits import TRAINING
 from gpipe_cli.jobs.record import require_writable, where_it_is
 from gpipe_cli.terminal.command import FAILED, REFUSED
 from gpipe_cli.terminal.run_table import compare, over_seeds
 from gpipe_cli.terminal.runs import find_runs
 from gpipe_cli.terminal.text import markdown_table, text_table
+
+REFUSALS = (ConfigurationError, DiskError, OmegaConfBaseException)
 
 
 @dataclass
@@ -54,16 +56,16 @@ class CommandCallback(Callback):
         try:
             composed = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
             prepared = prepare(composed, TRAINING)
-            _require_writable("hydra.run.dir", config)
-        except (ConfigurationError, DiskError) as error:
+            require_writable("hydra.run.dir", config.hydra.run.dir)
+        except REFUSALS as error:
             raise SystemExit(REFUSED) from error
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Makes the sweep's directory, counts its jobs, and names their folders by the keys that are swept."""
         global current
         try:
-            _require_writable("hydra.sweep.dir", config)
-        except (ConfigurationError, DiskError) as error:
+            require_writable("hydra.sweep.dir", config.hydra.sweep.dir)
+        except REFUSALS as error:
             raise SystemExit(REFUSED) from error
         words = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
         swept = [word for word in words if word.is_sweep_override()]
@@ -75,14 +77,6 @@ class CommandCallback(Callback):
             excluded = f"hydra.job.config.override_dirname.exclude_keys={fixed}"
             with read_write(config.hydra):
                 config.hydra.overrides.hydra = [excluded, *config.hydra.overrides.hydra]
-
-
-def _require_writable(key: str, config: DictConfig) -> None:
-    try:
-        folder = OmegaConf.select(config, key)
-    except OmegaConfBaseException as error:
-        raise ConfigurationError(f"{key}: {in_one_line(error)}") from error
-    require_writable(key, folder)
 
 
 def end(sweep: Sweep) -> int:
