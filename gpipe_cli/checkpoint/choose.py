@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,8 @@ from .files import (
     step_directory,
     step_of,
 )
+
+held: list[int] = []  # descriptors of the checkpoints that this process reads; `commit.prune` leaves these
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,8 @@ def find(path: Path) -> tuple[CheckpointInfo, tuple[str, ...]]:
 def choose(path: Path, step: str = "last") -> tuple[CheckpointInfo, tuple[str, ...]]:
     """Returns the checkpoint that a command is to use, and a warning for each damaged newer one.
 
+    Until this process ends, no run in progress on this machine deletes it.
+
     Args:
         path: a run directory, its folder of checkpoints, or one checkpoint.
         step: of a run directory: a number, "best" or "last".
@@ -100,6 +106,23 @@ def choose(path: Path, step: str = "last") -> tuple[CheckpointInfo, tuple[str, .
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
+    while True:
+        there = step_directories(_run_dir(path))
+        try:
+            info, warnings = _choose(path, step)
+            descriptor = os.open(info.path, os.O_RDONLY)
+        except (CheckpointError, OSError):
+            if step_directories(_run_dir(path)) == there:
+                raise
+            continue  # a run has just replaced it by a newer one
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        held.append(descriptor)
+        if info.path.is_dir():
+            return info, warnings
+
+
+def _choose(path: Path, step: str) -> tuple[CheckpointInfo, tuple[str, ...]]:
     if step == "last":
         return find(path)
     run_dir = _run_dir(path)

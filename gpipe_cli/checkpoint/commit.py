@@ -6,6 +6,7 @@ becomes complete by one rename of that directory: a kill at any moment leaves th
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
@@ -108,13 +109,13 @@ def record_best(run_dir: Path, step: int, metric: str, value: float) -> None:
 def prune(run_dir: Path, keep: int) -> None:
     """Deletes all but the best and the ``keep`` newest undamaged checkpoints, and what was discarded before.
 
-    What cannot be deleted, as on NFS a file that is still being read, is left to the next call.
+    One that another command reads (`choose.choose`), or that cannot be deleted, is left to the next call.
     """
     best, undamaged = best_step(run_dir), 0
     for directory in reversed(step_directories(run_dir)):
         if undamaged >= keep and step_of(directory) != best:
             with suppress(OSError):
-                _discard(directory)
+                _discard_unless_read(directory)
         elif not problems_of(directory):
             undamaged += 1
     _delete(run_dir, DISCARDED)
@@ -159,6 +160,24 @@ def prepare_directory(run_dir: Path, resumed: CheckpointInfo | None) -> None:
     for directory in existing:
         if resumed is not None and step_of(directory) > resumed.step:
             _discard(directory)
+
+
+def _discard_unless_read(directory: Path) -> None:
+    """Discards a checkpoint.
+
+    Raises:
+        BlockingIOError: another command holds it.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    except OSError:
+        pass  # a file system without locks
+    _discard(directory)
+    os.close(descriptor)
 
 
 def _discard(directory: Path) -> None:

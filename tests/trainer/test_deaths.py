@@ -1,4 +1,4 @@
-"""Tests that a worker that dies in a user's code is reported with its place: cell, layer, micro-batch."""
+"""Tests that a worker that dies in a user's code is reported with its place: cell, micro-batch, in a forward the layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DOOMED = (
     *("pipeline.K=2", "pipeline.workers=2", "pipeline.partition=[2,2]", "trainer.steps=3", "logging.tensorboard=false"),
 )
 FORWARD = "step 2, cell 1, layer middle, micro-batch 0, forward"
-BACKWARD = "step 2, cell 1, layer middle, micro-batch 3, backward"
+BACKWARD = "step 2, cell 1, micro-batch 3, backward"
 KILLED = (
     "worker 1 was killed by SIGKILL (usually the kernel's out-of-memory killer: see `dmesg`, and use less memory per"
 )
