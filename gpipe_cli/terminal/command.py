@@ -63,9 +63,15 @@ def run_command(
 def exit_code(name: str, work: Callable[[], int], say: Callable[[str], None]) -> int:
     """Runs a command's work and returns its exit code, or the code of the error that ended it."""
     try:
-        Path.cwd()
+        str(Path.cwd()).encode()
     except OSError:
         say(f"{name}: the current directory has been deleted: change to another one with cd")
+        return REFUSED
+    except UnicodeEncodeError:
+        say(f"{name}: the path of the current directory is not UTF-8: use another one")
+        return REFUSED
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys() and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        say(f"{name}: RANK and WORLD_SIZE are set, as torchrun does, but not MASTER_ADDR and MASTER_PORT: unset them")
         return REFUSED
     try:
         return work()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -54,6 +55,11 @@ def test_a_command_that_needs_words_shows_its_page_without(name: str, capsys: py
         (ConfigurationError("no"), 2, "gpipe-x: no\n"),
         (WorkerFailed("worker 1 died"), 1, "worker 1 died\n"),
         (KeyboardInterrupt(), 130, ""),
+        (
+            OSError(errno.EMFILE, "Too many open files"),
+            1,
+            "gpipe-x: no more files can be opened: raise `ulimit -n` ([Errno 24] Too many open files)\n",
+        ),
     ],
 )
 def test_how_a_command_ends(error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,6 +69,23 @@ def test_how_a_command_ends(error: BaseException, code: int, said: str, capsys: 
     assert exit_code("gpipe-x", work, to_stderr) == code
     assert capsys.readouterr().err == said
     assert exit_code("gpipe-x", lambda: 7, to_stderr) == 7
+
+
+def test_where_a_command_stands_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (odd := tmp_path / "\udcff").mkdir()
+    with monkeypatch.context() as inside:
+        inside.chdir(odd)
+        assert exit_code("gpipe-x", lambda: 7, to_stderr) == 2
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert exit_code("gpipe-x", lambda: 7, to_stderr) == 2
+    assert [line.partition(":")[2][:16] for line in capsys.readouterr().err.splitlines()] == [
+        " the path of the",
+        " RANK and WORLD_",
+    ]
 
 
 @pytest.mark.parametrize("run", ["0_pipeline.K=1", "sweeps/today/0_pipeline.K=1", "runs/NAME"])
