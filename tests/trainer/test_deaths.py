@@ -1,4 +1,4 @@
-"""Tests that a worker that dies in a user's code is reported with its place: cell, micro-batch, the layer in a forward."""
+"""Tests that the death of a worker in a user's code is told with its place: cell, micro-batch, in a forward the layer."""
 
 from __future__ import annotations
 
