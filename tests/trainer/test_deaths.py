@@ -1,4 +1,4 @@
-"""Tests that the death of a worker in a user's code is told with its place: cell, micro-batch, in a forward the layer."""
+"""Tests that the death of a worker in a user's code is told by place: cell, micro-batch, of a forward the layer."""
 
 from __future__ import annotations
 
