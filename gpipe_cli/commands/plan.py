@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gpipe_cli.errors import ConfigurationError, Problems
-from gpipe_cli.terminal.command import REFUSED, run_command, show
+from gpipe_cli.terminal.command import run_command, show
 from gpipe_cli.terminal.words import OF_PLANS, read_words
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ gpipe-plan: shows how a run would be cut, what each device would hold, the bubbl
 It needs no hardware, data or weights, and takes seconds for any size of model.
 
     gpipe-plan model=transformer_lm model.L=1663 pipeline.K=128 pipeline.M=32
-    gpipe-plan -m pipeline.K=2,4,8 pipeline.M=8,32          one table
     gpipe-plan model=amoebanet plan.fit=16GB                the smallest K, then M, then the least recomputing that fit
     gpipe-plan plan.best=true plan.device=a100-40gb         the fastest M, remat and schedule for pipeline.K
     gpipe-plan model=transformer_lm plan.grow=model.L       the largest model that fits
@@ -52,11 +51,9 @@ class Request:
     """Holds one configuration to plan.
 
     Attributes:
-        overrides: as typed; in a sweep, those of this job.
         notes: changes that were necessary to plan it.
     """
 
-    overrides: list[str]
     settings: Settings
     options: Options
     notes: list[str]
@@ -71,10 +68,6 @@ class Request:
 
         plan = find_plan(self.settings, self.options)
         return replace(plan, notes=[*self.notes, *plan.notes])
-
-    def value_of(self, key: str) -> str:
-        """Returns the value of a key as typed."""
-        return next(word.partition("=")[2] for word in self.overrides if word.partition("=")[0] == key)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -91,41 +84,7 @@ def _help_text() -> str:
 
 def _run(words: Sequence[str]) -> int:
     line = read_words(words, options=OF_PLANS, runs=False)
-    jobs, swept = expand(line.overrides) if line.is_sweep else ([line.overrides], [])
-    requests = [make_request(job, line.folder) for job in jobs]
-    if line.is_sweep and (picture := requests[0].options.picture) is not None:
-        raise ConfigurationError(f"plan.picture={picture} shows one plan, not a sweep: leave out -m or plan.picture")
-    # Only now, so that a wrong configuration is refused before torch is imported.
-    return _plan_all(requests, swept) if line.is_sweep else _plan_one(requests[0])
-
-
-def _plan_all(requests: Sequence[Request], swept: Sequence[str]) -> int:
-    """Plans every job of a sweep; one that is refused, or that does not fit, keeps its row."""
-    outcomes = [_outcome(request) for request in requests]
-    code = REFUSED if any(isinstance(outcome, ConfigurationError) for outcome in outcomes) else 0
-    if requests[0].options.format == "json":
-        rows = [{"overrides": r.overrides, **_as_json(o)} for r, o in zip(requests, outcomes, strict=True)]
-        show(json.dumps({"plans": rows}))
-        return code
-    from gpipe_cli.commands.plan_report import sweep_notes, sweep_table
-
-    typed = [{key: request.value_of(key) for key in swept} for request in requests]
-    show("\n".join([sweep_table(typed, outcomes), *sweep_notes(typed, outcomes)]))
-    return code
-
-
-def _outcome(request: Request) -> Plan | ConfigurationError:
-    try:
-        return request.plan()
-    except ConfigurationError as error:
-        return error
-
-
-def _as_json(outcome: Plan | ConfigurationError) -> dict[str, Any]:
-    return {"refused": str(outcome)} if isinstance(outcome, ConfigurationError) else outcome.to_json()
-
-
-def _plan_one(request: Request) -> int:
+    request = make_request(line.overrides, line.folder)
     plan = request.plan()
     if request.options.format == "json":
         show(json.dumps(plan.to_json()))
@@ -150,31 +109,11 @@ def _draw(plan: Plan, picture: str) -> None:
         ) from error
 
 
-def expand(words: Sequence[str]) -> tuple[list[list[str]], list[str]]:
-    """Returns the overrides of each job of a sweep, the last key changing fastest, and the keys that are swept.
-
-    Raises:
-        ConfigurationError: an override that cannot be read or swept.
-    """
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    from gpipe_cli.jobs.configuration import in_one_line
-
-    try:
-        overrides = OverridesParser.create().parse_overrides(list(words))
-        jobs = BasicSweeper.split_arguments(overrides, None)[0]
-    except HydraException as error:
-        raise ConfigurationError(in_one_line(error)) from error
-    return jobs, [override.get_key_element() for override in overrides if override.is_sweep_override()]
-
-
 def make_request(overrides: Sequence[str], folder: str | None = None) -> Request:
-    """Composes and checks the configuration of one job.
+    """Composes and checks the configuration.
 
     Args:
-        overrides: as typed, without a sweep.
+        overrides: as typed.
         folder: of `--config-dir`.
 
     Raises:
@@ -183,7 +122,7 @@ def make_request(overrides: Sequence[str], folder: str | None = None) -> Request
     from gpipe_cli.config import Settings
     from gpipe_cli.jobs.configuration import composed, plain
     from gpipe_cli.jobs.trust import look_here, targets
-    from gpipe_cli.jobs.workers import AUTO, most_workers
+    from gpipe_cli.jobs.workers import most_workers
     from gpipe_cli.planner.options import Options, with_enough_examples, with_free_cut
 
     problems = Problems()
@@ -196,11 +135,10 @@ def make_request(overrides: Sequence[str], folder: str | None = None) -> Request
     settings = Settings.read(enough, problems)
     problems.refuse()
     look_here(targets(config))
-    options = replace(options, find_M=config["pipeline"]["M"] == AUTO)
     if options.device is None:
         most = 1 if settings.launch.inline else most_workers(settings.pipeline)[0]
         options = replace(options, most_workers=most)
-    return Request(list(overrides), settings, options, notes)
+    return Request(settings, options, notes)
 
 
 if __name__ == "__main__":

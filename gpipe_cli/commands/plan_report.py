@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs.workers import plural
 from gpipe_cli.schedule.picture import draw_text, legend
 from gpipe_cli.schedule.simulate import BUBBLE_FORMULAS, simulate, unit_durations
@@ -16,7 +14,6 @@ if TYPE_CHECKING:
 
 WIDEST_PICTURE = 120  # characters
 MOST_ROWS = 32
-FIGURES = ("parameters", "memory", "fits", "bubble", "formula", "slowest", "sent", "step", "examples/s")
 
 
 def found_line(plan: Plan) -> list[str]:
@@ -94,47 +91,6 @@ def _picture(plan: Plan) -> list[str]:
 
 def _notes(plan: Plan) -> list[str]:
     return [f"note: {note}" for note in plan.notes]
-
-
-def sweep_table(typed: Sequence[Mapping[str, str]], outcomes: Sequence[Plan | ConfigurationError]) -> str:
-    """Returns a table with one row per plan: the swept keys, the keys that were searched, and the figures.
-
-    Args:
-        typed: for each job, the values of the swept keys.
-        outcomes: for each job; the row of a refused one has dashes.
-    """
-    rows = [{**given, **_row(outcome)} for given, outcome in zip(typed, outcomes, strict=True)]
-    keys = list(dict.fromkeys(key for row in rows for key in row if key not in FIGURES))
-    cells = [[row.get(key) for key in (*keys, *FIGURES)] for row in rows]
-    return text_table([*(key.removeprefix("pipeline.") for key in keys), *FIGURES], cells)
-
-
-def _row(outcome: Plan | ConfigurationError) -> dict[str, object]:
-    """Returns the keys that a search has found, and the figures."""
-    if isinstance(outcome, ConfigurationError):
-        return {}
-    figures = (
-        *(outcome.parameters, size_text(outcome.memory), "yes" if outcome.fits else "no"),
-        *(percent(outcome.bubble), percent(outcome.bubble_formula), f"+{percent(outcome.slowest_over_mean)}"),
-        *(size_text(outcome.sent_bytes), seconds_text(outcome.step_seconds), number(outcome.examples_per_second, 3)),
-    )
-    return {**outcome.found, **dict(zip(FIGURES, figures, strict=True))}
-
-
-def sweep_notes(typed: Sequence[Mapping[str, str]], outcomes: Sequence[Plan | ConfigurationError]) -> list[str]:
-    """Returns each note and refusal once, with the jobs it holds for unless it holds for all."""
-    jobs: dict[tuple[str, str], list[str]] = {}
-    for given, outcome in zip(typed, outcomes, strict=True):
-        kind, texts = (
-            ("refusal", [str(outcome)]) if isinstance(outcome, ConfigurationError) else ("note", outcome.notes)
-        )
-        for text in dict.fromkeys(texts):
-            words = " ".join(f"{key}={value}" for key, value in given.items())
-            jobs.setdefault((kind, text), []).append(words)
-    return [
-        f"{kind}: {text}" if len(whose) == len(outcomes) else f"{kind} on {', '.join(whose)}: {text}"
-        for (kind, text), whose in jobs.items()
-    ]
 
 
 def size_text(size: float) -> str:

@@ -25,7 +25,7 @@ from gpipe_cli.config import FREE_FORM, Checks, Settings, known_keys
 from gpipe_cli.errors import ConfigurationError, Problems
 from gpipe_cli.jobs import torchrun, trust
 from gpipe_cli.jobs.limits import MACHINE
-from gpipe_cli.jobs.workers import AUTO, choose_micro_batches, choose_workers
+from gpipe_cli.jobs.workers import choose_workers
 from gpipe_cli.launch.join import joined
 from gpipe_cli.typed_section import nearest, unknown_key
 
@@ -110,16 +110,10 @@ def prepare(config: DictConfig, checks: Checks = MACHINE, trusted: Sequence[str]
         ConfigurationError: it has one line for each wrong key or value.
     """
     problems, values = Problems(), plain(config)
-    is_auto = isinstance(values.get("pipeline"), dict) and values["pipeline"].get("M") == AUTO
-    one = {**values, "pipeline": {**values["pipeline"], "M": 1}} if is_auto else values
-    settings = Settings.read(one, problems, checks)
+    settings = Settings.read(values, problems, checks)
     problems.refuse()
     trust.look_here(trust.targets(values) if trusted is None else trusted)
     lines = []
-    if is_auto:
-        values, line = choose_micro_batches(values)
-        lines.append(line)
-        settings = Settings.from_config(values)
     workers, line = choose_workers(settings.pipeline, settings.launch.inline, torchrun.world_size())
     values["pipeline"] = {**values["pipeline"], "workers": workers}
     if joined() and (settings.launch.restarts or settings.launch.stall_seconds is not None):

@@ -86,7 +86,6 @@ def open_run(checkpoint: str, words: Sequence[str], step: str = "last", trusted:
     info, warnings = choose(Path(checkpoint).expanduser(), step)
     trust.refuse_interpolations(info.state.configuration, info.path)
     config = _with_overrides(info.state.configuration, words)
-    # Before anything else is settled, since pipeline.M=auto makes the model.
     names = [*trust.trusted_names(trusted), *trust.typed_names(words)]
     trust.refuse_foreign(plain(config), names, info.path)
     return Reopened(info.path.parent.parent, info, prepare(config, trusted=names), warnings)

@@ -23,9 +23,9 @@ from gpipe_cli.jobs.configuration import Prepared, prepare
 from gpipe_cli.jobs.limits import TRAINING
 from gpipe_cli.jobs.record import require_writable, where_it_is
 from gpipe_cli.terminal.command import FAILED, REFUSED
-from gpipe_cli.terminal.run_table import compare, over_seeds
+from gpipe_cli.terminal.run_table import compare
 from gpipe_cli.terminal.runs import find_runs
-from gpipe_cli.terminal.text import markdown_table, text_table
+from gpipe_cli.terminal.text import text_table
 
 REFUSALS = (ConfigurationError, DiskError, OmegaConfBaseException)
 
@@ -80,7 +80,7 @@ class CommandCallback(Callback):
 
 
 def end(sweep: Sweep) -> int:
-    """Prints the table of all jobs and writes it as sweep.json and sweep.md; returns the exit code."""
+    """Prints the table of all jobs and writes it as sweep.json; returns the exit code."""
     from gpipe_cli.terminal.console import OutputStream  # imported late: rich is slow
 
     if not torchrun.is_first():
@@ -91,9 +91,7 @@ def end(sweep: Sweep) -> int:
     table = compare(runs)
     cells = [[row.get(title) for title in table.columns] for row in table.rows]
     content = {"sweep": str(sweep.directory), "swept": table.differing, "jobs": table.facts}
-    content["over_seeds"] = [seeds.facts() for seeds in over_seeds(runs)]
     (sweep.directory / "sweep.json").write_text(json.dumps(content, indent=1) + "\n")
-    (sweep.directory / "sweep.md").write_text(markdown_table(table.columns, cells) + "\n")
     missing = (sweep.jobs or 0) - len(runs)
     more = f"\n{missing} more were not started" if missing > 0 else ""
     text = f"\n{text_table(table.columns, cells)}{more}\n\n{where_it_is(sweep.directory)}"

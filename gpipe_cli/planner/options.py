@@ -13,7 +13,7 @@ from ..errors import ConfigurationError, Problems
 from ..typed_section import Count, Positive, read_fields, shown
 from .devices import Device, describe, parse_bytes
 
-THIS, AUTO = "this", "auto"
+THIS = "this"
 PICTURES = (".svg", ".png", ".pdf")
 
 
@@ -38,14 +38,12 @@ class Options(_Typed):
     Attributes:
         device: None: the present machine, to be measured.
         memory, fit: bytes.
-        find_M: True for `pipeline.M=auto`: the fastest M that fits.
         most_workers: of a replica, for which the present machine has devices; None: one for each cell.
     """
 
     device: Device | None
     memory: int | None
     fit: int | None
-    find_M: bool = False
     most_workers: int | None = None
 
     @classmethod
@@ -108,12 +106,10 @@ def with_free_cut(config: dict[str, Any], options: Options) -> tuple[dict[str, A
 def with_enough_examples(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Returns a configuration that can be planned, and a line for the person where the mini-batch was made larger.
 
-    `pipeline.M=auto` becomes 1, and every micro-batch has at least one example.
+    Every micro-batch has at least one example.
     """
     lines: list[str] = []
     pipeline, data = dict(config.get("pipeline") or {}), dict(config.get("data") or {})
-    if pipeline.get("M") == AUTO:
-        pipeline["M"] = 1
     size, M, replicas = data.get("batch_size"), pipeline.get("M"), pipeline.get("replicas")
     if isinstance(size, int) and isinstance(M, int) and isinstance(replicas, int) and data.get("batch_tokens") is None:
         needed = M * replicas

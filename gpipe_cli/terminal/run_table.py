@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from statistics import mean, stdev
+from dataclasses import dataclass
 from typing import Any
 
 from gpipe_cli.terminal.runs import FIGURES, FinishedRun
-from gpipe_cli.terminal.text import number, percent
+from gpipe_cli.terminal.text import percent
 
 GRID = ("pipeline.K", "pipeline.M")  # have columns of their own
 NO_DIFFERENCE = ("name", "pipeline.workers")  # keys that do not make another experiment
@@ -23,7 +22,7 @@ class RunTable:
 
     Attributes:
         columns: titles.
-        rows: one for each run, then one for each group of seeds: values by title.
+        rows: one for each run: values by title.
         facts: of each run: its directory, settings that differ, and figures in full precision.
         differing: keys of the configuration whose values differ.
         notes: what the columns mean, a sentence each.
@@ -34,42 +33,6 @@ class RunTable:
     facts: list[dict[str, Any]]
     differing: list[str]
     notes: list[str]
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Holds mean and sample standard deviation (n − 1) of one figure over seeds."""
-
-    mean: float
-    standard_deviation: float
-
-    def __str__(self) -> str:
-        spread = self.standard_deviation
-        return f"{number(self.mean)} ± {number(spread, 2 if spread < 100 else 4)}"
-
-
-@dataclass(frozen=True)
-class Seeds:
-    """Holds at least two finished runs that differ only in `seed`, and the keys in which they differ from others."""
-
-    settings: dict[str, Any]
-    runs: list[FinishedRun]
-
-    @property
-    def figures(self) -> dict[str, Spread]:
-        """Returns the spread of the loss, and of each number of the evaluation that every run has."""
-        found = [{"loss": run.loss, **run.evaluation} for run in self.runs]
-        spreads = {}
-        for name in found[0]:
-            values = [value for figures in found if (value := figures.get(name)) is not None]
-            if len(values) == len(found):
-                spreads[name] = Spread(mean(values), stdev(values))
-        return spreads
-
-    def facts(self) -> dict[str, Any]:
-        """Returns JSON values."""
-        figures = {name: asdict(spread) for name, spread in self.figures.items()}
-        return {"settings": self.settings, "runs": [str(run.folder) for run in self.runs], "figures": figures}
 
 
 def compare(runs: Sequence[FinishedRun]) -> RunTable:
@@ -92,24 +55,8 @@ def compare(runs: Sequence[FinishedRun]) -> RunTable:
         speeds = {"loss": run.loss, "examples/s": run.examples_per_second, **rounded, **shares}
         place = {"run": name, "K": run.K, "M": run.M, "status": run.outcome}
         rows.append({**settings, **run.evaluation, **place, **speeds})
-    for seeds in over_seeds(runs):
-        count, first = {"seed": f"{len(seeds.runs)} seeds"}, seeds.runs[0]
-        rows.append({**seeds.settings, **count, **seeds.figures, "run": "mean ± sd", "K": first.K, "M": first.M})
     columns = ["run", *shown, "K", "M", "loss", "examples/s", "×", "ideal", "bubble", "predicted", *scores, "status"]
     return RunTable(columns, rows, facts, differing, _notes(runs, hidden))
-
-
-def over_seeds(runs: Sequence[FinishedRun]) -> list[Seeds]:
-    """Returns finished runs, grouped by all keys that differ except `seed`; empty if `seed` does not differ."""
-    differing = differing_keys(runs)
-    if "seed" not in differing:
-        return []
-    groups: dict[tuple[str, ...], list[FinishedRun]] = {}
-    others = [key for key in differing if key != "seed"]
-    for run in runs:
-        if run.status == "done":
-            groups.setdefault(_group(run, others), []).append(run)
-    return [Seeds({key: _value(g[0], key) for key in others}, g) for g in groups.values() if len(g) > 1]
 
 
 def differing_keys(runs: Sequence[FinishedRun]) -> list[str]:

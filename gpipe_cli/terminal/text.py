@@ -1,4 +1,4 @@
-"""Formats numbers, tables and paths as text, the same on the console, in train.log and in sweep.md."""
+"""Formats numbers, tables and paths as text, the same on the console, and in train.log."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ WITH_VALUE = (
     *("--info", "-i", "--experimental-rerun"),
 )
 OF_HYDRA = (*WITH_VALUE, "--hydra-help", "--resolve", "--run", "-r", "--multirun", "-m", "--shell-completion", "-sc")
-OF_PLANS = ("--config-dir", "-cd", "--multirun", "-m")
+OF_PLANS = ("--config-dir", "-cd")
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from own_plan import OWN, planned
 
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.commands.plan import main, make_request
-from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import workers as devices
-from gpipe_cli.jobs.workers import Devices, choose_micro_batches, choose_workers
+from gpipe_cli.jobs.workers import Devices, choose_workers
 from gpipe_cli.partition.cost import LayerCost
 from gpipe_cli.partition.layer_times import LayerTimes
 from gpipe_cli.partition.model_profile import ModelProfile
@@ -186,24 +185,6 @@ def test_best_is_the_fastest_of_all_that_fit() -> None:
     assert found.fits
     fitting = [made.examples_per_second for made in all_of_them if made.fits and made.memory <= limit]
     assert found.examples_per_second >= max(fitting) * 0.999999
-
-
-@pytest.mark.slow
-def test_gpipe_train_gets_a_number_before_its_workers_start() -> None:
-    config = settings_json(*FAMILIES["translation"], "data.batch_size=2")
-    settled, line = choose_micro_batches({**config, "pipeline": {**config["pipeline"], "M": "auto"}})
-    assert settled["pipeline"]["M"] in (1, 2)  # which one is the machine's affair
-    assert settled["pipeline"]["workers"] == config["pipeline"]["workers"]
-    assert line.startswith(f"pipeline.M={settled['pipeline']['M']} (auto")
-
-
-@pytest.mark.slow(2)
-def test_micro_batches_too_small_for_batchnorm_are_no_choice() -> None:
-    images = (*FAMILIES["images"], "data.batch_size=4")
-    request = make_request((*images, "pipeline.M=auto"))
-    assert find_plan(request.settings, request.options).tried == 2  # M=4: one image leaves a channel one pixel
-    with pytest.raises(ConfigurationError, match=r"M=4 leaves too few examples .* BatchNorm.* use a smaller"):
-        planned(*images, "pipeline.M=4")
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -26,7 +23,7 @@ _AT_ONCE = 16  # values of K tried between one that does not fit and one that do
 
 
 def find_plan(settings: Settings, options: Options) -> Plan:
-    """Returns the plan of a configuration, after the search of `plan.fit`, `plan.best`, `plan.grow` or M=auto, if any.
+    """Returns the plan of a configuration, after the search of `plan.fit`, `plan.best` or `plan.grow`, if any.
 
     Raises:
         ConfigurationError: the configuration cannot be planned, or nothing fits.
@@ -37,8 +34,8 @@ def find_plan(settings: Settings, options: Options) -> Plan:
     if options.fit is not None:
         return smallest(planner)
     if options.best:
-        return fastest(planner, list(KINDS), REMAT_BY_SPEED)
-    return fastest_M(planner) if options.find_M else planner.plan()
+        return fastest(planner)
+    return planner.plan()
 
 
 def micro_batch_counts(settings: Settings, longest: bool = False) -> list[int]:
@@ -139,7 +136,7 @@ def _fewer_cells(search: _PipelineSearch, too_few: int, plan: Plan) -> Plan:
     return plan
 
 
-def fastest(planner: Planner, kinds: Sequence[str], remats: Sequence[str]) -> Plan:
+def fastest(planner: Planner) -> Plan:
     """Returns the plan with the most examples a second that fits, for the configured K; of equals the smallest.
 
     Raises:
@@ -148,7 +145,7 @@ def fastest(planner: Planner, kinds: Sequence[str], remats: Sequence[str]) -> Pl
     search = _PipelineSearch(planner)
     plans = [
         search.plan(M=M, remat=remat, schedule=kind)
-        for kind, M, remat in product(kinds, search.micro_batch_counts, remats)
+        for kind, M, remat in product(KINDS, search.micro_batch_counts, REMAT_BY_SPEED)
     ]
     fitting = [plan for plan in plans if plan is not None and plan.fits]
     if not fitting:
@@ -157,35 +154,9 @@ def fastest(planner: Planner, kinds: Sequence[str], remats: Sequence[str]) -> Pl
     return search.found(best, "M", "remat", "schedule")
 
 
-def fastest_M(planner: Planner) -> Plan:
-    """Returns the plan with the fastest M that fits, everything else as configured (`pipeline.M=auto`).
-
-    Raises:
-        ConfigurationError: nothing fits.
-    """
-    pipeline = planner.settings.pipeline
-    best = fastest(planner, [pipeline.schedule], [pipeline.remat])
-    return replace(best, found={"pipeline.M": best.M})
-
-
 def _changed(pipeline: PipelineConfig, **values: Any) -> PipelineConfig:
     """Returns the section with other values; with another K, typed sizes of cells no longer hold."""
     K = values.get("K", pipeline.K)
     workers = pipeline.workers if pipeline.workers == "auto" else min(pipeline.workers, K)
     partition = pipeline.partition if isinstance(pipeline.partition, str) or K == pipeline.K else "min_max"
     return replace(pipeline, **{"workers": workers, "partition": partition, **values})
-
-
-def main() -> int:
-    """Prints the M that `pipeline.M=auto` finds on this machine for the configuration on standard input (JSON).
-
-    Returns:
-        0, or 2 where there is none; standard error then has the reason.
-    """
-    try:
-        settings = Settings.from_config(json.load(sys.stdin))
-        print(fastest_M(Planner(settings, replace(Options.default(), device=None, find_M=True))).M)
-    except ConfigurationError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
