@@ -39,10 +39,10 @@ family: $(INSTALLED) ## train the small family of translation models, and draw t
 	for run in sweeps/bilingual/*/; do $(BIN)/gpipe-eval checkpoint=$$run split=test step=best $(SENTENCES) || exit; done
 	$(BIN)/gpipe-eval compare=sweeps/family baseline=sweeps/bilingual output=sweeps/comparison
 
-deep: $(INSTALLED) ## train very deep models with and without depth-scaled initialisation and logit clipping, and draw them
+deep: $(INSTALLED) ## train very deep models with and without depth-scaled initialisation and logit clipping
 	$(BIN)/gpipe-train -m $(SMALL)/very_deep model.depth_scaled_init=true,false task.logit_clip=null,5 \
 		hydra.sweep.dir=sweeps/deep
-	$(BIN)/python -m benchmarks.deep sweeps/deep --picture sweeps/deep/deep.png
+	$(BIN)/gpipe-report sweeps/deep output=sweeps/deep/report
 
 PYTEST := $(BIN)/python -m pytest $(if $(SLOW),--slow) $(if $(filter 2,$(SLOW)),--slow)
 test: $(INSTALLED) ## run the tests on two cores; SLOW=1: the slow ones too; SLOW=2: all (tests/README.md)

@@ -7,8 +7,6 @@ import os
 import statistics
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +40,15 @@ def report(
             only.
         notes: makes the notes from all rows.
     """
-    before, kept = stolen(), []
+    kept = []
     print(f"\n{machine_line()}\n\n{markdown(columns, [])}", flush=True)
     for row in rows:
         kept.append(row)
         print(markdown(columns, [row]).splitlines()[-1], flush=True)
-    said = [*notes(kept), *_stolen_note(before, stolen())]
+    said = notes(kept)
     print("\n".join(["", *said]))
     if output is not None:
-        output.write_text(json.dumps({"machine": machine(), "rows": kept, "notes": said}, indent=1) + "\n")
+        output.write_text(json.dumps({"machine": machine(), "rows": kept, "notes": list(said)}, indent=1) + "\n")
 
 
 def environment() -> dict[str, str]:
@@ -61,32 +59,6 @@ def environment() -> dict[str, str]:
 def run_command(command: str, words: Sequence[str], folder: Path | None = None, codes: Sequence[int] = (0,)) -> str:
     """Runs a command of this clone; see `gpipe_cli.bench.workers.run_command`."""
     return workers.run_command(command, words, folder, environment(), codes)
-
-
-def in_new_process(function: Callable[..., Row], *arguments: object) -> Row:
-    """Calls a function in a new interpreter and returns its result."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
-
-
-def stolen() -> tuple[int, int] | None:
-    """Returns the processors' ticks that the host of this virtual machine gave to others, and all ticks.
-
-    None where the system does not report them.
-    """
-    try:
-        first = Path("/proc/stat").read_text().splitlines()[0].split()
-    except OSError:
-        return None
-    ticks = [int(number) for number in first[1:9]]  # user, nice, system, idle, iowait, irq, softirq, steal
-    return ticks[-1], sum(ticks)
-
-
-def _stolen_note(before: tuple[int, int] | None, now: tuple[int, int] | None) -> list[str]:
-    if before is None or now is None or now[1] == before[1]:
-        return []
-    share = (now[0] - before[0]) / (now[1] - before[1])
-    return [f"meanwhile the host of this virtual machine gave {share:.1%} of its processors' time to others"]
 
 
 def slower_by(seconds: Sequence[float], reference: Sequence[float]) -> tuple[float, str]:

@@ -7,7 +7,7 @@ process; for zero_bubble each half of a backward takes as long as a forward. The
 torch gets the same layers in the same processes, with torch.utils.checkpoint in its stages where remat is on.
 
 A step lasts from one moment set for all workers to the end of the last one. The exchange that ends a trainer's step
-lies outside, for the engine and torch alike (benchmarks.messages times it). One untimed step without sleeping comes
+lies outside, for the engine and torch alike. One untimed step without sleeping comes
 first; after that the contenders take turns. step: median of the repetitions.
 """
 

@@ -1,24 +1,20 @@
 """Measures what is in the mini-batches of translation: is each a sample of the corpus, and what does it cost?
 
-The default job, and mini-batches of four million target tokens from a corpus that `benchmarks.corpus` writes, of a
-million pairs. Columns: the standard deviation of target lengths in a mini-batch (mean) and in all; the fewest and most
+Columns: the standard deviation of target lengths in a mini-batch (mean) and in all; the fewest and most
 sentences of a mini-batch; the share of padding; micro-batches, different shapes among them, and by how much the padded
-tokens of a mini-batch's largest micro-batch exceed its mean. Needs 0.1 GB for temporary files and 1 GB of memory.
+tokens of a mini-batch's largest micro-batch exceed its mean.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.common import Row, parser, report
-from benchmarks.corpus import StoredPairs, generate
 from gpipe_cli.data.cldr.source import TranslationSource
 from gpipe_cli.data.source import no_report
 from gpipe_cli.data.translation import PairSource
@@ -44,18 +40,10 @@ def rows(quick: bool) -> Iterator[Row]:
     corpus: dict[str, Any] = {"vocabulary": 4_000}
     if quick:
         corpus = {"vocabulary": 500, "languages": ["de", "fr", "sw"], "largest": 300}
+    batches = 64 if quick else 1_100
     for M in (1, 2, 4, 8):
-        yield {
-            "mini-batches": "96 pairs",
-            "M": M,
-            **measure(TranslationSource(96, **corpus), M, 64 if quick else 1_100),
-        }
+        yield {"mini-batches": "96 pairs", "M": M, **measure(TranslationSource(96, **corpus), M, batches)}
     yield {"mini-batches": "4,000 tokens", "M": 4, **measure(TranslationSource(None, 4_000, **corpus), 4, 64)}
-    if not quick:
-        with tempfile.TemporaryDirectory(prefix="updates-") as directory:
-            generate(Path(directory) / "store", 1_000_000)
-            stored = StoredPairs(Path(directory) / "store", 4_000_000)
-            yield {"mini-batches": "4,000,000 tokens", "M": 256, **measure(stored, 256, 28)}
 
 
 def main() -> None:

@@ -14,7 +14,6 @@ PARTS = (
     Part("t_6_8192_16", "the paper's T(6,8192,16)", "speed:measure", 25, 60),
     Part("amoebanet_b", "the paper's AmoebaNet-B (18, 512) at 480 × 480 pixels", "speed:measure", 30, 70),
     Part("planned", "planned and measured cells, bubble and memory", "planned:plans", 60, 120),
-    Part("messages", "messages between two workers", "planned:messages", 15, 40),
     Part("transformer_l", "the paper's Transformer-L, L=13", "speed:measure", 30, 70),
     Part("t_24_8192_16", "the paper's T(24,8192,16)", "speed:measure", 40, 90),
 )

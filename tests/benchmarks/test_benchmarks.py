@@ -19,16 +19,13 @@ SMALL = {
     "emulated": "--K 2 --M 2 --seconds 0.02 --repetitions 1",
     "overhead": "--sizes tiny --repetitions 2",
     "memory": "--quick",
-    "messages": "--quick --workers 2",
     "plan": "--quick --overrides debug=tiny pipeline.K=1 pipeline.workers=1",
     "reliability.kills": "--quick --K 2",
     "reliability.disks": "--quick",
     "reliability.healthy": "--count 1",
-    "corpus": "--quick --tokens 20000 --batches 2",
     "updates": "--quick",
     "quality": "--quick --jobs transformer_lm_small",
     "reliability.wrong_configurations": "--quick",
-    "traced.plain_loop": "--quick",
 }
 
 
@@ -54,7 +51,7 @@ def figures_of(name: str, tmp_path: Path) -> list[dict[str, Any]]:
 
 def test_every_benchmark_is_tried() -> None:
     folder = ROOT / "benchmarks"
-    paths = [*folder.glob("*.py"), *folder.glob("reliability/*.py"), folder / "traced" / "plain_loop.py"]
+    paths = [*folder.glob("*.py"), *folder.glob("reliability/*.py")]
     scripts = {
         ".".join(p.relative_to(folder).with_suffix("").parts)
         for p in paths

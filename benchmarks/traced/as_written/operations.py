@@ -39,28 +39,6 @@ class ClampsActivations(Net):
 
 
 @given(vectors)
-class WritesOut(Net):
-    """Writes into `out`."""
-
-    def middle(self, h: Tensor) -> Any:
-        doubled = torch.empty_like(h)
-        with torch.no_grad():
-            torch.mul(h, 2, out=doubled)
-        return self.body(h) + doubled
-
-
-@given(vectors)
-class ZeroesByMask(Net):
-    """Assigns by a mask."""
-
-    def middle(self, h: Tensor) -> Any:
-        h = self.body(h)
-        h[h < 0] = 0
-        h.masked_fill_(h > 1, 1)
-        return h
-
-
-@given(vectors)
 class ChangesViews(Net):
     """Changes views of its activations in place, with gradients."""
 
@@ -70,33 +48,6 @@ class ChangesViews(Net):
         left.mul_(2).add_(1)
         right[:, 1] = left[:, 0] * 3
         return h.sin()
-
-
-@given(vectors)
-class ReluChains(nn.Module):
-    """Applies activations in place, and adds what they have changed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
-        self.act, self.head = nn.ReLU(inplace=True), nn.Linear(WIDTH, 10)
-
-    def forward(self, x: Tensor) -> Any:
-        for layer in self.layers:
-            h = layer(x)
-            x = self.act(h) + h
-            x += 0.1
-        return self.head(F.elu_(x))
-
-
-@given(vectors)
-class ChangesInput(Net):
-    """Normalises its input in place."""
-
-    def forward(self, x: Tensor) -> Any:
-        x -= x.mean(-1, keepdim=True)
-        x.div_(x.std(-1, keepdim=True))
-        return super().forward(x)
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
@@ -196,20 +147,6 @@ class HalfAccumulator(Net):
         return total.float()
 
 
-@given(vectors)
-class HalfIsland(nn.Module):
-    """Keeps one layer in bfloat16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 10)
-        self.inner.bfloat16()
-
-    def forward(self, x: Tensor) -> Any:
-        h = torch.relu(self.first(x))
-        return self.head(self.inner(h.bfloat16()).float() + h.half().float())
-
-
 # -- control -----------------------------------------------------------------------------------------------------------
 
 
@@ -262,12 +199,3 @@ class OwnGenerator(Net):
     def middle(self, h: Tensor) -> Any:
         noise = torch.rand(h.shape[-1], generator=torch.Generator().manual_seed(5))
         return self.body(h + noise)
-
-
-@given(vectors)
-class SeedsInForward(Net):
-    """Draws the same random features in each call."""
-
-    def middle(self, h: Tensor) -> Any:
-        torch.manual_seed(0)
-        return self.body(h @ torch.randn(WIDTH, WIDTH))

@@ -45,20 +45,6 @@ class CountsCalls(Net):
 
 
 @given(vectors)
-class KeepsAttentionMap(Net):
-    """Keeps an activation for a picture; nothing reads it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shown: Tensor | None = None
-
-    def middle(self, h: Tensor) -> Any:
-        weights = self.body(h).softmax(-1)
-        self.shown = weights.detach()
-        return h * weights
-
-
-@given(vectors)
 class AssignsBuffer(Net):
     """Replaces a buffer by its moving average and centres by it."""
 
@@ -103,25 +89,6 @@ class MomentumEncoder(Net):
                 slow.data = slow.data * 0.9 + fast.data * 0.1
             aim = self.target(h)
         return self.body(h) - aim
-
-
-@given(vectors)
-class DataDependentStart(Net):
-    """Sets scale and bias by the first batch, as ActNorm does."""
-
-    begun: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.bias = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
-        self.register_buffer("begun", torch.tensor(False))
-
-    def middle(self, h: Tensor) -> Any:
-        if not self.begun:
-            self.bias.data.copy_(-h.detach().mean(0))
-            self.scale.data.copy_(1 / (h.detach().std(0) + 1e-6))
-            self.begun.fill_(True)
-        return self.body((h + self.bias) * self.scale)
 
 
 @given(series)
@@ -262,10 +229,3 @@ class FunctionalBatchNorm(ConvNet):
         h = self.first(x)
         h = F.batch_norm(h, self.mean, self.variance, self.gain, None, training=self.training, momentum=0.2)
         return self.head(F.relu(self.bn2(self.second(h)) + h).mean((2, 3)))
-
-
-@given(images)
-class BatchNormWithoutStatistics(ConvNet):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bn1, self.bn2 = nn.BatchNorm2d(6, track_running_stats=False), nn.BatchNorm2d(6, affine=False)

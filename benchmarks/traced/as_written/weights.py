@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
@@ -43,20 +42,6 @@ class TiedInList(nn.Module):
         h = self.embedding(ids)
         h = h + torch.tanh(self.mix(h.cumsum(1)))
         return F.linear(self.norm(h), self.tied[0])
-
-
-@given(vectors)
-class ForgottenList(Net):
-    """Keeps parameters in a plain list, so that no optimizer sees them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scales = [nn.Parameter(torch.rand(WIDTH)) for _ in range(3)]
-
-    def middle(self, h: Tensor) -> Any:
-        for scale in self.scales:
-            h = self.body(h * scale).tanh()
-        return h
 
 
 @given(vectors)
@@ -102,14 +87,6 @@ class KeepsTranspose(nn.Module):
 
 
 @given(vectors)
-class ReadsData(Net):
-    """Stops the gradient into a weight by .data."""
-
-    def middle(self, h: Tensor) -> Any:
-        return self.body(h) + h @ self.body.weight.data.t()
-
-
-@given(vectors)
 class KeepsData(Net):
     """Keeps `.data` of a weight, which the optimizer goes on changing."""
 
@@ -151,14 +128,6 @@ class Looped(nn.Module):
 
 
 @given(vectors)
-class WeightNormed(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = parametrizations.weight_norm(self.body)
-        parametrizations.orthogonal(self.last)
-
-
-@given(vectors)
 class SpectralNormed(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -194,21 +163,6 @@ class FreezesInForward(Net):
 
 
 @given(vectors)
-class Hypernetwork(Net):
-    """Computes the weights of a layer from an embedding of the task."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.task = nn.Parameter(torch.randn(4))
-        self.maker = nn.Linear(4, WIDTH * WIDTH + WIDTH)
-
-    def middle(self, h: Tensor) -> Any:
-        made = self.maker(self.task)
-        weights = {"weight": made[WIDTH:].view(WIDTH, WIDTH), "bias": made[:WIDTH]}
-        return functional_call(self.body, weights, (h,)).tanh()
-
-
-@given(vectors)
 class ClipsData(Net):
     """Clips a weight in forward, as a critic of Wasserstein GANs does."""
 
@@ -234,16 +188,6 @@ class MasksGradient(Net):
         super().__init__()
         mask = torch.rand(WIDTH, WIDTH) > 0.5
         self.body.weight.register_hook(lambda gradient: gradient * mask)  # type: ignore[no-untyped-call]
-
-
-@given(vectors)
-class PatchesForward(Net):
-    """Adds a low-rank update to a layer by replacing its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down, self.up, usual = nn.Linear(WIDTH, 2), nn.Linear(2, WIDTH), self.body.forward
-        self.body.forward = lambda x: usual(x) + self.up(self.down(x))  # type: ignore[assignment,method-assign]
 
 
 @given(vectors)
