@@ -19,39 +19,29 @@ PACKED = (".gz", ".zst", ".xz", ".bz2")
 OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 
 
-def open_packed(path: Path) -> BinaryIO:
-    """Opens a file for reading its uncompressed bytes.
+def _opened(path: Path) -> BinaryIO:
+    if path.suffix == ".zst":
+        import zstandard
 
-    Raises:
-        ConfigurationError: it cannot be opened.
-    """
-    try:
-        if path.suffix in OPENERS:
-            return cast(BinaryIO, OPENERS[path.suffix](path, "rb"))
-        if path.suffix == ".zst":
-            import zstandard
-
-            reader = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True, closefd=True)
-            return io.BufferedReader(cast(Any, reader), 1 << 20)
-        return path.open("rb")
-    except OSError as error:
-        raise ConfigurationError(f"{path}: cannot be read ({error})") from error
+        reader = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True, closefd=True)
+        return io.BufferedReader(cast(Any, reader), 1 << 20)
+    return cast(BinaryIO, OPENERS.get(path.suffix, open)(path, "rb"))
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[BinaryIO]:
-    """Yields the opened file.
+    """Yields the opened file, to read its uncompressed bytes.
 
     Raises:
         ConfigurationError: it cannot be opened or unpacked.
     """
-    with open_packed(path) as file:
-        try:
+    try:
+        with _opened(path) as file:
             yield file
-        except ConfigurationError:
-            raise
-        except Exception as error:  # a torn archive raises OSError, EOFError or an error of its kind
-            raise ConfigurationError(f"{path}: cannot be unpacked ({error}): the file is torn or no archive") from error
+    except ConfigurationError:
+        raise
+    except Exception as error:  # a torn archive raises OSError, EOFError or an error of its kind
+        raise ConfigurationError(f"{path}: cannot be read ({error}): no access, or a torn archive") from error
 
 
 def check_encoding(path: Path) -> None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
 import re
 from collections.abc import Iterable, Sequence, Sized
-from pathlib import Path
 from typing import Any
 
 import sentencepiece
 
 from ..errors import ConfigurationError
-from .cache import made
 
 PAD, UNKNOWN, BOS, EOS = 0, 1, 2, 3
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -61,25 +57,6 @@ def train_vocabulary(
     except RuntimeError as error:
         raise ConfigurationError(_explained(size, str(error), key)) from error
     return model.getvalue()
-
-
-def cached_vocabulary(
-    cache: Path, sentences: Sequence[str], size: int, character_coverage: float, key: str, smaller: bool
-) -> bytes:
-    """Returns the model from a cache folder, or trains it: equal sentences and size need only one training.
-
-    The arguments are those of `train_vocabulary`.
-    """
-    content = [size, character_coverage, smaller, sentencepiece.__version__]
-    digest = hashlib.blake2b(json.dumps(content).encode(), digest_size=8)
-    for sentence in sentences:
-        digest.update(sentence.encode() + b"\n")
-    kept = cache / "vocabularies" / f"{digest.hexdigest()}.model"
-
-    def train(draft: Path) -> None:
-        draft.write_bytes(train_vocabulary(sentences, size, character_coverage, key, smaller))
-
-    return made(kept, train).read_bytes()
 
 
 def _explained(size: int, message: str, key: str) -> str:

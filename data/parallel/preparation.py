@@ -22,7 +22,7 @@ from ..prepared import WORK
 from ..sampling import temperature_shares
 from ..source import Report
 from ..store import LanguageSummary, write_description
-from ..vocabulary import cached_vocabulary
+from ..vocabulary import train_vocabulary
 from ..workers import Workers
 from .folders import PairFiles
 from .pieces import Draft, ParallelText, encode, merge, pair_digest, scan
@@ -123,8 +123,8 @@ class Preparation:
                         f"data.root={self._text.root}: no pair of lines has text on both sides; the first file is "
                         f"{self._pairs[0].source}"
                     )
-                coverage, cache = wanted.character_coverage, self._draft.folder.parent
-                model.write_bytes(cached_vocabulary(cache, sentences, size, coverage, key, wanted.smaller))
+                with whole_file(model) as draft:
+                    draft.write_bytes(train_vocabulary(sentences, size, wanted.character_coverage, key, wanted.smaller))
 
     def _vocabulary_pairs(self, lines: Mapping[str, int]) -> Iterator[tuple[str, str]]:
         """Yields pairs drawn with temperature from the samples; pairs of small languages may repeat."""

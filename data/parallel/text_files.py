@@ -1,8 +1,9 @@
-"""Reads pairs of lines, and finds those that cannot be used. A line without an end cannot fill the memory."""
+"""Reads pairs of lines, and finds those that cannot be used."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,8 +12,6 @@ from ..packed import BYTE_ORDER_MARK, decoded, reading
 from .folders import PairFiles
 
 LONGEST_PIECE = 16  # characters of a SentencePiece piece; with more than this per token a line is certainly too long
-MOST_LINE = 2**22  # bytes that are kept of a line: more than any data.max_length allows
-MOST_PIECE = 2**26  # bytes after which a piece ends
 
 
 class Piece(NamedTuple):
@@ -40,39 +39,20 @@ class Line(NamedTuple):
 
 
 def read_pieces(files: PairFiles, size: int) -> Iterator[Piece]:
-    """Yields the lines in pieces, up to the end of the shorter file. Only "\\n" ends a line.
-
-    A piece has ``size`` lines, or fewer where they are very long.
-    """
+    """Yields the lines in pieces of ``size``, up to the end of the shorter file. Only "\\n" ends a line."""
     rows = zip(*map(_lines, files.files), strict=False)
     first = 1
     number = 0
-    while piece := _take(rows, size):
+    while piece := list(islice(rows, size)):
         sides = list(map(list, zip(*piece, strict=True)))
         yield Piece(files, number, first, sides[0], sides[1] if len(sides) > 1 else None)
         first += len(piece)
         number += 1
 
 
-def _take(rows: Iterator[tuple[bytes, ...]], size: int) -> list[tuple[bytes, ...]]:
-    taken, held = [], 0
-    for row in rows:
-        taken.append(row)
-        held += sum(map(len, row))
-        if len(taken) == size or held >= MOST_PIECE:
-            break
-    return taken
-
-
 def _lines(path: Path) -> Iterator[bytes]:
-    """Yields the lines; of a very long one its first `MOST_LINE` bytes, without half a character."""
     with reading(path) as file:
-        while line := file.readline(MOST_LINE):
-            if len(line) == MOST_LINE and not line.endswith(b"\n"):
-                while (rest := file.readline(MOST_LINE)) and not rest.endswith(b"\n"):
-                    pass
-                line = line.decode(errors="ignore").encode()
-            yield line
+        yield from file
 
 
 def count_lines(path: Path) -> int:

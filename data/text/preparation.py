@@ -27,7 +27,7 @@ from ..kept_vocabularies import SOURCE, TOKENIZER, read_vocabulary, vocabulary_f
 from ..prepared import WORK
 from ..sampling import EvenSample
 from ..source import Report
-from ..vocabulary import Vocabulary, cached_vocabulary
+from ..vocabulary import Vocabulary, train_vocabulary
 from ..workers import Workers
 from .documents import SEPARATORS, Document, documents
 from .files import TextPiece, check_text, read_text
@@ -126,7 +126,8 @@ class TextPreparation:
             raise ConfigurationError(f"no line of the text can be used for training. {self._first_defect()}")
         texts = [texts[i * len(texts) // count] for i in range(count)]
         arguments = (form.vocabulary, form.character_coverage, "vocabulary", form.smaller)
-        (self._draft / SOURCE).write_bytes(cached_vocabulary(self._draft.parent, texts, *arguments))
+        with whole_file(self._draft / SOURCE) as draft:
+            draft.write_bytes(train_vocabulary(texts, *arguments))
 
     def _first_defect(self) -> Defect | str:
         """Returns the first defect of the first file; with none all of its documents are held out."""

@@ -18,8 +18,7 @@ import torch
 from hydra.utils import get_object
 
 from ..config import Settings
-from ..data.cache import cache_folder
-from ..disk import write_whole
+from ..data.cache import cache_folder, made, writing_cache
 from ..layers import LayerBuilder
 from ..micro_batch import MicroBatch
 from ..partition.cost import LayerCost
@@ -54,24 +53,20 @@ def profile_file(
     return cache_folder(cache_dir) / "profiles" / f"{digest[:32]}.json"
 
 
-def read_profile(file: Path) -> list[LayerCost] | None:
-    """Returns the costs in a file; None where there is none that can be used."""
-    try:
-        rows = json.loads(file.read_text(encoding="utf-8"))
-        return [LayerCost(row["name"], row["parameters"], None, None, row["seconds"]) for row in rows]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+def kept_costs(file: Path, measure: Callable[[], Sequence[LayerCost]]) -> list[LayerCost]:
+    """Returns the costs in a file, which are measured first unless it is there.
 
+    Raises:
+        DiskError: the cache cannot be written.
+    """
 
-def write_profile(file: Path, costs: Sequence[LayerCost]) -> bool:
-    """Writes the whole file or nothing; False where the cache cannot be written."""
-    rows = [{"name": cost.name, "parameters": cost.parameters, "seconds": cost.cost} for cost in costs]
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps(rows, indent=1) + "\n")
-    except OSError:
-        return False
-    return True
+    def write(draft: Path) -> None:
+        rows = [{"name": cost.name, "parameters": cost.parameters, "seconds": cost.cost} for cost in measure()]
+        draft.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+    with writing_cache(file.parent):
+        rows = json.loads(made(file, write).read_text(encoding="utf-8"))
+    return [LayerCost(row["name"], row["parameters"], None, None, row["seconds"]) for row in rows]
 
 
 def profiled_costs(
@@ -92,22 +87,24 @@ def profiled_costs(
 
     Raises:
         CostError: a layer that cannot be measured.
+        DiskError: the cache cannot be written.
     """
     file = profile_file(builders, micro_batch, settings, device, cache_dir)
-    known = read_profile(file)
-    if known is not None:
-        say(f"profile of {len(known)} layers from {file}; remove the file to measure anew")
-        return known
-    began = time.perf_counter()
     autocast, task = build_autocast(settings.precision, device), build_task(settings.task, settings.seed)
     inputs, targets = micro_batch[0], tuple(tensor.to(device) for tensor in micro_batch[1])
     between = boundary_type_of(settings.precision)
-    costs = profile_layers(
-        builders, inputs, device, autocast, lambda outputs: task.loss(outputs, targets)[0], targets, between
-    ).costs
-    place = f", kept in {file}" if write_profile(file, costs) else ""
-    say(f"profile of {len(costs)} layers measured in {time.perf_counter() - began:.1f} s{place}")
-    return costs
+
+    def measured() -> Sequence[LayerCost]:
+        began = time.perf_counter()
+        costs = profile_layers(
+            builders, inputs, device, autocast, lambda outputs: task.loss(outputs, targets)[0], targets, between
+        ).costs
+        say(f"profile of {len(costs)} layers measured in {time.perf_counter() - began:.1f} s, kept in {file}")
+        return costs
+
+    if file.exists():
+        say(f"profile of the layers from {file}; remove the file to measure anew")
+    return kept_costs(file, measured)
 
 
 def device_name(device: torch.device) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..cpu import free_memory
-from ..data.cache import cache_folder
+from ..data.cache import cache_folder, made
 from ..errors import ConfigurationError
 from ..layers import LayerBuilder
 from ..micro_batch import MicroBatch, Tensors
@@ -128,8 +128,7 @@ def look_at_first_start(
         if report.agrees is None:
             return
     with suppress(OSError):  # without a cache the next start looks again
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.touch()
+        made(kept, Path.touch)
 
 
 def _first(tensors: Tensors) -> Tensors:

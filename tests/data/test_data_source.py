@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,6 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from gpipe_cli.data.cldr.pairs import train_pairs
 from gpipe_cli.data.cldr.source import TranslationSource
 from gpipe_cli.data.cldr.text import TextSource
 from gpipe_cli.data.sampling import temperature_shares
@@ -24,9 +21,7 @@ from gpipe_cli.data.source import (
     no_report,
     permutation,
     read_ahead,
-    split_evenly,
 )
-from gpipe_cli.data.text.source import TextFilesSource
 from gpipe_cli.data.torch_datasets import DatasetSource
 from gpipe_cli.errors import ConfigurationError
 
@@ -67,17 +62,7 @@ def examples(cache: str, **changes: Any) -> DatasetSource:
     return DatasetSource(**{"train": Numbers(47), "evaluation": Numbers(23), "batch_size": 10, **changes})
 
 
-def own_text(cache: str, **changes: Any) -> TextFilesSource:
-    file = Path(cache) / "own.txt"
-    if not file.exists():
-        file.write_text("\n\n".join(pair.target for pair in train_pairs("de", 300, seed=0)))
-    sizes = {"vocabulary": 300, "sequence_length": 8, "batch_size": 10, "held_out": 0.1}
-    source = TextFilesSource(str(file), **{**sizes, "cache_dir": cache, **changes})
-    source.prepare(no_report)
-    return source
-
-
-SOURCES = [translation, text, own_text, examples]
+SOURCES = [translation, text, examples]
 every_source = pytest.mark.parametrize("make", SOURCES, ids=lambda make: make.__name__)
 
 
@@ -171,11 +156,6 @@ def test_a_wrong_value_names_its_key_and_limit(changes: dict[str, Any], message:
         TranslationSource(**{**SMALL, **changes})
 
 
-def test_reading_before_prepare_says_so() -> None:
-    with pytest.raises(RuntimeError, match=r"prepare\(\)"):
-        next(TranslationSource(**SMALL).train(None, 1, 0, 1))
-
-
 # --- examples
 
 
@@ -211,11 +191,6 @@ def test_a_last_batch_too_small_for_its_micro_batches_is_refused_before_training
         examples(cache, drop_last=False).train(None, 8, 0, 1)
 
 
-def test_a_data_set_smaller_than_a_mini_batch_is_refused(cache: str) -> None:
-    with pytest.raises(ValueError, match=r"data\.batch_size=10, but data\.train has 4 examples"):
-        examples(cache, train=Numbers(4))
-
-
 def test_tuples_of_inputs_become_several_tensors(cache: str) -> None:
     pairs: Any = [((torch.ones(2), torch.zeros(3)), i) for i in range(10)]
     inputs, targets = next(examples(cache, train=pairs).train(None, 1, 0, 1)).micro_batches[0]
@@ -241,10 +216,6 @@ def test_a_permutation_is_a_pure_function_of_its_key() -> None:
     assert sorted(permutation(1000, 1).tolist()) == [*range(1000)]
 
 
-def test_split_evenly_covers_everything_in_order() -> None:
-    assert [[*range(11)[cut]] for cut in split_evenly(11, 3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
-
-
 def test_reading_ahead_keeps_order_and_passes_errors_on() -> None:
     def numbers() -> Iterator[int]:
         yield from range(5)
@@ -254,13 +225,6 @@ def test_reading_ahead_keeps_order_and_passes_errors_on() -> None:
     assert [next(ahead) for _ in range(5)] == [0, 1, 2, 3, 4]
     with pytest.raises(RuntimeError, match="disk"):
         next(ahead)
-
-
-def test_closing_a_reader_ends_its_thread() -> None:
-    ahead = read_ahead(iter(range(1000)))
-    next(ahead)
-    ahead.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
 
 
 class NotingReads(Numbers):

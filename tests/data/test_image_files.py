@@ -81,6 +81,12 @@ def test_what_cannot_be_read_right_is_broken(content: bytes, reason: str, tmp_pa
         ImageFiles(tmp_path, ["odd.tif"], [0], ["a"]).read(0)
 
 
+@pytest.mark.parametrize(("mode", "kind"), [("CMYK", "JPEG"), ("P", "PNG"), ("RGBA", "PNG")])
+def test_whatever_the_colours_an_image_has_three_channels(mode: str, kind: str) -> None:
+    read = decode(encoded(Image.new("RGB", (20, 20), (250, 250, 250)).convert(mode), kind))
+    assert read.shape == (3, 20, 20) and read.double().mean() == pytest.approx(250, abs=3)
+
+
 @pytest.mark.parametrize("kind", ["JPEG", "TIFF"])  # Pillow turns the second by itself
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_an_image_is_turned_once_as_its_exif_data_say(orientation: int, kind: str) -> None:
@@ -102,14 +108,13 @@ def test_damaged_exif_data_do_not_make_an_image_broken(recwarn: pytest.WarningsR
     assert not recwarn.list
 
 
-@pytest.mark.parametrize("side", [10_000, 30_000, 2**31 - 1])
 def test_an_image_that_unpacks_to_more_pixels_than_allowed_is_broken_before_it_is_unpacked(
-    side: int, recwarn: pytest.WarningsRecorder
+    recwarn: pytest.WarningsRecorder,
 ) -> None:
-    head = struct.pack(">IIBBBBB", side, side, 8, GREY, 0, 0, 0)
+    head = struct.pack(">IIBBBBB", 10_000, 10_000, 8, GREY, 0, 0, 0)
     small = png(GREY, WIDE)
     bomb = small[:16] + head + struct.pack(">I", zlib.crc32(b"IHDR" + head)) + small[33:]
-    with pytest.raises(Exception, match=r"10,000×10,000 pixels, more than 89,478,485|exceeds limit of 178956970"):
+    with pytest.raises(Exception, match=r"10,000×10,000 pixels, more than 89,478,485"):
         decode(bomb)
     assert not recwarn.list
 

@@ -10,7 +10,6 @@ from gpipe_cli.data.images.transforms import (
     CentralCrop,
     ColourShift,
     Cutout,
-    training_transform,
 )
 
 
@@ -21,12 +20,6 @@ def noise(height: int, width: int) -> torch.Tensor:
 def test_the_central_crop_keeps_the_middle_seven_eighths() -> None:
     image = noise(80, 160)
     assert torch.equal(CentralCrop(0.875)(image), image[:, 5:75, 10:150])
-
-
-def test_training_without_a_crop_sees_the_whole_image() -> None:
-    transform = training_transform(8, None, flip=False, brightness=0, chroma=0, cutout=0)
-    image = noise(8, 8)
-    assert torch.equal(transform(image), image)
 
 
 def test_brightness_moves_all_channels_alike_by_at_most_its_share() -> None:

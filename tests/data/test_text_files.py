@@ -204,7 +204,7 @@ def test_a_bad_line_is_dropped_counted_and_named_or_refused(
         (bytes(range(256)) * 40, "a.txt is no text in UTF-8"),
         ("Füße, Bäume, Häuser, Öl und Übel\n".encode("latin-1") * 50, "iconv -f LATIN1 -t UTF-8"),
         ("text\n".encode("utf-16") * 50, "a.txt is UTF-16 text"),
-        (gzip.compress(b"words " * 99)[:-9], "a.txt.gz: cannot be unpacked"),
+        (gzip.compress(b"words " * 99)[:-9], "a.txt.gz: cannot be read"),
         (b'[{"text": "one"}, {"text": "two"}]', "a.json is one JSON array, not JSON lines"),
         (b'{\n "text": "one"\n}', "a.json is one JSON object over several lines"),
     ],

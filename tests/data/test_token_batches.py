@@ -110,15 +110,6 @@ def test_a_resume_in_the_middle_loses_nothing(stop: int, folder: Path) -> None:
     assert [batch.position for batch in rest] == [batch.position for batch in whole[stop:]]
 
 
-def test_the_batches_do_not_depend_on_parts_or_replicas(folder: Path) -> None:
-    whole = first(opened(folder, batch_tokens=900).train(None, 1, 0, 1), 50)
-    divided = first(opened(folder, batch_tokens=900).train(None, 4, 0, 1), 50)
-    assert [pairs_in(batch) for batch in divided] == [pairs_in(batch) for batch in whole]
-    replicas = [first(opened(folder, batch_tokens=900).train(None, 2, replica, 2), 50) for replica in (0, 1)]
-    assert [pairs_in(a) + pairs_in(b) for a, b in zip(*replicas, strict=True)] == [pairs_in(batch) for batch in whole]
-    assert [a.position for a in replicas[0]] == [b.position for b in replicas[1]]
-
-
 # --- temperature
 
 
@@ -131,16 +122,6 @@ def test_languages_come_as_often_as_the_formula_says(temperature: float, folder:
     shares = temperature_shares(list(parallel_folder.SIZES.values()), temperature)
     for code, share in zip(parallel_folder.SIZES, shares, strict=True):
         assert abs(counts[code] - share * len(read)) < 0.02 * len(read)  # a few have the same ids in two languages
-
-
-def test_epochs_of_each_language_follow_its_share(folder: Path) -> None:
-    source = opened(folder, temperature=float("inf"))
-    position = first(source.train(None, 1, 0, 1), 100)[-1].position
-    epochs, read = source.epochs(position), source.epoch(position) * 620
-    assert {code: round(epochs[code] * size * 3 / read, 1) for code, size in parallel_folder.SIZES.items()} == {
-        "de": 1.0, "fi": 1.0, "sw": 1.0,
-    }  # fmt: skip
-    assert source.epochs(None) == {"de": 0, "fi": 0, "sw": 0}
 
 
 # --- shapes and balance
@@ -165,14 +146,6 @@ def deal(pairs: int, equal_pairs: bool, parts: int, chunks: int = 3) -> list[Par
             s, t = source[np.concatenate(groups)], target[np.concatenate(groups)]
             made.append([(s[at], t[at]) for at in micro_batches([len(group) for group in groups], parts)])
     return made
-
-
-@pytest.mark.parametrize("equal_pairs", [True, False])
-@pytest.mark.parametrize("pairs", [1, 3, 4, 5, 96])
-def test_every_pair_of_a_chunk_is_dealt_once(pairs: int, equal_pairs: bool) -> None:
-    groups = [group for batch in dealt(*lengths(64 * pairs), 64, equal_pairs) for group in batch]
-    assert np.sort(np.concatenate(groups)).tolist() == list(range(64 * pairs))
-    assert min(map(len, groups)) > 0
 
 
 @pytest.mark.parametrize("size", [{"batch_tokens": 900}, {"batch_size": 48, "batch_tokens": None}], ids=str)
@@ -211,23 +184,12 @@ def test_micro_batches_are_balanced_in_padded_tokens(parts: int, equal_pairs: bo
     assert loads.shape == (len(batches), parts) and excess.mean() < mean and excess.max() < most
 
 
-def test_micro_batches_of_few_pairs_all_get_one() -> None:
-    assert [part.stop - part.start for part in micro_batches([4, 2, 1, 1], 8)] == [1] * 8
-
-
 def test_shapes_are_few() -> None:
     for equal_pairs in (True, False):
         parts = [part for batch in deal(200, equal_pairs, 4, 16) for part in batch]
         shapes = Counter((len(t), int(width_of(s.max())), int(width_of(t.max()))) for s, t in parts)
         assert len(shapes) < len(parts) / 15
         assert sum(times for _, times in shapes.most_common(80)) > 0.9 * len(parts)
-
-
-def test_widths_are_few_and_waste_little() -> None:
-    asked = np.arange(1, 4097)
-    widths = width_of(asked)
-    assert (widths >= asked).all() and len(set(widths.tolist())) == 16 + 5 * 4
-    assert ((widths - asked)[asked > 64] / asked[asked > 64]).max() < 0.26
 
 
 def test_too_few_tokens_for_the_parts_are_refused_before_training(folder: Path) -> None:

@@ -88,13 +88,6 @@ def test_sentences_do_not_touch_each_other() -> None:
     assert together == [search([model], [limit], 3, 0.5)[0] for model, limit in zip(models, limits, strict=True)]
 
 
-def test_a_translation_without_an_end_stops_at_its_longest_length() -> None:
-    def endless(prefix: tuple[int, ...]) -> Tensor:
-        return torch.tensor([0.0, 0.7, 0.3, 0.0]).log()
-
-    assert search([endless], [5], beam=4, exponent=0.5)[0].tokens == [1] * 5
-
-
 # -- through the pipeline --------------------------------------------------------------------------------------------
 
 
@@ -124,15 +117,6 @@ def test_caches_padding_and_groups_change_no_translation(reference: list[Hypothe
             prefixes = torch.cat((prefixes[parents], tokens[:, None]), 1)
         assert cached.tokens == state.best()[0].tokens
         assert cached.log_probability == pytest.approx(state.best()[0].log_probability, rel=1e-4)
-
-
-def test_greedy_through_the_pipeline_is_a_plain_loop() -> None:
-    layers = build()
-    for source, found in zip(sentences(), through_pipeline(2, 1, settings(), sentences()), strict=True):
-        prefix = [BOS]
-        while len(prefix) <= settings().longest(len(source)) and prefix[-1] != EOS:
-            prefix.append(int(log_probabilities(layers, source, torch.tensor([prefix]))[0].argmax()))
-        assert found.tokens == [token for token in prefix[1:] if token != EOS]
 
 
 @pytest.mark.parametrize("K", [2, 5, 15])

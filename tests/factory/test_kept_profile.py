@@ -59,14 +59,6 @@ def test_the_last_layer_pays_for_the_task_s_loss(tmp_path: Path, monkeypatch: py
     assert costs[-1].cost >= 0.05
 
 
-def test_a_profile_that_cannot_be_used_is_measured_anew(tmp_path: Path) -> None:
-    profile(tmp_path)
-    (file,) = (tmp_path / "profiles").iterdir()
-    file.write_text("not JSON")
-    assert "measured in" in profile(tmp_path)[1]
-    assert json.loads(file.read_text())
-
-
 PLANNED = ("model=transformer_lm_small", "debug=tiny", "model.L=1", "pipeline.cost=profile")
 
 

@@ -42,18 +42,6 @@ def random_batch(sentences: int = 6, length: int = 5, words: int = 7) -> tuple[T
 # -- the loss of tokens ----------------------------------------------------------------------------------------------
 
 
-def test_the_loss_is_a_sum_over_tokens_that_are_no_padding() -> None:
-    logits = logits_of(HALF_QUARTER_QUARTER, HALF_QUARTER_QUARTER, [9.0, -9.0, 4.0])
-    loss, _ = TranslationTask(label_smoothing=0.0, pad_id=0).loss((logits,), (torch.tensor([[1, 2, 0]]),))
-    assert loss.item() == pytest.approx(4 * LN2, rel=1e-12)
-
-
-def test_smoothing_spreads_evenly_over_the_whole_vocabulary() -> None:
-    logits = logits_of(HALF_QUARTER_QUARTER)  # with ε = 0.3 the wanted distribution is 0.1, 0.8, 0.1
-    loss, _ = TranslationTask(label_smoothing=0.3, pad_id=0).loss((logits,), (torch.tensor([[1]]),))
-    assert loss.item() == pytest.approx(0.1 * LN2 + 0.9 * 2 * LN2, rel=1e-12)
-
-
 def test_logits_are_clipped_hard_and_get_no_gradient_outside() -> None:
     logits = logits_of([30.0, 0.0, -26.0, 25.0])
     loss, statistics = TranslationTask(label_smoothing=0.0, logit_clip=25.0).loss((logits,), (torch.tensor([[1]]),))
@@ -129,17 +117,7 @@ def test_summaries_are_per_token_with_the_loss_first() -> None:
     assert list(summary.values()) == pytest.approx([LN2, 0.75, 2.0])
 
 
-def test_the_perplexity_of_a_hopeless_model_is_infinite() -> None:
-    assert TranslationTask().summarize({"nll": 1e6, "correct": 0.0}, 1.0)["perplexity"] == math.inf
-
-
 # -- generation and BLEU ---------------------------------------------------------------------------------------------
-
-
-def test_the_next_tokens_probabilities_are_those_of_the_last_position() -> None:
-    logits = torch.tensor([[[0.0, 9.0, 0.0], [0.0, 0.0, math.log(3.0)]]])
-    found = TranslationTask(pad_id=None).log_probabilities(logits)
-    assert found.exp().tolist() == [pytest.approx([0.2, 0.2, 0.6])]
 
 
 def test_padding_is_never_generated() -> None:
@@ -174,11 +152,6 @@ def test_classification_counts_first_and_first_five() -> None:
     logits = torch.tensor([[6.0, 5, 4, 3, 2, 1, 0], [6.0, 5, 4, 3, 2, 1, 0], [6.0, 5, 4, 3, 2, 1, 0]])
     sums = ClassificationTask().evaluate((logits,), (torch.tensor([0, 4, 5]),))
     assert sums[1:].tolist() == [1.0, 2.0]
-
-
-def test_with_fewer_than_five_classes_the_first_five_are_all() -> None:
-    sums = ClassificationTask().evaluate((torch.tensor([[2.0, 1.0]]),), (torch.tensor([1]),))
-    assert sums[1:].tolist() == [0.0, 1.0]
 
 
 def test_classification_loss_is_a_sum_over_examples() -> None:

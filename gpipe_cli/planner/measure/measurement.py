@@ -16,7 +16,7 @@ from ...cpu import as_worker, usable_cores
 from ...errors import ConfigurationError
 from ...factory.build import boundary_type_of, build_autocast
 from ...factory.example import example_micro_batch
-from ...factory.kept_profile import profile_file, read_profile, write_profile
+from ...factory.kept_profile import kept_costs, profile_file
 from ...layers import LayerBuilder
 from ...micro_batch import MicroBatch
 from ...partition.cost import LayerCost, layer_costs
@@ -146,13 +146,9 @@ class Measurements:
         if self._options.device is None:
             with as_worker(self._settings.pipeline.threads):  # a profile is kept for a number of threads
                 file = profile_file(self._builders, micro_batch, self._settings, self._here)
-            costs = read_profile(file)
-            if costs is None and timed is not None:
-                costs = timed.costs
-                write_profile(file, costs)
-            if costs is not None:
+            if timed is not None or file.exists():
                 notes.append(f"pipeline.cost=profile: cut by the profile in {file}")
-                return costs
+                return kept_costs(file, lambda: [] if timed is None else timed.costs)
         notes.append("pipeline.cost=profile: cut by computed times, not by a profile of gpipe-train's")
         seconds = [times.total for times in self._times.layers(layers, loss)]
         return [
