@@ -73,11 +73,6 @@ def micro_batches(groups: Sequence[int], count: int) -> list[slice]:
     return [slice(first, last) for first, last in pairwise(_apart(_shares(ends, count), int(ends[-1]), 1).tolist())]
 
 
-def padded_tokens(source: Numbers, target: Numbers) -> int:
-    """Returns the source and target tokens of these pairs, padding included."""
-    return len(source) * int(width_of(source.max()) + width_of(target.max()))
-
-
 def _bounds_of_equal_pairs(tokens: Numbers, parts: int, count: int) -> Numbers:
     """Returns where each group ends, from 0 on; mini-batches have equal pairs, and each equal tokens in its groups.
 

@@ -38,7 +38,7 @@ class DatasetSource(Source):
         seed: decides the order and the augmentation.
 
     Raises:
-        ValueError: a value is outside its limits, or there are fewer examples than in a mini-batch.
+        ConfigurationError: a value is outside its limits, or there are fewer examples than in a mini-batch.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class DatasetSource(Source):
     ) -> None:
         self._train_set, self._evaluation_set, self._count = train, evaluation, len(cast(Any, train))
         if batch_size < 1 or self._count < (batch_size if drop_last else 1):
-            raise ValueError(
-                f"data.batch_size={batch_size}, but data.train has {self._count} examples: "
+            raise ConfigurationError(
+                f"data.batch_size={batch_size}, but there are {self._count} training examples: "
                 "lower data.batch_size, or set data.drop_last=false"
             )
         self._batch_size, self._drop_last, self._seed = batch_size, drop_last, seed

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -15,9 +13,9 @@ from multiprocessing import get_context
 from types import ModuleType, TracebackType
 from typing import Any, TypeVar
 
-Result = TypeVar("Result")
+from ..parent import die_with_parent
 
-WATCH_SECONDS = 1.0
+Result = TypeVar("Result")
 
 
 class Workers:
@@ -45,7 +43,7 @@ class Workers:
             yield from starmap(function, jobs)
             return
         if self._pool is None:
-            self._pool = ProcessPoolExecutor(self.count, get_context("spawn"), _end_with, (os.getpid(),))
+            self._pool = ProcessPoolExecutor(self.count, get_context("spawn"), die_with_parent, (os.getpid(),))
         waiting: deque[Future[Result]] = deque()
         for job in jobs:
             with _without_script():
@@ -65,14 +63,3 @@ def _without_script() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = script
-
-
-def _end_with(parent: int) -> None:
-    """Ends this process when its parent is gone; a killed parent cannot end its pool."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(WATCH_SECONDS)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

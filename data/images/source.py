@@ -200,11 +200,6 @@ class ImageSource(Source):
                 f"{self._expected[0]} and {self._expected[1]} (data.images): unpack it again, or set data.images=null "
                 f"to use what is there. {help_for(self._dataset)}"
             )
-        if len(train) < (self._batch_size if self._drop_last else 1):
-            raise ConfigurationError(
-                f"data.batch_size={self._batch_size}, but data.root={self._root} has {len(train)} training images: "
-                "lower data.batch_size, or set data.drop_last=false"
-            )
 
 
 def _divided_again(loaded: list[LoadedMicroBatch], M: int) -> list[LoadedMicroBatch]:

@@ -16,7 +16,7 @@ import pytest
 from gpipe_cli.data.sampling import temperature_shares
 from gpipe_cli.data.source import Batch, Report, no_report
 from gpipe_cli.data.store import Store
-from gpipe_cli.data.token_batches import dealt, least_pairs, micro_batches, padded_tokens, width_of
+from gpipe_cli.data.token_batches import dealt, least_pairs, micro_batches, width_of
 from gpipe_cli.data.translation import PairSource
 from gpipe_cli.errors import ConfigurationError
 
@@ -132,6 +132,10 @@ def lengths(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     draw = np.random.default_rng(seed)
     target = np.clip(draw.lognormal(3.0, 0.6, count), 2, 96).astype(np.int64)
     return np.clip(target * draw.normal(1.2, 0.2, count), 2, 96).astype(np.int64), target
+
+
+def padded_tokens(source: np.ndarray, target: np.ndarray) -> int:
+    return len(source) * int(width_of(source.max()) + width_of(target.max()))
 
 
 Parts = list[tuple[np.ndarray, np.ndarray]]

@@ -33,7 +33,7 @@ def profile(cache: Path, *words: str, batch: int = 2) -> tuple[list[LayerCost], 
 
 def test_a_profile_is_measured_once(tmp_path: Path) -> None:
     first, said = profile(tmp_path)
-    (file,) = (tmp_path / "profiles").iterdir()
+    (file,) = (tmp_path / "profiles").glob("*.json")
     assert "measured in" in said and said.endswith(f"kept in {file}")
     second, said = profile(tmp_path)
     assert f"from {file}" in said
@@ -46,7 +46,7 @@ def test_a_profile_is_measured_once(tmp_path: Path) -> None:
 def test_another_model_shape_or_precision_is_measured_anew(change: dict[str, Any], tmp_path: Path) -> None:
     profile(tmp_path)
     assert "measured in" in profile(tmp_path, *change.get("words", []), batch=change.get("batch", 2))[1]
-    assert len(list((tmp_path / "profiles").iterdir())) == 2
+    assert len(list((tmp_path / "profiles").glob("*.json"))) == 2
 
 
 def test_the_last_layer_pays_for_the_task_s_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_a_run_and_a_plan_of_this_machine_cut_by_one_profile(
     assert "cut by computed times" in notes_of_a_plan(capsys=capsys)[0]
     assert not (tmp_path / "profiles").exists()
     notes = notes_of_a_plan("plan.device=this", capsys=capsys)
-    (file,) = (tmp_path / "profiles").iterdir()
+    (file,) = (tmp_path / "profiles").glob("*.json")
     assert notes[0] == f"pipeline.cost=profile: cut by the profile in {file}"
     _, events = train_inline(tmp_path / "run", *PLANNED, "trainer.steps=1", "pipeline.workers=1")
     assert any(f"from {file}" in event["text"] for event in events if event["kind"] == "message")
