@@ -24,7 +24,7 @@ from gpipe_cli.checkpoint import choose
 from gpipe_cli.checkpoint import commit as checkpoint_commit
 from gpipe_cli.checkpoint import files as checkpoint_files
 from gpipe_cli.checkpoint import layer_state as layer_states
-from gpipe_cli.checkpoint.files import CheckpointError, NewerFormat, RunState
+from gpipe_cli.checkpoint.files import CheckpointError, NewerFormat
 from gpipe_cli.checkpoint.layer_state import layer_state, load_layer
 from gpipe_cli.checkpoint.writer import CheckpointWriter
 from gpipe_cli.commands import train
@@ -305,42 +305,6 @@ def test_the_two_newest_and_the_best_are_kept(tmp_path: Path) -> None:
         save(tmp_path, step, layers, best=("loss", 1.0 / step) if step <= 2 else None)
     assert kept_steps(tmp_path) == [2, 4, 5]
     assert checkpoint_files.best_step(tmp_path) == 2
-
-
-def test_a_best_checkpoint_that_the_last_evaluation_replaces_is_deleted(tmp_path: Path) -> None:
-    layers = make_layers()
-    save(tmp_path, 1, layers, best=("loss", 2.0))
-    save(tmp_path, 2, layers, keep=1)
-    assert kept_steps(tmp_path) == [1, 2]
-    writer = CheckpointWriter(tmp_path, 0, names_of(layers), keep=1)
-    writer.amend(2, RunState(), ("loss", 1.0))
-    writer.wait()
-    assert kept_steps(tmp_path) == [2]
-
-
-@pytest.fixture
-def undeletable(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Keeps checkpoints from being deleted, as NFS does while a file of theirs is open, until `undo()`."""
-    really = checkpoint_commit.shutil.rmtree
-
-    def busy(path: Path | str, **given: bool) -> None:
-        if "checkpoints" not in Path(path).parts:  # the same function clears up the data's cache
-            really(path, **given)
-
-    monkeypatch.setattr(checkpoint_commit.shutil, "rmtree", busy)
-    return monkeypatch
-
-
-def test_what_could_not_be_deleted_is_deleted_by_a_later_checkpoint(
-    tmp_path: Path, undeletable: pytest.MonkeyPatch
-) -> None:
-    layers = make_layers()
-    for step in (1, 2):
-        save(tmp_path, step, layers, keep=1)
-    assert kept_steps(tmp_path) == [2] and len([*(tmp_path / "checkpoints").iterdir()]) == 2
-    undeletable.undo()
-    save(tmp_path, 3, layers, keep=1)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000003"]
 
 
 def test_pruning_does_not_count_a_damaged_checkpoint(tmp_path: Path) -> None:

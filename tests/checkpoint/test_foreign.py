@@ -16,8 +16,6 @@ from torch import Tensor
 from gpipe_cli.checkpoint.files import CheckpointError, read_manifest, step_directory
 from gpipe_cli.checkpoint.foreign import is_foreign, match_names, open_foreign, weight_files
 from gpipe_cli.checkpoint.layer_state import export_state_dict
-from gpipe_cli.commands import generate
-from gpipe_cli.data.kept_vocabularies import read_vocabulary
 from gpipe_cli.models.transformer_lm import transformer_lm
 
 LM = ["debug=tiny", "model=transformer_lm", "model.L=1", "data.largest=60", "data.smallest=20", "data.languages=[de]"]
@@ -146,37 +144,3 @@ def test_names_that_lack_a_first_part_are_matched(tmp_path: Path) -> None:
     match = match_names(model, saved, [], [], tmp_path)
     assert match.saved == {"transformer.h.0.weight": "h.0.weight", "head.weight": "head.weight"}
     assert match.renamed == "names in it lack 'transformer.'"
-
-
-@pytest.mark.slow
-def test_a_model_of_the_transformers_library_is_gone_on_with_and_continues_texts_as_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 200, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    torch.manual_seed(5)
-    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
-    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
-    assert len(weight_files(tmp_path / "theirs")) > 2
-    config = ",".join(f"{name}:{value}" for name, value in sizes.items())
-    words = [
-        "model=module",
-        "model.module._target_=transformers.AutoModelForCausalLM.from_config",
-        "model.output=logits",
-    ]
-    words += [f"+model.module.config={{_target_:transformers.GPT2Config,{config}}}", "data=cldr_text", *LM[3:]]
-    words += ["task=language_model", "data.sequence_length=16", "pipeline.K=3", "data.batch_size=8"]
-    run = tmp_path / "run"
-    train_inline(run, *words, f"checkpoint.init_from={tmp_path / 'theirs'}")
-    held = export_state_dict(read_manifest(step_directory(run, 1)))
-    assert held and all(torch.equal(held[name], theirs.state_dict()[name]) for name in held)
-    trust = "trust=[transformers.AutoModelForCausalLM.from_config,transformers.GPT2Config]"
-    call = [f"checkpoint={run}", "prompt=12", "temperature=0", "length=8", trust, "launch.inline=true"]
-    said = []
-    for K in (1, 3):
-        assert generate.main([*call, f"pipeline.K={K}"]) == 0
-        said.append(capsys.readouterr().out)
-    vocabulary = read_vocabulary(run / "vocabulary" / "source.model")
-    ids = torch.tensor([[vocabulary.eos_id, *vocabulary.encode(["12"])[0]]])
-    wanted = theirs.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=vocabulary.eos_id, pad_token_id=0)
-    assert said[0] == said[1] == vocabulary.decode(wanted[0, 1:].tolist()) + "\n"

@@ -108,16 +108,6 @@ def test_no_schedule_of_torch_is_forgotten_here() -> None:
     assert schedules == {*BY_NAME, *OF_SCHEDULES, "LRScheduler", "ReduceLROnPlateau"}
 
 
-def test_what_the_schedule_leaves_alone_follows_a_changed_configuration() -> None:
-    optimizer, schedule, state = make("sgd", SECTIONS[0])
-    course(optimizer, schedule, 2)
-    saved = state.save()
-    optimizer.param_groups[0]["weight_decay"] = 0.25
-    state = LRScheduleState(schedule, optimizer)
-    state.restore(saved)
-    assert optimizer.param_groups[0]["weight_decay"] == 0.25
-
-
 @pytest.mark.parametrize(
     ("target", "message"),
     [

@@ -15,9 +15,6 @@ from inline_run import train_inline
 from gpipe_cli.checkpoint.choose import find
 from gpipe_cli.checkpoint.compatibility import (
     require_same_data,
-    require_same_vocabularies,
-    vocabularies,
-    vocabularies_in,
 )
 from gpipe_cli.checkpoint.files import CheckpointInfo, RunState
 from gpipe_cli.data.images.source import ImageSource
@@ -77,14 +74,6 @@ def test_other_data_are_refused_with_what_to_do_and_may_be_insisted_on(saved: Ch
 def test_another_vocabulary_is_named_and_not_to_be_insisted_on(saved: CheckpointInfo) -> None:
     said = refusal(saved, Known("one", b"a c b"), ["data"])
     assert "source.model is another vocabulary" in said and "allow_changes" not in said
-
-
-def test_a_digest_in_the_checkpoint_counts_more_than_the_file_beside_it(saved: CheckpointInfo) -> None:
-    digests = vocabularies(Known("one", b"a c b"))  # type: ignore[arg-type]
-    info = replace(saved, state=RunState(vocabularies=digests))
-    with pytest.raises(ConfigurationError, match=r"source\.model is another vocabulary than"):
-        require_same_vocabularies(info, vocabularies_in(saved.run_dir / "vocabulary"))
-    require_same_vocabularies(info, digests)
 
 
 def test_a_run_whose_text_was_edited_does_not_go_on(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -109,16 +107,3 @@ def test_resume_auto_goes_on_and_does_not_begin_again(digits: Path, tmp_path: Pa
         assert done.returncode == 0, done.stdout + done.stderr
         assert ("weights from" in done.stdout) == (steps == 1)
     assert [row["step"] for row in rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
-
-
-@pytest.mark.slow
-def test_a_run_does_not_go_on_with_a_schedule_that_does_not_fit(digits: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    shutil.copytree(digits.parent.parent, run_dir)
-    checkpoint = step_directory(run_dir, 2)
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    manifest["state"]["schedule"] = {"optimizer_groups": []}
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-    words = ["trainer.steps=2", "trainer.average=0.9", f"checkpoint.resume={checkpoint}"]
-    with pytest.raises(CheckpointError, match="its learning rate schedule cannot be restored"):
-        train_inline(run_dir, *TINY, *words)

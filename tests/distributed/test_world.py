@@ -14,7 +14,7 @@ import torch
 from torch.distributed import HashStore, Store
 
 from gpipe_cli.distributed import world
-from gpipe_cli.distributed.world import CPU, choose_backend, choose_device, device_identity
+from gpipe_cli.distributed.world import CPU, choose_backend, choose_device
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch.context import Context
 
@@ -82,30 +82,11 @@ def test_nccl_without_a_gpu_for_each_is_refused_on_every_rank(ranks: Ranks, devi
     assert all(isinstance(answer, ConfigurationError) and expected in str(answer) for answer in answers), answers
 
 
-@pytest.mark.parametrize("backend", ["nccl", "gloo"])
-def test_a_named_backend_is_taken_where_every_rank_has_a_gpu(ranks: Ranks, backend: str) -> None:
-    assert ranks.backends(ONE_GPU_EACH, backend) == [backend] * 4
-
-
 def test_gpus_that_cannot_send_to_each_other_are_one_warning(ranks: Ranks) -> None:
     ranks.backends(["a 0"] * 4)
     [event] = ranks.events
     assert event["kind"] == "warning"
     assert event["text"].endswith("4 workers have 1 GPUs")
-
-
-def test_slices_of_one_gpu_have_one_identity_and_unknown_places_their_uuids(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = {"pci_domain_id": 0, "pci_bus_id": 3, "pci_device_id": 0}
-    properties = [
-        SimpleNamespace(uuid="MIG-a", **place),
-        SimpleNamespace(uuid="MIG-b", **place),
-        SimpleNamespace(uuid="GPU-c"),
-        SimpleNamespace(uuid="GPU-d"),
-    ]
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties[device.index])
-    first, second, third, fourth = (device_identity(torch.device("cuda", index)) for index in range(4))
-    assert first == second
-    assert len({first, third, fourth, device_identity(torch.device("cpu"))}) == 4
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, installed: int, usable: int) -> None:

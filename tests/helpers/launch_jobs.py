@@ -102,20 +102,6 @@ def kill_beside_recv(context: Context, config: dict[str, Any]) -> None:
     distributed.recv(torch.zeros(1), CULPRIT)
 
 
-def fail_after_leaving_group(context: Context, config: dict[str, Any]) -> None:
-    """The culprit closes its connections first and raises later, so that the echoes come before the cause."""
-    import torch
-    from torch import distributed
-
-    context.init_process_group()
-    distributed.barrier()
-    if context.rank == CULPRIT:
-        distributed.destroy_process_group()
-        time.sleep(0.7)
-        raise ValueError("the real cause")
-    distributed.recv(torch.zeros(1), CULPRIT)
-
-
 def raise_value_error(context: Context, config: dict[str, Any]) -> None:
     _sleep_as_peer(context)
     raise ValueError("the real cause")
@@ -263,28 +249,6 @@ def stop_and_fail(context: Context, config: dict[str, Any]) -> None:
 def use_pool(context: Context, config: dict[str, Any]) -> list[int]:
     with multiprocessing.get_context("fork").Pool(2) as pool:  # leaving the block terminates it by SIGTERM
         return pool.map(abs, [-1, -2])
-
-
-def end_children_at_once(context: Context, config: dict[str, Any]) -> int:
-    """Returns how many of the children that got SIGTERM right after their fork died of it."""
-    died = 0
-    for _ in range(config["children"]):
-        child = os.fork()
-        if child == 0:
-            time.sleep(1)
-            os._exit(0)
-        os.kill(child, signal.SIGTERM)
-        died += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-    return died
-
-
-def end_pool_at_work(context: Context, config: dict[str, Any]) -> bool:
-    """Returns whether the signals that ended the pool's processes were taken for a request to this one."""
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        pool.map_async(time.sleep, [120, 120], chunksize=1)
-        time.sleep(0.5)
-    time.sleep(1.5)
-    return context.stop_requested()
 
 
 def emit_many(context: Context, config: dict[str, Any]) -> int:

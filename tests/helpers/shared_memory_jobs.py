@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -14,13 +13,11 @@ from torch import Tensor
 
 from gpipe_cli.launch.context import Context
 from gpipe_cli.micro_batch import Tensors
-from gpipe_cli.pipeline.messages import shared_memory
 from gpipe_cli.pipeline.messages.boundary import BoundarySpec
 from gpipe_cli.pipeline.messages.transport import Transport, connect_workers
-from gpipe_cli.schedule.instruction import Message, send_window
+from gpipe_cli.schedule.instruction import Message
 
 CPU = torch.device("cpu")
-WINDOW = send_window(2)
 
 
 def join(context: Context) -> Transport:
@@ -30,11 +27,6 @@ def join(context: Context) -> Transport:
     world = dist.group.WORLD
     assert world is not None
     return connect_workers((0, 1), CPU, CPU, (world, world), world)
-
-
-def all_that_end_well(context: Context, config: dict[str, Any]) -> dict[str, Any]:
-    """Entry point: runs the jobs in which no worker fails; returns what they return, by name."""
-    return {job.__name__: job(context, config) for job in (both_ways, full_window, hang)}
 
 
 def take(channel: Transport, spec: BoundarySpec, number: int, direction: str = "activation") -> Tensors:
@@ -78,29 +70,6 @@ def both_ways(context: Context, config: dict[str, Any]) -> list[bool]:
     return [each for worker in everyone for each in worker]
 
 
-def full_window(context: Context, config: dict[str, Any]) -> dict[str, float]:
-    """Returns when worker 0 had sent a window of messages, and one more, and when worker 1 began to take them."""
-    channel = join(context)
-    message = (torch.zeros(10),)
-    spec = BoundarySpec.of(message)
-    dist.barrier()
-    moments = {}
-    if context.rank == 0:
-        for number in range(WINDOW):
-            channel.send(Message("activation", 0, number), message, spec)
-        moments["full"] = time.perf_counter()
-        channel.send(Message("activation", 0, WINDOW), message, spec)
-        moments["sent one more"] = time.perf_counter()
-    else:
-        time.sleep(0.5)
-        moments["taken"] = time.perf_counter()
-        for number in range(WINDOW + 1):
-            take(channel, spec, number)
-    everyone: list[Any] = [None, None]
-    dist.all_gather_object(everyone, moments)
-    return everyone[0] | everyone[1]
-
-
 def wrong_order(context: Context, config: dict[str, Any]) -> None:
     channel = join(context)
     message = (torch.zeros(3),)
@@ -118,17 +87,3 @@ def kill_beside_receive(context: Context, config: dict[str, Any]) -> None:
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
     take(channel, BoundarySpec.of((torch.zeros(3),)), 0, "gradient")
-
-
-def hang(context: Context, config: dict[str, Any]) -> str:
-    """Lets worker 1 live and send nothing; returns the error of worker 0."""
-    said = ""
-    with patch.object(shared_memory, "_PATIENCE", 1.0):
-        channel = join(context)
-        if context.rank == 0:
-            try:
-                take(channel, BoundarySpec.of((torch.zeros(3),)), 0, "gradient")
-            except RuntimeError as error:
-                said = str(error)
-    dist.barrier()
-    return said

@@ -99,11 +99,6 @@ def test_a_worker_may_use_a_multiprocessing_pool(command: Any) -> None:
     assert started.end()[0] == 0
 
 
-def test_a_child_that_is_ended_right_after_its_fork_dies(tmp_path: Path) -> None:
-    job = Job(tmp_path, 1, "launch_jobs:end_children_at_once", {"children": 20})
-    assert launch(job, lambda event: None) == 20
-
-
 def test_the_commands_own_environment_and_signal_handlers_stay_as_they_are(tmp_path: Path) -> None:
     environment, handler = dict(os.environ), signal.getsignal(signal.SIGINT)
     launch(Job(tmp_path, 1, "launch_jobs:describe", {}), lambda event: None)
@@ -157,13 +152,6 @@ def test_a_killed_worker_is_reported_with_the_last_lines_of_its_log(command: Any
     assert code == 1
     assert "worker 1 was killed by SIGKILL (usually the kernel's out-of-memory killer" in errors
     assert errors.rstrip().endswith("rank_1.log:\nallocating")
-    assert "gloo" not in errors
-
-
-def test_an_echo_that_comes_before_its_cause_does_not_hide_it(command: Any) -> None:
-    code, errors = command("fail_after_leaving_group", preload=["torch"]).end()
-    assert code == 1
-    assert "ValueError: the real cause" in errors
     assert "gloo" not in errors
 
 
@@ -365,25 +353,9 @@ def test_a_signal_to_another_rank_than_0_lets_all_save_and_end(command: Any) -> 
     assert sorted(path.name for path in (started.run_dir / "0").glob("saved_*")) == ["saved_0", "saved_1"]
 
 
-@pytest.mark.slow
-def test_ctrl_c_under_torchrun_lets_all_save_and_end(command: Any) -> None:
-    started = command("exchange_until_stopped", prefix=TORCHRUN)
-    (started.run_dir / "0").mkdir()
-    started.wait_until_ready(2)
-    started.press_ctrl_c()
-    assert started.end()[0] != 0
-    assert sorted(path.name for path in (started.run_dir / "0").glob("saved_*")) == ["saved_0", "saved_1"]
-
-
 def by_hand(port: int, rank: int = 0, world_size: int = 1) -> tuple[str, ...]:
     """Returns the words with which a user starts a rank without a launcher."""
     return ("env", f"RANK={rank}", f"WORLD_SIZE={world_size}", "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={port}")
-
-
-def test_a_rank_may_end_a_pool_of_its_own(command: Any) -> None:
-    started = command("end_pool_at_work", prefix=by_hand(free_port()))
-    assert [event["value"] for event in started.events()] == [False]
-    assert started.end()[0] == 0
 
 
 def test_of_ranks_without_a_supervisor_only_the_one_that_failed_prints_a_traceback(command: Any) -> None:

@@ -4,21 +4,10 @@ from __future__ import annotations
 
 from gpipe_cli.pipeline.messages.receives import Receives
 from gpipe_cli.schedule.instruction import Instruction
-from gpipe_cli.schedule.posting import post_ahead
-from gpipe_cli.schedule.schedule import schedule
 
 
 def parsed(text: str) -> list[Instruction]:
     return [Instruction.parse(each) for each in text.split()]
-
-
-def test_two_receives_of_each_kind_are_posted_ahead_the_gradients_after_the_first_send() -> None:
-    middle = schedule("gpipe", (0, 1, 2), 4, "never")[1]
-    assert [str(i) for i in middle[:6]] == ["ra1.0", "F1.0", "sa1.0", "ra1.1", "F1.1", "sa1.1"]
-    posts = {position: [str(i) for i in due] for position, due in post_ahead(middle).items()}
-    assert posts[0] == ["ra1.0", "ra1.1", "ra1.2"], "the third while the first is waited for"
-    assert posts[3] == ["ra1.3", "rg1.3", "rg1.2"]
-    assert sorted(text for due in posts.values() for text in due) == sorted(str(i) for i in middle if i.awaited_message)
 
 
 def test_a_receive_whose_shapes_are_not_known_keeps_its_place() -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -105,27 +105,6 @@ def test_a_divided_optimizer_state_and_early_sums_change_no_bit_and_no_checkpoin
     resume = f"checkpoint.resume={step_directory(run_dir, 2)}"
     resumed = train(tmp_path / "resumed", *divided, "pipeline.K=2", resume)
     assert same_bits(resumed, whole, step=4)
-
-
-@pytest.mark.slow(2)
-def test_a_divided_state_goes_on_at_another_number_of_replicas(tmp_path: Path) -> None:
-    """As far as it is asked for: sums of other replicas are other sums, so a resume alone is refused."""
-    numbers = (1, 2, 1)
-    fixed = ["pipeline.K=1", "pipeline.workers=1", "pipeline.M=2", "data.batch_size=24", "checkpoint.every=2"]
-    runs: list[Path] = []
-    for divided in (True, False):
-        words, run_dir = [*fixed, f"pipeline.shard_optimizer={str(divided).lower()}"], None
-        for stage, number in enumerate(numbers, 1):
-            here = [*words, f"pipeline.replicas={number}", f"trainer.steps={2 * stage}"]
-            if run_dir is not None:
-                here.append(f"checkpoint.resume={run_dir}")
-                if divided:
-                    refused = subprocess.run([*COMMAND, *COMMON, *here], cwd=tmp_path, capture_output=True, text=True)
-                    assert f"pipeline.replicas: {numbers[stage - 2]} in the checkpoint, {number} now" in refused.stderr
-                here.append("checkpoint.allow_changes=[pipeline.replicas]")
-            run_dir = train(tmp_path / f"{stage} {divided}", *here)
-        runs.append(cast(Path, run_dir))
-    assert same_bits(*runs, step=2 * len(numbers))
 
 
 def test_a_killed_run_goes_on_at_another_k_as_if_it_had_never_stopped(whole: Path, tmp_path: Path) -> None:

@@ -53,14 +53,6 @@ def test_replicas_prepare_in_turn_and_no_message_times_out(prepare: Any) -> None
     assert second >= first + LONGER_THAN_A_MESSAGE_MAY
 
 
-@pytest.mark.slow(2)
-def test_ctrl_c_ends_a_preparation(prepare: Any) -> None:
-    job = prepare(2, FOR_EVER)
-    job.wait_until_ready(1)
-    job.press_ctrl_c()
-    assert job.end()[0] == -signal.SIGINT
-
-
 def test_a_worker_that_dies_preparing_leaves_no_other_waiting(prepare: Any) -> None:
     job = prepare(2, FOR_EVER)
     job.wait_until_ready(1)

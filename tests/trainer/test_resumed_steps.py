@@ -34,14 +34,6 @@ def test_another_number_of_steps_is_refused_where_a_layer_goes_by_it(tmp_path: P
     assert "what these layers do (begin_step): middle" in said
 
 
-def test_without_a_number_of_steps_such_a_layer_has_nothing_to_go_by(tmp_path: Path) -> None:
-    words = (*WORDS, "++model.middle=Fading", "trainer.steps=null", "trainer.seconds=1")
-    with pytest.raises(
-        ConfigurationError, match=r"trainer\.steps=null, but .* \(begin_step\): middle: set trainer\.steps"
-    ):
-        train_inline(tmp_path, *words)
-
-
 @pytest.mark.parametrize(
     "words",
     [
