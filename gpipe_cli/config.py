@@ -365,15 +365,11 @@ def _of_pipeline(settings: Settings) -> Iterator[str]:
             f"pipeline.schedule=interleaved_1f1b gives each worker the same number of cells, but pipeline.K={K} is no "
             f"multiple of pipeline.workers={workers}: use pipeline.K={K - K % workers} or {K - K % workers + workers}"
         )
-    if M * K > MESSAGE_TAGS // TAGS_PER_CELL:
-        yield f"pipeline.M={M} × pipeline.K={K} are more messages than have numbers: lower one of them"
     if not isinstance(sizes, str) and len(sizes) != K:
         yield (
             f"pipeline.partition={shown(sizes)} has {len(sizes)} sizes but pipeline.K={K}: "
             f"give one size per cell, or use pipeline.K={len(sizes)}"
         )
-    if pipeline.backend == "nccl" and pipeline.device == "cpu":
-        yield "pipeline.backend=nccl moves data between GPUs but pipeline.device=cpu: use pipeline.backend=auto"
     if settings.launch.inline and (workers not in ("auto", 1) or replicas > 1):
         yield (
             "launch.inline=true runs one worker inside the command: "

@@ -119,7 +119,7 @@ def _base_store() -> Store:
 
 
 def _fail(context: Context, error: BaseException) -> NoReturn:
-    """Records the error, for torchrun's own summary too, and always ends this process."""
+    """Records the error, and always ends this process."""
     try:
         directory, where = context.run_dir / "workers", context.where.known()
         shown = report.publish(directory, report.failure_of(context.rank, error, where))
@@ -129,10 +129,6 @@ def _fail(context: Context, error: BaseException) -> NoReturn:
                 f"the cause (traceback of this one: {report.error_path(directory, context.rank)})"
             )
         print(visible(shown), file=sys.stderr)
-        if "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(error, Exception):
-            from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
-
-            ErrorHandler().record_exception(error)
     except Exception:
         traceback.print_exc()
     finally:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from inline_run import train_inline
-from own_model import WORDS
-from safetensors.torch import load_file
 from torch import nn
 from torch.optim import lr_scheduler
 
-from gpipe_cli.checkpoint.files import read_manifest, step_directory
 from gpipe_cli.checkpoint.lr_schedule_state import LRScheduleState
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory.build import build_lr_schedule
@@ -120,17 +115,3 @@ def test_what_cannot_work_is_refused_before_training(target: str, message: str) 
     with pytest.raises(ConfigurationError) as error:
         make("sgd", {"_target_": target})
     assert message in str(error.value)
-
-
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
-    keys = ("~lr_schedule.warmup_steps", "++lr_schedule.max_lr=0.5", "++lr_schedule.total_steps=9")
-    schedule = ("lr_schedule._target_=torch.optim.lr_scheduler.OneCycleLR", *keys)
-    common = (*WORDS, *schedule, "trainer.steps=6", "checkpoint.every=2", "checkpoint.keep=3")
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    train_inline(whole, *common)
-    train_inline(resumed, *common, f"checkpoint.resume={step_directory(whole, 2)}")
-    ends = [read_manifest(step_directory(folder, 6)) for folder in (whole, resumed)]
-    assert ends[0].state.schedule == ends[1].state.schedule
-    for name in ends[0].layers:
-        one, other = (load_file(end.layer_path(name)) for end in ends)
-        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)

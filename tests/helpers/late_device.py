@@ -6,8 +6,8 @@ holds NaN (or an index out of range), and memory that has been freed is overwrit
 comes to that place. So a missing event, wait or `record_stream` gives an error or other numbers.
 
 What it shows: mixing devices is an error; every wait of the host for the device is counted with its caller; bytes alive
-are counted; autocast casts what CUDA's casts. What it cannot show: kernels, NCCL, the rounding of
-another device, its generators (random numbers come from the CPU's, at once), times.
+are counted. What it cannot show: kernels, NCCL, autocast, the rounding of another device, its generators (random
+numbers come from the CPU's, at once), times.
 
 torch keeps PrivateUse1 for such devices; it has one name in a process, here `late`.
 """
@@ -388,32 +388,6 @@ for _kind in ("default", "start", "start_step"):  # torch's own makes an empty t
     _OWN.impl(_arange.name(), partial(_make, _arange))
 
 
-# -- autocast ----------------------------------------------------------------------------------------------------------
-
-HALVED = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "conv1d", "conv2d", "scaled_dot_product_attention")
-WIDENED = ("softmax.int", "log_softmax.int", "layer_norm", "nll_loss", "cross_entropy_loss", "sum", "pow.Tensor_Scalar")
-_UNCHANGED = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
-_UNCHANGED.fallback(torch.library.fallthrough_kernel)
-_AUTOCAST = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
-
-
-def _cast(func: Any, half: bool, *args: Any, **kwargs: Any) -> Any:
-    dtype = torch.get_autocast_dtype(NAME) if half else torch.float32
-
-    def cast(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
-        return func(*tree_map(cast, args), **tree_map(cast, kwargs))
-
-
-for _names, _half in ((HALVED, True), (WIDENED, False)):
-    for _name in _names:
-        _packet, _, _overload = _name.partition(".")
-        _function = getattr(getattr(torch.ops.aten, _packet), _overload or "default")
-        _AUTOCAST.impl(_function.name(), partial(_cast, _function, _half))
-
-
 # -- as a kind of device -----------------------------------------------------------------------------------------------
 
 
@@ -424,7 +398,6 @@ def pin_memory(tensor: Tensor, device: object = None) -> Tensor:
 
 
 _module: Any = torch.get_device_module(NAME)
-_module.get_amp_supported_dtype = lambda: [torch.bfloat16]  # autocast asks for it
 for _part in (Stream, Event, current_stream, stream, synchronize):
     setattr(_module, _part.__name__, _part)
 _module.max_memory_allocated = lambda device=None: METER.peak

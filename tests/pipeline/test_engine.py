@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from engine_jobs import Case, all_cases, differences, run_case, run_plain
-from small_models import CPU, build_all, mini_batch, other_bits, small_model, token_loss
+from small_models import CPU, other_bits
 from torch import nn
 
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch.supervisor import Job, launch
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
-from gpipe_cli.pipeline.engine import Engine, StepInput
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.schedule.orders import KINDS
-from gpipe_cli.schedule.schedule import REMAT, gradients_complete, schedule
+from gpipe_cli.schedule.schedule import REMAT
 
 
 @pytest.fixture(autouse=True)
@@ -92,32 +90,3 @@ def test_nothing_is_left_in_the_engine_after_a_step_and_no_graph_is_alive() -> N
     for kind in KINDS:
         run_case(Case(3, 4, kind, "except_last", 11, True, 0.3), (0,) * 3, 0, None)
     assert not [tensor for tensor in alive() if id(tensor) not in before]
-
-
-def test_an_incomplete_list_is_an_error_and_the_next_step_starts_afresh() -> None:
-    engine = Engine([Cell(0, build_all(small_model()), NoiseSource(1, 0, CPU))], (0,), None, token_loss, 1, CPU)
-    micro_batches, instructions = mini_batch(0, 8, 2), schedule("gpipe", (0,), 2, "never")[0]
-    step_input = StepInput(0, 1, ("a", "b"), 1.0)
-    with pytest.raises(RuntimeError, match="incomplete: the step has not used up inputs, graphs"):
-        engine.train_step(instructions[:-1], step_input, micro_batches)
-    assert len(engine.train_step(instructions, step_input, micro_batches).losses) == 4
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_cell_is_told_once_when_its_gradients_are_complete(kind: str) -> None:
-    layers, noise = build_all(small_model()), NoiseSource(1, 0, CPU)
-    cells = [Cell(0, layers[:3], noise), Cell(1, layers[3:], noise)]
-    engine = Engine(cells, (0, 0), None, token_loss, 1, CPU)
-    told: dict[int, list[torch.Tensor]] = {}
-
-    def finished(cell: int) -> None:
-        assert cell not in told
-        told[cell] = [p.grad.clone() for _, p in cells[cell].parameters() if p.grad is not None]
-
-    instructions = schedule(kind, (0, 0), 2, "except_last")[0]
-    after = {position: partial(finished, cell) for position, cell in gradients_complete(instructions).items()}
-    engine.train_step(instructions, StepInput(0, 1, ("a", "b"), 1.0), mini_batch(0, 8, 2), after=after)
-    assert list(told) == [1, 0]
-    for cell in cells:
-        after = [p.grad for _, p in cell.parameters() if p.grad is not None]
-        assert all(map(torch.equal, told[cell.number], after))

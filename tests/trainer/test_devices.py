@@ -56,25 +56,24 @@ TIED = ("model._target_=own_model.with_ties", "trainer.average=0.9", "trainer.ev
 
 @pytest.mark.parametrize(
     "words",
-    [pytest.param((), marks=pytest.mark.slow), ("precision=bf16",), TIED],
-    ids=["fp32", "bf16", "tied and averaged"],
+    [pytest.param((), marks=pytest.mark.slow), TIED],
+    ids=["plain", "tied and averaged"],
 )
 def test_a_run_on_the_device_has_the_bits_of_any_k(words: tuple[str, ...], tmp_path: Path) -> None:
     small = (*SMALL, "trainer.steps=2")
     for K in (1, 2, 4):
         train_late(tmp_path / str(K), 1, *small, *words, f"pipeline.K={K}")
     assert losses(tmp_path / "1") == losses(tmp_path / "2") == losses(tmp_path / "4")
-    train_inline(tmp_path / "cpu", *small, *[word for word in words if word != "precision=bf16"])
-    assert (losses(tmp_path / "1") == losses(tmp_path / "cpu")) == (words != ("precision=bf16",))
-    assert losses(tmp_path / "1") == pytest.approx(losses(tmp_path / "cpu"), rel=0.02)
+    train_inline(tmp_path / "cpu", *small, *words)
+    assert losses(tmp_path / "1") == losses(tmp_path / "cpu")
     if words == TIED:
         here, there = (rows(tmp_path / run / "evaluations.jsonl") for run in ("4", "cpu"))
         assert [row["nll"] for row in here] == [row["nll"] for row in there]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("K", [pytest.param(2, marks=pytest.mark.slow(2)), 4])
-def test_workers_on_the_device_have_the_bits_of_one(K: int, tmp_path: Path) -> None:
+def test_workers_on_the_device_have_the_bits_of_one(tmp_path: Path) -> None:
+    K = 4
     words = (*SMALL, f"pipeline.K={K}", "pipeline.schedule=1f1b", "checkpoint.every=null")
     train_late(tmp_path / "one", 1, *words)
     summary, _ = train_late(tmp_path / "processes", K, *words)
