@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from datetime import date
 from decimal import Decimal
 from typing import Any
@@ -102,14 +102,14 @@ _RENDER: dict[str, Callable[..., str]] = {
 }
 
 
-class _Fields(Mapping[str, str]):
+class _Fields(dict[str, str]):
     """Looks up the fields of a DateTimePattern; a field without a word of the language is missing."""
 
     def __init__(self, strings: LocaleStrings, day: int = 1, seconds: int = 0, zone: str = "") -> None:
         self._strings, self._date, self._zone = strings, date.fromordinal(day), zone
         self._hour, self._minute, self._second = seconds // 3600, seconds // 60 % 60, seconds % 60
 
-    def __getitem__(self, field: str) -> str:
+    def __missing__(self, field: str) -> str:
         if field in ("MMMM", "LLLL"):
             return self._strings.fields[field][self._date.month]
         if field in ("EEEE", "cccc"):
@@ -123,12 +123,6 @@ class _Fields(Mapping[str, str]):
         numbers = {"y": self._date.year, "M": self._date.month, "d": self._date.day, "H": self._hour,
                    "h": (self._hour - 1) % 12 + 1, "m": self._minute, "s": self._second}  # fmt: skip
         return str(numbers[field[0]]).zfill(len(field))
-
-    def __iter__(self) -> Iterator[str]:
-        raise TypeError("fields can be looked up but not listed")
-
-    def __len__(self) -> int:
-        return 0
 
 
 def _fill(pattern: str, *values: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -151,29 +151,19 @@ def _from_torchvision(known: ImageDataset, root: Path, download: bool, report: R
             reason = (str(error).splitlines() or [type(error).__name__])[0].replace(DOWNLOAD_ADVICE, "")
             raise ConfigurationError(f"data.root={root}: {reason.rstrip('. ')}") from error
     classes = opened[0].classes
-    train, evaluation = (FILES_OF[str(known.torchvision)](dataset, root, classes) for dataset in opened)
+    train, evaluation = (_images(dataset, root, classes) for dataset in opened)
     return train, evaluation
 
 
 DOWNLOAD_ADVICE = "You can use download=True to download it"  # torchvision's words; ours name the key
 
 
-def _array(dataset: Any, root: Path, classes: Sequence[str]) -> Images:
-    return ImageArray(torch.from_numpy(dataset.data).permute(0, 3, 1, 2), dataset.targets, classes)
-
-
-def _files(paths: Sequence[str | Path], labels: Sequence[int], root: Path, classes: Sequence[str]) -> Images:
+def _images(dataset: Any, root: Path, classes: Sequence[str]) -> Images:
+    """Returns what torchvision lists; all files are decoded by `files.decode`, which names a broken image."""
+    if hasattr(dataset, "data"):
+        return ImageArray(torch.from_numpy(dataset.data).permute(0, 3, 1, 2), dataset.targets, classes)
+    if hasattr(dataset, "_samples"):
+        paths, labels = zip(*dataset._samples, strict=True)
+    else:
+        paths, labels = getattr(dataset, "_image_files", None) or dataset._images, dataset._labels
     return ImageFiles(root, [os.path.relpath(path, root) for path in paths], labels, classes)
-
-
-FILES_OF: dict[str, Callable[[Any, Path, Sequence[str]], Images]] = {
-    # torchvision gives only the lists; all files are decoded by `files.decode`, which names a broken image.
-    "CIFAR10": _array,
-    "CIFAR100": _array,
-    "StanfordCars": lambda of, root, classes: _files(
-        [path for path, _ in of._samples], [label for _, label in of._samples], root, classes
-    ),
-    "OxfordIIITPet": lambda of, root, classes: _files(of._images, of._labels, root, classes),
-    "Food101": lambda of, root, classes: _files(of._image_files, of._labels, root, classes),
-    "FGVCAircraft": lambda of, root, classes: _files(of._image_files, of._labels, root, classes),
-}

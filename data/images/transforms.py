@@ -8,6 +8,7 @@ Random numbers come from torch's global generator, which the source seeds for ea
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -51,21 +52,15 @@ def training_transform(
         steps.append(ColourShift(brightness, chroma))
     if cutout:
         steps.append(Cutout(cutout))
-    return _compose(steps)
+    return cast(Transform, v2.Compose(steps))
 
 
 def evaluation_transform(image_size: int, crop: float) -> Transform:
     """Returns the transform of evaluation: the central `crop` of height and width, resized to a square."""
     from torchvision.transforms import v2
 
-    return _compose([CentralCrop(crop), v2.Resize((image_size, image_size), antialias=True)])
-
-
-def _compose(steps: list[Callable[[Tensor], Tensor]]) -> Transform:
-    from torchvision.transforms import v2
-
-    composed: Transform = v2.Compose(steps)
-    return composed
+    resize = v2.Resize((image_size, image_size), antialias=True)
+    return cast(Transform, v2.Compose([CentralCrop(crop), resize]))
 
 
 class CentralCrop:
