@@ -58,7 +58,7 @@ def _facts(plan: Plan) -> list[str]:
     fullest = max(plan.workers_plan, key=lambda worker: worker.total)
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     held = "weights, gradients, optimizer" + (", average" if any(cell.average for cell in plan.cells) else "")
-    lines = [
+    return [
         f"memory      {size_text(plan.memory)} on device {fullest.worker}, of {size_text(plan.limit)}: {verdict} "
         f"({held} {size_text(fullest.model)}, activations {size_text(fullest.activations)})",
         f"slowest     cell is {percent(plan.slowest_over_mean)} above the mean",
@@ -66,11 +66,6 @@ def _facts(plan: Plan) -> list[str]:
         f"bubble      {percent(plan.bubble)} simulated{_by_formula(plan)}",
         f"step        {seconds_text(plan.step_seconds)}, {number(plan.examples_per_second, 3)} examples/s",
     ]
-    if plan.better_cut is not None:
-        sizes = ",".join(map(str, plan.better_cut))
-        gain = percent(plan.better_cut_gain)
-        lines.insert(2, f"better cut  pipeline.partition=[{sizes}] makes the slowest worker {gain} faster")
-    return lines
 
 
 def _by_formula(plan: Plan) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..disk import json_lines
-from ..schedule.critical_path import critical_path
 from ..schedule.picture import Panel, new_figure, save_panels
 from ..schedule.simulate import Timeline
 from .breakdown import mean_durations, simulate_with
@@ -23,15 +22,12 @@ MOST_POINTS = 10_000  # of a curve; a picture has fewer pixels
 
 
 def draw_traced_step(step: int, measured: Timeline, pipeline: Pipeline, paths: Sequence[Path]) -> None:
-    """Draws a measured step above the simulation of its schedule with the mean measured durations, in milliseconds.
-
-    The critical path of each is marked.
-    """
+    """Draws a measured step above the simulation of its schedule with the mean measured durations, in milliseconds."""
     lists = pipeline.training_lists(measured.micro_batches)
     simulated = simulate_with(lists, pipeline.placement, mean_durations(measured))
     panels = [
-        Panel(measured, f"{pipeline.kind}, step {step} as measured", critical_path(measured)),
-        Panel(simulated, "the schedule with the same durations", critical_path(simulated)),
+        Panel(measured, f"{pipeline.kind}, step {step} as measured"),
+        Panel(simulated, "the schedule with the same durations"),
     ]
     for path in paths:
         save_panels(panels, path, "ms")

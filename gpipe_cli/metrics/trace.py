@@ -1,7 +1,7 @@
 """Records what all workers did in one step, on one clock, and writes it for trace viewers.
 
 The file is in the Trace Event Format, which https://ui.perfetto.dev and chrome://tracing open: a process per worker,
-its computation and its messages as threads, an arrow per message; what lies on the critical path says so.
+its computation and its messages as threads, an arrow per message.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from ..disk import write_whole
 from ..distributed.pipeline import Pipeline
 from ..distributed.world import machine_id
 from ..pipeline.meter import Phase
-from ..schedule.critical_path import Place, critical_path
 from ..schedule.instruction import COMPUTE, Instruction
 from ..schedule.simulate import Span, Timeline
 
@@ -100,13 +99,11 @@ def trace(
     for replica in range(len(shifted) // workers):
         first = replica * workers
         mine = shifted[first : first + workers]
-        timeline = Timeline([recording.spans for recording in mine], tuple(placement))
-        critical = set(critical_path(timeline))
         for worker, recording in enumerate(mine):
             name = f"worker {worker}" + (f" of replica {replica}" if len(shifted) > workers else "")
             events += _process(first + worker, name, "computation", "messages")
-            for number, span in enumerate(recording.spans):
-                events.append(_slice(first + worker, span, layers, Place(worker, number) in critical))
+            for span in recording.spans:
+                events.append(_slice(first + worker, span, layers))
                 events += _arrow(first + worker, span, replica)
             events += (_phase(first + worker, phase) for phase in recording.phases)
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step": step, "placement": list(placement)}}
@@ -125,12 +122,11 @@ def _process(pid: int, name: str, *threads: str) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": thread}}
 
 
-def _slice(pid: int, span: Span, layers: Sequence[str], critical: bool) -> dict[str, Any]:
+def _slice(pid: int, span: Span, layers: Sequence[str]) -> dict[str, Any]:
     instruction, start, end = span
     tid = COMPUTATION if instruction.op in COMPUTE else MESSAGES
     place = {"cell": instruction.cell, "micro_batch": instruction.micro_batch, "layers": layers[instruction.cell]}
-    event = _event(pid, tid, str(instruction), instruction.op.name.lower(), start, end)
-    return {**event, "args": {**place, "critical": critical}}
+    return {**_event(pid, tid, str(instruction), instruction.op.name.lower(), start, end), "args": place}
 
 
 def _phase(pid: int, phase: Phase) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
 from ..errors import ConfigurationError, Problems
-from ..typed_section import Count, Positive, read_fields, shown
+from ..typed_section import Positive, read_fields, shown
 from .devices import Device, describe, parse_bytes
 
 THIS = "this"
@@ -26,7 +26,6 @@ class _Typed:
     bytes_per_parameter: Positive | None
     best: bool
     grow: str | None
-    candidates: list[Count] | None
     format: Literal["text", "json"]
     picture: str | None
 

@@ -95,9 +95,6 @@ class Plan:
         micro_batch: shapes of the inputs of a micro-batch.
         parameters: number of parameters of the whole model.
         slowest_over_mean: how much longer the slowest cell takes than the mean, as a share.
-        better_cut: layers of each cell if they were cut by these times; None where that gains less than 1 %, or where a
-            run would refuse it.
-        better_cut_gain: how much faster its slowest worker is, as a share.
         sent_bytes: bytes between workers in one step of one replica.
         bubble_formula: bubble of equal cells without messages (`schedule.simulate`); None where the schedule has none.
         bubble: bubble of the simulated schedule, waits for messages included.
@@ -124,8 +121,6 @@ class Plan:
     cells: list[CellPlan]
     workers_plan: list[WorkerPlan]
     slowest_over_mean: float
-    better_cut: list[int] | None
-    better_cut_gain: float
     sent_bytes: int
     bubble_formula: float | None
     bubble: float

@@ -18,11 +18,9 @@ from ..factory.optimizer_bytes import optimizer_state_bytes
 from ..optim.sharding import shares
 from ..partition.cut import Cut, cut_by_costs
 from ..partition.tie_search import Ties, find_ties
-from ..pipeline.compiled import COMPILED_BACKWARD
 from ..schedule.instruction import Instruction, ScheduleError
 from ..schedule.schedule import schedule
 from ..schedule.simulate import bubble_by_formula, simulate
-from .better_cut import better_cut
 from .cells import CellFacts, build_cells
 from .measure.measurement import Measurement, Measurements
 from .measure.this_device import measure_device
@@ -31,13 +29,6 @@ from .options import Options
 from .plan import ModelBytes, Plan, cell_plans, worker_plans
 from .tie_bytes import tie_messages, trained_parameters
 from .timing import TimeModel, cell_times, durations
-
-
-def _notes_on_compiling(pipeline: PipelineConfig) -> list[str]:
-    if not pipeline.compile:
-        return []
-    whole = [COMPILED_BACKWARD] * (pipeline.schedule == "zero_bubble" and pipeline.K > 1)
-    return ["pipeline.compile=true: memory and times are those of layers that are not compiled", *whole]
 
 
 class Planner:
@@ -88,14 +79,6 @@ class Planner:
         """Returns the bytes that a device may hold."""
         return self.options.fit or self.options.memory or self.device.memory
 
-    def _notes_on_workers(self, pipeline: PipelineConfig) -> list[str]:
-        if self.settings.pipeline.workers != "auto" or pipeline.workers == pipeline.K:
-            return []
-        return [
-            f"{pipeline.K} cells on {pipeline.workers} workers, as gpipe-train starts them on this machine "
-            "(pipeline.workers=auto)"
-        ]
-
     def plan(self, pipeline: PipelineConfig | None = None) -> Plan:
         """Returns the plan for `settings`, or for another section `pipeline`.
 
@@ -135,7 +118,6 @@ class Planner:
         ties = list(tie_messages(cut.uses(self._names), trained_parameters(self._names, measured.layers)))
         update = self._update_seconds(cells, model, placement, pipeline, ties)
         busy = [cell.forward_seconds + cell.backward_seconds for cell in rows]
-        better, gain = self._better_cut(measured, pipeline, cut)
         crossings = [number for number in range(1, len(cells)) if placement[number] != placement[number - 1]]
         return Plan(
             K=pipeline.K,
@@ -151,8 +133,6 @@ class Planner:
             cells=rows,
             workers_plan=workers,
             slowest_over_mean=max(busy) / (sum(busy) / len(busy)) - 1,
-            better_cut=better,
-            better_cut_gain=gain,
             sent_bytes=pipeline.M * sum(sizes[n].message + sizes[n].input_gradients for n in crossings)
             + sum(size for _, _, size in ties),
             bubble_formula=bubble_by_formula(pipeline.schedule, len(lists), pipeline.K, pipeline.M),
@@ -165,7 +145,7 @@ class Planner:
             gradient_bytes=sum(bytes_.gradients for bytes_ in model),
             optimizer_bytes=sum(bytes_.optimizer for bytes_ in model),
             activation_bytes=sum(worker.activations for worker in workers),
-            notes=[*measured.notes, *self._notes_on_workers(pipeline), *_notes_on_compiling(pipeline)],
+            notes=measured.notes,
             timeline=timeline,
             lists=lists,
         )
@@ -222,12 +202,3 @@ class Planner:
             for worker in (sender, receiver):
                 seconds[worker] += self._times.transfer(size)
         return max(seconds)
-
-    def _better_cut(self, measured: Measurement, pipeline: PipelineConfig, cut: Cut) -> tuple[list[int] | None, float]:
-        """Returns what `better_cut` finds by these times."""
-
-        def cut_by_sizes(typed: PipelineConfig) -> Cut:
-            return cut_by_costs(self.builders, measured.costs, typed, pipeline.worker_count, self._ties)
-
-        times = self._times.layers(measured.layers, measured.loss)
-        return better_cut(times, pipeline, cut, cut_by_sizes)

@@ -7,7 +7,6 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from .critical_path import Place
 from .instruction import COMPUTE, Op
 from .simulate import Span, Timeline
 
@@ -24,7 +23,7 @@ _STYLE = {  # name, colour of the bar, colour of the number on it
     Op.INPUT_GRADIENT: ("input gradient", "#f0a43a", "#4a2c00"),
     Op.WEIGHT_GRADIENT: ("weight gradient", "#1c8f78", "white"),
 }
-_IDLE, _GRID, _TEXT, _CRITICAL = "#eceef1", "white", "#2b2f36", "#b3123a"
+_IDLE, _GRID, _TEXT = "#eceef1", "white", "#2b2f36"
 _CHARACTERS = 0.64  # width of a digit as a share of the font's size
 _SMALLEST = 5.0  # points; smaller numbers are left out
 
@@ -73,12 +72,10 @@ class Panel(NamedTuple):
     Attributes:
         timeline: of ``simulate``, or measured.
         title: text before "K = …, M = …, bubble … %", such as the kind of schedule.
-        critical: the spans of its critical path, to be marked.
     """
 
     timeline: Timeline
     title: str = ""
-    critical: Sequence[Place] = ()
 
 
 def legend(timeline: Timeline) -> str:
@@ -115,7 +112,6 @@ def save_panels(panels: Sequence[Panel], path: str | Path, unit: str = "") -> No
         _draw_rows(axes, panel.timeline, rows)
         _draw_frame(axes, rows, unit)
         _draw_title(axes, panel)
-        _draw_critical_path(axes, panel, rows)
     _draw_legend(figure, panels)
     for axes, panel, rows in zip(column, panels, tables, strict=True):
         _draw_numbers(figure, axes, panel.timeline, rows)
@@ -177,35 +173,14 @@ def _draw_title(axes: Axes, panel: Panel) -> None:
     axes.set_title(text, loc="left", color=_TEXT, fontsize=11, fontweight="bold")
 
 
-def _draw_critical_path(axes: Axes, panel: Panel, rows: Sequence[tuple[str, int, int]]) -> None:
-    """Draws a line along the lower edge of the computations that decide how long the step takes."""
-    row_of = {(worker, cell): row for row, (_, cell, worker) in enumerate(rows)}
-    before: tuple[int, float, float] | None = None
-    for worker, number in panel.critical:
-        instruction, start, end = panel.timeline.spans[worker][number]
-        if instruction.op not in COMPUTE:
-            continue
-        height = row_of[worker, instruction.cell] + 0.42
-        axes.plot([start, end], [height] * 2, color=_CRITICAL, linewidth=2.2, solid_capstyle="butt")
-        if before is not None and before[0] != worker:  # a message delayed it
-            axes.plot([before[1], start], [before[2], height], color=_CRITICAL, linewidth=0.8)
-        before = worker, end, height
-
-
 def _draw_legend(figure: Figure, panels: Sequence[Panel]) -> None:
-    from matplotlib.artist import Artist
-    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     used = {op for panel in panels for op in _used(panel.timeline)}
-    handles: list[Artist] = [
-        Patch(facecolor=colour, label=name) for op, (name, colour, _) in _STYLE.items() if op in used
-    ]
+    handles = [Patch(facecolor=colour, label=name) for op, (name, colour, _) in _STYLE.items() if op in used]
     handles.append(Patch(facecolor=_IDLE, label="idle"))
     if any(len(panel.timeline.spans) < len(panel.timeline.placement) for panel in panels):
         handles.append(Patch(facecolor=_GRID, edgecolor=_TEXT, linewidth=0.5, label="works on another cell"))
-    if any(panel.critical for panel in panels):
-        handles.append(Line2D([], [], color=_CRITICAL, linewidth=2.0, label="critical path"))
     rows = -(-len(handles) // int(figure.get_figwidth() / 1.4))  # a narrow figure would cut a long row off
     columns = -(-len(handles) // rows)
     figure.legend(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from gpipe_cli.commands.plan import make_request
@@ -62,17 +61,6 @@ class OwnTask(Task):
         return outputs[0].sum() * 0, torch.zeros(0, dtype=torch.float64)
 
     evaluate = summarize = loss
-
-
-class SleepingTask(OwnTask):
-    """Sleeps in its loss, once the outputs have values."""
-
-    SECONDS = 0.02
-
-    def loss(self, outputs: Any, targets: Any) -> Any:
-        if not outputs[0].is_meta:
-            time.sleep(self.SECONDS)
-        return super().loss(outputs, targets)
 
 
 IDEAL = "plan.device={flops: 1e9, memory: 1GB, bandwidth: 1e15, link: 1e15, latency: 0, overhead: 0}"

@@ -1,4 +1,4 @@
-"""Tests table 4's shares and the critical path of a step, in literal numbers."""
+"""Tests table 4's shares of a step, in literal numbers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import pytest
 
 from gpipe_cli.metrics.breakdown import break_down, count_computations, even_durations, simulate_with
 from gpipe_cli.metrics.pictures import draw_breakdown
-from gpipe_cli.schedule.critical_path import critical_path
-from gpipe_cli.schedule.instruction import Instruction, InstructionLists, Op
+from gpipe_cli.schedule.instruction import InstructionLists, Op
 from gpipe_cli.schedule.schedule import schedule
-from gpipe_cli.schedule.simulate import Span, Timeline, simulate
 
 
 def durations(lists: InstructionLists, forward: list[float], backward: list[float]) -> dict[tuple[Op, int], float]:
@@ -49,49 +47,8 @@ def test_the_shares_of_a_step_by_hand() -> None:
     assert sum(found.shares().values()) == pytest.approx(1)
 
 
-def test_recomputation_is_told_apart() -> None:
-    lists, placement = schedule("gpipe", (0,), 4, "except_last"), (0,)
-    found = break_down(lists, placement, durations(lists, [1.0], [2.0]), update_seconds=0, step_seconds=15)
-    assert (found.computation, found.recomputation) == pytest.approx((12 / 15, 3 / 15))
-    assert (found.bubble, found.load_imbalance, found.setup) == (0, 0, 0)
-
-
-def test_wavering_times_never_make_a_share_negative_or_the_sum_another() -> None:
-    lists, placement = schedule("gpipe", (0, 1), 2, "never"), (0, 1)
-    found = break_down(lists, placement, durations(lists, [1.0, 3.0], [2.0, 6.0]), update_seconds=1, step_seconds=12)
-    assert min(found.shares().values()) >= 0
-    assert sum(found.shares().values()) == pytest.approx(1)
-
-
 def test_the_picture_of_the_shares_is_drawn(tmp_path: Path) -> None:
     paper = {"computation": 0.656, "recomputation": 0.225, "bubble": 0.041}
     rest = {"load_imbalance": 0.032, "setup": 0.029, "weight_update": 0.017}
     draw_breakdown({"the paper": paper | rest}, tmp_path / "breakdown.svg", "Table 4")
     assert (tmp_path / "breakdown.svg").read_text().count("<path") > 6
-
-
-def path_of(timeline: Timeline) -> str:
-    spans = [timeline.spans[worker][number] for worker, number in critical_path(timeline)]
-    return " ".join(str(span.instruction) for span in spans)
-
-
-def test_the_critical_path_runs_through_the_slow_cell() -> None:
-    """Cell 1 is three times as slow: from its first forward to its last backward the step is its own."""
-    lists = schedule("gpipe", (0, 1, 2), 2, "never")
-    seconds = {0: 1.0, 1: 3.0, 2: 1.0}
-    timeline = simulate(lists, (0, 1, 2), lambda i: seconds[i.cell] * (2 if i.op is Op.BACKWARD else 1))
-    computed = [name for name in path_of(timeline).split() if name[0] in "FRB"]
-    assert computed == ["F0.0", "F1.0", "F1.1", "F2.1", "B2.1", "B1.1", "B1.0", "B0.0"]
-
-
-def test_a_slow_message_holds_its_receiver_up() -> None:
-    """Sent at 1, there at 9: the wire held worker 1 up, though its own work ended after the send."""
-
-    def span(text: str, start: float, end: float) -> Span:
-        return Span(Instruction.parse(text), start, end)
-
-    first = [span("F0.0", 0, 1), span("sa0.0", 1, 1)]
-    slow = Timeline([first, [span("F1.1", 0, 2), span("ra1.0", 2, 9), span("F1.0", 9, 10)]], (0, 1))
-    early = Timeline([first, [span("F1.1", 0, 8.9), span("ra1.0", 8.9, 9), span("F1.0", 9, 10)]], (0, 1))
-    assert path_of(slow) == "F0.0 sa0.0 ra1.0 F1.0"
-    assert path_of(early) == "F1.1 ra1.0 F1.0"

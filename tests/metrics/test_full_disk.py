@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import subprocess
@@ -18,10 +17,8 @@ from small_disk import fill, small_disk
 
 from gpipe_cli.checkpoint import choose
 from gpipe_cli.checkpoint.commit import write_json
-from gpipe_cli.disk import DiskError, cannot_write, write_whole, writing
-from gpipe_cli.metrics.board import Board
+from gpipe_cli.disk import DiskError, write_whole
 from gpipe_cli.metrics.metrics_file import MetricsFile
-from gpipe_cli.terminal.console import TrainLog
 
 
 @pytest.fixture
@@ -87,43 +84,6 @@ def test_a_symbolic_link_is_never_written_through(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="symbolic links"):
         write_json(tmp_path / "best.json", {})
     assert outside.read_text() == "mine\n"
-
-
-def test_train_log_warns_once_and_raises_nothing(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
-    handler = TrainLog(str(disk / "train.log"))
-    logger = logging.getLogger("test of train.log")
-    logger.addHandler(handler)
-    logger.warning("fits")
-    fill(disk)
-    for _ in range(3):
-        logger.warning("x" * 5000)
-    handler.close()
-    said = [record.getMessage() for record in caplog.records if "cannot be written" in record.getMessage()]
-    assert len(said) == 1 and "train.log cannot be written: No space left on device" in said[0]
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
-def test_tensorboard_warns_once_and_raises_nothing(disk: Path) -> None:
-    said: list[str] = []
-    board = Board(disk / "tensorboard", 0, said.append)
-    fill(disk)
-    for step in range(2000):
-        board.scalars(step, {"loss": 1.0})
-    board.close()
-    assert len(said) == 1 and "No space left on device" in said[0] and "goes on without TensorBoard" in said[0]
-
-
-def test_only_what_is_written_becomes_an_error_of_the_disk(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), writing(tmp_path / "cache"):
-        (tmp_path / "corpus" / "missing.txt").read_text()
-    with pytest.raises(DiskError, match=r"summary\.json cannot"), writing(tmp_path / "summary.json"):
-        (tmp_path / "summary.json.partial").mkdir()
-        (tmp_path / "summary.json.partial").write_text("")
-    with pytest.raises(DiskError, match=r"cache cannot be written: Not a directory .*: set it"):  # noqa: SIM117
-        with writing(tmp_path / "file" / "cache", "set it"):
-            (tmp_path / "file").write_text("")
-            (tmp_path / "file" / "cache").mkdir(parents=True)
-    assert "room left: unknown" not in cannot_write(tmp_path / "a" / "b", OSError(28, "full"))
 
 
 def test_a_run_whose_disk_is_full_ends_in_one_line(tmp_path: Path) -> None:

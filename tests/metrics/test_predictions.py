@@ -13,8 +13,8 @@ from PIL import Image
 from torch import Tensor
 
 from gpipe_cli.distributed.world import World
-from gpipe_cli.metrics.image_pictures import draw_classification, draw_confusion, draw_predictions
-from gpipe_cli.metrics.predictions import IMAGES, PredictionKeeper
+from gpipe_cli.metrics.image_pictures import draw_confusion, draw_predictions
+from gpipe_cli.metrics.predictions import PredictionKeeper
 from gpipe_cli.tasks.classification import ClassificationTask
 
 
@@ -34,11 +34,6 @@ def logits(classes: list[int], confidence: float) -> Tensor:
     rows = torch.full((len(classes), 3), (1 - confidence) / 2)
     rows[torch.arange(len(classes)), torch.tensor(classes)] = confidence
     return rows.log()
-
-
-def test_a_task_tells_class_prediction_and_confidence() -> None:
-    rows = ClassificationTask().predictions((logits([2, 0], 0.8),), (torch.tensor([1, 0]),))
-    assert torch.allclose(rows, torch.tensor([[1.0, 2.0, 0.8], [0.0, 0.0, 0.8]]))
 
 
 def test_an_image_is_shown_with_its_own_prediction() -> None:
@@ -64,35 +59,6 @@ def test_predictions_of_other_replicas_come_after_those_of_the_first() -> None:
     assert found is not None
     assert (found.labels.tolist(), found.predicted.tolist()) == ([0, 1, 2], [1, 1, 2])
     assert found.confidences == pytest.approx([0.9, 0.8])
-
-
-def test_classes_without_names_are_shown_by_number() -> None:
-    one = keeper(names=("cat",))
-    one.judged((logits([2], 0.9),), (torch.tensor([0]),))
-    found = one.finish()
-    assert found is not None and list(found.class_names) == ["cat", "1", "2"]
-
-
-def test_data_that_are_no_images_leave_only_the_confusion_matrix(tmp_path: Path) -> None:
-    one = keeper()
-    one.read([((torch.zeros(2, 7),), (torch.tensor([0, 1]),))])
-    one.judged((logits([0, 1], 0.9),), (torch.tensor([0, 1]),))
-    found = one.finish()
-    assert found is not None
-    assert [path.name for path in draw_classification(found, tmp_path)] == ["confusion.png"]
-
-
-@pytest.mark.parametrize("count", [1, IMAGES + 1, 333])
-def test_examples_are_spread_over_a_stream_of_unknown_length(count: int) -> None:
-    one = keeper()
-    for first in range(0, count, 7):
-        labels = torch.zeros(min(7, count - first), dtype=torch.int64)
-        one.read([((torch.zeros(len(labels), 3, 1, 1),), (labels,))])
-        one.judged((logits(labels.tolist(), 0.9),), (labels,))
-    found = one.finish()
-    assert found is not None and found.images is not None
-    assert len(found.shown) == len(found.images) == min(count, IMAGES)
-    assert np.diff([*found.shown, count]).max() <= 4 * count / len(found.shown)
 
 
 @pytest.mark.parametrize("classes", [3, 25, 1000])

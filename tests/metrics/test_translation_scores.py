@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import sacrebleu
 
-from gpipe_cli.metrics.translation_scores import by_script_and_level, languages_of, resource_levels, with_averages
+from gpipe_cli.metrics.translation_scores import languages_of, resource_levels, with_averages
 from gpipe_cli.tasks.translation import TranslationTask
 
 REFERENCES = ["the cat sat on the mat", "two dogs ran over there today", "a bird sang in the old tree", "it rains"]
@@ -27,21 +27,11 @@ def test_each_language_is_scored_as_sacrebleu_scores_its_sentences_alone() -> No
     assert languages_of(numbers()) == {"de": bleu(1, 3), "ru": bleu(0), "sw": bleu(2)}
 
 
-def test_bleu_is_that_of_one_corpus_and_the_average_is_over_languages() -> None:
-    found = numbers()
-    assert found["bleu"] == bleu(0, 1, 2, 3)
-    assert found["bleu_average"] == pytest.approx((bleu(1, 3) + bleu(0) + bleu(2)) / 3, rel=1e-12)
-
-
 def test_levels_are_averaged_alone_and_by_script() -> None:
     found = numbers()
     assert [found[f"bleu_{level}"] for level in ("high", "middle", "low")] == [bleu(1, 3), bleu(0), bleu(2)]
     by_script = {name: value for name, value in found.items() if name.endswith(("/Latin", "/other"))}
     assert by_script == {"bleu_high/Latin": bleu(1, 3), "bleu_middle/other": bleu(0), "bleu_low/Latin": bleu(2)}
-
-
-def test_without_sizes_there_are_no_levels() -> None:
-    assert list(numbers({}, {})) == ["bleu", "bleu_average", "bleu/ru", "bleu/de", "bleu/sw"]
 
 
 def test_one_language_needs_no_averages() -> None:
@@ -53,8 +43,3 @@ def test_one_language_needs_no_averages() -> None:
 def test_thirds_differ_by_at_most_one_language(count: int, thirds: tuple[int, int, int]) -> None:
     levels = list(resource_levels({str(place): count - place for place in range(count)}).values())
     assert levels == ["high"] * thirds[0] + ["middle"] * thirds[1] + ["low"] * thirds[2]
-
-
-def test_languages_behind_an_average_are_counted() -> None:
-    counts = by_script_and_level(SIZES, SIZES, SCRIPTS)
-    assert counts == {("Latin", "high"): 1, ("other", "middle"): 1, ("Latin", "low"): 1}

@@ -41,11 +41,6 @@ def test_average_follows_the_weights_by_tensorflows_ramp() -> None:
     assert found == pytest.approx([1.9, 2.8, 8.95], rel=1e-14)
 
 
-def test_batchnorm_statistics_are_averaged_and_its_counter_is_not() -> None:
-    average = WeightAverage([one_cell(nn.BatchNorm1d(2))], 0.9)
-    assert set(average.of("layer")) == {"weight", "bias", "running_mean", "running_var"}
-
-
 def test_inside_the_averages_stand_in_for_the_weights_and_afterwards_the_weights_are_back() -> None:
     module = nn.BatchNorm1d(2)
     cell = one_cell(module)
@@ -58,18 +53,6 @@ def test_inside_the_averages_stand_in_for_the_weights_and_afterwards_the_weights
         raise KeyError
     assert module.weight.tolist() == pytest.approx([0.3, 0.3]) and module.running_mean.tolist() == [7.0, 7.0]
     assert average.of("layer")["weight"].tolist() == [1.0, 1.0]
-
-
-def test_a_weight_with_two_names_is_averaged_once() -> None:
-    module = scalar(0.0)
-    module.again = module.weight
-    average = WeightAverage([one_cell(module)], 0.9)
-    module.weight.data.fill_(10.0)
-    average.update(0)
-    assert {name: value.item() for name, value in average.of("layer").items()} == {"weight": 9.0, "again": 9.0}
-    with average.in_place_of_weights():
-        assert module.weight.item() == 9.0
-    assert module.weight.item() == 10.0
 
 
 # -- in a run --------------------------------------------------------------------------------------------------------

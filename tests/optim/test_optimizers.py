@@ -48,15 +48,6 @@ def test_rmsprop_is_tensorflows() -> None:
         assert found == pytest.approx(expected, rel=1e-14)
 
 
-def test_rmsprop_decays_weights_through_the_gradient() -> None:
-    parameter = weight(4.0)  # g = 1.5 + 0.125·4 = 2: from there the table's first step
-    optimizer = TFRMSprop([parameter], lr=0.5, decay=0.75, momentum=0.5, eps=0.75, weight_decay=0.125)
-    parameter.grad = torch.full_like(parameter, 1.5)
-    optimizer.step()
-    assert parameter.item() == pytest.approx(4 - 0.6324555320336759, rel=1e-14)
-    assert parameter.grad.item() == 1.5
-
-
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
 def test_an_optimizer_that_wants_more_than_gradients_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"torch.optim.{name} needs the loss computed again"):

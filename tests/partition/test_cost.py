@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.partition.cost import layer_costs
 from gpipe_cli.partition.fake_layers import CostError
-from gpipe_cli.partition.model_profile import profile_layers
 
 BATCH = 4
 
@@ -75,25 +74,10 @@ class LooksAtValues(nn.Module):
         return x * 2 if x.sum() > 0 else x
 
 
-class BuiltFromValues(nn.Module):
-    """Its constructor needs real numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, int(torch.arange(3).sum().item()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
-
-
 class TestFlops:
     def test_a_linear_layer_costs_its_products_and_its_outputs(self) -> None:
         (cost,) = layer_costs(builders(partial(nn.Linear, 8, 16)), floats(BATCH, 8), "flops")
         assert (cost.flops, cost.cost, cost.parameters) == (2 * BATCH * 8 * 16, 2 * BATCH * 8 * 16 + BATCH * 16, 144)
-
-    def test_a_convolution_counts_every_place_of_the_kernel(self) -> None:
-        (cost,) = layer_costs(builders(partial(nn.Conv2d, 3, 5, 3, padding=1)), floats(BATCH, 3, 10, 10), "flops")
-        assert cost.flops == 2 * BATCH * 5 * 100 * 3 * 9
 
     @pytest.mark.parametrize("causal", [False, True])
     def test_attention_counts_scores_and_sums(self, causal: bool) -> None:
@@ -113,19 +97,6 @@ class TestFlops:
         assert (Counted.built, Counted.run) == (1, 1)
         assert [cost.name for cost in costs] == [layer.name for layer in layers]
 
-    def test_random_numbers_go_on_as_if_nothing_had_been_built(self) -> None:
-        example = floats(BATCH, 8)
-        torch.manual_seed(1)
-        expected = torch.rand(3)
-        torch.manual_seed(1)
-        layer_costs(builders(BuiltFromValues, lambda: torch.manual_seed(5) and nn.ReLU()), example, "flops")
-        assert torch.equal(torch.rand(3), expected)
-
-    def test_a_module_that_stands_ready_in_a_closure_is_counted_and_stays_real(self) -> None:
-        ready = nn.Linear(8, 16)
-        (cost,) = layer_costs(builders(lambda: ready), floats(BATCH, 8), "flops")
-        assert (cost.flops, type(ready.weight)) == (2 * BATCH * 8 * 16, nn.Parameter)
-
 
 class TestOtherWays:
     def test_parameters(self) -> None:
@@ -136,14 +107,6 @@ class TestOtherWays:
         costs = layer_costs(builders(nn.ReLU, LooksAtValues, costs=(1.0, 2.5)), floats(BATCH, 8), "declared")
         assert [cost.cost for cost in costs] == [1.0, 2.5]
 
-    def test_profile_passes_integers_and_values_on(self) -> None:
-        inputs = (torch.ones(BATCH, 5).long(), torch.zeros(BATCH, 5).bool())
-        costs = profile_layers(builders(Masked, TakesThree, LooksAtValues), inputs, torch.device("cpu")).layers
-        assert [str(output) for cost in costs[1:] for output in cost.outputs or ()] == [
-            "float32[4, 8]",
-            "float32[4, 8]",
-        ]
-
 
 class TestErrors:
     def test_declared_without_a_cost_names_the_layer(self) -> None:
@@ -151,10 +114,6 @@ class TestErrors:
             CostError, match=r"layer 'layer1' has no cost: give every layer a `cost`, or use pipeline\.cost=flops"
         ):
             layer_costs(builders(nn.ReLU, nn.ReLU, costs=(1.0, None)), floats(BATCH, 8), "declared")
-
-    def test_a_shape_that_does_not_fit_names_the_layer_and_its_inputs(self) -> None:
-        with pytest.raises(CostError, match=r"layer 'layer1', given float32\[4, 16\], fails .* RuntimeError"):
-            layer_costs(builders(partial(nn.Linear, 8, 16), partial(nn.Linear, 8, 8)), floats(BATCH, 8), "flops")
 
     def test_a_layer_that_cannot_be_built(self) -> None:
         with pytest.raises(CostError, match="layer 'layer0' cannot be built: TypeError"):

@@ -13,10 +13,7 @@ from torch.nn import functional as F
 
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.partition import layer_times
-from gpipe_cli.partition.layer_times import LayerTrial
 from gpipe_cli.partition.model_profile import ModelProfile, profile_layers
-from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm
-from gpipe_cli.pipeline.cell import BuiltLayer
 
 CPU = torch.device("cpu")
 FORWARD, BACKWARD, WEIGHT = 4.0, 8.0, 2.0  # seconds
@@ -89,35 +86,3 @@ def test_the_loss_stands_behind_the_last_layer_which_pays_for_it() -> None:
     without = profile(partial(nn.Linear, 8, 8))
     assert without.loss is None
     assert without.costs == without.layers
-
-
-class Judged(nn.Linear):
-    """Has an auxiliary loss, as AmoebaNet's cell with an auxiliary head."""
-
-    def auxiliary_loss(self, outputs: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
-        return slow_loss((outputs - targets[0],))
-
-
-def test_an_auxiliary_loss_belongs_to_its_layer() -> None:
-    judged, other = profile(partial(Judged, 8, 8), partial(nn.Linear, 8, 8), targets=(torch.zeros(4, 8),)).times
-    assert (judged.inference, judged.forward, judged.recompute) == (FORWARD, FORWARD, FORWARD)
-    assert judged.backward == BACKWARD
-    assert other.total == 0
-
-
-def test_layers_that_are_equal_are_timed_once() -> None:
-    first, second, third = profile(*[partial(Slow, 8, 8)] * 3).times
-    assert second is third  # the first differs: its input needs no gradient
-    assert first is not second
-
-
-def test_batchnorm_gathers_in_every_forward_but_not_when_it_is_recomputed() -> None:
-    module = nn.Sequential(nn.BatchNorm1d(8))
-    trial = LayerTrial.of(BuiltLayer(0, "norm", module), (torch.zeros(4, 8),), CPU)
-    batchnorm = module[0]
-    assert isinstance(batchnorm, DeferredBatchNorm)
-    trial.forward()
-    trial.infer()
-    trial.recompute()
-    pooled = batchnorm.take_pooled()
-    assert pooled is not None and pooled[0, 0] == 2 * 4

@@ -12,7 +12,6 @@ import pytest
 from gpipe_cli.partition.partition import (
     OBJECTIVES,
     PartitionError,
-    cell_costs,
     cell_layers,
     partition,
     place,
@@ -61,11 +60,6 @@ def cases(draw_cost: Callable[[random.Random], float]) -> Iterator[tuple[list[fl
 
 @pytest.mark.parametrize("draw_cost", [small_integers, tenths, of_every_size])
 class TestAgainstAllCuts:
-    def test_min_max_finds_the_cheapest_dearest_cell(self, draw_cost: Callable[[random.Random], float]) -> None:
-        for costs, K in cases(draw_cost):
-            best = min(dearest(costs, sizes) for sizes in every_cut(len(costs), K))
-            assert dearest(costs, partition(costs, K, "min_max")) == best, (costs, K)
-
     def test_min_max_breaks_ties_by_variance(self, draw_cost: Callable[[random.Random], float]) -> None:
         for costs, K in cases(draw_cost):
             best = min(dearest(costs, sizes) for sizes in every_cut(len(costs), K))
@@ -89,9 +83,6 @@ class TestBothObjectives:
     def test_all_zero_costs_count_as_equal(self, objective: str) -> None:
         assert partition([0.0] * 6, 3, objective) == [2, 2, 2]
 
-    def test_one_heavy_last_layer_leaves_no_cell_empty(self, objective: str) -> None:
-        assert partition([1] * 20 + [100], 4, objective) == [6, 7, 7, 1]
-
     @pytest.mark.timeout(60)  # each takes less than a second; comparing all cuts would take days
     @pytest.mark.parametrize(("K", "last"), [*((K, 1.0) for K in (1, 2, 127, 128, 1663, 3326)), (128, 1e6)])
     def test_thousands_of_layers_in_non_empty_cells(self, objective: str, K: int, last: float) -> None:
@@ -104,17 +95,6 @@ class TestBothObjectives:
             partition([1.0] * 14, 16, objective)
         message = "pipeline.K=16 but the model has 14 layers: use pipeline.K<=14 or a deeper model"
         assert str(caught.value) == message
-
-    @pytest.mark.parametrize("cost", [-1.0, float("nan"), float("inf")])
-    def test_a_cost_that_is_none(self, objective: str, cost: float) -> None:
-        with pytest.raises(PartitionError, match="the cost of layer 1 is"):
-            partition([1.0, cost], 1, objective)
-
-
-def test_the_cheapest_dearest_cell_can_cost_variance() -> None:
-    costs = [1, 5, 2, 3]
-    assert cell_costs(costs, partition(costs, 3, "min_max")) == [1, 5, 5]
-    assert cell_costs(costs, partition(costs, 3, "min_variance")) == [6, 2, 3]
 
 
 class TestExplicitSizes:
@@ -138,10 +118,3 @@ class TestExplicitSizes:
 class TestPlace:
     def test_the_busiest_worker_has_the_least_to_do(self) -> None:
         assert place([1, 1, 1, 3, 1], 3) == (0, 0, 0, 1, 2)
-
-    def test_more_workers_than_cells(self) -> None:
-        with pytest.raises(PartitionError) as caught:
-            place([1, 1], 3)
-        assert str(caught.value) == (
-            "3 workers for pipeline.K=2: every worker runs at least one cell; use 1 to 2 workers or pipeline.K>=3"
-        )

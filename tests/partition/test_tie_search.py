@@ -15,11 +15,8 @@ from gpipe_cli.commands.plan import make_request
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.layers import LayerBuilder, Owner
 from gpipe_cli.partition.cut import Cut, cut_model
-from gpipe_cli.partition.fake_layers import TensorShape
 from gpipe_cli.partition.model_profile import profile_layers
 from gpipe_cli.partition.tie_search import find_ties
-from gpipe_cli.pipeline.tied_parameters import Use
-from gpipe_cli.planner.tie_bytes import tie_messages
 
 CPU = torch.device("cpu")
 TWICE = (*own_model.DIGITS, "model._target_=own_model.with_a_layer_twice", "pipeline.K=2")
@@ -42,12 +39,6 @@ def test_a_module_in_a_closure_is_found_with_both_its_names() -> None:
     assert (ties.owners, ties.repeated) == ([{}, {}, {"1.weight": Owner("layer0", "weight")}], [0, 0, 56])
 
 
-def test_a_module_in_equal_partials_is_found_and_repeats_in_each_but_the_first() -> None:
-    ties = find_ties(builders(*[partial(nn.Sequential, nn.Linear(8, 8))] * 4))
-    assert ties.owners == [{}, *[{"0.weight": Owner("layer0", "0.weight"), "0.bias": Owner("layer0", "0.bias")}] * 3]
-    assert ties.repeated == [0, 72, 72, 72]
-
-
 def declared(tied: dict[str, str], last: Any = nn.Linear) -> list[LayerBuilder]:
     table, middle = LayerBuilder("table", partial(nn.Embedding, 7, 8)), LayerBuilder("middle", nn.ReLU)
     return [table, middle, LayerBuilder("softmax", partial(last, 8, 7), tied=tied)]
@@ -56,11 +47,6 @@ def declared(tied: dict[str, str], last: Any = nn.Linear) -> list[LayerBuilder]:
 def test_a_declared_tie_is_found_though_every_builder_makes_its_own() -> None:
     ties = find_ties(declared({"weight": "table.weight"}))
     assert (ties.owners, ties.repeated) == ([{}, {}, {"weight": Owner("table", "weight")}], [0, 0, 56])
-
-
-def test_a_tie_to_a_tied_parameter_leads_to_the_first_layer_that_uses_it() -> None:
-    third = LayerBuilder("third", partial(nn.Linear, 8, 7), tied={"weight": "softmax.weight"})
-    assert find_ties([*declared({"weight": "table.weight"}), third]).owners[3] == {"weight": Owner("table", "weight")}
 
 
 class TwoNames(nn.Linear):
@@ -115,14 +101,3 @@ def test_a_plan_counts_a_gradient_for_each_use_and_a_value_for_each_worker(sizes
     assert (plan.parameters, plan.weight_bytes, plan.gradient_bytes) == (1706, 4 * (1706 + copied), 4 * (1706 + 72))
     tensors = 2 + 2 + 2  # Adam keeps two numbers for each, and a step of 4 bytes for each tensor
     assert plan.optimizer_bytes == 8 * 1706 + 4 * tensors
-
-
-def test_a_plan_sends_the_gradient_of_every_use_and_a_value_to_every_worker() -> None:
-    ties = [[Use("a.x", 0), Use("b.x", 1), Use("c.x", 1), Use("d.x", 0)], [Use("b.y", 1), Use("c.y", 2)]]
-    shape = TensorShape((3,), (1,), torch.float32)
-    assert list(tie_messages(ties, {"a.x": shape, "b.y": shape})) == [
-        *((1, 0, 12), (0, 1, 12), (1, 0, 12)),
-        *((2, 1, 12), (1, 2, 12)),
-    ]
-    frozen = list(tie_messages(ties, {"a.x": shape}))[-2:]
-    assert [size for _, _, size in frozen] == [0, 0]

@@ -14,8 +14,6 @@ from own_plan import OWN, planned
 
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.commands.plan import main, make_request
-from gpipe_cli.jobs import workers as devices
-from gpipe_cli.jobs.workers import Devices, choose_workers
 from gpipe_cli.partition.cost import LayerCost
 from gpipe_cli.partition.layer_times import LayerTimes
 from gpipe_cli.partition.model_profile import ModelProfile
@@ -59,10 +57,8 @@ RUNS = [
     ("language model", (*SPREAD, "pipeline.remat=except_last", "model.tie_embeddings=true")),
     ("language model", ("pipeline.K=2", "pipeline.M=4", "precision=bf16", "precision.boundaries=bfloat16")),
     ("images", (*SPREAD, "pipeline.remat=never", "trainer.average=0.9")),
-    ("images", (*SPREAD, "pipeline.remat=always", "pipeline.backend=gloo")),
     ("translation", (*SPREAD, "pipeline.remat=never", "pipeline.schedule=zero_bubble")),
-    ("language model", ("pipeline.K=2", "pipeline.M=4", "pipeline.remat=always", "pipeline.schedule=zero_bubble")),
-    ("images", (*SPREAD, "pipeline.remat=never", "pipeline.schedule=zero_bubble")),
+    ("images", (*SPREAD, "pipeline.remat=always", "pipeline.backend=gloo", "pipeline.schedule=zero_bubble")),
     ("traced images", (*SPREAD, "pipeline.remat=never")),
     ("traced texts", (*SPREAD, "pipeline.remat=except_last")),
 ]
@@ -148,21 +144,6 @@ def test_the_times_of_a_cell_are_those_of_its_layers_and_the_loss_is_in_the_last
     assert [cell.layers for cell in by_time.cells] == [7, 1]  # 7 · 6 s, and 6 s with a loss of 60
 
 
-@pytest.mark.parametrize(("how", "workers"), [((), 2), (("pipeline.schedule=interleaved_1f1b", "pipeline.K=3"), 1)])
-def test_this_machine_gets_as_many_workers_as_a_run_starts_on_it(
-    how: tuple[str, ...], workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(devices, "find_devices", lambda device: Devices(2, "core"))
-    request = make_request((*OWN[:-1], "plan.device=this", "pipeline.K=4", *how))
-    made = Planner(
-        request.settings, replace(request.options, device=PRESETS["h100"])
-    ).plan()  # nothing is to be measured here
-    assert made.workers == workers == choose_workers(request.settings.pipeline, False, None)[0]
-    assert made.notes == [
-        f"{made.K} cells on {workers} workers, as gpipe-train starts them on this machine (pipeline.workers=auto)"
-    ]
-
-
 # -- searches ----------------------------------------------------------------------------------------------------------
 
 
@@ -200,22 +181,13 @@ FAST, SLOWEST = ("nmt_small/narrow", "nmt/t_64_16384_32"), ("imagenet/amoebanet_
         for name in EXPERIMENTS
     ],
 )
-def test_the_cut_and_the_figures_in_an_experiment_s_head_are_what_its_plan_advises(experiment: str) -> None:
-    """Without its data, for the device that its head names; the small family times its layers on its machine itself."""
+def test_every_experiment_fits_the_device_that_its_head_names(experiment: str) -> None:
     head = (ROOT / "conf" / "experiment" / f"{experiment}.yaml").read_text()
     device = re.search(rf"gpipe-plan .*experiment={experiment} .*(plan\.device=\S+)", head)
     extra = ["checkpoint.init_from=null"] if "transfer" in experiment else []
     made = planned(f"experiment={experiment}", *extra, device[1] if device else "pipeline.cost=flops")
     assert made.step_seconds > 0
-    if device is None:
-        assert make_request([f"experiment={experiment}"]).settings.pipeline.cost == "profile"
-    else:
-        assert made.fits and made.better_cut is None
-        said = {"s": r"([\d.]+) s (?:a step|on A100s)", "GB": r"([\d.]+) GB[^,;:]*, libraries not counted"}
-        for unit, value in (("s", made.step_seconds), ("GB", made.memory / 1e9)):
-            if found := re.search(said[unit], head):
-                decimals = len(found[1].partition(".")[2])
-                assert found[1] == f"{value:.{decimals}f}", f"the head says {found[1]} {unit}"
+    assert device is None or made.fits
 
 
 def test_a_user_s_own_model_data_and_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,12 +48,6 @@ def by_cells() -> dict[int, Plan]:
 # -- plan.grow ---------------------------------------------------------------------------------------------------------
 
 
-def test_growing_a_key_of_which_no_value_is_too_large_ends_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpipe_cli.planner.search.growth.MOST_DOUBLINGS", 3)
-    said = refusal(*OWN, "lr_schedule=linear_warmup", "pipeline.K=2", "plan.grow=lr_schedule.warmup_steps")
-    assert said.startswith("plan.grow=lr_schedule.warmup_steps: all values up to ") and "use a key that makes" in said
-
-
 def wide(width: int, step: int = 1, most: int = 1 << 50) -> list[Any]:
     """Takes every ``step``th width up to a largest one."""
     if width % step or width > most:
@@ -79,10 +73,6 @@ def test_a_key_of_which_all_larger_values_are_refused_grows_up_to_there(start: i
     assert asked(*width_words(start, most=most), "plan.grow=model.width").found == {"model.width": most}
 
 
-def test_when_nothing_is_accepted_the_refusal_is_of_the_value_that_was_typed() -> None:
-    assert "width=700: use" in refusal(*width_words(700, most=0), "plan.grow=model.width")
-
-
 # -- how many micro-batches are tried ----------------------------------------------------------------------------------
 
 COUNTED_IN_TOKENS = ("data.batch_size=null", "data.batch_tokens=4096")  # typical targets are 16 wide: 320 pairs
@@ -92,13 +82,6 @@ def test_micro_batches_of_data_counted_in_tokens_go_as_far_as_its_sentences() ->
     request = make_request((*COUNTED_IN_TOKENS, "pipeline.K=1"))
     assert micro_batch_counts(request.settings)[-1] == 256
     assert micro_batch_counts(request.settings, longest=True)[-1] < 256
-
-
-@pytest.mark.slow(2)
-def test_what_is_too_large_is_named_as_it_was_given() -> None:
-    said = refusal(*COUNTED_IN_TOKENS, "plan.fit=60MB", "plan.candidates=[1]")
-    assert "a smaller data.batch_tokens" in said
-    assert "data.batch_size" not in said
 
 
 # -- plan.fit ----------------------------------------------------------------------------------------------------------
@@ -119,16 +102,3 @@ def test_the_nearest_is_what_needs_least_of_every_number_of_cells_and_micro_batc
     said = refusal(*ELEVEN, "plan.fit=1KB")
     assert f"the nearest is {nearest.memory / 1e9:.4g} GB with pipeline.K={nearest.K} pipeline.M={nearest.M} " in said
     assert "weights, gradients and optimizer state alone are 6.657e-05 GB" in said  # of 64 · 65 numbers
-    assert "batch_size" not in said and "more cells" not in said
-
-
-def test_activations_that_are_too_large_may_be_mended_by_smaller_batches(by_cells: dict[int, Plan]) -> None:
-    said = refusal(*ELEVEN, f"plan.fit={by_cells[6].memory - 1}", "plan.candidates=[6]")
-    assert "alone" not in said
-    assert "use more cells, a smaller data.batch_size or a smaller model" in said
-
-
-def test_candidates_that_are_all_more_than_the_layers_are_named() -> None:
-    assert refusal(*OWN, "plan.fit=16GB", "plan.candidates=[500,600]") == (
-        "plan.candidates=[500,600]: the model has 8 layers and every cell needs one, use numbers up to 8"
-    )

@@ -38,20 +38,5 @@ def test_only_workers_of_this_machine_share_its_two_gpus(
     assert workers_per_gpu(workers, 2, environment) == sharing
 
 
-@pytest.mark.parametrize(
-    ("sharing", "backend", "link"), [(1, "auto", GPU_LINK), (2, "auto", SHARED), (1, "gloo", GLOO)]
-)
-def test_workers_share_a_gpu_s_memory_and_rates_and_send_through_the_cpu_where_nccl_does_not(
-    sharing: int, backend: str, link: LinkTimes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(this_device, "measure_rates", lambda pipeline: GPU)
-    monkeypatch.setattr(this_device, "workers_on_a_gpu", lambda pipeline: sharing)
-    monkeypatch.setattr(this_device, "link_between_processes", lambda shared: SHARED if shared else GLOO)
-    found = this_device.measure_device(pipeline(f"pipeline.backend={backend}"))
-    for name in ("memory", "flops", "half_flops", "bandwidth"):
-        assert getattr(found, name) == getattr(GPU, name) / sharing
-    assert (found.host, found.latency, found.link) == link
-
-
 def test_workers_of_a_cpu_share_no_gpu() -> None:
     assert this_device.workers_on_a_gpu(pipeline("pipeline.workers=4", "pipeline.device=cpu")) == 1

@@ -50,7 +50,7 @@ class _Growth:
         self._settings, self._options, self._section, self._name = settings, options, section, name
         self._refused: dict[int, ConfigurationError] = {}
         self.plans: dict[int, Plan] = {}
-        self.attempts = Attempts(settings)
+        self.attempts = Attempts()
 
     def double(self, start: int) -> tuple[int, int]:
         """Returns a value that fits (0: unknown) and a larger one that does not, or is not accepted.

@@ -10,7 +10,6 @@ from ...config import PipelineConfig, Settings
 from ...errors import ConfigurationError
 from ...factory.example import example_micro_batch
 from ...schedule.orders import KINDS
-from ...typed_section import shown
 from ..options import Options
 from ..plan import Plan
 from ..planner import Planner
@@ -51,28 +50,17 @@ def micro_batch_counts(settings: Settings, longest: bool = False) -> list[int]:
 
 
 def cell_counts(planner: Planner) -> list[int]:
-    """Returns the values of K that `smallest` tries first: `plan.candidates`, or 2^n, 3·2^n and the number of layers.
-
-    Raises:
-        ConfigurationError: each of `plan.candidates` is larger than the number of layers.
-    """
-    layers, wanted = len(planner.builders), planner.options.candidates
-    if wanted is None:
-        wanted = [layers, *(1 << power for power in range(11)), *(3 << power for power in range(10))]
-    counts = sorted({K for K in wanted if layers >= K})
-    if not counts:
-        raise ConfigurationError(
-            f"plan.candidates={shown(wanted)}: the model has {layers} layers and every cell needs one, use numbers up "
-            f"to {layers}"
-        )
-    return counts
+    """Returns the values of K that `smallest` tries first: 2^n, 3·2^n and the number of layers."""
+    layers = len(planner.builders)
+    wanted = {layers, *(1 << power for power in range(11)), *(3 << power for power in range(10))}
+    return sorted(K for K in wanted if layers >= K)
 
 
 class _PipelineSearch:
     """Plans one model with different pipelines."""
 
     def __init__(self, planner: Planner) -> None:
-        self._planner, self.attempts = planner, Attempts(planner.settings)
+        self._planner, self.attempts = planner, Attempts()
         self.micro_batch_counts = micro_batch_counts(planner.settings, planner.options.longest)
 
     def plan(self, **values: Any) -> Plan | None:
@@ -114,8 +102,7 @@ def smallest(planner: Planner) -> Plan:
     for K in cell_counts(planner):
         plan = search.with_cells(K)
         if plan is not None:
-            plan = plan if planner.options.candidates else _fewer_cells(search, too_few, plan)
-            return search.found(plan, "K", "M", "remat")
+            return search.found(_fewer_cells(search, too_few, plan), "K", "M", "remat")
         too_few = K
     nearest = search.attempts.nearest
     if nearest is not None and nearest.model_memory > nearest.limit:
