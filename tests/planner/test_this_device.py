@@ -6,15 +6,8 @@ import pytest
 
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.config import PipelineConfig
-from gpipe_cli.planner.devices import PRESETS
 from gpipe_cli.planner.measure import this_device
-from gpipe_cli.planner.measure.link import LinkTimes
 from gpipe_cli.planner.measure.this_device import workers_per_gpu
-
-GPU = PRESETS["h100"]
-GPU_LINK = LinkTimes(GPU.host, GPU.latency, GPU.link)
-GLOO = LinkTimes(host=1e-3, latency=2e-3, rate=3e6)
-SHARED = LinkTimes(host=5e-4, latency=2e-3, rate=3e6)
 
 
 def pipeline(*words: str) -> PipelineConfig:
