@@ -14,7 +14,7 @@ import torch
 from gpipe_cli.bench.capacity import OverBudget, attempt
 from gpipe_cli.bench.options import BenchOptions
 from gpipe_cli.bench.paper import ideal_throughput
-from gpipe_cli.bench.tables.capacity_table import largest, search
+from gpipe_cli.bench.tables.capacity_table import search
 from gpipe_cli.bench.throughput import ModelCosts, PaperModel, Setting
 from gpipe_cli.commands.bench import main, parse
 from gpipe_cli.distributed.world import World
@@ -131,18 +131,6 @@ def test_table_1_counts_weights_gradients_optimizer_and_what_recomputing_saves()
     with pytest.raises(LayerFailed) as failure:  # in the middle of backward
         narrow(1, "never", naive["peak"] - 1)
     assert isinstance(failure.value.__cause__, OverBudget)
-
-
-@pytest.mark.parametrize("limit", [0, 1, 2, 3, 4, 17, 299, 512])
-def test_the_largest_that_fits_is_found_without_trying_one_twice(limit: int) -> None:
-    tried: list[int] = []
-
-    def fits(number: int) -> bool:
-        tried.append(number)
-        return number <= limit
-
-    assert largest(fits) == limit
-    assert len(set(tried)) == len(tried) <= 20 and limit + 1 in tried
 
 
 @pytest.mark.slow(2)

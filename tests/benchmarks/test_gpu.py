@@ -13,9 +13,6 @@ from benchmarks.gpu.__main__ import outcome, read, run_here, wanted
 from benchmarks.gpu.part import Part, Site
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.records import DONE, FAILED, LATE, SKIPPED, Record, Records
-from benchmarks.gpu.speed import ran_out_of_memory
-from benchmarks.gpu.wheelhouse import requirements
-from gpipe_cli.pipeline.cell import LayerFailed
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,17 +74,3 @@ def test_a_second_call_goes_on_with_what_is_open(tmp_path: Path) -> None:
     assert open_parts == [*names[4:], names[1], names[3]]  # never tried first, then those that failed
     assert [part.name for part in wanted([], again, "1 × NVIDIA H100")] == [*names[4:], *names[:4]]
     assert [part.name for part in wanted(["bits"], again, "CPU")] == ["bits"]
-
-
-def test_a_model_that_does_not_fit_is_no_failure_of_a_part() -> None:
-    """The engine raises its own error with the layer's name; a plain loop torch's."""
-    named, other = LayerFailed("layer 3"), LayerFailed("layer 4")
-    named.__cause__, other.__cause__ = torch.OutOfMemoryError("no room"), ValueError("no room")
-    found = [ran_out_of_memory(error) for error in (torch.OutOfMemoryError("no room"), named, other)]
-    assert found == [True, True, False]
-
-
-def test_the_wheelhouse_holds_everything_but_torch() -> None:
-    names = [requirement.split(">=")[0] for requirement in requirements()]
-    assert {"hydra-core", "safetensors", "pytest"} <= set(names)
-    assert not {"torch", "torchvision", "mypy"} & set(names)

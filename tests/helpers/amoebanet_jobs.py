@@ -1,4 +1,4 @@
-"""Trains small AmoebaNets with the engine, in one process or several, and as a plain module."""
+"""Trains small AmoebaNets with the engine, in one process, and as a plain module."""
 
 from __future__ import annotations
 
@@ -7,19 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from plain_amoebanet import PlainAmoebaNet
-from small_models import CPU, build_all, other_bits, seen_after
+from small_models import CPU, build_all, seen_after
 from torch.nn import functional as F
 
-from gpipe_cli.launch.context import Context
 from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.models.amoebanet import amoebanet, spatial_sizes
 from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.pipeline.batchnorm import finish_batchnorm
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
 from gpipe_cli.pipeline.engine import Engine, StepInput
-from gpipe_cli.pipeline.messages.transport import Transport, connect_workers
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.schedule.schedule import schedule
 from gpipe_cli.tasks.classification import ClassificationTask
@@ -54,22 +51,21 @@ class Case:
         return [((some,), (theirs,)) for some, theirs in pairs]
 
 
-def run_engine(case: Case, placement: Sequence[int], worker: int, transport: Transport | None) -> list[dict[str, Any]]:
-    """Returns the losses of each step and, by name, the gradients and buffers held here; trains by gradient descent."""
+def run_engine(case: Case) -> list[dict[str, Any]]:
+    """Returns the losses of each step and, by name, the gradients and buffers; trains by gradient descent."""
+    placement = (0,) * case.K
     layers = case.layers()
     numbers = cell_layers([len(part) for part in torch.arange(len(layers)).tensor_split(case.K)])
     noise = NoiseSource(1, 0, CPU)
-    cells = [Cell(k, [layers[i] for i in numbers[k]], noise) for k in range(case.K) if placement[k] == worker]
-    engine = Engine(cells, placement, transport, ClassificationTask(0.1).loss, 1, CPU)
-    instructions = schedule("gpipe", placement, case.M, case.remat)[worker]
+    cells = [Cell(k, [layers[i] for i in numbers[k]], noise) for k in range(case.K)]
+    engine = Engine(cells, placement, None, ClassificationTask(0.1).loss, 1, CPU)
+    instructions = schedule("gpipe", placement, case.M, case.remat)[0]
     seen = []
     for step in range(STEPS):
         parts = case.parts(step)
         plan = StepInput(step, STEPS, tuple(len(inputs[0]) for inputs, _ in parts), 1 / case.examples)
-        record = engine.train_step(instructions, plan, parts if placement[0] == worker else None)
+        record = engine.train_step(instructions, plan, parts)
         finish_batchnorm([b for cell in cells for b in cell.batchnorms], None)
-        if transport is not None:
-            dist.barrier()  # in the trainer the exchange separates the steps
         seen.append(seen_after(cells, record))
         descend([parameter for cell in cells for _, parameter in cell.parameters()])
     return seen
@@ -125,26 +121,3 @@ def differences(case: Case, ours: list[dict[str, Any]], plain: list[dict[str, An
                 worst = (gradient - expected).abs().max().item()
                 found.append(f"{case}, step {step}: gradient of {name} differs by {worst:.2e}")
     return found
-
-
-def compare_as_processes(context: Context, config: dict[str, Any]) -> list[str]:
-    """Runs cell k on worker k in float64 and compares it with the plain module and with one process."""
-    torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(1)
-    context.init_process_group()
-    K = context.world_size
-    world = dist.group.WORLD
-    assert world is not None
-    found = []
-    for noise in (False, True):
-        case = Case(K, 2, "except_last", noise=noise)
-        transport = connect_workers(tuple(range(K)), CPU, CPU, (world, world), world)
-        ours = run_engine(case, tuple(range(K)), context.rank, transport)
-        if not noise:
-            found += differences(case, ours, run_plain(case))
-        alone = run_engine(case, (0,) * K, 0, None)
-        different = other_bits(ours, alone, ["gradients", "buffers"])
-        found += [f"{case}, {text} have other bits than in one process" for text in different]
-    everyone: list[Any] = [None] * K
-    dist.all_gather_object(everyone, found)
-    return [text for worker in everyone for text in worker]

@@ -14,16 +14,6 @@ class Base(nn.Module):
         self.head = nn.Linear(3, 10)
 
 
-class Repeats(Base):
-    """Repeats as often as its input says."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        means = images.mean((2, 3))
-        for _ in range(int(means.max())):
-            means = means + 1
-        return self.head(means)
-
-
 class Prints(Base):
     """Writes a value into a text."""
 

@@ -11,12 +11,10 @@ import torch
 import untraceable
 from inline_run import train_inline
 from own_module import Answer, Noisy, mobile_net
-from own_plan import planned
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.reliability.planted_faults.run import verified
 from gpipe_cli.commands import export
 from gpipe_cli.data.images.digits import DigitsSource
 from gpipe_cli.errors import ConfigurationError
@@ -86,7 +84,6 @@ def test_noise_and_tied_weights_do_not_depend_on_the_cut(tmp_path: Path) -> None
     ("name", "line", "said"),
     [
         ("own_module.Branching", LINE, "depends on the values of a tensor"),
-        ("untraceable.Repeats", "        for _ in range(int(means.max())):", "depends on the values of a tensor"),
         ("untraceable.Prints", '        print(f"{images.max():.3f}")', "written into a text"),
         (
             "untraceable.Numpy",
@@ -114,22 +111,8 @@ def test_what_cannot_be_traced_is_refused_with_its_line_and_the_way_out(
     assert not any(capfd.readouterr())  # torch.export prints the whole graph
 
 
-@pytest.mark.slow
-def test_images_and_batchnorm_are_verified_in_float64(tmp_path: Path) -> None:
-    report = verified(tmp_path, *WORDS, "pipeline.K=2", "verify.dtype=float64", subject=False)
-    assert report["agrees"], report["findings"]
-    assert "in float64" in report["verdict"]
-
-
 def test_an_answer_without_the_named_output_lists_what_there_is() -> None:
     answer = Answer(None, torch.zeros(2))
     assert output_of(answer, None) is answer.logits
     with pytest.raises(CallError, match=r"model\.output=loss: the module returns the tensors logits: name one"):
         output_of(answer, "loss")
-
-
-@pytest.mark.slow
-def test_a_traced_module_is_planned() -> None:
-    plan = planned(*MODULE, "pipeline.K=4", "pipeline.M=2", "data.batch_size=8")
-    assert plan.parameters == sum(parameter.numel() for parameter in mobile_net().parameters())
-    assert len(plan.cells) == 4

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -14,15 +12,11 @@ from torch import Tensor, nn
 
 from benchmarks.traced.check import find
 from benchmarks.traced.subject import TracedSubject
-from gpipe_cli.commands.plan import make_request
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.models.traced.layers import layers
 from gpipe_cli.models.traced.module import Call, Called, CallError
-from gpipe_cli.models.traced.recording import ConstructorRecord
 from gpipe_cli.models.traced.refusals import TraceError
 from gpipe_cli.models.traced.sizes import SizeError
-from gpipe_cli.partition.model_profile import profile_layers
-from gpipe_cli.verify.plain import PlainModel
 
 CASES = [(1, "always"), (1, "never"), (2, "always")]
 
@@ -100,33 +94,3 @@ def test_keys_of_another_kind_are_refused_by_name(keys: dict[str, Any], said: st
 def test_a_mask_of_no_input_is_refused() -> None:
     with pytest.raises(CallError, match=r"needs an input of this name: model\.inputs=\[ids, …\]"):
         Called(nn.Linear(2, 2), Call(masks={"attention_mask": "ids"}))
-
-
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Gets the number of tensors of a module each time that some are made."""
-    numbers: list[int] = []
-    usual = ConstructorRecord.made
-
-    def watched(self: ConstructorRecord, names: Any) -> dict[str, Tensor]:
-        numbers.append(len(set(names)))
-        return usual(self, names)
-
-    monkeypatch.setattr(ConstructorRecord, "made", watched)
-    return numbers
-
-
-def test_a_profile_makes_the_weights_of_one_layer_at_a_time(made: list[int]) -> None:
-    builders = layers(unusual_modules.Perceptron, [("float32", [4, 3])])
-    profile_layers(builders, points(4), torch.device("cpu"))
-    assert made == [2] * len(builders)  # a weight and a bias
-
-
-def test_the_plain_side_of_gpipe_verify_makes_the_weights_of_one_cell_at_a_time(made: list[int]) -> None:
-    usual = make_request([]).settings
-    module = {"_target_": "unusual_modules.Perceptron", "_partial_": True}
-    model = {"_target_": "gpipe_cli.models.traced.layers.layers", "module": module, "example": [["float32", [4, 3]]]}
-    plain = PlainModel(replace(usual, model=model), MagicMock(), torch.device("cpu"), [[0], [1, 2, 3]], {})
-    for cell in plain.cells:
-        plain.build(cell)
-    assert made == [2, 6]

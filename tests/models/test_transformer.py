@@ -87,26 +87,6 @@ def test_transformer_l_has_the_parameters_of_the_paper(L: int, parameters: int) 
     assert sum(count_parameters(transformer_lm(L, 8192, 32, 32000, d_model=2048))) == parameters
 
 
-def test_cuts_can_fall_inside_a_transformer_layer() -> None:
-    assert [builder.name for builder in small()] == [
-        "source_embedding",
-        "encoder.0.attention",
-        "encoder.0.feed_forward",
-        "encoder.1.attention",
-        "encoder.1.feed_forward",
-        "encoder.norm",
-        "target_embedding",
-        "decoder.0.self_attention",
-        "decoder.0.cross_attention",
-        "decoder.0.feed_forward",
-        "decoder.1.self_attention",
-        "decoder.1.cross_attention",
-        "decoder.1.feed_forward",
-        "decoder.norm",
-        "softmax",
-    ]
-
-
 # -- against torch's layers ------------------------------------------------------------------------------------------
 
 
