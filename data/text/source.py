@@ -120,8 +120,9 @@ class TextFilesSource(WindowSource, PreparedSource[TextStore]):
                 f"data.sequence_length={self._length}, or give more text"
             )
         if len(store.dev) < 2:
+            documents = sum(piece["documents"] for piece in store.description["pieces"])
             raise ConfigurationError(
-                f"none of the {self._documents(store):,} documents of data.root={self._root} is held out by "
+                f"none of the {documents:,} documents of data.root={self._root} is held out by "
                 f"data.held_out={self.form.held_out}: raise it, name other text as data.evaluation_root=FILE, or use "
                 "data.document=line if each line is a document"
             )
@@ -139,6 +140,3 @@ class TextFilesSource(WindowSource, PreparedSource[TextStore]):
 
     def _held_out_tokens(self) -> TokenSequence:
         return self._opened.dev
-
-    def _documents(self, store: TextStore) -> int:
-        return sum(piece["documents"] for piece in store.description["pieces"])

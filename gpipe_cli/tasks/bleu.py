@@ -14,11 +14,6 @@ def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> tuple[f
     return float(score.score), str(metric.get_signature())
 
 
-def bleu_signature() -> str:
-    """Returns sacreBLEU's signature, which describes how `corpus_bleu` counts."""
-    return corpus_bleu(["a"], ["a"])[1]
-
-
 def bleu_of_groups(hypotheses: Sequence[str], references: Sequence[str], groups: Sequence[str]) -> dict[str, float]:
     """Returns the BLEU of each group (a language, say), in the order in which groups first appear."""
     members: dict[str, list[tuple[str, str]]] = {}

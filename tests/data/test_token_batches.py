@@ -188,14 +188,6 @@ def test_micro_batches_are_balanced_in_padded_tokens(parts: int, equal_pairs: bo
     assert loads.shape == (len(batches), parts) and excess.mean() < mean and excess.max() < most
 
 
-def test_shapes_are_few() -> None:
-    for equal_pairs in (True, False):
-        parts = [part for batch in deal(200, equal_pairs, 4, 16) for part in batch]
-        shapes = Counter((len(t), int(width_of(s.max())), int(width_of(t.max()))) for s, t in parts)
-        assert len(shapes) < len(parts) / 15
-        assert sum(times for _, times in shapes.most_common(80)) > 0.9 * len(parts)
-
-
 def test_too_few_tokens_for_the_parts_are_refused_before_training(folder: Path) -> None:
     said = r"divided into 16 micro-batches .*: raise data\.batch_tokens or lower pipeline\.M"
     with pytest.raises(ConfigurationError, match=said):
