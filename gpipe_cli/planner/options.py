@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
-
 from ..errors import ConfigurationError, Problems
 from ..typed_section import Positive, read_fields, shown
 from .devices import Device, describe, parse_bytes
@@ -44,26 +42,6 @@ class Options(_Typed):
     memory: int | None
     fit: int | None
     most_workers: int | None = None
-
-    @classmethod
-    def default(cls) -> Options:
-        """Returns the values of conf/plan.yaml."""
-        import gpipe_cli.conf
-
-        folder = Path(next(iter(gpipe_cli.conf.__path__)))
-        return cls.from_section(yaml.safe_load((folder / "plan.yaml").read_text(encoding="utf-8"))["plan"])
-
-    @classmethod
-    def from_section(cls, section: Mapping[str, Any]) -> Options:
-        """Returns the section `plan`, checked.
-
-        Raises:
-            ConfigurationError: one line for each key that is wrong.
-        """
-        problems = Problems()
-        options = cls.read(section, problems)
-        problems.refuse()
-        return options
 
     @classmethod
     def read(cls, section: Mapping[str, Any], problems: Problems) -> Options:

@@ -39,10 +39,6 @@ class Words:
     options: list[str] = field(default_factory=list)
 
     @property
-    def is_sweep(self) -> bool:
-        return bool({"-m", "--multirun"} & {*self.options})
-
-    @property
     def folder(self) -> str | None:
         """Returns the folder of `--config-dir`."""
         words = [part for word in self.options for part in word.split("=", 1)]

@@ -15,7 +15,7 @@ import pytest
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch.report import WorkerFailed
 from gpipe_cli.terminal.command import exit_code, to_stderr
-from gpipe_cli.terminal.words import OF_HYDRA, Words, read_words
+from gpipe_cli.terminal.words import Words, read_words
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -109,12 +109,6 @@ def test_a_wrong_word_says_what_to_type(words: list[str], said: str) -> None:
         read_words(words, {"step": str, "n": int})
 
 
-def test_options_keep_their_values() -> None:
-    line = read_words(["--cfg", "job", "-m", "--config-dir=mine", "a=1"], options=OF_HYDRA)
-    assert (line.options, line.folder, line.is_sweep) == (["--cfg", "job", "-m", "--config-dir=mine"], "mine", True)
-    assert read_words(["-cd", "mine"], options=OF_HYDRA).folder == "mine"
-
-
 SHORT = [["train", "pipeline.k=4"], ["train", "pipeline.K=0"], ["train", "--cfg", "job"]]
 SHORT += [[target.partition(":")[0].rpartition(".")[2], "--help"] for target in COMMANDS.values()]
 SLOW_TO_IMPORT = {"torch", "numpy", "matplotlib", "tensorboard", "safetensors", "sentencepiece", "babel", "rich"}
@@ -139,16 +133,3 @@ def test_short_answers_import_no_slow_library() -> None:
     found = {words: SLOW_TO_IMPORT & set(names) for words, names in json.loads(done.stdout).items()}
     assert found.pop("bench --help") <= {"numpy"}
     assert {words: slow for words, slow in found.items() if slow} == {}
-
-
-@pytest.mark.parametrize(
-    "modules",
-    [
-        "gpipe_cli.checkpoint.compatibility, gpipe_cli.checkpoint.commit, gpipe_cli.jobs.reopen",
-        "gpipe_cli.metrics.language_pictures, gpipe_cli.tasks.bleu",
-    ],
-    ids=["choosing a checkpoint", "comparing evaluations"],
-)
-def test_torch_is_not_imported_for(modules: str) -> None:
-    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from gpipe_cli.config import FREE_FORM, TYPED, Settings, known_keys
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.typed_section import RULES, nearest
+from gpipe_cli.typed_section import RULES
 
 CONF = Path(__file__).parents[2] / "conf"
 OTHERS = ("hydra", "__pycache__")
@@ -60,11 +60,6 @@ def test_every_key_of_a_shipped_target_has_a_type(option: str) -> None:
             TypeAdapter(one.annotation, config=RULES)
 
 
-@pytest.mark.parametrize("option", [option for option in OPTIONS if option.startswith("model=")])
-def test_debug_tiny_shrinks_every_model(option: str) -> None:
-    assert Settings.from_config(composed(option, "debug=tiny")).trainer.steps == 4
-
-
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_an_experiment_is_family_and_name_and_debug_tiny_shrinks_it(experiment: str) -> None:
     config = composed(f"experiment={experiment}", "debug=tiny")
@@ -96,11 +91,8 @@ def test_every_key_of_a_typed_section_has_a_value_in_yaml() -> None:
     ("overrides", "message"),
     [
         (["pipeline.K=0"], "pipeline.K=0: should be greater than or equal to 1"),
-        (["pipeline.K=two"], "pipeline.K=two: should be a valid integer"),
         (["pipeline.K=true"], "pipeline.K=true: should be a valid integer"),
         (["pipeline.remat=sometimes"], "pipeline.remat=sometimes: should be 'always', 'except_last' or 'never'"),
-        (["trainer.gradient_clip=0"], "trainer.gradient_clip=0: should be greater than 0 or null"),
-        (["trainer.evaluate_first=3"], "trainer.evaluate_first=3: should be a valid boolean"),
         (["pipeline.workers=5"], "use pipeline.workers<=4 or pipeline.K>=5"),
         (
             ["pipeline.schedule=interleaved_1f1b", "pipeline.workers=3"],
@@ -113,7 +105,6 @@ def test_every_key_of_a_typed_section_has_a_value_in_yaml() -> None:
         ),
         (["pipeline.M=128"], "use data.batch_size>=128 or pipeline.M<=96"),
         (["pipeline.M=32", "pipeline.replicas=4"], "pipeline.M=32 × pipeline.replicas=4 needs 128 examples"),
-        (["optimizer.lr=abc"], "optimizer.lr=abc: should be a valid number"),
         (["trainer.steps=null"], "set one, as trainer.steps=1000"),
         (["trainer.patience=3", "trainer.evaluate_every=null"], "set trainer.evaluate_every too"),
         (["launch.inline=true", "pipeline.workers=2"], "use pipeline.workers=1"),
@@ -125,7 +116,6 @@ def test_every_key_of_a_typed_section_has_a_value_in_yaml() -> None:
         (["checkpoint.init_except=[head]"], "type checkpoint.init_from=RUN too"),
         (["checkpoint.allow_changes=[pipline]"], "allow_changes: there is no key pipline; did you mean pipeline?"),
         (["precision.loss_scale=1000"], "precision.loss_scale=1000 is no power of two, and would round: use 1024"),
-        (["seed=-1"], "seed=-1: should be greater than or equal to 0"),
     ],
 )
 def test_a_wrong_value_names_the_key_the_limit_and_what_to_type(overrides: list[str], message: str) -> None:
@@ -134,22 +124,6 @@ def test_a_wrong_value_names_the_key_the_limit_and_what_to_type(overrides: list[
 
 def test_all_wrong_values_are_told_at_once() -> None:
     assert refusal("pipeline.K=0", "trainer.steps=-1", "+launch.graze_seconds=3").count("\n") == 2
-
-
-def test_whole_numbers_may_be_written_as_floats() -> None:
-    assert Settings.from_config(composed("trainer.steps=1e5")).trainer.steps == 100_000
-
-
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        ("pipeline.k", ["pipeline.K"]),
-        ("lauch", ["launch"]),
-        ("trainer.colour", []),
-    ],
-)
-def test_a_misspelt_key_is_answered_with_the_nearest(typed: str, meant: list[str]) -> None:
-    assert nearest(typed, known_keys())[: len(meant) or 1] == meant
 
 
 MAIN = {"model._target_": "gpipe_cli.models.transformer.transformer", "pipeline.K": 4, "trainer.average": 0.98}

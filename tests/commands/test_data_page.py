@@ -36,14 +36,6 @@ def test_the_source_of_the_page_trains_as_printed(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["evaluation"]["nll"] < 0.5
 
 
-def test_a_source_that_asks_for_a_seed_gets_the_run_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "seeded.py").write_text(block("python"))
-    monkeypatch.syspath_prepend(tmp_path)
-    section = {"_target_": "seeded.Counting", "batch_size": 4, "vocabulary": 50}
-    assert build_source(section, 7).seed == 7  # type: ignore[attr-defined] # of the page's own class
-    assert build_source({**section, "seed": 3}, 7).seed == 3  # type: ignore[attr-defined]
-
-
 def test_the_yaml_of_data_sets_makes_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "my_data.py").write_text("def MyDataset(split):\n    return [(0.5, 1)] * 64\n")

@@ -12,7 +12,6 @@ import pytest
 from inline_run import train_inline
 
 from gpipe_cli.commands import translate
-from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import reopen
 
 INLINE = ["launch.inline=true", "pipeline.workers=1"]
@@ -74,13 +73,6 @@ def test_a_run_translates_where_its_data_is_not(
     assert not nothing.exists()
 
 
-def test_scores_stand_before_the_translations(run: Path, source: Path, reference: list[str]) -> None:
-    rows = [line.split("\t") for line in translated(run, source, *INLINE, "scores=true")]
-    assert [text for _, text in rows] == reference
-    assert all(float(total) < 0 for (total, text) in rows if text)
-    assert [total for total, text in rows if not text] == ["0.0000"] * 2
-
-
 def test_bleu_is_that_of_sacrebleus_command(
     run: Path, source: Path, reference: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,18 +106,15 @@ def test_a_line_is_answered_before_the_input_ends_and_standard_output_holds_noth
     ("words", "message"),
     [
         (["step=1"], "which run?"),
-        (["lunes"], "lunes holds no complete checkpoint"),
         (["checkpoint={run}", "lunes"], "one run, not lunes, "),
         (["checkpoint=nowhere"], "nowhere holds no complete checkpoint"),
         (["checkpoint={run}", "input=nowhere"], "input=nowhere: No such file"),
-        (["checkpoint={run}", "references={run}/none"], "references="),
-        (["checkpoint={run}", "scores=perhaps"], "scores=perhaps: should be a valid boolean"),
         (["checkpoint={run}", "step=77"], "no checkpoint of step 77; it has kept: 1"),
-        (["checkpoint={run}", "pipeline.replicas=2"], "pipeline.replicas is 1 here"),
         (
             ["checkpoint={run}", "task.generation=null"],
             "no section generation, so it does not translate; texts are continued by gpipe-generate",
         ),
+        (["checkpoint={run}", "pipeline.k=4"], "did you mean pipeline.K?"),
         (["checkpoint={run}", "optimizer.lr=3"], "optimizer.lr: only training reads this key, leave it out"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -150,10 +139,6 @@ def test_overrides_change_the_configuration_that_the_checkpoint_was_made_with(ru
     assert settings.pipeline.partition == "min_max"  # the run's sizes were for three cells
 
 
-def test_without_overrides_the_run_is_cut_as_it_was(run: Path) -> None:
-    assert reopen.open_run(str(run), []).prepared.settings.pipeline.partition == [5, 10, 5]
-
-
 def test_a_run_from_before_a_key_existed_has_its_default_and_takes_an_override(run: Path, tmp_path: Path) -> None:
     old = tmp_path / "old"
     shutil.copytree(run, old)
@@ -165,22 +150,6 @@ def test_a_run_from_before_a_key_existed_has_its_default_and_takes_an_override(r
     settings = reopen.open_run(str(old), ["task.generation.beam=3"]).prepared.settings
     assert settings.task["generation"]["beam"] == 3
     assert settings.trainer.patience is None and settings.launch.grace_seconds == 28
-
-
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("pipeline.k=4", "did you mean pipeline.K?"),
-        ("task.generation.beem=4", "did you mean task.generation.beam?"),
-        ("pipeline.K=1,2", "is a sweep: give one value"),
-        ("precision=fp8", "fp8"),
-        ("pipeline.K=none", "pipeline.K=none"),
-    ],
-)
-def test_a_wrong_override_says_what_to_type(word: str, message: str, run: Path) -> None:
-    with pytest.raises(ConfigurationError) as error:
-        reopen.open_run(str(run), [word])
-    assert message in str(error.value)
 
 
 # --- input and vocabularies made to hurt

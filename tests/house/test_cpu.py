@@ -1,55 +1,15 @@
-"""Tests that processes use the CPU as promised: cores, threads, freed memory."""
+"""Tests that processes use the CPU as promised: cores, threads, memory."""
 
 from __future__ import annotations
 
 import os
-import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from memory_limit import memory_limit
 
 from gpipe_cli import cpu
 from gpipe_cli.cpu import free_memory, torch_threads, usable_cores, usable_memory
-
-FAULTS_OF_A_STEP = """
-import resource, torch
-from gpipe_cli.cpu import keep_freed_memory
-
-def step():
-    activations = [torch.ones(1 << 20) for _ in range(16)]  # 4 MiB each, all alive at once
-
-def page_faults():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-keep_freed_memory()
-for _ in range(6):  # until the heap has taken its shape
-    step()
-before = page_faults()
-for _ in range(4):
-    step()
-print((page_faults() - before) // 4)
-"""
-
-
-def page_faults_of_a_step(**environment: str) -> int:
-    others = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
-    output = subprocess.check_output([sys.executable, "-c", FAULTS_OF_A_STEP], env=others | environment, text=True)
-    return int(output)
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
-def test_a_worker_takes_the_memory_of_a_step_from_the_step_before() -> None:
-    assert page_faults_of_a_step() < 100  # of 16,384 pages of 4 KiB
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
-def test_a_users_own_settings_of_malloc_stand() -> None:
-    returned = {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "131072"}
-    assert page_faults_of_a_step(**returned) >= 16 * 4 * 2**20 // 2**21  # even with huge pages of 2 MiB
 
 
 def test_threads_are_given_back() -> None:
@@ -101,12 +61,6 @@ def test_a_limit_of_memory_counts_of_every_control_group_around_the_process(
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert usable_memory() == (bytes_usable or machine)
     assert free_memory() == (bytes_usable or 3000 * 1024)
-
-
-def test_the_limit_of_this_machine_s_own_control_groups_is_seen() -> None:
-    with memory_limit(64 << 20) as group:
-        code = f"open('{group}/cgroup.procs', 'w').write('0'); from gpipe_cli.cpu import *; print(usable_memory())"
-        assert int(subprocess.check_output([sys.executable, "-c", code])) == 64 << 20
 
 
 def imitate_groups(own: str, files: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import own_model
@@ -22,7 +21,7 @@ from run_files import rows
 from benchmarks.reliability.kills import same_end
 from gpipe_cli.checkpoint.files import step_directory
 from gpipe_cli.config import Settings
-from gpipe_cli.jobs import restarts, torchrun, workers
+from gpipe_cli.jobs import restarts, workers
 from gpipe_cli.jobs.restarts import Restarts
 from gpipe_cli.jobs.workers import Devices
 from gpipe_cli.launch.report import Failure, WorkerFailed
@@ -113,23 +112,6 @@ def test_a_damaged_new_checkpoint_is_passed_over(tmp_path: Path) -> None:
     with Console(1, "plain") as console:
         Restarts(Settings.from_config(script.config), script.config, tmp_path, console).run(damage)
     assert script.resumed == [None, "step_00000005"]
-
-
-def directory_and_config(context: Any, config: Any) -> tuple[Path, Any]:
-    return context.run_dir, config
-
-
-def test_other_ranks_wait_for_rank_0_as_long_as_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decided = json.dumps([str(tmp_path), {"words": 7}])
-    answers = iter([False] * 2000)  # several hundred seconds, each answer after a pause
-    pauses: list[float] = []
-    monkeypatch.setattr(torchrun.time, "sleep", pauses.append)
-    store = SimpleNamespace(check=lambda keys: next(answers, True), get=lambda key: decided)
-    context = SimpleNamespace(rank=1, store=store, run_dir=None)
-    wrapped = {"entry": "test_restarts:directory_and_config", "config": {"words": 1}, "directory": "elsewhere"}
-    monkeypatch.setattr(torchrun, "refuse_separate_directories", lambda context: None)
-    assert torchrun.enter(context, wrapped) == (tmp_path, {"words": 7})  # type: ignore[arg-type]
-    assert sum(pauses) > 300
 
 
 def test_what_the_run_found_out_itself_is_not_tried_again(tmp_path: Path) -> None:

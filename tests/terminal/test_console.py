@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from contextlib import redirect_stdout
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from cli_jobs import progress
@@ -13,12 +12,12 @@ from cli_jobs import progress
 from gpipe_cli.commands.lines import Writer
 from gpipe_cli.terminal.command import show, to_stderr
 from gpipe_cli.terminal.console import Console
-from gpipe_cli.terminal.text import relative_paths, text_table
+from gpipe_cli.terminal.text import relative_paths
 
 
-def shown(*events: dict[str, object], every: int = 1, brief: bool = False) -> str:
+def shown(*events: dict[str, object], every: int = 1) -> str:
     output = io.StringIO()
-    with redirect_stdout(output), Console(every, "plain", brief=brief) as console:
+    with redirect_stdout(output), Console(every, "plain") as console:
         for event in events:
             console(event)
     return output.getvalue()
@@ -72,47 +71,8 @@ def test_plain_progress_tells_the_first_step_the_last_and_not_too_many_between()
     assert len(lines) < 5
 
 
-def test_a_run_of_a_sweep_is_a_few_lines() -> None:
-    row = {"cell": 0, "worker": 0, "layers": 3, "first": "a", "last": "b", "parameters": 12345, "cost": 1, "share": 0.5}
-    events: list[dict[str, object]] = [
-        {"kind": "message", "text": "4 cells on 2 workers"},
-        {"kind": "cells", "rows": [row]},
-        *(progress(step, 100) for step in range(1, 101)),
-        {"kind": "evaluation", "step": 100, "numbers": {"nll": 2.5}},
-        {"kind": "samples", "rows": [{"source": "a", "output": "b"}]},
-        {"kind": "end", "text": "loss 5 -> 0.05"},
-    ]
-    lines = shown(*events, brief=True).splitlines()
-    assert [line.partition("  ")[0] for line in lines] == [
-        "step 1/100",
-        "evaluation after step 100: nll 2.5",
-        "loss 5 -> 0.05",
-    ]
-
-
 def test_paths_are_relative_to_where_the_person_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert relative_paths(f"log: {tmp_path}/runs/x and /elsewhere") == "log: runs/x and /elsewhere"
     message: dict[str, object] = {"event": "message", "text": f"step 3 recorded: {tmp_path}/trace/step.json"}
     assert shown(message) == "step 3 recorded: trace/step.json\n"
-
-
-def test_the_time_left_follows_from_the_share_done_whatever_limits_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = iter(range(0, 1000, 30))  # the clock is read twice at the first step, and twice at each that follows
-    monkeypatch.setattr("gpipe_cli.terminal.console.time", SimpleNamespace(monotonic=ticks.__next__))
-    events = [{**progress(step, None), "done": done} for step, done in ((1, 0.25), (2, 0.5), (3, 1.0))]
-    first, second, last = shown(*events).splitlines()
-    assert "left" not in first and "left" not in last
-    assert second.endswith("2:00 left")  # a quarter took a minute
-
-
-def test_events_of_the_launcher_are_told_in_words() -> None:
-    text = shown(
-        {"event": "stopping", "signal": "SIGINT", "grace_seconds": 8.0}, {"event": "warning", "message": "slow disk"}
-    )
-    assert text.startswith("SIGINT: the run stops after this step and saves, within 8 s")
-    assert "warning: slow disk" in text
-
-
-def test_a_table_puts_numbers_to_the_right() -> None:
-    assert text_table(["name", "n"], [["a", 5], ["long", 1234]]) == "name      n\n----  -----\na         5\nlong  1,234"
