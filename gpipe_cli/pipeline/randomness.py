@@ -54,13 +54,6 @@ def generator_states(device: torch.device) -> tuple[Tensor, ...]:
     return (torch.get_rng_state(), *own)
 
 
-def restore_generators(device: torch.device, states: tuple[Tensor, ...]) -> None:
-    """Restores the states that `generator_states` returned."""
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)
-
-
 class NoiseSource:
     """Seeds the generators that a layer may draw from, before it runs.
 
@@ -93,7 +86,3 @@ class NoiseSource:
         """Seeds the generators."""
         for generator in self._generators:
             generator.manual_seed(seed)
-
-    def seed_layer(self, step: int, micro_batch: int, layer: int) -> None:
-        """Seeds the generators for one layer."""
-        self.seed(self.seeds(step, micro_batch, [layer])[0])

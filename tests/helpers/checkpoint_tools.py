@@ -19,12 +19,8 @@ OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 OPTIMIZERS: dict[str, OptimizerFactory] = {
     "Adam": lambda p: torch.optim.Adam(p, lr=0.01),
     "AdamW-amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.01),
     "SGD-momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
-    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
 }
 
 

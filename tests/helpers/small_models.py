@@ -188,7 +188,7 @@ def plain_step(layers: Sequence[BuiltLayer], micro_batches: Sequence[MicroBatch]
         values: object = inputs[0]
         loss = torch.zeros(())
         for layer in layers:
-            noise.seed_layer(step, number, layer.index)
+            noise.seed(noise.seeds(step, number, [layer.index])[0])
             values = layer.module(values)
             if hasattr(layer.module, "auxiliary_loss"):
                 loss = loss + layer.module.auxiliary_loss(values, targets)
