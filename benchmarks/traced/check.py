@@ -129,7 +129,7 @@ class _Comparing:
                 would part tensors that share memory.
         """
         gaps = differences(*self._narrow) if self._narrow else []
-        if any(gap.relative > ROUNDING and not gap.kind.startswith(GRADIENT) for gap in gaps):
+        if any(gap.share > ROUNDING and not gap.kind.startswith(GRADIENT) for gap in gaps):
             raise ArithmeticError
         torch.manual_seed(0)
         given = [
