@@ -65,22 +65,12 @@ def timed(step: Step, modules: Sequence[nn.Module]) -> float:
 
 
 def measure(
-    plain: Sequence[nn.Module],
-    layers: Sequence[nn.Module],
-    micro_batches: Sequence[MicroBatch],
-    loss: Loss,
-    repetitions: int,
+    modules: Sequence[nn.Module], micro_batches: Sequence[MicroBatch], loss: Loss, repetitions: int
 ) -> dict[str, list[float]]:
-    """Returns the seconds of every repetition, of the plain loop and of the engine with each kind of schedule.
-
-    Args:
-        plain: what the plain loop calls, one after the other.
-        layers: of the engine's only cell.
-    """
-    steps: dict[str, Step] = {"plain": plain_step(plain, micro_batches, loss)}
-    cell = make_cell(0, layers)
+    """Returns the seconds of every repetition, of the plain loop and of the engine with each kind of schedule."""
+    steps: dict[str, Step] = {"plain": plain_step(modules, micro_batches, loss)}
+    cell = make_cell(0, modules)
     steps |= {kind: engine_step([cell], (0,), 0, None, micro_batches, kind, loss=loss) for kind in KINDS}
-    modules = [*plain, *(layer.module for layer in cell.layers)]
     turns = {name: partial(timed, step, modules) for name, step in steps.items()}
     return take_turns(turns, repetitions, WARM_UP)
 
@@ -104,7 +94,7 @@ def main() -> None:
         for name in arguments.sizes:
             modules = build_modules(SIZES[name])
             micro_batches = random_micro_batches(SIZES[name]["vocabulary"], EXAMPLES, TOKENS, M)
-            seconds = measure(modules, modules, micro_batches, TranslationTask().loss, repetitions)
+            seconds = measure(modules, micro_batches, TranslationTask().loss, repetitions)
             parameters = sum(p.numel() for module in modules for p in module.parameters())
             for kind in KINDS:
                 yield {"model": name, "parameters": parameters, **row(kind, seconds)}

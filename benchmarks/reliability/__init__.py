@@ -1,1 +1,1 @@
-"""Tries failures: planted faults, kills, wrong command lines; and healthy runs that raise no alarm."""
+"""Tries failures: planted faults, kills, wrong command lines."""

@@ -12,7 +12,6 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import torch
 
-from benchmarks.reliability.healthy import MODELS, alarm, drawn
 from benchmarks.reliability.planted_faults.run import SUBJECT, verified
 from gpipe_cli.commands import verify
 from gpipe_cli.config import PipelineConfig
@@ -70,13 +69,6 @@ def test_compiled_layers_are_the_plain_loop(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     report = verified(tmp_path, "pipeline.compile=true", "pipeline.schedule=zero_bubble", "verify.steps=1")
     assert report["agrees"], report["findings"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
-def test_healthy_configurations_raise_no_alarm(tmp_path: Path, model: str) -> None:
-    """Some of `python -m benchmarks.reliability.healthy`."""
-    assert not alarm(model, drawn(model, 0), tmp_path)
 
 
 # -- the command, real processes -------------------------------------------------------------------------------------

@@ -110,21 +110,6 @@ class Dice(Residual):
         return x * (1 + random.random()), *rest
 
 
-class Overflowing(Residual):
-    """Scales its output by a schedule of its own, as drop path does; infinitely in step 2, whose update is skipped."""
-
-    depends_on_steps = False
-    share = 0.0
-
-    def begin_step(self, step: int, steps: int) -> None:
-        """Sets the share of the training that is done."""
-        self.share = step
-
-    def forward(self, inputs: Boundary) -> Boundary:
-        x, *rest = super().forward(inputs)
-        return x / (1 - self.share), *rest
-
-
 class Slow(Residual):
     """Takes so long that a kill can hit each part of a step."""
 
@@ -136,7 +121,6 @@ class Slow(Residual):
 ODD = {
     "counter": Counting,
     "dice": Dice,
-    "overflow": Overflowing,
     "slow": partial(Slow, 0.2),
 }
 
