@@ -38,10 +38,9 @@ class WordTable(nn.Module):
 class Residual(nn.Module):
     """Adds a branch with dropout that uses all tensors of the boundary."""
 
-    def __init__(self, dropout: float = 0.0, frozen: bool = False) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
-        self.linear.requires_grad_(not frozen)
 
     def forward(self, inputs: Boundary) -> Boundary:
         x, mask, ids, positions = inputs
@@ -130,17 +129,15 @@ def layers(
     dropout: float = 0.2,
     odd: str = "",
     auxiliary: bool = True,
-    frozen: bool = False,
     tied: str = "",
 ) -> list[LayerBuilder]:
     """Returns embed, mix_0, norm (or mix_1), judge, mix_2, mix_3 (or the ``odd`` layer), head.
 
     Args:
-        frozen: mix_0 is.
         tied: "declared": judge and head use the matrix of embed; "shared": by modules that they share.
     """
     mix = partial(Residual, dropout)
-    made: dict[str, Any] = {"embed": WordTable, "mix_0": partial(Residual, dropout, frozen)}
+    made: dict[str, Any] = {"embed": WordTable, "mix_0": mix}
     made |= {"norm": Normalised} if batchnorm else {"mix_1": mix}
     made |= {"judge": Auxiliary} if auxiliary else {}
     made |= {"mix_2": mix, odd or "mix_3": ODD.get(odd, mix), "head": WordClassifier}
